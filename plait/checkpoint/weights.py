@@ -1,0 +1,162 @@
+"""Modules pull what they want by our names; nothing stays unused, nothing is missing silently.
+
+A linear has a bias if and only if the checkpoint has one for it: one flag less per projection, and the
+unused-tensor check keeps it honest.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.names import Derived, NameMap, UnknownName
+from plait.errors import MissingTensor, ShapeMismatch, UnusedTensor
+from plait.ops.linear import Linear
+from plait.ops.registry import Binding, Facts, Op
+from plait.quant.weight import Weight, as_tensor, as_weight
+
+Split = Literal["out", "in"]
+
+
+class Checkpoint(Protocol):
+    """The tensors of a model's files: safetensors, GGUF, or made up (`synthetic`)."""
+
+    def __contains__(self, name: str) -> bool: ...
+    def names(self) -> Iterable[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As torch sees it, rows first."""
+        ...
+
+    def read(self, name: str) -> Weight | Tensor:
+        """A `Weight` for block formats, else a tensor in the file's dtype (a view of the mapped file)."""
+        ...
+
+
+@dataclass(slots=True)
+class Target:
+    """Where and how a model is built: device, compute dtype, ops, the longest sequence; and what was bound."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_len: int
+    ops: str = "auto"
+    bound: list[Binding] = field(default_factory=list)
+    on_read: Callable[[str, int], None] | None = None  # progress: (their name, bytes)
+
+
+class Weights:
+    """A view of a checkpoint under one prefix of our names."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        names: NameMap,
+        target: Target,
+        prefix: str = "",
+        used: set[str] | None = None,
+    ) -> None:
+        self.checkpoint, self.names, self.target, self.prefix = checkpoint, names, target, prefix
+        self._used: set[str] = set() if used is None else used
+
+    def scope(self, name: str) -> Weights:
+        return Weights(self.checkpoint, self.names, self.target, self._full(name), self._used)
+
+    def __contains__(self, name: str) -> bool:
+        try:
+            source, _ = self.names.resolve(self._full(name))
+        except UnknownName:
+            return False
+        sources = source.sources if isinstance(source, Derived) else (source,)
+        return all(s in self.checkpoint for s in sources)
+
+    def read(self, name: str) -> Tensor | Weight:
+        """What the checkpoint has for our name, in its own format. Raises MissingTensor, naming both names."""
+        full = self._full(name)
+        try:
+            source, fields = self.names.resolve(full)
+        except UnknownName:
+            raise MissingTensor(f"{full}: this family's name map has no rule for it") from None
+        if isinstance(source, str):
+            return self._read(source, full)
+        return source.fn(*(self._read(s, full) for s in source.sources), **fields)  # type: ignore[no-any-return]
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Plain numbers on the target's device, in its compute dtype unless `dtype` says otherwise."""
+        value = as_tensor(self.read(name)).to(device=self.target.device, dtype=dtype or self.target.dtype)
+        if shape is not None and tuple(value.shape) != shape:
+            raise ShapeMismatch(
+                f"{self._full(name)}: the file has shape {tuple(value.shape)}, the model wants {shape}"
+            )
+        return value.contiguous()
+
+    def optional(
+        self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor | None:
+        return self.tensor(name, shape, dtype) if name in self else None
+
+    def weight(self, name: str, shape: tuple[int, int] | None = None) -> Weight:
+        """A matrix in its own format, on the target's device."""
+        weight = as_weight(self.read(name)).to(self.target.device)
+        if shape is not None and weight.shape != shape:
+            raise ShapeMismatch(
+                f"{self._full(name)}: the file has shape {weight.shape}, the model wants {shape}"
+            )
+        return weight
+
+    def linear(
+        self, *names: str, in_size: int, out_sizes: tuple[int, ...], split: Split | None = None
+    ) -> Linear:
+        """One linear map of several fused row-wise: names ("q", "k", "v") under this scope.
+
+        in_size, out_sizes: the widths the model wants of each part; ShapeMismatch says which is off.
+        `split` is how tensor parallelism divides it: rows ("out", column-parallel) or columns ("in").
+        """
+        weights, biases = [], []
+        for name, out in zip(names, out_sizes, strict=True):
+            weights.append(self.weight(f"{name}.weight", (out, in_size)))
+            biases.append(self.optional(f"{name}.bias", (out,)))
+        return Linear(weights, biases, self.bind, self.target.dtype, split)
+
+    def bind(self, op: Op, **sizes: Any) -> Callable[..., Any]:
+        """The variant of an op for this target; remembered for `plait info --ops`."""
+        facts = Facts(self.target.device.type, self.target.dtype, sizes)
+        fn, binding = op.bind(facts, self.prefix, self.target.ops)
+        self.target.bound.append(binding)
+        return fn
+
+    def unused(self) -> list[str]:
+        """Their tensors that nobody asked for and the family does not ignore."""
+        ignored = self.names.ignored
+        left = (n for n in self.checkpoint.names() if n not in self._used)
+        return sorted(n for n in left if not (ignored and ignored.search(n)))
+
+    def check_all_used(self) -> None:
+        """Raises UnusedTensor: a tensor left over means the model built is not the one in the file."""
+        if left := self.unused():
+            shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
+            raise UnusedTensor(
+                f"the model does not use {len(left)} tensor(s) of the checkpoint: {shown}. "
+                "Either the architecture was detected wrongly (see `plait info`) or the family is incomplete."
+            )
+
+    def _full(self, name: str) -> str:
+        return f"{self.prefix}.{name}" if self.prefix else name
+
+    def _read(self, source: str, ours: str) -> Tensor | Weight:
+        if source not in self.checkpoint:
+            near = difflib.get_close_matches(source, self.checkpoint.names(), 1, 0.6)
+            hint = f" (nearest: {near[0]!r})" if near else ""
+            raise MissingTensor(f"{ours} wants {source!r}; the checkpoint has no such tensor{hint}")
+        self._used.add(source)
+        value = self.checkpoint.read(source)
+        if self.target.on_read:
+            size = value.nbytes if not isinstance(value, Tensor) else value.numel() * value.element_size()
+            self.target.on_read(source, size)
+        return value

@@ -1,0 +1,93 @@
+"""Every option of the engine and the server, and the only place with a default.
+
+The CLI's flags are generated from these dataclasses (`help` in the metadata); there is no second list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from plait.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Ops = Literal["auto", "reference"]
+ASource = Literal["auto", "trainer", "saved"]
+SsmMode = Literal["ssd", "exact"]
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How a model is loaded and run. Raises ConfigError for values that cannot work together."""
+
+    device: Device = option("auto", "auto: the first CUDA device if there is one, else the CPU")
+    dtype: DType = option("auto", "what the model computes in; auto: float32 on CPU, the file's on a GPU")
+    ops: Ops = option("auto", "auto: the fastest variant of each op; reference: the plain one, to compare")
+    vocab: str | None = option(
+        None, "vocabulary: cl100k_base, o200k_base, llama3, deepseek_v3, a .tiktoken or tokenizer.json file"
+    )
+    chat_template: str | None = option(
+        None, "a Jinja file, or a built-in name, instead of the model's own template"
+    )
+    max_model_len: int | None = option(
+        None, "longest sequence in tokens; default: what the model was made for"
+    )
+    max_num_seqs: int = option(16, "sequences that run at the same time")
+    max_num_batched_tokens: int = option(1024, "tokens in one step: decodes plus pieces of prompts")
+    max_waiting: int = option(1024, "requests that may wait; one more is refused with 429")
+    block_size: int = option(16, "tokens in a block of paged memory")
+    memory_limit: int | None = option(None, "bytes for the state of running sequences; default: by need")
+    threads: int | None = option(None, "CPU threads; default: the physical cores this process may use")
+    ssm_mode: SsmMode = option("ssd", "oxidizr only. ssd: the recurrence; exact: what its trainer computes")
+    a_source: ASource = option("auto", "oxidizr only. A of Mamba2/3 from the trainer's rule or from the file")
+    set: tuple[str, ...] = option((), "key=value: overrides one key of the model's config; may be repeated")
+
+    def __post_init__(self) -> None:
+        for name, low in _AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"{name}: {value} is less than {low}")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size: {self.block_size} is not a power of two")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence needs one token in each step"
+            )
+
+
+_AT_LEAST = {
+    "max_model_len": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_waiting": 0,
+    "block_size": 1,
+    "memory_limit": 1,
+    "threads": 1,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP door. It listens on the loopback address unless told otherwise."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network")
+    port: int = option(8080, "port to listen on; 0: any free one")
+    served_model_name: str | None = option(None, "name clients ask for; default: the model's own name")
+    max_body_bytes: int = option(8 * MIB, "largest request body")
+    shutdown_timeout_s: float = option(30.0, "seconds that open requests get to finish when the server stops")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port: {self.port} is outside 0..65535")
+
+
+def option_names(cls: type) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(cls))

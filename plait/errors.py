@@ -1,0 +1,127 @@
+"""Every exception a user can meet. A message says what was given, what the limit is, and what to do.
+
+PlaitError
+├── ConfigError            exit 2   an option or combination of options that cannot be honoured
+├── CheckpointError        exit 3   the files of a model
+│   ├── BadFile                     truncated, lying or unreadable
+│   ├── MissingTensor               a tensor the model needs is not there
+│   ├── UnusedTensor                a tensor nobody asked for: the model would not be the one in the file
+│   ├── ShapeMismatch               a tensor is there with another shape
+│   └── UnsupportedFormat           a container, dtype or quantization we do not read
+├── UnsupportedModel       exit 3   an architecture, or a key of its config, that is not known
+├── CapacityError          503      the engine cannot take it now
+│   ├── QueueFull          429
+│   ├── OutOfBlocks        503
+│   └── OutOfMemory        exit 4   the model or its state does not fit
+├── RequestError           400      what one client asked
+│   ├── InvalidField       400      one field, named by `param`
+│   ├── ContextTooLong     400      code context_length_exceeded
+│   ├── ModelNotFound      404      code model_not_found
+│   ├── BadTemplate        400      the chat template refused these messages
+│   ├── BadGrammar         400
+│   └── Cancelled          499
+└── EngineError            500      our own fault; belongs to one request or to a dead engine
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PlaitError(Exception):
+    """Base of all. `status` is the HTTP status, `exit_code` the process's, `code` OpenAI's error code."""
+
+    status: ClassVar[int] = 500
+    exit_code: ClassVar[int] = 1
+    code: ClassVar[str | None] = None
+
+
+class ConfigError(PlaitError):
+    exit_code = 2
+
+
+class CheckpointError(PlaitError):
+    exit_code = 3
+
+
+class BadFile(CheckpointError):
+    pass
+
+
+class MissingTensor(CheckpointError):
+    pass
+
+
+class UnusedTensor(CheckpointError):
+    pass
+
+
+class ShapeMismatch(CheckpointError):
+    pass
+
+
+class UnsupportedFormat(CheckpointError):
+    pass
+
+
+class UnsupportedModel(PlaitError):
+    exit_code = 3
+
+
+class CapacityError(PlaitError):
+    status = 503
+    exit_code = 4
+
+
+class QueueFull(CapacityError):
+    status = 429
+    code = "queue_full"
+
+
+class OutOfBlocks(CapacityError):
+    code = "out_of_blocks"
+
+
+class OutOfMemory(CapacityError):
+    code = "out_of_memory"
+
+
+class RequestError(PlaitError):
+    """The client's doing. `param` names the field in OpenAI's spelling, like `messages[0].content`."""
+
+    status = 400
+    exit_code = 2
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidField(RequestError):
+    code = "invalid_value"
+
+
+class ContextTooLong(RequestError):
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(RequestError):
+    status = 404
+    code = "model_not_found"
+
+
+class BadTemplate(RequestError):
+    code = "bad_template"
+
+
+class BadGrammar(RequestError):
+    code = "bad_grammar"
+
+
+class Cancelled(RequestError):
+    status = 499
+    code = "cancelled"
+
+
+class EngineError(PlaitError):
+    code = "engine_error"

@@ -1,0 +1,69 @@
+"""What a mixer asks to be remembered between steps. Two shapes of memory cover every mixer.
+
+Plain data: the scheduler and the memory tables are computed from it without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class PagedState:
+    """One entry per token, kept in blocks: keys and values, MLA latents.
+
+    `entry` maps a tensor's name to its shape per token; `window`: only that many last tokens are ever read.
+    `dtype` "model" is the dtype the model computes in.
+    """
+
+    entry: Mapping[str, Shape]
+    window: int | None = None
+    dtype: str = "model"
+
+    def nbytes_per_token(self, model_dtype: str) -> int:
+        size = DTYPE_BYTES[model_dtype if self.dtype == "model" else self.dtype]
+        return size * sum(math.prod(shape) for shape in self.entry.values())
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """A constant amount per sequence: conv tails, SSM states. `tensors`: name -> (shape, dtype)."""
+
+    tensors: Mapping[str, tuple[Shape, str]]
+
+    def nbytes_per_slot(self, model_dtype: str) -> int:
+        return sum(
+            DTYPE_BYTES[model_dtype if dtype == "model" else dtype] * math.prod(shape)
+            for shape, dtype in self.tensors.values()
+        )
+
+
+State = PagedState | SlotState
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGroup:
+    """Paged states with equal windows: they share one block table."""
+
+    name: str  # "full" or "window:512"
+    window: int | None
+    members: tuple[str, ...]  # mixer names
+
+
+def block_groups(states: Mapping[str, State]) -> tuple[BlockGroup, ...]:
+    """The block groups of a model, full attention first, then windows by size."""
+    members: dict[int | None, list[str]] = {}
+    for name, state in states.items():
+        if isinstance(state, PagedState):
+            members.setdefault(state.window, []).append(name)
+    windows = sorted(members, key=lambda w: -1 if w is None else w)
+    return tuple(BlockGroup("full" if w is None else f"window:{w}", w, tuple(members[w])) for w in windows)
+
+
+def has_slots(states: Mapping[str, State]) -> bool:
+    return any(isinstance(state, SlotState) for state in states.values())

@@ -1,0 +1,119 @@
+"""Ops and their variants: an op is its reference; a kernel is a variant that must agree with it.
+
+Choice happens once, at construction, from static facts (`Facts`), never from data, and can be printed
+(`plait info MODEL --ops`). There is no silent fallback: what is bound is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a choice may depend on: the device type, the dtype, and an op's own static sizes."""
+
+    device: str
+    dtype: torch.dtype
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.sizes[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to compute an op. `when` returns None if it can serve these facts, else the reason why not."""
+
+    name: str
+    on: str  # device type
+    fn: Callable[..., Any]
+    when: Callable[[Facts], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What was bound for whom, and why nothing faster was: a row of `plait info --ops`."""
+
+    op: str
+    variant: str
+    user: str
+    skipped: tuple[tuple[str, str], ...]  # (variant, reason)
+
+
+@dataclass(slots=True)
+class Op:
+    """A named operation. Calling it runs the reference."""
+
+    name: str
+    reference: Callable[..., Any]
+    cases: Sequence[Mapping[str, Any]]
+    tolerance: Mapping[torch.dtype, float]
+    make: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    variants: list[Variant] = field(default_factory=list)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.reference(*args, **kwargs)
+
+    def inputs(
+        self, make: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Register how a case becomes arguments: make(case, dtype, device) -> (args, kwargs)."""
+        self.make = make
+        return make
+
+    def variant(
+        self, name: str, *, on: str, when: Callable[[Facts], str | None] = lambda facts: None
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Register a faster way. Later registrations are tried first."""
+
+        def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+            self.variants.insert(0, Variant(name, on, fn, when))
+            return fn
+
+        return register
+
+    def bind(self, facts: Facts, user: str = "", choice: str = "auto") -> tuple[Callable[..., Any], Binding]:
+        """The function to call for these facts, and the row that explains the choice."""
+        skipped: list[tuple[str, str]] = []
+        for variant in self.variants:
+            if choice == "reference":
+                skipped.append((variant.name, "--ops reference was asked for"))
+            elif variant.on != facts.device:
+                skipped.append((variant.name, f"runs on {variant.on}, not on {facts.device}"))
+            elif reason := variant.when(facts):
+                skipped.append((variant.name, reason))
+            else:
+                return variant.fn, Binding(self.name, variant.name, user, tuple(skipped))
+        return self.reference, Binding(self.name, "reference", user, tuple(skipped))
+
+
+REGISTRY: dict[str, Op] = {}
+FLOAT32_TOLERANCE: Mapping[torch.dtype, float] = {
+    torch.float32: 2e-5,
+    torch.bfloat16: 2e-2,
+    torch.float16: 4e-3,
+}
+
+
+def op(
+    *, cases: Sequence[Mapping[str, Any]] = (), tolerance: Mapping[torch.dtype, float] = FLOAT32_TOLERANCE
+) -> Callable[[Callable[..., Any]], Op]:
+    """Make a plain torch function the reference of an op.
+
+    `cases` are the sizes that tests and `bench op` try; `tolerance` is absolute, per dtype, on outputs of order one.
+    """
+
+    def register(fn: Callable[..., Any]) -> Op:
+        name = fn.__name__
+        if name in REGISTRY:
+            raise ValueError(f"op {name!r} is defined twice")
+        REGISTRY[name] = Op(name, fn, tuple(cases), tolerance)
+        REGISTRY[name].__doc__ = fn.__doc__
+        return REGISTRY[name]
+
+    return register

@@ -1,0 +1,105 @@
+"""The protocol of a weight in some storage, and the plain one.
+
+Every format has `shape` (out, in), exact `nbytes`, `dequantize`, row and column slices, concatenation and a
+move between devices; `ops.linear` works on any of them through `dequantize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+
+
+@runtime_checkable
+class Weight(Protocol):
+    """A linear map [out, in] in some storage."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def format(self) -> str:
+        """The name of the storage, like 'float32' or 'Q4_K'."""
+        ...
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The whole map as numbers, [out, in]."""
+        ...
+
+    def gather(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """Some rows as numbers: index [n] -> [n, in]. This is how an embedding reads its table."""
+        ...
+
+    def rows(self, start: int, stop: int) -> Self: ...
+    def cols(self, start: int, stop: int) -> Self:
+        """Columns start..stop. Raises ShapeMismatch if that would cut a block of the format."""
+        ...
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """Row-wise concatenation of parts of one format and width."""
+        ...
+
+    def to(self, device: torch.device) -> Self: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Plain numbers in any float dtype."""
+
+    tensor: Tensor  # [out, in]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, cols = self.tensor.shape
+        return rows, cols
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def format(self) -> str:
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        return self.tensor.to(dtype)
+
+    def gather(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.tensor[index].to(dtype)
+
+    def rows(self, start: int, stop: int) -> Dense:
+        return Dense(self.tensor[start:stop])
+
+    def cols(self, start: int, stop: int) -> Dense:
+        return Dense(self.tensor[:, start:stop])
+
+    @classmethod
+    def cat(cls, parts: Sequence[Dense]) -> Dense:
+        if len({p.tensor.dtype for p in parts}) > 1 or len({p.shape[1] for p in parts}) > 1:
+            raise ShapeMismatch(f"cannot stack the rows of {[f'{p.format}{p.shape}' for p in parts]}")
+        return Dense(torch.cat([p.tensor for p in parts]))
+
+    def to(self, device: torch.device) -> Dense:
+        return Dense(self.tensor.to(device))
+
+
+def as_tensor(value: Tensor | Weight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers of anything a checkpoint returns; a plain tensor keeps its own dtype."""
+    return value if isinstance(value, Tensor) else value.dequantize(dtype)
+
+
+def as_weight(value: Tensor | Weight) -> Weight:
+    return Dense(value) if isinstance(value, Tensor) else value
+
+
+def take_rows(value: Tensor | Weight, start: int, stop: int) -> Tensor | Weight:
+    """Rows start..stop of a tensor or a weight, without decoding it."""
+    return value[start:stop] if isinstance(value, Tensor) else value.rows(start, stop)

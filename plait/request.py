@@ -1,0 +1,143 @@
+"""What passes the engine's door: requests in, events out. Plain data: token ids, never text or tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from plait.errors import InvalidField
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+MAX_LOGPROBS = 20
+MAX_N = 128
+DEFAULT_TEMPERATURE, DEFAULT_TOP_P, DEFAULT_TOP_K = 0.7, 0.9, 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen, in vLLM's spelling.
+
+    `temperature`, `top_p`, `top_k` None: the model's generation_config.json decides, then 0.7, 0.9, 40.
+    `top_k` 0 or -1: no limit. `max_tokens` None: the rest of the context. `logprobs`: how many alternatives
+    are reported beside the chosen token (0: the chosen one only); raw model log-probabilities, natural log,
+    before penalties and temperature. Raises InvalidField, naming the field.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 100
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        elif not isinstance(self.stop, tuple):
+            object.__setattr__(self, "stop", tuple(self.stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name, low, high in _RANGES:
+            _check(name, getattr(self, name), low, high)
+        if any(not s for s in self.stop):
+            raise InvalidField("stop: an empty stop string would stop at once; leave it out", "stop")
+        for bias in self.logit_bias.values():
+            _check("logit_bias", bias, -100, 100)
+
+    def resolved(self, generation_config: Mapping[str, Any]) -> SamplingParams:
+        """With every open choice filled in: the request's, else the model's, else Plait's default."""
+        sampled = generation_config.get("do_sample", True)
+        pick = generation_config if sampled else {"temperature": 0.0}
+        return replace(
+            self,
+            temperature=_first(self.temperature, pick.get("temperature"), DEFAULT_TEMPERATURE),
+            top_p=_first(self.top_p, pick.get("top_p"), DEFAULT_TOP_P),
+            top_k=_first(self.top_k, pick.get("top_k"), DEFAULT_TOP_K),
+        )
+
+
+def _first(*values: Any) -> Any:
+    return next(v for v in values if v is not None)
+
+
+def _check(name: str, value: Any, low: float, high: float) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidField(f"{name}: {value!r} is not a finite number", name)
+    if not low <= value <= high:
+        raise InvalidField(f"{name}: {value} is outside [{low:g}, {high:g}]", name)
+
+
+_INT64 = 2**63 - 1
+_RANGES = (
+    ("n", 1, MAX_N),
+    ("max_tokens", 0, _INT64),
+    ("min_tokens", 0, _INT64),
+    ("temperature", 0, 2),
+    ("top_p", 0, 1),
+    ("top_k", -1, _INT64),
+    ("min_p", 0, 1),
+    ("seed", -_INT64 - 1, _INT64),
+    ("repetition_penalty", 0.01, 100),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of one token, and the best alternatives, most likely first. `top` holds (id, logprob).
+
+    When alternatives were asked for, the chosen token is always among `top` with the very same float.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as the engine sees it. `stop_token_ids` already holds every end-of-generation token."""
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams  # resolved
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """New tokens of one choice of one request; the last one of a choice carries `finish_reason`.
+
+    `prompt_logprobs` (first event of a request that asked): one entry per prompt token after the first.
+    `token_ids` does not hold the end-of-generation token that stopped it; `stop_token_id` does.
+    `error`: the exception behind finish_reason "error".
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    error: Exception | None = None

@@ -1,0 +1,204 @@
+"""What a model *is*, as plain data. No torch, no checkpoint names, no device.
+
+A family (`plait.families`) turns a config into a `ModelSpec`; `plait.model.decoder` runs any of them.
+Numbers are per model, never per rank: tensor parallelism rewrites the spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+UNLIMITED = float("inf")
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMS norm (Zhang & Sennrich 2019) or layer norm; the weight, and a layer norm's bias, come from the file."""
+
+    eps: float = 1e-6
+    kind: Literal["rms", "layer"] = "rms"
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions (Su et al. 2021) on the first `dim` of a head.
+
+    `scaling` keeps the config's own keys (`rope_type`, `factor`, …); `ops.rope` knows each kind.
+    `interleaved` rotates pairs (2i, 2i+1) instead of (i, i + dim/2).
+    """
+
+    dim: int
+    theta: float = 10_000.0
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Grouped-query attention. `window` keys are visible to a query, itself included."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope | None = None
+    window: int | None = None
+    softcap: float | None = None
+    qk_norm: Norm | None = None  # per head, before rope
+
+
+@dataclass(frozen=True, slots=True)
+class Mla:
+    """Multi-head latent attention (DeepSeek-V2). `q_rank` None: queries come straight from the hidden state."""
+
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    v_dim: int
+    scale: float
+    rope: Rope
+    latent_norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba1:
+    """Selective scan (Gu & Dao 2023). `state_limit` clamps the state to ±limit (oxidizr)."""
+
+    inner_size: int
+    state_size: int
+    dt_rank: int
+    conv_kernel: int
+    state_limit: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """State-space duality (Dao & Gu 2024). `norm_groups` is how many parts the gated norm is taken over.
+
+    `mode` "ssd" is the recurrence; "exact" is what oxidizr's trainer computes, which is not causal and
+    depends on `chunk_size` and on the whole sequence (`ModelSpec.causal` is then False).
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    conv_kernel: int
+    chunk_size: int = 256
+    dt_limit: tuple[float, float] = (0.0, UNLIMITED)
+    gated_norm: Norm | None = Norm()
+    norm_groups: int = 1
+    norm_before_gate: bool = False
+    mode: Literal["ssd", "exact"] = "ssd"
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba3:
+    """oxidizr's Mamba3: trapezoidal input, B and C rotated by a running angle, optional MIMO and convolution."""
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    conv_kernel: int | None = None
+    complex_rope: bool = True
+    mimo_rank: int = 0
+    chunk_size: int = 256
+    dt_limit: tuple[float, float] = (1e-3, 0.1)
+    bc_norm: Norm = Norm(1e-6)
+    gated_norm: Norm = Norm(1e-6)
+    mode: Literal["ssd", "exact"] = "ssd"
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    size: int
+    activation: Activation = "silu"
+    gated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How tokens choose experts: scores, the optional group mask, top-k, then weights.
+
+    A checkpoint's correction bias, when there is one, moves the choice and never the weight (DeepSeek-V3).
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    renorm_eps: float = 0.0
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_by: Literal["max", "top2"] = "max"
+
+
+@dataclass(frozen=True, slots=True)
+class Moe:
+    """A mixture of experts. `shared_gate`: the shared expert is weighted by a sigmoid of the token (Qwen2-MoE)."""
+
+    num_experts: int
+    top_k: int
+    expert: Mlp
+    router: Router = Router()
+    shared: Mlp | None = None
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Mixers that read the same normed input and whose outputs are summed (Falcon-H1)."""
+
+    parts: Mapping[str, Mixer]
+
+
+Mixer = Attention | Mla | Mamba1 | Mamba2 | Mamba3 | Mlp | Moe | Parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One residual branch: x += scale * post_norm(mixer(norm(x)))."""
+
+    name: str
+    mixer: Mixer
+    norm: Norm | None
+    post_norm: Norm | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A whole model. `max_len` is the longest sequence it was made for, in tokens.
+
+    `causal` False: earlier outputs change when tokens are appended, so every step computes the whole sequence.
+    """
+
+    family: str
+    hidden_size: int
+    vocab_size: int
+    layers: tuple[tuple[Branch, ...], ...]
+    norm: Norm
+    max_len: int
+    tied: bool = False
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    causal: bool = True
+
+    def branches(self) -> Iterator[tuple[str, Branch]]:
+        """Every branch with its name in our naming, `layers.3.attn`."""
+        for i, layer in enumerate(self.layers):
+            for branch in layer:
+                yield f"layers.{i}.{branch.name}", branch
+
+    def mixers(self) -> Iterator[tuple[str, Mixer]]:
+        """Every mixer with its name; the parts of a `Parallel` each under their own."""
+        for name, branch in self.branches():
+            if isinstance(branch.mixer, Parallel):
+                yield from ((f"{name}.{part}", mixer) for part, mixer in branch.mixer.parts.items())
+            else:
+                yield name, branch.mixer
