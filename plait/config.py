@@ -34,11 +34,9 @@ class EngineConfig:
         None, "vocabulary: cl100k_base, o200k_base, llama3, deepseek_v3, a .tiktoken or tokenizer.json file"
     )
     chat_template: str | None = option(
-        None, "a Jinja file, or a built-in name, instead of the model's own template"
+        None, "a Jinja file or a built-in name, used instead of the model's own"
     )
-    max_model_len: int | None = option(
-        None, "longest sequence in tokens; default: what the model was made for"
-    )
+    max_model_len: int | None = option(None, "longest sequence in tokens; default: the model's own")
     max_num_seqs: int = option(16, "sequences that run at the same time")
     max_num_batched_tokens: int = option(1024, "tokens in one step: decodes plus pieces of prompts")
     max_waiting: int = option(1024, "requests that may wait; one more is refused with 429")

@@ -16,7 +16,7 @@ Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu"]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMS norm (Zhang & Sennrich 2019) or layer norm; the weight, and a layer norm's bias, come from the file."""
+    """RMS norm (Zhang & Sennrich 2019) or layer norm; weight and bias come from the file."""
 
     eps: float = 1e-6
     kind: Literal["rms", "layer"] = "rms"
@@ -52,7 +52,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Mla:
-    """Multi-head latent attention (DeepSeek-V2). `q_rank` None: queries come straight from the hidden state."""
+    """Multi-head latent attention (DeepSeek-V2). `q_rank` None: queries come from the hidden state."""
 
     num_heads: int
     q_rank: int | None
@@ -98,7 +98,7 @@ class Mamba2:
 
 @dataclass(frozen=True, slots=True)
 class Mamba3:
-    """oxidizr's Mamba3: trapezoidal input, B and C rotated by a running angle, optional MIMO and convolution."""
+    """oxidizr's Mamba3: trapezoidal input, B and C rotated by a running angle; MIMO, conv optional."""
 
     num_heads: int
     head_dim: int
@@ -139,7 +139,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """A mixture of experts. `shared_gate`: the shared expert is weighted by a sigmoid of the token (Qwen2-MoE)."""
+    """A mixture of experts. `shared_gate`: a sigmoid of the token weighs the shared expert (Qwen2-MoE)."""
 
     num_experts: int
     top_k: int
@@ -174,7 +174,7 @@ class Branch:
 class ModelSpec:
     """A whole model. `max_len` is the longest sequence it was made for, in tokens.
 
-    `causal` False: earlier outputs change when tokens are appended, so every step computes the whole sequence.
+    `causal` False: earlier outputs change as tokens are appended; every step computes the whole sequence.
     """
 
     family: str

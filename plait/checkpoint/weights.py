@@ -39,7 +39,7 @@ class Checkpoint(Protocol):
 
 @dataclass(slots=True)
 class Target:
-    """Where and how a model is built: device, compute dtype, ops, the longest sequence; and what was bound."""
+    """Where and how a model is built: device, compute dtype, ops, longest sequence, and what was bound."""
 
     device: torch.device
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class Weights:
         return all(s in self.checkpoint for s in sources)
 
     def read(self, name: str) -> Tensor | Weight:
-        """What the checkpoint has for our name, in its own format. Raises MissingTensor, naming both names."""
+        """What the checkpoint has for our name, in its own format. Raises MissingTensor with both names."""
         full = self._full(name)
         try:
             source, fields = self.names.resolve(full)
@@ -91,9 +91,7 @@ class Weights:
         """Plain numbers on the target's device, in its compute dtype unless `dtype` says otherwise."""
         value = as_tensor(self.read(name)).to(device=self.target.device, dtype=dtype or self.target.dtype)
         if shape is not None and tuple(value.shape) != shape:
-            raise ShapeMismatch(
-                f"{self._full(name)}: the file has shape {tuple(value.shape)}, the model wants {shape}"
-            )
+            raise ShapeMismatch(_shape_message(self._full(name), tuple(value.shape), shape))
         return value.contiguous()
 
     def optional(
@@ -105,9 +103,7 @@ class Weights:
         """A matrix in its own format, on the target's device."""
         weight = as_weight(self.read(name)).to(self.target.device)
         if shape is not None and weight.shape != shape:
-            raise ShapeMismatch(
-                f"{self._full(name)}: the file has shape {weight.shape}, the model wants {shape}"
-            )
+            raise ShapeMismatch(_shape_message(self._full(name), weight.shape, shape))
         return weight
 
     def linear(
@@ -160,3 +156,7 @@ class Weights:
             size = value.nbytes if not isinstance(value, Tensor) else value.numel() * value.element_size()
             self.target.on_read(source, size)
         return value
+
+
+def _shape_message(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    return f"{name}: the file has shape {list(found)}, the model wants {list(wanted)}"

@@ -1,1 +1,1 @@
-"""What each op *means*: a plain torch reference, the cases that try it, and the tolerance a variant must meet."""
+"""What each op *means*: a plain torch reference, the cases that try it, the tolerance of variants."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.ops.registry import op
+from plait.ops.registry import Arguments, op
 from plait.quant.weight import Dense, Weight
 
 CASES = [
@@ -32,9 +32,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 
 
 @linear.inputs
-def _inputs(
-    case: Mapping[str, int], dtype: torch.dtype, device: str
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
     x = torch.randn(case["rows"], case["n_in"], dtype=dtype, device=device)
     w = torch.randn(case["n_out"], case["n_in"], dtype=dtype, device=device) / case["n_in"] ** 0.5
     return (x, Dense(w), torch.randn(case["n_out"], dtype=dtype, device=device)), {}
@@ -62,7 +60,7 @@ linear.variant("dense", on="cuda")(dense)
 class Linear:
     """One or more weights fused row-wise, ready to be called: [..., in] -> [..., out].
 
-    Neighbours of one format are stacked; parts of several (Q4_K beside Q6_K) are computed one after the other.
+    Neighbours of one format are stacked; parts of several (Q4_K, Q6_K) are computed one after the other.
     `bind` is `Weights.bind`; `split` says how tensor parallelism divides the rows ("out") or columns ("in").
     """
 

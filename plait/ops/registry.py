@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+MakeInputs = Callable[[Mapping[str, Any], torch.dtype, str], Arguments]
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -53,15 +56,13 @@ class Op:
     reference: Callable[..., Any]
     cases: Sequence[Mapping[str, Any]]
     tolerance: Mapping[torch.dtype, float]
-    make: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    make: MakeInputs | None = None
     variants: list[Variant] = field(default_factory=list)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.reference(*args, **kwargs)
 
-    def inputs(
-        self, make: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
-    ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    def inputs(self, make: MakeInputs) -> MakeInputs:
         """Register how a case becomes arguments: make(case, dtype, device) -> (args, kwargs)."""
         self.make = make
         return make
@@ -93,7 +94,7 @@ class Op:
 
 
 REGISTRY: dict[str, Op] = {}
-FLOAT32_TOLERANCE: Mapping[torch.dtype, float] = {
+TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float32: 2e-5,
     torch.bfloat16: 2e-2,
     torch.float16: 4e-3,
@@ -101,11 +102,11 @@ FLOAT32_TOLERANCE: Mapping[torch.dtype, float] = {
 
 
 def op(
-    *, cases: Sequence[Mapping[str, Any]] = (), tolerance: Mapping[torch.dtype, float] = FLOAT32_TOLERANCE
+    *, cases: Sequence[Mapping[str, Any]] = (), tolerance: Mapping[torch.dtype, float] = TOLERANCE
 ) -> Callable[[Callable[..., Any]], Op]:
     """Make a plain torch function the reference of an op.
 
-    `cases` are the sizes that tests and `bench op` try; `tolerance` is absolute, per dtype, on outputs of order one.
+    `cases` are the sizes that tests and `bench op` try; `tolerance` is absolute, per dtype, for outputs of order 1.
     """
 
     def register(fn: Callable[..., Any]) -> Op:
@@ -113,7 +114,6 @@ def op(
         if name in REGISTRY:
             raise ValueError(f"op {name!r} is defined twice")
         REGISTRY[name] = Op(name, fn, tuple(cases), tolerance)
-        REGISTRY[name].__doc__ = fn.__doc__
         return REGISTRY[name]
 
     return register
