@@ -55,6 +55,10 @@ class BlockGroup:
     members: tuple[str, ...]  # mixer names
 
 
+def group_name(window: int | None) -> str:
+    return "full" if window is None else f"window:{window}"
+
+
 def block_groups(states: Mapping[str, State]) -> tuple[BlockGroup, ...]:
     """The block groups of a model, full attention first, then windows by size."""
     members: dict[int | None, list[str]] = {}
@@ -62,7 +66,7 @@ def block_groups(states: Mapping[str, State]) -> tuple[BlockGroup, ...]:
         if isinstance(state, PagedState):
             members.setdefault(state.window, []).append(name)
     windows = sorted(members, key=lambda w: -1 if w is None else w)
-    return tuple(BlockGroup("full" if w is None else f"window:{w}", w, tuple(members[w])) for w in windows)
+    return tuple(BlockGroup(group_name(w), w, tuple(members[w])) for w in windows)
 
 
 def has_slots(states: Mapping[str, State]) -> bool:

@@ -39,11 +39,12 @@ class Checkpoint(Protocol):
 
 @dataclass(slots=True)
 class Target:
-    """Where and how a model is built: device, compute dtype, ops, longest sequence, and what was bound."""
+    """Where and how a model is built (device, compute dtype, its two sizes, ops) and what was bound."""
 
     device: torch.device
     dtype: torch.dtype
     max_len: int
+    hidden_size: int
     ops: str = "auto"
     bound: list[Binding] = field(default_factory=list)
     on_read: Callable[[str, int], None] | None = None  # progress: (their name, bytes)

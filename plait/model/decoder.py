@@ -1,0 +1,63 @@
+"""The one decoder: a flat list of residual branches between an embedding and a head."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from plait import spec
+from plait.checkpoint.weights import Weights
+from plait.memory import State
+from plait.model.batch import Batch
+from plait.model.embedding import Embedding, Head
+from plait.model.mixers import build
+from plait.model.norm import Norm
+from plait.state.store import StateStore
+
+
+class Branch:
+    """One residual addition: x += scale * post_norm(mixer(norm(x)))."""
+
+    def __init__(self, s: spec.Branch, w: Weights, hidden_size: int) -> None:
+        self.scale = s.scale
+        self.norm = Norm(s.norm, w.scope("norm"), hidden_size) if s.norm else None
+        self.mixer = build(s.mixer, w)
+        self.post_norm = Norm(s.post_norm, w.scope("post_norm"), hidden_size) if s.post_norm else None
+
+    def enter(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add what the last branch gave, and norm it: (x, h), both [T, hidden]."""
+        if self.norm:
+            return self.norm.add(x, delta)
+        x = x if delta is None else x + delta
+        return x, x
+
+    def __call__(self, h: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """What is to be added to x, [T, hidden]."""
+        h = self.mixer(h, batch, store)
+        h = self.post_norm(h) if self.post_norm else h
+        return h if self.scale == 1.0 else h * self.scale
+
+
+class Decoder:
+    """Any model: `spec` says what it is, `weights` is asked for every tensor. Raises CheckpointError.
+
+    `states` is what every mixer remembers, by mixer name: the memory is made from it.
+    """
+
+    def __init__(self, s: spec.ModelSpec, weights: Weights) -> None:
+        self.spec = s
+        self.embed = Embedding(s, weights.scope("embed"))
+        self.branches = [Branch(b, weights.scope(name), s.hidden_size) for name, b in s.branches()]
+        self.norm = Norm(s.norm, weights.scope("norm"), s.hidden_size)
+        self.head = Head(s, weights)
+        self.states: dict[str, State] = {}
+        for branch in self.branches:
+            self.states |= branch.mixer.states
+
+    def __call__(self, batch: Batch, store: StateStore) -> Tensor:
+        """Logits of the wanted rows, [L, vocab] float32; the state of every sequence moves on."""
+        x, delta = self.embed(batch.token_ids), None
+        for branch in self.branches:
+            x, h = branch.enter(x, delta)
+            delta = branch(h, batch, store)
+        _, h = self.norm.add(x, delta)
+        return self.head(h[batch.logit_rows])

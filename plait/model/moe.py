@@ -1,0 +1,41 @@
+"""Mixture of experts: the router chooses, tokens are grouped by expert, outputs are weighed and summed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plait import spec
+from plait.checkpoint.weights import Weights
+from plait.memory import State
+from plait.model.batch import Batch
+from plait.model.mlp import Mlp
+from plait.ops.moe import route
+from plait.state.store import StateStore
+
+
+class Moe:
+    def __init__(self, s: spec.Moe, w: Weights) -> None:
+        self.spec, self.states = s, dict[str, State]()
+        hidden = w.target.hidden_size
+        self.router = w.linear("router", in_size=hidden, out_sizes=(s.num_experts,))
+        self.bias = w.optional("router_bias", (s.num_experts,), torch.float32)
+        self.experts = [Mlp(s.expert, w.scope(f"experts.{e}")) for e in range(s.num_experts)]
+        self.shared = Mlp(s.shared, w.scope("shared")) if s.shared else None
+        self.shared_gate = w.linear("shared_gate", in_size=hidden, out_sizes=(1,)) if s.shared_gate else None
+        self._route = w.bind(route, num_experts=s.num_experts, top_k=s.top_k)
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> [T, hidden]. A token's experts are added in the order of their numbers."""
+        weight, index = self._route(self.router(x), self.bias, self.spec.top_k, self.spec.router)
+        out = self._shared(x)
+        for e in index.unique().tolist():
+            token, k = torch.where(index == e)
+            out.index_add_(0, token, self.experts[e].forward(x[token]) * weight[token, k, None].to(x.dtype))
+        return out
+
+    def _shared(self, x: Tensor) -> Tensor:
+        if not self.shared:
+            return torch.zeros_like(x)
+        out = self.shared.forward(x)
+        return out * self.shared_gate(x).sigmoid() if self.shared_gate else out

@@ -1,0 +1,35 @@
+"""Norms as the decoder uses them: on what a branch reads, and on what it gives back."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from plait import spec
+from plait.checkpoint.weights import Weights
+from plait.ops import norm as ops
+
+
+class Norm:
+    """RMS or layer norm over `size` features."""
+
+    def __init__(self, s: spec.Norm, w: Weights, size: int) -> None:
+        self.spec = s
+        self.weight, self.bias = w.tensor("weight", (size,)), w.optional("bias", (size,))
+        self._rms = w.bind(ops.rms_norm, size=size)
+        self._add_rms = w.bind(ops.add_rms_norm, size=size)
+        self._layer = w.bind(ops.layer_norm, size=size) if s.kind == "layer" else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., size] -> the same shape."""
+        if self._layer:
+            return self._layer(x, self.weight, self.bias, self.spec.eps)  # type: ignore[no-any-return]
+        return self._rms(x, self.weight, self.spec.eps)  # type: ignore[no-any-return]
+
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm): the step from one branch to the next, one fused op where a kernel has it."""
+        if delta is None:
+            return x, self(x)
+        if self._layer:
+            x = x + delta
+            return x, self(x)
+        return self._add_rms(x, delta, self.weight, self.spec.eps)  # type: ignore[no-any-return]

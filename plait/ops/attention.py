@@ -1,0 +1,180 @@
+"""Attention over paged memory. A block table says where each sequence's tokens are; batches are ragged.
+
+The references go through the sequences one by one, so that a sequence's result cannot depend on its company.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.ops.registry import Arguments, Facts, op
+
+SEQS = [(1, 33), (1, 7), (5, 5), (19, 40)]  # (new tokens, length)
+CASES: list[dict[str, Any]] = [
+    dict(seqs=[(1, 1)], heads=4, kv_heads=2, dim=16, window=None, softcap=None),
+    dict(seqs=SEQS, heads=6, kv_heads=2, dim=32, window=None, softcap=None),
+    dict(seqs=SEQS, heads=4, kv_heads=1, dim=64, window=9, softcap=None),
+    dict(seqs=[(1, 50), (30, 30)], heads=4, kv_heads=4, dim=16, window=None, softcap=20.0),
+]
+BLOCK = 4  # of the test cases
+
+
+def write_paged(cache: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
+    """Store an entry per new token. cache: [blocks, block_size, ...], values: [T, ...], slot_mapping: [T]."""
+    cache.view(-1, *cache.shape[2:])[slot_mapping] = values.to(cache.dtype)
+
+
+def read_paged(cache: Tensor, table: Tensor, start: int, stop: int) -> Tensor:
+    """Entries of tokens start..stop of one sequence, [stop - start, ...]. table: [M] block ids."""
+    size = cache.shape[1]
+    first = start // size
+    blocks = cache[table[first : -(-stop // size)]]
+    return blocks.flatten(0, 1)[start - first * size : stop - first * size]
+
+
+def _visible(
+    query: Tensor, seqs: tuple[Tensor, Tensor], window: int | None
+) -> Iterator[tuple[int, slice, int, int]]:
+    """(sequence, its rows of the batch, first visible key, end of keys)."""
+    starts, lens = seqs[0].tolist(), seqs[1].tolist()
+    for s, end in enumerate(lens):
+        rows = slice(starts[s], starts[s + 1])
+        past = end - (rows.stop - rows.start)
+        yield s, rows, 0 if window is None else max(0, past - window + 1), end
+
+
+def _mask(num_queries: int, start: int, end: int, window: int | None, device: torch.device) -> Tensor:
+    """[queries, keys] bool: the last `num_queries` positions of start..end see keys up to themselves."""
+    keys = torch.arange(start, end, device=device)
+    behind = torch.arange(end - num_queries, end, device=device)[:, None] - keys
+    return (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+
+
+@op(cases=CASES)
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal softmax attention of new tokens over all their sequence has in memory, themselves included.
+
+    q: [T, heads, d], caches: [blocks, block_size, kv_heads, d] (new entries already written),
+    block_table: [S, M], query_start: [S+1], seq_lens: [S] -> [T, heads, d]. Query head h reads kv head
+    h // (heads / kv_heads). `window`: how many last keys are visible; `softcap`: scores become cap·tanh(·/cap).
+    """
+    out = torch.empty_like(q)
+    for s, rows, start, end in _visible(q, (query_start, seq_lens), window):
+        k, v = (read_paged(cache, block_table[s], start, end).float() for cache in (k_cache, v_cache))
+        grouped = q[rows].float().unflatten(1, (k.shape[1], -1))  # [n, kv, g, d]
+        scores = torch.einsum("nkgd,tkd->kgnt", grouped, k) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        mask = _mask(rows.stop - rows.start, start, end, window, q.device)
+        probs = scores.masked_fill(~mask, -math.inf).softmax(-1)
+        out[rows] = torch.einsum("kgnt,tkd->nkgd", probs, v).flatten(1, 2).to(q.dtype)
+    return out
+
+
+@paged_attention.inputs
+def _paged_attention_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    table, query_start, seq_lens, num_blocks = paged_case(case["seqs"], device)
+    total = int(query_start[-1])
+    cache = (num_blocks, BLOCK, case["kv_heads"], case["dim"])
+    q = torch.randn(total, case["heads"], case["dim"], dtype=dtype, device=device)
+    k, v = (torch.randn(cache, dtype=dtype, device=device) for _ in range(2))
+    args = (q, k, v, table, query_start, seq_lens, case["dim"] ** -0.5, case["window"], case["softcap"])
+    return args, {}
+
+
+def paged_case(seqs: list[tuple[int, int]], device: str) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Block tables over shuffled blocks for (new tokens, length) pairs: what `cases` of paged ops share."""
+    needs = [-(-length // BLOCK) for _, length in seqs]
+    ids = torch.randperm(sum(needs)) + 1
+    table = torch.zeros(len(seqs), max(needs), dtype=torch.int64)
+    for s, part in enumerate(ids.split(needs)):
+        table[s, : len(part)] = part
+    starts = torch.tensor([0, *(n for n, _ in seqs)]).cumsum(0)
+    lens = torch.tensor([length for _, length in seqs])
+    return table.to(device), starts.to(device), lens.to(device), sum(needs) + 1
+
+
+def _no_softcap(facts: Facts) -> str | None:
+    return "torch's attention has no softcap" if facts.sizes.get("softcap") is not None else None
+
+
+def _sdpa(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    out = torch.empty_like(q)
+    for s, rows, start, end in _visible(q, (query_start, seq_lens), window):
+        k, v = (read_paged(cache, block_table[s], start, end) for cache in (k_cache, v_cache))
+        n = rows.stop - rows.start
+        mask = None if n == 1 else _mask(n, start, end, window, q.device)
+        heads_first = (t.transpose(0, 1)[None] for t in (q[rows], k.to(q.dtype), v.to(q.dtype)))
+        attended = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale, enable_gqa=True)
+        out[rows] = attended[0].transpose(0, 1)
+    return out
+
+
+paged_attention.variant("sdpa", on="cpu", when=_no_softcap)(_sdpa)
+paged_attention.variant("sdpa", on="cuda", when=_no_softcap)(_sdpa)
+
+LATENT_SEQS = [(1, 33), (1, 7), (5, 5), (19, 40)]  # (new tokens, length)
+CASES: list[dict[str, Any]] = [
+    dict(seqs=[(1, 1)], heads=4, kv_rank=16, rope_dim=4),
+    dict(seqs=SEQS, heads=3, kv_rank=32, rope_dim=8),
+]
+
+
+@op(cases=LATENT_CASES)
+def paged_latent_attention(
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_rank: int,
+) -> Tensor:
+    """MLA with the key up-projection absorbed into q (DeepSeek-V2, 2.1): all heads read one latent per token.
+
+    q: [T, heads, kv_rank + rope_dim], cache: [blocks, block_size, kv_rank + rope_dim] -> [T, heads, kv_rank],
+    which the value up-projection turns into the heads' outputs.
+    """
+    out = q.new_empty(*q.shape[:2], kv_rank)
+    for s, rows, start, end in _visible(q, (query_start, seq_lens), None):
+        latent = read_paged(cache, block_table[s], start, end).float()
+        scores = torch.einsum("nhr,tr->hnt", q[rows].float(), latent) * scale
+        mask = _mask(rows.stop - rows.start, start, end, None, q.device)
+        probs = scores.masked_fill(~mask, -math.inf).softmax(-1)
+        out[rows] = torch.einsum("hnt,tr->nhr", probs, latent[:, :kv_rank]).to(q.dtype)
+    return out
+
+
+@paged_latent_attention.inputs
+def _latent_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    table, query_start, seq_lens, num_blocks = paged_case(case["seqs"], device)
+    width = case["kv_rank"] + case["rope_dim"]
+    q = torch.randn(int(query_start[-1]), case["heads"], width, dtype=dtype, device=device)
+    cache = torch.randn(num_blocks, BLOCK, width, dtype=dtype, device=device)
+    return (q, cache, table, query_start, seq_lens, width**-0.5, case["kv_rank"]), {}

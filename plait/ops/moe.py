@@ -1,0 +1,48 @@
+"""Which experts a token goes to, and with what weight: one router for every family."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.ops.registry import Arguments, op
+from plait.spec import Router
+
+CASES: list[dict[str, Any]] = [
+    dict(tokens=1, experts=4, top_k=2, router=Router()),
+    dict(tokens=33, experts=8, top_k=3, router=Router("sigmoid", True, 1e-20, 2.5, 4, 2, "top2"), bias=True),
+    dict(tokens=17, experts=8, top_k=2, router=Router("softmax", False, 0.0, 1.0, 4, 2, "max")),
+]
+
+
+@op(cases=CASES)
+def route(logits: Tensor, bias: Tensor | None, top_k: int, router: Router) -> tuple[Tensor, Tensor]:
+    """Expert weights [T, k] float32 and indices [T, k] int64, best first.
+
+    logits: [T, experts]; bias: [experts], moves the choice and never the weight (DeepSeek-V3, 2.1.2). With
+    groups, only experts of the best `top_groups` groups may be chosen.
+    """
+    scores = logits.float().softmax(-1) if router.score == "softmax" else logits.float().sigmoid()
+    choice = scores if bias is None else scores + bias.float()
+    if router.groups > 1:
+        grouped = choice.unflatten(-1, (router.groups, -1))
+        best = grouped.amax(-1) if router.group_by == "max" else grouped.topk(2, -1).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool)
+        kept.scatter_(-1, best.topk(router.top_groups, -1).indices, True)
+        choice = grouped.masked_fill(~kept[..., None], -math.inf).flatten(-2)
+    index = choice.topk(top_k, -1).indices
+    weight = scores.gather(-1, index)
+    if router.renormalize:
+        weight = weight / (weight.sum(-1, keepdim=True) + router.renorm_eps)
+    return weight * router.scale, index
+
+
+@route.inputs
+def _route_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    logits = torch.randn(case["tokens"], case["experts"], dtype=dtype, device=device)
+    bias = torch.randn(case["experts"], device=device) if case.get("bias") else None
+    return (logits, bias, case["top_k"], case["router"]), {}

@@ -1,0 +1,61 @@
+"""Norms, computed in float32 whatever the input's dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.ops.registry import Arguments, op
+
+CASES: list[dict[str, Any]] = [
+    dict(tokens=1, hidden=64, groups=1),
+    dict(tokens=63, hidden=576, groups=1),
+    dict(tokens=5, hidden=512, groups=4),
+]
+
+
+@op(cases=CASES)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
+    """x / rms(x) * weight over the last dimension, or over each of `groups` equal parts of it.
+
+    x: [..., n], weight: [n] -> [..., n] in x's dtype. Zhang & Sennrich 2019.
+    """
+    h = x.float().unflatten(-1, (groups, -1))
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return (h.flatten(-2) * weight.float()).to(x.dtype)
+
+
+@rms_norm.inputs
+def _rms_norm_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    x = torch.randn(case["tokens"], case["hidden"], dtype=dtype, device=device)
+    return (x, torch.randn(case["hidden"], dtype=dtype, device=device), 1e-6, case["groups"]), {}
+
+
+@op(cases=[case for case in CASES if case["groups"] == 1])
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta, and the RMS norm of that. x, delta: [T, n] -> two tensors [T, n]."""
+    x = x + delta
+    return x, rms_norm.reference(x, weight, eps)
+
+
+@add_rms_norm.inputs
+def _add_rms_norm_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    (x, weight, eps, _), _ = _rms_norm_inputs(case, dtype, device)
+    return (x, torch.randn_like(x), weight, eps), {}
+
+
+@op(cases=[case for case in CASES if case["groups"] == 1])
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / std * weight + bias over the last dimension, with the biased variance. Ba et al. 2016."""
+    b = None if bias is None else bias.float()
+    return F.layer_norm(x.float(), x.shape[-1:], weight.float(), b, eps).to(x.dtype)
+
+
+@layer_norm.inputs
+def _layer_norm_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    (x, weight, eps, _), _ = _rms_norm_inputs(case, dtype, device)
+    return (x, weight, torch.randn_like(weight), eps), {}
