@@ -72,7 +72,7 @@ def paged_attention(
 
     q: [T, heads, d], caches: [blocks, block_size, kv_heads, d] (new entries already written),
     block_table: [S, M], query_start: [S+1], seq_lens: [S] -> [T, heads, d]. Query head h reads kv head
-    h // (heads / kv_heads). `window`: how many last keys are visible; `softcap`: scores become cap·tanh(·/cap).
+    h // (heads / kv_heads). `window`: how many last keys are seen; `softcap`: scores become cap·tanh(·/cap).
     """
     out = torch.empty_like(q)
     for s, rows, start, end in _visible(q, (query_start, seq_lens), window):
@@ -139,7 +139,7 @@ def _sdpa(
 paged_attention.variant("sdpa", on="cpu", when=_no_softcap)(_sdpa)
 paged_attention.variant("sdpa", on="cuda", when=_no_softcap)(_sdpa)
 
-LATENT_SEQS = [(1, 33), (1, 7), (5, 5), (19, 40)]  # (new tokens, length)
+
 CASES: list[dict[str, Any]] = [
     dict(seqs=[(1, 1)], heads=4, kv_rank=16, rope_dim=4),
     dict(seqs=SEQS, heads=3, kv_rank=32, rope_dim=8),

@@ -106,7 +106,7 @@ def op(
 ) -> Callable[[Callable[..., Any]], Op]:
     """Make a plain torch function the reference of an op.
 
-    `cases` are the sizes that tests and benchmarks try; `tolerance`: absolute, per dtype, for outputs of order 1.
+    `cases`: the sizes that tests try; `tolerance`: absolute, per dtype, outputs being of order 1.
     """
 
     def register(fn: Callable[..., Any]) -> Op:
