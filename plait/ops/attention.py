@@ -130,8 +130,10 @@ def _sdpa(
         k, v = (read_paged(cache, block_table[s], start, end) for cache in (k_cache, v_cache))
         n = rows.stop - rows.start
         mask = None if n == 1 else _mask(n, start, end, window, q.device)
-        heads_first = (t.transpose(0, 1)[None] for t in (q[rows], k.to(q.dtype), v.to(q.dtype)))
-        attended = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale, enable_gqa=True)
+        heads_first = [t.transpose(0, 1)[None] for t in (q[rows], k.to(q.dtype), v.to(q.dtype))]
+        attended = F.scaled_dot_product_attention(
+            heads_first[0], heads_first[1], heads_first[2], attn_mask=mask, scale=scale, enable_gqa=True
+        )
         out[rows] = attended[0].transpose(0, 1)
     return out
 
@@ -139,8 +141,7 @@ def _sdpa(
 paged_attention.variant("sdpa", on="cpu", when=_no_softcap)(_sdpa)
 paged_attention.variant("sdpa", on="cuda", when=_no_softcap)(_sdpa)
 
-
-CASES: list[dict[str, Any]] = [
+LATENT_CASES: list[dict[str, Any]] = [
     dict(seqs=[(1, 1)], heads=4, kv_rank=16, rope_dim=4),
     dict(seqs=SEQS, heads=3, kv_rank=32, rope_dim=8),
 ]

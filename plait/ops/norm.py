@@ -24,9 +24,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
 
     x: [..., n], weight: [n] -> [..., n] in x's dtype. Zhang & Sennrich 2019.
     """
-    h = x.float().unflatten(-1, (groups, -1))
-    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
-    return (h.flatten(-2) * weight.float()).to(x.dtype)
+    h: Tensor = x.float().unflatten(-1, (groups, -1))
+    h = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
+    return (h * weight.float()).to(x.dtype)
 
 
 @rms_norm.inputs

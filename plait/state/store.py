@@ -69,4 +69,5 @@ class StateStore:
 
 def dtype_of(name: str, model: torch.dtype) -> torch.dtype:
     """A state's dtype by its name; "model" is the one the model computes in."""
-    return model if name == "model" else getattr(torch, name)  # type: ignore[no-any-return]
+    found: torch.dtype = model if name == "model" else getattr(torch, name)
+    return found
