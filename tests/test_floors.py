@@ -1,0 +1,111 @@
+"""The house is as it says: floors, rooms without torch, and sizes."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+WITHOUT_TORCH = (
+    *("plait", "plait.errors", "plait.config", "plait.spec", "plait.request", "plait.memory"),
+    *("plait.state.blocks", "plait.schedule", "plait.families.normalize", "plait.text", "plait.server"),
+    "plait.cli.main",
+)
+BLOCKED = """
+import importlib, pkgutil, sys
+sys.modules["torch"] = None  # makes `import torch` an ImportError
+for name in sys.argv[1:]:
+    module = importlib.import_module(name)
+    for found in pkgutil.walk_packages(getattr(module, "__path__", ()), name + "."):
+        if name != "plait":
+            importlib.import_module(found.name)
+if sys.argv[1:] in (["plait"], ["plait.cli.main"]):
+    assert "rich" not in sys.modules, "rich was imported at the door"
+"""
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"tools_{name}", ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / "plait" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_every_import_goes_down() -> None:
+    assert tool("floors").broken_edges() == []
+
+
+def test_every_file_and_function_is_within_its_limit() -> None:
+    assert tool("sizes").too_long() == []
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_a_room_without_torch_imports_with_torch_blocked(name: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", BLOCKED, name], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "why"),
+    [
+        ("ops/norm.py", "from plait.model.decoder import Decoder\n", "floor 2 may not import from floor 3"),
+        ("model/mla.py", "import plait.families.llama\n", "sideways"),
+        ("families/llama.py", "from plait.checkpoint import weights\n", "sideways"),
+        ("schedule/scheduler.py", "def plan():\n    import torch\n", "must not know torch"),
+        ("text/stop.py", "from torch import Tensor\n", "must not know torch"),
+        ("engine/core.py", "import os\nx = os.environ['A']\n", "only cli/ may read the environment"),
+        ("runner/inputs.py", "from os import getenv\n", "only cli/ may read the environment"),
+        ("ops/rope.py", "from . import norm\n", "relative import"),
+        ("model/moe.py", "import plait.kernels.cpu.moe\n", "through plait.kernels.load()"),
+        ("utils/text.py", "import plait.errors\n", "utils has no floor"),
+    ],
+)
+def test_a_broken_edge_is_named(tmp_path: Path, file: str, text: str, why: str) -> None:
+    blank = {"checkpoint/weights.py": "", "errors.py": ""}
+    (edge,) = tool("floors").broken_edges(write(tmp_path, {**blank, file: text}))
+    assert edge.startswith(f"plait/{file}:")
+    assert why in edge
+
+
+def test_the_sideways_table_is_honoured(tmp_path: Path) -> None:
+    files = {
+        "families/llama.py": "from plait.checkpoint import names\nimport plait.checkpoint.names\n",
+        "checkpoint/names.py": "from plait.errors import PlaitError\nimport torch\n",
+        "model/decoder.py": "import plait.checkpoint.weights\nfrom plait.state.store import Store\n",
+        "runner/runner.py": "from plait.schedule.plan import Plan\nfrom plait.model.decoder import Decoder\n",
+        "cli/serve.py": "import os\nfrom plait.server.run import serve\nx = os.environ\n",
+        "__init__.py": "from plait.engine.llm import LLM\n",
+    }
+    assert tool("floors").broken_edges(write(tmp_path, files)) == []
+
+
+def test_a_long_file_and_a_long_function_are_named(tmp_path: Path) -> None:
+    body = "def long():\n" + "    x = 1\n" * 51
+    write(tmp_path, {"ops/norm.py": body, "ops/rope.py": "x = 1\n" * 401})
+    write(tmp_path, {"kernels/cpu/norm.py": body})
+    assert tool("sizes").too_long(tmp_path) == [
+        "plait/ops/norm.py:1: long has 52 lines, the limit is 50",
+        "plait/ops/rope.py:1: 401 lines, the limit is 400",
+    ]
+
+
+def test_a_docstring_does_not_count_as_length(tmp_path: Path) -> None:
+    text = 'def f():\n    """Long.\n' + "    words\n" * 60 + '    """\n' + "    x = 1\n" * 40
+    assert tool("sizes").too_long(write(tmp_path, {"ops/norm.py": text})) == []
