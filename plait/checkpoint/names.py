@@ -1,13 +1,14 @@
 """Our dotted names to a checkpoint's. A family is data: one table from ours to theirs.
 
 A pattern like `layers.{i}.attn.{x}` matches one component per field; the last component of what was asked
-(`.weight`, `.bias`) is carried over when the target is a plain name. First matching rule wins.
+(`.weight`, `.bias`) is carried over when the target is a plain name. First matching rule wins. A target that is
+a tuple lists alternatives, where the same model is stored in several ways: the first that is there is meant.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,10 @@ class Derived:
     sources: tuple[str, ...]
 
 
+Source = str | Derived
+Rules = Mapping[str, Source | tuple[Source, ...]]
+
+
 class UnknownName(KeyError):
     """No rule of the map speaks of this name: the family never has such a tensor."""
 
@@ -30,20 +35,37 @@ class UnknownName(KeyError):
 class NameMap:
     """Our name -> theirs. `ignored`: regular expressions of their tensors that nobody needs to use."""
 
-    def __init__(self, *rules: Mapping[str, str | Derived], ignored: tuple[str, ...] = ()) -> None:
-        self._rules = [(_compile(pattern), target) for table in rules for pattern, target in table.items()]
+    def __init__(self, *rules: Rules, ignored: tuple[str, ...] = ()) -> None:
+        self._rules = [
+            (_compile(pattern), target if isinstance(target, tuple) else (target,))
+            for table in rules
+            for pattern, target in table.items()
+        ]
         self.ignored = re.compile("|".join(f"(?:{p})" for p in ignored)) if ignored else None
 
-    def resolve(self, name: str) -> tuple[str | Derived, dict[str, str]]:
-        """(their name or the recipe, the fields of the pattern). Raises UnknownName."""
-        for pattern, target in self._rules:
+    def resolve(self, name: str, present: Container[str] | None = None) -> tuple[Source, dict[str, str]]:
+        """(their name or the recipe, the fields of the pattern). Raises UnknownName.
+
+        `present`: their names; decides between alternatives. When it has none of them, the first is named.
+        """
+        for pattern, targets in self._rules:
             if match := pattern.fullmatch(name):
                 found = match.groupdict()
                 rest = found.pop("_rest")
-                if isinstance(target, str):
-                    return target.format(**found) + rest, found
-                return Derived(target.fn, tuple(s.format(**found) for s in target.sources)), found
+                sources = [_fill(target, found, rest) for target in targets]
+                there = (s for s in sources if present is not None and _is_there(s, present))
+                return next(there, sources[0]), found
         raise UnknownName(name)
+
+
+def _fill(target: Source, fields: dict[str, str], rest: str) -> Source:
+    if isinstance(target, str):
+        return target.format(**fields) + rest
+    return Derived(target.fn, tuple(s.format(**fields) for s in target.sources))
+
+
+def _is_there(source: Source, present: Container[str]) -> bool:
+    return all(s in present for s in (source.sources if isinstance(source, Derived) else (source,)))
 
 
 def _compile(pattern: str) -> re.Pattern[str]:

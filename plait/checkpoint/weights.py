@@ -69,7 +69,7 @@ class Weights:
 
     def __contains__(self, name: str) -> bool:
         try:
-            source, _ = self.names.resolve(self._full(name))
+            source, _ = self.names.resolve(self._full(name), self.checkpoint)
         except UnknownName:
             return False
         sources = source.sources if isinstance(source, Derived) else (source,)
@@ -79,7 +79,7 @@ class Weights:
         """What the checkpoint has for our name, in its own format. Raises MissingTensor with both names."""
         full = self._full(name)
         try:
-            source, fields = self.names.resolve(full)
+            source, fields = self.names.resolve(full, self.checkpoint)
         except UnknownName:
             raise MissingTensor(f"{full}: this family's name map has no rule for it") from None
         if isinstance(source, str):
