@@ -1,0 +1,134 @@
+"""What every door stands on: text and limits on one side, the engine's loop on the other.
+
+There is one validator for the Python API, the CLI and HTTP: `Front.prepare`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from plait.engine.loop import EngineLoop
+from plait.engine.stream import Stream
+from plait.errors import BadTemplate, ContextTooLong, InvalidField
+from plait.request import Request, SamplingParams
+from plait.spec import ModelSpec
+from plait.text.chat import ChatTemplate
+from plait.text.tokenizer import Tokenizer
+
+MAX_CHARS_PER_TOKEN = 64  # longer text cannot fit the context and is refused before it is tokenized
+
+
+class Front:
+    """A loaded model behind its engine. Every method is safe from any thread."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        spec: ModelSpec,
+        max_model_len: int,
+        loop: EngineLoop,
+        tokenizer: Tokenizer | None,
+        chat_template: ChatTemplate | None,
+        generation_config: Mapping[str, Any],
+        stop_token_ids: frozenset[int],
+    ) -> None:
+        self.name, self.spec, self.max_model_len, self.loop = name, spec, max_model_len, loop
+        self.tokenizer, self.chat_template = tokenizer, chat_template
+        self.generation_config, self.stop_token_ids = generation_config, stop_token_ids
+        self.created = int(time.time())
+        self._seeds = random.SystemRandom()
+
+    @property
+    def healthy(self) -> bool:
+        return self.loop.healthy
+
+    def prepare(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, add_special: bool = True
+    ) -> Request:
+        """A request the engine can take. Tokenizes, resolves defaults, checks every limit.
+
+        Raises InvalidField (token ids that the model does not have, an empty prompt, text without a tokenizer)
+        and ContextTooLong with both numbers.
+        """
+        ids = self._token_ids(prompt, add_special)
+        self._check_ids(ids)
+        params = params.resolved(self.generation_config)
+        if bad := [i for i in params.logit_bias if not 0 <= i < self.spec.vocab_size]:
+            raise InvalidField(
+                f"logit_bias: token id {bad[0]} is outside 0..{self.spec.vocab_size - 1}", "logit_bias"
+            )
+        params = replace(params, max_tokens=self._max_tokens(len(ids), params.max_tokens))
+        if params.seed is None:
+            params = replace(params, seed=self._seeds.getrandbits(63))
+        stops = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops |= self.stop_token_ids
+        return Request(f"req-{uuid.uuid4().hex}", ids, params, stops)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation, ready for the model's reply. Raises BadTemplate."""
+        if not self.chat_template:
+            raise BadTemplate(
+                f"{self.name} has no chat template; use /v1/completions or LLM.generate, or give one with "
+                "--chat-template FILE (or a built-in name: oxidizr, blazr, chatml)"
+            )
+        return self.chat_template.render(messages, **options)
+
+    def submit(self, request: Request) -> Stream:
+        """Start a request. Raises QueueFull and other CapacityErrors at once."""
+        stream = Stream(request, self.tokenizer, self.loop.cancel)
+        self.loop.submit(request, stream.on_event)
+        return stream
+
+    def stats(self) -> Mapping[str, int]:
+        """Sequences running and waiting, blocks and slots free and in all."""
+        return self.loop.stats()
+
+    def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> None:
+        """Stop the engine; with `drain`, running requests get `timeout_s` seconds to finish."""
+        self.loop.close(drain=drain, timeout_s=timeout_s)
+        if self.chat_template:
+            self.chat_template.close()
+
+    def _token_ids(self, prompt: str | Sequence[int], add_special: bool) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        if not self.tokenizer:
+            raise InvalidField(
+                f"prompt: {self.name} has no tokenizer; send token ids, or name a vocabulary with --vocab",
+                "prompt",
+            )
+        if len(prompt) > self.max_model_len * MAX_CHARS_PER_TOKEN:
+            raise ContextTooLong(
+                f"prompt: {len(prompt)} characters cannot fit a context of {self.max_model_len} tokens",
+                "prompt",
+            )
+        return tuple(self.tokenizer.encode(prompt, add_special=add_special))
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise InvalidField("prompt: it is empty, and this model has no beginning-of-text token", "prompt")
+        for i in ids:
+            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.spec.vocab_size:
+                raise InvalidField(
+                    f"prompt: token id {i!r} is not one of this model's 0..{self.spec.vocab_size - 1}",
+                    "prompt",
+                )
+
+    def _max_tokens(self, prompt_len: int, asked: int | None) -> int:
+        room = self.max_model_len - prompt_len
+        if asked == 0 and room >= 0:
+            return 0
+        if room < 1:
+            raise ContextTooLong(
+                f"the prompt has {prompt_len} tokens, and the model's context is {self.max_model_len}: "
+                f"send at most {self.max_model_len - 1}, or serve with a larger --max-model-len",
+                "prompt",
+            )
+        return room if asked is None else min(asked, room)

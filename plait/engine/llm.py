@@ -1,0 +1,165 @@
+"""The Python door: a model in this process, with vLLM-shaped results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from plait.config import EngineConfig
+from plait.engine.load import load
+from plait.engine.stream import Delta, Stream, TextLogprob
+from plait.errors import InvalidField
+from plait.request import Request, SamplingParams
+from plait.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice of a finished request. `logprobs`: one entry per token of `token_ids`, if asked for."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TextLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A finished request. `prompt` is None when token ids or messages were given."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TextLogprob] | None = None
+    finished: bool = True
+
+
+class LLM:
+    """A model, loaded and ready. Use it as a context manager, or call `close()`.
+
+    model: a directory, a .safetensors or .gguf file, or a Hub id. `options` are the fields of `EngineConfig`
+    (`dtype`, `device`, `max_model_len`, …). `on_progress(text, done, total)` is told what loading does.
+    Raises ConfigError, CheckpointError, UnsupportedModel or OutOfMemory.
+    """
+
+    def __init__(
+        self, model: str, *, on_progress: Callable[[str, int, int], None] | None = None, **options: Any
+    ) -> None:
+        self._loaded = load(model, EngineConfig(**options), on_progress)
+        self.front = self._loaded.front
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.front.spec
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue one prompt or several, all at the same time. Strings or lists of token ids."""
+        many = _as_list(prompts)
+        settings = _per_prompt(params, len(many))
+        requests = [self.front.prepare(p, s) for p, s in zip(many, settings, strict=True)]
+        texts = [p if isinstance(p, str) else None for p in many]
+        return self._run(requests, texts)
+
+    def chat(
+        self, messages: Messages | Sequence[Messages], params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """The model's reply to one conversation or several: lists of {"role": …, "content": …}."""
+        many = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        settings = params or SamplingParams(max_tokens=None)
+        requests = [self._chat_request(m, settings) for m in many]  # type: ignore[arg-type]
+        return self._run(requests, [None] * len(requests))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Text as it is generated."""
+        return iter(self.front.submit(self.front.prepare(prompt, params or SamplingParams())))
+
+    def stream_chat(self, messages: Messages, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """The reply to a conversation as it is generated."""
+        return iter(
+            self.front.submit(self._chat_request(messages, params or SamplingParams(max_tokens=None)))
+        )
+
+    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
+        """Natural-log probability of each prompt token after the first, given those before it."""
+        asked = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=0.0)
+        return [[lp.logprob for lp in out.prompt_logprobs or []] for out in self.generate(prompts, asked)]
+
+    def logits(self, prompt: Prompt) -> Tensor:
+        """Raw logits after every token of a prompt, [tokens, vocab] float32."""
+        request = self.front.prepare(prompt, SamplingParams(max_tokens=0))
+        return self._loaded.runner.logits(
+            request.prompt_token_ids, self._loaded.config.max_num_batched_tokens
+        )
+
+    def close(self) -> None:
+        """Stop the engine and give its memory back. May be called twice."""
+        self.front.close(drain=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _chat_request(self, messages: Messages, params: SamplingParams) -> Request:
+        return self.front.prepare(self.front.render_chat(messages), params, add_special=False)
+
+    def _run(self, requests: Sequence[Request], texts: Sequence[str | None]) -> list[RequestOutput]:
+        streams: list[Stream] = []
+        try:
+            streams += [self.front.submit(request) for request in requests]
+            return [_collect(stream, text) for stream, text in zip(streams, texts, strict=True)]
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+
+
+def _collect(stream: Stream, prompt: str | None) -> RequestOutput:
+    request = stream.request
+    outputs = [CompletionOutput(i) for i in range(request.params.n)]
+    result = RequestOutput(request.id, prompt, list(request.prompt_token_ids), outputs)
+    for delta in stream:
+        if delta.error:
+            raise delta.error
+        out = outputs[delta.index]
+        out.text += delta.text
+        out.token_ids += delta.token_ids
+        if delta.logprobs:
+            out.logprobs = (out.logprobs or []) + list(delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            result.prompt_logprobs = list(delta.prompt_logprobs)
+        if delta.finish_reason:
+            out.finish_reason, out.stop_reason = delta.finish_reason, delta.stop_reason
+    return result
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidField(f"params: {len(params)} settings were given for {count} prompts", "params")
+    return [replace(p) for p in params]

@@ -1,0 +1,213 @@
+"""From the engine's events to text: detokenization and stop strings, one choice at a time.
+
+Runs on whoever reads the stream, never on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from plait.request import Event, FinishReason, Request, TokenLogprobs
+from plait.text.detokenize import StreamDecoder
+from plait.text.stop import StopMatcher
+from plait.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextLogprob:
+    """A token as a client sees it: its text, its true bytes, its log-probability and the alternatives."""
+
+    token: str
+    token_id: int
+    bytes: bytes
+    logprob: float
+    top: tuple[TextLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text of one choice; the last one of a choice carries `finish_reason`.
+
+    `logprobs` are of exactly the tokens whose text starts in this delta. `stop_reason`: the stop string or the
+    token id that ended it. `num_tokens`: output tokens of this choice so far, end-of-generation not counted.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TextLogprob, ...] | None = None
+    prompt_logprobs: tuple[TextLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    num_tokens: int = 0
+    error: Exception | None = None
+
+
+class Choice:
+    """The text of one choice as it grows. Without a tokenizer there are only token ids."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self.index, self._tokenizer, self.done = index, tokenizer, False
+        self._decoder = (
+            StreamDecoder(
+                tokenizer, skip_special=params.skip_special_tokens, prefix_ids=request.prompt_token_ids
+            )
+            if tokenizer
+            else None
+        )
+        self._stop = StopMatcher(params.stop, include=params.include_stop_str_in_output)
+        self._min_tokens = params.min_tokens
+        self._num_tokens = self._decoded = self._shown = 0
+        self._pending: deque[tuple[int, int, TokenLogprobs | None]] = (
+            deque()
+        )  # (starts at character, id, logprobs)
+
+    def push(self, event: Event) -> Delta | None:
+        """What this event adds, or None if nothing can be shown yet."""
+        if self.done:
+            return None
+        shown, matched = "", None
+        for i, token_id in enumerate(event.token_ids):
+            self._num_tokens += 1
+            logprobs = event.logprobs[i] if event.logprobs else None
+            self._pending.append((self._decoded, token_id, logprobs))
+            text = self._decoder.push(token_id) if self._decoder else ""
+            self._decoded += len(text)
+            piece, matched = self._take(text)
+            shown += piece
+            if matched is not None:
+                break
+        finish = event.finish_reason
+        if matched is None and finish is not None:
+            rest, matched = self._take(self._decoder.flush() if self._decoder else "")
+            shown += rest + (self._stop.flush() if matched is None else "")
+        if not shown and finish is None and matched is None and self._tokenizer and not event.prompt_logprobs:
+            return None
+        self._shown += len(shown)
+        return self._delta(event, shown, matched)
+
+    def _take(self, text: str) -> tuple[str, str | None]:
+        """Through the stop strings, which min_tokens keeps asleep."""
+        if self._num_tokens <= self._min_tokens:
+            return text, None
+        return self._stop.push(text)
+
+    def _delta(self, event: Event, shown: str, matched: str | None) -> Delta:
+        finish: FinishReason | None = "stop" if matched is not None else event.finish_reason
+        self.done = finish is not None
+        everything = self._tokenizer is None or (self.done and matched is None)
+        ready = []
+        while self._pending and (everything or self._pending[0][0] < self._shown):
+            ready.append(self._pending.popleft())
+        logprobs = [entry[2] for entry in ready if entry[2] is not None]
+        return Delta(
+            index=self.index,
+            text=shown,
+            token_ids=tuple(entry[1] for entry in ready),
+            logprobs=tuple(self._text_logprob(lp) for lp in logprobs) if logprobs else None,
+            prompt_logprobs=_each(self._text_logprob, event.prompt_logprobs),
+            finish_reason=finish,
+            stop_reason=matched if matched is not None else event.stop_token_id,
+            num_cached_tokens=event.num_cached_tokens,
+            num_tokens=self._num_tokens,
+            error=event.error,
+        )
+
+    def _text_logprob(self, lp: TokenLogprobs) -> TextLogprob:
+        top = tuple(self._one(token_id, value) for token_id, value in lp.top)
+        return self._one(lp.token_id, lp.logprob, top)
+
+    def _one(self, token_id: int, value: float, top: tuple[TextLogprob, ...] = ()) -> TextLogprob:
+        if not self._tokenizer:
+            return TextLogprob(f"token_id:{token_id}", token_id, b"", value, top)
+        return TextLogprob(
+            self._tokenizer.token_text(token_id), token_id, self._tokenizer.token_bytes(token_id), value, top
+        )
+
+
+def _each(
+    fn: Callable[[TokenLogprobs], TextLogprob], values: tuple[TokenLogprobs, ...] | None
+) -> tuple[TextLogprob, ...] | None:
+    return None if values is None else tuple(fn(v) for v in values)
+
+
+class Stream:
+    """The text of one request while it is generated; iterate it, plainly or with `async for`, once.
+
+    Leaving early, or `cancel()`, frees what the request holds within one engine step.
+    """
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer | None, cancel: Callable[[str, int | None], None]
+    ) -> None:
+        self.request, self._cancel_request = request, cancel
+        self._choices = [Choice(i, request, tokenizer) for i in range(request.params.n)]
+        self._lock = threading.Lock()
+        self._waiting: deque[Event] = deque()
+        self._sink: Callable[[Event], None] | None = None
+
+    def on_event(self, event: Event) -> None:
+        """Called by the engine's thread; only hands over."""
+        with self._lock:
+            if self._sink is None:
+                self._waiting.append(event)
+            else:
+                self._sink(event)
+
+    def cancel(self) -> None:
+        """Stop generating. Safe at any time, from any thread, also after the end."""
+        self._cancel_request(self.request.id, None)
+
+    @property
+    def done(self) -> bool:
+        return all(choice.done for choice in self._choices)
+
+    def __iter__(self) -> Iterator[Delta]:
+        events: SimpleQueue[Event] = SimpleQueue()
+        self._connect(events.put)
+        try:
+            while not self.done:
+                if delta := self._delta(events.get()):
+                    yield delta
+        finally:
+            self._leave()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def put(event: Event) -> None:
+            # The loop may be gone already when a server is stopped with requests open.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        self._connect(put)
+        try:
+            while not self.done:
+                if delta := self._delta(await events.get()):
+                    yield delta
+        finally:
+            self._leave()
+
+    def _connect(self, sink: Callable[[Event], None]) -> None:
+        with self._lock:
+            while self._waiting:
+                sink(self._waiting.popleft())
+            self._sink = sink
+
+    def _delta(self, event: Event) -> Delta | None:
+        delta = self._choices[event.index].push(event)
+        if delta and delta.finish_reason == "stop" and event.finish_reason is None:
+            self._cancel_request(self.request.id, event.index)  # a stop string: the engine does not know it
+        return delta
+
+    def _leave(self) -> None:
+        if not self.done:
+            self.cancel()

@@ -1,0 +1,59 @@
+"""From a plan to tokens: inputs, the decoder, the sampler. The only part that knows a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from plait.memory import block_groups, has_slots
+from plait.model.decoder import Decoder
+from plait.runner.inputs import build_batch
+from plait.runner.sampler import Sampler
+from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
+from plait.state.store import StateStore
+
+
+class ModelRunner:
+    """Executes plans on one device. `store` holds the state of every running sequence."""
+
+    def __init__(self, decoder: Decoder, store: StateStore, sampler: Sampler, device: torch.device) -> None:
+        self.decoder, self.store, self.sampler, self.device = decoder, store, sampler, device
+        self.groups = block_groups(decoder.states)
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+        """One step: the sampled token of every chunk that wants logits, in the plan's order."""
+        self.store.copy_slots(plan.copies)
+        self.store.zero_slots(plan.fresh)
+        batch = build_batch(plan, self.groups, self.store.block_size, self.device)
+        return self.sampler.sample(self.decoder(batch, self.store), sampling)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int], chunk_size: int) -> Tensor:
+        """Logits after every token of one prompt, [tokens, vocab] float32 on the CPU.
+
+        Runs in memory of its own, beside whatever the engine is doing. A model that is not causal sees the
+        whole prompt at once, others pieces of `chunk_size` tokens.
+        """
+        ids = tuple(token_ids)
+        step = chunk_size if self.decoder.spec.causal else len(ids)
+        size = self.store.block_size
+        table = tuple(range(1, -(-len(ids) // size) + 1))
+        store = self._private_store(len(table) + 1)
+        parts = []
+        for start in range(0, len(ids), step):
+            piece = ids[start : start + step]
+            chunk = Chunk(0, start, piece, tuple(table for _ in self.groups), 1, len(piece))
+            plan = Plan(0, (chunk,), fresh=(1,) if start == 0 else ())
+            store.zero_slots(plan.fresh)
+            parts.append(self.decoder(build_batch(plan, self.groups, size, self.device), store).cpu())
+        return torch.cat(parts)
+
+    def _private_store(self, num_blocks: int) -> StateStore:
+        states = self.decoder.states
+        blocks: Mapping[str, int] = {group.name: num_blocks for group in self.groups}
+        slots = 2 if has_slots(states) else 0
+        dtype = self.decoder.embed.dtype
+        return StateStore(states, blocks, slots, self.store.block_size, self.device, dtype)

@@ -1,0 +1,71 @@
+"""Every registered variant this machine can run, on every case, against its reference. A kernel is tested by
+being registered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import plait.model.mixers  # noqa: F401  every op a model can use is registered by importing the models
+from plait.ops.registry import REGISTRY, Facts, Op, Variant
+from plait.quant.weight import Dense
+
+
+def runnable() -> Iterator[Any]:
+    for op in REGISTRY.values():
+        for variant in op.variants:
+            if variant.on == "cuda" and not torch.cuda.is_available():
+                continue
+            for i, case in enumerate(op.cases):
+                for dtype in op.tolerance:
+                    name = str(dtype).removeprefix("torch.")
+                    yield pytest.param(op, variant, case, dtype, id=f"{op.name}-{variant.name}-{i}-{name}")
+
+
+@pytest.mark.parametrize(("op", "variant", "case", "dtype"), runnable())
+def test_variant_agrees_with_reference(op: Op, variant: Variant, case: Any, dtype: torch.dtype) -> None:
+    if variant.when(Facts(variant.on, dtype, case)) is not None:
+        return  # the variant says itself that it does not serve this case; the reference does
+    assert op.make, f"{op.name} has cases but no @{op.name}.inputs"
+    torch.manual_seed(0)
+    args, kwargs = op.make(case, dtype, variant.on)
+    want = op.reference(*copied(args), **kwargs)
+    got = variant.fn(*copied(args), **kwargs)
+    for a, b in zip(tensors(got), tensors(want), strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=op.tolerance[dtype], atol=op.tolerance[dtype])
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_reference_runs_on_its_cases(name: str) -> None:
+    op = REGISTRY[name]
+    assert op.cases, f"{name} has no cases"
+    assert op.make, f"{name} has no @{name}.inputs"
+    for case in op.cases:
+        args, kwargs = op.make(case, torch.float32, "cpu")
+        for out in tensors(op.reference(*args, **kwargs)):
+            assert not out.is_floating_point() or bool(out.isfinite().all())
+
+
+def test_the_choice_can_be_read() -> None:
+    op = REGISTRY["paged_attention"]
+    _, capped = op.bind(Facts("cpu", torch.float32, {"softcap": 50.0}), "layers.0.attn")
+    assert capped.variant == "reference"
+    assert ("sdpa", "torch's attention has no softcap") in capped.skipped
+    _, plain = op.bind(Facts("cpu", torch.float32, {"softcap": None}), "layers.0.attn")
+    assert plain.variant == "sdpa"
+    _, asked = op.bind(Facts("cpu", torch.float32, {}), "layers.0.attn", choice="reference")
+    assert asked.variant == "reference"
+
+
+def copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Ops that keep state write into their arguments: each side gets its own."""
+    return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
+
+
+def tensors(out: Any) -> list[torch.Tensor]:
+    if isinstance(out, Dense):
+        return [out.tensor]
+    return [out] if isinstance(out, torch.Tensor) else list(out)
