@@ -9,7 +9,7 @@ import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from plait.engine.loop import EngineLoop
@@ -23,24 +23,25 @@ from plait.text.tokenizer import Tokenizer
 MAX_CHARS_PER_TOKEN = 64  # longer text cannot fit the context and is refused before it is tokenized
 
 
+@dataclass(frozen=True, slots=True)
+class Language:
+    """The text side of a model. `stop_token_ids`: every token that ends a reply."""
+
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    generation_config: Mapping[str, Any]
+    stop_token_ids: frozenset[int]
+
+
 class Front:
     """A loaded model behind its engine. Every method is safe from any thread."""
 
     def __init__(
-        self,
-        *,
-        name: str,
-        spec: ModelSpec,
-        max_model_len: int,
-        loop: EngineLoop,
-        tokenizer: Tokenizer | None,
-        chat_template: ChatTemplate | None,
-        generation_config: Mapping[str, Any],
-        stop_token_ids: frozenset[int],
+        self, name: str, spec: ModelSpec, max_model_len: int, loop: EngineLoop, language: Language
     ) -> None:
         self.name, self.spec, self.max_model_len, self.loop = name, spec, max_model_len, loop
-        self.tokenizer, self.chat_template = tokenizer, chat_template
-        self.generation_config, self.stop_token_ids = generation_config, stop_token_ids
+        self.tokenizer, self.chat_template = language.tokenizer, language.chat_template
+        self.generation_config, self.stop_token_ids = language.generation_config, language.stop_token_ids
         self.created = int(time.time())
         self._seeds = random.SystemRandom()
 
@@ -53,8 +54,8 @@ class Front:
     ) -> Request:
         """A request the engine can take. Tokenizes, resolves defaults, checks every limit.
 
-        Raises InvalidField (token ids that the model does not have, an empty prompt, text without a tokenizer)
-        and ContextTooLong with both numbers.
+        Raises InvalidField (token ids the model does not have, an empty prompt, text without a tokenizer) and
+        ContextTooLong with both numbers.
         """
         ids = self._token_ids(prompt, add_special)
         self._check_ids(ids)

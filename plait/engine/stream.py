@@ -33,8 +33,8 @@ class TextLogprob:
 class Delta:
     """New text of one choice; the last one of a choice carries `finish_reason`.
 
-    `logprobs` are of exactly the tokens whose text starts in this delta. `stop_reason`: the stop string or the
-    token id that ended it. `num_tokens`: output tokens of this choice so far, end-of-generation not counted.
+    `logprobs` are of exactly the tokens whose text starts in this delta. `stop_reason`: the stop string or
+    the token id that ended it. `num_tokens`: output tokens so far, end-of-generation not counted.
     """
 
     index: int

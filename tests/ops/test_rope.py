@@ -16,7 +16,7 @@ from plait.spec import Rope
 KINDS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
     "llama3": {
-        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        "factor": 8.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0
     },
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
     "yarn-mscale": {
