@@ -22,7 +22,7 @@ sys.modules["torch"] = None  # makes `import torch` an ImportError
 for name in sys.argv[1:]:
     module = importlib.import_module(name)
     for found in pkgutil.walk_packages(getattr(module, "__path__", ()), name + "."):
-        if name != "plait":
+        if name != "plait" and not found.name.endswith("__main__"):
             importlib.import_module(found.name)
 if sys.argv[1:] in (["plait"], ["plait.cli.main"]):
     assert "rich" not in sys.modules, "rich was imported at the door"

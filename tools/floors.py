@@ -18,7 +18,7 @@ FLOORS = (
     {"quant", "ops", "kernels"},
     {"checkpoint", "families", "state", "model"},
     {"schedule", "runner", "text", "engine"},
-    {"server", "cluster", "cli"},
+    {"server", "cluster", "cli", "__main__"},
 )
 SIDEWAYS = {
     "config": {"errors"},
@@ -29,6 +29,7 @@ SIDEWAYS = {
     "engine": {"schedule", "runner", "text"},
     "runner": {"schedule.plan"},
     "cli": {"server", "cluster"},
+    "__main__": {"cli"},
 }
 NO_TORCH = (
     *("errors", "config", "spec", "request", "memory", "state.blocks", "state.prefix"),

@@ -1,0 +1,7 @@
+"""`python -m plait` is `plait`."""
+
+from __future__ import annotations
+
+from plait.cli.main import main
+
+main()

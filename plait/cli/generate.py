@@ -1,0 +1,90 @@
+"""`plait generate`: a text goes on, to stdout as it is written; how fast it was goes to stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from plait.cli.options import (
+    TokenIds,
+    debug_option,
+    engine_options,
+    engine_settings,
+    model_option,
+    sampling_options,
+    sampling_params,
+)
+from plait.cli.progress import Clock, Loading
+
+if TYPE_CHECKING:
+    from plait.engine.llm import LLM
+    from plait.engine.stream import Delta
+
+DEFAULT_MAX_TOKENS = 100
+
+
+@click.command()
+@model_option()
+@click.option("--prompt", "-p", help="the text to go on from; - (or nothing, in a pipe) reads stdin")
+@click.option("--ids", type=TokenIds(), help="the prompt as token ids: 1,2,3; for models without a tokenizer")
+@sampling_options(max_tokens=DEFAULT_MAX_TOKENS)
+@engine_options()
+@click.option("--quiet", "-q", is_flag=True, help="nothing on stderr but errors")
+@debug_option()
+def generate(model: str, prompt: str | None, ids: tuple[int, ...] | None, quiet: bool, **given: Any) -> None:
+    """Continue a text, streamed as it is written.
+
+    \b
+    plait generate --model ./model --prompt "The sea is" --temperature 0
+    cat notes.txt | plait generate --model model.gguf --max-tokens 200
+    """
+    params, settings = sampling_params(given), engine_settings(given)
+    text = ids if ids is not None else read_prompt(prompt)
+    llm = load(model, settings, quiet=quiet)
+    try:
+        request = llm.front.prepare(text, params)
+        clock = Clock(len(request.prompt_token_ids))
+        write(llm.front.submit(request), clock, as_ids=llm.front.tokenizer is None)
+        if not quiet:
+            print(clock, file=sys.stderr)
+    finally:
+        llm.close()
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The prompt, from the option or from stdin."""
+    if prompt is not None and prompt != "-":
+        return prompt
+    if prompt is None and sys.stdin.isatty():
+        raise click.UsageError("there is no prompt: give --prompt TEXT or --ids, or pipe it in")
+    return sys.stdin.buffer.read().decode("utf-8", errors="strict").removesuffix("\n")
+
+
+def load(model: str, settings: dict[str, Any], *, quiet: bool = False) -> LLM:
+    """The model, loaded, with a progress bar on a terminal."""
+    from plait.engine.llm import LLM
+
+    with Loading(f"loading {model}") as loading:
+        return LLM(model, on_progress=None if quiet else loading.update, **settings)
+
+
+def write(deltas: Iterable[Delta], clock: Clock, *, as_ids: bool = False) -> str:
+    """Stream to stdout and return the whole text; token ids where there is no tokenizer."""
+    parts: list[str] = []
+    for delta in deltas:
+        if delta.error:
+            raise delta.error
+        clock.tokens(delta.num_tokens)
+        piece = "".join(f"{token_id} " for token_id in delta.token_ids) if as_ids else delta.text
+        if piece:
+            parts.append(piece)
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    text = "".join(parts)
+    if not text.endswith("\n"):
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return text

@@ -1,0 +1,127 @@
+"""`plait`: the command line. Commands are imported when they are called, so help costs nothing.
+
+Every failure is one line on stderr, `plait: …`, and an exit code: 2 wrong usage or options, 3 a model that
+cannot be read, 4 memory, 130 interrupted, 1 anything else. `--debug` adds the traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+import click
+
+from plait import __version__
+from plait.errors import PlaitError
+
+# name -> what `plait --help` says; the module is plait.cli.<name>, its command has the same name
+COMMANDS = {
+    "generate": "Continue a text, streamed as it is written.",
+    "chat": "Talk with a model in the terminal.",
+    "serve": "Serve a model over the OpenAI API.",
+    "info": "What a model is: layers, sources of every value, memory.",
+    "decode": "Token ids to text.",
+    "tokenize": "Text to token ids.",
+}
+EXIT_USAGE, EXIT_MODEL, EXIT_MEMORY, EXIT_INTERRUPTED = 2, 3, 4, 130
+
+
+@dataclass(slots=True)
+class Session:
+    """What one invocation remembers; the error printer asks it."""
+
+    debug: bool = False
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands by name and imports one only to run it or to show its help."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f"plait.cli.{name}"), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="`plait COMMAND --help` lists the options of a command.",
+)
+@click.version_option(__version__, prog_name="plait", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Plait runs language models whose layers are of mixed kinds: Mamba2, MLA, MoE, attention.
+
+    A model is a directory, a .safetensors or .gguf file; what it is, is found from its files.
+    """
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (sys.argv if None) and return its exit code; every error has been printed."""
+    session = Session()
+    try:
+        code = cli.main(args=arguments, prog_name="plait", standalone_mode=False, obj=session)
+        sys.stdout.flush()
+    except BaseException as error:
+        code = report(error, session)
+    return code if isinstance(code, int) else 0
+
+
+def report(error: BaseException, session: Session) -> int:
+    """Print what went wrong, shortly, and return the exit code."""
+    match error:
+        case SystemExit(code=int(code)):
+            return code
+        case click.exceptions.Exit(exit_code=code):
+            return code
+        case click.exceptions.NoArgsIsHelpError():
+            print(error.format_message(), file=sys.stderr)
+            return EXIT_USAGE
+        case BrokenPipeError():
+            # The reader has gone (`| head`): nobody wants the rest, nor a word about it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        case KeyboardInterrupt() | click.Abort():
+            print(file=sys.stderr)
+            return EXIT_INTERRUPTED
+    if session.debug:
+        traceback.print_exception(error)
+    message, code = explain(error)
+    print(f"plait: {message}", file=sys.stderr)
+    return code
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """(one line, exit code) for any exception."""
+    match error:
+        case PlaitError():
+            return str(error), error.exit_code
+        case click.ClickException():
+            context = getattr(error, "ctx", None)
+            hint = f" (see `{context.command_path} --help`)" if context else ""
+            return error.format_message().rstrip() + hint, error.exit_code
+        case MemoryError():
+            return "out of memory; choose a smaller --max-model-len, --max-num-seqs or model", EXIT_MEMORY
+        case OSError(filename=name) if name is not None:
+            return f"{name}: {error.strerror}", EXIT_MODEL
+    # torch is not imported here to ask: its allocators say what they are.
+    text = " ".join(str(error).split())
+    if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text:
+        return f"out of memory: {text[:200]}; choose a smaller --max-model-len or --max-num-seqs", EXIT_MEMORY
+    return f"{type(error).__name__}: {text} (a fault of Plait; --debug shows where)", 1
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run())
