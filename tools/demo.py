@@ -1,7 +1,7 @@
 """The demo: a server comes up on a small model, chats, completes a text, and stops cleanly.
 
-Everything goes through the doors a user has: `plait serve`, plain HTTP, `plait generate`. When anything does not
-answer as it should it shows the server's log and exits with 1.
+Everything goes through the doors a user has: `plait serve`, plain HTTP, `plait generate`. When anything does
+not answer as it should, it shows the server's log and exits with 1.
 """
 
 from __future__ import annotations

@@ -60,7 +60,10 @@ def read_prompt(prompt: str | None) -> str:
         return prompt
     if prompt is None and sys.stdin.isatty():
         raise click.UsageError("there is no prompt: give --prompt TEXT or --ids, or pipe it in")
-    return sys.stdin.buffer.read().decode("utf-8", errors="strict").removesuffix("\n")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"the prompt on stdin is not UTF-8: {error}") from error
 
 
 def load(model: str, settings: dict[str, Any], *, quiet: bool = False) -> LLM:

@@ -91,9 +91,8 @@ def report(error: BaseException, session: Session) -> int:
         case BrokenPipeError():
             # The reader has gone (`| head`): nobody wants the rest, nor a word about it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+            return 1
         case KeyboardInterrupt() | click.Abort():
-            print(file=sys.stderr)
             return EXIT_INTERRUPTED
     if session.debug:
         traceback.print_exception(error)
