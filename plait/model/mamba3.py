@@ -1,0 +1,89 @@
+"""oxidizr's Mamba3: a trapezoidal input term, rotated B and C, optional MIMO and short convolution."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait import spec
+from plait.checkpoint.weights import Weights
+from plait.memory import SlotState, State
+from plait.model.batch import Batch
+from plait.model.mamba2 import ShortConv
+from plait.ops.gated_norm import gated_rms_norm
+from plait.ops.mamba3 import mamba3_scan
+from plait.ops.norm import rms_norm
+from plait.ops.ssm_exact import mamba3_exact
+from plait.state.store import StateStore
+
+
+class Mamba3:
+    def __init__(self, s: spec.Mamba3, w: Weights) -> None:
+        self.spec, self.name = s, w.prefix
+        hidden, heads, per_head = w.target.hidden_size, s.num_heads, (s.num_heads, s.state_size)
+        inner, bc = heads * s.head_dim, s.num_groups * s.state_size
+        self.sizes = [inner, inner, bc, bc, heads]
+        self.width = s.head_dim * max(s.mimo_rank, 1)  # of a head inside the scan
+        self.in_proj = w.linear("in", in_size=hidden, out_sizes=(sum(self.sizes),))
+        self.out = w.linear("out", in_size=inner, out_sizes=(hidden,))
+        self.blend = w.linear("lambda", in_size=hidden, out_sizes=(heads,))
+        turns = heads * s.state_size // 2
+        self.theta = w.linear("theta", in_size=hidden, out_sizes=(turns,)) if s.complex_rope else None
+        self.conv = ShortConv(w, inner + 2 * bc, s.conv_kernel) if s.conv_kernel else None
+        mimo = (self.width, s.head_dim)
+        self.mimo_up = w.linear("mimo_up", in_size=mimo[1], out_sizes=mimo[:1]) if s.mimo_rank else None
+        self.mimo_down = w.linear("mimo_down", in_size=mimo[0], out_sizes=mimo[1:]) if s.mimo_rank else None
+        self.A, self.D, self.dt_bias = (
+            w.tensor(name, (heads,), torch.float32) for name in ("A", "D", "dt_bias")
+        )
+        self.b_bias, self.c_bias = w.tensor("b_bias", per_head), w.tensor("c_bias", per_head)
+        self.bc_weight = w.tensor("bc_norm.weight", (s.state_size,))
+        self.norm_weight = w.tensor("gated_norm.weight", (inner,))
+        facts = {"heads": heads, "dim": self.width, "state": s.state_size}
+        self._scan = w.bind(mamba3_exact if s.mode == "exact" else mamba3_scan, **facts)
+        self._norm = w.bind(rms_norm, size=s.state_size)
+        self._gate = w.bind(gated_rms_norm, size=inner, groups=1)
+        self.states: dict[str, State] = {} if s.mode == "exact" else {self.name: self._memory()}
+
+    def _memory(self) -> SlotState:
+        s = self.spec
+        shapes: dict[str, tuple[tuple[int, ...], str]] = {
+            "ssm": ((s.num_heads, self.width, s.state_size), "float32"),
+            "prev_b": ((s.num_heads, s.state_size), "float32"),
+            "prev_x": ((s.num_heads, self.width), "float32"),
+        }
+        if s.complex_rope:
+            shapes["angle"] = ((s.num_heads, s.state_size // 2), "float32")
+        if self.conv:
+            shapes["conv"] = (self.conv.tail_shape, "model")
+        return SlotState(shapes)
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> [T, hidden]."""
+        s, state = self.spec, store[self.name] if self.states else {}
+        gate, u, B, C, dt = self.in_proj(x).split(self.sizes, -1)
+        if self.conv:
+            u, B, C = self.conv(torch.cat([u, B, C], -1), batch, state.get("conv")).split(self.sizes[1:4], -1)
+        else:
+            u = F.silu(u)
+        u = u.unflatten(-1, (s.num_heads, -1))
+        u = self.mimo_up(u) if self.mimo_up else u
+        dt = F.softplus(dt.float() + self.dt_bias).clamp(*s.dt_limit)
+        theta = self.theta(x).unflatten(-1, (s.num_heads, -1)) if self.theta else None
+        blend, B, C = self.blend(x).sigmoid(), self._per_head(B, self.b_bias), self._per_head(C, self.c_bias)
+        args = (u, dt, blend, theta, self.A, B, C, self.D)
+        if self.states:
+            memory = (state["ssm"], state.get("angle"), state["prev_b"], state["prev_x"])
+            where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
+            y = self._scan(*args, *memory, *where, s.chunk_size)
+        else:
+            y = self._scan(*args, batch.query_start, s.chunk_size)
+        y = self.mimo_down(y) if self.mimo_down else y
+        return self.out(self._gate(y.flatten(1), gate, self.norm_weight, s.gated_norm.eps))
+
+    def _per_head(self, m: Tensor, bias: Tensor) -> Tensor:
+        """[T, G·N] -> [T, H, N], normed and shifted. A group serves H/G neighbouring heads."""
+        s = self.spec
+        m = self._norm(m.unflatten(-1, (s.num_groups, -1)), self.bc_weight, s.bc_norm.eps)
+        return m.repeat_interleave(s.num_heads // s.num_groups, 1) + bias

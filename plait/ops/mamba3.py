@@ -1,0 +1,117 @@
+"""oxidizr's Mamba3 scan: a trapezoidal input term, and B and C rotated by a running angle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.ops.conv import ragged_case
+from plait.ops.registry import Arguments, op
+from plait.ops.ssm import CASES, SSD_CHUNK, begin, pieces, ssd
+
+
+def rotate_pairs(m: Tensor, angle: Tensor) -> Tensor:
+    """Turn the pairs (2i, 2i+1) of m [..., N] by angle [..., N/2]."""
+    cos, sin = angle.cos(), angle.sin()
+    a, b = m[..., 0::2], m[..., 1::2]
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+
+
+def _first(state: Tensor, slots: Tensor, has_history: Tensor) -> Tensor:
+    """What each sequence starts from: its slot's, or zeros."""
+    shape = (-1, *[1] * (state.ndim - 1))
+    return torch.where(has_history.view(shape), state[slots], torch.zeros_like(state[:1]))
+
+
+def _previous(
+    value: Tensor, state: Tensor, slots: Tensor, query_start: Tensor, has_history: Tensor
+) -> Tensor:
+    """The value one token earlier, [T, …]; a sequence's first comes from its slot, its last goes there."""
+    before = torch.cat([value[:1], value[:-1]])
+    before[query_start[:-1]] = _first(state, slots, has_history)
+    state[slots] = value[query_start[1:] - 1]
+    return before
+
+
+def _running_angle(
+    turn: Tensor, state: Tensor, slots: Tensor, query_start: Tensor, has_history: Tensor
+) -> Tensor:
+    """The sum of a sequence's turns up to each token, [T, H, N/2]; the slot keeps it modulo a full turn."""
+    total = torch.cat([torch.zeros_like(turn[:1]), turn]).double().cumsum(0)
+    offset = _first(state, slots, has_history).double() - total[query_start[:-1]]
+    angle = total[1:] + offset.repeat_interleave(query_start.diff(), 0, output_size=len(turn))
+    state[slots] = angle[query_start[1:] - 1].remainder(2 * math.pi).to(state.dtype)
+    return angle.float()
+
+
+@op(cases=[case for case in CASES if case["state"] % 2 == 0])
+def mamba3_scan(
+    x: Tensor,
+    dt: Tensor,
+    blend: Tensor,
+    theta: Tensor | None,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    state: Tensor,
+    angle: Tensor | None,
+    prev_b: Tensor,
+    prev_x: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    num_decodes: int,
+    chunk_size: int = 256,
+) -> Tensor:
+    """h ← α h + β x' ⊗ B' + γ x ⊗ B; y = h C + D x, with x', B' of the token before.
+
+    α = exp(dt A), β = (1 - blend) dt α, γ = blend dt; B and C are turned by the running sum of theta · dt.
+    x: [T, H, P], dt, blend: [T, H], theta: [T, H, N/2] or None, A, D: [H], B, C: [T, H, N]; slots' tensors,
+    float32, in place: state [num_slots, H, P, N], angle [num_slots, H, N/2], prev_b [num_slots, H, N], prev_x
+    [num_slots, H, P] -> y [T, H, P] in x's dtype.
+    """
+    u, dt, B, C, blend = x.float(), dt.float(), B.float(), C.float(), blend.float()
+    where = (slots, query_start, has_history)
+    if theta is not None and angle is not None:
+        turned = _running_angle(theta.float() * dt[..., None], angle, *where)
+        B, C = rotate_pairs(B, turned), rotate_pairs(C, turned)
+    before_b, before_x = _previous(B, prev_b, *where), _previous(u, prev_x, *where)
+    log_decay = dt * A.float()
+    v, before_v = (blend * dt)[..., None] * u, ((1 - blend) * dt * log_decay.exp())[..., None] * before_x
+    y = torch.empty_like(u)
+    if n := num_decodes:
+        h = state[slots[:n]] * log_decay[:n].exp()[..., None, None]
+        h = h + v[:n, ..., None] * B[:n, :, None] + before_v[:n, ..., None] * before_b[:n, :, None]
+        state[slots[:n]] = h
+        y[:n] = (h @ C[:n, ..., None])[..., 0]
+    size = min(chunk_size, SSD_CHUNK)
+    for rows, slot, past in pieces(*where, num_decodes):
+        h = begin(state, slot, past)
+        now, h = ssd(v[rows], log_decay[rows], B[rows], C[rows], h, size)
+        then, g = ssd(before_v[rows], log_decay[rows], before_b[rows], C[rows], torch.zeros_like(h), size)
+        y[rows], state[slot] = now + then, h + g
+    return (y + D.float()[:, None] * u).to(x.dtype)
+
+
+@mamba3_scan.inputs
+def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
+    total, heads, dim, size = int(query_start[-1]), case["heads"], case["dim"], case["state"]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device)
+
+    x = normal(total, heads, dim).to(dtype)
+    B, C = (normal(total, heads, size).to(dtype) / size**0.5 for _ in "BC")
+    dt, blend = torch.rand(total, heads, device=device), torch.rand(total, heads, device=device)
+    A, D = -4 * torch.rand(heads, device=device), normal(heads)
+    theta, angle = normal(total, heads, size // 2), normal(num_slots, heads, size // 2)
+    state = normal(num_slots, heads, dim, size)
+    slot_tensors = (state, angle, normal(num_slots, heads, size), normal(num_slots, heads, dim))
+    where = (slots, query_start, has_history, case["decodes"])
+    return (x, dt, blend, theta, A, B, C, D, *slot_tensors, *where), {}

@@ -1,0 +1,167 @@
+"""State-space scans over a ragged batch: Mamba1, Mamba2 (SSD) and Mamba3.
+
+A batch is decodes first (one token each, history present), then pieces of prompts; every sequence's state is
+in a slot and is moved on in place. A sequence without history starts from zeros, whatever its slot holds.
+States are float32, and so is all arithmetic. A prompt may be cut anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.ops.conv import ragged_case
+from plait.ops.registry import Arguments, op
+
+SSD_CHUNK = 64  # tokens in one matrix form: more costs quadratic work, fewer costs more small products
+SEQS = [(1, True), (1, True), (1, False), (130, False), (3, True), (65, True)]
+CASES: list[dict[str, Any]] = [
+    dict(seqs=[(1, True)], decodes=1, heads=4, dim=8, state=16, groups=1),
+    dict(seqs=SEQS, decodes=2, heads=4, dim=8, state=16, groups=2),
+    dict(seqs=SEQS, decodes=2, heads=3, dim=5, state=7, groups=1),
+    dict(seqs=[(1, True)] * 6, decodes=6, heads=8, dim=16, state=32, groups=4),
+]
+
+
+def pieces(
+    slots: Tensor, query_start: Tensor, has_history: Tensor, num_decodes: int
+) -> Iterator[tuple[slice, int, bool]]:
+    """(rows, slot, whether it has history) of every sequence behind the decodes."""
+    if num_decodes == len(slots):
+        return  # a batch of decodes asks nothing of the device
+    starts, owners, history = query_start.tolist(), slots.tolist(), has_history.tolist()
+    for s in range(num_decodes, len(owners)):
+        yield slice(starts[s], starts[s + 1]), owners[s], history[s]
+
+
+def begin(state: Tensor, slot: int, has_history: bool) -> Tensor:
+    return state[slot] if has_history else torch.zeros_like(state[slot])
+
+
+def ssd(v: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, h: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """h ← exp(log_decay) h + v ⊗ B; y = h C, for one sequence, by matrix products over chunks.
+
+    v: [n, H, P], log_decay: [n, H] (≤ 0), B, C: [n, G, N], h: [H, P, N] -> y [n, H, P], the last h. Only
+    differences of running sums that are ≤ 0 are exponentiated. Dao & Gu 2024, section 6.
+    """
+    groups, ys = B.shape[1], []
+    h = h.unflatten(0, (groups, -1))  # [G, R, P, N]
+    causal = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).tril()
+    for start in range(0, len(v), chunk):
+        rows = slice(start, min(start + chunk, len(v)))
+        size = rows.stop - start
+        total = log_decay[rows].cumsum(0).T.unflatten(0, (groups, -1))  # [G, R, L]
+        keys, queries = B[rows].transpose(0, 1)[:, None], C[rows].transpose(0, 1)[:, None]  # [G, 1, L, N]
+        values = v[rows].transpose(0, 1).unflatten(0, (groups, -1))  # [G, R, L, P]
+        gap = (total[..., :, None] - total[..., None, :]).masked_fill(~causal[:size, :size], -torch.inf)
+        within = (gap.exp() * (queries @ keys.mT)) @ values
+        carried = total.exp()[..., None] * (queries @ h.mT)
+        ys.append((within + carried).flatten(0, 1).transpose(0, 1))
+        left = (total[..., -1:] - total).exp()[..., None]
+        h = total[..., -1, None, None].exp() * h + (values * left).mT @ keys
+    return torch.cat(ys), h.flatten(0, 1)
+
+
+@op(cases=CASES)
+def mamba2_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    num_decodes: int,
+    chunk_size: int = 256,
+) -> Tensor:
+    """h ← exp(dt A) h + dt x ⊗ B; y = h C + D x. Dao & Gu 2024.
+
+    x: [T, H, P], dt: [T, H] (after softplus and clamp), A: [H] (negative), B, C: [T, G, N] (group h // (H/G)
+    serves head h), D: [H], state: [num_slots, H, P, N] float32, in place -> y [T, H, P] in x's dtype.
+    `chunk_size` bounds the matrix form and does not change the result.
+    """
+    u, dt, A, B, C = x.float(), dt.float(), A.float(), B.float(), C.float()
+    v, log_decay, y = u * dt[..., None], dt * A, torch.empty_like(u)
+    if num_decodes:
+        ratio = x.shape[1] // B.shape[1]
+        b, c = (m[:num_decodes].repeat_interleave(ratio, 1) for m in (B, C))  # [S, H, N]
+        h = state[slots[:num_decodes]] * log_decay[:num_decodes].exp()[..., None, None]
+        h = h + v[:num_decodes, :, :, None] * b[:, :, None]
+        state[slots[:num_decodes]] = h
+        y[:num_decodes] = (h @ c[..., None])[..., 0]
+    for rows, slot, past in pieces(slots, query_start, has_history, num_decodes):
+        h = begin(state, slot, past)
+        y[rows], state[slot] = ssd(v[rows], log_decay[rows], B[rows], C[rows], h, min(chunk_size, SSD_CHUNK))
+    return (y if D is None else y + D.float()[:, None] * u).to(x.dtype)
+
+
+@mamba2_scan.inputs
+def _mamba2_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
+    total, heads, dim, size = int(query_start[-1]), case["heads"], case["dim"], case["state"]
+    x = torch.randn(total, heads, dim, dtype=dtype, device=device)
+    B, C = (torch.randn(total, case["groups"], size, dtype=dtype, device=device) / size**0.5 for _ in "BC")
+    dt, A = torch.rand(total, heads, device=device), -4 * torch.rand(heads, device=device)
+    D, state = torch.randn(heads, device=device), torch.randn(num_slots, heads, dim, size, device=device)
+    return (x, dt, A, B, C, D, state, slots, query_start, has_history, case["decodes"]), {}
+
+
+@op(cases=CASES)
+def mamba1_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    num_decodes: int,
+    state_limit: float | None = None,
+) -> Tensor:
+    """h ← clamp(exp(dt A) h + dt x ⊗ B, ±state_limit); y = h C + D x. Gu & Dao 2023.
+
+    x, dt: [T, I], A: [I, N], B, C: [T, N], D: [I], state: [num_slots, I, N] float32, in place -> y [T, I] in
+    x's dtype. The clamp (oxidizr's) is between steps, so time is walked token by token.
+    """
+    u, dt, A, B, C = x.float(), dt.float(), A.float(), B.float(), C.float()
+    limit, y = torch.inf if state_limit is None else state_limit, torch.empty_like(u)
+
+    def terms(rows: slice) -> tuple[Tensor, Tensor]:
+        return torch.exp(dt[rows, :, None] * A), (dt[rows] * u[rows])[..., None] * B[rows, None]
+
+    if num_decodes:
+        decay, add = terms(slice(num_decodes))
+        h = torch.addcmul(add, decay, state[slots[:num_decodes]]).clamp_(-limit, limit)
+        state[slots[:num_decodes]] = h
+        y[:num_decodes] = (h @ C[:num_decodes, :, None])[..., 0]
+    for rows, slot, past in pieces(slots, query_start, has_history, num_decodes):
+        h = begin(state, slot, past)
+        for start in range(rows.start, rows.stop, SSD_CHUNK):
+            part = slice(start, min(start + SSD_CHUNK, rows.stop))
+            decay, hs = terms(part)  # hs starts as what each token adds and becomes the state after it
+            for t in range(part.stop - start):
+                h = hs[t].addcmul_(decay[t], h).clamp_(-limit, limit)
+            y[part] = (hs @ C[part, :, None])[..., 0]
+        state[slot] = h
+    return (y if D is None else y + D.float() * u).to(x.dtype)
+
+
+@mamba1_scan.inputs
+def _mamba1_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
+    total, inner, size = int(query_start[-1]), case["heads"] * case["dim"], case["state"]
+    x = torch.randn(total, inner, dtype=dtype, device=device)
+    B, C = (torch.randn(total, size, dtype=dtype, device=device) / size**0.5 for _ in "BC")
+    dt, A = torch.rand(total, inner, device=device), -4 * torch.rand(inner, size, device=device)
+    D, state = torch.randn(inner, device=device), torch.randn(num_slots, inner, size, device=device)
+    limit = 0.5 if case["groups"] > 1 else None
+    return (x, dt, A, B, C, D, state, slots, query_start, has_history, case["decodes"], limit), {}
