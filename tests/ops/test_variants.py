@@ -14,7 +14,11 @@ from plait.ops.registry import REGISTRY, Facts, Op, Variant
 from plait.quant.weight import Dense
 
 
-def runnable() -> Iterator[Any]:
+def runnable() -> list[Any]:
+    return list(_runnable())
+
+
+def _runnable() -> Iterator[Any]:
     for op in REGISTRY.values():
         for variant in op.variants:
             if variant.on == "cuda" and not torch.cuda.is_available():

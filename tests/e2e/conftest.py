@@ -1,0 +1,77 @@
+"""Real servers, as a user starts them: `plait serve` in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+NANO_HYBRID = ROOT / "examples" / "nano-hybrid"
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    process: subprocess.Popen[str]
+
+    def get(self, path: str) -> dict[str, Any]:
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+    return port
+
+
+@contextlib.contextmanager
+def serve(model: Path | str, *options: str) -> Iterator[Server]:
+    """A running server that says it is healthy; stopped with SIGTERM at the end, which must give exit code 0."""
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "plait.cli.main",
+        "serve",
+        "--model",
+        str(model),
+        "--port",
+        str(port),
+        "--cpu",
+    ]
+    process = subprocess.Popen(
+        [*command, *options], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    server = Server(f"http://127.0.0.1:{port}", process)
+    try:
+        _wait_until_healthy(server)
+        yield server
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _wait_until_healthy(server: Server, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert server.process.poll() is None, server.process.communicate()
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            if server.get("/health")["status"] == "ok":
+                return
+        time.sleep(0.1)
+    raise TimeoutError(f"{server.url} did not become healthy in {timeout_s} s")
