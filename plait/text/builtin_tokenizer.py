@@ -71,6 +71,7 @@ def _assemble(
         engine=engine,
         specials=_special_tokens(special),
         bos_token_id=bos,
+        eos_token_id=special[vocabulary.eos],
         eos_token_ids=frozenset(ends) | end_of_generation(Special(i, text) for text, i in special.items()),
         before=() if bos is None or oxidizr else (bos,),
     )
@@ -107,26 +108,29 @@ def tiktoken_tokenizer(path: Path, pattern: str | None = None, oxidizr: bool = F
         name=f"{path.name}@{pattern}",
         engine=engine,
         specials=_special_tokens(special),
-        eos_token_ids=frozenset(special.values()),
+        eos_token_id=ranks,
+        eos_token_ids=frozenset({ranks}),
     )
 
 
 def _count_ranks(path: Path) -> int:
     """The largest rank plus one, after a look at every line. Raises BadFile."""
-    largest = -1
     try:
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise BadFile(f"{path}: {error.strerror or error}") from error
+    largest = -1
+    for number, line in enumerate(lines, 1):
+        try:
             if line.strip():
                 token, rank = line.split()
                 base64.b64decode(token, validate=True)
                 largest = max(largest, int(rank))
-    except OSError as error:
-        raise BadFile(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise BadFile(
-            f"{path}: line {number} is not a base64 token and its rank ({error}); "
-            "a .tiktoken file has one such pair a line"
-        ) from error
+        except ValueError as error:
+            raise BadFile(
+                f"{path}: line {number} is not a base64 token and its rank ({error}); "
+                "a .tiktoken file has one such pair a line"
+            ) from error
     if largest < 0:
         raise BadFile(
             f"{path}: no token in it; a .tiktoken file has a base64 token and its rank on each line"

@@ -156,6 +156,7 @@ def _assemble(
         engine=engine,
         specials=SpecialTokens(control),
         bos_token_id=bos,
+        eos_token_id=eos,
         eos_token_ids=frozenset(ends) | end_of_generation(control, user),
         before=(bos,) if add_bos and bos is not None else (),
         after=(eos,) if add_eos and eos is not None else (),

@@ -18,7 +18,7 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies (GPT-2): printable ones stand for themselves."""
+    """The characters that stand for bytes in byte-level vocabularies (GPT-2): a printable one for itself."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [b for b in range(256) if b not in kept]
     return {chr(b): b for b in kept} | {chr(256 + n): b for n, b in enumerate(moved)}
@@ -134,7 +134,7 @@ def load_hf_tokenizer(path: Path, files: TokenizerFiles | None = None) -> TextTo
     _add_missing(tokenizer, files.config, path)
     wrapping = _wrapping(tokenizer)
     specials = SpecialTokens(_specials(tokenizer, files))
-    named = _named(files)
+    named = named_tokens(files)
     bos = tokenizer.token_to_id(named["bos_token"]) if "bos_token" in named else None
     eos = tokenizer.token_to_id(named["eos_token"]) if "eos_token" in named else None
     before, after = _asked_wrapping(files.config, wrapping, bos, eos)
@@ -147,6 +147,7 @@ def load_hf_tokenizer(path: Path, files: TokenizerFiles | None = None) -> TextTo
         engine=engine,
         specials=specials,
         bos_token_id=bos,
+        eos_token_id=eos,
         eos_token_ids=ends if eos is None else ends | {eos},
         before=before,
         after=after,
@@ -207,7 +208,7 @@ def _content(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _named(files: TokenizerFiles) -> dict[str, str]:
+def named_tokens(files: TokenizerFiles) -> dict[str, str]:
     """`bos_token`, `eos_token`, … as text; tokenizer_config.json wins over special_tokens_map.json."""
     found = {}
     for source in (files.special_map, files.config):
@@ -226,7 +227,7 @@ def _specials(tokenizer: tokenizers.Tokenizer, files: TokenizerFiles) -> Iterabl
         for source in (files.config, files.special_map)
         for t in source.get("additional_special_tokens") or ()
     ]
-    promoted = {*_named(files).values(), *additional}
+    promoted = {*named_tokens(files).values(), *additional}
     for token_id, token in tokenizer.get_added_tokens_decoder().items():
         if token.special or token.content in promoted:
             yield Special(token_id, token.content, token.lstrip, token.rstrip, token.single_word)

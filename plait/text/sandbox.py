@@ -27,7 +27,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one rendering may take. `start_s` is for the child to come up, which is not the template's fault."""
+    """What one rendering may take. `start_s` is for the child to come up, which is nobody's fault."""
 
     timeout_s: float = 2.0
     memory_bytes: int = 512 * _MIB
@@ -74,9 +74,10 @@ class Sandbox:
                 ) from error
             except (OSError, ValueError, EOFError) as error:
                 self._drop()
+                limit = f"{self._limits.memory_bytes // _MIB} MiB"
                 raise BadTemplate(
-                    f"the chat template ended its process (the memory limit is "
-                    f"{self._limits.memory_bytes // _MIB} MiB); give another one with --chat-template"
+                    f"the chat template ended its process (it may use {limit} of memory); "
+                    "give another one with --chat-template"
                 ) from error
         if "error" in answer:
             raise BadTemplate(f"the chat template refused: {answer['error']}")
@@ -114,7 +115,8 @@ class _Child:
             env={},
         )
         self.stop = weakref.finalize(self, _reap, self._process)
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
         try:
@@ -133,14 +135,15 @@ class _Child:
         deadline = time.monotonic() + timeout_s
         rest = memoryview(line)
         while rest:
-            self._wait([], [self._in], deadline)
+            _wait(self._in, select.POLLOUT, deadline)
             rest = rest[os.write(self._in, rest[: 1 << 16]) :]
         return self._read_line(deadline, max_bytes)
 
     def _read_line(self, deadline: float, max_bytes: int) -> bytes:
-        pieces, size = [], 0
+        pieces: list[bytes] = []
+        size = 0
         while not (pieces and pieces[-1].endswith(b"\n")):
-            self._wait([self._out], [], deadline)
+            _wait(self._out, select.POLLIN, deadline)
             piece = os.read(self._out, 1 << 16)
             if not piece:
                 raise EOFError("the child closed its pipe")
@@ -150,10 +153,13 @@ class _Child:
             pieces.append(piece)
         return b"".join(pieces)
 
-    def _wait(self, readers: list[int], writers: list[int], deadline: float) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0 or not any(select.select(readers, writers, [], left)):
-            raise TimeoutError
+
+def _wait(pipe: int, event: int, deadline: float) -> None:
+    poll = select.poll()  # select() itself cannot watch descriptors above 1023, which a busy server has
+    poll.register(pipe, event)
+    left = deadline - time.monotonic()
+    if left <= 0 or not poll.poll(left * 1000):
+        raise TimeoutError
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:

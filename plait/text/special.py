@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """A control token. `lstrip`, `rstrip`: it takes the white space beside it; `single_word`: whole words only."""
+    """A control token. `lstrip`, `rstrip`: it takes the white space beside it.
+
+    `single_word`: it is not found inside a word.
+    """
 
     id: int
     text: str

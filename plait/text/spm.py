@@ -24,7 +24,10 @@ _PRIVATE = range(0xE000, 0xF8FF)
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A SentencePiece model: one text, score and kind for each id. `space_first`: a space is prepended."""
+    """A SentencePiece model: one text, score and kind for each id.
+
+    `space_first`: a space is prepended to a text.
+    """
 
     texts: Sequence[str]
     scores: Sequence[float]
@@ -33,7 +36,7 @@ class Pieces:
 
 
 class SpmEngine:
-    """Ordinary text by a SentencePiece BPE model. Raises BadFile for a model without a piece for the space."""
+    """Ordinary text by a SentencePiece BPE model. Raises BadFile for one without a piece for the space."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces

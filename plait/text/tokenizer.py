@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
+from plait.errors import InvalidField
 from plait.text.special import SpecialTokens
 
 
@@ -19,7 +20,7 @@ class Tokenizer(Protocol):
     """What the rest of Plait knows of a vocabulary. `vocab_size` is the largest known id plus one.
 
     `name` says where it came from: 'tokenizer.json', 'cl100k_base', 'gguf:gpt2/smollm'.
-    `eos_token_ids` holds every end-of-generation token: end of text, of turn, of message.
+    `eos_token_id` is the one that templates write; `eos_token_ids` holds every end-of-generation token: end of text, of turn, of message.
     """
 
     @property
@@ -28,6 +29,8 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def bos_token_id(self) -> int | None: ...
+    @property
+    def eos_token_id(self) -> int | None: ...
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
     @property
@@ -76,6 +79,7 @@ class TextTokenizer:
     engine: Engine
     specials: SpecialTokens
     bos_token_id: int | None = None
+    eos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
@@ -130,7 +134,10 @@ class TextTokenizer:
         return ids
 
     def _ordinary(self, text: str, first: bool) -> list[int]:
-        ids = self.engine.encode(text, first)
+        try:
+            ids = self.engine.encode(text, first)
+        except (TypeError, UnicodeEncodeError) as error:  # the engines take what UTF-8 can write
+            raise InvalidField("the text holds half of a surrogate pair, which is not a character") from error
         if self.specials.ids.isdisjoint(ids):
             return ids
         # The vocabulary has the control token as an ordinary piece too: no piece may reach its text.

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-AGENT_NAMES = (
-    ("system", "user", "assistant", "im_start", "im_end")
-    + ("think", "/think", "plan", "/plan", "step", "/step", "act", "/act", "observe", "/observe")
-    + ("function", "/function", "result", "/result", "error", "/error", "code", "/code")
-    + ("output", "/output", "lang", "/lang", "context", "/context", "quote", "/quote", "cite", "/cite")
-    + ("source", "/source", "memory", "/memory", "recall", "/recall", "pad", "stop", "sep")
-    + ("image", "/image", "audio", "/audio", "video", "/video", "title", "/title")
-    + ("section", "/section", "summary", "/summary")
-)
+_IN_ORDER = """
+system user assistant im_start im_end think /think plan /plan step /step act /act observe /observe
+function /function result /result error /error code /code output /output lang /lang context /context
+quote /quote cite /cite source /source memory /memory recall /recall pad stop sep image /image audio /audio
+video /video title /title section /section summary /summary
+"""
+AGENT_NAMES = tuple(_IN_ORDER.split())
 """The 54 agent tokens in the order of their ids; the token of "system" is `<|system|>`."""
 
 _MEDIA = range(42, 48)  # image … /video: in llama3 they lie on Llama's reserved slots

@@ -1,0 +1,157 @@
+"""Chat templates in Jinja, and how what users write stays text.
+
+A template writes one string in which its own `<|im_end|>` and a user's look the same. They are told apart in
+two renderings. In the first, each control token's text inside a user's string is *broken* by a private
+character after its first one: the template's logic sees the text almost as it is, and what still matches a
+control token is the template's, unless the template glued pieces of user strings together. In the second,
+every character that could begin a control token is *veiled* in user strings: no user text can match at all.
+If both show the same control tokens, the first is right; if not, the second is used, which is always safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from plait.errors import BadTemplate, InvalidField
+from plait.text.chat import Message, normalized, refuse_unread
+from plait.text.sandbox import Sandbox
+from plait.text.tokenizer import Tokenizer
+
+_PRIVATE = range(0xE000, 0xF8FF)
+_ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function", "ipython", "model"})
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class JinjaTemplate:
+    """Chat templates by name ("default", "tool_use") over a vocabulary.
+
+    `variables` are the special tokens a template may write (`bos_token`, …).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sources: Mapping[str, str],
+        tokenizer: Tokenizer,
+        variables: Mapping[str, str],
+        sandbox: Sandbox | None = None,
+    ) -> None:
+        self.name, self._sources, self._tokenizer = name, sources, tokenizer
+        self._variables = variables
+        self._sandbox = sandbox or Sandbox()
+        self._texts = [tokenizer.token_text(i) for i in tokenizer.special_ids]
+        self._starts = sorted({text[0] for text in self._texts if text})
+        self.stop_token_ids = frozenset[int]()  # the vocabulary knows its own ends
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation; see `ChatTemplate.render`."""
+        plain = normalized(messages)
+        for i, message in enumerate(plain):
+            self._check_role(message["role"], i)
+        taken = sorted(set(kwargs) & (_OURS | self._variables.keys()))
+        if taken:
+            raise InvalidField(
+                f"chat_template_kwargs: {taken[0]!r} is not for requests to set", "chat_template_kwargs"
+            )
+        user = {"messages": plain, "tools": list(tools) if tools else None, **kwargs}
+        source = self._source(bool(tools))
+
+        def rendering(change: Callable[[str], str]) -> str:
+            ours = {**self._variables, "documents": None, "add_generation_prompt": add_generation_prompt}
+            text, known = self._sandbox.render(source, {**ours, **_changed(user, change)})
+            refuse_unread(self.name, kwargs, tools, known)
+            return text
+
+        return self._tokenizer.encode_parts(self._parts(user, rendering))
+
+    def text(self, messages: Sequence[Message], **options: Any) -> str:
+        """The rendered conversation as one string, for people to look at."""
+        return self._tokenizer.decode(self.render(messages, **options), skip_special=False)
+
+    def close(self) -> None:
+        """Ends the rendering process."""
+        self._sandbox.close()
+
+    def _source(self, with_tools: bool) -> str:
+        chosen = "tool_use" if with_tools and "tool_use" in self._sources else "default"
+        if chosen not in self._sources:
+            raise BadTemplate(
+                f"the chat template {self.name!r} has no part named 'default', only "
+                f"{', '.join(self._sources)}; give one with --chat-template"
+            )
+        return self._sources[chosen]
+
+    def _check_role(self, role: str, i: int) -> None:
+        """Templates write `<|` + role + `|>`: a role must not be the inside of another control token."""
+        if role not in _ROLES and any(role in text for text in self._texts):
+            raise BadTemplate(
+                f"messages[{i}].role: {role!r} is not a role; roles are {', '.join(sorted(_ROLES))}",
+                f"messages[{i}].role",
+            )
+
+    def _parts(self, user: Any, rendering: Callable[[Callable[[str], str]], str]) -> list[int | str]:
+        """The conversation as ids of the template's control tokens and ordinary strings."""
+        written = "".join(_strings(user))
+        if not any(start in written for start in self._starts):
+            return self._tokenizer.split_special(rendering(str))
+        private = _unused(written)
+        breaker = next(private)
+        veils: dict[int, str | int | None] = {ord(start): next(private) for start in self._starts}
+        lift = {ord(str(veil)): start for start, veil in veils.items()}
+
+        broken = self._split(rendering(lambda text: self._broken(text, breaker)), {ord(breaker): None})
+        veiled = self._split(rendering(lambda text: text.translate(veils)), lift)
+        same = [p for p in broken if isinstance(p, int)] == [p for p in veiled if isinstance(p, int)]
+        return broken if same else veiled
+
+    def _broken(self, text: str, breaker: str) -> str:
+        out: list[str] = []
+        for part in self._tokenizer.split_special(text) if self._tokenizer.has_special(text) else [text]:
+            out.append(part if isinstance(part, str) else _insert(self._tokenizer.token_text(part), breaker))
+        return "".join(out)
+
+    def _split(self, text: str, restore: Mapping[int, str | int | None]) -> list[int | str]:
+        parts = self._tokenizer.split_special(text)
+        return [part.translate(restore) if isinstance(part, str) else part for part in parts]
+
+
+def _insert(text: str, breaker: str) -> str:
+    return text[0] + breaker + text[1:]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in JSON data, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _strings(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _strings(item)
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """The same JSON data with every string changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(str(key)): _changed(item, change) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_changed(item, change) for item in value]
+    return value
+
+
+def _unused(written: str) -> Iterator[str]:
+    """Private characters that stand in no user string."""
+    used = set(written)
+    return (chr(c) for c in _PRIVATE if chr(c) not in used)

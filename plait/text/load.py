@@ -1,0 +1,218 @@
+"""Finds the tokenizer and the chat template that belong to a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from plait.errors import BadFile, ConfigError, UnsupportedFormat
+from plait.text.builtin_tokenizer import builtin_tokenizer, tiktoken_tokenizer
+from plait.text.chat import ChatTemplate
+from plait.text.gguf_tokenizer import gguf_tokenizer
+from plait.text.hf_tokenizer import TokenizerFiles, load_hf_tokenizer, named_tokens
+from plait.text.jinja_chat import JinjaTemplate
+from plait.text.marker_chat import FORMATS, MarkerTemplate
+from plait.text.sentencepiece_file import sentencepiece_metadata
+from plait.text.tokenizer import TextTokenizer, Tokenizer
+from plait.text.vocabularies import BUILTIN, detect_vocabulary
+
+_UNREADABLE = {
+    "vocab.json": "vocab.json and merges.txt",
+    "vocab.txt": "WordPiece",
+    "tekken.json": "tekken.json",
+}
+
+_WRITE = "write a tokenizer.json (transformers: AutoTokenizer.from_pretrained(...).save_pretrained)"
+
+
+def load_tokenizer(
+    *,
+    directory: Path | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    vocab: str | None = None,
+    vocab_size: int = 0,
+    config: Mapping[str, Any] | None = None,
+    oxidizr: bool = False,
+) -> TextTokenizer | None:
+    """The tokenizer of a model; None when there is none to be found (token ids still work everywhere).
+
+    In this order: `vocab` (`--vocab`: a built-in name, a tokenizer.json, tokenizer.model, .tiktoken or
+    directory), tokenizer.json, the GGUF file's own (`metadata`), tokenizer.model, the config's
+    `tokenizer_vocab`, the built-in vocabulary whose size `vocab_size` is. Its `name` says which it was.
+    """
+    config = config or {}
+    tokenizer = _find(directory, metadata, vocab, oxidizr)
+    if tokenizer is None:
+        name = config.get("tokenizer_vocab") or detect_vocabulary(vocab_size)
+        tokenizer = builtin_tokenizer(str(name), oxidizr) if name else None
+    if tokenizer is None:
+        return None
+    ends = _eos_ids(load_generation_config(directory)) | _eos_ids(config)
+    return tokenizer.ending_with(frozenset(i for i in ends if not tokenizer.is_hole(i)))
+
+
+def _find(
+    directory: Path | None, metadata: Mapping[str, Any] | None, vocab: str | None, oxidizr: bool
+) -> TextTokenizer | None:
+    if vocab is not None:
+        return _named(vocab, oxidizr)
+    if directory is not None and (directory / "tokenizer.json").exists():
+        return _from_files(directory)
+    found = gguf_tokenizer(metadata) if metadata else None
+    return found or (_from_files(directory) if directory is not None else None)
+
+
+def _named(vocab: str, oxidizr: bool) -> TextTokenizer:
+    """What `--vocab` names."""
+    if vocab in BUILTIN:
+        return builtin_tokenizer(vocab, oxidizr)
+    name, _, pattern = vocab.rpartition("@") if not Path(vocab).exists() and "@" in vocab else (vocab, "", "")
+    path = Path(name)
+    if path.is_dir():
+        found = _from_files(path)
+        if found:
+            return found
+    elif path.suffix == ".tiktoken" and path.exists():
+        return tiktoken_tokenizer(path, pattern or None, oxidizr)
+    elif path.suffix == ".json" and path.exists():
+        return load_hf_tokenizer(path, _files(path.parent))
+    elif path.suffix == ".model" and path.exists():
+        return _sentencepiece(path)
+    raise ConfigError(
+        f"vocab: {vocab!r} is neither a built-in vocabulary ({', '.join(BUILTIN)}) nor a tokenizer.json, "
+        "tokenizer.model or .tiktoken file, nor a directory with one"
+    )
+
+
+def _from_files(directory: Path) -> TextTokenizer | None:
+    """The tokenizer in a model's directory. Raises UnsupportedFormat when there is one we cannot read."""
+    if (directory / "tokenizer.json").exists():
+        return load_hf_tokenizer(directory / "tokenizer.json", _files(directory))
+    if (directory / "tokenizer.model").exists():
+        return _sentencepiece(directory / "tokenizer.model")
+    for name, kind in _UNREADABLE.items():
+        if (directory / name).exists():
+            raise UnsupportedFormat(
+                f"{directory / name}: a vocabulary in the form of {kind} is not supported; {_WRITE}, "
+                "or name another with --vocab"
+            )
+    return None
+
+
+def _sentencepiece(path: Path) -> TextTokenizer:
+    """A tokenizer.model with what tokenizer_config.json beside it says about BOS and EOS."""
+    if (path.parent / "added_tokens.json").exists():
+        raise UnsupportedFormat(
+            f"{path.parent / 'added_tokens.json'}: tokens added to a tokenizer.model are not supported; {_WRITE}"
+        )
+    metadata, config = sentencepiece_metadata(path), _json(path.parent / "tokenizer_config.json")
+    for key in ("add_bos_token", "add_eos_token"):
+        if config.get(key) is not None:
+            metadata[f"tokenizer.ggml.{key}"] = config[key]
+    tokenizer = gguf_tokenizer(metadata)
+    if tokenizer is None:
+        raise BadFile(f"{path}: a SentencePiece model without a piece")
+    return replace(tokenizer, name=path.name)
+
+
+def load_generation_config(directory: Path | None) -> dict[str, Any]:
+    """generation_config.json of a model's directory; {} if it has none."""
+    return _json(directory / "generation_config.json") if directory is not None else {}
+
+
+def load_chat_template(
+    *,
+    directory: Path | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    option: str | None = None,
+    tokenizer: Tokenizer | None = None,
+    oxidizr: bool = False,
+) -> ChatTemplate | None:
+    """The chat template of a model; None when it has none.
+
+    In this order: `option` (`--chat-template`: a file, or oxidizr, blazr, chatml), chat_template.jinja,
+    tokenizer_config.json, the GGUF file's; a model in oxidizr's format without any has the format it was
+    trained on. Raises ConfigError for an option that cannot be honoured.
+    """
+    if tokenizer is None:
+        return None
+    if option in FORMATS:
+        return MarkerTemplate(str(option), tokenizer)
+    name, sources = _sources(directory, metadata or {}, option)
+    if sources:
+        return JinjaTemplate(name, sources, tokenizer, _variables(directory, tokenizer))
+    if oxidizr and tokenizer.token_id("<|assistant|>") in tokenizer.special_ids:
+        return MarkerTemplate("oxidizr", tokenizer)
+    return None
+
+
+def _sources(
+    directory: Path | None, metadata: Mapping[str, Any], option: str | None
+) -> tuple[str, dict[str, str]]:
+    """(where from, part name → Jinja source)."""
+    if option is not None:
+        return option, {"default": _text(Path(option), option)}
+    if directory is not None:
+        file = directory / "chat_template.jinja"
+        if file.exists():
+            more = {
+                f.stem: _text(f) for f in sorted((directory / "additional_chat_templates").glob("*.jinja"))
+            }
+            return file.name, {"default": _text(file), **more}
+        found = _json(directory / "tokenizer_config.json").get("chat_template")
+        if isinstance(found, str):
+            return "tokenizer_config.json", {"default": found}
+        if found:
+            return "tokenizer_config.json", {part["name"]: part["template"] for part in found}
+    key = "tokenizer.chat_template"
+    named = {k.removeprefix(f"{key}."): v for k, v in metadata.items() if k.startswith(f"{key}.")}
+    found = {"default": metadata.get(key), **named}
+    return "the GGUF file", {name: source for name, source in found.items() if isinstance(source, str)}
+
+
+def _variables(directory: Path | None, tokenizer: Tokenizer) -> dict[str, str]:
+    """The special tokens that a template may write."""
+    found = named_tokens(_files(directory)) if directory is not None else {}
+    if tokenizer.bos_token_id is not None:
+        found.setdefault("bos_token", tokenizer.token_text(tokenizer.bos_token_id))
+    if tokenizer.eos_token_id is not None:
+        found.setdefault("eos_token", tokenizer.token_text(tokenizer.eos_token_id))
+    return found
+
+
+def _files(directory: Path) -> TokenizerFiles:
+    config = _json(directory / "tokenizer_config.json")
+    return TokenizerFiles(config, _json(directory / "special_tokens_map.json"))
+
+
+def _eos_ids(config: Mapping[str, Any]) -> frozenset[int]:
+    value = config.get("eos_token_id")
+    listed = value if isinstance(value, list) else [value]
+    return frozenset(i for i in listed if isinstance(i, int) and not isinstance(i, bool))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object; {} if there is no such file. Raises BadFile."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise BadFile(f"{path}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise BadFile(f"{path}: a JSON object was expected, found a {type(value).__name__}")
+    return value
+
+
+def _text(path: Path, option: str | None = None) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        if option is not None:
+            raise ConfigError(
+                f"chat_template: {option!r} is neither a readable file nor one of {', '.join(FORMATS)} ({error})"
+            ) from error
+        raise BadFile(f"{path}: {error}") from error
