@@ -18,6 +18,7 @@ from plait.cli.options import (
     sampling_params,
 )
 from plait.cli.progress import Clock, Loading
+from plait.cli.vocabulary import read_stdin
 
 if TYPE_CHECKING:
     from plait.engine.llm import LLM
@@ -42,7 +43,9 @@ def generate(model: str, prompt: str | None, ids: tuple[int, ...] | None, quiet:
     cat notes.txt | plait generate --model model.gguf --max-tokens 200
     """
     params, settings = sampling_params(given), engine_settings(given)
-    text = ids if ids is not None else read_prompt(prompt)
+    text = ids if ids is not None else prompt
+    if text is None or text == "-":
+        text = read_stdin("--prompt or --ids")
     llm = load(model, settings, quiet=quiet)
     try:
         request = llm.front.prepare(text, params)
@@ -52,18 +55,6 @@ def generate(model: str, prompt: str | None, ids: tuple[int, ...] | None, quiet:
             print(clock, file=sys.stderr)
     finally:
         llm.close()
-
-
-def read_prompt(prompt: str | None) -> str:
-    """The prompt, from the option or from stdin."""
-    if prompt is not None and prompt != "-":
-        return prompt
-    if prompt is None and sys.stdin.isatty():
-        raise click.UsageError("there is no prompt: give --prompt TEXT or --ids, or pipe it in")
-    try:
-        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"the prompt on stdin is not UTF-8: {error}") from error
 
 
 def load(model: str, settings: dict[str, Any], *, quiet: bool = False) -> LLM:

@@ -147,6 +147,12 @@ def model_option(*, required: bool = True) -> Decorator[Any]:
     return options([argument, click.option("--model", "-m", metavar="MODEL", callback=merge, help=text)])
 
 
+def vocab_option() -> Decorator[Any]:
+    """`--vocab` alone, as EngineConfig has it."""
+    field = next(f for f in fields(EngineConfig) if f.name == "vocab")
+    return flag(EngineConfig, field, field.metadata["help"])
+
+
 def debug_option() -> Decorator[Any]:
     def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         if isinstance(ctx.obj, Session):
