@@ -10,12 +10,12 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 
 import click
 
 from plait import __version__
+from plait.cli.session import Session
 from plait.errors import PlaitError
 
 # name -> what `plait --help` says; the module is plait.cli.<name>, its command has the same name
@@ -28,13 +28,6 @@ COMMANDS = {
     "tokenize": "Text to token ids.",
 }
 EXIT_USAGE, EXIT_MODEL, EXIT_MEMORY, EXIT_INTERRUPTED = 2, 3, 4, 130
-
-
-@dataclass(slots=True)
-class Session:
-    """What one invocation remembers; the error printer asks it."""
-
-    debug: bool = False
 
 
 class LazyGroup(click.Group):
@@ -124,3 +117,7 @@ def explain(error: BaseException) -> tuple[str, int]:
 def main() -> None:
     """The console script."""
     sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import click
 
-from plait.cli.main import Session
+from plait.cli.session import Session
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
 from plait.request import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P, SamplingParams
