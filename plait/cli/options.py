@@ -112,10 +112,10 @@ def config_options(cls: type, *, without: Sequence[str] = ()) -> Decorator[Any]:
     return options([flag(cls, f, f.metadata["help"]) for f in fields(cls) if f.name not in without])
 
 
-def engine_options() -> Decorator[Any]:
+def engine_options(*, without: Sequence[str] = ()) -> Decorator[Any]:
     """Every EngineConfig flag, and `--cpu` for `--device cpu`."""
     cpu = click.option("--cpu", is_flag=True, help="use the CPU, also when there is a GPU; as --device cpu")
-    return options([cpu, config_options(EngineConfig)])
+    return options([cpu, config_options(EngineConfig, without=without)])
 
 
 def sampling_options(*, max_tokens: int | None) -> Decorator[Any]:

@@ -1,0 +1,180 @@
+"""`plait info`: what a model is, where every value came from, and what it costs to remember a sequence."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from plait.cli.describe import bytes_text, index_ranges, layer_groups, layer_text, plain
+from plait.cli.generate import load
+from plait.cli.options import debug_option, engine_options, engine_settings, model_option
+from plait.config import EngineConfig
+
+if TYPE_CHECKING:
+    from plait.engine.load import Opened
+    from plait.memory import State
+    from plait.ops.registry import Binding
+
+Facts = dict[str, Any]
+LENGTHS = (1024, 8192, 32768, 131072)
+
+
+@click.command()
+@model_option()
+@click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
+@click.option("--ops", "show_ops", is_flag=True, help="load it, and show which variant runs each op, and why")
+@engine_options(without=("ops",))
+@debug_option()
+def info(model: str, as_json: bool, show_ops: bool, **given: Any) -> None:
+    """What a model is: layers, sources of every value, memory. Reads headers, not weights."""
+    settings = engine_settings({**given, "ops": "auto"})
+    facts = model_facts(model, EngineConfig(**settings))
+    if show_ops:
+        facts["ops"] = bound_ops(model, settings)
+    lines = [json.dumps(facts, indent=2)] if as_json else text_lines(facts)
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def model_facts(model: str, config: EngineConfig) -> Facts:
+    """Everything `info` says, as plain values. Raises CheckpointError, UnsupportedModel."""
+    from plait.engine.load import open_model
+    from plait.engine.outline import model_states
+
+    opened = open_model(model, config)
+    resolved, spec = opened.resolved, opened.resolved.spec
+    dtype = "float32" if config.dtype == "auto" else config.dtype
+    states = model_states(resolved, opened.checkpoint)
+    return {
+        "model": model,
+        "family": resolved.family,
+        "checkpoint": checkpoint_facts(opened),
+        "spec": plain(spec),
+        "layers": [
+            {"indices": list(indices), "branches": layer_text(layer)} for indices, layer in layer_groups(spec)
+        ],
+        "sources": {
+            key: {"value": plain(value), "source": resolved.provenance.get(key, "?")}
+            for key, value in resolved.config.items()
+            if key in resolved.provenance
+        },
+        "tokenizer": tokenizer_facts(opened),
+        "memory": memory_facts(states, dtype, config, spec.max_len),
+    }
+
+
+def checkpoint_facts(opened: Opened) -> Facts:
+    shapes = [opened.checkpoint.shape(name) for name in opened.checkpoint.names()]
+    return {
+        "files": [str(path) for path in opened.paths],
+        "nbytes": sum(path.stat().st_size for path in opened.paths),
+        "tensors": len(shapes),
+        "parameters": sum(math.prod(shape) for shape in shapes),
+    }
+
+
+def tokenizer_facts(opened: Opened) -> Facts | None:
+    tokenizer = opened.tokenizer
+    if tokenizer is None:
+        return None
+    ends = {i: tokenizer.token_text(i) for i in sorted(tokenizer.eos_token_ids)}
+    return {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "end_of_generation": ends}
+
+
+def memory_facts(states: Mapping[str, State], dtype: str, config: EngineConfig, max_len: int) -> Facts:
+    """Bytes of state of one sequence, by its length."""
+    from plait.engine.sizing import sequence_rows
+
+    lengths = [n for n in LENGTHS if n < max_len] + [max_len]
+    rows = sequence_rows(states, dtype, config.block_size, lengths)
+    return {"dtype": dtype, "sequence": [{"tokens": n, "nbytes": nbytes} for n, nbytes in rows]}
+
+
+def bound_ops(model: str, settings: dict[str, Any]) -> list[Facts]:
+    """Load the model and say which variant of each op it bound, and why not a faster one."""
+    llm = load(model, settings)
+    try:
+        return grouped(llm.bound_ops)
+    finally:
+        llm.close()
+
+
+def grouped(bindings: Iterable[Binding]) -> list[Facts]:
+    """Equal choices together, with the number of their users."""
+    rows: dict[tuple[Any, ...], int] = {}
+    for b in bindings:
+        key = (b.op, b.variant, b.skipped)
+        rows[key] = rows.get(key, 0) + 1
+    return [
+        {"op": op, "variant": variant, "users": users, "skipped": dict(skipped)}
+        for (op, variant, skipped), users in sorted(rows.items(), key=lambda row: row[0][:2])
+    ]
+
+
+def heading(text: str) -> str:
+    return click.style(text, bold=True) if sys.stdout.isatty() else text
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of text, every column but the last as wide as it must be."""
+    if not rows:
+        return []
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return ["  " + "  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
+
+
+def text_lines(facts: Facts) -> list[str]:
+    """The facts for a reader in a terminal."""
+    spec = facts["spec"]
+    lines = [heading(f"{facts['model']}: {facts['family']}"), *size_lines(facts)]
+    lines += ["", heading(f"layers ({len(spec['layers'])})")]
+    for group in facts["layers"]:
+        first, *rest = group["branches"] or ["nothing"]
+        ranges = index_ranges(group["indices"])
+        lines += columns([(ranges, first), *(("", branch) for branch in rest)])
+    lines += ["", heading("values and their sources"), *source_lines(facts["sources"])]
+    memory = facts["memory"]
+    lines += ["", heading(f"state of one sequence ({memory['dtype']})")]
+    lines += columns(
+        [(f"{row['tokens']:>8,} tokens", bytes_text(row["nbytes"])) for row in memory["sequence"]]
+    )
+    if "ops" in facts:
+        lines += ["", heading("ops"), *op_lines(facts["ops"])]
+    return lines
+
+
+def size_lines(facts: Facts) -> list[str]:
+    spec, files, tokenizer = facts["spec"], facts["checkpoint"], facts["tokenizer"]
+    parameters = f"{files['parameters'] / 1e6:,.1f} M parameters"
+    tied = ", tied embeddings" if spec["tied"] else ""
+    sizes = f"hidden size {spec['hidden_size']}, vocabulary {spec['vocab_size']}, context {spec['max_len']}"
+    return [
+        f"  {parameters} in {files['tensors']} tensors, {bytes_text(files['nbytes'])}",
+        f"  {sizes}{tied}",
+        f"  tokenizer: {tokenizer['name'] if tokenizer else 'none found; token ids only, or --vocab'}",
+    ]
+
+
+def source_lines(sources: Mapping[str, Facts]) -> list[str]:
+    rows = [(key, shortened(entry["value"]), entry["source"]) for key, entry in sources.items()]
+    return columns(rows)
+
+
+def shortened(value: Any, limit: int = 48) -> str:
+    """A value in one short line; what is cut is said."""
+    text = json.dumps(value, ensure_ascii=False)
+    if len(text) <= limit:
+        return text
+    return f"[… {len(value)} values]" if isinstance(value, list) else text[: limit - 1] + "…"
+
+
+def op_lines(rows: Iterable[Facts]) -> list[str]:
+    table = []
+    for row in rows:
+        why = "; ".join(f"not {name}: {reason}" for name, reason in row["skipped"].items())
+        table.append((row["op"], row["variant"], f"× {row['users']}", why or "nothing faster is there"))
+    return columns(table)

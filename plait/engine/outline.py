@@ -1,0 +1,43 @@
+"""What a model would remember and bind, from headers alone: no tensor is read.
+
+The decoder is built on torch's meta device over tensors that have a shape and no content. So a missing, odd or
+left over tensor is found here too, before anything large is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.weights import Checkpoint, Target, Weights
+from plait.families.resolved import Resolved
+from plait.memory import State
+from plait.model.decoder import Decoder
+
+
+class Outline:
+    """A checkpoint without its content: every tensor is on the meta device."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._checkpoint
+
+    def names(self) -> Iterable[str]:
+        return self._checkpoint.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._checkpoint.shape(name)
+
+    def read(self, name: str) -> Tensor:
+        return torch.empty(self.shape(name), device="meta")
+
+
+def model_states(resolved: Resolved, checkpoint: Checkpoint) -> Mapping[str, State]:
+    """What every mixer remembers, by mixer name. Raises MissingTensor, ShapeMismatch."""
+    spec = resolved.spec
+    target = Target(torch.device("meta"), torch.float32, spec.max_len, spec.hidden_size, ops="reference")
+    return Decoder(spec, Weights(Outline(checkpoint), resolved.names, target)).states

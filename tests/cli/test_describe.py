@@ -1,0 +1,91 @@
+"""Specs in words."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from plait.cli.describe import bytes_text, index_ranges, layer_groups, layer_text, mixer_text, plain
+from plait.spec import (
+    Attention,
+    Branch,
+    Mamba2,
+    Mixer,
+    Mla,
+    Mlp,
+    ModelSpec,
+    Moe,
+    Norm,
+    Parallel,
+    Rope,
+    Router,
+)
+
+ATTN = Attention(9, 3, 64, 0.125, Rope(64, 1e5), window=512, softcap=50.0, qk_norm=Norm())
+SSM = Mamba2(8, 64, 128, 1, 4)
+MLP = Mlp(1536)
+
+
+def model(*layers: tuple[Branch, ...]) -> ModelSpec:
+    return ModelSpec("test", 64, 100, layers, Norm(), 2048)
+
+
+def test_equal_layers_are_one_group_in_the_order_of_the_first() -> None:
+    attn, ssm, ffn = Branch("attn", ATTN, Norm()), Branch("ssm", SSM, Norm()), Branch("ffn", MLP, Norm())
+    groups = layer_groups(model((ssm, ffn), (ssm, ffn), (attn, ffn), (ssm, ffn)))
+    assert groups == [((0, 1, 3), (ssm, ffn)), ((2,), (attn, ffn))]
+
+
+@pytest.mark.parametrize(
+    ("indices", "text"), [((0,), "0"), ((0, 1, 2), "0-2"), ((0, 2, 3, 7), "0, 2-3, 7"), ((), "")]
+)
+def test_index_ranges(indices: tuple[int, ...], text: str) -> None:
+    assert index_ranges(indices) == text
+
+
+@pytest.mark.parametrize(
+    ("mixer", "words"),
+    [
+        (
+            ATTN,
+            "grouped-query attention, 9 heads × 64, 3 kv, rope 100000 on 64, window 512, softcap 50, q and k normed",
+        ),
+        (Attention(4, 4, 32, 0.1), "attention, 4 heads × 32, 4 kv, no rope"),
+        (Mla(4, None, 64, 32, 32, 0.1, Rope(16)), "MLA, 4 heads × (32 + 16), kv rank 64, rope 10000 on 16"),
+        (SSM, "Mamba2, 8 heads × 64, state 128"),
+        (MLP, "gated MLP 1536, silu"),
+        (
+            Moe(8, 2, Mlp(96), Router("sigmoid"), shared=Mlp(192)),
+            "MoE, 2 of 8 experts × 96, sigmoid, shared 192",
+        ),
+        (
+            Parallel({"attn": Attention(4, 4, 32, 0.1), "ssm": SSM}),
+            "attn: attention, 4 heads × 32, 4 kv, no rope ∥ ",
+        ),
+    ],
+)
+def test_every_mixer_has_words(mixer: Mixer, words: str) -> None:
+    assert mixer_text(mixer).startswith(words)
+
+
+def test_a_branch_says_what_is_unusual_about_it() -> None:
+    branch = Branch("ffn", MLP, Norm(), post_norm=Norm(), scale=0.22)
+    assert layer_text((branch,)) == ["ffn: gated MLP 1536, silu · post-norm · × 0.22"]
+
+
+def test_a_spec_is_valid_json() -> None:
+    spec = model((Branch("ssm", SSM, Norm()),))
+    value = json.loads(json.dumps(plain(spec), allow_nan=False))
+    assert value["type"] == "ModelSpec"
+    assert value["layers"][0][0]["mixer"]["type"] == "Mamba2"
+    assert value["layers"][0][0]["mixer"]["dt_limit"] == [0.0, None]
+    assert math.isinf(SSM.dt_limit[1])
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (1 << 30, "1.0 GiB")]
+)
+def test_bytes_are_shown_in_powers_of_1024(nbytes: int, text: str) -> None:
+    assert bytes_text(nbytes) == text

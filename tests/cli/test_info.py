@@ -1,0 +1,67 @@
+"""`plait info`: the same facts for a reader and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.cli.info import columns, grouped, op_lines, shortened, source_lines
+from plait.ops.registry import Binding
+
+Run = Callable[..., Any]
+
+
+def test_columns_are_as_wide_as_they_must_be() -> None:
+    assert columns([("a", "bbb", "c"), ("aa", "b", "")]) == ["  a   bbb  c", "  aa  b"]
+
+
+def test_a_long_value_says_what_is_cut() -> None:
+    assert shortened(["mamba"] * 40) == "[… 40 values]"
+    assert shortened("x" * 90).endswith("…")
+    assert shortened(1e-5) == "1e-05"
+
+
+def test_sources_are_beside_their_values() -> None:
+    sources = {"hidden_size": {"value": 64, "source": "tensor embed.weight"}}
+    assert source_lines(sources) == ["  hidden_size  64  tensor embed.weight"]
+
+
+def test_ops_say_why_not_the_faster_one() -> None:
+    slow = Binding("linear", "reference", "layers.0.attn.q", (("amx", "no amx here"),))
+    fast = Binding("rms_norm", "avx512", "layers.0.norm", ())
+    lines = op_lines(grouped([slow, slow, fast]))
+    assert lines == [
+        "  linear    reference  × 2  not amx: no amx here",
+        "  rms_norm  avx512     × 1  nothing faster is there",
+    ]
+
+
+def test_a_real_model_is_described_from_its_headers(plait: Run, smollm2: Path) -> None:
+    result = plait("info", str(smollm2), "--json")
+    assert result.code == 0, result.err
+    facts = json.loads(result.out)
+    assert facts["spec"]["hidden_size"] == 576
+    assert facts["checkpoint"]["parameters"] == pytest.approx(134.5e6, rel=0.01)
+    assert sum(len(group["indices"]) for group in facts["layers"]) == 30
+    (row,) = [row for row in facts["memory"]["sequence"] if row["tokens"] == 1024]
+    assert row["nbytes"] == 1024 * 30 * 2 * 3 * 64 * 4  # layers × (k, v) × kv heads × head dim × float32
+    assert all(entry["source"] for entry in facts["sources"].values())
+
+
+def test_a_real_model_is_described_in_words(plait: Run, smollm2: Path) -> None:
+    result = plait("info", "--model", str(smollm2))
+    assert result.code == 0, result.err
+    assert "9 heads × 64, 3 kv" in result.out
+    assert "layers (30)" in result.out
+    assert "context 8192" in result.out
+
+
+def test_a_missing_model_is_one_line(plait: Run, tmp_path: Path) -> None:
+    result = plait("info", str(tmp_path / "nowhere"))
+    assert result.code in (2, 3)
+    assert "nowhere" in result.err
+    assert result.err.count("\n") == 1
