@@ -1,0 +1,69 @@
+"""Where a model runs and what it computes in: chosen once, and said why."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from plait.config import Device, DType
+from plait.errors import ConfigError, OutOfMemory
+
+MEMINFO = Path("/proc/meminfo")
+
+
+def choose_device(asked: Device) -> tuple[torch.device, str]:
+    """(device, why). Raises ConfigError if CUDA was asked for and there is none."""
+    if asked == "cpu":
+        return torch.device("cpu"), "asked for"
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0), f"the first CUDA device, {torch.cuda.get_device_name(0)}"
+    if asked == "cuda":
+        raise ConfigError("device: cuda was asked for, but torch finds no CUDA device; use --cpu")
+    return torch.device("cpu"), "torch finds no CUDA device"
+
+
+def choose_dtype(asked: DType, device: torch.device, stored: Sequence[str]) -> torch.dtype:
+    """The dtype to compute in. auto: float32 on CPU; on a GPU the float that most tensors are stored in.
+
+    Raises ConfigError for a dtype the device cannot do.
+    """
+    if asked != "auto":
+        dtype: torch.dtype = getattr(torch, asked)
+        if device.type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+            raise ConfigError(
+                f"dtype: {torch.cuda.get_device_name(0)} has no bfloat16; use float16 or float32"
+            )
+        return dtype
+    if device.type == "cpu":
+        return torch.float32
+    common = Counter(name for name in stored if name in {"float32", "bfloat16", "float16"}).most_common(1)
+    found: torch.dtype = getattr(torch, common[0][0]) if common else torch.bfloat16
+    return found
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be had on the device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with contextlib.suppress(OSError):
+        for line in MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 4 << 30  # a system that does not say: a laptop's worth
+
+
+@contextlib.contextmanager
+def out_of_memory(what: str) -> Iterator[None]:
+    """Turn the allocator's failure into OutOfMemory that names what was being done."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise OutOfMemory(f"not enough memory for {what}; see `plait info` for what a model needs") from error
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        raise OutOfMemory(f"not enough memory for {what}; see `plait info` for what a model needs") from error

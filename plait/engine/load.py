@@ -1,0 +1,224 @@
+"""From what a user points at to a model that answers: files, detection, weights, memory, the engine.
+
+`open_model` reads headers only and is what `plait info` shows; `load` goes all the way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.files import ModelFiles, find_model, read_json
+from plait.checkpoint.gguf import GgufFile
+from plait.checkpoint.safetensors import SafetensorsFiles
+from plait.checkpoint.weights import Target, Weights
+from plait.config import EngineConfig
+from plait.engine.core import Engine
+from plait.engine.device import choose_device, choose_dtype, free_memory, out_of_memory
+from plait.engine.front import Front, Language
+from plait.engine.loop import EngineLoop
+from plait.engine.sizing import ModelFacts, Sizing, gib, size_state
+from plait.families.resolve import resolve
+from plait.families.resolved import Resolved
+from plait.model.decoder import Decoder
+from plait.quant.weight import as_tensor
+from plait.runner.runner import ModelRunner
+from plait.runner.sampler import Sampler
+from plait.state.store import StateStore
+from plait.text.load import load_chat_template, load_generation_config, load_tokenizer
+from plait.text.tokenizer import Tokenizer
+
+log = logging.getLogger("plait")
+Progress = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A model's headers, read and understood; no weight has been touched."""
+
+    files: ModelFiles
+    checkpoint: GgufFile | SafetensorsFiles
+    metadata: Mapping[str, Any] | None  # of a GGUF file
+    resolved: Resolved
+    config: EngineConfig
+
+    @property
+    def is_oxidizr(self) -> bool:
+        return self.resolved.family == "oxidizr"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as they are stored."""
+        return sum(self.checkpoint.nbytes(name) for name in self.checkpoint.names())
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that belongs to it, if one can be found."""
+        return load_tokenizer(
+            directory=self.files.directory,
+            metadata=self.metadata,
+            vocab=self.config.vocab,
+            vocab_size=self.resolved.spec.vocab_size,
+            config=self.resolved.config,
+            oxidizr=self.is_oxidizr,
+        )
+
+    def language(self) -> Language:
+        """Its whole text side."""
+        tokenizer = self.tokenizer()
+        generation_config = load_generation_config(self.files.directory)
+        template = load_chat_template(
+            directory=self.files.directory,
+            metadata=self.metadata,
+            option=self.config.chat_template,
+            tokenizer=tokenizer,
+            oxidizr=self.is_oxidizr,
+        )
+        stops = tokenizer.eos_token_ids if tokenizer else _listed(generation_config.get("eos_token_id"))
+        return Language(
+            tokenizer,
+            template,
+            generation_config,
+            stops | (template.stop_token_ids if template else frozenset()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that answers, and what it was made of."""
+
+    opened: Opened
+    config: EngineConfig
+    runner: ModelRunner
+    sizing: Sizing
+    target: Target
+    front: Front
+
+
+def open_model(model: str, config: EngineConfig) -> Opened:
+    """Find a model's files and understand their headers.
+
+    Raises ConfigError, CheckpointError or UnsupportedModel.
+    """
+    files = find_model(model)
+    raw = read_json(files.config, "config.json") if files.config else None
+    if files.kind == "gguf":
+        gguf = GgufFile(files.weights[0])
+        return Opened(files, gguf, gguf.metadata, _resolve(gguf, None, gguf.metadata, config), config)
+    tensors = SafetensorsFiles(*files.weights)
+    return Opened(files, tensors, None, _resolve(tensors, raw, None, config), config)
+
+
+def load(model: str, config: EngineConfig, on_progress: Progress | None = None) -> Loaded:
+    """Everything, until the first request can be answered. Raises what `open_model` does, and OutOfMemory."""
+    report = on_progress or _silent
+    report("reading headers", 0, 1)
+    opened = open_model(model, config)
+    device, why = choose_device(config.device)
+    log.info("device: %s (%s)", device, why)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    target = _target(opened, device)
+    report("loading the tokenizer", 0, 1)
+    language = opened.language()
+    with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
+        decoder = _decoder(opened, target, report)
+    sizing = _size(opened, decoder, target)
+    with out_of_memory(f"making room for sequences ({gib(sizing.nbytes)})"):
+        store = _store(decoder, sizing, target)
+    spec = decoder.spec
+    sampler = Sampler(
+        spec.vocab_size, banned=_banned(language.tokenizer, spec.vocab_size), device=device.type
+    )
+    runner = ModelRunner(decoder, store, sampler, device)
+    scheduler = sizing.scheduler(config, causal=spec.causal)
+    engine = Engine(runner, scheduler, vocab_size=spec.vocab_size, max_model_len=sizing.max_model_len)
+    front = Front(opened.files.name, spec, sizing.max_model_len, EngineLoop(engine), language)
+    report("ready", 1, 1)
+    return Loaded(opened, config, runner, sizing, target, front)
+
+
+def _resolve(
+    checkpoint: GgufFile | SafetensorsFiles,
+    raw: Mapping[str, Any] | None,
+    metadata: Mapping[str, Any] | None,
+    config: EngineConfig,
+) -> Resolved:
+    def read(name: str) -> Tensor:
+        return as_tensor(checkpoint.read(name))
+
+    shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
+    return resolve(
+        raw,
+        shapes,
+        gguf=metadata,
+        overrides=config.set,
+        read=read,
+        ssm_mode=config.ssm_mode,
+        a_source=config.a_source,
+    )
+
+
+def _target(opened: Opened, device: torch.device) -> Target:
+    spec, config = opened.resolved.spec, opened.config
+    dtype = choose_dtype(config.dtype, device, _stored_dtypes(opened))
+    length = min(config.max_model_len or spec.max_len, spec.max_len)
+    return Target(device, dtype, length, spec.hidden_size, config.ops)
+
+
+def _stored_dtypes(opened: Opened) -> list[str]:
+    return [opened.checkpoint.format_of(name) for name in opened.checkpoint.names()]
+
+
+def _decoder(opened: Opened, target: Target, report: Progress) -> Decoder:
+    total, done = opened.nbytes, 0
+
+    def on_read(_: str, nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        report("loading weights", min(done, total), total)
+
+    target.on_read = on_read
+    weights = Weights(opened.checkpoint, opened.resolved.names, target)
+    decoder = Decoder(opened.resolved.spec, weights)
+    weights.check_all_used()
+    return decoder
+
+
+def _size(opened: Opened, decoder: Decoder, target: Target) -> Sizing:
+    spec = decoder.spec
+    facts = ModelFacts(
+        states=decoder.states,
+        max_len=spec.max_len,
+        dtype=str(target.dtype).removeprefix("torch."),
+        causal=spec.causal,
+    )
+    sizing = size_state(facts, opened.config, free_memory=free_memory(target.device))
+    for what, count, nbytes in sizing.rows(opened.nbytes):
+        log.info("memory: %-28s %14s %10s", what, count, gib(nbytes))
+    for note in sizing.notes:
+        log.warning("%s", note)
+    return sizing
+
+
+def _store(decoder: Decoder, sizing: Sizing, target: Target) -> StateStore:
+    return StateStore(
+        decoder.states, sizing.num_blocks, sizing.num_slots, sizing.block_size, target.device, target.dtype
+    )
+
+
+def _banned(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
+    """Ids without a token: a model can have more rows than its tokenizer has words."""
+    return tokenizer.holes(vocab_size) if tokenizer else ()
+
+
+def _listed(value: int | list[int] | None) -> frozenset[int]:
+    return frozenset([value] if isinstance(value, int) else value or [])
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Nobody wants to know."""
