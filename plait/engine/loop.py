@@ -1,0 +1,143 @@
+"""The thread that owns an engine: requests arrive from any thread, events leave on its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from plait.engine.core import Engine, OnEvent
+from plait.errors import EngineError, QueueFull
+from plait.request import Request
+
+JOIN_GRACE_S = 5.0  # a last step may still be running when the time to drain is over
+Command = Callable[[], None]
+
+
+class EngineLoop:
+    """Runs an engine while there is work and sleeps when there is none. Started at construction.
+
+    Every method is safe from any thread. `num_rounds` grows with every step: while `has_work` and it stands
+    still, the engine hangs. If an exception escapes the engine, open requests end with it, `healthy` is
+    False, and nothing is taken any more.
+    """
+
+    def __init__(self, engine: Engine, *, name: str = "plait-engine") -> None:
+        self.engine = engine
+        self.num_rounds = 0
+        self.fault: BaseException | None = None
+        self._wake = threading.Condition()
+        self._commands: deque[Command] = deque()
+        self._arriving = 0
+        self._closing = False
+        self._drain_until = 0.0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, on_event: OnEvent) -> None:
+        """Hand over a request; `on_event` is called on the engine's thread and must only pass events on.
+
+        Raises what `Engine.validate` raises, QueueFull, and EngineError if the engine is closed or dead.
+        A refusal that only the engine can decide arrives as events with finish_reason "error".
+        """
+        self.engine.validate(request)
+        with self._wake:
+            self._check_open()
+            if not self.engine.scheduler.has_room(self._arriving):
+                raise QueueFull(
+                    f"max_waiting ({self.engine.scheduler.limits.max_waiting}) requests wait already; "
+                    "try again later"
+                )
+            self._arriving += 1
+            self._commands.append(lambda: self._submit(request, on_event))
+            self._wake.notify()
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its choices, before the next step. Safe after its end, and after close."""
+        with self._wake:
+            self._commands.append(lambda: self.engine.cancel(request_id, index))
+            self._wake.notify()
+
+    def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool:
+        """Stop. With `drain`, open requests get `timeout_s` seconds; what is left then is cancelled.
+
+        Returns whether the thread has ended: False means that a step hangs. May be called twice.
+        """
+        with self._wake:
+            deadline = time.monotonic() + (timeout_s if drain else 0.0)
+            self._drain_until = min(deadline, self._drain_until) if self._closing else deadline
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(max(deadline - time.monotonic(), 0.0) + JOIN_GRACE_S)
+        return not self._thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are taken: running, not closing, no fault."""
+        return self._thread.is_alive() and not self._closing and self.fault is None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._commands) or self.engine.has_work
+
+    def stats(self) -> Mapping[str, int]:
+        """The engine's numbers as they are now."""
+        return self.engine.stats()
+
+    def _check_open(self) -> None:
+        if self.fault is not None:
+            raise EngineError(f"the engine has stopped after a fault: {self.fault}") from self.fault
+        if self._closing:
+            raise EngineError("the engine is closing and takes no more requests")
+
+    def _submit(self, request: Request, on_event: OnEvent) -> None:
+        try:
+            self.engine.submit(request, on_event)
+        except Exception as error:
+            self.engine.refuse(request, on_event, error)
+        finally:
+            with self._wake:
+                self._arriving -= 1
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                self.engine.step()
+                self.num_rounds += 1
+            for request_id in self.engine.open_requests:
+                self.engine.cancel(request_id)
+        except BaseException as error:
+            self._die(error)
+
+    def _obey(self) -> bool:
+        """Do what was asked since the last step, sleeping while there is nothing to do. False: stop."""
+        while True:
+            with self._wake:
+                while not self._commands and not self.engine.has_work and not self._closing:
+                    self._wake.wait()
+                commands, self._commands = self._commands, deque()
+            for command in commands:
+                command()
+            if self._closing and (not self.engine.has_work or time.monotonic() >= self._drain_until):
+                with self._wake:
+                    if not self._commands:
+                        return False
+            elif self.engine.has_work:
+                return True
+
+    def _die(self, error: BaseException) -> None:
+        with self._wake:
+            self.fault = error
+            commands, self._commands = self._commands, deque()
+        shown = EngineError(f"the engine stopped: {type(error).__name__}: {error}")
+        shown.__cause__ = error
+        self.engine.fail_all(shown)
+        for command in commands:  # requests on their way become open, and end like the rest
+            command()
+        self.engine.fail_all(shown)

@@ -1,0 +1,269 @@
+"""How much memory the state of running sequences gets: by need, under a limit. Arithmetic only.
+
+Windows and slots are bounded per sequence and sized for `max_num_seqs`; full attention gets what
+`max_num_seqs` sequences of `max_model_len` tokens need, or what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from plait.config import EngineConfig
+from plait.errors import ConfigError, OutOfMemory
+from plait.memory import BlockGroup, PagedState, SlotState, State, block_groups
+from plait.schedule.allocation import Allocation, num_window_blocks
+from plait.schedule.scheduler import Limits, Scheduler
+
+DEFAULT_SHARE = 0.5  # of the memory that is free when the weights are loaded
+LENGTHS = (1024, 8192, 32768, 131072)  # at which `plait info` shows what a sequence costs
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """One block group: `num_blocks` with the garbage block, bytes of one block over all its mixers."""
+
+    group: BlockGroup
+    num_blocks: int
+    nbytes_per_block: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_blocks * self.nbytes_per_block
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """The state memory of an engine. `num_slots` holds the garbage slot; 0: no mixer has state of fixed size.
+
+    `notes`: what was made smaller than a default, and why, to be shown at start-up.
+    """
+
+    max_model_len: int
+    block_size: int
+    groups: tuple[GroupSize, ...]
+    num_slots: int
+    nbytes_per_slot: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_blocks(self) -> Mapping[str, int]:
+        """Blocks by group name, as the state store wants them."""
+        return {size.group.name: size.num_blocks for size in self.groups}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size.nbytes for size in self.groups) + self.num_slots * self.nbytes_per_slot
+
+    def rows(self, weights_nbytes: int) -> list[tuple[str, str, int]]:
+        """The start-up table: (what, how many, bytes), the total last."""
+        table = [("weights", "", weights_nbytes)]
+        for size in self.groups:
+            table.append((f"paged state, {size.group.name}", f"{size.num_blocks - 1} blocks", size.nbytes))
+        if self.num_slots:
+            slots = self.num_slots * self.nbytes_per_slot
+            table.append(("state of fixed size", f"{self.num_slots - 1} slots", slots))
+        return [*table, ("total", "", weights_nbytes + self.nbytes)]
+
+    def scheduler(self, config: EngineConfig, *, causal: bool) -> Scheduler:
+        """A scheduler over exactly this memory."""
+        limits = Limits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_waiting=config.max_waiting,
+            max_model_len=self.max_model_len,
+            causal=causal,
+        )
+        memory = Allocation(
+            [size.group for size in self.groups],
+            [size.num_blocks for size in self.groups],
+            self.block_size,
+            num_slots=self.num_slots,
+            max_step_len=config.max_num_batched_tokens,
+            trims=causal,
+        )
+        return Scheduler(limits, memory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What sizing must know about a model: its own longest sequence, the dtype it computes in, its states."""
+
+    states: Mapping[str, State]
+    max_len: int
+    dtype: str
+    causal: bool = True
+
+
+def size_state(model: ModelFacts, config: EngineConfig, *, free_memory: int) -> Sizing:
+    """The memory for a model's state. `free_memory`: bytes free on the device once the weights are there.
+
+    The limit is `config.memory_limit`, else half of `free_memory`. Raises ConfigError if the model cannot do
+    the `max_model_len` asked for, OutOfMemory with both numbers if not one such sequence fits; a length that
+    nobody asked for is made shorter instead, with a note.
+    """
+    limit = config.memory_limit or int(free_memory * DEFAULT_SHARE)
+    asked, notes = _length(model, config)
+    num_slots = config.max_num_seqs + 1 if _nbytes_per_slot(model) else 0
+    length = _fitting_length(model, config, asked, limit)
+    if length < asked:
+        if config.max_model_len is not None or length < 1:
+            raise OutOfMemory(_too_small(model, config, asked, limit))
+        notes.append(
+            f"max_model_len is {length} instead of {asked}: the state of a longer sequence does not fit into "
+            f"{gib(limit)} (--memory-limit)"
+        )
+    groups, note = _groups(model, config, length, limit)
+    notes += [note] if note else []
+    return Sizing(length, config.block_size, groups, num_slots, _nbytes_per_slot(model), tuple(notes))
+
+
+def sequence_nbytes(states: Mapping[str, State], dtype: str, length: int, block_size: int) -> int:
+    """Bytes of state that one sequence of `length` tokens holds between two steps."""
+    total = 0
+    for state in states.values():
+        if isinstance(state, SlotState):
+            total += state.nbytes_per_slot(dtype)
+            continue
+        blocks = -(-length // block_size)
+        if state.window is not None:
+            blocks = min(blocks, num_window_blocks(state.window, block_size))
+        total += blocks * block_size * state.nbytes_per_token(dtype)
+    return total
+
+
+def sequence_rows(
+    states: Mapping[str, State], dtype: str, block_size: int, lengths: Sequence[int] = LENGTHS
+) -> list[tuple[int, int]]:
+    """(context length, bytes of state of one such sequence), for `plait info`."""
+    return [(n, sequence_nbytes(states, dtype, n, block_size)) for n in lengths]
+
+
+def gib(nbytes: int) -> str:
+    """Bytes for a reader: 1.5 GiB, 340 MiB, 12 KiB."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes // size} {unit}"
+    return f"{nbytes / 1024:.3g} KiB"
+
+
+def _length(model: ModelFacts, config: EngineConfig) -> tuple[int, list[str]]:
+    """The longest sequence asked for, or the model's own."""
+    asked, has_pages = config.max_model_len, any(isinstance(s, PagedState) for s in model.states.values())
+    if asked is not None and asked > model.max_len and has_pages:
+        raise ConfigError(
+            f"max_model_len: {asked} is more than the {model.max_len} tokens this model was made for; "
+            "lower it, or change the model's config with --set if you know that it can do more"
+        )
+    length = model.max_len if asked is None else asked
+    longest = config.max_num_batched_tokens
+    if model.causal or length <= longest:
+        return length, []
+    if asked is not None:
+        raise ConfigError(
+            f"max_model_len: {asked} is more than max_num_batched_tokens ({longest}), and this model computes "
+            f"a sequence in one piece; set max_num_batched_tokens to {asked} too"
+        )
+    return longest, [
+        f"max_model_len is {longest} instead of {length}: this model computes a sequence in one piece of at "
+        "most max_num_batched_tokens"
+    ]
+
+
+def _groups(
+    model: ModelFacts, config: EngineConfig, length: int, limit: int
+) -> tuple[tuple[GroupSize, ...], str | None]:
+    """Every group's blocks: those that grow with the context share what is left alike."""
+    groups = block_groups(model.states)
+    per_block = {g.name: _nbytes_per_block(model, g, config.block_size) for g in groups}
+    left = limit - _fixed_nbytes(model, config, length)
+    growing = [g for g in groups if not _is_bounded(model, g)]
+    affordable = left // sum(per_block[g.name] for g in growing) if growing else 0
+    sizes, note = [], None
+    for group in groups:
+        blocks = wanted = _num_blocks(model, group, config, length)
+        if group in growing and (blocks := min(blocks, affordable)) < wanted:
+            note = _fewer(blocks, wanted, config, limit)
+        sizes.append(GroupSize(group, blocks, per_block[group.name]))
+    return tuple(sizes), note
+
+
+def _num_blocks(model: ModelFacts, group: BlockGroup, config: EngineConfig, length: int) -> int:
+    """Blocks of a group for all sequences at once, and the garbage block."""
+    seqs, size = config.max_num_seqs, config.block_size
+    full = seqs * -(-length // size)
+    if not _is_bounded(model, group):
+        return full + 1
+    # In one step at most max_num_batched_tokens new tokens lie beside the windows, whoever they belong to.
+    new = -(-config.max_num_batched_tokens // size)
+    return min(full, seqs * num_window_blocks(group.window or 0, size) + new) + 1
+
+
+def _is_bounded(model: ModelFacts, group: BlockGroup) -> bool:
+    """Whether a sequence's share of this group has a bound however long it gets."""
+    return group.window is not None and model.causal
+
+
+def _nbytes_per_block(model: ModelFacts, group: BlockGroup, block_size: int) -> int:
+    states = (model.states[name] for name in group.members)
+    per_token = sum(s.nbytes_per_token(model.dtype) for s in states if isinstance(s, PagedState))
+    return per_token * block_size
+
+
+def _nbytes_per_slot(model: ModelFacts) -> int:
+    states = model.states.values()
+    return sum(s.nbytes_per_slot(model.dtype) for s in states if isinstance(s, SlotState))
+
+
+def _fixed_nbytes(model: ModelFacts, config: EngineConfig, length: int) -> int:
+    """Bytes of windows and slots for `max_num_seqs` sequences."""
+    total = (config.max_num_seqs + 1) * _nbytes_per_slot(model)
+    for group in block_groups(model.states):
+        if _is_bounded(model, group):
+            blocks = _num_blocks(model, group, config, length)
+            total += blocks * _nbytes_per_block(model, group, config.block_size)
+    return total
+
+
+def _one_sequence_nbytes(model: ModelFacts, config: EngineConfig, length: int) -> int:
+    """The least memory in which one sequence of `length` can run beside the fixed part."""
+    total = _fixed_nbytes(model, config, length)
+    for group in block_groups(model.states):
+        if not _is_bounded(model, group):
+            blocks = -(-length // config.block_size) + 1
+            total += blocks * _nbytes_per_block(model, group, config.block_size)
+    return total
+
+
+def _fitting_length(model: ModelFacts, config: EngineConfig, length: int, limit: int) -> int:
+    """The longest sequence up to `length` that fits, in whole blocks if shorter; 0: none does."""
+    if _one_sequence_nbytes(model, config, length) <= limit:
+        return length
+    low, high = 0, length // config.block_size  # in blocks: `low` fits, `high` + 1 does not
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _one_sequence_nbytes(model, config, middle * config.block_size) <= limit:
+            low = middle
+        else:
+            high = middle - 1
+    return low * config.block_size
+
+
+def _too_small(model: ModelFacts, config: EngineConfig, length: int, limit: int) -> str:
+    needed, fixed = _one_sequence_nbytes(model, config, length), _fixed_nbytes(model, config, length)
+    text = f"the state of one sequence of {length} tokens needs {gib(needed)}, and the limit is {gib(limit)}"
+    if fixed:
+        text += f"; {gib(fixed)} of it are windows and slots for {config.max_num_seqs} sequences"
+    fits = _fitting_length(model, config, length, limit)
+    shorter = f"--max-model-len {fits} or less, " if fits else ""
+    fewer = "fewer --max-num-seqs, " if fixed and config.max_num_seqs > 1 else ""
+    return f"{text}. Start with {shorter}{fewer}or a --memory-limit of at least {needed}"
+
+
+def _fewer(blocks: int, wanted: int, config: EngineConfig, limit: int) -> str:
+    tokens = (blocks - 1) * config.block_size
+    return (
+        f"{tokens} tokens fit into {gib(limit)} (--memory-limit), not the "
+        f"{(wanted - 1) * config.block_size} that {config.max_num_seqs} longest sequences need: some may have "
+        "to wait, or be computed again"
+    )

@@ -1,0 +1,132 @@
+"""Choosing a token: temperature, top-k, top-p (Holtzman et al. 2020), min-p, then inverse transform sampling.
+
+The random number comes from outside, so a row's token depends on nothing but that row. Equal logits: the
+lower id comes first, everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from plait.ops.registry import Arguments, op
+
+Floats = npt.NDArray[np.float64]
+Ids = npt.NDArray[np.int64]
+CASES = [
+    dict(rows=1, vocab_size=7),
+    dict(rows=5, vocab_size=300),
+    dict(rows=16, vocab_size=5000),
+]
+
+
+@op(cases=CASES, tolerance={torch.float32: 0.0})
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+) -> Tensor:
+    """logits: [L, vocab] float32; the rest: [L], float64, top_k int64 (< 1: no limit) -> ids [L] int64.
+
+    Weights are softmax(logits / temperature). In the order of falling weight: the first `top_k`; of these
+    the fewest that hold `top_p` of their mass; of these the ones with at least `min_p` of the largest weight.
+    `uniform` in [0, 1) picks one of what is left, in proportion to the weights. temperature > 0.
+    """
+    values, ids = logits.double().sort(dim=-1, descending=True, stable=True)
+    weight = ((values - values[:, :1]) / temperature[:, None]).exp()
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    limit = torch.where(top_k < 1, logits.shape[1], top_k)[:, None]
+    weight = weight.masked_fill(rank >= limit, 0.0)
+    before = weight.cumsum(-1).roll(1, -1)
+    before[:, 0] = 0.0
+    unlimited = top_p[:, None] >= 1.0
+    kept = unlimited | (before < top_p[:, None] * weight.sum(-1, keepdim=True)) | (rank == 0)
+    kept &= weight >= min_p[:, None] * weight[:, :1]
+    mass = (weight * kept).cumsum(-1)
+    index = (mass <= uniform[:, None] * mass[:, -1:]).sum(-1)
+    last = ((weight * kept) > 0).sum(-1) - 1
+    chosen: Tensor = ids.gather(-1, torch.minimum(index, last)[:, None])[:, 0]
+    return chosen
+
+
+@sample.inputs
+def _inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+    rows = case["rows"]
+    grid = torch.arange(rows)
+    logits = (torch.randn(rows, case["vocab_size"], dtype=dtype) * 3).round(decimals=1)  # with ties
+    temperature = torch.tensor([0.7, 1.0, 0.1, 2.0], dtype=torch.float64)[grid % 4]
+    top_k = torch.tensor([40, 0, 1, 3, -1])[grid % 5]
+    top_p = torch.tensor([0.9, 1.0, 0.0, 0.5], dtype=torch.float64)[grid // 2 % 4]
+    min_p = torch.tensor([0.0, 0.1, 0.0], dtype=torch.float64)[grid % 3]
+    uniform = torch.rand(rows, dtype=torch.float64)
+    settings = (temperature, top_k, top_p, min_p, uniform)
+    return (logits.to(device), *(t.to(device) for t in settings)), {}
+
+
+@sample.variant("candidates", on="cpu")
+def _candidates(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+) -> Tensor:
+    """Sorts only the tokens that can be chosen, which few logits decide: no row is sorted whole.
+
+    Every row is computed by itself, so its bits cannot depend on the other rows.
+    """
+    rows = logits.numpy()
+    columns = (x.tolist() for x in (temperature, top_k, top_p, min_p, uniform))
+    chosen = [
+        _pick_of_top(row, _top(row, k), t, p, m, u)
+        if 0 < k < rows.shape[1]
+        else _pick_of_all(row, t, p, m, u)
+        for row, t, k, p, m, u in zip(rows, *columns, strict=True)
+    ]
+    return torch.tensor(chosen, dtype=torch.int64)
+
+
+def _top(row: npt.NDArray[np.float32], k: int) -> Ids:
+    """Ids of the k largest, largest first, the lower id first among equals."""
+    smallest = np.partition(row, row.size - k)[row.size - k]
+    return _falling(row, np.flatnonzero(row >= smallest))[:k]
+
+
+def _falling(row: npt.NDArray[np.float32], ids: Ids) -> Ids:
+    return ids[np.argsort(-row[ids], kind="stable")]
+
+
+def _pick_of_top(
+    row: npt.NDArray[np.float32], ids: Ids, temperature: float, top_p: float, min_p: float, uniform: float
+) -> int:
+    values = row[ids].astype(np.float64)
+    weight = np.exp((values - values[0]) / temperature)
+    return _pick(ids, weight, weight.sum(), (top_p, min_p), uniform)
+
+
+def _pick_of_all(
+    row: npt.NDArray[np.float32], temperature: float, top_p: float, min_p: float, uniform: float
+) -> int:
+    """Without top-k. What lies under `floor` weighs less together than the part that cannot be chosen."""
+    values = row.astype(np.float64)
+    weight = np.exp((values - values.max()) / temperature)
+    if top_p >= 1.0 and min_p > 0.0:
+        weight[weight < min_p] = 0.0
+    total = float(weight.sum())
+    reached = top_p if top_p < 1.0 else uniform
+    floor = max(0.5 * total * (1.0 - reached) / row.size, min_p)
+    ids = _falling(row, np.flatnonzero(weight >= floor))
+    return _pick(ids, weight[ids], total, (top_p, min_p), uniform)
+
+
+def _pick(ids: Ids, weight: Floats, total: float, nucleus: tuple[float, float], uniform: float) -> int:
+    """One of `ids`, whose weights fall; `total` is the mass of everything that was not cut by top-k."""
+    top_p, min_p = nucleus
+    mass, count, kept_mass = np.cumsum(weight), ids.size, total
+    if top_p < 1.0:
+        count = 1 + int(np.count_nonzero(mass[:-1] < top_p * total))
+    if min_p > 0.0:
+        count = min(count, int(np.count_nonzero(weight >= min_p)))
+    if top_p < 1.0 or min_p > 0.0:
+        kept_mass = float(mass[count - 1])
+    index = int(np.searchsorted(mass[:count], uniform * kept_mass, side="right"))
+    last = min(count, int(np.count_nonzero(weight))) - 1
+    return int(ids[min(index, last)])

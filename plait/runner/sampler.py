@@ -1,0 +1,197 @@
+"""From logits to tokens: penalties, biases, bans, the draw, and log-probabilities.
+
+A row's answer is a function of that row, its settings and its history alone, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from plait.errors import EngineError
+from plait.ops.registry import Facts
+from plait.ops.sample import sample
+from plait.ops.seed import uniform
+from plait.request import SamplingParams, TokenLogprobs
+from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
+
+FLOOR = -9999.0  # log-probabilities stay finite: JSON has no infinity
+ROWS_AT_ONCE = 64  # of prompt log-probabilities: [64, vocab] float32 beside the logits
+
+
+class Sampler:
+    """Answers for the rows of a step.
+
+    `banned`: ids that no tokenizer text stands for (holes of the vocabulary, padding rows): they are never
+    sampled and never an alternative; the model's probabilities are not changed by it.
+    """
+
+    def __init__(
+        self, vocab_size: int, *, banned: Iterable[int] = (), device: str = "cpu", ops: str = "auto"
+    ) -> None:
+        holes = sorted({i for i in banned if 0 <= i < vocab_size})
+        self.limit = vocab_size
+        while holes and holes[-1] == self.limit - 1:
+            self.limit = holes.pop()
+        if self.limit == 0:
+            raise EngineError(f"all {vocab_size} tokens of the vocabulary are banned")
+        self.vocab_size = vocab_size
+        self.holes = torch.tensor(holes, dtype=torch.int64, device=device)
+        facts = Facts(device, torch.float32, {"vocab_size": vocab_size})
+        self._draw, self.binding = sample.bind(facts, "sampler", ops)
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
+        """logits: [L, vocab] float, each row's `num_logits` in turn -> one answer per row of the batch.
+
+        Raises EngineError if a row to sample from has no finite maximum, naming the row.
+        """
+        rows, logits = batch.rows, logits.float()
+        ends = list(accumulate(row.num_logits for row in rows))
+        if (ends[-1] if ends else 0) != logits.shape[0]:
+            raise EngineError(f"{logits.shape[0]} rows of logits for {sum(r.num_logits for r in rows)} asked")
+        at = [i for i, row in enumerate(rows) if row.samples]
+        token_ids: list[int | None] = [None] * len(rows)
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        if at:
+            last = _rows(logits, [ends[i] - 1 for i in at])
+            ids = self._choose(last, [rows[i] for i in at])
+            wanted = self._logprobs_of(last, [rows[i] for i in at], ids)
+            for i, token_id, logprob in zip(at, ids, wanted, strict=True):
+                token_ids[i], logprobs[i] = token_id, logprob
+        return [
+            Sampled(token_ids[i], logprobs[i], self._prompt_logprobs(logits, end - row.num_logits, row))
+            for i, (row, end) in enumerate(zip(rows, ends, strict=True))
+        ]
+
+    def _choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+        """logits: [n, vocab], not changed -> n tokens."""
+        edited = self._edited(logits[:, : self.limit], rows)
+        ids = edited.argmax(-1)  # the lowest id among equals; a NaN wins and is found below
+        best = edited.gather(-1, ids[:, None])[:, 0]
+        if not bool(best.isfinite().all()):
+            broken = [i for i, ok in enumerate(best.isfinite().tolist()) if not ok]
+            raise EngineError(
+                f"the model computed {best[broken[0]].item()} as the largest logit of {len(broken)} of "
+                f"{len(rows)} sequences; a weight or a state is broken, or every token is forbidden"
+            )
+        drawn = [i for i, row in enumerate(rows) if row.params.temperature]
+        if drawn:
+            ids[drawn] = self._drawn(_rows(edited, drawn), [rows[i] for i in drawn])
+        return [int(i) for i in ids.tolist()]
+
+    def _drawn(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        def column(values: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=logits.device)
+
+        params = [row.params for row in rows]
+        chosen: Tensor = self._draw(
+            logits,
+            column([p.temperature or 0.0 for p in params]),
+            column([min(p.top_k or 0, self.vocab_size) for p in params], torch.int64),
+            column([1.0 if p.top_p is None else p.top_p for p in params]),
+            column([p.min_p for p in params]),
+            column([uniform(row.seed, row.position) for row in rows]),
+        )
+        return chosen
+
+    def _edited(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """With what each row's settings forbid, favour or penalise; a copy if anything changes."""
+        edits = [
+            i for i, row in enumerate(rows) if row.history or row.params.logit_bias or row.stop_token_ids
+        ]
+        if not edits and not len(self.holes):
+            return logits
+        logits = logits.clone()
+        logits.index_fill_(1, self.holes, -torch.inf)
+        for i in edits:
+            self._edit(logits[i], rows[i])
+        return logits
+
+    def _edit(self, logits: Tensor, row: SamplingRow) -> None:
+        """In place, [vocab]: first what must not stop yet, then biases, then penalties (vLLM's order)."""
+        params = row.params
+        if forbidden := [i for i in row.stop_token_ids if 0 <= i < self.limit]:
+            logits[forbidden] = -torch.inf
+        if bias := {i: b for i, b in params.logit_bias.items() if i < self.limit}:
+            logits[list(bias)] += torch.tensor(list(bias.values()), device=logits.device)
+        if row.history:
+            _penalise(logits, row, params)
+
+    def _logprobs_of(
+        self, logits: Tensor, rows: Sequence[SamplingRow], ids: Sequence[int]
+    ) -> list[TokenLogprobs | None]:
+        """Of the chosen tokens, for the rows that asked; from the model's own logits."""
+        asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        found: list[TokenLogprobs | None] = [None] * len(rows)
+        for i in asked:  # one by one: a row's bits must not depend on its neighbours
+            found[i] = self._logprobs(logits[i : i + 1], [ids[i]], rows[i].params.logprobs or 0)[0]
+        return found
+
+    def _prompt_logprobs(self, logits: Tensor, first: int, row: SamplingRow) -> tuple[TokenLogprobs, ...]:
+        found: list[TokenLogprobs] = []
+        for at in range(0, len(row.prompt_targets), ROWS_AT_ONCE):
+            targets = row.prompt_targets[at : at + ROWS_AT_ONCE]
+            part = logits[first + at : first + at + len(targets)]
+            found += self._logprobs(part, targets, row.params.prompt_logprobs or 0)
+        return tuple(found)
+
+    def _logprobs(self, logits: Tensor, targets: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+        """logits: [n, vocab] -> the targets' log-probabilities and the `num_top` best, largest first.
+
+        A target that is not among the best follows them: alternatives are `num_top` or one more.
+        """
+        values = logits.log_softmax(-1)
+        index = torch.tensor(list(targets), device=logits.device)
+        chosen = values.gather(-1, index[:, None])[:, 0].clamp_min(FLOOR).tolist()
+        if not num_top:
+            return [TokenLogprobs(t, p) for t, p in zip(targets, chosen, strict=True)]
+        allowed = values[:, : self.limit]
+        if len(self.holes):
+            allowed = allowed.index_fill(1, self.holes, -torch.inf)
+        tops = best(allowed, min(num_top, self.limit - len(self.holes)))
+        found = []
+        for target, logprob, top in zip(targets, chosen, tops, strict=True):
+            known = any(token_id == target for token_id, _ in top)
+            found.append(TokenLogprobs(target, logprob, top if known else (*top, (target, logprob))))
+        return found
+
+
+def best(values: Tensor, k: int) -> list[tuple[tuple[int, float], ...]]:
+    """values: [n, width] -> the k largest of each row as (id, value), the lower id first among equals."""
+    top, ids = values.topk(min(k + 1, values.shape[1]), -1)
+    ties = (top[:, 1:] == top[:, :-1]).any(-1).tolist()
+    top, ids = top[:, :k], ids[:, :k]
+    for i, tied in enumerate(ties):
+        if tied:  # topk promises no order among equals
+            candidates = (values[i] >= top[i, -1]).nonzero()[:, 0]
+            order = values[i, candidates].sort(descending=True, stable=True).indices[:k]
+            ids[i] = candidates[order]
+            top[i] = values[i, ids[i]]
+    numbers = top.clamp_min(FLOOR).tolist()
+    return [tuple(zip(row_ids, row, strict=True)) for row_ids, row in zip(ids.tolist(), numbers, strict=True)]
+
+
+def _penalise(logits: Tensor, row: SamplingRow, params: SamplingParams) -> None:
+    """In place, [vocab]. Repetition counts prompt and output, presence and frequency the output only."""
+    history = torch.tensor(row.history, dtype=torch.int64)
+    width = logits.shape[0]
+    if params.repetition_penalty != 1:
+        seen = history[history < width].unique().to(logits.device)
+        values, by = logits[seen], params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / by, values * by)
+    output = history[row.prompt_len :]
+    ids, counts = output[output < width].unique(return_counts=True)
+    ids, counts = ids.to(logits.device), counts.to(logits.device)
+    if params.frequency_penalty:
+        logits[ids] -= params.frequency_penalty * counts
+    if params.presence_penalty:
+        logits[ids] -= params.presence_penalty
+
+
+def _rows(logits: Tensor, index: Sequence[int]) -> Tensor:
+    """These rows; the tensor itself if they are all of them."""
+    return logits if len(index) == logits.shape[0] else logits[list(index)]
