@@ -10,7 +10,7 @@ import click
 
 from plait.cli.generate import load, write
 from plait.cli.options import (
-    debug_option,
+    common_options,
     engine_options,
     engine_settings,
     model_option,
@@ -34,7 +34,7 @@ Message = dict[str, str]
 @sampling_options(max_tokens=None)
 @engine_options()
 @click.option("--quiet", "-q", is_flag=True, help="replies only: no greeting and no speed")
-@debug_option()
+@common_options()
 def chat(model: str, system: str | None, quiet: bool, **given: Any) -> None:
     """Talk with a model in the terminal. Each line is a message; /help lists what else can be typed."""
     params, settings = sampling_params(given), engine_settings(given)

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from plait.cli.options import TokenIds, debug_option, model_option, vocab_option
+from plait.cli.options import TokenIds, common_options, model_option, vocab_option
 from plait.cli.vocabulary import find_tokenizer, read_stdin
 
 
@@ -15,7 +15,7 @@ from plait.cli.vocabulary import find_tokenizer, read_stdin
 @vocab_option()
 @click.option("--ids", type=TokenIds(), help="token ids: 1,2,3; default: from stdin")
 @click.option("--skip-special", is_flag=True, help="leave control tokens out")
-@debug_option()
+@common_options()
 def decode(model: str | None, vocab: str | None, ids: tuple[int, ...] | None, skip_special: bool) -> None:
     """Token ids to text.
 

@@ -10,7 +10,7 @@ import click
 
 from plait.cli.options import (
     TokenIds,
-    debug_option,
+    common_options,
     engine_options,
     engine_settings,
     model_option,
@@ -34,7 +34,7 @@ DEFAULT_MAX_TOKENS = 100
 @sampling_options(max_tokens=DEFAULT_MAX_TOKENS)
 @engine_options()
 @click.option("--quiet", "-q", is_flag=True, help="nothing on stderr but errors")
-@debug_option()
+@common_options()
 def generate(model: str, prompt: str | None, ids: tuple[int, ...] | None, quiet: bool, **given: Any) -> None:
     """Continue a text, streamed as it is written.
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from plait.cli.describe import bytes_text, index_ranges, layer_groups, layer_text, plain
-from plait.cli.generate import load
-from plait.cli.options import debug_option, engine_options, engine_settings, model_option
+from plait.cli.options import common_options, engine_options, engine_settings, model_option
 from plait.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ LENGTHS = (1024, 8192, 32768, 131072)
 @click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
 @click.option("--ops", "show_ops", is_flag=True, help="load it, and show which variant runs each op, and why")
 @engine_options(without=("ops",))
-@debug_option()
+@common_options()
 def info(model: str, as_json: bool, show_ops: bool, **given: Any) -> None:
     """What a model is: layers, sources of every value, memory. Reads headers, not weights."""
-    settings = engine_settings({**given, "ops": "auto"})
-    facts = model_facts(model, EngineConfig(**settings))
+    config = EngineConfig(**engine_settings({**given, "ops": "auto"}))
+    facts = model_facts(model, config)
     if show_ops:
-        facts["ops"] = bound_ops(model, settings)
+        facts["ops"] = bound_ops(model, config)
     lines = [json.dumps(facts, indent=2)] if as_json else text_lines(facts)
     sys.stdout.write("\n".join(lines) + "\n")
 
@@ -68,17 +68,22 @@ def model_facts(model: str, config: EngineConfig) -> Facts:
 
 
 def checkpoint_facts(opened: Opened) -> Facts:
-    shapes = [opened.checkpoint.shape(name) for name in opened.checkpoint.names()]
+    checkpoint = opened.checkpoint
+    formats: Counter[str] = Counter()
+    for name in checkpoint.names():
+        formats[checkpoint.format_of(name)] += checkpoint.nbytes(name)
     return {
-        "files": [str(path) for path in opened.paths],
-        "nbytes": sum(path.stat().st_size for path in opened.paths),
-        "tensors": len(shapes),
-        "parameters": sum(math.prod(shape) for shape in shapes),
+        "kind": opened.files.kind,
+        "files": [str(path) for path in opened.files.weights],
+        "nbytes": opened.nbytes,
+        "formats": dict(formats.most_common()),
+        "tensors": sum(1 for _ in checkpoint.names()),
+        "parameters": sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names()),
     }
 
 
 def tokenizer_facts(opened: Opened) -> Facts | None:
-    tokenizer = opened.tokenizer
+    tokenizer = opened.tokenizer()
     if tokenizer is None:
         return None
     ends = {i: tokenizer.token_text(i) for i in sorted(tokenizer.eos_token_ids)}
@@ -94,13 +99,15 @@ def memory_facts(states: Mapping[str, State], dtype: str, config: EngineConfig, 
     return {"dtype": dtype, "sequence": [{"tokens": n, "nbytes": nbytes} for n, nbytes in rows]}
 
 
-def bound_ops(model: str, settings: dict[str, Any]) -> list[Facts]:
+def bound_ops(model: str, config: EngineConfig) -> list[Facts]:
     """Load the model and say which variant of each op it bound, and why not a faster one."""
-    llm = load(model, settings)
+    from plait.engine.load import load
+
+    loaded = load(model, config)
     try:
-        return grouped(llm.bound_ops)
+        return grouped(loaded.target.bound)
     finally:
-        llm.close()
+        loaded.front.close()
 
 
 def grouped(bindings: Iterable[Binding]) -> list[Facts]:
@@ -150,10 +157,11 @@ def text_lines(facts: Facts) -> list[str]:
 def size_lines(facts: Facts) -> list[str]:
     spec, files, tokenizer = facts["spec"], facts["checkpoint"], facts["tokenizer"]
     parameters = f"{files['parameters'] / 1e6:,.1f} M parameters"
+    formats = " + ".join(f"{bytes_text(nbytes)} {name}" for name, nbytes in files["formats"].items())
     tied = ", tied embeddings" if spec["tied"] else ""
     sizes = f"hidden size {spec['hidden_size']}, vocabulary {spec['vocab_size']}, context {spec['max_len']}"
     return [
-        f"  {parameters} in {files['tensors']} tensors, {bytes_text(files['nbytes'])}",
+        f"  {parameters} in {files['tensors']} tensors, {files['kind']}, {formats}",
         f"  {sizes}{tied}",
         f"  tokenizer: {tokenizer['name'] if tokenizer else 'none found; token ids only, or --vocab'}",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import click
 
-from plait.cli.session import Session
+from plait.cli.session import Session, log_to_stderr
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
 from plait.request import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P, SamplingParams
@@ -153,14 +154,23 @@ def vocab_option() -> Decorator[Any]:
     return flag(EngineConfig, field, field.metadata["help"])
 
 
-def debug_option() -> Decorator[Any]:
-    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+def common_options() -> Decorator[Any]:
+    """`--verbose` and `--debug`: what every command has."""
+
+    def debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         if isinstance(ctx.obj, Session):
             ctx.obj.debug = value
 
-    text = "show the traceback of an error"
-    return click.option(
-        "--debug", is_flag=True, is_eager=True, expose_value=False, callback=remember, help=text
+    def verbose(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        log_to_stderr(logging.INFO if value else logging.WARNING)
+
+    shared: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
+    say = "say what is chosen and why: device, memory"
+    return options(
+        [
+            click.option("--verbose", "-v", callback=verbose, help=say, **shared),
+            click.option("--debug", callback=debug, help="show the traceback of an error", **shared),
+        ]
     )
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import click
 
 from plait.cli.options import (
     config_options,
-    debug_option,
+    common_options,
     engine_options,
     engine_settings,
     model_option,
     server_settings,
 )
+from plait.cli.session import log_to_stderr
 from plait.config import EngineConfig, ServerConfig
 
 
@@ -21,12 +23,13 @@ from plait.config import EngineConfig, ServerConfig
 @model_option()
 @config_options(ServerConfig)
 @engine_options()
-@debug_option()
+@common_options()
 def serve(model: str, **given: Any) -> None:
     """Serve a model over the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models, /health.
 
     Ctrl-C (or SIGTERM) stops it; requests that are running get --shutdown-timeout-s seconds to finish.
     """
+    log_to_stderr(logging.INFO)
     engine, server = EngineConfig(**engine_settings(given)), ServerConfig(**server_settings(given))
     from plait.server.run import serve as run_server
 

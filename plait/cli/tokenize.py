@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from plait.cli.options import debug_option, model_option, vocab_option
+from plait.cli.options import common_options, model_option, vocab_option
 from plait.cli.vocabulary import find_tokenizer, read_stdin
 
 
@@ -17,7 +17,7 @@ from plait.cli.vocabulary import find_tokenizer, read_stdin
 @click.option("--ids", "only_ids", is_flag=True, help="only the ids, as one line: 1,2,3")
 @click.option("--no-special", is_flag=True, help="without the tokens that start or end a text")
 @click.option("--control", is_flag=True, help="the text of a control token becomes that token")
-@debug_option()
+@common_options()
 def tokenize(
     model: str | None, vocab: str | None, text: str | None, only_ids: bool, no_special: bool, control: bool
 ) -> None:

@@ -22,7 +22,7 @@ def find_tokenizer(model: str | None, vocab: str | None) -> Tokenizer:
         from plait.config import EngineConfig
         from plait.engine.load import open_model
 
-        tokenizer = open_model(model, EngineConfig(vocab=vocab)).tokenizer
+        tokenizer = open_model(model, EngineConfig(vocab=vocab)).tokenizer()
     if tokenizer is None:
         raise ConfigError(f"{model} has no tokenizer that Plait can find; name a vocabulary with --vocab")
     return tokenizer

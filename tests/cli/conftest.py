@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -93,8 +94,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
 
 @pytest.fixture
-def plait(capfd: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+def plait(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """Run one command line in this process."""
+    logger = logging.getLogger("plait")
+    monkeypatch.setattr(logger, "handlers", logger.handlers)  # a command sends the log to stderr: undone here
+    monkeypatch.setattr(logger, "level", logger.level)
 
     def call(*arguments: str) -> Result:
         code = run(list(arguments))

@@ -50,7 +50,8 @@ def test_index_ranges(indices: tuple[int, ...], text: str) -> None:
     [
         (
             ATTN,
-            "grouped-query attention, 9 heads × 64, 3 kv, rope 100000 on 64, window 512, softcap 50, q and k normed",
+            "grouped-query attention, 9 heads × 64, 3 kv, rope 100000 on 64, window 512, softcap 50, "
+            "q and k normed",
         ),
         (Attention(4, 4, 32, 0.1), "attention, 4 heads × 32, 4 kv, no rope"),
         (Mla(4, None, 64, 32, 32, 0.1, Rope(16)), "MLA, 4 heads × (32 + 16), kv rank 64, rope 10000 on 16"),
