@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from plait.cli.options import (
-    config_options,
     common_options,
+    config_options,
     engine_options,
     engine_settings,
     model_option,
