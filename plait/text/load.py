@@ -104,10 +104,9 @@ def _from_files(directory: Path) -> TextTokenizer | None:
 
 def _sentencepiece(path: Path) -> TextTokenizer:
     """A tokenizer.model with what tokenizer_config.json beside it says about BOS and EOS."""
-    if (path.parent / "added_tokens.json").exists():
-        raise UnsupportedFormat(
-            f"{path.parent / 'added_tokens.json'}: tokens added to a tokenizer.model are not supported; {_WRITE}"
-        )
+    added = path.parent / "added_tokens.json"
+    if added.exists():
+        raise UnsupportedFormat(f"{added}: tokens added to a tokenizer.model are not supported; {_WRITE}")
     metadata, config = sentencepiece_metadata(path), _json(path.parent / "tokenizer_config.json")
     for key in ("add_bos_token", "add_eos_token"):
         if config.get(key) is not None:
@@ -212,7 +211,8 @@ def _text(path: Path, option: str | None = None) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         if option is not None:
+            known = ", ".join(FORMATS)
             raise ConfigError(
-                f"chat_template: {option!r} is neither a readable file nor one of {', '.join(FORMATS)} ({error})"
+                f"chat_template: {option!r} is neither a readable file nor one of {known} ({error})"
             ) from error
         raise BadFile(f"{path}: {error}") from error

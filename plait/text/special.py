@@ -56,8 +56,9 @@ class Literals:
     def _match(self, text: str, start: int) -> int:
         for key in (text[start : start + 2], text[start]):
             for length in self._lengths.get(key, ()):
-                if text[start : start + length] in self._texts:
-                    return start + length
+                end = start + length
+                if end <= len(text) and text[start:end] in self._texts:
+                    return end
         return 0
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import splintr
 
-from plait.errors import BadFile
+from plait.errors import BadFile, UnsupportedFormat
 from plait.text.hf_tokenizer import sentencepiece_bytes
 from plait.text.special import Literals
 
@@ -36,12 +36,23 @@ class Pieces:
 
 
 class SpmEngine:
-    """Ordinary text by a SentencePiece BPE model. Raises BadFile for one without a piece for the space."""
+    """Ordinary text by a SentencePiece BPE model with byte fallback, so that no text is unknown.
+
+    Raises BadFile for a model without a piece for the space, UnsupportedFormat without the 256 bytes.
+    """
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
         if "▁" not in pieces.texts:
             raise BadFile("tokenizer: no piece '▁' (the space) among its tokens; not a SentencePiece model")
+        self._bytes = {
+            sentencepiece_bytes(pieces.texts[i]): i for i, k in enumerate(pieces.kinds) if k == BYTE
+        }
+        if len(self._bytes) != 256:
+            raise UnsupportedFormat(
+                f"tokenizer: {len(self._bytes)} byte tokens instead of 256; a SentencePiece vocabulary that "
+                "cannot write every text is not supported, give another with --vocab"
+            )
         used = set("".join(pieces.texts))
         self._space, self._hidden = [chr(c) for c in _PRIVATE if chr(c) not in used][:2]
         self._merger = splintr.SpmTokenizer(
@@ -52,8 +63,6 @@ class SpmEngine:
             self._escape(text): i for i, text in enumerate(pieces.texts) if pieces.kinds[i] == USER_DEFINED
         }
         self._literals = Literals(self._user_defined)
-        self._unknown = next((i for i, kind in enumerate(pieces.kinds) if kind == UNKNOWN), None)
-        self._has_bytes = BYTE in pieces.kinds
 
     def _renamed(self, token_id: int) -> str:
         """The piece as splintr sees it; control tokens get a text that no merge can reach."""
@@ -75,12 +84,12 @@ class SpmEngine:
         ids: list[int] = []
         for n, part in enumerate(text.split(self._space)):
             if n:  # the very character that stands for the space here, as itself
-                ids.extend(self._foreign_character())
+                ids.extend(self._bytes[bytes([byte])] for byte in self._space.encode())
             escaped = self._escape(part)
             if n == 0 and first and self._pieces.space_first:
                 escaped = self._space + escaped
             ids.extend(self._user_defined_first(escaped))
-        return ids if self._has_bytes else self._one_unknown(ids)
+        return ids
 
     def _user_defined_first(self, escaped: str) -> list[int]:
         ids, position = [], 0
@@ -93,15 +102,6 @@ class SpmEngine:
     def _merge(self, escaped: str) -> list[int]:
         ids: list[int] = self._merger.encode_ordinary(escaped)[self._foreign :] if escaped else []
         return ids
-
-    def _foreign_character(self) -> list[int]:
-        if self._has_bytes:
-            return [self._pieces.texts.index(f"<0x{byte:02X}>") for byte in self._space.encode()]
-        return [] if self._unknown is None else [self._unknown]
-
-    def _one_unknown(self, ids: list[int]) -> list[int]:
-        """SentencePiece writes a run of unknown characters as one token."""
-        return [i for n, i in enumerate(ids) if not (n and i == self._unknown == ids[n - 1])]
 
     def token_bytes(self, token_id: int) -> bytes | None:
         if token_id >= len(self._pieces.texts) or self._pieces.kinds[token_id] == UNUSED:

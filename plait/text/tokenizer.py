@@ -20,7 +20,8 @@ class Tokenizer(Protocol):
     """What the rest of Plait knows of a vocabulary. `vocab_size` is the largest known id plus one.
 
     `name` says where it came from: 'tokenizer.json', 'cl100k_base', 'gguf:gpt2/smollm'.
-    `eos_token_id` is the one that templates write; `eos_token_ids` holds every end-of-generation token: end of text, of turn, of message.
+    `eos_token_id` is the one that templates write; `eos_token_ids` holds every end-of-generation token: of
+    a text, a turn, a message.
     """
 
     @property
@@ -176,8 +177,12 @@ class TextTokenizer:
         special = self.specials.by_text.get(text)
         if special is not None:
             return special.id
+        wanted = text.encode()
         ids = self.engine.encode(text, False) if text else []
-        return ids[0] if len(ids) == 1 and self.token_bytes(ids[0]) == text.encode() else None
+        if len(ids) == 1 and self.token_bytes(ids[0]) == wanted:
+            return ids[0]
+        every = range(self.vocab_size) if text else ()  # a piece that this text is not cut into
+        return next((i for i in every if self.token_bytes(i) == wanted), None)
 
     def is_hole(self, token_id: int) -> bool:
         """Whether no token has this id."""
