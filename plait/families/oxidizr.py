@@ -195,7 +195,7 @@ def _check_ends(facts: Facts, catalog: Catalog, shapes: Mapping[str, Shape]) -> 
         facts.problems.append(
             MissingTensor(
                 f"{facts.provenance['tie_word_embeddings']} says tie_word_embeddings = false, but the "
-                "checkpoint has no 'lm_head.weight'; the file is incomplete, or --set tie_word_embeddings=true"
+                "checkpoint has no 'lm_head.weight'; fetch it again, or --set tie_word_embeddings=true"
             )
         )
     facts.values["tie_word_embeddings"] = tied
@@ -252,8 +252,8 @@ def _misfits(
             )
         elif found is not None and found != shape:
             yield ShapeMismatch(
-                f"{catalog.theirs(prefix + leaf)} has shape {list(found)}; by the other tensors and the config "
-                f"it must be {list(shape)}"
+                f"{catalog.theirs(prefix + leaf)} has shape {list(found)}; by the other tensors and the "
+                f"config it must be {list(shape)}"
             )
     for leaf in own.keys() - wanted.keys():
         yield UnusedTensor(f"{catalog.theirs(prefix + leaf)}: a layer of this kind has no such tensor")
