@@ -1,0 +1,162 @@
+"""Hostile templates harm nobody but their own request."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from plait.errors import BadTemplate
+from plait.text.sandbox import Limits, Sandbox
+
+DOUBLING = (
+    "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
+)
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    box = Sandbox(Limits(timeout_s=1.0, max_chars=100_000))
+    yield box
+    box.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (DOUBLING, "memory"),
+        ("{{ 'x' * 10000000000 }}", "memory"),
+        (ENDLESS, "within 1 s"),
+        ("{% for i in range(99999) %}xxxxxxxxxx{% endfor %}", "longer than 100000 characters"),
+        ("{{ range(1000000) | list }}", "Range too big"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "not safely callable|unsafe"),
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{{ nothing.at.all }}", "'nothing' is undefined"),
+        ("{% if", "end of"),
+        ("{% include 'x' %}", "no loader"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion|process|memory"),
+    ],
+)
+def test_hostile_templates_are_refused(sandbox: Sandbox, template: str, says: str) -> None:
+    with pytest.raises(BadTemplate, match=says):
+        sandbox.render(template, {"messages": []})
+    assert sandbox.render("{{ x }}", {"x": "still here"}) == ("still here", frozenset({"x"}))
+
+
+def test_the_doubling_bomb_does_not_grow_this_process(sandbox: Sandbox) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(BadTemplate):
+        sandbox.render(DOUBLING, {})
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown_kib < 64 * 1024
+
+
+def test_the_environment_is_that_of_hugging_face(sandbox: Sandbox) -> None:
+    template = (
+        "{% for i in [1, 2, 3] %}\n  {% if i == 2 %}{% continue %}{% endif %}\n{{ i }}\n{% endfor %}\n"
+        "{% generation %}{{ {'é': '<b>', 'z': 1} | tojson }}{% endgeneration %}|{{ [1] | tojson(indent=1) }}"
+        "|{{ strftime_now('%Y') | length }}"
+    )
+    text, _ = sandbox.render(template, {})
+    assert text == '1\n3\n{"é": "<b>", "z": 1}|[\n 1\n]|4'
+
+
+def test_what_comes_back_is_what_went_in(sandbox: Sandbox) -> None:
+    text = 'a\n"b"\\ é 你好 😀 \x00 \u2028 </script>'
+    assert sandbox.render("{{ t }}", {"t": text})[0] == text
+
+
+def test_long_conversations_pass_through_the_pipes() -> None:
+    box = Sandbox()
+    text = "é" * 2_000_000
+    assert box.render("{{ t }}", {"t": text})[0] == text
+    box.close()
+
+
+def test_the_variables_a_template_reads_are_known(sandbox: Sandbox) -> None:
+    source = "{% if thinking is defined %}{{ thinking }}{% endif %}{% for m in messages %}{{ m }}{% endfor %}"
+    assert sandbox.render(source, {"messages": []})[1] == {"thinking", "messages"}
+
+
+def test_a_killed_child_is_replaced(sandbox: Sandbox) -> None:
+    sandbox.start()
+    child = sandbox._child
+    assert child is not None
+    os.kill(child._process.pid, 9)
+    child._process.wait()
+    assert sandbox.render("ok", {})[0] == "ok"
+
+
+def test_threads_take_turns(sandbox: Sandbox) -> None:
+    answers: dict[int, str] = {}
+
+    def render(n: int) -> None:
+        answers[n] = sandbox.render("{{ n }}", {"n": n})[0]
+
+    threads = [threading.Thread(target=render, args=(n,)) for n in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {n: str(n) for n in range(16)}
+
+
+def test_close_reaps_the_child_and_may_be_repeated() -> None:
+    box = Sandbox()
+    box.start()
+    assert box._child is not None
+    process = box._child._process
+    box.close()
+    box.close()
+    assert process.returncode is not None
+    assert box.render("again", {})[0] == "again"
+    box.close()
+
+
+def test_a_forgotten_sandbox_leaves_no_child() -> None:
+    box = Sandbox()
+    box.start()
+    assert box._child is not None
+    process = box._child._process
+    del box
+    gc.collect()
+    assert process.returncode is not None
+
+
+def test_the_child_ends_with_its_parent() -> None:
+    script = (
+        "import sys; from plait.text.sandbox import Sandbox; import os\n"
+        "box = Sandbox(); box.start(); print(box._child._process.pid, flush=True); os._exit(0)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    run = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
+    pid = int(run.stdout)
+    for _ in range(100):
+        if not _running(pid):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} outlived its parent")
+
+
+def _running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_the_child_imports_nothing_of_plait() -> None:
+    source = (Path(__file__).resolve().parents[2] / "plait" / "text" / "sandbox_child.py").read_text()
+    assert "import plait" not in source
+    assert "from plait" not in source
