@@ -161,8 +161,8 @@ def _length(model: ModelFacts, config: EngineConfig) -> tuple[int, list[str]]:
         return length, []
     if asked is not None:
         raise ConfigError(
-            f"max_model_len: {asked} is more than max_num_batched_tokens ({longest}), and this model computes "
-            f"a sequence in one piece; set max_num_batched_tokens to {asked} too"
+            f"max_model_len: {asked} is more than max_num_batched_tokens ({longest}), and this model "
+            f"computes a sequence in one piece; set max_num_batched_tokens to {asked} too"
         )
     return longest, [
         f"max_model_len is {longest} instead of {length}: this model computes a sequence in one piece of at "
@@ -264,6 +264,6 @@ def _fewer(blocks: int, wanted: int, config: EngineConfig, limit: int) -> str:
     tokens = (blocks - 1) * config.block_size
     return (
         f"{tokens} tokens fit into {gib(limit)} (--memory-limit), not the "
-        f"{(wanted - 1) * config.block_size} that {config.max_num_seqs} longest sequences need: some may have "
-        "to wait, or be computed again"
+        f"{(wanted - 1) * config.block_size} that {config.max_num_seqs} longest sequences need: some may "
+        "have to wait, or be computed again"
     )
