@@ -1,0 +1,119 @@
+"""Request bodies: bounded in bytes, time and depth, and read off the event loop when they are large."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from plait.errors import Cancelled
+from plait.server.problems import BadBody, BodyTimeout, BodyTooLarge, UnsupportedMedia
+
+MAX_DEPTH = 64
+BODY_TIMEOUT_S = 30.0  # between two pieces of a body
+INLINE_BYTES = 64 * 1024  # larger bodies are decoded in a thread
+LINGER_S, LINGER_BYTES = 1.0, 64 * 1024 * 1024
+
+# Strings are skipped whole; possessive, so that no text makes it go back.
+_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
+
+
+async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in a request's body.
+
+    Raises UnsupportedMedia (415), BodyTooLarge (413), BodyTimeout (408), BadBody (400) and Cancelled.
+    """
+    _check_headers(request, max_bytes)
+    body = await _read(request, max_bytes)
+    if len(body) <= INLINE_BYTES:
+        return decode_object(body)
+    return await asyncio.to_thread(decode_object, body)
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """A JSON object as plain values. Raises BadBody for anything that is not one."""
+    if not body.strip():
+        raise BadBody("the body is empty; send a JSON object")
+    if _too_deep(body):
+        raise BadBody(f"the body is nested deeper than {MAX_DEPTH} levels")
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise BadBody(f"the body is nested deeper than {MAX_DEPTH} levels") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        raise BadBody(f"the body is not JSON that can be read: {error}") from None
+    if not isinstance(value, dict):
+        raise BadBody(f"the body is a JSON {_kind(value)}; send an object")
+    return value
+
+
+async def linger(request: Request) -> None:
+    """Read and forget what is left of a refused body for a moment, so that its sender gets the answer."""
+    left = LINGER_BYTES
+    try:
+        async with asyncio.timeout(LINGER_S):
+            while left > 0:
+                message = await request.receive()
+                left -= len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
+
+
+def _check_headers(request: Request, max_bytes: int) -> None:
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise UnsupportedMedia(f"Content-Type is {kind[:100]!r}; send application/json")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in {"", "identity"}:
+        raise UnsupportedMedia(f"Content-Encoding is {encoding[:100]!r}; send the body as it is")
+    length = request.headers.get("content-length", "0")
+    if length.isascii() and length.isdigit() and int(length[:20]) > max_bytes:
+        raise _too_large(max_bytes)
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    pieces, size = [], 0
+    stream = aiter(request.stream())
+    try:
+        while True:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                piece = await anext(stream, None)
+            if piece is None:
+                return b"".join(pieces)
+            pieces.append(piece)
+            size += len(piece)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+    except TimeoutError:
+        raise BodyTimeout(f"no more of the body came for {BODY_TIMEOUT_S:g} s") from None
+    except ClientDisconnect:
+        raise Cancelled("the client went away") from None
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {max_bytes} bytes; the server's --max-body-bytes sets it")
+
+
+def _too_deep(body: bytes) -> bool:
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return False
+    depth = 0
+    for match in _BRACKETS.finditer(body):
+        mark = match.group()
+        if mark in b"[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                return True
+        elif mark in b"]}":
+            depth -= 1
+    return False
+
+
+def _kind(value: object) -> str:
+    names = {list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")

@@ -1,0 +1,119 @@
+"""Errors as clients read them: the one table from exception to HTTP status and OpenAI's error object.
+
+A client's fault is never a 5xx: OpenAI's clients retry those.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from plait.errors import CapacityError, EngineError, ModelNotFound, PlaitError, RequestError
+
+logger = logging.getLogger("plait.server")
+RETRY_AFTER_S = 1
+
+
+class BadBody(RequestError):
+    """The body is not a JSON object, or not one that can be read."""
+
+    code = "invalid_body"
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+    code = "body_too_large"
+
+
+class BodyTimeout(RequestError):
+    status = 408
+    code = "body_timeout"
+
+
+class UnsupportedMedia(RequestError):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class HostRefused(RequestError):
+    status = 403
+    code = "host_not_allowed"
+
+
+class TooManyRequests(CapacityError):
+    status = 429
+    code = "too_many_requests"
+
+
+class NotReady(CapacityError):
+    """The model is not there yet, or the server is stopping."""
+
+    code = "not_ready"
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    499: "cancelled",
+    500: "server_error",
+    503: "server_error",
+}
+_BY_STATUS = {404: "not_found", 405: "method_not_allowed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a client is told: `body` is OpenAI's error object, with all four keys."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return json_response(self.body(), self.status, self.headers)
+
+
+def problem(error: BaseException) -> Problem:
+    """The answer to an exception. What is not ours to tell a client is logged and named an internal error."""
+    match error:
+        case ModelNotFound():
+            return Problem(404, str(error), error.param or "model", error.code)
+        case RequestError():
+            return Problem(error.status, str(error), error.param, error.code, _closing(error.status))
+        case CapacityError():
+            return Problem(error.status, str(error), None, error.code, {"Retry-After": str(RETRY_AFTER_S)})
+        case EngineError():
+            return Problem(500, str(error), None, error.code)
+        case PlaitError():
+            logger.error("a request failed: %s", error, exc_info=error)
+            return Problem(500, str(error), None, error.code or "internal_error")
+    logger.error("a request failed: %s", type(error).__name__, exc_info=error)
+    text = f"internal error ({type(error).__name__}); the server's log has the details"
+    return Problem(500, text, None, "internal_error")
+
+
+def http_problem(status: int, message: str, headers: Mapping[str, str] | None = None) -> Problem:
+    """The answer to what never reached a handler: unknown paths and wrong methods."""
+    return Problem(status, message, None, _BY_STATUS.get(status), headers or {})
+
+
+def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A JSON response; everything in `body` must be finite."""
+    return Response(msgspec.json.encode(body), status, dict(headers or {}), "application/json")
+
+
+def _closing(status: int) -> Mapping[str, str]:
+    # The rest of such a body is not read, so the connection cannot carry another request.
+    return {"Connection": "close"} if status in {408, 413} else {}

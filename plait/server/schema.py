@@ -1,0 +1,122 @@
+"""What clients may send, typed. Unknown fields are accepted and reported; an explicit null equals absence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from plait.errors import InvalidField
+
+ALIASES = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
+    include_usage: bool = False
+
+
+class Sampling(msgspec.Struct, kw_only=True, frozen=True):
+    """What both kinds of generation take. Defaults are what absence means; None: the model or Plait decides."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+
+
+class CompletionRequest(Sampling, kw_only=True, frozen=True):
+    """POST /v1/completions. `prompt`: text, token ids, or a list of either."""
+
+    prompt: str | list[Any]
+    echo: bool = False
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+
+class ChatRequest(Sampling, kw_only=True, frozen=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /tokenize: a prompt, or messages through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+S = TypeVar("S", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+
+
+def typed(body: Mapping[str, Any], kind: type[S]) -> S:
+    """`body` as `kind`. Raises InvalidField, naming the field as OpenAI does: `messages[0].content`."""
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        what, param = _located(str(error))
+        raise InvalidField(f"{param}: {what}" if param else what, param) from None
+
+
+def present(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are not null, under their own names rather than aliases. Raises InvalidField."""
+    found = {name: value for name, value in body.items() if value is not None}
+    for alias, name in ALIASES.items():
+        if alias not in found:
+            continue
+        value = found.pop(alias)
+        if alias == "n_predict" and value == -1:
+            value = None  # llama.cpp's word for: no limit
+        if found.setdefault(name, value) != value:
+            raise InvalidField(f"{alias}: {value!r} contradicts {name}; send one of them", alias)
+    return found
+
+
+def field_names(kind: type[S]) -> frozenset[str]:
+    return frozenset(kind.__struct_fields__)
+
+
+def _located(message: str) -> tuple[str, str | None]:
+    """msgspec's 'what - at `$.path`' in two parts; a missing field is the place itself."""
+    what, at, path = message.rpartition(" - at `$")
+    if not at:
+        what, path = message, ""
+    param = path.rstrip("`").removeprefix(".") or None
+    if what.startswith("Object missing required field `"):
+        name = what.split("`")[1]
+        return "it is required", f"{param}.{name}" if param else name
+    return what.replace(" | null", ""), param
