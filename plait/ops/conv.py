@@ -49,9 +49,11 @@ def causal_conv(
     history = torch.where(has_history[:, None, None], tail[slots], torch.zeros_like(tail[:1])).to(x.dtype)
     padded[begin[:, None] + reach] = history
     padded[at] = x
-    out = torch.zeros(x.shape, device=x.device) if bias is None else bias.float().expand(x.shape)
-    for k, tap in enumerate(weight.float().T):
-        out = torch.addcmul(out, padded[at - past + k].float(), tap)
+    out = torch.zeros(1, x.shape[1], device=x.device) if bias is None else bias.float()[None]
+    taps = weight.float().T.contiguous()
+    for k, tap in enumerate(taps):  # over all rows at once: those that cross sequences go unread
+        out = torch.addcmul(out, padded[k : len(padded) - past + k].float(), tap)
+    out = out[at - past]
     end = query_start[1:] + past * torch.arange(seqs, device=x.device)
     tail[slots] = padded[end[:, None] + reach].to(tail.dtype)
     return (F.silu(out) if activation == "silu" else out).to(x.dtype)
