@@ -65,8 +65,8 @@ class View:
     def measure(self, key: str, value: Any, leaf: str) -> Any:
         """A value that the tensor at `leaf` decides, held against the config."""
         shape = self.shapes.get(self.ours(leaf))
-        state = "is not there" if shape is None else str(list(shape))
-        return self.facts.tensor(key, value, f"{self.theirs(leaf)} ({state})")
+        state = "(not there)" if shape is None else str(list(shape))
+        return self.facts.tensor(key, value, f"{self.theirs(leaf)} {state}")
 
     def divide(self, total: int, by: int, leaf: str, what: str) -> int:
         """Raises ShapeMismatch if it does not come out as a whole number."""

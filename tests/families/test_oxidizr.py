@@ -143,8 +143,8 @@ def test_without_a_config_every_size_comes_from_the_tensors() -> None:
     assert bare.spec.layers[1] == full.spec.layers[1]
     assert (bare.spec.hidden_size, bare.spec.vocab_size, bare.spec.max_len) == (8, 11, 4096)
     assert torch.equal(logits(bare, tensors), logits(full, tensors))
-    assert bare.provenance["mamba2_state_size"] == "tensor layers.0.mamba2.mixer.conv1d.weight ([22, 1, 4])"
-    assert bare.provenance["kv_latent_dim"] == "tensor layers.1.self_attn.w_dkv.weight ([4, 8])"
+    assert bare.provenance["mamba2_state_size"] == "tensor layers.0.mamba2.mixer.conv1d.weight [22, 1, 4]"
+    assert bare.provenance["kv_latent_dim"] == "tensor layers.1.self_attn.w_dkv.weight [4, 8]"
     assert bare.provenance["experts_per_tok"].startswith("default (2")
     assert bare.provenance["max_seq_len"] == "default (4096)"
     assert full.provenance["max_seq_len"] == "config.json"
@@ -282,9 +282,9 @@ def test_overrides_win_and_show() -> None:
 @pytest.mark.parametrize(
     ("config", "needles"),
     [
-        ({"mamba2_num_heads": 8}, ["mamba2_num_heads = 8", "layers.0.mamba2.mixer.A_log ([4])", "means 4"]),
+        ({"mamba2_num_heads": 8}, ["mamba2_num_heads = 8", "layers.0.mamba2.mixer.A_log [4]", "means 4"]),
         ({"mamba_layers": [0, 1]}, ["mamba_layers = [0, 1]", "layers.1.self_attn.w_dkv.weight", "[0]"]),
-        ({"kv_latent_dim": 6}, ["kv_latent_dim = 6", "w_dkv.weight ([4, 8])"]),
+        ({"kv_latent_dim": 6}, ["kv_latent_dim = 6", "w_dkv.weight [4, 8]"]),
         ({"num_layers": 4}, ["num_layers = 4", "means 2"]),
         ({"vocab_size": 12}, ["vocab_size = 12", "embed_tokens.weight [11, 8]", "--set vocab_size=11"]),
         ({"mamba3_enabled": True}, ["mamba3_enabled = True", "mamba2 layers"]),
