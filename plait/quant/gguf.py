@@ -205,7 +205,7 @@ def _q5_k(blocks: Tensor) -> Tensor:
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    """Two halves of 128: four nibbles and four two-bit fields per byte pair make runs of 32; 16 int8 scales."""
+    """Two halves of 128: runs of 32 made of nibbles and two-bit fields; 16 int8 scales."""
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 8, 32)
     high = _fields(blocks[:, 128:192].reshape(-1, 2, 32), 2)
     scale = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()

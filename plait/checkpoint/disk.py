@@ -1,0 +1,121 @@
+"""Files from outside: mapped if they are regular; JSON only if it is plain, small and not too deep."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from plait.errors import BadFile
+
+_MAX_JSON_BYTES = 64 << 20
+_MAX_DEPTH = 64
+_MAX_DIGITS = 20  # of an integer: more does not fit in 64 bits
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """The bytes of a regular file, mapped copy-on-write: tensors may view them, the file never changes.
+
+    The mapping lives as long as a tensor that views it. Raises BadFile when there is nothing to map.
+    """
+    descriptor = _open_regular(path)
+    try:
+        if os.fstat(descriptor).st_size == 0:
+            raise BadFile(f"{path}: the file is empty")
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise BadFile(f"{path}: cannot be mapped into memory: {error}") from error
+    finally:
+        os.close(descriptor)
+
+
+def read_start(path: Path, nbytes: int) -> bytes:
+    """The first bytes of a regular file, fewer if it is shorter. Raises BadFile."""
+    descriptor = _open_regular(path)
+    try:
+        return os.read(descriptor, nbytes)
+    except OSError as error:
+        raise BadFile(f"{path}: cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """The object in a JSON file. `what` names the file's part in messages. Raises BadFile."""
+    descriptor = _open_regular(path)
+    with os.fdopen(descriptor, "rb") as file:
+        raw = file.read(_MAX_JSON_BYTES + 1)
+    if len(raw) > _MAX_JSON_BYTES:
+        raise BadFile(f"{path}: {what} is larger than {_MAX_JSON_BYTES >> 20} MiB")
+    return parse_json(raw, f"{path}: {what}")
+
+
+def parse_json(raw: bytes, what: str) -> dict[str, Any]:
+    """A JSON object out of bytes: UTF-8 without a byte order mark, no key twice, at most 64 levels deep,
+    integers of at most 20 digits. Infinity and NaN are read: published configs have them. Raises BadFile.
+    """
+    if raw.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
+        raise BadFile(f"{what} starts with a byte order mark; save it as UTF-8 without one")
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_once_each, parse_int=_integer)
+    except RecursionError:
+        raise BadFile(f"{what} is nested too deeply (at most {_MAX_DEPTH} levels)") from None
+    except UnicodeDecodeError as error:
+        raise BadFile(f"{what} is not UTF-8 (byte {error.start})") from error
+    except ValueError as error:
+        raise BadFile(f"{what} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadFile(f"{what} must be a JSON object, got {type(value).__name__}")
+    if _is_deeper(value, _MAX_DEPTH):
+        raise BadFile(f"{what} is nested too deeply (at most {_MAX_DEPTH} levels)")
+    return value
+
+
+def _open_regular(path: Path) -> int:
+    """A descriptor of a regular file; pipes and devices are refused without waiting for them."""
+    try:
+        _check_regular(path, os.stat(path).st_mode)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise BadFile(f"{path}: cannot be opened: {reason}") from error
+    try:
+        _check_regular(path, os.fstat(descriptor).st_mode)  # it may have been replaced in between
+    except BadFile:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, socket or device"
+        raise BadFile(f"{path}: is {kind}, not a regular file")
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice[:80]!r} appears twice")
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits does not fit in 64 bits")
+    return int(digits)
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        inner = (v.values() if isinstance(v, dict) else v for v in level)
+        level = [x for values in inner for x in values if isinstance(x, dict | list)]
+        if not level:
+            return False
+    return True

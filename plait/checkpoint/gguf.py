@@ -1,0 +1,360 @@
+"""GGUF, versions 2 and 3: one file, or the parts of a split one.
+
+The file is not believed: every count, length and size is checked against what is left of the file before
+anything is made of it. Metadata strings are UTF-8 with `surrogateescape`, because vocabularies hold pieces of
+characters: encoding a string the same way gives the file's bytes back. Keys and tensor names must be UTF-8.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.disk import map_file
+from plait.errors import BadFile, MissingTensor, UnsupportedFormat
+from plait.quant.gguf import BLOCK_TYPES, BlockType, Gguf
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_KEY_BYTES = 65535
+_MAX_NAME_BYTES = 64
+_MAX_DIMS = 4
+_MAX_DEPTH = 4  # of arrays in arrays
+_MAX_ELEMENTS = 1 << 23  # of all arrays of one file: several times the largest vocabulary with its merges
+_MAX_ALIGNMENT = 1 << 20
+_DEFAULT_ALIGNMENT = 32
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+_PLAIN: Mapping[int, tuple[str, torch.dtype]] = MappingProxyType(
+    {
+        0: ("F32", torch.float32),
+        1: ("F16", torch.float16),
+        24: ("I8", torch.int8),
+        25: ("I16", torch.int16),
+        26: ("I32", torch.int32),
+        27: ("I64", torch.int64),
+        28: ("F64", torch.float64),
+        30: ("BF16", torch.bfloat16),
+    }
+)
+_OTHER_NAMES = {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"} | {
+    21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+    41: "Q1_0", 42: "Q2_0",
+}  # fmt: skip
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where a tensor is: `data` is its part's mapped bytes, `shape` as torch sees it (rows first)."""
+
+    data: Tensor
+    shape: tuple[int, ...]
+    kind: BlockType | tuple[str, torch.dtype]
+    start: int
+    nbytes: int
+
+
+class GgufFile:
+    """A checkpoint in GGUF. Opening any part of a split file opens them all.
+
+    `metadata`: key -> int, float, bool, str or list (of these, or of lists), from the first part.
+    Raises BadFile for damaged or lying files, UnsupportedFormat for versions and tensor types we do not read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        first = _Part(self.path)
+        parts = _all_parts(first)
+        self.metadata: Mapping[str, Any] = MappingProxyType(parts[0].metadata)
+        architecture = self.metadata.get("general.architecture")
+        if not isinstance(architecture, str) or not architecture:
+            raise BadFile(f"{parts[0].path}: no 'general.architecture' in the metadata; not a model")
+        self._entries: dict[str, _Entry] = {}
+        for part in parts:
+            if twice := self._entries.keys() & part.entries.keys():
+                raise BadFile(f"{part.path}: tensor {min(twice)!r} is in another part too")
+            self._entries |= part.entries
+        total = self.metadata.get("split.tensors.count")
+        if len(parts) > 1 and total != len(self._entries):
+            raise BadFile(f"{self.path}: the parts hold {len(self._entries)} tensors, the first says {total}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def names(self) -> Iterable[str]:
+        return self._entries.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As torch sees it, rows first; three dimensions for stacked experts, [experts, rows, columns]."""
+        return self._entry(name).shape
+
+    def format_of(self, name: str) -> str:
+        """How it is stored: a block format like 'Q4_K', or a dtype like 'float32'."""
+        kind = self._entry(name).kind
+        return kind.name if isinstance(kind, BlockType) else str(kind[1]).removeprefix("torch.")
+
+    def nbytes(self, name: str) -> int:
+        return self._entry(name).nbytes
+
+    def read(self, name: str) -> Gguf | Tensor:
+        """A view of the file. Plain types have their shape and dtype; block types are a `Gguf` whose rows are
+        all dimensions but the last, flattened. A vector of a block type is decoded, to float32.
+        """
+        entry = self._entry(name)
+        raw = entry.data[entry.start : entry.start + entry.nbytes]
+        if isinstance(entry.kind, BlockType):
+            weight = Gguf(raw.view(prod(entry.shape[:-1]), -1), entry.kind)
+            return weight if len(entry.shape) > 1 else weight.dequantize(torch.float32).view(-1)
+        dtype = entry.kind[1]
+        aligned = raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()
+        return aligned.view(dtype).view(entry.shape)
+
+    def close(self) -> None:
+        """Forget the tensors. The mapping goes with the last tensor that views it."""
+        self._entries = {}
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            raise MissingTensor(f"{self.path}: no tensor {name!r}")
+        return self._entries[name]
+
+
+class _Part:
+    """One file: its metadata and its tensors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        cursor = _Cursor(map_file(path), path)
+        num_tensors, num_keys = _read_counts(cursor)
+        self.metadata = _read_metadata(cursor, num_keys)
+        self.entries = _read_entries(cursor, num_tensors, _alignment(self.metadata, path))
+        self.count = self._split_number("split.count", 1)
+        self.number = self._split_number("split.no", 0)
+
+    def _split_number(self, key: str, default: int) -> int:
+        value = self.metadata.get(key, default)
+        if type(value) is not int or not 0 <= value <= 99999:
+            raise BadFile(f"{self.path}: {key} is {value!r}, not a number of parts")
+        return value
+
+
+class _Cursor:
+    """Reads forward through a mapped file; whatever would pass its end is a BadFile."""
+
+    def __init__(self, mapped: mmap.mmap, path: Path) -> None:
+        self.mapped, self.path, self.at, self.size = mapped, path, 0, len(mapped)
+        self.elements = 0  # of the arrays read so far
+
+    @property
+    def left(self) -> int:
+        return self.size - self.at
+
+    def need(self, nbytes: int, what: str) -> None:
+        if nbytes > self.left:
+            raise self.bad(f"{what} wants {nbytes} bytes at {self.at}, only {self.left} are left")
+
+    def bad(self, message: str) -> BadFile:
+        return BadFile(f"{self.path}: {message}; the file is truncated or damaged")
+
+    def unpack(self, form: str, what: str) -> Any:
+        nbytes = struct.calcsize(f"<{form}")
+        self.need(nbytes, what)
+        (value,) = struct.unpack_from(f"<{form}", self.mapped, self.at)
+        self.at += nbytes
+        return value
+
+    def name(self, what: str, limit: int) -> str:
+        """A string that must be UTF-8, of 1..limit bytes."""
+        length = self.unpack("Q", what)
+        if not 0 < length <= limit:
+            raise self.bad(f"{what} has {length} bytes, allowed are 1..{limit}")
+        self.need(length, what)
+        raw = self.mapped[self.at : self.at + length]
+        self.at += length
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.bad(f"{what} {raw[:80]!r} is not UTF-8") from error
+
+    def strings(self, count: int, what: str) -> list[str]:
+        """`count` strings; one tight loop, since a vocabulary has hundreds of thousands."""
+        found: list[str] = []
+        mapped, at, size, unpack = self.mapped, self.at, self.size, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at + 8 > size:
+                raise self.bad(f"the strings of {what} pass the end of the file")
+            start = at + 8
+            at = start + unpack(mapped, at)[0]
+            if at > size:
+                raise self.bad(f"a string of {what} passes the end of the file")
+            found.append(mapped[start:at].decode("utf-8", "surrogateescape"))
+        self.at = at
+        return found
+
+    def values(self, kind: int, count: int, what: str) -> list[Any]:
+        """`count` scalars of one of GGUF's value types."""
+        form = f"<{count}{_SCALARS[kind]}"
+        self.need(struct.calcsize(form), what)
+        found: list[Any] = list(struct.unpack_from(form, self.mapped, self.at))
+        self.at += struct.calcsize(form)
+        if kind == _BOOL:
+            if any(value > 1 for value in found):
+                raise self.bad(f"{what} has a bool that is neither 0 nor 1")
+            return [bool(value) for value in found]
+        return found
+
+
+def _read_counts(cursor: _Cursor) -> tuple[int, int]:
+    """(tensors, keys) of the header. Raises UnsupportedFormat for other versions and byte orders."""
+    magic = cursor.mapped[:4]
+    if magic != _MAGIC:
+        raise BadFile(f"{cursor.path}: starts with {magic!r}, not {_MAGIC!r}: not a GGUF file")
+    cursor.at = 4
+    version = cursor.unpack("I", "the version")
+    if version not in _VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        which = f"big-endian (version {swapped})" if 0 < swapped < 256 < version else f"version {version}"
+        raise UnsupportedFormat(
+            f"{cursor.path}: GGUF {which}; supported: little-endian, versions 2 and 3. Convert it again."
+        )
+    num_tensors, num_keys = cursor.unpack("Q", "the tensor count"), cursor.unpack("Q", "the key count")
+    smallest = num_keys * 14 + num_tensors * 25  # a key: 8 + 1 + 4 + 1 bytes; a tensor: 8 + 1 + 4 + 4 + 8
+    if smallest > cursor.left:
+        raise cursor.bad(
+            f"{num_keys} keys and {num_tensors} tensors need {smallest} bytes, only {cursor.left} are left"
+        )
+    return num_tensors, num_keys
+
+
+def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    for _ in range(count):
+        key = cursor.name("a metadata key", _MAX_KEY_BYTES)
+        if key in metadata:
+            raise BadFile(f"{cursor.path}: the metadata key {key!r} appears twice")
+        kind = cursor.unpack("I", key)
+        metadata[key] = (
+            _read_array(cursor, key, 1) if kind == _ARRAY else _read_values(cursor, kind, 1, key)[0]
+        )
+    return metadata
+
+
+def _read_array(cursor: _Cursor, key: str, depth: int) -> list[Any]:
+    kind, count = cursor.unpack("I", key), cursor.unpack("Q", key)
+    cursor.elements += count
+    if count > cursor.left or cursor.elements > _MAX_ELEMENTS:
+        raise cursor.bad(
+            f"{key} brings the arrays to {cursor.elements} elements; "
+            f"{cursor.left} bytes are left and {_MAX_ELEMENTS} elements are allowed"
+        )
+    if kind != _ARRAY:
+        return _read_values(cursor, kind, count, key)
+    if depth == _MAX_DEPTH:
+        raise cursor.bad(f"{key} is an array nested more than {_MAX_DEPTH} deep")
+    return [_read_array(cursor, key, depth + 1) for _ in range(count)]
+
+
+def _read_values(cursor: _Cursor, kind: int, count: int, key: str) -> list[Any]:
+    if kind == _STRING:
+        return cursor.strings(count, key)
+    if kind not in _SCALARS:
+        raise cursor.bad(f"{key} has the value type {kind}; known are 0..12")
+    return cursor.values(kind, count, key)
+
+
+def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
+    value = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if type(value) is not int or not 0 < value <= _MAX_ALIGNMENT or value & (value - 1):
+        raise BadFile(f"{path}: general.alignment is {value!r}, not a power of two up to {_MAX_ALIGNMENT}")
+    return value
+
+
+def _read_entries(cursor: _Cursor, count: int, alignment: int) -> dict[str, _Entry]:
+    headers = [_read_header(cursor, alignment) for _ in range(count)]
+    base = -(-cursor.at // alignment) * alignment
+    data = torch.frombuffer(cursor.mapped, dtype=torch.uint8)
+    entries: dict[str, _Entry] = {}
+    end, last = 0, ""
+    for name, shape, kind, offset, nbytes in sorted(headers, key=lambda header: header[3]):
+        if name in entries:
+            raise BadFile(f"{cursor.path}: tensor {name!r} appears twice")
+        if offset < end:
+            raise BadFile(f"{cursor.path}: tensors {last!r} and {name!r} overlap")
+        end, last = offset + nbytes, name
+        if base + end > cursor.size:
+            raise cursor.bad(f"tensor {name!r} ends at byte {base + end} of {cursor.size}")
+        entries[name] = _Entry(data, shape, kind, base + offset, nbytes)
+    return {header[0]: entries[header[0]] for header in headers}  # in the order of the file
+
+
+def _read_header(
+    cursor: _Cursor, alignment: int
+) -> tuple[str, tuple[int, ...], BlockType | tuple[str, torch.dtype], int, int]:
+    """(name, shape, type, offset after the header, size in bytes) of the next tensor."""
+    name = cursor.name("a tensor name", _MAX_NAME_BYTES)
+    num_dims = cursor.unpack("I", name)
+    if not 0 < num_dims <= _MAX_DIMS:
+        raise cursor.bad(f"tensor {name!r} has {num_dims} dimensions, allowed are 1..{_MAX_DIMS}")
+    dims = [cursor.unpack("Q", name) for _ in range(num_dims)]  # the fastest first
+    kind = _type_of(cursor.unpack("I", name), name, cursor.path)
+    offset = cursor.unpack("Q", name)
+    elements, size = (kind.elements, kind.nbytes) if isinstance(kind, BlockType) else (1, kind[1].itemsize)
+    if not all(dims) or dims[0] % elements:
+        raise cursor.bad(f"tensor {name!r} has dimensions {dims}; the first must be a multiple of {elements}")
+    nbytes = prod(dims) // elements * size
+    if offset % alignment or nbytes > cursor.size or offset > cursor.size:
+        raise cursor.bad(f"tensor {name!r}: {nbytes} bytes at {offset} are not inside the file and aligned")
+    return name, tuple(reversed(dims)), kind, offset, nbytes
+
+
+def _type_of(type_id: int, name: str, path: Path) -> BlockType | tuple[str, torch.dtype]:
+    found = BLOCK_TYPES.get(type_id) or _PLAIN.get(type_id)
+    if found is None:
+        known = [plain for plain, _ in _PLAIN.values()] + [kind.name for kind in BLOCK_TYPES.values()]
+        raise UnsupportedFormat(
+            f"{path}: tensor {name!r} is stored as {_OTHER_NAMES.get(type_id, 'an unknown type')} "
+            f"(type {type_id}); supported: {', '.join(known)}"
+        )
+    return found
+
+
+def _all_parts(opened: _Part) -> list[_Part]:
+    """The parts of a split file in order; of a whole file, itself. Raises BadFile naming what is missing."""
+    if opened.count <= 1:
+        return [opened]
+    paths = part_paths(opened.path)
+    if len(paths) != opened.count:
+        raise BadFile(
+            f"{opened.path}: is part {opened.number + 1} of {opened.count} of a split model, "
+            "and its name must say so: NAME-00001-of-0000N.gguf"
+        )
+    if missing := [path.name for path in paths if not path.exists()]:
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        raise BadFile(f"{opened.path.parent}: parts are missing: {', '.join(missing[:8])}{more}")
+    parts = []
+    for number, path in enumerate(paths):
+        part = opened if path == opened.path else _Part(path)
+        if (part.number, part.count) != (number, opened.count):
+            raise BadFile(f"{path}: says that it is part {part.number + 1} of {part.count}, unlike its name")
+        parts.append(part)
+    return parts
+
+
+def part_paths(path: Path) -> list[Path]:
+    """Every part of the split model that a file's name belongs to; [path] for any other name."""
+    match = _PART.fullmatch(path.name)
+    if not match:
+        return [path]
+    stem, count = match["stem"], int(match["count"])
+    return [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
