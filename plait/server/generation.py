@@ -1,0 +1,146 @@
+"""One HTTP call's requests while the engine works on them: merged, watched, and cancelled as one."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.types import Receive
+
+from plait.errors import Cancelled, EngineError
+from plait.request import Request
+from plait.server.problems import NotReady
+
+if TYPE_CHECKING:
+    from plait.engine.front import Front
+    from plait.engine.stream import Delta, Stream
+
+FIRST_WAIT_S = 0.05  # a refusal that only the engine can decide comes within this, and is an HTTP error then
+T = TypeVar("T")
+
+
+class Generation:
+    """Requests that were submitted together. Iterate it once: (place of the request, Delta).
+
+    The failure of one is the failure of all; leaving early cancels all.
+    """
+
+    def __init__(self, requests: Sequence[Request], streams: Sequence[Stream]) -> None:
+        self.requests, self._streams = requests, streams
+        self._first: asyncio.Task[tuple[int, Delta]] | None = None
+        self._deltas = _merged(streams)
+        self._finished = False
+
+    @classmethod
+    def start(cls, front: Front, requests: Sequence[Request]) -> Generation:
+        """Submit every request or none. Raises QueueFull and other CapacityErrors."""
+        streams: list[Stream] = []
+        try:
+            for request in requests:
+                streams.append(front.submit(request))
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+        return cls(requests, streams)
+
+    async def peek(self) -> None:
+        """Wait a moment for the first delta. Raises what the engine refused the request with."""
+        self._first = asyncio.ensure_future(anext(self._deltas))
+        await asyncio.wait({self._first}, timeout=FIRST_WAIT_S)
+        if self._first.done():
+            self._first.result()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
+        if self._first is not None:
+            yield await self._first
+        async for item in self._deltas:
+            yield item
+        self._finished = True
+
+    async def close(self) -> None:
+        """Cancel what still runs. May be called at any time, and twice."""
+        if not self._finished:
+            for stream in self._streams:
+                stream.cancel()
+        self._finished = True
+        if self._first is not None and not self._first.done():
+            self._first.cancel()
+            await asyncio.gather(self._first, return_exceptions=True)
+        await self._deltas.aclose()
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away. Raises Cancelled then.
+
+    The body must have been read: until the client leaves, `receive` has nothing more to say.
+    """
+    running = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        raise Cancelled("the client went away")
+    finally:
+        await stopped(running, watching)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def stopped(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def new_id(prefix: str) -> str:
+    """`prefix`-… with 122 random bits, of letters and digits."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+async def _merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Delta], None]:
+    if len(streams) == 1:
+        async for delta in streams[0]:
+            yield 0, _checked(delta)
+        return
+    arrived: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue()
+
+    async def read(i: int, stream: Stream) -> None:
+        last: Exception | None = None
+        try:
+            async for delta in stream:
+                arrived.put_nowait((i, delta))
+        except Exception as error:
+            last = error
+        arrived.put_nowait((i, last))
+
+    readers = [asyncio.ensure_future(read(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        open_streams = len(streams)
+        while open_streams:
+            i, item = await arrived.get()
+            if item is None:
+                open_streams -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield i, _checked(item)
+    finally:
+        await stopped(*readers)
+
+
+def _checked(delta: Delta) -> Delta:
+    """Raises what a failed or cancelled choice ended with."""
+    if delta.finish_reason == "error":
+        raise delta.error or EngineError("the engine failed at this request and gave no reason")
+    if delta.finish_reason == "cancelled":
+        raise NotReady("the server is stopping and has ended this request")
+    return delta

@@ -1,0 +1,135 @@
+"""What both kinds of generation answer with: the head of every body, usage, and the way from request to response."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive
+
+from plait.request import Request
+from plait.server.generation import Generation, until_disconnect
+from plait.server.problems import json_response
+from plait.server.sse import EventStream
+
+if TYPE_CHECKING:
+    from plait.engine.front import Front
+    from plait.engine.stream import Delta, TextLogprob
+
+LOGPROB_FLOOR = -9999.0  # JSON has no -inf
+IGNORED_HEADER = "x-plait-ignored"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every body of one response shares. `kind`: 'chat.completion' or 'text_completion'."""
+
+    id: str
+    kind: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def body(self, kind: str, choices: Sequence[Any], **more: Any) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+            "choices": choices,
+            **more,
+        }
+
+
+class Reply(Protocol):
+    """The shape of one response as deltas arrive, whole or in chunks. `ignored`: fields nobody reads."""
+
+    head: Head
+    chunk_kind: str
+    requests: Sequence[Request]
+    stream: bool
+    include_usage: bool
+    ignored: str
+
+    def chunks(self, i: int, delta: Delta) -> list[dict[str, Any]]:
+        """The choices of chunks that this delta of request `i` completes, one chunk each."""
+        ...
+
+    def add(self, i: int, delta: Delta) -> None:
+        """Keep this delta for `choices`."""
+        ...
+
+    def choices(self) -> list[dict[str, Any]]:
+        """Every choice, complete."""
+        ...
+
+
+class Usage:
+    """Tokens of one response: each prompt counts once, however many choices it has."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._prompt = sum(len(r.prompt_token_ids) for r in requests)
+        self._completion: dict[tuple[int, int], int] = {}
+        self._cached: dict[int, int] = {}
+
+    def add(self, i: int, delta: Delta) -> None:
+        self._completion[i, delta.index] = delta.num_tokens
+        self._cached[i] = max(self._cached.get(i, 0), delta.num_cached_tokens)
+
+    def body(self) -> dict[str, Any]:
+        completion = sum(self._completion.values())
+        return {
+            "prompt_tokens": self._prompt,
+            "completion_tokens": completion,
+            "total_tokens": self._prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
+
+
+async def respond(receive: Receive, front: Front, plan: Callable[[], Reply]) -> Response:
+    """Run what `plan` (called in a thread: it tokenizes) asks for. Raises Cancelled if the client leaves."""
+    return await until_disconnect(receive, _respond(front, plan))
+
+
+async def _respond(front: Front, plan: Callable[[], Reply]) -> Response:
+    reply = await asyncio.to_thread(plan)
+    generation = Generation.start(front, reply.requests)
+    usage = Usage(reply.requests)
+    headers = {IGNORED_HEADER: reply.ignored} if reply.ignored else {}
+    try:
+        if reply.stream:
+            await generation.peek()
+            return EventStream(_bodies(reply, generation, usage), generation.close, headers)
+        async for i, delta in generation:
+            usage.add(i, delta)
+            reply.add(i, delta)
+    except BaseException:
+        await generation.close()
+        raise
+    await generation.close()
+    body = reply.head.body(reply.head.kind, reply.choices(), usage=usage.body())
+    return json_response(body, headers=headers)
+
+
+async def _bodies(reply: Reply, generation: Generation, usage: Usage) -> AsyncIterator[Mapping[str, Any]]:
+    unknown: dict[str, Any] = {"usage": None} if reply.include_usage else {}
+    async for i, delta in generation:
+        usage.add(i, delta)
+        for choice in reply.chunks(i, delta):
+            yield reply.head.body(reply.chunk_kind, [choice], **unknown)
+    if reply.include_usage:
+        yield reply.head.body(reply.chunk_kind, [], usage=usage.body())
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can carry. NaN and -inf become the floor."""
+    return min(logprob, 0.0) if logprob > LOGPROB_FLOOR else LOGPROB_FLOOR
+
+
+def best(lp: TextLogprob) -> list[TextLogprob]:
+    """The alternatives of a token, most likely first."""
+    return sorted(lp.top, key=lambda one: -finite(one.logprob))

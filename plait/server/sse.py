@@ -1,0 +1,83 @@
+"""Server-sent events: `data: …` and an empty line for each chunk, `[DONE]` at the end, exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from plait.server.generation import disconnected, stopped
+from plait.server.problems import problem
+
+logger = logging.getLogger("plait.server")
+PING_S = 15.0  # silence after which a comment keeps proxies from closing the connection
+SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long is given up
+_ENCODE = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+
+
+def frame(body: Any) -> bytes:
+    """One event. JSON holds no raw line break, so it is one line."""
+    return b"data: " + _ENCODE(body) + b"\n\n"
+
+
+class EventStream(Response):
+    """A response of events. `close` is awaited at its end, however it ends: done, failed, client gone."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        bodies: AsyncIterator[Any],
+        close: Callable[[], Awaitable[None]],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.status_code, self.body, self.background = 200, b"", None
+        self._bodies, self._close, self._last_sent = bodies, close, 0.0
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        self._last_sent = time.monotonic()
+        pump = asyncio.ensure_future(self._pump(send))
+        others = asyncio.ensure_future(disconnected(receive)), asyncio.ensure_future(self._ping(send))
+        try:
+            await asyncio.wait({pump, *others}, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                pump.result()
+        except TimeoutError:
+            logger.warning("a client read nothing for %g s; its stream was ended", SEND_TIMEOUT_S)
+        finally:
+            await stopped(pump, *others)
+            await self._close()
+
+    async def _pump(self, send: Send) -> None:
+        try:
+            async for body in self._bodies:
+                await self._send(send, frame(body))
+        except TimeoutError:
+            raise
+        except Exception as error:
+            await self._send(send, frame(problem(error).body()))
+        await self._send(send, DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._last_sent = time.monotonic()
+
+    async def _ping(self, send: Send) -> None:
+        while True:
+            silence = time.monotonic() - self._last_sent
+            if silence >= PING_S:
+                await self._send(send, b": ping\n\n")
+            else:
+                await asyncio.sleep(PING_S - silence)

@@ -1,0 +1,289 @@
+"""From what a client sent to what the engine is asked, or to a refusal that names the field.
+
+A parameter that is known and cannot be honoured is refused unless its value changes nothing. A field nobody
+knows is accepted, and reported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from plait.errors import InvalidField
+from plait.request import MAX_LOGPROBS, SamplingParams
+from plait.server.schema import ChatRequest, CompletionRequest, Sampling
+
+MAX_STOPS, MAX_STOP_CHARS = 16, 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_CHOICES = 1024  # prompts × n of one request
+MAX_MESSAGES = 10_000
+COMPLETION_MAX_TOKENS = 100
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+MAX_REPORTED, MAX_REPORTED_CHARS = 16, 64
+
+Harmless = Callable[[Any], bool]
+
+
+def _only(*values: Any) -> Harmless:
+    return lambda value: value in values and type(value) in {type(v) for v in values}
+
+
+def _empty(value: Any) -> bool:
+    return value in ("", [], {})
+
+
+def _never(_: Any) -> bool:
+    return False
+
+
+_OFF, _ON, _NOTHING, _ONE = _only(False), _only(True), _only(0, 0.0), _only(1, 1.0)
+_TEXT_FORMAT = _only({"type": "text"})
+# Known to OpenAI, vLLM, llama.cpp or Ollama; each with the values that change nothing.
+_REFUSED: Mapping[str, Harmless] = {
+    "tools": _empty,
+    "tool_choice": _only("none", "auto"),
+    "functions": _empty,
+    "function_call": _only("none", "auto"),
+    "response_format": _TEXT_FORMAT,
+    "structured_outputs": _empty,
+    "guided_json": _never,
+    "guided_regex": _never,
+    "guided_choice": _never,
+    "guided_grammar": _never,
+    "json_schema": _never,
+    "grammar": _only(""),
+    "format": _only(""),
+    "suffix": _only(""),
+    "modalities": _only(["text"]),
+    "audio": _never,
+    "prediction": _never,
+    "web_search_options": _never,
+    "reasoning_effort": _never,
+    "verbosity": _only("medium"),
+    "use_beam_search": _OFF,
+    "length_penalty": _ONE,
+    "early_stopping": _OFF,
+    "typical_p": _ONE,
+    "tfs_z": _ONE,
+    "top_a": _NOTHING,
+    "top_n_sigma": _only(-1, -1.0),
+    "mirostat": _NOTHING,
+    "dynatemp_range": _NOTHING,
+    "dry_multiplier": _NOTHING,
+    "xtc_probability": _NOTHING,
+    "samplers": _empty,
+    "allowed_token_ids": _empty,
+    "bad_words": _empty,
+    "logits_processors": _empty,
+    "prompt_logprobs": _never,
+    "truncate_prompt_tokens": _never,
+    "num_ctx": _never,
+    "lora": _empty,
+    "cache_salt": _never,
+    "chat_template": _never,
+    "documents": _empty,
+    "continue_final_message": _OFF,
+    "echo": _OFF,
+    "top_logprobs": _NOTHING,
+    "add_special_tokens": _OFF,
+    "detokenize": _ON,
+    "spaces_between_special_tokens": _ON,
+    "priority": _NOTHING,
+}
+_HINTS = {
+    "reasoning_effort": "; chat_template_kwargs reaches the model's template",
+    "prompt_logprobs": "; /v1/completions with echo and logprobs scores a prompt",
+    "num_ctx": "; the server's --max-model-len sets the context",
+    "chat_template": "; the server's --chat-template sets it",
+    "truncate_prompt_tokens": "; a prompt that is too long is refused, never cut",
+    "tools": "; calling tools is not supported yet",
+    "response_format": "; only {'type': 'text'} is supported yet",
+}
+_KNOWN_STREAM_OPTIONS = frozenset({"include_usage"})
+_RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "chat_template", "tokenize"})
+
+
+def refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
+    """Raises InvalidField for a parameter that would have to be ignored. `read`: fields that are honoured."""
+    for name, value in body.items():
+        harmless = _REFUSED.get(name)
+        if name not in read and harmless is not None and not harmless(value):
+            hint = _HINTS.get(name, "; leave it out")
+            raise InvalidField(f"{name}: this server cannot honour {_short(value)}{hint}", name)
+    best_of, n = body.get("best_of"), body.get("n", 1)
+    if best_of is not None and best_of != n:
+        raise InvalidField(f"best_of: {_short(best_of)} is not n ({_short(n)}); choices are not ranked", "best_of")
+    options = body.get("stream_options")
+    for name, value in options.items() if isinstance(options, dict) else ():
+        if name not in _KNOWN_STREAM_OPTIONS and value:
+            at = f"stream_options.{name}"
+            raise InvalidField(f"{at}: this server cannot honour {_short(value)}; leave it out", at)
+
+
+def ignored(body: Mapping[str, Any], read: frozenset[str]) -> str:
+    """The fields that nobody reads, for the header that reports them; made safe to print."""
+    unknown = [name for name in body if name not in read and name not in _REFUSED and name != "best_of"]
+    safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:MAX_REPORTED_CHARS]) for name in unknown[:MAX_REPORTED]]
+    return ",".join(safe)
+
+
+def completion_params(asked: CompletionRequest) -> SamplingParams:
+    """Raises InvalidField."""
+    limit = _max_tokens(asked)
+    limit = COMPLETION_MAX_TOKENS if limit is None else limit
+    if limit == 0 and not asked.echo:
+        raise InvalidField("max_tokens: 0 generates nothing; with echo it scores the prompt", "max_tokens")
+    scored = asked.logprobs if asked.echo else None
+    return _params(asked, limit, asked.logprobs, prompt_logprobs=scored)
+
+
+def chat_params(asked: ChatRequest) -> SamplingParams:
+    """Raises InvalidField. Without a limit the reply may use the rest of the context."""
+    limit = _max_tokens(asked)
+    if limit == 0:
+        raise InvalidField("max_tokens: 0 generates nothing; send at least 1", "max_tokens")
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise InvalidField("top_logprobs: it needs logprobs: true", "top_logprobs")
+    if asked.top_logprobs is not None and not 0 <= asked.top_logprobs <= MAX_LOGPROBS:
+        text = f"top_logprobs: {_short(asked.top_logprobs)} is outside [0, {MAX_LOGPROBS}]"
+        raise InvalidField(text, "top_logprobs")
+    return _params(asked, limit, (asked.top_logprobs or 0) if asked.logprobs else None)
+
+
+def check_stream_options(asked: Sampling) -> None:
+    """Raises InvalidField for stream options without a stream."""
+    if asked.stream_options is not None and not asked.stream:
+        raise InvalidField("stream_options: it needs stream: true", "stream_options")
+
+
+def prompts(prompt: str | list[Any], n: int) -> list[str | list[int]]:
+    """The prompts of one request: text, token ids, or a list of either kind. Raises InvalidField."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidField("prompt: the list is empty; send text or token ids", "prompt")
+    if all(type(part) is int for part in prompt):
+        return [prompt]
+    if all(isinstance(part, str) for part in prompt) or all(_is_ids(part) for part in prompt):
+        if len(prompt) * n > MAX_CHOICES:
+            raise InvalidField(
+                f"prompt: {len(prompt)} prompts with n={n} make more than {MAX_CHOICES} choices", "prompt"
+            )
+        return prompt
+    raise InvalidField("prompt: it mixes kinds; send text, token ids, or a list of one of them", "prompt")
+
+
+def check_messages(messages: list[dict[str, Any]]) -> None:
+    """Raises InvalidField, naming the place, for messages that no template should see."""
+    if not messages:
+        raise InvalidField("messages: there is none; send at least one", "messages")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidField(f"messages: {len(messages)} are more than {MAX_MESSAGES}", "messages")
+    for i, message in enumerate(messages):
+        role, at = message.get("role"), f"messages[{i}]"
+        if role is None:
+            raise InvalidField(f"{at}.role: it is required", f"{at}.role")
+        if not isinstance(role, str) or role not in ROLES:
+            roles = ", ".join(sorted(ROLES))
+            raise InvalidField(f"{at}.role: {_short(role)} is not one of {roles}", f"{at}.role")
+        _check_content(message, role, f"{at}.content")
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Raises InvalidField for names that would replace what a request has fields for."""
+    if taken := sorted(_RESERVED_KWARGS & set(kwargs)):
+        at = f"chat_template_kwargs.{taken[0]}"
+        raise InvalidField(f"{at}: it cannot be set here", at)
+
+
+def _check_content(message: Mapping[str, Any], role: str, at: str) -> None:
+    content = message.get("content")
+    if isinstance(content, str):
+        return
+    if content is None:
+        if role == "assistant" and message.get("tool_calls"):
+            return
+        raise InvalidField(f"{at}: it is missing or null; send text", at)
+    if not isinstance(content, list):
+        raise InvalidField(f"{at}: {_short(content)} is neither text nor a list of parts", at)
+    if not content:
+        raise InvalidField(f"{at}: the list of parts is empty; send text", at)
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            raise InvalidField(f"{at}[{i}]: {_short(kind)} parts are not supported, only text", f"{at}[{i}]")
+        if not isinstance(part.get("text"), str):
+            raise InvalidField(f"{at}[{i}].text: it must be a string", f"{at}[{i}].text")
+
+
+def _max_tokens(asked: Sampling) -> int | None:
+    if asked.max_completion_tokens is None:
+        return asked.max_tokens
+    if asked.max_completion_tokens < 1:
+        text = f"max_completion_tokens: {_short(asked.max_completion_tokens)} is less than 1"
+        raise InvalidField(text, "max_completion_tokens")
+    return asked.max_completion_tokens
+
+
+def _params(
+    asked: Sampling, limit: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+) -> SamplingParams:
+    if limit is not None and asked.min_tokens > limit:
+        text = f"min_tokens: {_short(asked.min_tokens)} is more than max_tokens ({_short(limit)})"
+        raise InvalidField(text, "min_tokens")
+    if len(asked.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        text = f"stop_token_ids: {len(asked.stop_token_ids)} are more than {MAX_STOP_TOKEN_IDS}"
+        raise InvalidField(text, "stop_token_ids")
+    return SamplingParams(
+        n=asked.n,
+        max_tokens=limit,
+        min_tokens=asked.min_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
+        seed=asked.seed,
+        repetition_penalty=asked.repetition_penalty,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        logit_bias=_logit_bias(asked.logit_bias),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        stop=_stops(asked.stop),
+        stop_token_ids=tuple(asked.stop_token_ids),
+        ignore_eos=asked.ignore_eos,
+        include_stop_str_in_output=asked.include_stop_str_in_output,
+        skip_special_tokens=asked.skip_special_tokens,
+    )
+
+
+def _stops(stop: str | list[str]) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stops) > MAX_STOPS:
+        raise InvalidField(f"stop: {len(stops)} strings are more than {MAX_STOPS}", "stop")
+    if any(len(s) > MAX_STOP_CHARS for s in stops):
+        raise InvalidField(f"stop: a string is longer than {MAX_STOP_CHARS} characters", "stop")
+    return stops
+
+
+def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise InvalidField(f"logit_bias: {len(bias)} entries are more than {MAX_LOGIT_BIAS}", "logit_bias")
+    for key in bias:
+        if not (key.isascii() and key.isdigit() and len(key) <= 9):
+            raise InvalidField(f"logit_bias: {_short(key)} is not a token id", "logit_bias")
+    return {int(key): value for key, value in bias.items()}
+
+
+def _is_ids(part: Any) -> bool:
+    return isinstance(part, list) and all(type(i) is int for i in part)
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        return "such a number"
+    return text if len(text) <= 80 else text[:77] + "…"
