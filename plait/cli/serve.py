@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import click
@@ -15,7 +14,6 @@ from plait.cli.options import (
     model_option,
     server_settings,
 )
-from plait.cli.session import log_to_stderr
 from plait.config import EngineConfig, ServerConfig
 
 
@@ -29,7 +27,6 @@ def serve(model: str, **given: Any) -> None:
 
     Ctrl-C (or SIGTERM) stops it; requests that are running get --shutdown-timeout-s seconds to finish.
     """
-    log_to_stderr(logging.INFO)
     engine, server = EngineConfig(**engine_settings(given)), ServerConfig(**server_settings(given))
     from plait.server.run import serve as run_server
 
