@@ -11,6 +11,8 @@ from typing import Any
 
 from plait.errors import BadFile
 
+# Without waiting for a pipe's other end; not every system has every flag.
+_FLAGS = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
 _MAX_JSON_BYTES = 64 << 20
 _MAX_DEPTH = 64
 _MAX_DIGITS = 20  # of an integer: more does not fit in 64 bits
@@ -46,8 +48,11 @@ def read_start(path: Path, nbytes: int) -> bytes:
 def read_json(path: Path, what: str) -> dict[str, Any]:
     """The object in a JSON file. `what` names the file's part in messages. Raises BadFile."""
     descriptor = _open_regular(path)
-    with os.fdopen(descriptor, "rb") as file:
-        raw = file.read(_MAX_JSON_BYTES + 1)
+    try:
+        with os.fdopen(descriptor, "rb") as file:
+            raw = file.read(_MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise BadFile(f"{path}: cannot be read: {error.strerror}") from error
     if len(raw) > _MAX_JSON_BYTES:
         raise BadFile(f"{path}: {what} is larger than {_MAX_JSON_BYTES >> 20} MiB")
     return parse_json(raw, f"{path}: {what}")
@@ -78,7 +83,7 @@ def _open_regular(path: Path) -> int:
     """A descriptor of a regular file; pipes and devices are refused without waiting for them."""
     try:
         _check_regular(path, os.stat(path).st_mode)
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(path, _FLAGS)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise BadFile(f"{path}: cannot be opened: {reason}") from error

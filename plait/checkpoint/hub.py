@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 
 from plait.errors import CheckpointError, ConfigError
 
 _NAME = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:/(?P<file>[\w][\w./-]*\.(?:gguf|safetensors)))?")
+_PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.(?:gguf|safetensors)")
 _SIDE_FILES = ("*.json", "*.jinja", "*.tiktoken", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
@@ -37,12 +39,21 @@ def download(model: str, choose: Callable[[Sequence[str], str], Sequence[str]]) 
     if file is not None and file not in names:
         raise ConfigError(f"{repo} on the Hub has no file {file!r}; it has: {', '.join(sorted(names)[:12])}")
     root = [name for name in names if "/" not in name]
-    weights = [file] if file else list(choose(root, f"{repo} on the Hub"))
+    beside = [name for name in root if any(fnmatch(name, pattern) for pattern in _SIDE_FILES)]
+    weights = _with_parts(file, names) if file else list(choose(root, f"{repo} on the Hub"))
     try:
-        folder = hub.snapshot_download(repo, allow_patterns=[*weights, *_SIDE_FILES])
+        folder = hub.snapshot_download(repo, allow_patterns=[*weights, *beside])
     except Exception as error:
         raise CheckpointError(f"cannot fetch {repo} from the Hub: {_one_line(error)}") from error
     return Path(folder), file
+
+
+def _with_parts(file: str, names: Sequence[str]) -> list[str]:
+    """A file and, if its name says that it is one of several, the others."""
+    match = _PART.fullmatch(file)
+    return (
+        [file] if match is None else [n for n in names if n.startswith(f"{match[1]}-") and _PART.fullmatch(n)]
+    )
 
 
 def _cached(hub: ModuleType, repo: str, error: Exception) -> Path:

@@ -55,7 +55,7 @@ class SafetensorsFiles:
     """A checkpoint in one or more safetensors files.
 
     `index`: tensor name -> file name, as a `*.safetensors.index.json` has it; every tensor it names must be
-    in the file it says. Raises BadFile for damaged or lying files, UnsupportedFormat for dtypes we do not read.
+    in the file it says. Raises BadFile for damaged or lying files, UnsupportedFormat for other dtypes.
     """
 
     def __init__(self, *paths: str | Path, index: Mapping[str, str] | None = None) -> None:

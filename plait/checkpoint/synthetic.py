@@ -52,12 +52,13 @@ class Synthetic:
 def _numbers(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     module, _, last = name.rpartition(".")
     leaf = module.rpartition(".")[2] if last in {"weight", "bias"} else last
-    if last == "bias" and leaf != "dt":
+    steps = leaf == "dt_bias" or (last == "bias" and leaf in {"dt", "ssm_dt", "dt_proj"})
+    if last == "bias" and not steps:
         return torch.randn(shape, generator=generator) * 0.02
     if leaf in {"A_log", "A", "ssm_a"}:
         a = 1 + 15 * torch.rand(shape, generator=generator)
         return a.log() if leaf == "A_log" else -a
-    if leaf in {"dt_bias", "dt", "ssm_dt"} and len(shape) == 1:
+    if steps:
         step = torch.exp(torch.rand(shape, generator=generator) * 4.6 - 6.9)  # 0.001 … 0.1
         return step + torch.log(-torch.expm1(-step))
     if leaf in {"D", "ssm_d"} or "norm" in leaf or leaf.startswith("ln"):
