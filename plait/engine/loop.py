@@ -55,6 +55,8 @@ class EngineLoop:
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its choices, before the next step. Safe after its end, and after close."""
+        if not self._thread.is_alive():
+            return
         with self._wake:
             self._commands.append(lambda: self.engine.cancel(request_id, index))
             self._wake.notify()

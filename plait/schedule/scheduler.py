@@ -103,8 +103,8 @@ class Scheduler:
             shares = {suspect.id: self._share(suspect, self.limits.max_num_batched_tokens)}
         else:
             shares = self._shares()
-        preempted = self._reserve(shares)
-        if not preempted and suspect is None:
+        self._reserve(shares)
+        if suspect is None:
             self._admit_waiting(shares)
         chunks = [self._chunk(seq, shares[seq.id]) for seq in self.running if shares.get(seq.id)]
         if not chunks:
@@ -191,9 +191,8 @@ class Scheduler:
                 budget -= shares[seq.id]
         return shares
 
-    def _reserve(self, shares: dict[int, int]) -> bool:
+    def _reserve(self, shares: dict[int, int]) -> None:
         """Blocks for every share, by arrival; the latest arrivals are preempted until it fits."""
-        preempted = False
         for seq in [*self.running]:
             if not shares.get(seq.id):
                 continue
@@ -201,8 +200,6 @@ class Scheduler:
                 victim = self.running[-1]
                 shares.pop(victim.id, None)
                 self._preempt(victim)
-                preempted = True
-        return preempted
 
     def _reserve_one(self, seq: TokenSequence, share: int) -> bool:
         return self.memory.reserve(seq, seq.num_computed_tokens + share)

@@ -336,6 +336,22 @@ def test_suspects_that_do_not_fit_beside_the_cleared_wait_for_them() -> None:
     assert finished == [1, 2]
 
 
+def test_a_suspect_behind_a_preempted_sequence_still_runs_alone() -> None:
+    s = scheduler(blocks=7)
+    for i, prompt in ((1, 7), (2, 7), (3, 3)):
+        s.add(sequence(i, prompt, max_tokens=8))
+    run(s, planned(s))
+    s.isolate()
+    seen = []
+    while s.has_work:
+        plan = planned(s)
+        seen.append(shape(plan))
+        run(s, plan)
+    assert seen[:3] == [[(1, 0, 8)], [(2, 0, 8)], [(1, 8, 9), (2, 8, 9)]]
+    again = seen.index([(2, 0, 13)])  # preempted by 1, and now before the suspect, without it
+    assert seen[again + 1] == [(3, 0, 3)]
+
+
 def test_a_sequence_cancelled_while_its_step_runs_is_left_out() -> None:
     s = scheduler()
     s.add(sequence(1, 3))
