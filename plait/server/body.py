@@ -77,7 +77,8 @@ def _check_headers(request: Request, max_bytes: int) -> None:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    pieces, size = [], 0
+    pieces: list[bytes] = []
+    size = 0
     stream = aiter(request.stream())
     try:
         while True:

@@ -19,7 +19,7 @@ FIELDS = field_names(ChatRequest)
 
 
 def plan(front: Front, model: str, body: Mapping[str, Any]) -> ChatReply:
-    """Everything that can be refused before the engine is asked. Renders and tokenizes. Raises RequestErrors."""
+    """Everything that can be refused before the engine is asked: renders, tokenizes. Raises RequestErrors."""
     validate.refuse(body, FIELDS)
     asked = typed(body, ChatRequest)
     validate.check_stream_options(asked)
@@ -47,7 +47,6 @@ class ChatReply:
     def __init__(self, head: Head, asked: ChatRequest, request: Request, with_ids: bool) -> None:
         self.head, self.requests, self.stream = head, (request,), asked.stream
         self.include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        self.ignored = ""
         self._top = (asked.top_logprobs or 0) if asked.logprobs else None
         self._with_ids = with_ids
         self._choices = [_Choice() for _ in range(request.params.n)]

@@ -1,4 +1,4 @@
-"""POST /v1/completions: text in, text out, with echo and log-probabilities as lm-eval and OpenAI read them."""
+"""POST /v1/completions: text in, text out, with echo and log-probabilities as OpenAI writes them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class CompletionReply:
     ) -> None:
         self.head, self.requests, self.stream = head, requests, asked.stream
         self.include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        self.ignored = ""
         prompts = validate.prompts(asked.prompt, asked.n)
         self._prompts = [_Prompt(tokenizer, p, r, asked) for p, r in zip(prompts, requests, strict=True)]
 
@@ -101,7 +100,12 @@ class _Prompt:
         self._waits = False
         first = self._ids[0]
         token = _shown(first, self._tokenizer)
-        lists = {"tokens": [token], "token_logprobs": [None], "top_logprobs": [None], "text_offset": []}
+        lists: Lists = {
+            "tokens": [token],
+            "token_logprobs": [None],
+            "top_logprobs": [None],
+            "text_offset": [],
+        }
         for lp in scores:
             _append(lists, lp)
         offsets = [0] * len(self._ids)
@@ -136,7 +140,9 @@ class _Choice:
     def piece(self, delta: Delta) -> dict[str, Any] | None:
         """The next chunk of this choice, or None if nothing new can be shown."""
         text, lists = self._new(delta)
-        shows = text or delta.finish_reason or (lists and lists["tokens"]) or (self._with_ids and delta.token_ids)
+        shows = (
+            text or delta.finish_reason or (lists and lists["tokens"]) or (self._with_ids and delta.token_ids)
+        )
         return self._body(text, lists, delta.token_ids, _end(delta)) if shows else None
 
     def keep(self, delta: Delta) -> None:

@@ -1,4 +1,4 @@
-"""What both kinds of generation answer with: the head of every body, usage, and the way from request to response."""
+"""What both kinds of generation answer with: the head of every body, usage, and the way there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from plait.engine.stream import Delta, TextLogprob
 
 LOGPROB_FLOOR = -9999.0  # JSON has no -inf
-IGNORED_HEADER = "x-plait-ignored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +45,18 @@ class Head:
 
 
 class Reply(Protocol):
-    """The shape of one response as deltas arrive, whole or in chunks. `ignored`: fields nobody reads."""
+    """The shape of one response as deltas arrive, whole or in chunks."""
 
-    head: Head
-    chunk_kind: str
-    requests: Sequence[Request]
-    stream: bool
-    include_usage: bool
-    ignored: str
+    @property
+    def head(self) -> Head: ...
+    @property
+    def chunk_kind(self) -> str: ...
+    @property
+    def requests(self) -> Sequence[Request]: ...
+    @property
+    def stream(self) -> bool: ...
+    @property
+    def include_usage(self) -> bool: ...
 
     def chunks(self, i: int, delta: Delta) -> list[dict[str, Any]]:
         """The choices of chunks that this delta of request `i` completes, one chunk each."""
@@ -99,11 +102,10 @@ async def _respond(front: Front, plan: Callable[[], Reply]) -> Response:
     reply = await asyncio.to_thread(plan)
     generation = Generation.start(front, reply.requests)
     usage = Usage(reply.requests)
-    headers = {IGNORED_HEADER: reply.ignored} if reply.ignored else {}
     try:
         if reply.stream:
             await generation.peek()
-            return EventStream(_bodies(reply, generation, usage), generation.close, headers)
+            return EventStream(_bodies(reply, generation, usage), generation.close)
         async for i, delta in generation:
             usage.add(i, delta)
             reply.add(i, delta)
@@ -112,7 +114,7 @@ async def _respond(front: Front, plan: Callable[[], Reply]) -> Response:
         raise
     await generation.close()
     body = reply.head.body(reply.head.kind, reply.choices(), usage=usage.body())
-    return json_response(body, headers=headers)
+    return json_response(body)
 
 
 async def _bodies(reply: Reply, generation: Generation, usage: Usage) -> AsyncIterator[Mapping[str, Any]]:

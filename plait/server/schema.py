@@ -17,7 +17,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Sampling(msgspec.Struct, kw_only=True, frozen=True):
-    """What both kinds of generation take. Defaults are what absence means; None: the model or Plait decides."""
+    """What both kinds of generation take. Defaults are what absence means; None: the model decides."""
 
     model: str | None = None
     stream: bool = False

@@ -114,7 +114,9 @@ def refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
             raise InvalidField(f"{name}: this server cannot honour {_short(value)}{hint}", name)
     best_of, n = body.get("best_of"), body.get("n", 1)
     if best_of is not None and best_of != n:
-        raise InvalidField(f"best_of: {_short(best_of)} is not n ({_short(n)}); choices are not ranked", "best_of")
+        raise InvalidField(
+            f"best_of: {_short(best_of)} is not n ({_short(n)}); choices are not ranked", "best_of"
+        )
     options = body.get("stream_options")
     for name, value in options.items() if isinstance(options, dict) else ():
         if name not in _KNOWN_STREAM_OPTIONS and value:

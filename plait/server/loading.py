@@ -1,0 +1,66 @@
+"""The place of a model that may still be on its way: HTTP answers from the first moment, and says so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from plait.server.problems import NotReady
+
+if TYPE_CHECKING:
+    from plait.engine.front import Front
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far loading is: `done` of `total` steps of what `text` names."""
+
+    text: str = "starting"
+    done: int = 0
+    total: int = 0
+
+
+class Loading:
+    """Holds the Front once it is there. Written by the loading thread, read by the event loop."""
+
+    def __init__(self, front: Front | None = None) -> None:
+        self.front, self.progress, self.stopping = front, Progress(), False
+        self._lock = threading.Lock()
+
+    def report(self, text: str, done: int, total: int) -> None:
+        """Say how far loading is; from any thread."""
+        self.progress = Progress(text, done, total)
+
+    def arrive(self, front: Front) -> bool:
+        """Hand the loaded model over. False: the server is stopping already, so the caller closes it."""
+        with self._lock:
+            if not self.stopping:
+                self.front = front
+            return not self.stopping
+
+    def stop(self) -> None:
+        """Take nothing new from now on; what runs goes on."""
+        with self._lock:
+            self.stopping = True
+
+    def ready(self) -> Front:
+        """The model. Raises NotReady while it loads and when the server stops."""
+        if self.stopping:
+            raise NotReady("the server is stopping and takes no more requests")
+        if self.front is None:
+            raise NotReady(f"the model is loading ({self.progress.text}); try again soon")
+        return self.front
+
+    def health(self) -> tuple[int, Mapping[str, Any]]:
+        """The HTTP status of /health and its body."""
+        if self.stopping:
+            return 503, {"status": "stopping"}
+        if self.front is None:
+            progress = self.progress
+            shown = {"text": progress.text, "done": progress.done, "total": progress.total}
+            return 503, {"status": "loading", "progress": shown}
+        if not self.front.healthy:
+            return 503, {"status": "unhealthy", "engine": dict(self.front.stats())}
+        return 200, {"status": "ok", "engine": dict(self.front.stats())}

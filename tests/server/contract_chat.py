@@ -1,0 +1,242 @@
+"""The wire contract of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
+
+ASK: Any = [{"role": "user", "content": "Say something with é and 漢字."}]
+
+
+def test_a_response_has_every_required_key(client: Any) -> None:
+    found = client.chat(max_tokens=5).json
+    assert found["id"].startswith("chatcmpl-")
+    assert found["id"].replace("-", "").isalnum()
+    assert found["object"] == "chat.completion"
+    assert isinstance(found["created"], int)
+    assert found["model"] == client.model
+    (choice,) = found["choices"]
+    assert choice["index"] == 0
+    assert choice["logprobs"] is None
+    assert choice["finish_reason"] in {"stop", "length"}
+    assert choice["message"]["role"] == "assistant"
+    assert isinstance(choice["message"]["content"], str)
+    assert choice["message"]["refusal"] is None
+    assert "tool_calls" not in choice["message"]
+
+
+def test_usage_adds_up(client: Any) -> None:
+    one, three = client.chat(max_tokens=5).json["usage"], client.chat(max_tokens=5, n=3).json["usage"]
+    for usage in (one, three):
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        assert 0 <= usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
+    assert one["prompt_tokens"] == three["prompt_tokens"]
+    assert three["completion_tokens"] >= one["completion_tokens"]
+
+
+def test_roles_come_first_and_once(client: Any) -> None:
+    seen: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for chunk in client.chat(stream=True, n=3, max_tokens=6, temperature=1, seed=1).events:
+        (choice,) = chunk["choices"]
+        assert {"index", "delta", "finish_reason"} <= set(choice)
+        seen[choice["index"]].append(choice)
+    assert sorted(seen) == [0, 1, 2]
+    for first, *others in seen.values():
+        assert first["delta"] == {"role": "assistant", "content": ""}
+        assert all("role" not in choice["delta"] for choice in others)
+        assert others[-1]["delta"] == {}
+        assert others[-1]["finish_reason"] in {"stop", "length"}
+        assert all(choice["finish_reason"] is None for choice in [first, *others[:-1]])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_says_what_the_whole_says(openai: OpenAI, client: Any, n: int) -> None:
+    asked: Any = {"model": client.model, "messages": ASK, "temperature": 0, "n": n, "max_tokens": 24}
+    whole = openai.chat.completions.create(**asked)
+    said = [""] * n
+    for chunk in openai.chat.completions.create(**asked, stream=True):
+        said[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert said == [choice.message.content for choice in whole.choices]
+
+
+async def ask_in_parallel(base_url: str, model: str) -> list[str]:
+    import asyncio
+
+    async with AsyncOpenAI(base_url=base_url + "/v1", api_key="none", max_retries=0) as openai:
+
+        async def one() -> str:
+            chunks = await openai.chat.completions.create(
+                model=model, messages=ASK, temperature=0, max_tokens=12, stream=True
+            )
+            return "".join([c.choices[0].delta.content or "" async for c in chunks])
+
+        return await asyncio.gather(*(one() for _ in range(8)))
+
+
+def test_equal_requests_at_once_get_equal_answers(base_url: str, client: Any) -> None:
+    import asyncio
+
+    said = asyncio.run(ask_in_parallel(base_url, client.model))
+    assert len(set(said)) == 1
+
+
+def test_one_token_is_role_content_end(client: Any) -> None:
+    choices = [c["choices"][0] for c in client.chat("Hi", stream=True, max_tokens=1).events]
+    assert choices[0]["delta"]["role"] == "assistant"
+    assert choices[-1]["finish_reason"] in {"length", "stop"}
+    assert len(choices) <= 3
+
+
+def test_logprobs_cover_the_content(client: Any) -> None:
+    choice = client.chat(max_tokens=6, logprobs=True, top_logprobs=4).json["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert bytes(b for one in content for b in one["bytes"]).decode() == choice["message"]["content"]
+    for one in content:
+        values = [other["logprob"] for other in one["top_logprobs"]]
+        assert len(values) == 4
+        assert values == sorted(values, reverse=True)
+        assert all(-9999.0 <= value <= 0 for value in [*values, one["logprob"]])
+        assert {"token", "logprob", "bytes"} == set(one["top_logprobs"][0])
+
+
+def test_logprobs_without_alternatives(client: Any) -> None:
+    content = client.chat(max_tokens=3, logprobs=True).json["choices"][0]["logprobs"]["content"]
+    assert content
+    assert all(one["top_logprobs"] == [] for one in content)
+
+
+def test_a_streams_logprobs_are_those_of_its_text(client: Any) -> None:
+    asked: Any = {"max_tokens": 8, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat(**asked).json["choices"][0]
+    text, content = "", []
+    for chunk in client.chat(stream=True, **asked).events:
+        choice = chunk["choices"][0]
+        text += choice["delta"].get("content", "")
+        content += (choice["logprobs"] or {"content": []})["content"]
+    assert text == whole["message"]["content"]
+    assert content == whole["logprobs"]["content"]
+
+
+@pytest.mark.parametrize("wrong", [{"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}])
+def test_top_logprobs_are_refused_by_name(client: Any, wrong: dict[str, Any]) -> None:
+    answer = client.chat(**wrong)
+    assert answer.status == 400
+    assert answer.error["param"] == "top_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "wizard", "content": "x"}, "messages[0].role"),
+        ({"role": 3, "content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": []}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ("hello", "messages[0]"),
+    ],
+)
+def test_a_wrong_message_is_named(client: Any, message: Any, param: str) -> None:
+    answer = client.post("/v1/chat/completions", {"messages": [message]})
+    assert answer.status == 400
+    assert answer.error["param"] == param
+
+
+@pytest.mark.parametrize("body", [{}, {"messages": []}, {"messages": None}, {"messages": "hi"}])
+def test_messages_are_required(client: Any, body: Any) -> None:
+    answer = client.post("/v1/chat/completions", body)
+    assert answer.status == 400
+    assert answer.error["param"] == "messages"
+
+
+def test_a_text_part_is_as_good_as_the_text(client: Any) -> None:
+    parts = client.chat([{"type": "text", "text": "Hello there"}], max_tokens=8).json
+    assert parts["choices"] == client.chat("Hello there", max_tokens=8).json["choices"]
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_no_tokens_at_all_is_refused(client: Any, value: int) -> None:
+    answer = client.chat(max_completion_tokens=value)
+    assert answer.status == 400
+    assert answer.error["param"] == "max_completion_tokens"
+
+
+def test_max_completion_tokens_wins(client: Any) -> None:
+    usage = client.chat("Hello there", max_completion_tokens=2, max_tokens=7, ignore_eos=True).json["usage"]
+    assert usage["completion_tokens"] == 2
+
+
+def test_too_many_tokens_are_clamped_to_the_context(client: Any) -> None:
+    assert client.chat("Hi", max_tokens=10**9, stop=["H", "h", "e", " "]).status == 200
+
+
+def test_the_openai_client_raises_what_it_should(openai: OpenAI, client: Any) -> None:
+    with pytest.raises(NotFoundError) as missing:
+        openai.chat.completions.create(model="nobody", messages=ASK)
+    assert missing.value.code == "model_not_found"
+    assert missing.value.param == "model"
+    with pytest.raises(BadRequestError) as wrong:
+        openai.chat.completions.create(model=client.model, messages=ASK, temperature=3)
+    assert wrong.value.param == "temperature"
+    assert wrong.value.request_id
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tool_choice": "required"},
+        {"functions": [{"name": "f"}]},
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "sound"}},
+        {"reasoning_effort": "low"},
+        {"modalities": ["audio"]},
+        {"guided_json": {}},
+        {"chat_template": "{{ 1 }}"},
+        {"chat_template_kwargs": {"messages": []}},
+        {"num_ctx": 4},
+        {"best_of": 4},
+        {"add_special_tokens": True},
+        {"echo": True},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True},
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(client: Any, extra: dict[str, Any]) -> None:
+    answer = client.chat(max_tokens=1, **extra)
+    assert answer.status == 400
+    assert answer.error["param"].split(".")[0] == next(iter(extra))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"tools": [], "tool_choice": "none", "functions": []},
+        {"response_format": {"type": "text"}},
+        {"modalities": ["text"], "verbosity": "medium"},
+        {"user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "auto"},
+        {"safety_identifier": "x", "prompt_cache_key": "y", "best_of": 1},
+        {"tool_choice": None, "stop": None, "n": None, "stream": None, "logprobs": None, "seed": None},
+        {"stream_options": None, "logit_bias": None, "top_p": None, "tools": None, "temperature": None},
+        {"stop": []},
+    ],
+)
+def test_what_changes_nothing_is_accepted(client: Any, extra: dict[str, Any]) -> None:
+    answer = client.chat(max_tokens=1, **extra)
+    assert answer.status == 200, answer.body
+
+
+def test_unread_fields_are_reported(client: Any) -> None:
+    answer = client.chat(max_tokens=1, **{"user": "me", "zzz\r\nSet-Cookie: é": 1, "top_k": 1})
+    assert answer.headers["x-plait-ignored"] == "user,zzz??Set-Cookie???"
+    assert "x-plait-ignored" not in client.chat(max_tokens=1, top_k=1).headers
+
+
+def test_ids_are_unique(client: Any) -> None:
+    assert len({client.chat(max_tokens=1).json["id"] for _ in range(20)}) == 20
