@@ -232,7 +232,7 @@ def _max_tokens(asked: Sampling) -> int | None:
 def _params(
     asked: Sampling, limit: int | None, logprobs: int | None, prompt_logprobs: int | None = None
 ) -> SamplingParams:
-    if limit is not None and asked.min_tokens > limit:
+    if limit is not None and asked.min_tokens > max(limit, 0):
         text = f"min_tokens: {_short(asked.min_tokens)} is more than max_tokens ({_short(limit)})"
         raise InvalidField(text, "min_tokens")
     if len(asked.stop_token_ids) > MAX_STOP_TOKEN_IDS:
