@@ -1,7 +1,7 @@
 """What a model would remember and bind, from headers alone: no tensor is read.
 
-The decoder is built on torch's meta device over tensors that have a shape and no content. So a missing, odd or
-left over tensor is found here too, before anything large is loaded.
+The decoder is built on torch's meta device over tensors that have a shape and no content. So a missing or odd
+tensor is found here too, before anything large is loaded.
 """
 
 from __future__ import annotations
