@@ -1,4 +1,4 @@
-"""The life of a server: it answers while the model loads, drains when it is told to stop, and exits with 0."""
+"""The life of a server: it answers while the model loads, drains when it is told to stop, exits with 0."""
 
 from __future__ import annotations
 
@@ -174,12 +174,10 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(
 def test_a_second_signal_does_not_wait(process: tuple[subprocess.Popen[str], Client]) -> None:
     child, client = process
     response = open_stream(client, "HANG")
-    started = time.monotonic()
     child.terminate()
     time.sleep(0.3)
     child.terminate()
     assert child.wait(9) == 0
-    assert time.monotonic() - started < 10
     response.close()
 
 
