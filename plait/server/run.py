@@ -17,6 +17,7 @@ import uvicorn
 from plait.config import KIB, EngineConfig, ServerConfig
 from plait.errors import ConfigError
 from plait.server.app import create_app
+from plait.server.connection import Connection
 from plait.server.loading import Loading
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Server(uvicorn.Server):
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.url = f"http://{host}:{sock.getsockname()[1]}"
         settings: dict[str, Any] = {
-            "http": "h11",  # the parser whose header limit can be set
+            "http": Connection,
             "h11_max_incomplete_event_size": MAX_HEADER_BYTES,
             "ws": "none",
             "lifespan": "off",

@@ -21,6 +21,7 @@ MAX_CHOICES = 1024  # prompts × n of one request
 MAX_MESSAGES = 10_000
 COMPLETION_MAX_TOKENS = 100
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_TEXT_FIELDS = frozenset({"name", "tool_call_id", "refusal", "reasoning", "reasoning_content"})
 MAX_REPORTED, MAX_REPORTED_CHARS = 16, 64
 
 Harmless = Callable[[Any], bool]
@@ -191,6 +192,10 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
             roles = ", ".join(sorted(ROLES))
             raise InvalidField(f"{at}.role: {_short(role)} is not one of {roles}", f"{at}.role")
         _check_content(message, role, f"{at}.content")
+        _check_tool_calls(message.get("tool_calls"), f"{at}.tool_calls")
+        for name in _TEXT_FIELDS & set(message):
+            if not isinstance(message[name], str | None):
+                raise InvalidField(f"{at}.{name}: it must be a string", f"{at}.{name}")
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
@@ -218,6 +223,20 @@ def _check_content(message: Mapping[str, Any], role: str, at: str) -> None:
             raise InvalidField(f"{at}[{i}]: {_short(kind)} parts are not supported, only text", f"{at}[{i}]")
         if not isinstance(part.get("text"), str):
             raise InvalidField(f"{at}[{i}].text: it must be a string", f"{at}[{i}].text")
+
+
+def _check_tool_calls(calls: Any, at: str) -> None:
+    if calls is None:
+        return
+    if not isinstance(calls, list):
+        raise InvalidField(f"{at}: {_short(calls)} is not a list of tool calls", at)
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidField(f"{at}[{i}]: a tool call needs a function with a name", f"{at}[{i}]")
+        if not isinstance(function.get("arguments", ""), str | dict):
+            where = f"{at}[{i}].function.arguments"
+            raise InvalidField(f"{where}: it must be JSON text or an object", where)
 
 
 def _max_tokens(asked: Sampling) -> int | None:

@@ -141,6 +141,9 @@ def test_top_logprobs_are_refused_by_name(client: Any, wrong: dict[str, Any]) ->
         ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
         ("hello", "messages[0]"),
+        ({"role": "user", "content": "x", "name": 5}, "messages[0].name"),
+        ({"role": "assistant", "content": "x", "tool_calls": 5}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"id": "a"}]}, "messages[0].tool_calls[0]"),
     ],
 )
 def test_a_wrong_message_is_named(client: Any, message: Any, param: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plait.errors import InvalidField
-from plait.server import body
+from plait.server import body, connection
 from plait.server.body import MAX_DEPTH, decode_object
 from plait.server.edge import host_name, is_loopback, one_spelling
 from plait.server.problems import BadBody, problem
@@ -82,12 +83,12 @@ def test_the_largest_body_is_taken_and_one_byte_more_is_413() -> None:
 
 def test_a_body_without_a_length_is_bounded_too() -> None:
     with serving(fake_front(), max_body_bytes=LIMIT) as client:
-        connection = http.client.HTTPConnection(*client.address, timeout=20)
+        sending = http.client.HTTPConnection(*client.address, timeout=20)
         chunks = (b"x" * 1000 for _ in range(400))
         headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", chunks, headers, encode_chunked=True)
-        assert connection.getresponse().status == 413
-        connection.close()
+        sending.request("POST", "/v1/completions", chunks, headers, encode_chunked=True)
+        assert sending.getresponse().status == 413
+        sending.close()
 
 
 def test_a_body_that_is_too_long_is_refused_before_it_comes() -> None:
@@ -117,7 +118,41 @@ def test_a_body_that_stops_coming_is_408(client: Client, monkeypatch: pytest.Mon
 def test_headers_are_bounded(client: Client) -> None:
     with socket.create_connection(client.address, timeout=20) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000)
-        assert sock.recv(4096).startswith(b"HTTP/1.1 400 ")
+        answer = sock.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b'"type":"invalid_request_error"' in answer
+
+
+@pytest.mark.parametrize(
+    "drip", [b"", b"GET /health HTTP/1.1\r\n", b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\nG"]
+)
+def test_a_head_that_does_not_come_closes_the_connection(
+    client: Client, monkeypatch: pytest.MonkeyPatch, drip: bytes
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.1)
+    with socket.create_connection(client.address, timeout=20) as sock:
+        sock.sendall(drip)
+        while sock.recv(4096):
+            pass
+
+
+def test_a_long_answer_is_not_a_late_head(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.05)
+    assert client.complete("SLOW and slower", max_tokens=15).json["choices"][0]["text"] == "SLOW and slower"
+
+
+def test_idle_connections_do_not_keep_others_out(client: Client) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            sock = stack.enter_context(socket.create_connection(client.address, timeout=20))
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\n")
+        assert client.complete("Hi", max_tokens=2).status == 200
+
+
+def test_a_connection_too_many_is_closed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 0)
+    with socket.create_connection(client.address, timeout=20) as sock:
+        assert sock.recv(10) == b""
 
 
 def test_depth_is_counted_outside_strings_only() -> None:
@@ -165,7 +200,10 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 MESSAGES = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool", "x"]), "content": VALUES}),
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "tool", "x"]), "content": VALUES},
+        optional={"tool_calls": VALUES, "name": VALUES, "tool_call_id": VALUES},
+    ),
     max_size=3,
 )
 
