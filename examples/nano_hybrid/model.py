@@ -152,9 +152,8 @@ class Mamba2Mixer(nn.Module):
         gate, mixed, dt = self.in_proj(hidden).split(parts, -1)
         mixed = F.silu(self.conv1d(mixed.transpose(1, 2))[..., :time].transpose(1, 2))
         x, b, c = mixed.split((config.inner_size, config.mamba2_state_size, config.mamba2_state_size), -1)
-        free = F.softplus(dt.float() + self.dt_bias)
-        # The clamp passes gradients straight through: a head pushed to a limit can come back.
-        dt = free + (free.clamp(*DT_RANGE) - free).detach()
+        # The clamp cuts the gradient: passed straight through, it drives dt far outside and training diverges.
+        dt = F.softplus(dt.float() + self.dt_bias).clamp(*DT_RANGE)
         x = x.unflatten(-1, (config.mamba2_num_heads, config.mamba2_head_dim))
         a = -self.A_log.float().exp()
         y = ssd(x * dt.unsqueeze(-1).to(x.dtype), dt * a, b, c, config.mamba2_chunk_size)
