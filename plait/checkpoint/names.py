@@ -1,8 +1,8 @@
 """Our dotted names to a checkpoint's. A family is data: one table from ours to theirs.
 
 A pattern like `layers.{i}.attn.{x}` matches one component per field; the last component of what was asked
-(`.weight`, `.bias`) is carried over when the target is a plain name. First matching rule wins. A target that is
-a tuple lists alternatives, where the same model is stored in several ways: the first that is there is meant.
+(`.weight`, `.bias`) is carried over when the target is a plain name. First matching rule wins. A target that
+is a tuple lists alternatives, the ways in which one model is stored: the first that is there is meant.
 """
 
 from __future__ import annotations

@@ -1,0 +1,99 @@
+"""DeepSeek V2 and V3 (R1 too): latent attention, a few dense layers, then experts with a shared one."""
+
+from __future__ import annotations
+
+from plait.checkpoint.names import NameMap, Rules
+from plait.errors import UnsupportedModel
+from plait.families.grammar import mlp, model, mscale_squared, norm, rope, sigmoid_router
+from plait.families.normalize import Config
+from plait.families.registry import family
+from plait.families.tensors import IGNORED, expert_tensors, transformer
+from plait.spec import Branch, Mla, ModelSpec, Moe, Norm, Router
+
+LATENT_EPS = 1e-6  # whatever rms_norm_eps says
+SHARED = {"norm_eps": 1e-6, "hidden_act": "silu", "routed_scaling_factor": 1.0}
+
+
+@family("DeepseekV2ForCausalLM", model_types=("deepseek_v2",), defaults={**SHARED, "topk_method": "greedy"})
+def deepseek_v2(c: Config) -> tuple[ModelSpec, NameMap]:
+    """DeepSeek-V2 and V2-Lite: softmax scores, the best groups by their best expert."""
+    if c["topk_method"] not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedModel(
+            f"topk_method {c['topk_method']!r} is not known for DeepSeek-V2; known: greedy, "
+            "group_limited_greedy"
+        )
+    if c.get("norm_topk_prob"):
+        raise UnsupportedModel(
+            "norm_topk_prob = true is not implemented for DeepSeek-V2: its ports disagree on what it means"
+        )
+    grouped = c["topk_method"] == "group_limited_greedy"
+    router = Router(
+        renormalize=False,
+        scale=float(c["routed_scaling_factor"]),
+        groups=c["n_group"] if grouped else 1,
+        top_groups=c["topk_group"] if grouped else 1,
+    )
+    return _deepseek(c, "deepseek_v2", router)
+
+
+@family(
+    "DeepseekV3ForCausalLM",
+    model_types=("deepseek_v3",),
+    defaults={**SHARED, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
+)
+def deepseek_v3(c: Config) -> tuple[ModelSpec, NameMap]:
+    """DeepSeek-V3, V3.1, R1: sigmoid scores with a correction bias, groups by their best two experts."""
+    if c.get("scoring_func", "sigmoid") != "sigmoid":
+        raise UnsupportedModel(
+            f"scoring_func {c['scoring_func']!r} is not known for DeepSeek-V3; known: sigmoid"
+        )
+    return _deepseek(c, "deepseek_v3", sigmoid_router(c))
+
+
+def _deepseek(c: Config, name: str, router: Router) -> tuple[ModelSpec, NameMap]:
+    each, count = norm(c), len(c["layer_types"])
+    attn = Branch("attn", _mla(c), each)
+    ffn = {"dense": Branch("ffn", mlp(c), each)}
+    names: Rules = {}
+    if c.get("num_experts"):
+        ffn["sparse"] = Branch("ffn", _moe(c, router), each)
+        names = _expert_names(c["num_experts"])
+    layers = [(attn, ffn[kind]) for kind in c.get("mlp_layer_types", ["dense"] * count)]
+    mla: Rules = {
+        "layers.{i}.attn.kv_a": "model.layers.{i}.self_attn.kv_a_proj_with_mqa",
+        "layers.{i}.attn.{x}_a_norm": "model.layers.{i}.self_attn.{x}_a_layernorm",
+    }
+    # Layers behind the last one predict a second token for speculation; the model is whole without them.
+    extra = tuple(rf"^model\.layers\.{count + k}\." for k in range(c.get("num_nextn_predict_layers") or 1))
+    return model(c, name, layers), NameMap(names, mla, transformer(), ignored=(*IGNORED, *extra))
+
+
+def _mla(c: Config) -> Mla:
+    r = rope(c, c["qk_rope_head_dim"], interleaved=True)
+    return Mla(
+        num_heads=c["num_attention_heads"],
+        q_rank=c.get("q_lora_rank"),
+        kv_rank=c["kv_lora_rank"],
+        nope_dim=c["qk_nope_head_dim"],
+        v_dim=c["v_head_dim"],
+        scale=(c["qk_nope_head_dim"] + c["qk_rope_head_dim"]) ** -0.5 * mscale_squared(r),
+        rope=r,
+        latent_norm=Norm(LATENT_EPS),
+    )
+
+
+def _moe(c: Config, router: Router) -> Moe:
+    size, shared = c["moe_intermediate_size"], c.get("num_shared_experts")
+    expert = mlp(c, size)
+    both = mlp(c, size * shared) if shared else None
+    return Moe(c["num_experts"], c["num_experts_per_tok"], expert, router, shared=both)
+
+
+def _expert_names(count: int) -> Rules:
+    ours, theirs = "layers.{i}.ffn", "model.layers.{i}.mlp"
+    return {
+        f"{ours}.router_bias": f"{theirs}.gate.e_score_correction_bias",
+        f"{ours}.router": f"{theirs}.gate",
+        f"{ours}.shared.{{x}}": f"{theirs}.shared_experts.{{x}}_proj",
+        **expert_tensors(ours, theirs, count),
+    }

@@ -1,0 +1,95 @@
+"""Gemma 2 and 3: norms before and after every mixer that multiply by 1 + w; windows in most layers."""
+
+from __future__ import annotations
+
+from plait.checkpoint.names import NameMap, Rules
+from plait.families.grammar import gqa, mlp, model, norm
+from plait.families.normalize import Config
+from plait.families.registry import family
+from plait.families.tensors import IGNORED, at, plus_one
+from plait.spec import Branch, ModelSpec
+
+# Text tensors of the model alone, and inside the wrappers that also see images (old and new names).
+PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+VISION = (r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\.")
+SHARED = {
+    "norm_eps": 1e-6,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "sliding_window": 4096,
+}
+HONOURS = ("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+
+
+@family(
+    "Gemma2ForCausalLM",
+    model_types=("gemma2",),
+    defaults={
+        **SHARED,
+        "query_pre_attn_scalar": 256,
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    honours=HONOURS,
+)
+def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Gemma 2: softcapped attention and logits, every other layer windowed."""
+    return _gemma(c, "gemma2", has_qk_norm=False)
+
+
+@family(
+    *("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    model_types=("gemma3_text", "gemma3"),
+    defaults={
+        **SHARED,
+        "query_pre_attn_scalar": 256,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+    },
+    honours=HONOURS,
+)
+def gemma3(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Gemma 3's text model, alone or inside its multimodal wrapper: norms on q and k, two rope bases."""
+    return _gemma(c, "gemma3", has_qk_norm=True)
+
+
+def _gemma(c: Config, name: str, *, has_qk_norm: bool) -> tuple[ModelSpec, NameMap]:
+    scale, cap, each = c["query_pre_attn_scalar"] ** -0.5, c.get("attn_logit_softcapping"), norm(c)
+    ffn = Branch("ffn", mlp(c), each, post_norm=each)
+
+    def layer(kind: str) -> tuple[Branch, Branch]:
+        attention = gqa(c, kind, scale=scale, softcap=cap, qk_norm=each if has_qk_norm else None)
+        return Branch("attn", attention, each, post_norm=each), ffn
+
+    spec = model(
+        c,
+        name,
+        map(layer, c["layer_types"]),
+        embed_scale=c["hidden_size"] ** 0.5,
+        logit_softcap=c.get("final_logit_softcapping"),
+    )
+    names = at(PREFIXES, _names)
+    names["head"] = ("lm_head", "language_model.lm_head")
+    return spec, NameMap(names, ignored=(*IGNORED, *VISION))
+
+
+def _names(prefix: str) -> Rules:
+    layer = f"{prefix}layers.{{i}}"
+    return {
+        "norm.weight": plus_one(f"{prefix}norm.weight"),
+        "layers.{i}.attn.norm.weight": plus_one(f"{layer}.input_layernorm.weight"),
+        "layers.{i}.attn.post_norm.weight": plus_one(f"{layer}.post_attention_layernorm.weight"),
+        "layers.{i}.ffn.norm.weight": plus_one(f"{layer}.pre_feedforward_layernorm.weight"),
+        "layers.{i}.ffn.post_norm.weight": plus_one(f"{layer}.post_feedforward_layernorm.weight"),
+        "layers.{i}.attn.{x}_norm.weight": plus_one(f"{layer}.self_attn.{{x}}_norm.weight"),
+        "embed": f"{prefix}embed_tokens",
+        "layers.{i}.attn.{x}": f"{layer}.self_attn.{{x}}_proj",
+        "layers.{i}.ffn.{x}": f"{layer}.mlp.{{x}}_proj",
+    }

@@ -1,0 +1,278 @@
+"""Bamba, Granite 4, Nemotron-H, Falcon-H1: Mamba2 and attention in one model."""
+
+from __future__ import annotations
+
+import torch
+
+from plait.checkpoint.names import NameMap, Rules
+from plait.errors import UnsupportedModel
+from plait.families.grammar import gqa, mamba2, mlp, model, norm, sigmoid_router
+from plait.families.normalize import LINEAR, Config
+from plait.families.registry import family
+from plait.families.tensors import (
+    IGNORED,
+    attention_tensors,
+    either,
+    ends,
+    expert,
+    expert_half,
+    expert_tensors,
+    half,
+    mamba_tensors,
+    scaled,
+    transformer,
+)
+from plait.spec import Branch, Mixer, Mlp, ModelSpec, Moe, Parallel, Router
+
+L = "model.layers.{i}"
+MAMBA = {
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_n_heads": 128,
+    "hidden_act": "silu",
+}
+
+
+@family(
+    "BambaForCausalLM",
+    model_types=("bamba",),
+    defaults={**MAMBA, "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+)
+def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Bamba: attention in a few layers, Mamba2 in the others, a feed-forward in all."""
+    each = norm(c)
+    mixers = {LINEAR: Branch("ssm", mamba2(c), each)}
+    ffn = Branch("ffn", mlp(c), each)
+    layers = [(mixers.get(kind) or Branch("attn", gqa(c, kind), each), ffn) for kind in c["layer_types"]]
+    names: Rules = {
+        "norm": "model.final_layernorm",
+        "layers.{i}.ssm.norm": f"{L}.input_layernorm",
+        "layers.{i}.ffn.norm": f"{L}.pre_ff_layernorm",
+        "layers.{i}.ffn.{x}": f"{L}.feed_forward.{{x}}_proj",
+        **mamba_tensors("layers.{i}.ssm", f"{L}.mamba"),
+    }
+    return model(c, "bamba", layers), NameMap(names, transformer(), ignored=IGNORED)
+
+
+@family(
+    "GraniteMoeHybridForCausalLM",
+    model_types=("granitemoehybrid",),
+    defaults={
+        **MAMBA,
+        "norm_eps": 1e-6,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "num_experts_per_tok": 2,
+        "position_embedding_type": None,
+    },
+    honours=(
+        *("residual_multiplier", "attention_multiplier", "embedding_multiplier", "logits_scaling"),
+        "position_embedding_type",
+    ),
+)
+def granite_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Granite 4: no positions as a rule; a shared feed-forward, with or without experts beside it."""
+    each, scale = norm(c), c["residual_multiplier"]
+    ssm = Branch("ssm", mamba2(c), each, scale=scale)
+    ffn = Branch("ffn", _granite_ffn(c), each, scale=scale)
+
+    def attention(kind: str) -> Branch:
+        mixer = gqa(c, kind, scale=c["attention_multiplier"], **_granite_positions(c))
+        return Branch("attn", mixer, each, scale=scale)
+
+    layers = [(ssm if kind == LINEAR else attention(kind), ffn) for kind in c["layer_types"]]
+    spec = model(
+        c,
+        "granitemoehybrid",
+        layers,
+        embed_scale=float(c["embedding_multiplier"]),
+        logit_scale=1 / c["logits_scaling"],
+    )
+    return spec, NameMap(_granite_names(c.get("num_experts") or 0), transformer(), ignored=IGNORED)
+
+
+def _granite_positions(c: Config) -> dict[str, None]:
+    kind = c.get("position_embedding_type")
+    if kind in ("rope", "rotary"):
+        return {}
+    if kind in (None, "nope"):
+        return {"rope": None}
+    raise UnsupportedModel(f"position_embedding_type {kind!r} is not known for Granite; known: rope, nope")
+
+
+def _granite_ffn(c: Config) -> Mlp | Moe:
+    shared = mlp(c, c["shared_intermediate_size"])
+    if not c.get("num_experts"):
+        return shared
+    each = mlp(c, c["moe_intermediate_size"])
+    return Moe(c["num_experts"], c["num_experts_per_tok"], each, Router(), shared=shared)
+
+
+def _granite_names(experts: int) -> Rules:
+    ours, moe, one = "layers.{i}.ffn", f"{L}.block_sparse_moe", f"{L}.shared_mlp"
+    shared = f"{ours}.shared" if experts else ours
+    fused = f"{moe}.input_linear.weight"
+    routed: Rules = {
+        f"{ours}.router": f"{moe}.router.layer",
+        f"{ours}.experts.{{e}}.gate.weight": expert_half(0, experts, fused),
+        f"{ours}.experts.{{e}}.up.weight": expert_half(1, experts, fused),
+        f"{ours}.experts.{{e}}.down.weight": expert(experts, f"{moe}.output_linear.weight"),
+    }
+    return {
+        "layers.{i}.ssm.norm": f"{L}.input_layernorm",
+        **mamba_tensors("layers.{i}.ssm", f"{L}.mamba"),
+        **(routed if experts else {}),
+        f"{shared}.gate.weight": half(0, f"{one}.input_linear.weight"),
+        f"{shared}.up.weight": half(1, f"{one}.input_linear.weight"),
+        f"{shared}.down": f"{one}.output_linear",
+    }
+
+
+@family(
+    "NemotronHForCausalLM",
+    model_types=("nemotron_h",),
+    defaults={
+        "norm_eps": 1e-5,
+        "hidden_act": "relu2",
+        "head_dim": 128,
+        "mamba_d_conv": 4,
+        "mamba_chunk_size": 128,
+        "routed_scaling_factor": 1.0,
+    },
+    honours=("sliding_window",),
+)
+def nemotron_h(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Nemotron-H, Nemotron 3: one mixer per layer (Mamba2, attention, MLP or experts), no positions."""
+    if c.get("mamba_hidden_act", "silu") != "silu":
+        raise UnsupportedModel(f"mamba_hidden_act {c['mamba_hidden_act']!r} is not implemented; known: silu")
+    each = norm(c)
+    mixers = {kind: _nemotron_mixer(c, kind) for kind in dict.fromkeys(c["layer_types"])}
+    layers = [(Branch("mix", mixers[kind], each),) for kind in c["layer_types"]]
+    prefixes = ("backbone.", "model.")
+    names = either(*(_nemotron_names(p, c.get("num_experts") or 0) for p in prefixes))
+    ignored = (*IGNORED, r"^mtp\.")  # layers that guess a second token; the model is whole without them
+    return model(c, "nemotron_h", layers), NameMap(names, ignored=ignored)
+
+
+def _nemotron_mixer(c: Config, kind: str) -> Mixer:
+    def plain(size: int) -> Mlp:
+        return Mlp(size, c["hidden_act"], gated=False)
+
+    match kind:
+        case "linear_attention":
+            return mamba2(c)
+        case "mlp":
+            return plain(c["intermediate_size"])
+        case "moe":
+            shared = c.get("num_shared_experts", 1)
+            both = plain(c["shared_intermediate_size"] * shared) if shared else None
+            return Moe(
+                c["num_experts"],
+                c["num_experts_per_tok"],
+                plain(c["moe_intermediate_size"]),
+                sigmoid_router(c),
+                shared=both,
+            )
+        case _:
+            return gqa(c, kind, rope=None, window=c.get("sliding_window"))
+
+
+def _nemotron_names(prefix: str, experts: int) -> Rules:
+    ours, layer = "layers.{i}.mix", f"{prefix}layers.{{i}}"
+    mixer = f"{layer}.mixer"
+    return {
+        "embed": (f"{prefix}embeddings", f"{prefix}embed_tokens"),
+        "norm": f"{prefix}norm_f",
+        "head": "lm_head",
+        f"{ours}.norm": f"{layer}.norm",
+        **mamba_tensors(ours, mixer),
+        f"{ours}.router_bias": f"{mixer}.gate.e_score_correction_bias",
+        f"{ours}.router": f"{mixer}.gate",
+        **(expert_tensors(ours, mixer, experts, gated=False) if experts else {}),
+        f"{ours}.shared.{{x}}": f"{mixer}.shared_experts.{{x}}_proj",
+        f"{ours}.{{x}}": f"{mixer}.{{x}}_proj",
+    }
+
+
+MULTIPLIERS = {
+    "embedding_multiplier": 1.0,
+    "lm_head_multiplier": 1.0,
+    "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 1.0,
+    "key_multiplier": 1.0,
+    "ssm_in_multiplier": 1.0,
+    "ssm_out_multiplier": 1.0,
+    "mlp_multipliers": [1.0, 1.0],
+    "ssm_multipliers": [1.0] * 5,
+}
+
+
+@family(
+    "FalconH1ForCausalLM",
+    model_types=("falcon_h1",),
+    defaults={
+        **MAMBA,
+        **MULTIPLIERS,
+        "norm_eps": 1e-5,
+        "mamba_rms_norm": False,
+        "mamba_norm_before_gate": True,
+    },
+    honours=(*MULTIPLIERS, "mamba_rms_norm"),
+)
+def falcon_h1(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Falcon-H1: attention and Mamba2 side by side in every layer.
+
+    Every muP multiplier is a constant on a linear map, so all of them fold into scales and weights here.
+    """
+    if c.get("attention_bias"):
+        raise UnsupportedModel(
+            "attention_bias = true is not implemented for Falcon-H1: multipliers cannot fold"
+        )
+    each, into = norm(c), c["attention_in_multiplier"]
+    inner = c.get("mamba_d_ssm") or c["mamba_expand"] * c["hidden_size"]
+    c["mamba_d_head"] = inner // c["mamba_n_heads"]
+    attn = gqa(c, scale=c["head_dim"] ** -0.5 * into**2 * c["key_multiplier"])
+    gated = each if c["mamba_rms_norm"] else None
+    ssm = mamba2(c, gated_norm=gated, norm_before_gate=bool(c["mamba_norm_before_gate"]))
+    layer = (
+        Branch("mix", Parallel({"attn": attn, "ssm": ssm}), each),
+        Branch("ffn", mlp(c), each),
+    )
+    spec = model(
+        c,
+        "falcon_h1",
+        [layer] * c["num_hidden_layers"],
+        embed_scale=float(c["embedding_multiplier"]),
+        logit_scale=float(c["lm_head_multiplier"]),
+    )
+    return spec, NameMap(_falcon_names(c, inner), ends(), ignored=(*IGNORED, r"\.mup_vector$"))
+
+
+def _falcon_names(c: Config, inner: int) -> Rules:
+    attention, ssm, ffn = f"{L}.self_attn", f"{L}.mamba", f"{L}.feed_forward"
+    gate, down = c["mlp_multipliers"]
+    width = c["mamba_n_groups"] * c["mamba_d_state"]
+    parts = torch.tensor([inner, inner, width, width, c["mamba_n_heads"]])  # z, x, B, C, dt
+    by_row = torch.tensor(c["ssm_multipliers"], dtype=torch.float32).repeat_interleave(parts)
+    out = c["attention_in_multiplier"] * c["attention_out_multiplier"]
+    return {
+        "norm": "model.final_layernorm",
+        "layers.{i}.mix.norm": f"{L}.input_layernorm",
+        "layers.{i}.ffn.norm": f"{L}.pre_ff_layernorm",
+        "layers.{i}.mix.attn.o.weight": scaled(out, f"{attention}.o_proj.weight"),
+        **attention_tensors("layers.{i}.mix.attn", attention),
+        "layers.{i}.mix.ssm.in.weight": scaled(by_row * c["ssm_in_multiplier"], f"{ssm}.in_proj.weight"),
+        "layers.{i}.mix.ssm.in.bias": scaled(by_row, f"{ssm}.in_proj.bias"),
+        "layers.{i}.mix.ssm.out.weight": scaled(c["ssm_out_multiplier"], f"{ssm}.out_proj.weight"),
+        "layers.{i}.mix.ssm.out.bias": scaled(c["ssm_out_multiplier"], f"{ssm}.out_proj.bias"),
+        **mamba_tensors("layers.{i}.mix.ssm", ssm),
+        "layers.{i}.ffn.gate.weight": scaled(gate, f"{ffn}.gate_proj.weight"),
+        "layers.{i}.ffn.gate.bias": scaled(gate, f"{ffn}.gate_proj.bias"),
+        "layers.{i}.ffn.down.weight": scaled(down, f"{ffn}.down_proj.weight"),
+        "layers.{i}.ffn.down.bias": scaled(down, f"{ffn}.down_proj.bias"),
+        "layers.{i}.ffn.up": f"{ffn}.up_proj",
+    }

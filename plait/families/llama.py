@@ -1,0 +1,62 @@
+"""Llama, Mistral, Qwen: attention and a gated feed-forward in every layer."""
+
+from __future__ import annotations
+
+from plait.checkpoint.names import NameMap
+from plait.families.grammar import gqa, mlp, model, norm
+from plait.families.normalize import Config
+from plait.families.registry import family
+from plait.families.tensors import IGNORED, transformer
+from plait.spec import Branch, ModelSpec, Norm
+
+
+@family(
+    *("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM"),
+    model_types=("llama", "mistral", "ministral"),
+    defaults={"norm_eps": 1e-6, "hidden_act": "silu"},
+    honours=("sliding_window",),
+)
+def llama(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Llama 2 and 3, CodeLlama, SmolLM2; Mistral and Ministral, whose windows the layer types tell."""
+    return _dense(c, "llama")
+
+
+@family(
+    "Qwen2ForCausalLM",
+    model_types=("qwen2",),
+    defaults={
+        "norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "window_layers": "last",
+        "max_window_layers": 28,
+    },
+    honours=("sliding_window",),
+)
+def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Qwen2, 2.5: Llama with biases on q, k and v, which the checkpoint shows."""
+    return _dense(c, "qwen2")
+
+
+@family(
+    "Qwen3ForCausalLM",
+    model_types=("qwen3",),
+    defaults={
+        "norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "head_dim": 128,
+        "use_sliding_window": False,
+        "window_layers": "last",
+        "max_window_layers": 28,
+    },
+    honours=("sliding_window",),
+)
+def qwen3(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Qwen3: a norm on every head of q and k."""
+    return _dense(c, "qwen3", norm(c))
+
+
+def _dense(c: Config, name: str, qk_norm: Norm | None = None) -> tuple[ModelSpec, NameMap]:
+    ffn = Branch("ffn", mlp(c), norm(c))
+    layers = [(Branch("attn", gqa(c, kind, qk_norm=qk_norm), norm(c)), ffn) for kind in c["layer_types"]]
+    return model(c, name, layers), NameMap(transformer(), ignored=IGNORED)

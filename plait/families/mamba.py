@@ -1,0 +1,91 @@
+"""Mamba2 alone: transformers' layout, the state-spaces project's own, and Codestral Mamba."""
+
+from __future__ import annotations
+
+from plait.checkpoint.names import NameMap, Rules
+from plait.errors import UnsupportedModel
+from plait.families.grammar import mamba2, model, norm
+from plait.families.normalize import Config
+from plait.families.registry import family
+from plait.families.tensors import IGNORED, at, mamba_tensors
+from plait.spec import Branch, ModelSpec, Norm
+
+# transformers, state-spaces, and Mistral's own files of Codestral Mamba
+PREFIXES = ("backbone.", "model.backbone.")
+
+
+@family(
+    "Mamba2ForCausalLM",
+    model_types=("mamba2",),
+    defaults={"norm_eps": 1e-5, "mamba_d_conv": 4, "mamba_d_state": 128, "mamba_n_groups": 8, "head_dim": 64},
+)
+def mamba2_only(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Mamba2 in transformers' words; Codestral Mamba is one of them."""
+    if c.get("hidden_act", "silu") != "silu":
+        raise UnsupportedModel(f"hidden_act {c['hidden_act']!r} is not implemented for Mamba2; known: silu")
+    c.setdefault("mamba_n_heads", c["num_heads"])
+    c["mamba_d_head"] = c["head_dim"]
+    return _mamba(c)
+
+
+@family(
+    "MambaLMHeadModel",
+    defaults={"norm_eps": 1e-5, "rms_norm": True, "tie_embeddings": True, "pad_vocab_size_multiple": 8},
+)
+def state_spaces(c: Config) -> tuple[ModelSpec, NameMap]:
+    """state-spaces' own config: sizes in `ssm_cfg`, a vocabulary padded up to a multiple."""
+    ssm = {**DEFAULTS, **c["ssm_cfg"]}
+    if unknown := sorted(set(ssm) - set(DEFAULTS) - TRAINING):
+        raise UnsupportedModel(f"ssm_cfg has {unknown}, which are not known; known: {', '.join(DEFAULTS)}")
+    if ssm["layer"] != "Mamba2" or not c["rms_norm"] or not ssm["rmsnorm"]:
+        raise UnsupportedModel(
+            f"ssm_cfg.layer = {ssm['layer']!r}, rms_norm = {c['rms_norm']}: only Mamba2 with RMS norms is "
+            "known in the state-spaces format"
+        )
+    inner = ssm["d_ssm"] or ssm["expand"] * c["hidden_size"]
+    multiple = c.get("pad_vocab_size_multiple") or 1
+    c |= {
+        "mamba_n_heads": inner // ssm["headdim"],
+        "mamba_d_head": ssm["headdim"],
+        "mamba_d_state": ssm["d_state"],
+        "mamba_n_groups": ssm["ngroups"],
+        "mamba_d_conv": ssm["d_conv"],
+        "mamba_chunk_size": ssm["chunk_size"],
+        "time_step_limit": ssm["dt_limit"],
+        "vocab_size": -(-c["vocab_size"] // multiple) * multiple,
+        "tie_word_embeddings": c.get("tie_word_embeddings", c["tie_embeddings"]),
+    }
+    return _mamba(c, norm_before_gate=bool(ssm["norm_before_gate"]))
+
+
+DEFAULTS = {
+    "layer": "Mamba1",
+    "d_state": 128,
+    "d_conv": 4,
+    "expand": 2,
+    "headdim": 64,
+    "ngroups": 1,
+    "d_ssm": None,
+    "rmsnorm": True,
+    "norm_before_gate": False,
+    "chunk_size": 256,
+    "dt_limit": (0.0, float("inf")),
+}
+TRAINING = {"dt_min", "dt_max", "dt_init_floor", "A_init_range", "conv_init", "bias", "conv_bias"}
+
+
+def _mamba(c: Config, *, norm_before_gate: bool = False) -> tuple[ModelSpec, NameMap]:
+    ssm = mamba2(c, gated_norm=Norm(c["norm_eps"]), norm_before_gate=norm_before_gate)
+    layer = (Branch("ssm", ssm, norm(c)),)
+    names = at(PREFIXES, _names)
+    names["head"] = ("lm_head", "model.lm_head")
+    return model(c, "mamba2", [layer] * c["num_hidden_layers"]), NameMap(names, ignored=IGNORED)
+
+
+def _names(prefix: str) -> Rules:
+    return {
+        "embed": (f"{prefix}embeddings", f"{prefix}embedding"),
+        "norm": f"{prefix}norm_f",
+        "layers.{i}.ssm.norm": f"{prefix}layers.{{i}}.norm",
+        **mamba_tensors("layers.{i}.ssm", f"{prefix}layers.{{i}}.mixer"),
+    }

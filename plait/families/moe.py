@@ -1,0 +1,93 @@
+"""Mixtral, Qwen2-MoE, Qwen3-MoE: Llama whose feed-forward is a mixture of experts."""
+
+from __future__ import annotations
+
+from plait.checkpoint.names import NameMap, Rules
+from plait.families.grammar import gqa, mlp, model, norm, softmax_moe
+from plait.families.normalize import Config
+from plait.families.registry import family
+from plait.families.tensors import IGNORED, either, expert_tensors, transformer
+from plait.spec import Branch, ModelSpec, Moe, Norm
+
+FFN, MLP = "layers.{i}.ffn", "model.layers.{i}.mlp"
+
+
+@family(
+    "MixtralForCausalLM",
+    model_types=("mixtral",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e6, "num_experts_per_tok": 2},
+    honours=("sliding_window",),
+)
+def mixtral(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Mixtral: experts in every layer, their weights summing to one."""
+    theirs = "model.layers.{i}.block_sparse_moe"
+    w = f"{theirs}.experts.{{e}}"
+    names: Rules = {
+        f"{FFN}.router": (f"{theirs}.gate", f"{MLP}.gate"),
+        **either(
+            {
+                f"{FFN}.experts.{{e}}.gate.weight": f"{w}.w1.weight",
+                f"{FFN}.experts.{{e}}.up.weight": f"{w}.w3.weight",
+                f"{FFN}.experts.{{e}}.down.weight": f"{w}.w2.weight",
+            },
+            expert_tensors(FFN, MLP, c["num_experts"]),
+            expert_tensors(FFN, theirs, c["num_experts"]),
+        ),
+    }
+    return _sparse(c, "mixtral", softmax_moe(c), None, names)
+
+
+@family(
+    "Qwen2MoeForCausalLM",
+    model_types=("qwen2_moe",),
+    defaults={
+        "norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "norm_topk_prob": False,
+        "use_sliding_window": False,
+        "window_layers": "alternate",
+        "max_window_layers": 28,
+    },
+    honours=("sliding_window",),
+)
+def qwen2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Qwen2-MoE: a shared expert, weighed by a sigmoid of the token; biases on q, k and v."""
+    moe = softmax_moe(c, shared=mlp(c, c["shared_intermediate_size"]), shared_gate=True)
+    names: Rules = {
+        **_qwen_experts(c),
+        f"{FFN}.shared_gate": f"{MLP}.shared_expert_gate",
+        f"{FFN}.shared.{{x}}": f"{MLP}.shared_expert.{{x}}_proj",
+    }
+    return _sparse(c, "qwen2_moe", moe, None, names)
+
+
+@family(
+    "Qwen3MoeForCausalLM",
+    model_types=("qwen3_moe",),
+    defaults={
+        "norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "head_dim": 128,
+        "norm_topk_prob": False,
+        "use_sliding_window": False,
+    },
+    honours=("sliding_window",),
+)
+def qwen3_moe(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Qwen3-MoE: a norm on every head of q and k; no shared expert."""
+    return _sparse(c, "qwen3_moe", softmax_moe(c), norm(c), _qwen_experts(c))
+
+
+def _qwen_experts(c: Config) -> Rules:
+    return {f"{FFN}.router": f"{MLP}.gate", **expert_tensors(FFN, MLP, c["num_experts"])}
+
+
+def _sparse(c: Config, name: str, moe: Moe, qk_norm: Norm | None, names: Rules) -> tuple[ModelSpec, NameMap]:
+    ffn = {"sparse": Branch("ffn", moe, norm(c))}
+    if "dense" in c["mlp_layer_types"]:
+        ffn["dense"] = Branch("ffn", mlp(c), norm(c))
+    layers = [
+        (Branch("attn", gqa(c, kind, qk_norm=qk_norm), norm(c)), ffn[sort])
+        for kind, sort in zip(c["layer_types"], c["mlp_layer_types"], strict=True)
+    ]
+    return model(c, name, layers), NameMap(names, transformer(), ignored=IGNORED)

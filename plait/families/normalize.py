@@ -1,0 +1,282 @@
+"""One vocabulary for every config.json: nested, old and new keys become one flat dict. No torch.
+
+What comes out (besides every key that went in): `hidden_size num_hidden_layers vocab_size norm_eps hidden_act
+num_attention_heads num_key_value_heads head_dim sliding_window max_position_embeddings`; `rope_parameters`,
+one dict per kind of attention layer; `layer_types`, one word per layer; and for mixtures of experts
+`num_experts num_experts_per_tok moe_intermediate_size mlp_layer_types`. Keys that change the arithmetic and
+that nobody honours are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from plait.errors import UnsupportedModel
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+LAYER_WORDS = {
+    FULL: FULL,
+    "attention": FULL,
+    SLIDING: SLIDING,
+    LINEAR: LINEAR,
+    "mamba": LINEAR,
+    "mamba2": LINEAR,
+    "mlp": "mlp",
+    "moe": "moe",
+    "hybrid": "hybrid",
+}
+PATTERN_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # Nemotron-H
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+ROPE_KINDS = ("default", "divisors", "dynamic", "linear", "llama3", "longrope", "yarn")
+ROPE_KEYS = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor", "truncate"),
+    *("original_max_position_embeddings", "max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
+    *("mscale_all_dim", "low_freq_factor", "high_freq_factor", "long_factor", "short_factor", "divisors"),
+    "finetuned",
+}
+NESTS = ("text_config", "llm_config", "language_config")
+
+# Ours -> what else it is called; the first that is there and not null is taken.
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": ("d_model", "n_embd"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "max_position_embeddings": ("max_seq_len", "n_positions"),
+    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
+    "hidden_act": ("hidden_activation", "mlp_hidden_act", "activation_function"),
+    "layer_types": ("layers_block_type",),
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
+    "moe_intermediate_size": ("expert_ffn_hidden_size",),
+    "norm_topk_prob": ("moe_renormalize",),
+    "routed_scaling_factor": ("route_scale", "router_scaling_factor", "moe_routed_scaling_factor"),
+    "num_shared_experts": ("n_shared_experts", "moe_num_shared_experts"),
+    "shared_intermediate_size": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    "mamba_n_heads": ("mamba_num_heads", "n_mamba_heads"),
+    "mamba_d_head": ("mamba_head_dim",),
+    "mamba_d_state": ("ssm_state_size", "state_size"),
+    "mamba_n_groups": ("mamba_ngroups", "n_groups"),
+    "mamba_d_conv": ("conv_kernel",),
+    "mamba_chunk_size": ("chunk_size",),
+    "time_step_limit": ("mamba_dt_limit",),
+}
+
+# What a key may hold without changing the arithmetic of a family that has never heard of it.
+_NO: tuple[Any, ...] = (None, False, 0, 0.0, [], {})
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            *("attention_chunk_size", "clip_qkv", "attn_output_gate", "attn_logit_softcapping", "alibi"),
+            *("final_logit_softcapping", "logits_soft_cap", "use_qk_norm", "qk_norm", "qk_layernorm"),
+            *("no_rope_layers", "no_rope_layer_interval", "nope_layer_interval", "num_kv_shared_layers"),
+            *("use_bidirectional_attention", "per_layer_config", "hidden_size_per_layer_input"),
+            *("dual_chunk_attention_config", "attention_sink_bias", "moe_latent_size", "index_topk"),
+            *("linear_attn_config", "use_parallel_residual", "parallel_attn", "swiglu_limit", "hc_mult"),
+            *(
+                "query_pre_attn_scalar",
+                "sliding_window",
+                "mamba_rms_norm",
+                "attn_layer_idx",
+                "d_intermediate",
+            ),
+            *("add_cross_attention", "scale_depth", "dim_model_base", "rotary_emb_fraction", "mamba_layers"),
+        ),
+        _NO,
+    ),
+    **dict.fromkeys(
+        (
+            *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+            *("logit_scale", "scale_emb", "lm_head_multiplier", "attention_in_multiplier", "key_multiplier"),
+            *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
+        ),
+        (None, 1, 1.0),
+    ),
+    "mlp_multipliers": (None, [1.0, 1.0]),
+    "ssm_multipliers": (None, [1.0] * 5),
+    "position_embedding_type": (None, "rope", "rotary"),
+}
+
+
+class IncompleteConfig(UnsupportedModel):
+    """A value the family needs that neither config.json nor the tensors gave."""
+
+
+class Config(dict[str, Any]):
+    """A normalised config. Asking for what is not there raises IncompleteConfig, which names the key."""
+
+    def __missing__(self, key: str) -> Any:
+        raise IncompleteConfig(
+            f"config.json does not say {key!r}, which this model needs; give it with --set {key}=VALUE"
+        )
+
+
+def normalize(
+    config: Mapping[str, Any], defaults: Mapping[str, Any] = NOTHING, honours: Collection[str] = ()
+) -> Config:
+    """A raw config, in the one vocabulary of this module's docstring.
+
+    defaults: the family's values of absent keys; honours: the keys of NEUTRAL it takes care of. Raises
+    UnsupportedModel for a word that is not known or a key that nobody honours.
+    """
+    flat = flatten(config)
+    _refuse(flat, honours)
+    c = Config({k: v for k, v in flat.items() if v is not None or k in defaults})
+    for ours, others in ALIASES.items():
+        _alias(c, ours, others)
+    for key, value in defaults.items():
+        c.setdefault(key, value)
+    if not c.get("use_sliding_window", True):
+        c["sliding_window"] = None
+    _heads(c)
+    if "hidden_act" in c:
+        c["hidden_act"] = _word(c["hidden_act"], ACTIVATIONS, "hidden_act")
+    c["rope_parameters"] = _rope(c)
+    c["layer_types"] = _layer_types(c)
+    if c.get("num_experts"):
+        c.setdefault("moe_intermediate_size", c.get("intermediate_size"))
+        c["mlp_layer_types"] = _mlp_layer_types(c)
+    return c
+
+
+def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The text model's keys at the top: a nested text config wins, except for what names the whole model."""
+    flat = {k: _plain(v) for k, v in config.items()}
+    for nest in NESTS:
+        if isinstance(inner := flat.get(nest), dict):
+            kept = {k: v for k, v in flat.items() if k not in NESTS}
+            named = ("architectures", "quantization_config", "tie_word_embeddings")
+            flat = {**kept, **inner, **{k: kept[k] for k in named if kept.get(k) is not None}}
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity; some configs spell it {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _refuse(flat: Mapping[str, Any], honours: Collection[str]) -> None:
+    if flat.get("use_sliding_window") is False:
+        honours = {*honours, "sliding_window"}
+    for key, neutral in NEUTRAL.items():
+        if key in flat and key not in honours and flat[key] not in neutral:
+            name = flat.get("model_type") or flat.get("architectures")
+            raise UnsupportedModel(
+                f"the config has {key} = {flat[key]!r}, which is not implemented for {name}; "
+                f"if the model is right without it, say so with --set {key}=null"
+            )
+
+
+def _alias(c: Config, ours: str, others: tuple[str, ...]) -> None:
+    if c.get(ours) is None:
+        found = next((c[o] for o in others if c.get(o) is not None), None)
+        if found is not None:
+            c[ours] = found
+
+
+def _word(value: Any, known: Mapping[str, str], key: str) -> str:
+    if value not in known:
+        raise UnsupportedModel(f"{key} {value!r} is not known; known: {', '.join(known)}")
+    return known[value]
+
+
+def _heads(c: Config) -> None:
+    heads = c.get("num_attention_heads")
+    if heads is None:
+        return
+    if c.get("num_key_value_heads") is None:
+        c["num_key_value_heads"] = heads
+    if isinstance(c["num_key_value_heads"], list):
+        raise UnsupportedModel("num_key_value_heads that differ from layer to layer are not implemented")
+    if c.get("head_dim") is None and "hidden_size" in c:
+        c["head_dim"] = c["hidden_size"] // heads
+
+
+def _rope(c: Config) -> dict[str, dict[str, Any]]:
+    """One set of rope parameters per kind of attention layer."""
+    given, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
+    nested = {k: v for k, v in given.items() if isinstance(v, dict)}
+    if nested:
+        return {_word(k, LAYER_WORDS, "rope_parameters"): _rope_kind(c, v) for k, v in nested.items()}
+    full = _rope_kind(c, {**old, **given})
+    if (local := c.get("rope_local_base_freq")) is not None:  # Gemma 3: scaling is for full layers only
+        return {FULL: full, SLIDING: _rope_kind(c, {"rope_theta": local})}
+    return {FULL: full, SLIDING: full}
+
+
+def _rope_kind(c: Config, given: Mapping[str, Any]) -> dict[str, Any]:
+    if unknown := sorted(set(given) - ROPE_KEYS):
+        raise UnsupportedModel(
+            f"rope parameters {unknown} are not known; known: {', '.join(sorted(ROPE_KEYS))}"
+        )
+    p = {k: v for k, v in given.items() if v is not None and k != "type"}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    p["rope_type"] = _word("longrope" if kind == "su" else kind, {k: k for k in ROPE_KINDS}, "rope_type")
+    p.setdefault("rope_theta", c.get("rope_theta") or 10_000.0)
+    p.setdefault("partial_rotary_factor", c.get("partial_rotary_factor") or c.get("rotary_pct") or 1.0)
+    if p["rope_type"] not in ("default", "linear", "divisors"):
+        longest = c.get("max_position_embeddings")
+        p.setdefault("max_position_embeddings", longest)
+        p.setdefault("original_max_position_embeddings", c.get("original_max_position_embeddings") or longest)
+    return p
+
+
+def _layer_types(c: Config) -> list[str]:
+    """What mixes in each layer, from whichever key says so."""
+    if words := c.get("layer_types"):
+        kinds = [_word(w, LAYER_WORDS, "layer_types") for w in words]
+    elif pattern := c.get("hybrid_override_pattern"):
+        kinds = [_word(letter, PATTERN_LETTERS, "hybrid_override_pattern") for letter in pattern]
+    else:
+        kinds = [_layer_kind(c, i) for i in range(c["num_hidden_layers"])]
+    if "num_hidden_layers" in c and len(kinds) != c["num_hidden_layers"]:
+        raise UnsupportedModel(
+            f"the config names {len(kinds)} layer types for {c['num_hidden_layers']} layers; they must agree"
+        )
+    return kinds
+
+
+def _layer_kind(c: Config, i: int) -> str:
+    if (attention := c.get("attn_layer_indices")) is not None:
+        return FULL if i in attention else LINEAR
+    if not c.get("sliding_window"):
+        return FULL
+    if period := c.get("sliding_window_pattern"):
+        return SLIDING if (i + 1) % period else FULL
+    match c.get("window_layers", "all"):
+        case "last":  # Qwen2, Qwen3
+            return SLIDING if i >= c["max_window_layers"] else FULL
+        case "alternate":  # Qwen2-MoE
+            return SLIDING if i % 2 == 0 and i < c["max_window_layers"] else FULL
+        case _:
+            return SLIDING
+
+
+def _mlp_layer_types(c: Config) -> list[str]:
+    if given := c.get("mlp_layer_types"):
+        return [_word(w, {"dense": "dense", "sparse": "sparse"}, "mlp_layer_types") for w in given]
+    count = len(c["layer_types"])
+    if isinstance(frequency := c.get("moe_layer_freq"), list):
+        return ["sparse" if flag else "dense" for flag in frequency[:count]]
+    return ["sparse" if _is_sparse(c, i, frequency or 1) else "dense" for i in range(count)]
+
+
+def _is_sparse(c: Config, i: int, frequency: int) -> bool:
+    if i < (c.get("first_k_dense_replace") or c.get("num_dense_layers") or 0) or i % frequency:
+        return False
+    return i not in (c.get("mlp_only_layers") or ()) and (i + 1) % (c.get("decoder_sparse_step") or 1) == 0

@@ -1,0 +1,142 @@
+"""The tables and recipes that families share: whose tensor is ours, and what undoes another's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from plait.checkpoint.names import Derived, Rules, Source
+from plait.quant.weight import Weight, as_tensor, take_rows
+
+Stored = Tensor | Weight
+
+
+def scaled(factor: float | Tensor, source: str) -> Derived:
+    """The tensor times a number (or one number per row), in its own dtype. A quantized weight is decoded."""
+
+    def times(w: Stored, **_: str) -> Tensor:
+        numbers = as_tensor(w)
+        by = factor
+        if isinstance(by, Tensor):
+            by = by.to(numbers.device)[:, None] if numbers.ndim == 2 else by.to(numbers.device)
+        return (numbers.float() * by).to(numbers.dtype)
+
+    return Derived(times, (source,))
+
+
+def plus_one(source: str) -> Derived:
+    """Gemma stores w and multiplies by 1 + w."""
+    return Derived(lambda w, **_: as_tensor(w).float() + 1, (source,))
+
+
+def negative_exp(source: str) -> Derived:
+    """A = -exp(A_log)."""
+    return Derived(lambda w, **_: -as_tensor(w).float().exp(), (source,))
+
+
+def flat(source: str) -> Derived:
+    """One number per channel, however many dimensions the file gives it."""
+    return Derived(lambda w, **_: as_tensor(w).flatten(), (source,))
+
+
+def conv(source: str) -> Derived:
+    """A depthwise kernel [C, 1, K] or [C, K] as [C, K]."""
+    return Derived(lambda w, **_: as_tensor(w).flatten(1), (source,))
+
+
+def half(index: int, source: str) -> Derived:
+    """gate (0) or up (1) of a fused gate_up, whose first rows are the gate's."""
+    return Derived(lambda w, **_: _half(w, index), (source,))
+
+
+def expert(count: int, source: str) -> Derived:
+    """One expert of `count` stacked ones."""
+    return Derived(lambda w, e, **_: _expert(w, int(e), count), (source,))
+
+
+def expert_half(index: int, count: int, source: str) -> Derived:
+    """gate (0) or up (1) of one expert of a stack [count, 2 size, hidden]."""
+    return Derived(lambda w, e, **_: _half(_expert(w, int(e), count), index), (source,))
+
+
+def _half(w: Stored, index: int) -> Stored:
+    size = w.shape[0] // 2
+    return take_rows(w, index * size, (index + 1) * size)
+
+
+def _expert(w: Stored, e: int, count: int) -> Stored:
+    """A stack is [count, rows, cols], or [count * rows, cols] where the storage only knows matrices."""
+    if isinstance(w, Tensor) and w.ndim == 3:
+        return w[e]
+    rows = w.shape[0] // count
+    return take_rows(w, e * rows, (e + 1) * rows)
+
+
+def either(*tables: Rules) -> dict[str, tuple[Source, ...]]:
+    """The same model stored in several ways: every rule lists one alternative per table."""
+    keys = dict.fromkeys(key for table in tables for key in table)
+    return {key: tuple(s for t in tables if key in t for s in _choices(t[key])) for key in keys}
+
+
+def _choices(target: Source | tuple[Source, ...]) -> tuple[Source, ...]:
+    return target if isinstance(target, tuple) else (target,)
+
+
+def at(prefixes: tuple[str, ...], table: Callable[[str], Rules]) -> dict[str, tuple[Source, ...]]:
+    """A table whose names all begin with one of several prefixes."""
+    return either(*(table(prefix) for prefix in prefixes))
+
+
+def mamba_tensors(ours: str, theirs: str) -> dict[str, Source]:
+    """A Mamba2 mixer as every Hugging Face family stores it."""
+    return {
+        f"{ours}.in": f"{theirs}.in_proj",
+        f"{ours}.out": f"{theirs}.out_proj",
+        f"{ours}.conv.weight": conv(f"{theirs}.conv1d.weight"),
+        f"{ours}.conv.bias": f"{theirs}.conv1d.bias",
+        f"{ours}.A": negative_exp(f"{theirs}.A_log"),
+        f"{ours}.D": f"{theirs}.D",
+        f"{ours}.dt_bias": f"{theirs}.dt_bias",
+        f"{ours}.gated_norm": f"{theirs}.norm",
+    }
+
+
+def expert_tensors(
+    ours: str, theirs: str, count: int, *, gated: bool = True
+) -> dict[str, tuple[Source, ...]]:
+    """Experts one by one, or stacked as transformers 5 keeps them: gate_up_proj [E, 2 size, hidden]."""
+    one, many = f"{theirs}.experts.{{e}}", f"{theirs}.experts"
+    up = expert_half(1, count, f"{many}.gate_up_proj") if gated else expert(count, f"{many}.up_proj")
+    names: dict[str, tuple[Source, ...]] = {
+        f"{ours}.experts.{{e}}.up.weight": (f"{one}.up_proj.weight", up),
+        f"{ours}.experts.{{e}}.down.weight": (f"{one}.down_proj.weight", expert(count, f"{many}.down_proj")),
+    }
+    if gated:
+        stacked = expert_half(0, count, f"{many}.gate_up_proj")
+        names[f"{ours}.experts.{{e}}.gate.weight"] = (f"{one}.gate_proj.weight", stacked)
+    return names
+
+
+def ends(prefix: str = "model.", head: str = "lm_head") -> dict[str, Source]:
+    """Embedding, last norm and head."""
+    return {"embed": f"{prefix}embed_tokens", "norm": f"{prefix}norm", "head": head}
+
+
+def attention_tensors(ours: str, theirs: str) -> dict[str, Source]:
+    return {f"{ours}.{{x}}_norm": f"{theirs}.{{x}}_norm", f"{ours}.{{x}}": f"{theirs}.{{x}}_proj"}
+
+
+def transformer(prefix: str = "model.", head: str = "lm_head") -> dict[str, Source]:
+    """The names that Llama gave to everybody: attention, feed-forward, two norms."""
+    layer = f"{prefix}layers.{{i}}"
+    return {
+        **ends(prefix, head),
+        "layers.{i}.attn.norm": f"{layer}.input_layernorm",
+        "layers.{i}.ffn.norm": f"{layer}.post_attention_layernorm",
+        **attention_tensors("layers.{i}.attn", f"{layer}.self_attn"),
+        "layers.{i}.ffn.{x}": f"{layer}.mlp.{{x}}_proj",
+    }
+
+
+IGNORED = (r"\.rotary_emb\.inv_freq$", r"\.attn\.masked_bias$")
