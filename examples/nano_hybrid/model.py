@@ -152,7 +152,7 @@ class Mamba2Mixer(nn.Module):
         gate, mixed, dt = self.in_proj(hidden).split(parts, -1)
         mixed = F.silu(self.conv1d(mixed.transpose(1, 2))[..., :time].transpose(1, 2))
         x, b, c = mixed.split((config.inner_size, config.mamba2_state_size, config.mamba2_state_size), -1)
-        # The clamp cuts the gradient: passed straight through, it drives dt far outside and training diverges.
+        # The clamp cuts the gradient: passed straight through, it drives dt far out and training diverges.
         dt = F.softplus(dt.float() + self.dt_bias).clamp(*DT_RANGE)
         x = x.unflatten(-1, (config.mamba2_num_heads, config.mamba2_head_dim))
         a = -self.A_log.float().exp()
