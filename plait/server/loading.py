@@ -12,6 +12,8 @@ from plait.server.problems import NotReady
 if TYPE_CHECKING:
     from plait.engine.front import Front
 
+TOTALS = frozenset({"num_steps", "num_prompt_tokens", "num_output_tokens"})
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -54,13 +56,19 @@ class Loading:
         return self.front
 
     def health(self) -> tuple[int, Mapping[str, Any]]:
-        """The HTTP status of /health and its body."""
+        """The HTTP status of /health and its body: `engine` is as it is now, `totals` only grow."""
         if self.stopping:
             return 503, {"status": "stopping"}
         if self.front is None:
             progress = self.progress
             shown = {"text": progress.text, "done": progress.done, "total": progress.total}
             return 503, {"status": "loading", "progress": shown}
-        if not self.front.healthy:
-            return 503, {"status": "unhealthy", "engine": dict(self.front.stats())}
-        return 200, {"status": "ok", "engine": dict(self.front.stats())}
+        stats = self.front.stats()
+        now = {name: value for name, value in stats.items() if name not in TOTALS}
+        totals = {name: value for name, value in stats.items() if name in TOTALS}
+        healthy = self.front.healthy
+        return 200 if healthy else 503, {
+            "status": "ok" if healthy else "unhealthy",
+            "engine": now,
+            "totals": totals,
+        }

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 ASK: Any = [{"role": "user", "content": "Say something with é and 漢字."}]
 
 
-def test_a_response_has_every_required_key(client: Any) -> None:
+def test_a_chat_response_has_every_required_key(client: Any) -> None:
     found = client.chat(max_tokens=5).json
     assert found["id"].startswith("chatcmpl-")
     assert found["id"].replace("-", "").isalnum()

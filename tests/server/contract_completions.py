@@ -17,7 +17,7 @@ def text_of(answer: Any) -> str:
     return found
 
 
-def test_a_response_has_every_required_key(client: Any) -> None:
+def test_a_completion_has_every_required_key(client: Any) -> None:
     found = client.complete(max_tokens=4).json
     assert found["object"] == "text_completion"
     assert found["id"].startswith("cmpl-")

@@ -61,7 +61,8 @@ def test_health_says_how_far_loading_is() -> None:
         assert client.get("/version").status == 200
         may_go_on.set()
         assert wait_until(lambda: client.get("/health").status == 200)
-        assert client.get("/health").json == {"status": "ok", "engine": {"running": 0, "waiting": 0}}
+        assert client.get("/health").json["engine"] == {"running": 0, "waiting": 0}
+        assert client.get("/health").json["status"] == "ok"
         assert client.get("/v1/models").json["data"][0]["id"] == "alias"
         assert client.complete("Hi", model="alias", max_tokens=2).json["model"] == "alias"
         assert client.complete("Hi", model="fake").status == 404

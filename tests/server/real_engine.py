@@ -1,0 +1,55 @@
+"""The engine as it is, loop, scheduler and sampler, over a model that is one matrix."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from plait.engine.core import Engine
+from plait.engine.front import Front, Language
+from plait.engine.loop import EngineLoop
+from plait.memory import BlockGroup
+from plait.runner.sampler import Sampler
+from plait.schedule.allocation import Allocation
+from plait.schedule.plan import Plan, Sampled, SamplingBatch
+from plait.schedule.scheduler import Limits, Scheduler
+from plait.spec import ModelSpec, Norm
+from tests.server.fake import CONTEXT, EOS, NAMES, VOCAB_SIZE, ByteTokenizer, TurnTemplate
+
+BLOCK, NUM_BLOCKS = 16, 2000
+
+
+class Bigrams:
+    """Logits are a row of a random matrix, chosen by the last token and its position; ASCII is likely."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._table = torch.randn(64, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
+        self._table[:, 32:127] += 4
+        self._table[:, 128:] -= 6
+        self._sampler = Sampler(VOCAB_SIZE, banned=[i for i in NAMES if i != EOS])
+
+    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+        time.sleep(self._step_s)
+        rows = [
+            (token + chunk.start + i) % 64
+            for chunk in plan.chunks
+            for i, token in enumerate(chunk.token_ids)
+            if i >= len(chunk.token_ids) - chunk.num_logits
+        ]
+        return self._sampler.sample(self._table[rows], sampling)
+
+
+def engine_front(step_s: float = 0.0) -> Front:
+    """A Front over a real engine whose steps take at least `step_s` seconds."""
+    limits = Limits(
+        max_model_len=CONTEXT, causal=True, max_num_seqs=8, max_num_batched_tokens=256, max_waiting=500
+    )
+    groups = (BlockGroup("full", None, ("a",)),)
+    memory = Allocation(groups, [NUM_BLOCKS], BLOCK, num_slots=9, max_step_len=256, trims=True)
+    scheduler = Scheduler(limits, memory)
+    engine = Engine(Bigrams(step_s), scheduler, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
+    spec = ModelSpec("bigrams", 8, VOCAB_SIZE, (), Norm(), CONTEXT)
+    language = Language(ByteTokenizer(), TurnTemplate(), {}, frozenset({EOS}))
+    return Front("bigrams", spec, CONTEXT, EngineLoop(engine), language)
