@@ -12,7 +12,7 @@ from plait.server.problems import NotReady
 if TYPE_CHECKING:
     from plait.engine.front import Front
 
-TOTALS = frozenset({"num_steps", "num_prompt_tokens", "num_output_tokens"})
+TOTALS = frozenset({"num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions"})
 
 
 @dataclass(frozen=True, slots=True)
