@@ -181,8 +181,10 @@ def shortened(value: Any, limit: int = 48) -> str:
 
 
 def op_lines(rows: Iterable[Facts]) -> list[str]:
+    """One line for each choice; variants that are for another device go without saying."""
     table = []
     for row in rows:
-        why = "; ".join(f"not {name}: {reason}" for name, reason in row["skipped"].items())
+        reasons = {name: why for name, why in row["skipped"].items() if not why.startswith("runs on ")}
+        why = "; ".join(f"not {name}: {reason}" for name, reason in reasons.items())
         table.append((row["op"], row["variant"], f"× {row['users']}", why or "nothing faster is there"))
     return columns(table)

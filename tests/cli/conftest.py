@@ -99,6 +99,7 @@ def plait(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     logger = logging.getLogger("plait")
     monkeypatch.setattr(logger, "handlers", logger.handlers)  # a command sends the log to stderr: undone here
     monkeypatch.setattr(logger, "level", logger.level)
+    monkeypatch.setattr(logger, "propagate", logger.propagate)
 
     def call(*arguments: str) -> Result:
         code = run(list(arguments))
