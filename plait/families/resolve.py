@@ -1,0 +1,165 @@
+"""The one entry: config, names and shapes of a checkpoint become a model as data, with every number's source."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+
+from plait.errors import ConfigError
+from plait.families.detect import HEADS, Shapes, infer_config, layer_kinds
+from plait.families.gguf import gguf_config, gguf_names
+from plait.families.normalize import (
+    ALIASES,
+    FULL,
+    LINEAR,
+    NEUTRAL,
+    NOTHING,
+    Config,
+    IncompleteConfig,
+    flatten,
+    normalize,
+)
+from plait.families.oxidizr import is_oxidizr, resolve_oxidizr
+from plait.families.registry import UnknownArchitecture, find, names_in
+from plait.families.resolved import Resolved
+
+FILE, SET = "config.json", "--set"
+# Keys that a config may hold beside the aliases and the family's defaults, and that --set may therefore name.
+KEYS = {
+    *("architectures", "model_type", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor"),
+    *("original_max_position_embeddings", "sliding_window", "sliding_window_pattern", "use_sliding_window"),
+    *("max_window_layers", "intermediate_size", "tie_word_embeddings", "attn_layer_indices", "mamba_expand"),
+    *("hybrid_override_pattern", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+    *("v_head_dim", "first_k_dense_replace", "moe_layer_freq", "mlp_only_layers", "decoder_sparse_step"),
+    *("n_group", "topk_group", "topk_method", "scoring_func", "mlp_layer_types", "mamba_d_ssm", "num_heads"),
+    *("num_nextn_predict_layers", "attention_bias", "ssm_cfg", "rope_interleave", "mamba_hidden_act"),
+}
+
+
+def resolve(
+    config: Mapping[str, Any] | None,
+    shapes: Shapes,
+    *,
+    read: Callable[[str], Tensor],
+    gguf: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    ssm_mode: Literal["ssd", "exact"] = "ssd",
+    a_source: Literal["auto", "trainer", "saved"] = "auto",
+) -> Resolved:
+    """What a checkpoint is. Raises UnsupportedModel, CheckpointError or ConfigError.
+
+    config: its config.json, if any; shapes: every tensor, rows first; read: one tensor's numbers, asked only
+    where a number is part of what the model is; gguf: the metadata of a GGUF file; overrides: `key=value`
+    with JSON values, which win over everything; ssm_mode and a_source: for oxidizr's checkpoints alone.
+    """
+    if gguf is not None:
+        return _resolve_gguf(gguf, shapes, read, overrides)
+    if is_oxidizr(config, shapes.keys()):
+        return resolve_oxidizr(
+            config, shapes, read, ssm_mode=ssm_mode, a_source=a_source, overrides=overrides
+        )
+    flat = flatten(config or NOTHING)
+    why = dict.fromkeys(flat, FILE)
+    given = dict(map(parse_override, overrides))
+    flat |= given
+    why |= dict.fromkeys(given, SET)
+    _check_keys(given, flat)
+    _tie(flat, why, shapes)
+    try:
+        c = _normalized(flat)
+        _let_tensors_win(c, why, shapes)
+        return _built(c, why)
+    except (IncompleteConfig, UnknownArchitecture):
+        if "ssm_cfg" in flat or (names_in(flat) and not _is_known(flat)):
+            raise
+    named = {"architectures": find(flat).architectures[:1]} if _is_known(flat) else {}
+    inferred, reasons = infer_config(shapes, {**flat, **named})
+    known = {k: v for k, v in flat.items() if v is not None or k in given}
+    c = _normalized({**inferred, **known})
+    why = {**reasons, **{k: why[k] for k in known}}
+    _let_tensors_win(c, why, shapes)
+    return _built(c, why)
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """(key, value) of a `key=value`, the value as JSON. Raises ConfigError."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {text}: it is written key=value")
+    try:
+        return key.strip(), json.loads(value)
+    except ValueError:
+        raise ConfigError(f"--set {text}: {value!r} is not JSON (a word needs quotes: '\"word\"')") from None
+
+
+def _check_keys(given: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
+    """A key that nobody reads would be ignored in silence."""
+    aliases = {name for others in ALIASES.values() for name in others}
+    known = {*KEYS, *ALIASES, *aliases, *NEUTRAL, *(set(flat) - set(given))}
+    if _is_known(flat):
+        known |= set(find(flat).defaults)
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            raise ConfigError(f"--set {key}=…: no model's config has such a key{hint}")
+
+
+def _is_known(flat: Mapping[str, Any]) -> bool:
+    try:
+        find(flat)
+    except UnknownArchitecture:
+        return False
+    return True
+
+
+def _normalized(flat: Mapping[str, Any]) -> Config:
+    entry = find(flat)
+    return normalize(flat, entry.defaults, entry.honours)
+
+
+def _tie(flat: dict[str, Any], why: dict[str, str], shapes: Shapes) -> None:
+    """Without a head of its own a model is tied, whatever its config says."""
+    if why.get("tie_word_embeddings") == SET or any(head in shapes for head in HEADS):
+        return
+    if not flat.get("tie_word_embeddings"):
+        flat["tie_word_embeddings"], why["tie_word_embeddings"] = True, f"tensor {HEADS[0]} is not there"
+
+
+def _let_tensors_win(c: Config, why: dict[str, str], shapes: Shapes) -> None:
+    """Which layers are recurrent and which attend is plain to see; a config that says otherwise is wrong."""
+    if why.get("layer_types") == SET or "hybrid" in c["layer_types"]:
+        return
+    for i, (kind, name) in layer_kinds(shapes).items():
+        if i < len(c["layer_types"]) and (c["layer_types"][i] == LINEAR) != (kind == LINEAR):
+            said = c["layer_types"][i]
+            c["layer_types"][i] = LINEAR if kind == LINEAR else FULL
+            why["layer_types"] = f"tensor {name}; config.json says layer {i} is {said}"
+
+
+def _built(c: Config, why: dict[str, str]) -> Resolved:
+    entry = find(c)
+    spec, names = entry.build(c)
+    for key in entry.defaults:
+        why.setdefault(key, f"default ({entry.name})")
+    for key in c:
+        why.setdefault(key, "from the other keys")
+    return Resolved(spec, names, c, why, spec.family)
+
+
+def _resolve_gguf(
+    metadata: Mapping[str, Any], shapes: Shapes, read: Callable[[str], Tensor], overrides: Sequence[str]
+) -> Resolved:
+    flat, why = gguf_config(metadata, shapes, read)
+    given = dict(map(parse_override, overrides))
+    flat |= given
+    why |= dict.fromkeys(given, SET)
+    _check_keys(given, flat)
+    c = _normalized(flat)
+    resolved = _built(c, why)
+    return Resolved(resolved.spec, gguf_names(c), c, resolved.provenance, resolved.family)
