@@ -79,6 +79,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, loading: Loading, config: ServerConfig, sock: socket.socket) -> None:
         self._loading, self._timeout_s = loading, config.shutdown_timeout_s
+        self._served_name = config.served_model_name
         self.fault: BaseException | None = None
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.url = f"http://{host}:{sock.getsockname()[1]}"
@@ -104,7 +105,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
             return
         if self._loading.arrive(front):
-            logger.info("serving %s on %s", front.name, self.url)
+            logger.info("serving %s on %s", self._served_name or front.name, self.url)
         else:
             front.close(drain=False)
 
