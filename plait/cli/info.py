@@ -139,10 +139,7 @@ def text_lines(facts: Facts) -> list[str]:
     spec = facts["spec"]
     lines = [heading(f"{facts['model']}: {facts['family']}"), *size_lines(facts)]
     lines += ["", heading(f"layers ({len(spec['layers'])})")]
-    for group in facts["layers"]:
-        first, *rest = group["branches"] or ["nothing"]
-        ranges = index_ranges(group["indices"])
-        lines += columns([(ranges, first), *(("", branch) for branch in rest)])
+    lines += layer_lines(facts["layers"])
     lines += ["", heading("values and their sources"), *source_lines(facts["sources"])]
     memory = facts["memory"]
     lines += ["", heading(f"state of one sequence ({memory['dtype']})")]
@@ -167,6 +164,14 @@ def size_lines(facts: Facts) -> list[str]:
     ]
 
 
+def layer_lines(groups: Iterable[Facts]) -> list[str]:
+    rows: list[tuple[str, str]] = []
+    for group in groups:
+        branches = group["branches"] or ["nothing"]
+        rows += [("" if n else index_ranges(group["indices"]), branch) for n, branch in enumerate(branches)]
+    return columns(rows)
+
+
 def source_lines(sources: Mapping[str, Facts]) -> list[str]:
     rows = [(key, shortened(entry["value"]), entry["source"]) for key, entry in sources.items()]
     return columns(rows)
@@ -174,7 +179,7 @@ def source_lines(sources: Mapping[str, Facts]) -> list[str]:
 
 def shortened(value: Any, limit: int = 48) -> str:
     """A value in one short line; what is cut is said."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
     if len(text) <= limit:
         return text
     return f"[… {len(value)} values]" if isinstance(value, list) else text[: limit - 1] + "…"
