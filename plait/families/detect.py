@@ -222,7 +222,7 @@ def _guess_head_dim(t: Tensors, common: int, architecture: str) -> tuple[int, st
 
 
 def _mla(t: Tensors) -> None:
-    """Five shapes, five unknowns: H = (A - B + C) / r; A, B are the rows of q and kv_b, C the columns of o."""
+    """Five shapes, five unknowns: H = (A - B + C) / r; A, B: the rows of q and kv_b; C: the columns of o."""
     q = t.need("self_attn.q_b_proj.weight", "self_attn.q_proj.weight")
     kv_a, latent = t.need("self_attn.kv_a_proj_with_mqa.weight"), t.need("self_attn.kv_a_layernorm.weight")
     kv_b, o = t.need("self_attn.kv_b_proj.weight"), t.need("self_attn.o_proj.weight")

@@ -1,4 +1,4 @@
-"""The one entry: config, names and shapes of a checkpoint become a model as data, with every number's source."""
+"""The one entry: config, names and shapes of a checkpoint become a model as data, every number traced."""
 
 from __future__ import annotations
 
