@@ -89,7 +89,7 @@ class GgufFile:
         if len(parts) > 1 and total != len(self._entries):
             raise BadFile(f"{self.path}: the parts hold {len(self._entries)} tensors, the first says {total}")
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._entries
 
     def names(self) -> Iterable[str]:

@@ -72,7 +72,7 @@ class SafetensorsFiles:
                 raise BadFile(f"the index says that tensor {name!r} is in {file!r}; it is not")
         self._files: dict[Path, Any] = {}  # opened when first read
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._entries
 
     def names(self) -> Iterable[str]:

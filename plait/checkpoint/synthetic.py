@@ -24,7 +24,7 @@ class Synthetic:
     ) -> None:
         self._shapes, self._seed, self._dtype = dict(shapes), seed, dtype
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._shapes
 
     def names(self) -> Iterable[str]:

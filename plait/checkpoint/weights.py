@@ -26,7 +26,7 @@ Split = Literal["out", "in"]
 class Checkpoint(Protocol):
     """The tensors of a model's files: safetensors, GGUF, or made up (`synthetic`)."""
 
-    def __contains__(self, name: str) -> bool: ...
+    def __contains__(self, name: object) -> bool: ...
     def names(self) -> Iterable[str]: ...
     def shape(self, name: str) -> tuple[int, ...]:
         """As torch sees it, rows first."""
@@ -48,6 +48,7 @@ class Target:
     ops: str = "auto"
     bound: list[Binding] = field(default_factory=list)
     on_read: Callable[[str, int], None] | None = None  # progress: (their name, bytes)
+    weights_nbytes: int = 0  # what the model keeps in memory, in the form it keeps it
 
 
 class Weights:
@@ -93,6 +94,7 @@ class Weights:
         value = as_tensor(self.read(name)).to(device=self.target.device, dtype=dtype or self.target.dtype)
         if shape is not None and tuple(value.shape) != shape:
             raise ShapeMismatch(_shape_message(self._full(name), tuple(value.shape), shape))
+        self.target.weights_nbytes += value.numel() * value.element_size()
         return value.contiguous()
 
     def optional(
@@ -102,6 +104,11 @@ class Weights:
 
     def weight(self, name: str, shape: tuple[int, int] | None = None) -> Weight:
         """A matrix in its own format, on the target's device."""
+        weight = self._matrix(name, shape)
+        self.target.weights_nbytes += weight.nbytes
+        return weight
+
+    def _matrix(self, name: str, shape: tuple[int, int] | None) -> Weight:
         weight = as_weight(self.read(name)).to(self.target.device)
         if shape is not None and weight.shape != shape:
             raise ShapeMismatch(_shape_message(self._full(name), weight.shape, shape))
@@ -117,9 +124,11 @@ class Weights:
         """
         weights, biases = [], []
         for name, out in zip(names, out_sizes, strict=True):
-            weights.append(self.weight(f"{name}.weight", (out, in_size)))
+            weights.append(self._matrix(f"{name}.weight", (out, in_size)))
             biases.append(self.optional(f"{name}.bias", (out,)))
-        return Linear(weights, biases, self.bind, self.target.dtype, split)
+        made = Linear(weights, biases, self.bind, self.target.dtype, split)
+        self.target.weights_nbytes += made.nbytes
+        return made
 
     def bind(self, op: Op, **sizes: Any) -> Callable[..., Any]:
         """The variant of an op for this target; remembered for `plait info --ops`."""

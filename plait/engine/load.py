@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ class Opened:
         return self.resolved.family == "oxidizr"
 
     @property
+    def text_directory(self) -> Path | None:
+        """Where files of text lie. A GGUF file brings its own: what lies beside it may be another model's."""
+        return None if self.metadata and "tokenizer.ggml.model" in self.metadata else self.files.directory
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors as they are stored."""
         return sum(self.checkpoint.nbytes(name) for name in self.checkpoint.names())
@@ -59,7 +65,7 @@ class Opened:
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that belongs to it, if one can be found."""
         return load_tokenizer(
-            directory=self.files.directory,
+            directory=self.text_directory,
             metadata=self.metadata,
             vocab=self.config.vocab,
             vocab_size=self.resolved.spec.vocab_size,
@@ -70,9 +76,9 @@ class Opened:
     def language(self) -> Language:
         """Its whole text side."""
         tokenizer = self.tokenizer()
-        generation_config = load_generation_config(self.files.directory)
+        generation_config = load_generation_config(self.text_directory)
         template = load_chat_template(
-            directory=self.files.directory,
+            directory=self.text_directory,
             metadata=self.metadata,
             option=self.config.chat_template,
             tokenizer=tokenizer,
@@ -109,7 +115,7 @@ def open_model(model: str, config: EngineConfig) -> Opened:
     if files.kind == "gguf":
         gguf = GgufFile(files.weights[0])
         return Opened(files, gguf, gguf.metadata, _resolve(gguf, None, gguf.metadata, config), config)
-    tensors = SafetensorsFiles(*files.weights)
+    tensors = SafetensorsFiles(*files.weights, index=files.index)
     return Opened(files, tensors, None, _resolve(tensors, raw, None, config), config)
 
 
@@ -131,9 +137,9 @@ def load(model: str, config: EngineConfig, on_progress: Progress | None = None) 
     with out_of_memory(f"making room for sequences ({gib(sizing.nbytes)})"):
         store = _store(decoder, sizing, target)
     spec = decoder.spec
-    sampler = Sampler(
-        spec.vocab_size, banned=_banned(language.tokenizer, spec.vocab_size), device=device.type
-    )
+    banned = _banned(language.tokenizer, spec.vocab_size)
+    sampler = Sampler(spec.vocab_size, banned=banned, device=device.type, ops=config.ops)
+    target.bound.append(sampler.binding)
     runner = ModelRunner(decoder, store, sampler, device)
     scheduler = sizing.scheduler(config, causal=spec.causal)
     engine = Engine(runner, scheduler, vocab_size=spec.vocab_size, max_model_len=sizing.max_model_len)
@@ -198,7 +204,7 @@ def _size(opened: Opened, decoder: Decoder, target: Target) -> Sizing:
         causal=spec.causal,
     )
     sizing = size_state(facts, opened.config, free_memory=free_memory(target.device))
-    for what, count, nbytes in sizing.rows(opened.nbytes):
+    for what, count, nbytes in sizing.rows(target.weights_nbytes):
         log.info("memory: %-28s %14s %10s", what, count, gib(nbytes))
     for note in sizing.notes:
         log.warning("%s", note)

@@ -23,7 +23,7 @@ class Outline:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._checkpoint
 
     def names(self) -> Iterable[str]:

@@ -85,6 +85,11 @@ class Linear:
             else:
                 self._parts.append((fn, weight, bias))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights as they are kept: packed, if the bound variant packs. Biases not counted."""
+        return sum(int(weight.nbytes) for _, weight, _ in self._parts)
+
     def __call__(self, x: Tensor) -> Tensor:
         outputs = [apply(x, weight, bias) for apply, weight, bias in self._parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
