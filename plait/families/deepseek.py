@@ -7,7 +7,7 @@ from plait.errors import UnsupportedModel
 from plait.families.grammar import mlp, model, mscale_squared, norm, rope, sigmoid_router
 from plait.families.normalize import Config
 from plait.families.registry import family
-from plait.families.tensors import IGNORED, expert_tensors, transformer
+from plait.families.tensors import expert_tensors, transformer, unused
 from plait.spec import Branch, Mla, ModelSpec, Moe, Norm, Router
 
 LATENT_EPS = 1e-6  # whatever rms_norm_eps says
@@ -65,7 +65,7 @@ def _deepseek(c: Config, name: str, router: Router) -> tuple[ModelSpec, NameMap]
     }
     # Layers behind the last one predict a second token for speculation; the model is whole without them.
     extra = tuple(rf"^model\.layers\.{count + k}\." for k in range(c.get("num_nextn_predict_layers") or 1))
-    return model(c, name, layers), NameMap(names, mla, transformer(), ignored=(*IGNORED, *extra))
+    return model(c, name, layers), NameMap(names, mla, transformer(), ignored=unused(c, *extra))
 
 
 def _mla(c: Config) -> Mla:

@@ -6,7 +6,7 @@ from plait.checkpoint.names import NameMap, Rules
 from plait.families.grammar import gqa, mlp, model, norm
 from plait.families.normalize import Config
 from plait.families.registry import family
-from plait.families.tensors import IGNORED, at, plus_one
+from plait.families.tensors import at, plus_one, unused
 from plait.spec import Branch, ModelSpec
 
 # Text tensors of the model alone, and inside the wrappers that also see images (old and new names).
@@ -77,7 +77,7 @@ def _gemma(c: Config, name: str, *, has_qk_norm: bool) -> tuple[ModelSpec, NameM
     )
     names = at(PREFIXES, _names)
     names["head"] = ("lm_head", "language_model.lm_head")
-    return spec, NameMap(names, ignored=(*IGNORED, *VISION))
+    return spec, NameMap(names, ignored=unused(c, *VISION))
 
 
 def _names(prefix: str) -> Rules:

@@ -10,7 +10,6 @@ from plait.families.grammar import gqa, mamba2, mlp, model, norm, sigmoid_router
 from plait.families.normalize import LINEAR, Config
 from plait.families.registry import family
 from plait.families.tensors import (
-    IGNORED,
     attention_tensors,
     either,
     ends,
@@ -21,6 +20,7 @@ from plait.families.tensors import (
     mamba_tensors,
     scaled,
     transformer,
+    unused,
 )
 from plait.spec import Branch, Mixer, Mlp, ModelSpec, Moe, Parallel, Router
 
@@ -53,7 +53,7 @@ def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
         "layers.{i}.ffn.{x}": f"{L}.feed_forward.{{x}}_proj",
         **mamba_tensors("layers.{i}.ssm", f"{L}.mamba"),
     }
-    return model(c, "bamba", layers), NameMap(names, transformer(), ignored=IGNORED)
+    return model(c, "bamba", layers), NameMap(names, transformer(), ignored=unused(c))
 
 
 @family(
@@ -92,7 +92,7 @@ def granite_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
         embed_scale=float(c["embedding_multiplier"]),
         logit_scale=1 / c["logits_scaling"],
     )
-    return spec, NameMap(_granite_names(c.get("num_experts") or 0), transformer(), ignored=IGNORED)
+    return spec, NameMap(_granite_names(c.get("num_experts") or 0), transformer(), ignored=unused(c))
 
 
 def _granite_positions(c: Config) -> dict[str, None]:
@@ -154,7 +154,7 @@ def nemotron_h(c: Config) -> tuple[ModelSpec, NameMap]:
     layers = [(Branch("mix", mixers[kind], each),) for kind in c["layer_types"]]
     prefixes = ("backbone.", "model.")
     names = either(*(_nemotron_names(p, c.get("num_experts") or 0) for p in prefixes))
-    ignored = (*IGNORED, r"^mtp\.")  # layers that guess a second token; the model is whole without them
+    ignored = unused(c, r"^mtp\.")  # layers that guess a second token; the model is whole without them
     return model(c, "nemotron_h", layers), NameMap(names, ignored=ignored)
 
 
@@ -249,7 +249,7 @@ def falcon_h1(c: Config) -> tuple[ModelSpec, NameMap]:
         embed_scale=float(c["embedding_multiplier"]),
         logit_scale=float(c["lm_head_multiplier"]),
     )
-    return spec, NameMap(_falcon_names(c, inner), ends(), ignored=(*IGNORED, r"\.mup_vector$"))
+    return spec, NameMap(_falcon_names(c, inner), ends(), ignored=unused(c, r"\.mup_vector$"))
 
 
 def _falcon_names(c: Config, inner: int) -> Rules:

@@ -7,7 +7,7 @@ from plait.errors import UnsupportedModel
 from plait.families.grammar import mamba2, model, norm
 from plait.families.normalize import Config
 from plait.families.registry import family
-from plait.families.tensors import IGNORED, at, mamba_tensors
+from plait.families.tensors import at, mamba_tensors, unused
 from plait.spec import Branch, ModelSpec, Norm
 
 # transformers, state-spaces, and Mistral's own files of Codestral Mamba
@@ -79,7 +79,7 @@ def _mamba(c: Config, *, norm_before_gate: bool = False) -> tuple[ModelSpec, Nam
     layer = (Branch("ssm", ssm, norm(c)),)
     names = at(PREFIXES, _names)
     names["head"] = ("lm_head", "model.lm_head")
-    return model(c, "mamba2", [layer] * c["num_hidden_layers"]), NameMap(names, ignored=IGNORED)
+    return model(c, "mamba2", [layer] * c["num_hidden_layers"]), NameMap(names, ignored=unused(c))
 
 
 def _names(prefix: str) -> Rules:

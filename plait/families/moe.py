@@ -6,7 +6,7 @@ from plait.checkpoint.names import NameMap, Rules
 from plait.families.grammar import gqa, mlp, model, norm, softmax_moe
 from plait.families.normalize import Config
 from plait.families.registry import family
-from plait.families.tensors import IGNORED, either, expert_tensors, transformer
+from plait.families.tensors import either, expert_tensors, transformer, unused
 from plait.spec import Branch, ModelSpec, Moe, Norm
 
 FFN, MLP = "layers.{i}.ffn", "model.layers.{i}.mlp"
@@ -90,4 +90,4 @@ def _sparse(c: Config, name: str, moe: Moe, qk_norm: Norm | None, names: Rules) 
         (Branch("attn", gqa(c, kind, qk_norm=qk_norm), norm(c)), ffn[sort])
         for kind, sort in zip(c["layer_types"], c["mlp_layer_types"], strict=True)
     ]
-    return model(c, name, layers), NameMap(names, transformer(), ignored=IGNORED)
+    return model(c, name, layers), NameMap(names, transformer(), ignored=unused(c))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from plait.checkpoint.names import Derived, Rules, Source
+from plait.families.normalize import Config
 from plait.quant.weight import Weight, as_tensor, take_rows
 
 Stored = Tensor | Weight
@@ -139,4 +140,7 @@ def transformer(prefix: str = "model.", head: str = "lm_head") -> dict[str, Sour
     }
 
 
-IGNORED = (r"\.rotary_emb\.inv_freq$", r"\.attn\.masked_bias$")
+def unused(c: Config, *more: str) -> tuple[str, ...]:
+    """Patterns of tensors that a model is whole without; a tied one may carry a copy of its head."""
+    head = (r"(^|\.)lm_head\.weight$",) if c.get("tie_word_embeddings") else ()
+    return (r"\.rotary_emb\.inv_freq$", *head, *more)
