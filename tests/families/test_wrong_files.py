@@ -1,0 +1,142 @@
+"""A checkpoint that does not fit its model: one error, which names what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.errors import MissingTensor, ShapeMismatch, UnsupportedModel, UnusedTensor
+from plait.families.detect import infer_config
+from tests.families import tiny
+from tests.families.parity import Memory, decoder, resolved
+
+Files = tuple[dict[str, Any], dict[str, Tensor]]
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wrong") / "llama"
+    tiny.write("llama", folder)
+    return folder
+
+
+@pytest.fixture
+def files(llama: Path) -> Files:
+    config, tensors, _ = tiny.read(llama)
+    return config, tensors
+
+
+def build(config: dict[str, Any] | None, tensors: dict[str, Tensor]) -> None:
+    decoder(resolved(Memory(tensors), config), Memory(tensors))
+
+
+def test_a_missing_tensor_is_named_in_both_namings(files: Files) -> None:
+    config, tensors = files
+    tensors.pop(Q)
+    with pytest.raises(MissingTensor, match=rf"layers\.1\.attn\.q\.weight wants '{Q}'"):
+        build(config, tensors)
+    with pytest.raises(MissingTensor, match=Q):
+        build(None, tensors)
+
+
+def test_an_odd_shape_is_named_with_both_shapes(files: Files) -> None:
+    config, tensors = files
+    tensors[Q] = torch.zeros(33, 32)
+    with pytest.raises(ShapeMismatch, match=r"layers\.1\.attn\.q\.weight.*\[33, 32\].*\[32, 32\]"):
+        build(config, tensors)
+
+
+def test_a_tensor_left_over_is_named(files: Files) -> None:
+    config, tensors = files
+    tensors["model.layers.1.self_attn.sinks"] = torch.zeros(2)
+    with pytest.raises(UnusedTensor, match=r"model\.layers\.1\.self_attn\.sinks"):
+        build(config, tensors)
+
+
+def test_a_config_of_more_layers_than_the_file_has(files: Files) -> None:
+    config, tensors = files
+    with pytest.raises(MissingTensor, match=r"model\.layers\.3\."):
+        build({**config, "num_hidden_layers": 4}, tensors)
+
+
+def test_an_unknown_architecture_is_refused_though_its_tensors_look_familiar(files: Files) -> None:
+    config, tensors = files
+    with pytest.raises(UnsupportedModel, match="'BlammoForCausalLM' is not known"):
+        build({**config, "architectures": ["BlammoForCausalLM"], "model_type": "blammo"}, tensors)
+
+
+def test_tensors_of_no_known_model_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match=r"transformer\.h\.0\.attn\.c_attn\.weight"):
+        infer_config({"transformer.h.0.attn.c_attn.weight": (3, 3), "transformer.wte.weight": (9, 3)})
+    with pytest.raises(UnsupportedModel, match=r"qkv_proj.*--set 'architectures="):
+        infer_config({"model.layers.0.self_attn.qkv_proj.weight": (9, 3)})
+    with pytest.raises(UnsupportedModel, match="Mamba1"):
+        infer_config({"backbone.layers.0.mixer.A_log": (8, 4), "backbone.embeddings.weight": (9, 3)})
+
+
+def test_latent_attention_whose_shapes_do_not_fit_together() -> None:
+    layer = "model.layers.0.self_attn."
+    shapes = {
+        "model.embed_tokens.weight": (97, 32),
+        f"{layer}q_proj.weight": (50, 32),
+        f"{layer}kv_a_proj_with_mqa.weight": (20, 32),
+        f"{layer}kv_a_layernorm.weight": (16,),
+        f"{layer}kv_b_proj.weight": (64, 16),
+        f"{layer}o_proj.weight": (32, 32),
+    }
+    with pytest.raises(UnsupportedModel, match="do not fit together as latent attention"):
+        infer_config(shapes)
+
+
+@pytest.mark.parametrize(
+    ("heads", "nope", "rope", "v", "rank"),
+    [(128, 128, 64, 128, 512), (16, 128, 64, 128, 512), (20, 192, 64, 256, 512)],
+)
+def test_latent_attention_is_solved_from_five_shapes(
+    heads: int, nope: int, rope: int, v: int, rank: int
+) -> None:
+    layer = "model.layers.0.self_attn."
+    shapes = {
+        "model.embed_tokens.weight": (97, 2048),
+        f"{layer}q_proj.weight": (heads * (nope + rope), 2048),
+        f"{layer}kv_a_proj_with_mqa.weight": (rank + rope, 2048),
+        f"{layer}kv_a_layernorm.weight": (rank,),
+        f"{layer}kv_b_proj.weight": (heads * (nope + v), rank),
+        f"{layer}o_proj.weight": (2048, heads * v),
+    }
+    found, _ = infer_config(shapes)
+    keys = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+    assert tuple(found[key] for key in keys) == (heads, nope, rope, v, rank)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "hidden", "q_rows", "kv_rows", "head_dim", "theta"),
+    [
+        (32000, 4096, 4096, 4096, 128, 1e4),  # Llama 2 7B
+        (128256, 4096, 4096, 1024, 128, 5e5),  # Llama 3.1 8B
+        (128256, 2048, 2048, 512, 64, 5e5),  # Llama 3.2 1B
+        (49152, 576, 576, 192, 64, 1e5),  # SmolLM2 135M
+        (131072, 5120, 4096, 1024, 128, 1e6),  # Mistral Nemo
+    ],
+)
+def test_head_sizes_of_published_models_are_guessed(
+    vocab: int, hidden: int, q_rows: int, kv_rows: int, head_dim: int, theta: float
+) -> None:
+    layer = "model.layers.0."
+    shapes = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        f"{layer}input_layernorm.weight": (hidden,),
+        f"{layer}self_attn.q_proj.weight": (q_rows, hidden),
+        f"{layer}self_attn.k_proj.weight": (kv_rows, hidden),
+        f"{layer}mlp.gate_proj.weight": (4 * hidden, hidden),
+    }
+    found, why = infer_config(shapes)
+    assert (found["head_dim"], found["rope_theta"]) == (head_dim, theta)
+    assert found["num_attention_heads"] == q_rows // head_dim
+    assert why["head_dim"].startswith("default")
+    assert why["hidden_size"].startswith("tensor model.embed")
