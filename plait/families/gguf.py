@@ -92,6 +92,13 @@ class _Metadata:
     def put(self, key: str, value: Any, why: str) -> None:
         self.config[key], self.why[key] = value, why
 
+    def size(self, key: str, name: str, axis: int) -> None:
+        """A size that the first tensor of this name shows, if there is one."""
+        found = next((n for n in self.shapes if n.endswith(f".{name}")), None)
+        if found:
+            shape = self.shapes[found]
+            self.put(key, shape[axis], f"tensor {found} {list(shape)}")
+
     def layers(self, name: str) -> list[bool]:
         """Which layers have this tensor."""
         return [f"blk.{i}.{name}" in self.shapes for i in range(self.config["num_hidden_layers"])]
@@ -187,13 +194,8 @@ def _experts(m: _Metadata) -> None:
         return
     sparse = ["sparse" if s else "dense" for s in m.layers("ffn_gate_inp.weight")]
     m.put("mlp_layer_types", sparse, "the tensors of each layer")
-    for key, name, axis in (
-        ("moe_intermediate_size", "ffn_up_exps.weight", -2),
-        ("shared_intermediate_size", "ffn_up_shexp.weight", 0),
-    ):
-        shape = next((m.shapes[n] for n in m.shapes if n.endswith(f".{name}")), None)
-        if shape:
-            m.put(key, shape[axis], f"tensor {name} {list(shape)}")
+    m.size("moe_intermediate_size", "ffn_up_exps.weight", -2)
+    m.size("shared_intermediate_size", "ffn_up_shexp.weight", 0)
 
 
 def _nothing(m: _Metadata) -> None:
@@ -250,7 +252,7 @@ def _granite(m: _Metadata) -> None:
     is_rotated = m.values.get("rope.scaling.finetuned", True)
     m.put("position_embedding_type", "rope" if is_rotated else "nope", f"{FILE} rope.scaling.finetuned")
     if "num_experts" not in m.config:
-        m.put("shared_intermediate_size", m.config["intermediate_size"], f"{FILE} feed_forward_length")
+        m.size("shared_intermediate_size", "ffn_up.weight", 0)
 
 
 def _falcon(m: _Metadata) -> None:
