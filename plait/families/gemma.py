@@ -6,12 +6,9 @@ from plait.checkpoint.names import NameMap, Rules
 from plait.families.grammar import gqa, mlp, model, norm
 from plait.families.normalize import Config
 from plait.families.registry import family
-from plait.families.tensors import at, plus_one, unused
+from plait.families.tensors import TEXT_PREFIXES, VISION, at, plus_one, unused
 from plait.spec import Branch, ModelSpec
 
-# Text tensors of the model alone, and inside the wrappers that also see images (old and new names).
-PREFIXES = ("model.", "language_model.model.", "model.language_model.")
-VISION = (r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\.")
 SHARED = {
     "norm_eps": 1e-6,
     "hidden_act": "gelu_pytorch_tanh",
@@ -75,7 +72,7 @@ def _gemma(c: Config, name: str, *, has_qk_norm: bool) -> tuple[ModelSpec, NameM
         embed_scale=c["hidden_size"] ** 0.5,
         logit_softcap=c.get("final_logit_softcapping"),
     )
-    names = at(PREFIXES, _names)
+    names = at(TEXT_PREFIXES, _names)
     names["head"] = ("lm_head", "language_model.lm_head")
     return spec, NameMap(names, ignored=unused(c, *VISION))
 

@@ -6,7 +6,7 @@ from plait.checkpoint.names import NameMap
 from plait.families.grammar import gqa, mlp, model, norm
 from plait.families.normalize import Config
 from plait.families.registry import family
-from plait.families.tensors import transformer, unused
+from plait.families.tensors import TEXT_PREFIXES, VISION, at, transformer, unused
 from plait.spec import Branch, ModelSpec, Norm
 
 
@@ -59,4 +59,6 @@ def qwen3(c: Config) -> tuple[ModelSpec, NameMap]:
 def _dense(c: Config, name: str, qk_norm: Norm | None = None) -> tuple[ModelSpec, NameMap]:
     ffn = Branch("ffn", mlp(c), norm(c))
     layers = [(Branch("attn", gqa(c, kind, qk_norm=qk_norm), norm(c)), ffn) for kind in c["layer_types"]]
-    return model(c, name, layers), NameMap(transformer(), ignored=unused(c))
+    names = at(TEXT_PREFIXES, transformer)
+    names["head"] = ("lm_head", "language_model.lm_head")
+    return model(c, name, layers), NameMap(names, ignored=unused(c, *VISION))

@@ -56,6 +56,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "max_position_embeddings": ("max_seq_len", "n_positions"),
     "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
     "hidden_act": ("hidden_activation", "mlp_hidden_act", "activation_function"),
+    "head_dim": ("attention_head_dim",),
     "layer_types": ("layers_block_type",),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
     "num_experts_per_tok": ("num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),

@@ -11,6 +11,9 @@ from plait.families.normalize import Config
 from plait.quant.weight import Weight, as_tensor, take_rows
 
 Stored = Tensor | Weight
+# Text tensors of a model alone, and inside the wrappers that also see images (old and new names).
+TEXT_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+VISION = (r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\.")
 
 
 def scaled(factor: float | Tensor, source: str) -> Derived:
@@ -119,20 +122,20 @@ def expert_tensors(
     return names
 
 
-def ends(prefix: str = "model.", head: str = "lm_head") -> dict[str, Source]:
+def ends(prefix: str = "model.") -> dict[str, Source]:
     """Embedding, last norm and head."""
-    return {"embed": f"{prefix}embed_tokens", "norm": f"{prefix}norm", "head": head}
+    return {"embed": f"{prefix}embed_tokens", "norm": f"{prefix}norm", "head": "lm_head"}
 
 
 def attention_tensors(ours: str, theirs: str) -> dict[str, Source]:
     return {f"{ours}.{{x}}_norm": f"{theirs}.{{x}}_norm", f"{ours}.{{x}}": f"{theirs}.{{x}}_proj"}
 
 
-def transformer(prefix: str = "model.", head: str = "lm_head") -> dict[str, Source]:
+def transformer(prefix: str = "model.") -> dict[str, Source]:
     """The names that Llama gave to everybody: attention, feed-forward, two norms."""
     layer = f"{prefix}layers.{{i}}"
     return {
-        **ends(prefix, head),
+        **ends(prefix),
         "layers.{i}.attn.norm": f"{layer}.input_layernorm",
         "layers.{i}.ffn.norm": f"{layer}.post_attention_layernorm",
         **attention_tensors("layers.{i}.attn", f"{layer}.self_attn"),

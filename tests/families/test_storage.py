@@ -64,6 +64,15 @@ def test_gemma3_as_transformers_saves_the_wrapper(folder: Path) -> None:
     assert difference(*tiny.read(folder / "wrapper")) <= 1e-4
 
 
+def test_mistral_inside_a_multimodal_wrapper(folder: Path) -> None:
+    text, tensors, oracle = made("mistral", folder)
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    config["text_config"] = {k: v for k, v in text.items() if k != "architectures"}
+    wrapped = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    wrapped["multi_modal_projector.norm.weight"] = torch.zeros(3)
+    assert difference(config, wrapped, oracle) <= 1e-4
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "deepseek_v3", "mixtral"])
 def test_experts_stacked_as_transformers_5_keeps_them(name: str, folder: Path) -> None:
     config, tensors, oracle = made(name, folder)
