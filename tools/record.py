@@ -20,14 +20,14 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "terminal.svg"
-WIDTH, LINES_PER_COMMAND = 100, 22
+WIDTH, LINES_PER_COMMAND = 110, 18
 NORMAL = ("475569", "f87171", "34d399", "fbbf24", "60a5fa", "a78bfa", "22d3ee", "e2e8f0")
 BRIGHT = ("64748b", "fca5a5", "6ee7b7", "fcd34d", "93c5fd", "c4b5fd", "67e8f9", "ffffff")
 # rich's own template fetches a font; this one uses the fonts that are there.
-SVG = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+SVG = """<svg class="rich-terminal" xml:space="preserve" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
 .{unique_id}-matrix {{ font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
- font-size: {char_height}px; line-height: {line_height}px; font-variant-east-asian: full-width; }}
+ font-size: {char_height}px; line-height: {line_height}px; white-space: pre; }}
 .{unique_id}-title {{ font-size: 18px; font-weight: bold; font-family: Helvetica, Arial, sans-serif; }}
 {styles}
 </style>
@@ -57,12 +57,21 @@ def smollm2() -> Path:
 
 def commands() -> list[tuple[str, str, bytes]]:
     """(what is shown, what runs, stdin) of every command in the picture."""
-    model, nano = smollm2(), "examples/nano-hybrid"
+    model, nano = smollm2(), ROOT / "examples" / "nano-hybrid"
+    hybrid = nano if (nano / "config.json").exists() else model
+    shown, path = hybrid.name if hybrid is model else "examples/nano-hybrid", shlex.quote(str(hybrid))
     question = "What is the capital of France?"
-    info, generate = f"plait info {nano}", f'plait generate -m {nano} -p "The " --seed 1'
-    chat = f"plait chat {shlex.quote(str(model))} --temperature 0"
-    shown = f'echo "{question}" | plait chat {model.name} --temperature 0'
-    return [(info, info, b""), (generate, generate, b""), (shown, chat, question.encode() + b"\n")]
+    generate = 'plait generate -m {} -p "The " --seed 1 --max-tokens 60'
+    chat = "plait chat {} --temperature 0"
+    return [
+        (f"plait info {shown}", f"plait info {path}", b""),
+        (generate.format(shown), generate.format(path), b""),
+        (
+            f'echo "{question}" | {chat.format(model.name)}',
+            chat.format(shlex.quote(str(model))),
+            question.encode() + b"\n",
+        ),
+    ]
 
 
 def run(command: str, stdin: bytes) -> str:
@@ -95,7 +104,9 @@ def main() -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     for shown, command, stdin in commands():
         console.print(Text.assemble(("$ ", "bold green"), (shown, "bold")))
-        console.print(Text.from_ansi(shortened(run(command, stdin))))
+        output = shortened(run(command, stdin).replace(str(smollm2()), smollm2().name))
+        for line in output.replace(str(ROOT) + "/", "").split("\n"):
+            console.print(Text(line, style="dim" if " prompt tokens" in line or line.startswith("…") else ""))
         console.print()
     TARGET.write_text(console.export_svg(title="plait", theme=theme(), code_format=SVG), encoding="utf-8")
     print(f"written to {TARGET.relative_to(ROOT)}")

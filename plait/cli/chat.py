@@ -40,7 +40,7 @@ def chat(model: str, system: str | None, quiet: bool, **given: Any) -> None:
     params, settings = sampling_params(given), engine_settings(given)
     llm = load(model, settings, quiet=quiet)
     try:
-        if not quiet:
+        if not quiet and sys.stdin.isatty():
             print(f"{llm.front.name} · {HELP}", file=sys.stderr)
         Conversation(llm, params, system, quiet=quiet).run(lines(prompt=sys.stdin.isatty()))
     finally:

@@ -177,7 +177,7 @@ def source_lines(sources: Mapping[str, Facts]) -> list[str]:
     return columns(rows)
 
 
-def shortened(value: Any, limit: int = 48) -> str:
+def shortened(value: Any, limit: int = 28) -> str:
     """A value in one short line; what is cut is said."""
     text = f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
     if len(text) <= limit:
