@@ -145,6 +145,10 @@ def _let_tensors_win(c: Config, why: dict[str, str], shapes: Shapes) -> None:
 def _built(c: Config, why: dict[str, str]) -> Resolved:
     entry = find(c)
     spec, names = entry.build(c)
+    for ours, others in ALIASES.items():
+        other = next((o for o in others if o in why and c.get(o) is not None), None)
+        if ours in c and other is not None:
+            why.setdefault(ours, f"{why[other]}, as {other}")
     for key in entry.defaults:
         why.setdefault(key, f"default ({entry.name})")
     for key in c:

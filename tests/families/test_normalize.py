@@ -154,3 +154,14 @@ def test_overrides_are_json_and_name_a_key_that_exists() -> None:
 def test_a_key_nobody_knows_the_value_of_is_named() -> None:
     with pytest.raises(UnsupportedModel, match=r"'intermediate_size'.*--set intermediate_size=VALUE"):
         build_spec({k: v for k, v in LLAMA.items() if k != "intermediate_size"})
+
+
+def test_every_value_says_where_it_came_from() -> None:
+    config = {**LLAMA, "rms_norm_eps": 1e-5}
+    shapes = {"lm_head.weight": (100, 64)}
+    found = resolve(config, shapes, read=dict[str, Any]().__getitem__, overrides=["rope_theta=5e5"])
+    assert found.provenance["norm_eps"] == "config.json, as rms_norm_eps"
+    assert found.provenance["hidden_act"] == "default (llama)"
+    assert found.provenance["rope_theta"] == "--set"
+    assert found.provenance["head_dim"] == "from the other keys"
+    assert set(found.provenance) >= set(found.config)
