@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from plait.errors import ConfigError
+from plait.errors import ConfigError, UnsupportedFormat
 from plait.families.detect import HEADS, Shapes, infer_config, layer_kinds
 from plait.families.gguf import gguf_config, gguf_names
 from plait.families.normalize import (
@@ -28,6 +28,15 @@ from plait.families.registry import UnknownArchitecture, find, names_in
 from plait.families.resolved import Resolved
 
 FILE, SET = "config.json", "--set"
+PACKED = (
+    ".qweight",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".weight_scale_2",
+    ".absmax",
+    ".SCB",
+)
 # Keys that a config may hold beside the aliases and the family's defaults, and that --set may therefore name.
 KEYS = {
     *("architectures", "model_type", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -64,6 +73,7 @@ def resolve(
             config, shapes, read, ssm_mode=ssm_mode, a_source=a_source, overrides=overrides
         )
     flat = flatten(config or NOTHING)
+    _check_storage(flat, shapes)
     why = dict.fromkeys(flat, FILE)
     given = dict(map(parse_override, overrides))
     flat |= given
@@ -84,6 +94,18 @@ def resolve(
     why = {**reasons, **{k: why[k] for k in known}}
     _let_tensors_win(c, why, shapes)
     return _built(c, why)
+
+
+def _check_storage(flat: Mapping[str, Any], shapes: Shapes) -> None:
+    """Weights packed for other engines' kernels are not read; without their scales they are noise."""
+    quantized = flat.get("quantization_config") or {}
+    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else str(quantized)
+    packed = next((name for name in shapes if name.endswith(PACKED)), None)
+    if quantized or packed:
+        told = f"quantization_config.quant_method {method!r}" if quantized else f"tensor {packed}"
+        raise UnsupportedFormat(
+            f"the weights are quantized ({told}); Plait reads float safetensors, and GGUF for the rest"
+        )
 
 
 def parse_override(text: str) -> tuple[str, Any]:

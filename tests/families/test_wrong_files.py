@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.errors import MissingTensor, ShapeMismatch, UnsupportedModel, UnusedTensor
+from plait.errors import MissingTensor, ShapeMismatch, UnsupportedFormat, UnsupportedModel, UnusedTensor
 from plait.families.detect import infer_config
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved
@@ -62,6 +62,15 @@ def test_a_config_of_more_layers_than_the_file_has(files: Files) -> None:
     config, tensors = files
     with pytest.raises(MissingTensor, match=r"model\.layers\.3\."):
         build({**config, "num_hidden_layers": 4}, tensors)
+
+
+def test_weights_packed_for_other_engines_are_refused_by_name(files: Files) -> None:
+    config, tensors = files
+    with pytest.raises(UnsupportedFormat, match="quant_method 'fp8'"):
+        build({**config, "quantization_config": {"quant_method": "fp8"}}, tensors)
+    tensors[f"{Q}_scale_inv"] = torch.ones(1, 1)
+    with pytest.raises(UnsupportedFormat, match=f"tensor {Q}_scale_inv"):
+        build(None, tensors)
 
 
 def test_an_unknown_architecture_is_refused_though_its_tensors_look_familiar(files: Files) -> None:
