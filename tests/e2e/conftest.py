@@ -41,7 +41,8 @@ def free_port() -> int:
 def serve(model: Path | str, *options: str) -> Iterator[Server]:
     """A running server that says it is healthy; stopped with SIGTERM at the end, which must give exit code 0."""
     port = free_port()
-    command = [
+    plait = [sys.executable, "-m", "plait.cli.main"]
+    command = [*plait, "serve", "--model", str(model), "--port", str(port), "--cpu"]
         sys.executable,
         "-m",
         "plait.cli.main",

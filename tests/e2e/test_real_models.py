@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from plait import LLM, SamplingParams
+from plait.errors import BadTemplate
 
 PROMPTS = [
     "The capital of France is",
@@ -32,26 +33,31 @@ def llm(model: Path) -> Iterator[LLM]:
 
 
 def test_greedy_text_equals_transformers_reading_the_same_file(model: Path, llm: LLM) -> None:
+    """One pass over prompt and reply: each token is transformers' choice after all those before it."""
     oracle = AutoModelForCausalLM.from_pretrained(
         model.parent, gguf_file=model.name, dtype=torch.float32
     ).eval()
-    results = llm.generate(PROMPTS, GREEDY)
-    for result in results:
-        ids = torch.tensor([result.prompt_token_ids])
+    for result in llm.generate(PROMPTS, GREEDY):
+        prompt, reply = result.prompt_token_ids, result.outputs[0].token_ids
+        assert len(reply) == 64
         with torch.inference_mode():
-            want = oracle.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=64,
-                min_new_tokens=64,
-                do_sample=False,
-            )[0, ids.shape[1] :]
-        assert result.outputs[0].token_ids == want.tolist(), result.prompt
+            logits = oracle(torch.tensor([prompt + reply[:-1]])).logits[0, len(prompt) - 1 :]
+        assert reply == logits.argmax(-1).tolist(), result.prompt
 
 
-def test_chat_makes_sense(llm: LLM) -> None:
+def test_chat_makes_sense(smollm2: Path) -> None:
     question = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
-    answer = llm.chat(question, SamplingParams(max_tokens=40, temperature=0.0))[0].outputs[0]
+    with LLM(str(smollm2), device="cpu", max_model_len=512) as llm:
+        answer = llm.chat(question, SamplingParams(max_tokens=40, temperature=0.0))[0].outputs[0]
     assert "Paris" in answer.text
     assert answer.finish_reason == "stop"
     assert "<" not in answer.text  # no control token is shown
+
+
+def test_a_model_without_a_chat_format_says_so(gemma3: Path) -> None:
+    """The packaged Gemma 3 270M is the pretrained one: it continues text and has no chat template."""
+    with LLM(str(gemma3), device="cpu", max_model_len=512) as llm:
+        with pytest.raises(BadTemplate, match=r"has no chat template.*--chat-template"):
+            llm.chat([{"role": "user", "content": "Hello"}])
+        out = llm.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0.0))[0]
+        assert "capital" in out.outputs[0].text
