@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from plait import spec
@@ -14,7 +15,9 @@ class Norm:
 
     def __init__(self, s: spec.Norm, w: Weights, size: int) -> None:
         self.spec = s
-        self.weight, self.bias = w.tensor("weight", (size,)), w.optional("bias", (size,))
+        # In float32 whatever the model computes in: Gemma's 1 + w would lose its last bits in bfloat16.
+        self.weight = w.tensor("weight", (size,), torch.float32)
+        self.bias = w.optional("bias", (size,), torch.float32)
         self._rms = w.bind(ops.rms_norm, size=size)
         self._add_rms = w.bind(ops.add_rms_norm, size=size)
         self._layer = w.bind(ops.layer_norm, size=size) if s.kind == "layer" else None

@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -39,38 +40,31 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serve(model: Path | str, *options: str) -> Iterator[Server]:
-    """A running server that says it is healthy; stopped with SIGTERM at the end, which must give exit code 0."""
+    """A running server that says it is healthy; stopped with SIGTERM at the end, which must exit with 0."""
     port = free_port()
     plait = [sys.executable, "-m", "plait.cli.main"]
-    command = [*plait, "serve", "--model", str(model), "--port", str(port), "--cpu"]
-        sys.executable,
-        "-m",
-        "plait.cli.main",
-        "serve",
-        "--model",
-        str(model),
-        "--port",
-        str(port),
-        "--cpu",
-    ]
-    process = subprocess.Popen(
-        [*command, *options], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    server = Server(f"http://127.0.0.1:{port}", process)
-    try:
-        _wait_until_healthy(server)
-        yield server
-        process.terminate()
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.communicate()
+    command = [*plait, "serve", "--model", str(model), "--port", str(port), "--cpu", *options]
+    with tempfile.TemporaryFile(
+        "w+"
+    ) as log:  # a pipe that nobody reads would stop the server when it is full
+        process = subprocess.Popen(command, stderr=log, stdout=log, text=True)
+        server = Server(f"http://127.0.0.1:{port}", process)
+        try:
+            _wait_until_healthy(server)
+            yield server
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
+            log.seek(0)
+            print(log.read())  # noqa: T201  pytest shows it if a test fails
 
 
 def _wait_until_healthy(server: Server, timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        assert server.process.poll() is None, server.process.communicate()
+        assert server.process.poll() is None, "the server ended; see its log"
         with contextlib.suppress(urllib.error.URLError, ConnectionError):
             if server.get("/health")["status"] == "ok":
                 return
