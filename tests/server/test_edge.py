@@ -117,8 +117,9 @@ def test_a_body_that_stops_coming_is_408(client: Client, monkeypatch: pytest.Mon
 
 def test_headers_are_bounded(client: Client) -> None:
     with socket.create_connection(client.address, timeout=20) as sock:
-        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000)
-        answer = sock.recv(4096)
+        # Little enough to be read in one piece: closing over unread bytes would reset the connection.
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 20_000)
+        answer = b"".join(iter(lambda: sock.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b'"type":"invalid_request_error"' in answer
 
