@@ -25,6 +25,7 @@ NANO = ROOT / "examples" / "nano-hybrid"
 STARTUP_S, SHUTDOWN_S = 120, 30
 QUESTION = "In two sentences: why is the sky blue?"
 COMPLETION = "Once upon a time, in a village by the sea,"
+VERSE = "And it came to pass"  # the hybrid has read one book
 COLOURS = {"bold": "1", "dim": "2", "cyan": "36", "green": "32", "red": "31"}
 
 
@@ -155,21 +156,9 @@ def show_nano_hybrid() -> None:
     if not (NANO / "config.json").exists():
         return
     heading("a hybrid of Mamba2, MLA and MoE layers, trained here · plait generate")
-    command = [
-        "generate",
-        "--model",
-        str(NANO),
-        "--prompt",
-        "The ",
-        "--max-tokens",
-        "80",
-        "--seed",
-        "1",
-        "--cpu",
-    ]
-    shown = (
-        " ".join(["plait", *command]).replace(str(NANO), "examples/nano-hybrid").replace("The  ", '"The " ')
-    )
+    options = ["--max-tokens", "60", "--seed", "1", "--cpu"]
+    command = ["generate", "--model", str(NANO), "--prompt", VERSE, *options]
+    shown = f'plait generate --model {NANO.relative_to(ROOT)} --prompt "{VERSE}" {" ".join(options)}'
     print(paint(f"$ {shown}", "dim"), flush=True)
     if code := subprocess.run([sys.executable, "-m", "plait", *command], cwd=ROOT, check=False).returncode:
         raise DemoFailed(f"plait generate ended with exit code {code}")

@@ -61,7 +61,7 @@ def commands() -> list[tuple[str, str, bytes]]:
     hybrid = nano if (nano / "config.json").exists() else model
     shown, path = hybrid.name if hybrid is model else "examples/nano-hybrid", shlex.quote(str(hybrid))
     question = "What is the capital of France?"
-    generate = 'plait generate -m {} -p "The " --seed 1 --max-tokens 60'
+    generate = 'plait generate -m {} -p "And it came to pass" --seed 1 --max-tokens 60'
     chat = "plait chat {} --temperature 0"
     return [
         (f"plait info {shown}", f"plait info {path}", b""),
