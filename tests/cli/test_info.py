@@ -65,3 +65,16 @@ def test_a_missing_model_is_one_line(plait: Run, tmp_path: Path) -> None:
     assert result.code in (2, 3)
     assert "nowhere" in result.err
     assert result.err.count("\n") == 1
+
+
+def test_a_hybrid_is_described_layer_by_layer(plait: Run, nano_hybrid: Path) -> None:
+    result = plait("info", str(nano_hybrid))
+    assert result.code == 0, result.err
+    for words in (
+        "0-1, 3-4  ssm: Mamba2",
+        "2, 5      attn: MLA",
+        "MoE, 2 of 4 experts",
+        "config.json",
+        "tensor ",
+    ):
+        assert words in result.out
