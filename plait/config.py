@@ -5,8 +5,9 @@ The CLI's flags are generated from these dataclasses (`help` in the metadata); t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from plait.errors import ConfigError
 
@@ -48,10 +49,12 @@ class EngineConfig:
     set: tuple[str, ...] = option((), "key=value: overrides one key of the model's config; may be repeated")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "set", (self.set,) if isinstance(self.set, str) else tuple(self.set))
+        for name, words in _WORDS.items():
+            if getattr(self, name) not in words:
+                raise ConfigError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(words)}")
         for name, low in _AT_LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ConfigError(f"{name}: {value} is less than {low}")
+            _check_count(name, getattr(self, name), low)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size: {self.block_size} is not a power of two")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -61,6 +64,22 @@ class EngineConfig:
             )
 
 
+def _check_count(name: str, value: Any, low: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name}: {value!r} is not a whole number")
+    if value < low:
+        raise ConfigError(f"{name}: {value} is less than {low}")
+
+
+_WORDS = {
+    "device": get_args(Device),
+    "dtype": get_args(DType),
+    "ops": get_args(Ops),
+    "ssm_mode": get_args(SsmMode),
+    "a_source": get_args(ASource),
+}
 _AT_LEAST = {
     "max_model_len": 1,
     "max_num_seqs": 1,
@@ -85,6 +104,9 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: {self.port} is outside 0..65535")
+        _check_count("max_body_bytes", self.max_body_bytes, 1)
+        if not 0 <= self.shutdown_timeout_s < math.inf:
+            raise ConfigError(f"shutdown_timeout_s: {self.shutdown_timeout_s} is not a number of seconds")
 
 
 def option_names(cls: type) -> tuple[str, ...]:

@@ -50,12 +50,20 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         elif not isinstance(self.stop, tuple):
             object.__setattr__(self, "stop", tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         for name, low, high in _RANGES:
             _check(name, getattr(self, name), low, high)
-        if any(not s for s in self.stop):
-            raise InvalidField("stop: an empty stop string would stop at once; leave it out", "stop")
-        for bias in self.logit_bias.values():
+        for name in _WHOLE:
+            _check_whole(name, getattr(self, name))
+        for stop in self.stop:
+            if not isinstance(stop, str):
+                raise InvalidField(f"stop: {stop!r} is not a string; token ids go in stop_token_ids", "stop")
+            if not stop:
+                raise InvalidField("stop: an empty stop string would stop at once; leave it out", "stop")
+        for token_id in self.stop_token_ids:
+            _check_whole("stop_token_ids", token_id)
+        for token_id, bias in self.logit_bias.items():
+            _check_whole("logit_bias", token_id)
             _check("logit_bias", bias, -100, 100)
 
     def resolved(self, generation_config: Mapping[str, Any]) -> SamplingParams:
@@ -83,7 +91,13 @@ def _check(name: str, value: Any, low: float, high: float) -> None:
         raise InvalidField(f"{name}: {value} is outside [{low:g}, {high:g}]", name)
 
 
+def _check_whole(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise InvalidField(f"{name}: {value!r} is not a whole number", name)
+
+
 _INT64 = 2**63 - 1
+_WHOLE = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
 _RANGES = (
     ("n", 1, MAX_N),
     ("max_tokens", 0, _INT64),

@@ -60,10 +60,7 @@ class Front:
         ids = self._token_ids(prompt, add_special)
         self._check_ids(ids)
         params = params.resolved(self.generation_config)
-        if bad := [i for i in params.logit_bias if not 0 <= i < self.spec.vocab_size]:
-            raise InvalidField(
-                f"logit_bias: token id {bad[0]} is outside 0..{self.spec.vocab_size - 1}", "logit_bias"
-            )
+        self._check_settings(params)
         params = replace(params, max_tokens=self._max_tokens(len(ids), params.max_tokens))
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
@@ -110,7 +107,14 @@ class Front:
                 f"prompt: {len(prompt)} characters cannot fit a context of {self.max_model_len} tokens",
                 "prompt",
             )
-        return tuple(self.tokenizer.encode(prompt, add_special=add_special))
+        ids = tuple(self.tokenizer.encode(prompt, add_special=add_special))
+        if bad := [i for i in ids if i >= self.spec.vocab_size]:
+            raise InvalidField(
+                f"prompt: the vocabulary {self.tokenizer.name} writes it with token {bad[0]}, and this model "
+                f"has 0..{self.spec.vocab_size - 1}; name the vocabulary it was trained with by --vocab",
+                "prompt",
+            )
+        return ids
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:
@@ -121,6 +125,19 @@ class Front:
                     f"prompt: token id {i!r} is not one of this model's 0..{self.spec.vocab_size - 1}",
                     "prompt",
                 )
+
+    def _check_settings(self, params: SamplingParams) -> None:
+        """Stop strings need text, and every token id that is named must be one of the model's."""
+        if params.stop and not self.tokenizer:
+            raise InvalidField(
+                f"stop: {self.name} has no tokenizer, so no text can stop it; send stop_token_ids, or name a "
+                "vocabulary with --vocab",
+                "stop",
+            )
+        size = self.spec.vocab_size
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            if bad := [i for i in ids if not 0 <= i < size]:
+                raise InvalidField(f"{name}: token id {bad[0]} is outside 0..{size - 1}", name)
 
     def _max_tokens(self, prompt_len: int, asked: int | None) -> int:
         room = self.max_model_len - prompt_len

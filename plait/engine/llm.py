@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from plait.config import EngineConfig
+from plait.config import EngineConfig, option_names
 from plait.engine.load import load
 from plait.engine.stream import Delta, Stream, TextLogprob
-from plait.errors import InvalidField
+from plait.errors import ConfigError, InvalidField, QueueFull
 from plait.request import Request, SamplingParams
 from plait.spec import ModelSpec
 
@@ -56,6 +57,9 @@ class LLM:
     def __init__(
         self, model: str, *, on_progress: Callable[[str, int, int], None] | None = None, **options: Any
     ) -> None:
+        known = option_names(EngineConfig)
+        if unknown := [name for name in options if name not in known]:
+            raise ConfigError(f"{unknown[0]}: there is no such option; there are {', '.join(known)}")
         self._loaded = load(model, EngineConfig(**options), on_progress)
         self.front = self._loaded.front
 
@@ -122,14 +126,31 @@ class LLM:
         return self.front.prepare(self.front.render_chat(messages), params, add_special=False)
 
     def _run(self, requests: Sequence[Request], texts: Sequence[str | None]) -> list[RequestOutput]:
-        streams: list[Stream] = []
+        """The results in order. What the queue has no room for is submitted as earlier ones finish."""
+        config = self._loaded.config
+        most = max(config.max_waiting, config.max_num_seqs)
+        open_streams: deque[tuple[Stream, str | None]] = deque()
+        results: list[RequestOutput] = []
         try:
-            streams += [self.front.submit(request) for request in requests]
-            return [_collect(stream, text) for stream, text in zip(streams, texts, strict=True)]
+            for request, text in zip(requests, texts, strict=True):
+                while len(open_streams) >= most or (stream := self._submitted(request, open_streams)) is None:
+                    results.append(_collect(*open_streams[0]))
+                    open_streams.popleft()
+                open_streams.append((stream, text))
+            return results + [_collect(stream, text) for stream, text in open_streams]
         except BaseException:
-            for stream in streams:
+            for stream, _ in open_streams:
                 stream.cancel()
             raise
+
+    def _submitted(self, request: Request, others: Collection[object]) -> Stream | None:
+        """None if the queue is full now, and `others` of ours will make room."""
+        try:
+            return self.front.submit(request)
+        except QueueFull:
+            if not others:
+                raise
+            return None
 
 
 def _collect(stream: Stream, prompt: str | None) -> RequestOutput:

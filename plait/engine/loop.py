@@ -11,6 +11,7 @@ from plait.engine.core import Engine, OnEvent
 from plait.errors import EngineError, QueueFull
 from plait.request import Request
 
+STALLED_S = 300.0  # a step of a large model on a slow CPU takes minutes; none takes longer than this
 JOIN_GRACE_S = 5.0  # a last step may still be running when the time to drain is over
 Command = Callable[[], None]
 
@@ -19,14 +20,15 @@ class EngineLoop:
     """Runs an engine while there is work and sleeps when there is none. Started at construction.
 
     Every method is safe from any thread. `num_rounds` grows with every step: while `has_work` and it stands
-    still, the engine hangs. If an exception escapes the engine, open requests end with it, `healthy` is
-    False, and nothing is taken any more.
+    still, the engine hangs, and after `STALLED_S` it is not `healthy`. If an exception escapes the engine,
+    open requests end with it, `healthy` is False, and nothing is taken any more.
     """
 
     def __init__(self, engine: Engine, *, name: str = "plait-engine") -> None:
         self.engine = engine
         self.num_rounds = 0
         self.fault: BaseException | None = None
+        self._step_began: float | None = None
         self._wake = threading.Condition()
         self._commands: deque[Command] = deque()
         self._arriving = 0
@@ -81,8 +83,10 @@ class EngineLoop:
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are taken: running, not closing, no fault."""
-        return self._thread.is_alive() and not self._closing and self.fault is None
+        """Whether requests are taken: running, not closing, no fault, and no step that hangs."""
+        began = self._step_began
+        hangs = began is not None and time.monotonic() - began > STALLED_S
+        return self._thread.is_alive() and not self._closing and self.fault is None and not hangs
 
     @property
     def has_work(self) -> bool:
@@ -110,7 +114,9 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._obey():
+                self._step_began = time.monotonic()
                 self.engine.step()
+                self._step_began = None
                 self.num_rounds += 1
             for request_id in self.engine.open_requests:
                 self.engine.cancel(request_id)

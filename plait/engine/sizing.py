@@ -255,9 +255,9 @@ def _too_small(model: ModelFacts, config: EngineConfig, length: int, limit: int)
     if fixed:
         text += f"; {gib(fixed)} of it are windows and slots for {config.max_num_seqs} sequences"
     fits = _fitting_length(model, config, length, limit)
-    shorter = f"--max-model-len {fits} or less, " if fits else ""
-    fewer = "fewer --max-num-seqs, " if fixed and config.max_num_seqs > 1 else ""
-    return f"{text}. Start with {shorter}{fewer}or a --memory-limit of at least {needed}"
+    ways = [f"--max-model-len {fits} or less"] if fits else []
+    ways += ["fewer --max-num-seqs"] if fixed and config.max_num_seqs > 1 else []
+    return f"{text}. Start with {', or '.join([*ways, f'a --memory-limit of at least {needed}'])}"
 
 
 def _fewer(blocks: int, wanted: int, config: EngineConfig, limit: int) -> str:

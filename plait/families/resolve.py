@@ -66,9 +66,13 @@ def resolve(
     where a number is part of what the model is; gguf: the metadata of a GGUF file; overrides: `key=value`
     with JSON values, which win over everything; ssm_mode and a_source: for oxidizr's checkpoints alone.
     """
+    oxidizr = gguf is None and is_oxidizr(config, shapes.keys())
+    if not oxidizr and (ssm_mode, a_source) != ("ssd", "auto"):
+        option = f"ssm_mode {ssm_mode!r}" if ssm_mode != "ssd" else f"a_source {a_source!r}"
+        raise ConfigError(f"{option} is for oxidizr checkpoints alone, and this is none; leave it out")
     if gguf is not None:
         return _resolve_gguf(gguf, shapes, read, overrides)
-    if is_oxidizr(config, shapes.keys()):
+    if oxidizr:
         return resolve_oxidizr(
             config, shapes, read, ssm_mode=ssm_mode, a_source=a_source, overrides=overrides
         )

@@ -17,7 +17,8 @@ class Norm:
         self.spec = s
         # In float32 whatever the model computes in: Gemma's 1 + w would lose its last bits in bfloat16.
         self.weight = w.tensor("weight", (size,), torch.float32)
-        self.bias = w.optional("bias", (size,), torch.float32)
+        # An RMS norm has none: a bias in the file is left over, and refused as such.
+        self.bias = w.optional("bias", (size,), torch.float32) if s.kind == "layer" else None
         self._rms = w.bind(ops.rms_norm, size=size)
         self._add_rms = w.bind(ops.add_rms_norm, size=size)
         self._layer = w.bind(ops.layer_norm, size=size) if s.kind == "layer" else None

@@ -52,12 +52,17 @@ def normalized(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _message(message: Message, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidField(f"{where}: {type(message).__name__} is not a message like {{'role': …}}", where)
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidField(f"{where}.role: {role!r} is not a role like 'user'", f"{where}.role")
     plain = {key: value for key, value in message.items() if value is not None or key == "content"}
     plain["content"] = _content(message.get("content"), f"{where}.content")
     if message.get("tool_calls"):
+        if not isinstance(message["tool_calls"], list | tuple):
+            at = f"{where}.tool_calls"
+            raise InvalidField(f"{at}: {type(message['tool_calls']).__name__} is not a list of calls", at)
         calls = enumerate(message["tool_calls"])
         plain["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in calls]
     return plain

@@ -137,6 +137,10 @@ def load_chat_template(
     trained on. Raises ConfigError for an option that cannot be honoured.
     """
     if tokenizer is None:
+        if option is not None:
+            raise ConfigError(
+                f"chat_template: {option!r} needs a tokenizer, and none was found; give --vocab"
+            )
         return None
     if option in FORMATS:
         return MarkerTemplate(str(option), tokenizer)
@@ -165,11 +169,19 @@ def _sources(
         if isinstance(found, str):
             return "tokenizer_config.json", {"default": found}
         if found:
-            return "tokenizer_config.json", {part["name"]: part["template"] for part in found}
+            return "tokenizer_config.json", _named_parts(found, directory / "tokenizer_config.json")
     key = "tokenizer.chat_template"
     named = {k.removeprefix(f"{key}."): v for k, v in metadata.items() if k.startswith(f"{key}.")}
     found = {"default": metadata.get(key), **named}
     return "the GGUF file", {name: source for name, source in found.items() if isinstance(source, str)}
+
+
+def _named_parts(found: Any, path: Path) -> dict[str, str]:
+    """Part name → source, from a list of {"name": …, "template": …}."""
+    try:
+        return {str(part["name"]): str(part["template"]) for part in found}
+    except (TypeError, KeyError) as error:
+        raise BadFile(f"{path}: chat_template is neither text nor a list of named templates") from error
 
 
 def _variables(directory: Path | None, tokenizer: Tokenizer) -> dict[str, str]:

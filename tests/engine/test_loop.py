@@ -211,7 +211,7 @@ def test_a_fault_outside_every_request_ends_all_of_them_and_is_remembered() -> N
             loop.submit(request("late"), Mailbox())
 
 
-def test_a_hanging_step_is_seen_from_outside() -> None:
+def test_a_hanging_step_is_seen_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as (loop, model):
         model.gate.clear()
         loop.submit(request("r"), Mailbox())
@@ -221,3 +221,8 @@ def test_a_hanging_step_is_seen_from_outside() -> None:
         assert loop.has_work
         assert loop.num_rounds == rounds
         assert loop.healthy
+        monkeypatch.setattr("plait.engine.loop.STALLED_S", 0.01)
+        assert not loop.healthy
+        model.gate.set()
+        until(lambda: not loop.has_work)
+        until(lambda: loop.healthy)

@@ -84,6 +84,8 @@ def test_a_length_that_was_asked_for_is_honoured_or_refused_with_the_way_out() -
 def test_slots_that_do_not_fit_at_all_are_an_error_even_if_nothing_was_asked() -> None:
     with pytest.raises(OutOfMemory, match=r"windows and slots for 3 sequences"):
         size({"a": FULL, "c": SLOT}, memory_limit=700)
+    with pytest.raises(OutOfMemory, match=r"Start with a --memory-limit of at least \d+$"):
+        size({"a": FULL}, memory_limit=1)
 
 
 def test_more_than_the_model_was_made_for_is_refused_except_without_attention() -> None:

@@ -9,8 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.errors import MissingTensor, ShapeMismatch, UnsupportedFormat, UnsupportedModel, UnusedTensor
+from plait.errors import (
+    ConfigError,
+    MissingTensor,
+    ShapeMismatch,
+    UnsupportedFormat,
+    UnsupportedModel,
+    UnusedTensor,
+)
 from plait.families.detect import infer_config
+from plait.families.resolve import resolve
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved
 
@@ -149,3 +157,19 @@ def test_head_sizes_of_published_models_are_guessed(
     assert found["num_attention_heads"] == q_rows // head_dim
     assert why["head_dim"].startswith("default")
     assert why["hidden_size"].startswith("tensor model.embed")
+
+
+def test_a_bias_that_an_rms_norm_would_not_add_is_refused(files: Files) -> None:
+    config, tensors = files
+    name = "model.layers.0.input_layernorm.bias"
+    tensors[name] = torch.ones(config["hidden_size"])
+    with pytest.raises(UnusedTensor, match=name):
+        build(config, tensors)
+
+
+@pytest.mark.parametrize("option", [{"ssm_mode": "exact"}, {"a_source": "trainer"}])
+def test_an_option_of_another_format_is_refused_by_name(files: Files, option: dict[str, Any]) -> None:
+    config, tensors = files
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    with pytest.raises(ConfigError, match=f"{next(iter(option))} .* is for oxidizr checkpoints alone"):
+        resolve(config, shapes, read=tensors.__getitem__, **option)

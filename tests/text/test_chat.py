@@ -216,6 +216,8 @@ def test_a_template_that_refuses_says_why(vocabulary: Any, sandbox: Sandbox) -> 
         ([{"content": "x"}], "messages[0].role"),
         ([{"role": "user", "content": 7}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
+        (["hello"], "messages[0]"),
+        ([{"role": "assistant", "tool_calls": 5}], "messages[0].tool_calls"),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],

@@ -1,0 +1,44 @@
+"""Options that cannot be honoured are refused where they are given, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.config import EngineConfig, ServerConfig
+from plait.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "gpu"}, "device: 'gpu' is not one of auto, cpu, cuda"),
+        ({"dtype": "fp8"}, "dtype: 'fp8' is not one of"),
+        ({"ops": "fast"}, "ops: 'fast' is not one of auto, reference"),
+        ({"ssm_mode": "fast"}, "ssm_mode"),
+        ({"a_source": "file"}, "a_source"),
+        ({"max_num_seqs": "8"}, "max_num_seqs: '8' is not a whole number"),
+        ({"max_model_len": 1.5}, "max_model_len: 1.5 is not a whole number"),
+        ({"max_num_seqs": 0}, "max_num_seqs: 0 is less than 1"),
+        ({"block_size": 12}, "12 is not a power of two"),
+        ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "must be at least max_num_seqs"),
+    ],
+)
+def test_an_engine_option_that_cannot_be_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"port": 70_000}, {"max_body_bytes": 0}, {"shutdown_timeout_s": -1.0}, {"max_body_bytes": 1.5}],
+)
+def test_a_server_option_that_cannot_be_is_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        ServerConfig(**options)
+
+
+def test_one_override_may_be_given_as_it_is() -> None:
+    assert EngineConfig(set="rope_theta=1e6").set == ("rope_theta=1e6",)
+    assert EngineConfig(set=["a=1", "b=2"]).set == ("a=1", "b=2")

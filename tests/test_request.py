@@ -1,0 +1,41 @@
+"""What a request asks is refused, naming the field, before anybody works on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.errors import InvalidField
+from plait.request import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"n": 1.5}, "n"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"seed": 0.5}, "seed"),
+        ({"seed": True}, "seed"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"stop": [5]}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop_token_ids": ["</s>"]}, "stop_token_ids"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"logit_bias": {5: 101.0}}, "logit_bias"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_by_name(params: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidField, match=f"^{field}: ") as caught:
+        SamplingParams(**params)
+    assert caught.value.param == field
+
+
+def test_open_choices_are_the_requests_then_the_models_then_ours() -> None:
+    asked = SamplingParams(temperature=0.1)
+    found = asked.resolved({"temperature": 0.5, "top_p": 0.8})
+    assert (found.temperature, found.top_p, found.top_k) == (0.1, 0.8, 40)
+    greedy = SamplingParams().resolved({"do_sample": False, "temperature": 0.5})
+    assert greedy.temperature == 0.0
