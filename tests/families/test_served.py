@@ -1,0 +1,180 @@
+"""Every family behind HTTP: the greedy tokens of /v1/completions are those that transformers would choose.
+
+Prompts of several lengths arrive together at a server whose steps are small, so that prompts are computed in
+pieces beside the decodes of others, and slots and blocks are used again; once with room for all, and once
+with so few blocks that sequences are put back and computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from plait.config import EngineConfig
+from plait.engine.load import Loaded, load
+from plait.engine.stream import Stream
+from plait.request import Request
+from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
+from tests.families import tiny
+from tests.server.conftest import Client, serving
+
+LONGEST, REPLY, BLOCK = 32, 12, 4  # the first prompt and its reply are as long as the model may go
+LENGTHS = (20, 3, 17, 1, 9, 6)  # two more than may run at once
+SMALL_STEPS = dict(
+    device="cpu", max_model_len=LONGEST, block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=16
+)
+SPARED = 20  # of the 32 blocks that four of the longest need; what is left is too little for the four shortest at once
+# Dynamic scaling begins beyond the length that a model was made for, which the loader does not pass unasked.
+STRETCHED = {"llama_dynamic": ("max_position_embeddings=32", "original_max_position_embeddings=16")}
+# Two logits nearer than the error of float32 sums in another order (see test_parity) may change places; each
+# token is judged after those that were chosen before it, so one such tie says nothing about the others.
+TIE = 1e-4
+
+Ids = list[int]
+
+
+@dataclass
+class Watched:
+    """A loaded model that starts when `arrivals` requests are there, and writes down what it computes."""
+
+    loaded: Loaded
+    arrivals: int = len(LENGTHS)
+    plans: list[Plan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._arrived: list[str] = []
+        self._all_here = threading.Event()
+        self._submit, self._execute = self.loaded.front.submit, self.loaded.runner.execute
+        self.loaded.front.submit = self.submit
+        self.loaded.runner.execute = self.execute
+
+    def submit(self, request: Request) -> Stream:
+        stream = self._submit(request)
+        self._arrived.append(request.id)
+        if len(self._arrived) == self.arrivals:
+            self._all_here.set()
+        return stream
+
+    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+        assert self._all_here.wait(30)
+        self.plans.append(plan)
+        return self._execute(plan, sampling)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.loaded.front.stats()["num_preemptions"]
+
+    @property
+    def num_pieces(self) -> int:
+        """Parts of prompts after which no token is chosen yet."""
+        return sum(chunk.num_logits == 0 for plan in self.plans for chunk in plan.chunks)
+
+    @property
+    def num_mixed(self) -> int:
+        """Steps with prompts beside the decodes of others."""
+        return sum(len({is_decode(chunk) for chunk in plan.chunks}) == 2 for plan in self.plans)
+
+
+def is_decode(chunk: Chunk) -> bool:
+    return chunk.start > 0 and len(chunk.token_ids) == 1
+
+
+def random_prompts(vocab_size: int) -> list[Ids]:
+    return [torch.randint(1, vocab_size, (length,)).tolist() for length in LENGTHS]
+
+
+def less_memory(loaded: Loaded) -> int | None:
+    """Bytes of state in which some sequence must wait for another's blocks; None if none can have to."""
+    growing = [size for size in loaded.sizing.groups if size.group.window is None]
+    spared = SPARED * sum(size.nbytes_per_block for size in growing)
+    return loaded.sizing.nbytes - spared if spared else None
+
+
+def in_one_request(client: Client, prompts: Sequence[Ids]) -> list[Ids]:
+    """Replies to a list of prompts, whole."""
+    answer = client.complete(prompts, max_tokens=REPLY, ignore_eos=True, return_token_ids=True)
+    assert answer.status == 200, answer.body
+    return [choice["token_ids"] for choice in answer.json["choices"]]
+
+
+def streamed(client: Client, prompts: Sequence[Ids]) -> list[Ids]:
+    """Replies to prompts that are sent side by side, each in pieces."""
+
+    def reply(prompt: Ids) -> Ids:
+        options: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True, "stream": True}
+        answer = client.complete(prompt, max_tokens=REPLY, **options)
+        assert answer.status == 200, answer.body
+        choices = [event["choices"][0] for event in answer.events]
+        assert choices[-1]["finish_reason"] == "length"
+        assert len(choices) > 1
+        return [token for choice in choices for token in choice["token_ids"]]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(reply, prompts))
+
+
+@contextlib.contextmanager
+def watched(folder: Path, **options: Any) -> Iterator[tuple[Watched, Client]]:
+    """The model of a folder behind a server in this process."""
+    seen = Watched(load(str(folder), EngineConfig(**SMALL_STEPS, **options)))
+    with serving(seen.loaded.front) as client:
+        yield seen, client
+
+
+@torch.inference_mode()
+def after_each(oracle: torch.nn.Module, texts: Sequence[Ids]) -> list[Tensor]:
+    """Logits [tokens, vocab] of texts, computed at once.
+
+    All are filled up to LONGEST tokens, which nothing before can see: where the position's angles depend on a
+    length, transformers takes that of its input, and Plait the longest that it serves.
+    """
+    rows = torch.tensor([text + [0] * (LONGEST - len(text)) for text in texts])
+    logits = oracle(rows, use_cache=False).logits
+    return [row[: len(text)] for row, text in zip(logits, texts, strict=True)]
+
+
+def assert_chosen(prompt: Ids, reply: Ids, logits: Tensor) -> None:
+    """Every token of the reply has the largest logit after all those before it."""
+    assert len(reply) == REPLY
+    after = logits[len(prompt) - 1 : -1]
+    found = after.gather(1, torch.tensor(reply)[:, None])[:, 0]
+    wrong = (after.max(-1).values - found) > TIE
+    assert not wrong.any(), f"{reply} instead of {after.argmax(-1).tolist()} after {prompt}"
+
+
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+def test_greedy_tokens_over_http_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    tiny.write(name, tmp_path)
+    prompts, changes = random_prompts(tiny.SIZES["vocab_size"]), STRETCHED.get(name, ())
+    with watched(tmp_path, set=changes) as (roomy, client):
+        whole = in_one_request(client, prompts)
+    limit = less_memory(roomy.loaded)
+    with watched(tmp_path, set=changes, memory_limit=limit) as (tight, client):
+        pieces = streamed(client, prompts)
+    eager = {"dtype": torch.float32, "attn_implementation": "eager"}
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, **eager).eval()
+    for replies in (whole, pieces):
+        texts = [prompt + reply for prompt, reply in zip(prompts, replies, strict=True)]
+        for prompt, reply, logits in zip(prompts, replies, after_each(oracle, texts), strict=True):
+            assert_chosen(prompt, reply, logits)
+    assert len({tuple(reply) for reply in whole}) > 1
+    assert all(seen.num_pieces and seen.num_mixed for seen in (roomy, tight))
+    assert roomy.num_preemptions == 0
+    assert (tight.num_preemptions > 0) == (limit is not None)
+
+
+def test_greedy_tokens_of_the_nano_hybrid_follow_its_logits(nano_hybrid: Path) -> None:
+    with watched(nano_hybrid) as (seen, client):
+        prompts = random_prompts(seen.loaded.front.spec.vocab_size)
+        for prompt, reply in zip(prompts, streamed(client, prompts), strict=True):
+            assert_chosen(prompt, reply, seen.loaded.runner.logits(prompt + reply, LONGEST))
