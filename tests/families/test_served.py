@@ -38,8 +38,8 @@ SPARED = 20
 # Dynamic scaling begins beyond the length that a model was made for, which the loader does not pass unasked.
 STRETCHED = {"llama_dynamic": ("max_position_embeddings=32", "original_max_position_embeddings=16")}
 # Two logits nearer than the error of float32 sums in another order (see test_parity) may change places; each
-# token is judged after those that were chosen before it, so one such tie says nothing about the others. None is
-# known today: the test passes with 0 too.
+# token is judged after those that were chosen before it, so one such tie says nothing about the others.
+# None is known today: the test passes with 0 too.
 TIE = 1e-4
 
 Ids = list[int]
