@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from plait.config import EngineConfig, option_names
 from plait.engine.load import load
-from plait.engine.stream import Delta, Stream, TextLogprob
+from plait.engine.outputs import RequestOutput, collect
+from plait.engine.stream import Delta, Stream
 from plait.errors import ConfigError, InvalidField, QueueFull
 from plait.request import Request, SamplingParams
 from plait.spec import ModelSpec
@@ -20,30 +21,6 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One choice of a finished request. `logprobs`: one entry per token of `token_ids`, if asked for."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TextLogprob] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """A finished request. `prompt` is None when token ids or messages were given."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: list[TextLogprob] | None = None
-    finished: bool = True
 
 
 class LLM:
@@ -101,7 +78,7 @@ class LLM:
     def score(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
         """Natural-log probability of each prompt token after the first, given those before it."""
         asked = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=0.0)
-        return [[lp.logprob for lp in out.prompt_logprobs or []] for out in self.generate(prompts, asked)]
+        return [_prompt_scores(out) for out in self.generate(prompts, asked)]
 
     def logits(self, prompt: Prompt) -> Tensor:
         """Raw logits after every token of a prompt, [tokens, vocab] float32."""
@@ -134,10 +111,10 @@ class LLM:
         try:
             for request, text in zip(requests, texts, strict=True):
                 while len(open_streams) >= most or (stream := self._submitted(request, open_streams)) is None:
-                    results.append(_collect(*open_streams[0]))
+                    results.append(collect(*open_streams[0]))
                     open_streams.popleft()
                 open_streams.append((stream, text))
-            return results + [_collect(stream, text) for stream, text in open_streams]
+            return results + [collect(stream, text) for stream, text in open_streams]
         except BaseException:
             for stream, _ in open_streams:
                 stream.cancel()
@@ -153,23 +130,9 @@ class LLM:
             return None
 
 
-def _collect(stream: Stream, prompt: str | None) -> RequestOutput:
-    request = stream.request
-    outputs = [CompletionOutput(i) for i in range(request.params.n)]
-    result = RequestOutput(request.id, prompt, list(request.prompt_token_ids), outputs)
-    for delta in stream:
-        if delta.error:
-            raise delta.error
-        out = outputs[delta.index]
-        out.text += delta.text
-        out.token_ids += delta.token_ids
-        if delta.logprobs:
-            out.logprobs = (out.logprobs or []) + list(delta.logprobs)
-        if delta.prompt_logprobs is not None:
-            result.prompt_logprobs = list(delta.prompt_logprobs)
-        if delta.finish_reason:
-            out.finish_reason, out.stop_reason = delta.finish_reason, delta.stop_reason
-    return result
+def _prompt_scores(out: RequestOutput) -> list[float]:
+    scored = zip(out.prompt_token_ids, out.prompt_logprobs or (), strict=True)
+    return [entry[token_id].logprob for token_id, entry in scored if entry is not None]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

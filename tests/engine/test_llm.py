@@ -1,98 +1,132 @@
-"""The Python door on a tiny hybrid on disk: what comes back, what is refused, what is left behind."""
+"""The Python door, on the small hybrid that is in the repository."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from plait.engine.llm import LLM
-from plait.errors import ConfigError, EngineError, InvalidField
-from plait.request import SamplingParams
-from tests.families.oxidizr_checkpoint import HYBRID, HYBRID_CONFIG, golden
+from plait import LLM, SamplingParams
+from plait.errors import ConfigError, ContextTooLong, InvalidField
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hybrid")
-    tensors = {name: tensor.float().contiguous() for name, tensor in golden(HYBRID).items()}
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(HYBRID_CONFIG))
-    return folder
+def llm(nano_hybrid: Path) -> Iterator[LLM]:
+    with LLM(str(nano_hybrid), device="cpu", max_num_batched_tokens=32, max_num_seqs=8) as loaded:
+        yield loaded
 
 
-@pytest.fixture(scope="module")
-def llm(model: Path) -> Iterator[LLM]:
-    with LLM(str(model), device="cpu", max_num_seqs=2, max_waiting=3) as found:
-        yield found
+def test_text_and_its_token_ids_are_one_prompt(llm: LLM) -> None:
+    text = "And it came to pass"
+    by_text = llm.generate(text, GREEDY)[0]
+    by_ids = llm.generate(by_text.prompt_token_ids, GREEDY)[0]
+    assert by_ids.outputs[0].token_ids == by_text.outputs[0].token_ids
+    assert (by_text.prompt, by_ids.prompt) == (text, None)
+    assert by_text.finished
+    assert by_text.outputs[0].finish_reason == "length"
+    assert len(by_text.outputs[0].token_ids) == 12
 
 
-def test_more_prompts_than_may_wait_are_all_answered_in_order(llm: LLM) -> None:
-    prompts = [[1 + i % 9, 2, 3] for i in range(20)]
-    results = llm.generate(prompts, GREEDY)
-    assert [result.prompt_token_ids for result in results] == prompts
-    alone = [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in prompts]
-    assert [result.outputs[0].token_ids for result in results] == alone
-    several = llm.generate(prompts, SamplingParams(n=3, seed=1, max_tokens=2))
-    assert [len(result.outputs) for result in several] == [3] * 20
+def test_many_prompts_give_what_each_gives_alone(llm: LLM) -> None:
+    prompts = ["In the beginning", "And the king said " * 9, "Fear not", "Behold, " * 30]
+    together = [out.outputs[0].text for out in llm.generate(prompts, GREEDY)]
+    alone = [llm.generate(prompt, GREEDY)[0].outputs[0].text for prompt in prompts]
+    assert together == alone
 
 
-def test_logits_scores_and_tokens_tell_the_same(llm: LLM) -> None:
-    ids = [1, 5, 2, 9, 3, 7]
-    logits = llm.logits(ids)
-    assert logits.shape == (6, 11)
-    wanted = logits.log_softmax(-1)[torch.arange(5), torch.tensor(ids[1:])]
-    assert llm.score([ids])[0] == pytest.approx(wanted.tolist(), abs=1e-5)
-    assert llm.generate(ids, GREEDY)[0].outputs[0].token_ids[0] == int(logits[-1].argmax())
+def test_choices_of_a_seed_differ_and_repeat(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=10)
+    first, again = (llm.generate("The LORD", params)[0].outputs for _ in range(2))
+    assert [c.text for c in first] == [c.text for c in again]
+    assert len({c.text for c in first}) == 3
+    assert [c.index for c in first] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"stop": "x"}, "stop: .* no tokenizer"),
-        ({"stop_token_ids": (11,)}, r"stop_token_ids: token id 11 is outside 0\.\.10"),
-        ({"logit_bias": {11: 1.0}}, r"logit_bias: token id 11 is outside 0\.\.10"),
-    ],
-)
-def test_a_setting_that_could_never_take_effect_is_refused(
-    llm: LLM, params: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InvalidField, match=message):
-        llm.generate([1, 2], SamplingParams(**params))
+def test_scores_are_the_log_probabilities_of_the_logits(llm: LLM) -> None:
+    prompt = "And God said, Let there be light: and there was light."
+    logits = llm.logits(prompt)
+    ids = llm.front.prepare(prompt, GREEDY).prompt_token_ids
+    assert logits.shape == (len(ids), llm.spec.vocab_size)
+    assert logits.dtype is torch.float32
+    want = logits.log_softmax(-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+    torch.testing.assert_close(torch.tensor(llm.score(prompt)[0]), want, rtol=0, atol=1e-4)
 
 
-def test_an_option_that_does_not_exist_is_refused_by_name(model: Path) -> None:
-    with pytest.raises(ConfigError, match="gpu_memory: there is no such option; there are device, dtype"):
-        LLM(str(model), gpu_memory=0.9)
+def test_logprobs_have_the_shape_that_users_know(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2, prompt_logprobs=1)
+    result = llm.generate("The children of", params)[0]
+    out = result.outputs[0]
+    assert out.logprobs is not None
+    assert len(out.logprobs) == len(out.token_ids)
+    for token_id, entry in zip(out.token_ids, out.logprobs, strict=True):
+        assert entry[token_id].rank == 1  # greedy takes the most likely
+        assert len(entry) == 2
+        assert max(e.logprob for e in entry.values()) == entry[token_id].logprob <= 0
+    assert (
+        "".join(entry[i].decoded_token for i, entry in zip(out.token_ids, out.logprobs, strict=True))
+        == out.text
+    )
+    assert result.prompt_logprobs is not None
+    assert result.prompt_logprobs[0] is None
+    for token_id, entry in zip(result.prompt_token_ids[1:], result.prompt_logprobs[1:], strict=True):
+        assert entry is not None
+        assert token_id in entry
 
 
-def test_a_template_without_a_tokenizer_is_refused(model: Path) -> None:
-    with pytest.raises(ConfigError, match="chat_template: 'chatml' needs a tokenizer"):
-        LLM(str(model), device="cpu", chat_template="chatml")
+def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    whole = (
+        llm.generate("And it came to pass", SamplingParams(max_tokens=30, temperature=0.0))[0].outputs[0].text
+    )
+    stop = whole[10:14]
+    params = SamplingParams(max_tokens=30, temperature=0.0, stop=(stop,))
+    out = llm.generate("And it came to pass", params)[0].outputs[0]
+    assert out.text == whole[: whole.index(stop)]
+    assert (out.finish_reason, out.stop_reason) == ("stop", stop)
 
 
-def test_a_vocabulary_that_is_not_the_models_is_named(model: Path) -> None:
-    with (
-        LLM(str(model), device="cpu", vocab="cl100k_base") as other,
-        pytest.raises(InvalidField, match=r"cl100k_base writes it with token .* has 0\.\.10; .*--vocab"),
-    ):
-        other.generate("hello")
+def test_chat_answers_and_stops(llm: LLM) -> None:
+    out = llm.chat(
+        [{"role": "user", "content": "Who are you?"}], SamplingParams(temperature=0.0, max_tokens=60)
+    )
+    assert out[0].outputs[0].text.strip()
+    assert "<|" not in out[0].outputs[0].text
+    assert out[0].outputs[0].finish_reason == "stop"
 
 
-def test_closing_leaves_no_thread_and_takes_nothing_more(model: Path) -> None:
+def test_streamed_text_is_the_whole_text(llm: LLM) -> None:
+    pieces = list(llm.stream("In the beginning", GREEDY))
+    assert "".join(p.text for p in pieces) == llm.generate("In the beginning", GREEDY)[0].outputs[0].text
+    assert pieces[-1].finish_reason == "length"
+    assert len(pieces) > 3
+
+
+def test_limits_are_said_with_both_numbers(llm: LLM) -> None:
+    with pytest.raises(ContextTooLong, match=r"700 tokens.*512"):
+        llm.generate([5] * 700, GREEDY)
+    with pytest.raises(InvalidField, match=r"token id 4096 is not one of this model's 0\.\.4095"):
+        llm.generate([1, 4096], GREEDY)
+    with pytest.raises(InvalidField, match="it is empty"):
+        llm.generate("", GREEDY)
+    with pytest.raises(InvalidField, match="2 settings were given for 1 prompts"):
+        llm.generate(["a"], [GREEDY, GREEDY])
+
+
+def test_an_option_that_does_not_exist_is_refused(nano_hybrid: Path) -> None:
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+        LLM(str(nano_hybrid), gpu_memory_utilization=0.9)
+
+
+def test_nothing_is_left_after_close(nano_hybrid: Path) -> None:
     before = set(threading.enumerate())
-    closed = LLM(str(model), device="cpu")
-    closed.generate([1, 2], GREEDY)
-    closed.close()
-    closed.close()
-    assert set(threading.enumerate()) == before
-    with pytest.raises(EngineError, match="takes no more requests"):
-        closed.generate([1, 2], GREEDY)
+    model = LLM(str(nano_hybrid), device="cpu")
+    model.generate("And", GREEDY)
+    stats = dict(model.front.stats())
+    model.close()
+    model.close()
+    assert set(threading.enumerate()) <= before
+    assert all(value == 0 for key, value in stats.items() if "running" in key or "waiting" in key)
