@@ -43,6 +43,8 @@ def generate(model: str, prompt: str | None, ids: tuple[int, ...] | None, quiet:
     cat notes.txt | plait generate --model model.gguf --max-tokens 200
     """
     params, settings = sampling_params(given), engine_settings(given)
+    if ids is not None and prompt is not None:
+        raise click.UsageError("--prompt and --ids are both the prompt; give one of them")
     text = ids if ids is not None else prompt
     if text is None or text == "-":
         text = read_stdin("--prompt or --ids")

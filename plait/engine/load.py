@@ -143,8 +143,8 @@ def load(model: str, config: EngineConfig, on_progress: Progress | None = None) 
     runner = ModelRunner(decoder, store, sampler, device)
     scheduler = sizing.scheduler(config, causal=spec.causal)
     engine = Engine(runner, scheduler, vocab_size=spec.vocab_size, max_model_len=sizing.max_model_len)
+    report("ready", 1, 1)  # before there is a thread: who is told may raise, to say that nobody waits
     front = Front(opened.files.name, spec, sizing.max_model_len, EngineLoop(engine), language)
-    report("ready", 1, 1)
     return Loaded(opened, config, runner, sizing, target, front)
 
 

@@ -32,7 +32,9 @@ class Loading:
         self._lock = threading.Lock()
 
     def report(self, text: str, done: int, total: int) -> None:
-        """Say how far loading is; from any thread."""
+        """Say how far loading is; from any thread. Raises NotReady when the server stops: nobody waits."""
+        if self.stopping:
+            raise NotReady("the server is stopping, and the model is loaded no further")
         self.progress = Progress(text, done, total)
 
     def arrive(self, front: Front) -> bool:

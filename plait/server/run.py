@@ -27,6 +27,7 @@ logger = logging.getLogger("plait.server")
 MAX_HEADER_BYTES = 16 * KIB
 KEEP_ALIVE_S = 5
 BACKLOG = 2048
+LOADING_ENDS_S = 20.0  # a thread inside torch when Python ends would abort the process
 CLOSING_S = 5.0  # after the time to finish: to tell open streams that the server stops
 Report = Callable[[str, int, int], None]
 Load = Callable[[Report], "Front"]
@@ -58,6 +59,7 @@ def serve_front(load: Load, config: ServerConfig, on_listen: Callable[[Server], 
         server.run(sockets=[sock])
     finally:
         sock.close()
+        thread.join(LOADING_ENDS_S)
         if loading.front is not None:
             loading.front.close(drain=False)
     if server.fault is not None:
@@ -101,6 +103,8 @@ class Server(uvicorn.Server):
         try:
             front = load(self._loading.report)
         except BaseException as error:
+            if self._loading.stopping:
+                return
             self.fault = error
             self.should_exit = True
             return

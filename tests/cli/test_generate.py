@@ -62,6 +62,13 @@ def test_the_prompt_may_be_token_ids(plait: Run, engine: Any, ids: str) -> None:
     assert engine.prompts == [(1, 2, 3)]
 
 
+def test_two_prompts_are_one_too_many(plait: Run, engine: Any) -> None:
+    result = plait("generate", "--model", "m", "--ids", "1,2", "--prompt", "x")
+    assert result.code == 2
+    assert "--prompt and --ids are both the prompt" in result.err
+    assert engine.prompts == []
+
+
 def test_a_model_without_a_tokenizer_writes_token_ids(plait: Run, engine: Any) -> None:
     engine.tokenizer = None
     assert plait("generate", "--model", "m", "--ids", "5").out == "1 2 \n"

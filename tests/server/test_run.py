@@ -89,9 +89,28 @@ def test_a_model_that_arrives_after_the_end_is_closed() -> None:
         return front
 
     running = start(load, ServerConfig(port=0))
+    threading.Timer(0.3, may_go_on.set).start()
     running.stop()
-    may_go_on.set()
     assert wait_until(lambda: not front.healthy)
+
+
+def test_stopping_ends_the_loading_and_waits_for_its_thread() -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def load(report: Any) -> Any:
+        try:
+            for done in range(10_000):
+                report("loading weights", done, 10_000)
+                began.set()
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    running = start(load, ServerConfig(port=0))
+    assert began.wait(10)
+    running.stop()
+    assert ended.is_set()
+    assert running.raised == []
 
 
 def test_an_unhealthy_engine_shows() -> None:
