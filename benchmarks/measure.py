@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument(
         "--started", type=float, required=True, help="time.time() when this process was started"
     )
-    parser.add_argument("--prefill", type=int, default=512)
+    parser.add_argument("--prefill", type=int, default=256)
     parser.add_argument("--decode", type=int, default=64)
     parser.add_argument("--threads", type=int)
     given = parser.parse_args()

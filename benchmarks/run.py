@@ -11,6 +11,7 @@ import datetime
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ COLUMNS = {
     "decode_tok_s": "decode tok/s",
     "prefill_tok_s": "prefill tok/s",
     "ttft_ms": "TTFT ms (16)",
-    "ttft_512_ms": "TTFT ms (512)",
+    "ttft_256_ms": "TTFT ms (256)",
     "throughput_16_tok_s": "16-way tok/s",
     "startup_s": "start-up s",
     "loaded_rss_mib": "loaded MiB",
@@ -91,6 +92,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="write no file")
     given = parser.parse_args()
     here = machine.describe()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # of others, before we start
     results = {}
     for name in given.only or MODELS:
         title, find = MODELS[name]
@@ -101,7 +103,13 @@ def main() -> None:
         print(f"{title} …", file=sys.stderr, flush=True)
         results[name] = measure(path, given.threads)
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    report = {"date": date, "machine": here, "threads": given.threads, "results": results}
+    report = {
+        "date": date,
+        "machine": here,
+        "load_before": load,
+        "threads": given.threads,
+        "results": results,
+    }
     print(json.dumps(report, indent=2))
     print("\n" + table(results))
     if not given.dry:
