@@ -19,7 +19,8 @@ DEFAULT_TEMPERATURE, DEFAULT_TOP_P, DEFAULT_TOP_K = 0.7, 0.9, 40
 class SamplingParams:
     """How tokens are chosen, in vLLM's spelling.
 
-    `temperature`, `top_p`, `top_k` None: the model's generation_config.json decides, then 0.7, 0.9, 40.
+    `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` None: the model's generation_config.json
+    decides, then 0.7, 0.9, 40, 0, 1.
     `top_k` 0 or -1: no limit. `max_tokens` None: the rest of the context. `logprobs`: how many alternatives
     are reported beside the chosen token (0: the chosen one only); raw model log-probabilities, natural log,
     before penalties and temperature. Raises InvalidField, naming the field.
@@ -31,9 +32,9 @@ class SamplingParams:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    min_p: float = 0.0
+    min_p: float | None = None
     seed: int | None = None
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -69,12 +70,14 @@ class SamplingParams:
     def resolved(self, generation_config: Mapping[str, Any]) -> SamplingParams:
         """With every open choice filled in: the request's, else the model's, else Plait's default."""
         sampled = generation_config.get("do_sample", True)
-        pick = generation_config if sampled else {"temperature": 0.0}
+        pick = generation_config if sampled else {**generation_config, "temperature": 0.0}
         return replace(
             self,
             temperature=_first(self.temperature, pick.get("temperature"), DEFAULT_TEMPERATURE),
             top_p=_first(self.top_p, pick.get("top_p"), DEFAULT_TOP_P),
             top_k=_first(self.top_k, pick.get("top_k"), DEFAULT_TOP_K),
+            min_p=_first(self.min_p, pick.get("min_p"), 0.0),
+            repetition_penalty=_first(self.repetition_penalty, pick.get("repetition_penalty"), 1.0),
         )
 
 

@@ -88,7 +88,7 @@ class LLM:
         )
 
     def close(self) -> None:
-        """Stop the engine and give its memory back. May be called twice."""
+        """Stop the engine and its threads; its memory goes with this object. May be called twice."""
         self.front.close(drain=False)
 
     def __enter__(self) -> Self:

@@ -24,10 +24,12 @@ from plait.engine.device import choose_device, choose_dtype, free_memory, out_of
 from plait.engine.front import Front, Language
 from plait.engine.loop import EngineLoop
 from plait.engine.sizing import ModelFacts, Sizing, gib, size_state
+from plait.errors import BadFile, InvalidField
 from plait.families.resolve import resolve
 from plait.families.resolved import Resolved
 from plait.model.decoder import Decoder
 from plait.quant.weight import as_tensor
+from plait.request import SamplingParams
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
 from plait.state.store import StateStore
@@ -77,6 +79,10 @@ class Opened:
         """Its whole text side."""
         tokenizer = self.tokenizer()
         generation_config = load_generation_config(self.text_directory)
+        try:
+            SamplingParams().resolved(generation_config)
+        except InvalidField as error:
+            raise BadFile(f"generation_config.json of {self.files.name}: {error}") from error
         template = load_chat_template(
             directory=self.text_directory,
             metadata=self.metadata,

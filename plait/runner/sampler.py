@@ -93,7 +93,7 @@ class Sampler:
             column([p.temperature or 0.0 for p in params]),
             column([min(p.top_k or 0, self.vocab_size) for p in params], torch.int64),
             column([1.0 if p.top_p is None else p.top_p for p in params]),
-            column([p.min_p for p in params]),
+            column([p.min_p or 0.0 for p in params]),
             column([uniform(row.seed, row.position) for row in rows]),
         )
         return chosen
@@ -179,9 +179,10 @@ def _penalise(logits: Tensor, row: SamplingRow, params: SamplingParams) -> None:
     """In place, [vocab]. Repetition counts prompt and output, presence and frequency the output only."""
     history = torch.tensor(row.history, dtype=torch.int64)
     width = logits.shape[0]
-    if params.repetition_penalty != 1:
+    by = params.repetition_penalty or 1.0
+    if by != 1:
         seen = history[history < width].unique().to(logits.device)
-        values, by = logits[seen], params.repetition_penalty
+        values = logits[seen]
         logits[seen] = torch.where(values > 0, values / by, values * by)
     output = history[row.prompt_len :]
     ids, counts = output[output < width].unique(return_counts=True)

@@ -80,7 +80,7 @@ class Sequence:
         targets: tuple[int, ...] = ()
         if self.wants_prompt_logprobs and len(self.scored) < self.prompt_len - 1:
             targets = tuple(self.token_ids[first + 1 : min(end + 1, self.prompt_len)])
-        penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
+        penalised = (params.repetition_penalty or 1, params.presence_penalty, params.frequency_penalty) != (
             1,
             0,
             0,

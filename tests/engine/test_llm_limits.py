@@ -1,0 +1,113 @@
+"""The Python door on a tiny hybrid on disk: what comes back, what is refused, what is left behind."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from plait.engine.llm import LLM
+from plait.errors import BadFile, ConfigError, EngineError, InvalidField
+from plait.request import SamplingParams
+from tests.families.oxidizr_checkpoint import HYBRID, HYBRID_CONFIG, golden
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid")
+    tensors = {name: tensor.float().contiguous() for name, tensor in golden(HYBRID).items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(HYBRID_CONFIG))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), device="cpu", max_num_seqs=2, max_waiting=3) as found:
+        yield found
+
+
+def test_more_prompts_than_may_wait_are_all_answered_in_order(llm: LLM) -> None:
+    prompts = [[1 + i % 9, 2, 3] for i in range(20)]
+    results = llm.generate(prompts, GREEDY)
+    assert [result.prompt_token_ids for result in results] == prompts
+    alone = [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in prompts]
+    assert [result.outputs[0].token_ids for result in results] == alone
+    several = llm.generate(prompts, SamplingParams(n=3, seed=1, max_tokens=2))
+    assert [len(result.outputs) for result in several] == [3] * 20
+
+
+def test_logits_scores_and_tokens_tell_the_same(llm: LLM) -> None:
+    ids = [1, 5, 2, 9, 3, 7]
+    logits = llm.logits(ids)
+    assert logits.shape == (6, 11)
+    wanted = logits.log_softmax(-1)[torch.arange(5), torch.tensor(ids[1:])]
+    assert llm.score([ids])[0] == pytest.approx(wanted.tolist(), abs=1e-5)
+    assert llm.generate(ids, GREEDY)[0].outputs[0].token_ids[0] == int(logits[-1].argmax())
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stop": "x"}, "stop: .* no tokenizer"),
+        ({"stop_token_ids": (11,)}, r"stop_token_ids: token id 11 is outside 0\.\.10"),
+        ({"logit_bias": {11: 1.0}}, r"logit_bias: token id 11 is outside 0\.\.10"),
+    ],
+)
+def test_a_setting_that_could_never_take_effect_is_refused(
+    llm: LLM, params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidField, match=message):
+        llm.generate([1, 2], SamplingParams(**params))
+
+
+def test_an_option_that_does_not_exist_is_refused_by_name(model: Path) -> None:
+    with pytest.raises(ConfigError, match="gpu_memory: there is no such option; there are device, dtype"):
+        LLM(str(model), gpu_memory=0.9)
+
+
+def test_a_template_without_a_tokenizer_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="chat_template: 'chatml' needs a tokenizer"):
+        LLM(str(model), device="cpu", chat_template="chatml")
+
+
+def test_a_vocabulary_that_is_not_the_models_is_named(model: Path) -> None:
+    with (
+        LLM(str(model), device="cpu", vocab="cl100k_base") as other,
+        pytest.raises(InvalidField, match=r"cl100k_base writes it with token .* has 0\.\.10; .*--vocab"),
+    ):
+        other.generate("hello")
+
+
+def test_closing_leaves_no_thread_and_takes_nothing_more(model: Path) -> None:
+    before = set(threading.enumerate())
+    closed = LLM(str(model), device="cpu")
+    closed.generate([1, 2], GREEDY)
+    closed.close()
+    closed.close()
+    assert set(threading.enumerate()) == before
+    with pytest.raises(EngineError, match="takes no more requests"):
+        closed.generate([1, 2], GREEDY)
+
+
+def test_the_models_own_penalty_is_what_is_not_asked_for(model: Path, llm: LLM, tmp_path: Path) -> None:
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).write_bytes((model / name).read_bytes())
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false, "repetition_penalty": 5.0}')
+    with LLM(str(tmp_path), device="cpu") as other:
+        penalised = other.generate([1, 2, 3], SamplingParams(max_tokens=6))[0].outputs[0].token_ids
+        plain = other.generate([1, 2, 3], SamplingParams(max_tokens=6, repetition_penalty=1.0))
+    asked = SamplingParams(temperature=0.0, max_tokens=6, repetition_penalty=5.0)
+    assert penalised == llm.generate([1, 2, 3], asked)[0].outputs[0].token_ids
+    assert plain[0].outputs[0].token_ids == llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(BadFile, match=r"generation_config\.json of .*: temperature: 'hot'"):
+        LLM(str(tmp_path), device="cpu")
