@@ -27,6 +27,7 @@ from plait.engine.sizing import ModelFacts, Sizing, gib, size_state
 from plait.errors import BadFile, InvalidField
 from plait.families.resolve import resolve
 from plait.families.resolved import Resolved
+from plait.kernels.load import load as load_kernels
 from plait.model.decoder import Decoder
 from plait.quant.weight import as_tensor
 from plait.request import SamplingParams
@@ -134,6 +135,7 @@ def load(model: str, config: EngineConfig, on_progress: Progress | None = None) 
     log.info("device: %s (%s)", device, why)
     if config.threads:
         torch.set_num_threads(config.threads)
+    load_kernels()
     target = _target(opened, device)
     report("loading the tokenizer", 0, 1)
     language = opened.language()
@@ -143,6 +145,7 @@ def load(model: str, config: EngineConfig, on_progress: Progress | None = None) 
     with out_of_memory(f"making room for sequences ({gib(sizing.nbytes)})"):
         store = _store(decoder, sizing, target)
     spec = decoder.spec
+    _check_vocabulary(config.vocab, language.tokenizer, spec.vocab_size)
     banned = _banned(language.tokenizer, spec.vocab_size)
     sampler = Sampler(spec.vocab_size, banned=banned, device=device.type, ops=config.ops)
     target.bound.append(sampler.binding)
@@ -221,6 +224,17 @@ def _store(decoder: Decoder, sizing: Sizing, target: Target) -> StateStore:
     return StateStore(
         decoder.states, sizing.num_blocks, sizing.num_slots, sizing.block_size, target.device, target.dtype
     )
+
+
+def _check_vocabulary(asked: str | None, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    """A vocabulary that was named and has more tokens than the model is probably another model's."""
+    if asked and tokenizer and tokenizer.vocab_size > vocab_size:
+        log.warning(
+            "the vocabulary %s has %d tokens and the model only %d: its text may make no sense",
+            tokenizer.name,
+            tokenizer.vocab_size,
+            vocab_size,
+        )
 
 
 def _banned(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:

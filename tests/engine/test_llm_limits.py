@@ -79,12 +79,13 @@ def test_a_template_without_a_tokenizer_is_refused(model: Path) -> None:
         LLM(str(model), device="cpu", chat_template="chatml")
 
 
-def test_a_vocabulary_that_is_not_the_models_is_named(model: Path) -> None:
+def test_a_vocabulary_that_is_not_the_models_is_named(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with (
         LLM(str(model), device="cpu", vocab="cl100k_base") as other,
         pytest.raises(InvalidField, match=r"cl100k_base writes it with token .* has 0\.\.10; .*--vocab"),
     ):
         other.generate("hello")
+    assert "the vocabulary cl100k_base has 100331 tokens and the model only 11" in caplog.text
 
 
 def test_closing_leaves_no_thread_and_takes_nothing_more(model: Path) -> None:
