@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from plait.ops.registry import Arguments, Facts, op
+from plait.ops.registry import Arguments, op
 
 SEQS = [(1, 33), (1, 7), (5, 5), (19, 40)]  # (new tokens, length)
 CASES: list[dict[str, Any]] = [
@@ -38,10 +37,10 @@ def read_paged(cache: Tensor, table: Tensor, start: int, stop: int) -> Tensor:
     return blocks.flatten(0, 1)[start - first * size : stop - first * size]
 
 
-def _visible(
+def visible(
     query: Tensor, seqs: tuple[Tensor, Tensor], window: int | None
 ) -> Iterator[tuple[int, slice, int, int]]:
-    """(sequence, its rows of the batch, first visible key, end of keys)."""
+    """Per sequence: (its number, its rows of the batch, the first key any of them sees, the end of keys)."""
     starts, lens = seqs[0].tolist(), seqs[1].tolist()
     for s, end in enumerate(lens):
         rows = slice(starts[s], starts[s + 1])
@@ -49,7 +48,7 @@ def _visible(
         yield s, rows, 0 if window is None else max(0, past - window + 1), end
 
 
-def _mask(num_queries: int, start: int, end: int, window: int | None, device: torch.device) -> Tensor:
+def causal_mask(num_queries: int, start: int, end: int, window: int | None, device: torch.device) -> Tensor:
     """[queries, keys] bool: the last `num_queries` positions of start..end see keys up to themselves."""
     keys = torch.arange(start, end, device=device)
     behind = torch.arange(end - num_queries, end, device=device)[:, None] - keys
@@ -75,13 +74,13 @@ def paged_attention(
     h // (heads / kv_heads). `window`: how many last keys are seen; `softcap`: scores become cap·tanh(·/cap).
     """
     out = torch.empty_like(q)
-    for s, rows, start, end in _visible(q, (query_start, seq_lens), window):
+    for s, rows, start, end in visible(q, (query_start, seq_lens), window):
         k, v = (read_paged(cache, block_table[s], start, end).float() for cache in (k_cache, v_cache))
         grouped = q[rows].float().unflatten(1, (k.shape[1], -1))  # [n, kv, g, d]
         scores = torch.einsum("nkgd,tkd->kgnt", grouped, k) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        mask = _mask(rows.stop - rows.start, start, end, window, q.device)
+        mask = causal_mask(rows.stop - rows.start, start, end, window, q.device)
         probs = scores.masked_fill(~mask, -math.inf).softmax(-1)
         out[rows] = torch.einsum("kgnt,tkd->nkgd", probs, v).flatten(1, 2).to(q.dtype)
     return out
@@ -110,37 +109,6 @@ def paged_case(seqs: list[tuple[int, int]], device: str) -> tuple[Tensor, Tensor
     return table.to(device), starts.to(device), lens.to(device), sum(needs) + 1
 
 
-def _no_softcap(facts: Facts) -> str | None:
-    return "torch's attention has no softcap" if facts.sizes.get("softcap") is not None else None
-
-
-def _sdpa(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    out = torch.empty_like(q)
-    for s, rows, start, end in _visible(q, (query_start, seq_lens), window):
-        k, v = (read_paged(cache, block_table[s], start, end) for cache in (k_cache, v_cache))
-        n = rows.stop - rows.start
-        mask = None if n == 1 else _mask(n, start, end, window, q.device)
-        heads_first = [t.transpose(0, 1)[None] for t in (q[rows], k.to(q.dtype), v.to(q.dtype))]
-        attended = F.scaled_dot_product_attention(
-            heads_first[0], heads_first[1], heads_first[2], attn_mask=mask, scale=scale, enable_gqa=True
-        )
-        out[rows] = attended[0].transpose(0, 1)
-    return out
-
-
-paged_attention.variant("sdpa", on="cpu", when=_no_softcap)(_sdpa)
-paged_attention.variant("sdpa", on="cuda", when=_no_softcap)(_sdpa)
-
 LATENT_CASES: list[dict[str, Any]] = [
     dict(seqs=[(1, 1)], heads=4, kv_rank=16, rope_dim=4),
     dict(seqs=SEQS, heads=3, kv_rank=32, rope_dim=8),
@@ -163,10 +131,10 @@ def paged_latent_attention(
     which the value up-projection turns into the heads' outputs.
     """
     out = q.new_empty(*q.shape[:2], kv_rank)
-    for s, rows, start, end in _visible(q, (query_start, seq_lens), None):
+    for s, rows, start, end in visible(q, (query_start, seq_lens), None):
         latent = read_paged(cache, block_table[s], start, end).float()
         scores = torch.einsum("nhr,tr->hnt", q[rows].float(), latent) * scale
-        mask = _mask(rows.stop - rows.start, start, end, None, q.device)
+        mask = causal_mask(rows.stop - rows.start, start, end, None, q.device)
         probs = scores.masked_fill(~mask, -math.inf).softmax(-1)
         out[rows] = torch.einsum("hnt,tr->nhr", probs, latent[:, :kv_rank]).to(q.dtype)
     return out

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 import plait.model.mixers  # noqa: F401  every op a model can use is registered by importing the models
+from plait.kernels.load import load
 from plait.ops.registry import REGISTRY, Facts, Op, Variant
 from plait.quant.weight import Dense
+
+load()
 
 
 def runnable() -> list[Any]:

@@ -1,0 +1,48 @@
+"""Attention of each sequence by torch's fused kernel, over its keys and values gathered from their blocks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.ops.attention import causal_mask, paged_attention, read_paged, visible
+from plait.ops.registry import Facts
+
+NAME = "sdpa"
+
+
+def register() -> None:
+    """Offer it on every device. Doing so twice changes nothing."""
+    if all(variant.name != NAME for variant in paged_attention.variants):
+        for device in ("cpu", "cuda"):
+            paged_attention.variant(NAME, on=device, when=_no_softcap)(sdpa)
+
+
+def _no_softcap(facts: Facts) -> str | None:
+    return "torch's attention has no softcap" if facts.sizes.get("softcap") is not None else None
+
+
+def sdpa(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`paged_attention` without softcap: the same arguments and result."""
+    out = torch.empty_like(q)
+    for s, rows, start, end in visible(q, (query_start, seq_lens), window):
+        k, v = (read_paged(cache, block_table[s], start, end).to(q.dtype) for cache in (k_cache, v_cache))
+        n = rows.stop - rows.start
+        mask = None if n == 1 else causal_mask(n, start, end, window, q.device)
+        heads_first = [t.transpose(0, 1)[None] for t in (q[rows], k, v)]
+        attended = F.scaled_dot_product_attention(
+            heads_first[0], heads_first[1], heads_first[2], attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        out[rows] = attended[0].transpose(0, 1)
+    return out
