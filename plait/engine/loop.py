@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections import deque
@@ -36,6 +37,8 @@ class EngineLoop:
         self._drain_until = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        # A thread inside torch while Python ends would abort the process.
+        atexit.register(self._abandon)
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
         """Hand over a request; `on_event` is called on the engine's thread and must only pass events on.
@@ -73,6 +76,7 @@ class EngineLoop:
             self._drain_until = min(deadline, self._drain_until) if self._closing else deadline
             self._closing = True
             self._wake.notify()
+        atexit.unregister(self._abandon)
         if threading.current_thread() is not self._thread:
             self._thread.join(max(deadline - time.monotonic(), 0.0) + JOIN_GRACE_S)
         return not self._thread.is_alive()
@@ -95,6 +99,10 @@ class EngineLoop:
     def stats(self) -> Mapping[str, int]:
         """The engine's numbers as they are now."""
         return self.engine.stats()
+
+    def _abandon(self) -> None:
+        """At the end of the process: nobody closed it."""
+        self.close(drain=False)
 
     def _check_open(self) -> None:
         if self.fault is not None:

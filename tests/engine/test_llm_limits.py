@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from plait.errors import BadFile, ConfigError, EngineError, InvalidField
 from plait.request import SamplingParams
 from tests.families.oxidizr_checkpoint import HYBRID, HYBRID_CONFIG, golden
 
+ROOT = Path(__file__).resolve().parents[2]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
 
@@ -112,3 +115,20 @@ def test_the_models_own_penalty_is_what_is_not_asked_for(model: Path, llm: LLM, 
     (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
     with pytest.raises(BadFile, match=r"generation_config\.json of .*: temperature: 'hot'"):
         LLM(str(tmp_path), device="cpu")
+
+
+def test_a_program_that_ends_in_the_middle_of_a_step_ends_in_order(nano_hybrid: Path) -> None:
+    program = (
+        "import sys, time; from plait import LLM, SamplingParams\n"
+        "llm = LLM(sys.argv[1], device='cpu', max_num_batched_tokens=4000)\n"
+        "for _ in range(8): llm.front.submit(llm.front.prepare([5] * 500, SamplingParams(max_tokens=9)))\n"
+        "time.sleep(0.1); print('ended')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(nano_hybrid)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "ended\n"), ended.stderr
