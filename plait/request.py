@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -47,11 +47,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        elif not isinstance(self.stop, tuple):
-            object.__setattr__(self, "stop", tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", _listed("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
         for name, low, high in _RANGES:
             _check(name, getattr(self, name), low, high)
         for name in _WHOLE:
@@ -79,6 +76,15 @@ class SamplingParams:
             min_p=_first(self.min_p, pick.get("min_p"), 0.0),
             repetition_penalty=_first(self.repetition_penalty, pick.get("repetition_penalty"), 1.0),
         )
+
+
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
+    """A list as a tuple, one string as a list of it, None as an empty one."""
+    if isinstance(value, str):
+        return (value,)
+    if value is not None and not isinstance(value, Iterable):
+        raise InvalidField(f"{name}: {value!r} is not a list", name)
+    return tuple(value or ())
 
 
 def _first(*values: Any) -> Any:

@@ -136,7 +136,14 @@ def _prompt_scores(out: RequestOutput) -> list[float]:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence):
+        kind = type(prompts).__name__
+        raise InvalidField(
+            f"prompt: a {kind} is neither text, a list of token ids, nor a list of those", "prompt"
+        )
+    if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

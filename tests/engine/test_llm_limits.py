@@ -132,3 +132,15 @@ def test_a_program_that_ends_in_the_middle_of_a_step_ends_in_order(nano_hybrid: 
         timeout=120,
     )
     assert (ended.returncode, ended.stdout) == (0, "ended\n"), ended.stderr
+
+
+@pytest.mark.parametrize("field", ["stop", "stop_token_ids"])
+def test_what_must_be_a_list_is_refused_by_name(field: str) -> None:
+    with pytest.raises(InvalidField, match=f"{field}: 5 is not a list"):
+        SamplingParams(**{field: 5})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompt", [5, {"prompt": "text"}])
+def test_what_is_not_a_prompt_is_refused(nano_hybrid: Path, prompt: object) -> None:
+    with LLM(str(nano_hybrid), device="cpu") as llm, pytest.raises(InvalidField, match="neither text"):
+        llm.generate(prompt)  # type: ignore[arg-type]
