@@ -1,6 +1,6 @@
 """One model, measured in a process of its own; prints one JSON object.
 
-The output is checked before anything is timed: the greedy text with the fastest ops must be the text of the
+Nothing is printed before the output is checked: the greedy text with the fastest ops must be the text of the
 reference ops, and sixteen requests at once must each get what they get alone. Run by `run.py`.
 """
 
