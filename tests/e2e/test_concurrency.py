@@ -65,7 +65,10 @@ def test_random_cancels_leave_nothing_behind(server: Server) -> None:
 
     asyncio.run(storm())
     assert settles(server, before), f"before {before}, after {server.get('/health')['engine']}"
-    assert threads_of(server) <= 64
+    threads = threads_of(server)  # the server's pool of threads is as large now as it gets
+    asyncio.run(storm())
+    assert settles(server, before), f"before {before}, after {server.get('/health')['engine']}"
+    assert threads_of(server) <= threads
 
 
 def settles(server: Server, before: object, timeout_s: float = 20) -> bool:

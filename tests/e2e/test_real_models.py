@@ -33,16 +33,23 @@ def llm(model: Path) -> Iterator[LLM]:
 
 
 def test_greedy_text_equals_transformers_reading_the_same_file(model: Path, llm: LLM) -> None:
-    """One pass over prompt and reply: each token is transformers' choice after all those before it."""
+    """By transformers' own `generate`, with its cache; sixty-four tokens, whatever they are."""
     oracle = AutoModelForCausalLM.from_pretrained(
         model.parent, gguf_file=model.name, dtype=torch.float32
     ).eval()
+    oracle.generation_config.eos_token_id = None
     for result in llm.generate(PROMPTS, GREEDY):
         prompt, reply = result.prompt_token_ids, result.outputs[0].token_ids
         assert len(reply) == 64
         with torch.inference_mode():
             logits = oracle(torch.tensor([prompt + reply[:-1]])).logits[0, len(prompt) - 1 :]
         assert reply == logits.argmax(-1).tolist(), result.prompt
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            want = oracle.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False
+            )[0, len(prompt) :].tolist()
+        assert reply == want, result.prompt
 
 
 def test_chat_makes_sense(smollm2: Path) -> None:
