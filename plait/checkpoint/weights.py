@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plait.checkpoint.names import Derived, NameMap, UnknownName
 from plait.errors import MissingTensor, ShapeMismatch, UnusedTensor
-from plait.ops.linear import Linear
+from plait.ops.linear import Activations, Linear
 from plait.ops.registry import Binding, Facts, Op
 from plait.quant.weight import Weight, as_tensor, as_weight
 
@@ -48,6 +48,10 @@ class Target:
     ops: str = "auto"
     bound: list[Binding] = field(default_factory=list)
     on_read: Callable[[str, int], None] | None = None  # progress: (their name, bytes)
+    executor: Any = None  # of native kernels (`kernels.cpu`), if there is one
+    activations: Activations = "float32"  # what inputs of linear maps are rounded to beside block formats
+    kv_dtype: str = "model"  # of keys, values and latents
+    block_size: int = 16  # tokens in a block of paged state
     weights_nbytes: int = 0  # what the model keeps in memory, in the form it keeps it
 
 
@@ -126,16 +130,20 @@ class Weights:
         for name, out in zip(names, out_sizes, strict=True):
             weights.append(self._matrix(f"{name}.weight", (out, in_size)))
             biases.append(self.optional(f"{name}.bias", (out,)))
-        made = Linear(weights, biases, self.bind, self.target.dtype, split)
+        made = Linear(weights, biases, self.bind, self.target.dtype, split, self.target.activations)
         self.target.weights_nbytes += made.nbytes
         return made
 
     def bind(self, op: Op, **sizes: Any) -> Callable[..., Any]:
         """The variant of an op for this target; remembered for `plait info --ops`."""
-        facts = Facts(self.target.device.type, self.target.dtype, sizes)
+        target = self.target
+        facts = Facts(target.device.type, target.dtype, self._shared_sizes() | sizes, target.executor)
         fn, binding = op.bind(facts, self.prefix, self.target.ops)
         self.target.bound.append(binding)
         return fn
+
+    def _shared_sizes(self) -> dict[str, Any]:
+        return {"block_size": self.target.block_size, "kv_dtype": self.target.kv_dtype}
 
     def unused(self) -> list[str]:
         """Their tensors that nobody asked for and the family does not ignore."""

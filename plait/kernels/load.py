@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-def load() -> None:
+if TYPE_CHECKING:
+    from plait.kernels.cpu.executor import Executor
+
+log = logging.getLogger("plait")
+
+# Modules of plait.kernels.cpu that register variants when they are imported.
+CPU_KERNELS: tuple[str, ...] = ("norm",)
+
+
+def load(*, cache_dir: Path | None = None, isa: str = "native") -> None:
     """Register every variant that this installation can run. To be called before a model is built.
 
     Without it, models run on the references. A variant that this machine or model cannot use is registered
-    all the same: its `when` says why not, which is what `plait info --ops` shows.
+    all the same: its `when` says why not, which is what `plait info --ops` shows. `cache_dir`: where compiled
+    kernels are kept; `isa`: what they are compiled for. Raises ConfigError for an `isa` that cannot be.
     """
     from plait.kernels.torch import attention
 
     attention.register()
+    if not has_numba():
+        log.warning("Numba is not installed here: models run on torch, many times slower than they could")
+        return
+    from plait.kernels.cpu import target
+
+    target.aim(isa)
+    target.keep_in(cache_dir)
+    for name in CPU_KERNELS:
+        importlib.import_module(f"plait.kernels.cpu.{name}")
+
+
+def has_numba() -> bool:
+    return importlib.util.find_spec("numba") is not None
+
+
+def executor(threads: int) -> Executor | None:
+    """Threads for native kernels on the CPU; None where there is no Numba. `load` comes first."""
+    if not has_numba():
+        return None
+    from plait.kernels.cpu.executor import Executor
+
+    return Executor(threads)

@@ -10,7 +10,7 @@ from plait.memory import PagedState, State, group_name
 from plait.model.batch import Batch
 from plait.model.norm import Norm
 from plait.model.rope import Rope
-from plait.ops.attention import paged_attention, write_paged
+from plait.ops.attention import paged_attention
 from plait.state.store import StateStore
 
 
@@ -23,9 +23,10 @@ class Attention:
         self.q_norm = Norm(s.qk_norm, w.scope("q_norm"), s.head_dim) if s.qk_norm else None
         self.k_norm = Norm(s.qk_norm, w.scope("k_norm"), s.head_dim) if s.qk_norm else None
         self.rope = Rope(s.rope, w) if s.rope else None
-        self._attend = w.bind(paged_attention, head_dim=s.head_dim, window=s.window, softcap=s.softcap)
-        entry = (s.num_kv_heads, s.head_dim)
-        self.states: dict[str, State] = {self.name: PagedState({"k": entry, "v": entry}, s.window)}
+        sizes = {"heads": s.num_heads, "kv_heads": s.num_kv_heads, "dim": s.head_dim}
+        self._attend = w.bind(paged_attention, **sizes, window=s.window, softcap=s.softcap)
+        entry, dtype = (s.num_kv_heads, s.head_dim), w.target.kv_dtype
+        self.states: dict[str, State] = {self.name: PagedState({"k": entry, "v": entry}, s.window, dtype)}
         self._group = group_name(s.window)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
@@ -38,8 +39,6 @@ class Attention:
         if self.rope:
             q, k = self.rope(q, batch.positions), self.rope(k, batch.positions)
         cache, index = store[self.name], batch.paged[self._group]
-        write_paged(cache["k"], k, index.slot_mapping)
-        write_paged(cache["v"], v, index.slot_mapping)
-        lens = (batch.query_start, batch.seq_lens)
-        out = self._attend(q, cache["k"], cache["v"], index.block_table, *lens, s.scale, s.window, s.softcap)
+        where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
+        out = self._attend(q, k, v, cache["k"], cache["v"], *where, s.scale, s.window, s.softcap)
         return self.o(out.flatten(1))

@@ -11,6 +11,8 @@ from plait.model.batch import Batch
 from plait.model.embedding import Embedding, Head
 from plait.model.mixers import build
 from plait.model.norm import Norm
+from plait.ops.activation import combine, rescale
+from plait.ops.rows import take_rows
 from plait.state.store import StateStore
 
 
@@ -22,19 +24,20 @@ class Branch:
         self.norm = Norm(s.norm, w.scope("norm"), hidden_size) if s.norm else None
         self.mixer = build(s.mixer, w)
         self.post_norm = Norm(s.post_norm, w.scope("post_norm"), hidden_size) if s.post_norm else None
+        self._combine, self._rescale = w.bind(combine), w.bind(rescale)
 
     def enter(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add what the last branch gave, and norm it: (x, h), both [T, hidden]."""
         if self.norm:
             return self.norm.add(x, delta)
-        x = x if delta is None else x + delta
+        x = x if delta is None else self._combine(x, delta, 1.0)
         return x, x
 
     def __call__(self, h: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """What is to be added to x, [T, hidden]."""
         h = self.mixer(h, batch, store)
         h = self.post_norm(h) if self.post_norm else h
-        return h if self.scale == 1.0 else h * self.scale
+        return h if self.scale == 1.0 else self._rescale(h, self.scale, None)
 
 
 class Decoder:
@@ -49,6 +52,7 @@ class Decoder:
         self.branches = [Branch(b, weights.scope(name), s.hidden_size) for name, b in s.branches()]
         self.norm = Norm(s.norm, weights.scope("norm"), s.hidden_size)
         self.head = Head(s, weights)
+        self._take_rows = weights.bind(take_rows)
         self.states: dict[str, State] = {}
         for branch in self.branches:
             self.states |= branch.mixer.states
@@ -60,4 +64,4 @@ class Decoder:
             x, h = branch.enter(x, delta)
             delta = branch(h, batch, store)
         _, h = self.norm.add(x, delta)
-        return self.head(h[batch.logit_rows])
+        return self.head(self._take_rows(h, batch.logit_rows))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
+from plait.ops.activation import rescale
 from plait.ops.linear import Linear
+from plait.ops.rows import embed
 from plait.spec import ModelSpec
 
 
@@ -16,11 +17,11 @@ class Embedding:
     def __init__(self, s: ModelSpec, w: Weights) -> None:
         self.table = w.weight("weight", (s.vocab_size, s.hidden_size))
         self.scale, self.dtype = s.embed_scale, w.target.dtype
+        self._embed = w.bind(embed, kind=self.table.format)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids: [T] -> [T, hidden]."""
-        x = self.table.gather(token_ids, self.dtype)
-        return x if self.scale == 1.0 else x * torch.tensor(self.scale, dtype=self.dtype, device=x.device)
+        return self._embed(token_ids, self.table, self.scale, self.dtype)  # type: ignore[no-any-return]
 
 
 class Head:
@@ -30,11 +31,10 @@ class Head:
         self.spec = s
         name = "embed" if s.tied else "head"
         self.linear: Linear = w.linear(name, in_size=s.hidden_size, out_sizes=(s.vocab_size,), split="out")
+        self._rescale = w.bind(rescale)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [L, hidden] -> [L, vocab] float32."""
         logits = self.linear(x).float()
-        if self.spec.logit_scale != 1.0:
-            logits = logits * self.spec.logit_scale
-        cap = self.spec.logit_softcap
-        return cap * torch.tanh(logits / cap) if cap else logits
+        scale, cap = self.spec.logit_scale, self.spec.logit_softcap
+        return logits if scale == 1.0 and not cap else self._rescale(logits, scale, cap)

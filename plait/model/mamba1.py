@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from plait import spec
@@ -11,6 +10,7 @@ from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.batch import Batch
 from plait.model.mamba2 import ShortConv
+from plait.ops.activation import step_sizes
 from plait.ops.gated_norm import gated_rms_norm
 from plait.ops.ssm import mamba1_scan
 from plait.state.store import StateStore
@@ -28,6 +28,7 @@ class Mamba1:
         self.A = w.tensor("A", (inner, s.state_size), torch.float32)
         self.D = w.tensor("D", (inner,), torch.float32)
         self._scan = w.bind(mamba1_scan, inner=inner, state=s.state_size)
+        self._step_sizes = w.bind(step_sizes, heads=inner)
         self._gate = w.bind(gated_rms_norm, size=inner, groups=1)
         ssm, conv = (inner, s.state_size), self.conv.tail_shape
         state = SlotState({"conv": (conv, "model"), "ssm": (ssm, "float32")})
@@ -39,7 +40,7 @@ class Mamba1:
         h, gate = self.in_proj(x).chunk(2, -1)
         h = self.conv(h, batch, state["conv"])
         dt, B, C = self.x_proj(h).split([s.dt_rank, s.state_size, s.state_size], -1)
-        dt = F.softplus(self.dt_proj(dt).float())
+        dt = self._step_sizes(self.dt_proj(dt), None, 0.0, spec.UNLIMITED)
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
         y = self._scan(h, dt, self.A, B, C, self.D, state["ssm"], *where, s.state_limit)
         return self.out(self._gate(y, gate, None))

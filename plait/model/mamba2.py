@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.batch import Batch
+from plait.ops.activation import step_sizes
 from plait.ops.conv import causal_conv
 from plait.ops.gated_norm import gated_rms_norm
 from plait.ops.ssm import mamba2_scan
@@ -53,6 +53,7 @@ class Mamba2:
         self._scan = w.bind(mamba2_exact if s.mode == "exact" else mamba2_scan, **sizes)
         self._gating = (s.gated_norm.eps if s.gated_norm else 0.0, s.norm_groups, s.norm_before_gate)
         self._gate = w.bind(gated_rms_norm, size=inner, groups=s.norm_groups)
+        self._step_sizes = w.bind(step_sizes, heads=s.num_heads)
         self.states: dict[str, State] = {}
         if s.mode == "ssd":
             ssm = (s.num_heads, s.head_dim, s.state_size)
@@ -68,8 +69,7 @@ class Mamba2:
         bc, shape = s.num_groups * s.state_size, (s.num_groups, s.state_size)
         h, B, C = xbc.split([self.sizes[0], bc, bc], -1)
         h, B, C = h.unflatten(-1, (s.num_heads, -1)), B.unflatten(-1, shape), C.unflatten(-1, shape)
-        dt = dt.float() if self.dt_bias is None else dt.float() + self.dt_bias
-        dt = F.softplus(dt).clamp(*s.dt_limit)
+        dt = self._step_sizes(dt, self.dt_bias, *s.dt_limit)
         args = (h, dt, self.A, B, C, self.D)
         if state is None:
             y = self._scan(*args, batch.query_start, s.chunk_size)

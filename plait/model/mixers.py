@@ -18,6 +18,7 @@ from plait.model.mamba3 import Mamba3
 from plait.model.mla import Mla
 from plait.model.mlp import Mlp
 from plait.model.moe import Moe
+from plait.ops.activation import combine
 from plait.state.store import StateStore
 
 
@@ -34,11 +35,14 @@ class Parallel:
 
     def __init__(self, s: spec.Parallel, w: Weights) -> None:
         self.parts = [build(part, w.scope(name)) for name, part in s.parts.items()]
+        self._combine = w.bind(combine)
         self.states = {name: state for part in self.parts for name, state in part.states.items()}
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
-        outputs = [part(x, batch, store) for part in self.parts]
-        return sum(outputs[1:], start=outputs[0])
+        total, *others = (part(x, batch, store) for part in self.parts)
+        for other in others:
+            total = self._combine(total, other, 1.0)
+        return total
 
 
 _MIXERS: Mapping[type, Callable[[Any, Weights], Mixer]] = {

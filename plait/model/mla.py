@@ -6,7 +6,6 @@ softmax, so that nothing but latents is ever read from memory.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from plait import spec
@@ -15,7 +14,8 @@ from plait.memory import PagedState, State, group_name
 from plait.model.batch import Batch
 from plait.model.norm import Norm
 from plait.model.rope import Rope
-from plait.ops.attention import paged_latent_attention, write_paged
+from plait.ops.attention import paged_latent_attention
+from plait.ops.rows import join, map_heads
 from plait.state.store import StateStore
 
 
@@ -34,11 +34,15 @@ class Mla:
         self.kv_a = w.linear("kv_a", in_size=hidden, out_sizes=(s.kv_rank + s.rope.dim,))
         self.kv_norm = Norm(s.latent_norm, w.scope("kv_a_norm"), s.kv_rank) if s.latent_norm else None
         up = w.tensor("kv_b.weight", (heads * (s.nope_dim + s.v_dim), s.kv_rank))
-        self.k_up, self.v_up = up.view(heads, -1, s.kv_rank).split([s.nope_dim, s.v_dim], 1)
+        k_up, v_up = up.view(heads, -1, s.kv_rank).split([s.nope_dim, s.v_dim], 1)
+        self.k_up, self.v_up = k_up.mT.contiguous(), v_up.contiguous()  # [heads, out, in]
         self.o = w.linear("o", in_size=heads * s.v_dim, out_sizes=(hidden,), split="in")
         self.rope = Rope(s.rope, w)
-        self._attend = w.bind(paged_latent_attention, kv_rank=s.kv_rank, rope_dim=s.rope.dim)
-        self.states: dict[str, State] = {self.name: PagedState({"latent": (s.kv_rank + s.rope.dim,)})}
+        sizes = {"heads": heads, "kv_rank": s.kv_rank, "rope_dim": s.rope.dim}
+        self._attend = w.bind(paged_latent_attention, **sizes)
+        self._join, self._map_heads = w.bind(join), w.bind(map_heads, heads=heads)
+        entry = {"latent": (s.kv_rank + s.rope.dim,)}
+        self.states: dict[str, State] = {self.name: PagedState(entry, dtype=w.target.kv_dtype)}
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
@@ -49,9 +53,8 @@ class Mla:
         latent, k_rope = self.kv_a(x).split([s.kv_rank, s.rope.dim], -1)
         latent = self.kv_norm(latent) if self.kv_norm else latent
         q_rope, k_rope = self.rope(q_rope, batch.positions), self.rope(k_rope[:, None], batch.positions)[:, 0]
-        q = torch.cat([torch.einsum("thn,hnr->thr", q_nope, self.k_up), q_rope], -1)
+        q = self._join(self._map_heads(q_nope, self.k_up), q_rope)
         cache, index = store[self.name]["latent"], batch.paged[group_name(None)]
-        write_paged(cache, torch.cat([latent, k_rope], -1), index.slot_mapping)
-        lens = (batch.query_start, batch.seq_lens)
-        out = self._attend(q, cache, index.block_table, *lens, s.scale, s.kv_rank)  # [T, heads, kv_rank]
-        return self.o(torch.einsum("thr,hvr->thv", out, self.v_up).flatten(1))
+        where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
+        out = self._attend(q, self._join(latent, k_rope), cache, *where, s.scale, s.kv_rank)
+        return self.o(self._map_heads(out, self.v_up).flatten(1))

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-import torch.nn.functional as F
 from torch import Tensor
 
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.batch import Batch
+from plait.ops.activation import activate
 from plait.state.store import StateStore
-
-ACTIVATIONS: Mapping[spec.Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-}
 
 
 class Mlp:
@@ -29,15 +19,11 @@ class Mlp:
         names = ("gate", "up") if s.gated else ("up",)
         self.up = w.linear(*names, in_size=hidden, out_sizes=(s.size,) * len(names), split="out")
         self.down = w.linear("down", in_size=s.size, out_sizes=(hidden,), split="in")
-        self._activate = ACTIVATIONS[s.activation]
+        self._activate = w.bind(activate, kind=s.activation, gated=s.gated)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., hidden] -> [..., hidden]."""
-        h = self.up(x)
-        if self.spec.gated:
-            gate, h = h.chunk(2, -1)
-            return self.down(self._activate(gate) * h)
-        return self.down(self._activate(h))
+        return self.down(self._activate(self.up(x), self.spec.activation, self.spec.gated))
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         return self.forward(x)

@@ -8,6 +8,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.ops import norm as ops
+from plait.ops.activation import combine
 
 
 class Norm:
@@ -21,6 +22,7 @@ class Norm:
         self.bias = w.optional("bias", (size,), torch.float32) if s.kind == "layer" else None
         self._rms = w.bind(ops.rms_norm, size=size)
         self._add_rms = w.bind(ops.add_rms_norm, size=size)
+        self._combine = w.bind(combine)
         self._layer = w.bind(ops.layer_norm, size=size) if s.kind == "layer" else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -34,6 +36,6 @@ class Norm:
         if delta is None:
             return x, self(x)
         if self._layer:
-            x = x + delta
+            x = self._combine(x, delta, 1.0)
             return x, self(x)
         return self._add_rms(x, delta, self.weight, self.spec.eps)  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ class Rope:
     def __init__(self, s: spec.Rope, w: Weights) -> None:
         inv_freq, self.mscale = frequencies(s, w.target.max_len)
         self.inv_freq, self.interleaved = inv_freq.to(w.target.device), s.interleaved
-        self._rotate = w.bind(rotate, dim=s.dim, interleaved=s.interleaved)
+        self._rotate = w.bind(rotate, dim=s.dim, interleaved=s.interleaved, max_len=w.target.max_len)
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: [T, heads, d], positions: [T] -> like x."""

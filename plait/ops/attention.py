@@ -14,14 +14,15 @@ from torch import Tensor
 
 from plait.ops.registry import Arguments, op
 
-SEQS = [(1, 33), (1, 7), (5, 5), (19, 40)]  # (new tokens, length)
+SEQS = [1, 7, 5, 40]  # lengths: history lies in a layout of the variant's own, so that cases start without
 CASES: list[dict[str, Any]] = [
-    dict(seqs=[(1, 1)], heads=4, kv_heads=2, dim=16, window=None, softcap=None),
+    dict(seqs=[1], heads=4, kv_heads=2, dim=16, window=None, softcap=None),
     dict(seqs=SEQS, heads=6, kv_heads=2, dim=32, window=None, softcap=None),
     dict(seqs=SEQS, heads=4, kv_heads=1, dim=64, window=9, softcap=None),
-    dict(seqs=[(1, 50), (30, 30)], heads=4, kv_heads=4, dim=16, window=None, softcap=20.0),
+    dict(seqs=[50, 30], heads=4, kv_heads=4, dim=16, window=None, softcap=20.0),
+    dict(seqs=[300, 2], heads=9, kv_heads=3, dim=64, window=None, softcap=None),
 ]
-BLOCK = 4  # of the test cases
+BLOCK = 16  # of the test cases
 
 
 def write_paged(cache: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
@@ -55,71 +56,81 @@ def causal_mask(num_queries: int, start: int, end: int, window: int | None, devi
     return (behind >= 0) if window is None else (behind >= 0) & (behind < window)
 
 
-@op(cases=CASES)
+@op(cases=CASES, private=("k_cache", "v_cache"))
 def paged_attention(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     block_table: Tensor,
+    slot_mapping: Tensor,
     query_start: Tensor,
     seq_lens: Tensor,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Causal softmax attention of new tokens over all their sequence has in memory, themselves included.
+    """Store the new keys and values; then causal softmax attention over all each sequence has in memory.
 
-    q: [T, heads, d], caches: [blocks, block_size, kv_heads, d] (new entries already written),
-    block_table: [S, M], query_start: [S+1], seq_lens: [S] -> [T, heads, d]. Query head h reads kv head
-    h // (heads / kv_heads). `window`: how many last keys are seen; `softcap`: scores become cap·tanh(·/cap).
+    q: [T, heads, d], k, v: [T, kv_heads, d], caches: [blocks, block_size, kv_heads, d], block_table: [S, M],
+    slot_mapping: [T], query_start: [S+1], seq_lens: [S] (new tokens included) -> [T, heads, d]. Query head h
+    reads kv head h // (heads / kv_heads). `window`: how many last keys are seen; `softcap`: scores become
+    cap·tanh(·/cap). How a cache lies in memory is the affair of the variant that writes it.
     """
+    write_paged(k_cache, k, slot_mapping)
+    write_paged(v_cache, v, slot_mapping)
     out = torch.empty_like(q)
     for s, rows, start, end in visible(q, (query_start, seq_lens), window):
-        k, v = (read_paged(cache, block_table[s], start, end).float() for cache in (k_cache, v_cache))
-        grouped = q[rows].float().unflatten(1, (k.shape[1], -1))  # [n, kv, g, d]
-        scores = torch.einsum("nkgd,tkd->kgnt", grouped, k) * scale
+        keys, values = (read_paged(c, block_table[s], start, end).float() for c in (k_cache, v_cache))
+        grouped = q[rows].float().unflatten(1, (keys.shape[1], -1))  # [n, kv, g, d]
+        scores = torch.einsum("nkgd,tkd->kgnt", grouped, keys) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         mask = causal_mask(rows.stop - rows.start, start, end, window, q.device)
         probs = scores.masked_fill(~mask, -math.inf).softmax(-1)
-        out[rows] = torch.einsum("kgnt,tkd->nkgd", probs, v).flatten(1, 2).to(q.dtype)
+        out[rows] = torch.einsum("kgnt,tkd->nkgd", probs, values).flatten(1, 2).to(q.dtype)
     return out
 
 
 @paged_attention.inputs
 def _paged_attention_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
-    table, query_start, seq_lens, num_blocks = paged_case(case["seqs"], device)
-    total = int(query_start[-1])
-    cache = (num_blocks, BLOCK, case["kv_heads"], case["dim"])
+    where, num_blocks = paged_case(case["seqs"], device)
+    total, kv = sum(case["seqs"]), (case["kv_heads"], case["dim"])
     q = torch.randn(total, case["heads"], case["dim"], dtype=dtype, device=device)
-    k, v = (torch.randn(cache, dtype=dtype, device=device) for _ in range(2))
-    args = (q, k, v, table, query_start, seq_lens, case["dim"] ** -0.5, case["window"], case["softcap"])
-    return args, {}
+    k, v = (torch.randn(total, *kv, dtype=dtype, device=device) for _ in range(2))
+    caches = [torch.randn(num_blocks, BLOCK, *kv, dtype=dtype, device=device) for _ in range(2)]
+    return (q, k, v, *caches, *where, case["dim"] ** -0.5, case["window"], case["softcap"]), {}
 
 
-def paged_case(seqs: list[tuple[int, int]], device: str) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Block tables over shuffled blocks for (new tokens, length) pairs: what `cases` of paged ops share."""
-    needs = [-(-length // BLOCK) for _, length in seqs]
+def paged_case(lengths: list[int], device: str) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], int]:
+    """((block_table, slot_mapping, query_start, seq_lens), num_blocks) of whole sequences in shuffled blocks:
+    what `cases` of paged ops share."""
+    needs = [-(-length // BLOCK) for length in lengths]
     ids = torch.randperm(sum(needs)) + 1
-    table = torch.zeros(len(seqs), max(needs), dtype=torch.int64)
+    table = torch.zeros(len(lengths), max(needs), dtype=torch.int64)
     for s, part in enumerate(ids.split(needs)):
         table[s, : len(part)] = part
-    starts = torch.tensor([0, *(n for n, _ in seqs)]).cumsum(0)
-    lens = torch.tensor([length for _, length in seqs])
-    return table.to(device), starts.to(device), lens.to(device), sum(needs) + 1
+    slots = [table[s, t // BLOCK] * BLOCK + t % BLOCK for s, n in enumerate(lengths) for t in range(n)]
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    where = (table, torch.stack(slots), starts, torch.tensor(lengths))
+    return tuple(t.to(device) for t in where), sum(needs) + 1  # type: ignore[return-value]
 
 
 LATENT_CASES: list[dict[str, Any]] = [
-    dict(seqs=[(1, 1)], heads=4, kv_rank=16, rope_dim=4),
+    dict(seqs=[1], heads=4, kv_rank=16, rope_dim=4),
     dict(seqs=SEQS, heads=3, kv_rank=32, rope_dim=8),
+    dict(seqs=[130, 3], heads=16, kv_rank=64, rope_dim=32),
 ]
 
 
-@op(cases=LATENT_CASES)
+@op(cases=LATENT_CASES, private=("cache",))
 def paged_latent_attention(
     q: Tensor,
+    latent: Tensor,
     cache: Tensor,
     block_table: Tensor,
+    slot_mapping: Tensor,
     query_start: Tensor,
     seq_lens: Tensor,
     scale: float,
@@ -127,23 +138,26 @@ def paged_latent_attention(
 ) -> Tensor:
     """MLA with the key up-projection absorbed into q (DeepSeek-V2, 2.1): all heads read one latent per token.
 
-    q: [T, heads, kv_rank + rope_dim], cache: [blocks, block_size, kv_rank + rope_dim] -> [T, heads, kv_rank],
-    which the value up-projection turns into the heads' outputs.
+    q: [T, heads, kv_rank + rope_dim], latent: [T, kv_rank + rope_dim] (new, stored first), cache: [blocks,
+    block_size, kv_rank + rope_dim] -> [T, heads, kv_rank], which the value up-projection turns into the
+    heads' outputs. The rest as in `paged_attention`.
     """
+    write_paged(cache, latent, slot_mapping)
     out = q.new_empty(*q.shape[:2], kv_rank)
     for s, rows, start, end in visible(q, (query_start, seq_lens), None):
-        latent = read_paged(cache, block_table[s], start, end).float()
-        scores = torch.einsum("nhr,tr->hnt", q[rows].float(), latent) * scale
+        known = read_paged(cache, block_table[s], start, end).float()
+        scores = torch.einsum("nhr,tr->hnt", q[rows].float(), known) * scale
         mask = causal_mask(rows.stop - rows.start, start, end, None, q.device)
         probs = scores.masked_fill(~mask, -math.inf).softmax(-1)
-        out[rows] = torch.einsum("hnt,tr->nhr", probs, latent[:, :kv_rank]).to(q.dtype)
+        out[rows] = torch.einsum("hnt,tr->nhr", probs, known[:, :kv_rank]).to(q.dtype)
     return out
 
 
 @paged_latent_attention.inputs
 def _latent_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
-    table, query_start, seq_lens, num_blocks = paged_case(case["seqs"], device)
-    width = case["kv_rank"] + case["rope_dim"]
-    q = torch.randn(int(query_start[-1]), case["heads"], width, dtype=dtype, device=device)
+    where, num_blocks = paged_case(case["seqs"], device)
+    total, width = sum(case["seqs"]), case["kv_rank"] + case["rope_dim"]
+    q = torch.randn(total, case["heads"], width, dtype=dtype, device=device)
+    latent = torch.randn(total, width, dtype=dtype, device=device)
     cache = torch.randn(num_blocks, BLOCK, width, dtype=dtype, device=device)
-    return (q, cache, table, query_start, seq_lens, width**-0.5, case["kv_rank"]), {}
+    return (q, latent, cache, *where, width**-0.5, case["kv_rank"]), {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, Literal
 
@@ -16,43 +17,108 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.ops.registry import Arguments, op
+from plait.quant.gguf import BlockType, Gguf, block_type
 from plait.quant.weight import Dense, Weight
 
-CASES = [
-    dict(rows=1, n_in=64, n_out=32),
+Activations = Literal["float32", "int8", "int8x2"]
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")
+BLOCK = 32  # activations that share a scale
+
+CASES: list[dict[str, Any]] = [
+    dict(rows=1, n_in=64, n_out=32, bias=False),
     dict(rows=7, n_in=256, n_out=130),
     dict(rows=33, n_in=512, n_out=96),
+    *(
+        dict(rows=rows, n_in=512, n_out=80, kind=kind, activations=activations, bias=rows > 1)
+        for kind in KINDS
+        for rows, activations in ((1, "int8"), (13, "int8"), (2, "int8x2"))
+    ),
+    dict(rows=5, n_in=96, n_out=48, kind="Q8_0", activations="int8"),
+    dict(rows=70, n_in=288, n_out=40, kind="Q4_1", activations="int8"),
 ]
 
 
-@op(cases=CASES)
-def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """x: [..., in], weight: (out, in) in any format, bias: [out] -> [..., out], in x's dtype."""
+@op(cases=CASES, tolerance={torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3})
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, activations: Activations = "float32") -> Tensor:
+    """x: [..., in], weight: (out, in) in any format, bias: [out] -> [..., out], in x's dtype.
+
+    `activations`: what x is rounded to first. "int8": 32 neighbours share a scale, largest / 127, as llama.cpp
+    does beside block formats; "int8x2": a second int8 takes what the first left over, sixteen bits in all.
+    """
+    if activations != "float32":
+        x = rounded(x, activations)
     return F.linear(x, weight.dequantize(x.dtype), bias)
 
 
+def rounded(x: Tensor, activations: Activations) -> Tensor:
+    """x: [..., n], n a multiple of 32 -> what the int8 numbers of x stand for."""
+    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    scale, per_unit = largest / 127, torch.where(largest > 0, 127 / largest, 0.0)
+    first = (blocks * per_unit).round()
+    kept = first * scale
+    if activations == "int8x2":
+        kept = kept + ((blocks - kept) * (per_unit * 254)).round() * (scale / 254)
+    result: Tensor = kept.flatten(-2).to(x.dtype)
+    return result
+
+
 @linear.inputs
-def _inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
-    x = torch.randn(case["rows"], case["n_in"], dtype=dtype, device=device)
-    w = torch.randn(case["n_out"], case["n_in"], dtype=dtype, device=device) / case["n_in"] ** 0.5
-    return (x, Dense(w), torch.randn(case["n_out"], dtype=dtype, device=device)), {}
+def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    rows, n_in, n_out = case["rows"], case["n_in"], case["n_out"]
+    x = torch.randn(rows, n_in, dtype=dtype, device=device)
+    bias = torch.randn(n_out, dtype=dtype, device=device) if case.get("bias", True) else None
+    if "kind" in case:
+        weight: Weight = random_blocks(case["kind"], n_out, n_in).to(torch.device(device))
+    else:
+        weight = Dense(torch.randn(n_out, n_in, dtype=dtype, device=device) / n_in**0.5)
+    return (x, weight, bias, case.get("activations", "float32")), {}
+
+
+def random_blocks(name: str, rows: int, cols: int) -> Gguf:
+    """A weight of random bytes in a GGUF format, its float16 scales made small: outputs of order 1."""
+    kind = block_type(name)
+    count = rows * cols // kind.elements
+    data = torch.randint(0, 256, (count, kind.nbytes), dtype=torch.uint8)
+    span = kind.decode(_with_scales(data, kind, 1.0)).abs().amax() + 1e-9
+    data = _with_scales(data, kind, float(2.0 / (span * cols**0.5)))
+    return Gguf(data.view(rows, -1), kind)
+
+
+def _with_scales(data: Tensor, kind: BlockType, scale: float) -> Tensor:
+    data = data.clone()
+    for at in kind.scales_at:
+        values = (scale * (0.5 + torch.rand(len(data)))).to(torch.float16)
+        data[:, at : at + 2] = values.view(torch.uint8).view(-1, 2)
+    return data
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A variant of `linear` that prepares its weight once: `pack` at construction, `apply` at every step."""
+    """A variant of `linear` that prepares its weight once: `pack` at construction, `apply` at every step.
 
-    pack: Callable[[Weight, torch.dtype], Any]
-    apply: Callable[[Tensor, Any, Tensor | None], Tensor]
+    A native one takes the executor first in each, and has `empty`: parts of several formats then write their
+    columns into one result, which is `apply`'s `out`.
+    """
 
-    def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        return self.apply(x, self.pack(weight, x.dtype), bias)
+    pack: Callable[..., Any]  # (weight, dtype) -> packed, with .nbytes
+    apply: Callable[..., Tensor]  # (x, packed, bias, activations) -> y
+    empty: Callable[..., Tensor] | None = None
+
+    def __call__(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, activations: Activations = "float32"
+    ) -> Tensor:
+        return self.apply(x, self.pack(weight, x.dtype), bias, activations)
+
+    def on(self, executor: Any) -> Packing:
+        return Packing(partial(self.pack, executor), partial(self.apply, executor), executor.empty)
 
 
-dense = Packing(
-    pack=lambda weight, dtype: weight.dequantize(dtype).contiguous(),
-    apply=F.linear,
-)
+def _dense(x: Tensor, weight: Tensor, bias: Tensor | None, activations: Activations = "float32") -> Tensor:
+    return F.linear(x if activations == "float32" else rounded(x, activations), weight, bias)
+
+
+dense = Packing(pack=lambda weight, dtype: weight.dequantize(dtype).contiguous(), apply=_dense)
 linear.variant("dense", on="cpu")(dense)
 linear.variant("dense", on="cuda")(dense)
 
@@ -61,7 +127,8 @@ class Linear:
     """One or more weights fused row-wise, ready to be called: [..., in] -> [..., out].
 
     Neighbours of one format are stacked; parts of several (Q4_K, Q6_K) are computed one after the other.
-    `bind` is `Weights.bind`; `split` says how tensor parallelism divides the rows ("out") or columns ("in").
+    `bind` is `Weights.bind`; `activations`: what the input is rounded to beside weights in blocks; `split`
+    says how tensor parallelism divides the rows ("out") or columns ("in").
     """
 
     def __init__(
@@ -71,28 +138,43 @@ class Linear:
         bind: Callable[..., Any],
         dtype: torch.dtype,
         split: Literal["out", "in"] | None = None,
+        activations: Activations = "float32",
     ) -> None:
         self.split = split
         self.n_in = weights[0].shape[1]
         self.n_out = sum(w.shape[0] for w in weights)
-        self._parts: list[tuple[Callable[..., Tensor], Any, Tensor | None]] = []
+        self._parts: list[tuple[Callable[..., Tensor], tuple[Any, Tensor | None, Activations]]] = []
+        self._widths: list[int] = []
+        self._empty: Callable[..., Tensor] | None = None
         pairs = zip(weights, biases, strict=True)
         for _, same in groupby(pairs, key=lambda pair: (pair[0].format, pair[1] is None)):
             weight, bias = _stack(list(same))
-            fn = bind(linear, n_in=weight.shape[1], n_out=weight.shape[0], format=weight.format)
+            rounding: Activations = "float32" if isinstance(weight, Dense) else activations
+            sizes = {"n_in": weight.shape[1], "n_out": weight.shape[0], "kind": weight.format}
+            fn = bind(linear, **sizes, activations=rounding)
+            self._widths.append(weight.shape[0])
             if isinstance(fn, Packing):
-                self._parts.append((fn.apply, fn.pack(weight, dtype), bias))
+                self._empty = fn.empty
+                self._parts.append((fn.apply, (fn.pack(weight, dtype), bias, rounding)))
             else:
-                self._parts.append((fn, weight, bias))
+                self._parts.append((fn, (weight, bias, rounding)))
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights as they are kept: packed, if the bound variant packs. Biases not counted."""
-        return sum(int(weight.nbytes) for _, weight, _ in self._parts)
+        return sum(int(weight.nbytes) for _, (weight, *_) in self._parts)
 
     def __call__(self, x: Tensor) -> Tensor:
-        outputs = [apply(x, weight, bias) for apply, weight, bias in self._parts]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+        if len(self._parts) == 1:
+            apply, rest = self._parts[0]
+            return apply(x, *rest)
+        if self._empty is None:
+            return torch.cat([apply(x, *rest) for apply, rest in self._parts], -1)
+        out, start = self._empty(*x.shape[:-1], self.n_out), 0
+        for (apply, rest), width in zip(self._parts, self._widths, strict=True):
+            apply(x, *rest, out=out[..., start : start + width])
+            start += width
+        return out
 
 
 def _stack(pairs: list[tuple[Weight, Tensor | None]]) -> tuple[Weight, Tensor | None]:

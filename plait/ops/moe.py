@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait.ops.activation import activate
+from plait.ops.linear import Linear
 from plait.ops.registry import Arguments, op
+from plait.quant.weight import Dense
 from plait.spec import Router
 
 CASES: list[dict[str, Any]] = [
@@ -46,3 +49,49 @@ def _route_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> A
     logits = torch.randn(case["tokens"], case["experts"], dtype=dtype, device=device)
     bias = torch.randn(case["experts"], device=device) if case.get("bias") else None
     return (logits, bias, case["top_k"], case["router"]), {}
+
+
+EXPERT_CASES: list[dict[str, Any]] = [
+    dict(tokens=1, experts=4, top_k=2, hidden=64, size=32, gated=True),
+    dict(tokens=19, experts=8, top_k=3, hidden=64, size=96, gated=True),
+    dict(tokens=6, experts=4, top_k=1, hidden=32, size=64, gated=False),
+]
+
+
+@op(cases=EXPERT_CASES)
+def experts(
+    x: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    up: Sequence[Linear],
+    down: Sequence[Linear],
+    activation: tuple[str, bool],
+    shared: Tensor | None,
+) -> Tensor:
+    """What the chosen experts make of each token, weighed and summed in the order of their numbers.
+
+    x: [T, hidden], weight: [T, k] float32, index: [T, k] int64; up and down: one linear map for each expert
+    (up: [gate, up] side by side if gated); activation: (kind, gated); shared: [T, hidden] or None, what the
+    sum starts from -> [T, hidden] in x's dtype. Rows are grouped by expert: each expert's weights are read once.
+    """
+    out = torch.zeros_like(x) if shared is None else shared.clone()
+    for e in index.unique().tolist():
+        token, k = torch.where(index == e)
+        h = down[e](activate.reference(up[e](x[token]), *activation))
+        out.index_add_(0, token, h * weight[token, k, None].to(x.dtype))
+    return out
+
+
+@experts.inputs
+def _experts_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    x = torch.randn(case["tokens"], case["hidden"], dtype=dtype, device=device)
+    chances = torch.rand(case["tokens"], case["experts"], device=device)
+    weight, index = chances.topk(case["top_k"], -1)
+
+    def maps(n_in: int, n_out: int) -> list[Linear]:
+        numbers = torch.randn(case["experts"], n_out, n_in, dtype=dtype, device=device) / n_in**0.5
+        return [Linear([Dense(m)], [None], lambda fn, **_: fn, dtype) for m in numbers]
+
+    up, down = maps(case["hidden"], case["size"] * (1 + case["gated"])), maps(case["size"], case["hidden"])
+    shared = torch.randn_like(x) if case["tokens"] > 1 else None
+    return (x, weight, index, up, down, ("silu", case["gated"]), shared), {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,15 @@ MakeInputs = Callable[[Mapping[str, Any], torch.dtype, str], Arguments]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a choice may depend on: the device type, the dtype, and an op's own static sizes."""
+    """What a choice may depend on: the device type, the dtype, and an op's own static sizes.
+
+    `executor`: what runs native kernels on this device (`kernels.cpu.executor`), if there is one.
+    """
 
     device: str
     dtype: torch.dtype
     sizes: Mapping[str, Any] = field(default_factory=dict)
+    executor: Any = None
 
     def __getitem__(self, name: str) -> Any:
         return self.sizes[name]
@@ -30,12 +35,31 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to compute an op. `when` returns None if it can serve these facts, else the reason why not."""
+    """One way to compute an op. `when` returns None if it can serve these facts, else the reason why not.
+
+    A native one runs on an executor, which it gets as its first argument.
+    """
 
     name: str
     on: str  # device type
     fn: Callable[..., Any]
     when: Callable[[Facts], str | None]
+    native: bool = False
+
+    def refusal(self, facts: Facts) -> str | None:
+        """Why it cannot serve these facts, or None."""
+        if self.on != facts.device:
+            return f"runs on {self.on}, not on {facts.device}"
+        if self.native and facts.executor is None:
+            return "there is no executor of native kernels"
+        return self.when(facts)
+
+    def bound(self, executor: Any) -> Callable[..., Any]:
+        """What is called with the op's own arguments."""
+        if not self.native:
+            return self.fn
+        place = getattr(self.fn, "on", None)
+        return place(executor) if place else partial(self.fn, executor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +80,7 @@ class Op:
     reference: Callable[..., Any]
     cases: Sequence[Mapping[str, Any]]
     tolerance: Mapping[torch.dtype, float]
+    private: frozenset[str] = frozenset()  # state whose layout is a variant's own affair
     make: MakeInputs | None = None
     variants: list[Variant] = field(default_factory=list)
 
@@ -68,12 +93,18 @@ class Op:
         return make
 
     def variant(
-        self, name: str, *, on: str, when: Callable[[Facts], str | None] = lambda facts: None
+        self,
+        name: str,
+        *,
+        on: str,
+        when: Callable[[Facts], str | None] = lambda facts: None,
+        native: bool = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Register a faster way. Later registrations are tried first."""
+        """Register a faster way. Later registrations are tried first; a name that is there is kept."""
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-            self.variants.insert(0, Variant(name, on, fn, when))
+            if all((v.name, v.on) != (name, on) for v in self.variants):
+                self.variants.insert(0, Variant(name, on, fn, when, native))
             return fn
 
         return register
@@ -84,12 +115,11 @@ class Op:
         for variant in self.variants:
             if choice == "reference":
                 skipped.append((variant.name, "--ops reference was asked for"))
-            elif variant.on != facts.device:
-                skipped.append((variant.name, f"runs on {variant.on}, not on {facts.device}"))
-            elif reason := variant.when(facts):
+            elif reason := variant.refusal(facts):
                 skipped.append((variant.name, reason))
             else:
-                return variant.fn, Binding(self.name, variant.name, user, tuple(skipped))
+                row = Binding(self.name, variant.name, user, tuple(skipped))
+                return variant.bound(facts.executor), row
         return self.reference, Binding(self.name, "reference", user, tuple(skipped))
 
 
@@ -102,18 +132,22 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 
 
 def op(
-    *, cases: Sequence[Mapping[str, Any]] = (), tolerance: Mapping[torch.dtype, float] = TOLERANCE
+    *,
+    cases: Sequence[Mapping[str, Any]] = (),
+    tolerance: Mapping[torch.dtype, float] = TOLERANCE,
+    private: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Op]:
     """Make a plain torch function the reference of an op.
 
-    `cases`: the sizes that tests try; `tolerance`: absolute, per dtype, outputs being of order 1.
+    `cases`: the sizes that tests try; `tolerance`: absolute, per dtype, outputs being of order 1; `private`:
+    arguments that hold state in a layout which only the variant that wrote it can read.
     """
 
     def register(fn: Callable[..., Any]) -> Op:
         name = fn.__name__
         if name in REGISTRY:
             raise ValueError(f"op {name!r} is defined twice")
-        REGISTRY[name] = Op(name, fn, tuple(cases), tolerance)
+        REGISTRY[name] = Op(name, fn, tuple(cases), tolerance, frozenset(private))
         return REGISTRY[name]
 
     return register

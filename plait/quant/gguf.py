@@ -30,6 +30,7 @@ class BlockType:
     elements: int
     nbytes: int
     decode: Callable[[Tensor], Tensor]  # uint8 [n, nbytes] -> float32 [n, elements]
+    scales_at: tuple[int, ...] = (0,)  # where a block's float16 fields are
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -240,15 +241,15 @@ BLOCK_TYPES: Mapping[int, BlockType] = MappingProxyType(
         kind.type_id: kind
         for kind in (
             BlockType("Q4_0", 2, 32, 18, _q4_0),
-            BlockType("Q4_1", 3, 32, 20, _q4_1),
+            BlockType("Q4_1", 3, 32, 20, _q4_1, (0, 2)),
             BlockType("Q5_0", 6, 32, 22, _q5_0),
-            BlockType("Q5_1", 7, 32, 24, _q5_1),
+            BlockType("Q5_1", 7, 32, 24, _q5_1, (0, 2)),
             BlockType("Q8_0", 8, 32, 34, _q8_0),
-            BlockType("Q2_K", 10, 256, 84, _q2_k),
-            BlockType("Q3_K", 11, 256, 110, _q3_k),
-            BlockType("Q4_K", 12, 256, 144, _q4_k),
-            BlockType("Q5_K", 13, 256, 176, _q5_k),
-            BlockType("Q6_K", 14, 256, 210, _q6_k),
+            BlockType("Q2_K", 10, 256, 84, _q2_k, (80, 82)),
+            BlockType("Q3_K", 11, 256, 110, _q3_k, (108,)),
+            BlockType("Q4_K", 12, 256, 144, _q4_k, (0, 2)),
+            BlockType("Q5_K", 13, 256, 176, _q5_k, (0, 2)),
+            BlockType("Q6_K", 14, 256, 210, _q6_k, (208,)),
             BlockType("IQ4_NL", 20, 32, 18, _iq4_nl),
             BlockType("IQ4_XS", 23, 256, 136, _iq4_xs),
         )

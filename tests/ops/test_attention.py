@@ -40,13 +40,17 @@ def test_ragged_batch_over_shuffled_blocks(window: int | None, softcap: float | 
     k, v = (torch.full((20, BLOCK, 2, 8), math.nan) for _ in range(2))  # unwritten memory must not matter
     tables = torch.tensor([[7, 3, 12, 0], [1, 0, 0, 0], [2, 9, 4, 11], [5, 8, 0, 0]])
     keys, values = ([torch.randn(n, 2, 8) for n in lengths] for _ in range(2))
-    for table, ks, vs in zip(tables, keys, values, strict=True):
+    fresh = []
+    for table, ks, vs, n in zip(tables, keys, values, new, strict=True):
         at = torch.tensor([int(table[p // BLOCK]) * BLOCK + p % BLOCK for p in range(len(ks))])
-        write_paged(k, ks, at)
-        write_paged(v, vs, at)
+        write_paged(k, ks[:-n], at[:-n])
+        write_paged(v, vs[:-n], at[:-n])
+        fresh.append((ks[-n:], vs[-n:], at[-n:]))
     q = torch.randn(sum(new), 4, 8)
-    starts = torch.tensor([0, *new]).cumsum(0)
-    got = paged_attention(q, k, v, tables, starts, torch.tensor(lengths), 0.3, window, softcap)
+    new_k, new_v, slots = (torch.cat(part) for part in zip(*fresh, strict=True))
+    where = (tables, slots, torch.tensor([0, *new]).cumsum(0), torch.tensor(lengths))
+    starts = where[2]
+    got = paged_attention(q, new_k, new_v, k, v, *where, 0.3, window, softcap)
     want = [
         dense_attention(q[starts[s] : starts[s + 1]], keys[s], values[s], 0.3, window, softcap)
         for s in range(4)
@@ -68,10 +72,9 @@ def test_absorbed_latent_attention_equals_expanded_heads() -> None:
     cache = torch.full((5, BLOCK, rank + rope), math.nan)
     table = torch.tensor([[3, 1]])
     at = torch.tensor([int(table[0, p // BLOCK]) * BLOCK + p % BLOCK for p in range(n)])
-    write_paged(cache, torch.cat([latent, k_rope], -1), at)
     absorbed = torch.cat([torch.einsum("thn,hnr->thr", q_nope, k_up), q_rope], -1)
-    lens = (torch.tensor([0, n]), torch.tensor([n]))
-    out = paged_latent_attention(absorbed, cache, table, *lens, 0.4, rank)
+    where = (table, at, torch.tensor([0, n]), torch.tensor([n]))
+    out = paged_latent_attention(absorbed, torch.cat([latent, k_rope], -1), cache, *where, 0.4, rank)
     got = torch.einsum("thr,hvr->thv", out, v_up)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
 

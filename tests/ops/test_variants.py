@@ -3,6 +3,7 @@ being registered."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 
 import plait.model.mixers  # noqa: F401  every op a model can use is registered by importing the models
 from plait.kernels.load import load
+from plait.ops.attention import BLOCK
 from plait.ops.registry import REGISTRY, Facts, Op, Variant
 from plait.quant.weight import Dense
 
 load()
+STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
 
 
 def runnable() -> list[Any]:
@@ -33,18 +36,20 @@ def _runnable() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("op", "variant", "case", "dtype"), runnable())
-def test_variant_agrees_with_reference(op: Op, variant: Variant, case: Any, dtype: torch.dtype) -> None:
-    if variant.when(Facts(variant.on, dtype, case)) is not None:
+def test_variant_agrees_with_reference(
+    op: Op, variant: Variant, case: Any, dtype: torch.dtype, cpu: Any
+) -> None:
+    facts = Facts(variant.on, dtype, {**STANDARD, **case}, cpu)
+    if variant.refusal(facts) is not None:
         return  # the variant says itself that it does not serve this case; the reference does
     assert op.make, f"{op.name} has cases but no @{op.name}.inputs"
     torch.manual_seed(0)
     args, kwargs = op.make(case, dtype, variant.on)
     wanted, given = copied(args), copied(args)
-    want = [*tensors(op.reference(*wanted, **kwargs)), *tensors(wanted)]
-    got = [
-        *tensors(variant.fn(*given, **kwargs)),
-        *tensors(given),
-    ]  # state is changed in place: compare it too
+    fn = variant.bound(cpu)
+    want = [*tensors(op.reference(*wanted, **kwargs)), *tensors(shared_state(op, wanted))]
+    # State is changed in place: compare it too.
+    got = [*tensors(fn(*given, **kwargs)), *tensors(shared_state(op, given))]
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=op.tolerance[dtype], atol=op.tolerance[dtype])
 
@@ -74,6 +79,12 @@ def test_the_choice_can_be_read() -> None:
 def copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Ops that keep state write into their arguments: each side gets its own."""
     return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
+
+
+def shared_state(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments whose content every variant must agree on afterwards."""
+    names = list(inspect.signature(op.reference).parameters)
+    return tuple(a for name, a in zip(names, args, strict=False) if name not in op.private)
 
 
 def tensors(out: Any) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.ops.attention import causal_mask, paged_attention, read_paged, visible
+from plait.ops.attention import causal_mask, paged_attention, read_paged, visible, write_paged
 from plait.ops.registry import Facts
 
 NAME = "sdpa"
@@ -14,9 +14,8 @@ NAME = "sdpa"
 
 def register() -> None:
     """Offer it on every device. Doing so twice changes nothing."""
-    if all(variant.name != NAME for variant in paged_attention.variants):
-        for device in ("cpu", "cuda"):
-            paged_attention.variant(NAME, on=device, when=_no_softcap)(sdpa)
+    for device in ("cpu", "cuda"):
+        paged_attention.variant(NAME, on=device, when=_no_softcap)(sdpa)
 
 
 def _no_softcap(facts: Facts) -> str | None:
@@ -25,9 +24,12 @@ def _no_softcap(facts: Facts) -> str | None:
 
 def sdpa(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     block_table: Tensor,
+    slot_mapping: Tensor,
     query_start: Tensor,
     seq_lens: Tensor,
     scale: float,
@@ -35,12 +37,14 @@ def sdpa(
     softcap: float | None = None,
 ) -> Tensor:
     """`paged_attention` without softcap: the same arguments and result."""
+    write_paged(k_cache, k, slot_mapping)
+    write_paged(v_cache, v, slot_mapping)
     out = torch.empty_like(q)
     for s, rows, start, end in visible(q, (query_start, seq_lens), window):
-        k, v = (read_paged(cache, block_table[s], start, end).to(q.dtype) for cache in (k_cache, v_cache))
+        keys, values = (read_paged(c, block_table[s], start, end).to(q.dtype) for c in (k_cache, v_cache))
         n = rows.stop - rows.start
         mask = None if n == 1 else causal_mask(n, start, end, window, q.device)
-        heads_first = [t.transpose(0, 1)[None] for t in (q[rows], k, v)]
+        heads_first = [t.transpose(0, 1)[None] for t in (q[rows], keys, values)]
         attended = F.scaled_dot_product_attention(
             heads_first[0], heads_first[1], heads_first[2], attn_mask=mask, scale=scale, enable_gqa=True
         )

@@ -1,0 +1,292 @@
+"""Our own threads: they run kernels one after the other, all threads on each, now or recorded for later.
+
+The thread that asks is worker 0; the others are Python threads that stay inside native code, without the GIL.
+Between steps they spin for a moment, then sleep. Recording is how a decoder becomes a *program*: the same
+model code runs once, its launches are kept instead of run, and replay is one native call.
+"""
+
+from __future__ import annotations
+
+import platform
+import struct
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from plait.errors import EngineError
+from plait.kernels.cpu import frame as layout
+from plait.kernels.cpu.frame import barrier
+from plait.kernels.cpu.kernel import OPTIONS, Kernel, inline
+from plait.kernels.cpu.vec import (
+    atomic_add,
+    atomic_get,
+    atomic_put,
+    call_kernel,
+    futex,
+    get_i64,
+    nanosleep,
+    pause,
+)
+
+LINE = 64  # bytes of a cache line: words that different threads write stay on lines of their own
+COMMAND, STOP, ASLEEP, TABLE, COUNT, FRAME, NAP = (LINE * i for i in range(7))  # of the mailbox
+AWAKE_SPINS = 20_000  # about half a millisecond: the next step of a running engine comes sooner
+HAS_FUTEX = platform.system() == "Linux" and platform.machine() == "x86_64"
+HUGE = 2 << 20
+
+
+@inline
+def _play(frame, table, count, thread, threads):
+    """Run a table of (kernel address, arguments address), all threads on each."""
+    for i in range(count):
+        call_kernel(get_i64(table + 16 * i), frame, get_i64(table + 16 * i + 8), thread, threads)
+        barrier(frame, threads)
+        if thread == 0:
+            atomic_put(
+                get_i64(frame + 56) + 64 * (i & 1), np.int32(0)
+            )  # its share counter, for the one after
+
+
+@inline
+def _wake(mailbox):
+    atomic_add(mailbox, np.int32(1))
+    if HAS_FUTEX and atomic_get(mailbox + ASLEEP) > 0:
+        futex(mailbox, np.int32(129), np.int32(1 << 20))
+
+
+@njit("void(int64,int64,int64)", **OPTIONS)
+def _work(mailbox, thread, threads):
+    """A worker's life: wait for the command counter to move, play, until the stop flag is up."""
+    seen = np.int32(0)
+    while True:
+        spins = 0
+        while atomic_get(mailbox) == seen:
+            spins += 1
+            if spins < AWAKE_SPINS:
+                pause()
+            elif HAS_FUTEX:
+                atomic_add(mailbox + ASLEEP, np.int32(1))
+                futex(mailbox, np.int32(128), seen)
+                atomic_add(mailbox + ASLEEP, np.int32(-1))
+            else:
+                nanosleep(mailbox + NAP)
+        seen += np.int32(1)
+        if atomic_get(mailbox + STOP) != 0:
+            return
+        _play(get_i64(mailbox + FRAME), get_i64(mailbox + TABLE), get_i64(mailbox + COUNT), thread, threads)
+
+
+@njit("void(int64,int64)", **OPTIONS)
+def _run(mailbox, threads):
+    """Wake the workers, play as worker 0; everybody has finished when this returns."""
+    if threads > 1:
+        _wake(mailbox)
+    _play(get_i64(mailbox + FRAME), get_i64(mailbox + TABLE), get_i64(mailbox + COUNT), 0, threads)
+
+
+@njit("void(int64)", **OPTIONS)
+def _ring(mailbox):
+    _wake(mailbox)
+
+
+def aligned(nbytes: int, boundary: int = LINE) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Bytes that start at a multiple of `boundary`, not initialised."""
+    raw = np.empty(nbytes + boundary, np.uint8)
+    start = -raw.ctypes.data % boundary
+    return raw[start : start + nbytes]
+
+
+class Cannot(EngineError):
+    """A step that cannot be recorded, and why."""
+
+
+@dataclass(slots=True)
+class Program:
+    """A recorded step. `table`: (kernel address, arguments address) of each launch, in order."""
+
+    tokens: int  # capacities: the sizes that stand for "as many as the step has"
+    logits: int
+    names: list[str] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)  # what addresses point into
+    scratch: int = 0
+    shared: int = 0
+    table: Any = None
+
+    def sealed(self) -> Program:
+        self.table = np.array(self.entries or [0, 0], np.int64)
+        return self
+
+
+class Arena:
+    """Memory of a recording: what the model lets go of is used again by what it computes later."""
+
+    def __init__(self, kept: list[Any]) -> None:
+        self._kept = kept
+        self._free: dict[int, list[Any]] = {}
+
+    def take(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        free = self._free.setdefault(nbytes, [])
+        block = free.pop() if free else aligned(nbytes)
+        if not any(block is other for other in self._kept):
+            self._kept.append(block)
+        view = block[:]
+        weakref.finalize(view, free.append, block)
+        return view
+
+
+class Executor:
+    """Runs kernels on `threads` threads. One caller at a time; others wait."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._lock = threading.RLock()
+        self._program: Program | None = None
+        self._arena: Arena | None = None
+        self._frame = np.zeros(layout.WORDS, np.int64)
+        self._sync, self._mailbox = aligned(LINE * 8), aligned(LINE * 8)
+        self._sync[:] = self._mailbox[:] = 0
+        self._mailbox[NAP : NAP + 16].view(np.int64)[:] = (0, 200_000)
+        self._frame[layout.SYNC] = self._sync.ctypes.data
+        self._frame[layout.WORK] = self._counters
+        self._scratch, self._shared = aligned(0), aligned(0)
+        self._one = np.zeros(2, np.int64)
+        self._post(TABLE, self._one.ctypes.data)
+        self._post(FRAME, self._frame.ctypes.data)
+        address = self._mailbox.ctypes.data
+        self._workers = [
+            threading.Thread(target=_work, args=(address, i, threads), name=f"plait-cpu-{i}", daemon=True)
+            for i in range(1, threads)
+        ]
+        for worker in self._workers:
+            worker.start()
+        self._closed = False
+
+    def close(self) -> None:
+        """Stop the workers. Nothing can run afterwards."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._mailbox[STOP : STOP + 4].view(np.int32)[0] = 1
+            _ring(self._mailbox.ctypes.data)
+        for worker in self._workers:
+            worker.join()
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory for a result, not initialised."""
+        if self._arena is None:
+            return torch.empty(shape, dtype=dtype)
+        count = int(np.prod(shape))
+        block = self._arena.take(max(count, 1) * dtype.itemsize)
+        return torch.frombuffer(block, dtype=dtype, count=count).view(shape)
+
+    def launch(
+        self, kernel: Kernel, *args: Any, rows: int, seqs: int = 0, scratch: int = 0, shared: int = 0
+    ) -> None:
+        """Run a kernel, or record it. Words 2, 3, … of its arguments are `args`, in order.
+
+        args: int, float (as float32 bits), None (0), Tensor (its address; it is kept alive in a recording).
+        rows: how many rows it works on (word 0 says where the frame has it; word 1 is the address of a
+        counter, 0 at the start, for sharing out work); seqs: how many sequences (frame word SEQS).
+        scratch, shared: bytes it needs per thread, and for all threads together.
+        """
+        words = [0, 0, *(_word(a) for a in args)]
+        if self._program is not None:
+            self._record(self._program, kernel, words, args, rows, (scratch, shared))
+            return
+        words[0], words[1] = 8 * layout.TOKENS, self._counters
+        array = np.array(words, np.int64)
+        with self._lock:
+            self._grow(scratch, shared)
+            self._frame[layout.TOKENS], self._frame[layout.SEQS] = rows, seqs
+            self._one[:] = kernel.address, array.ctypes.data
+            self._play(self._one, 1)
+
+    def run(self, program: Program, *, tokens: int, logits: int, seqs: int) -> None:
+        """Replay a recorded step for this many tokens, rows of logits and sequences."""
+        with self._lock:
+            self._grow(program.scratch, program.shared)
+            frame = self._frame
+            frame[layout.TOKENS], frame[layout.LOGITS], frame[layout.SEQS] = tokens, logits, seqs
+            self._play(program.table, len(program.names))
+
+    @contextmanager
+    def recording(self, tokens: int, logits: int) -> Iterator[Program]:
+        """Launches inside are kept, not run. First dimensions of `tokens` or `logits` stand for the step's."""
+        with self._lock:
+            program = Program(tokens, logits)
+            self._program, self._arena = program, Arena(program.kept)
+            try:
+                yield program
+            finally:
+                self._program = self._arena = None
+            program.sealed()
+
+    @property
+    def is_recording(self) -> bool:
+        return self._program is not None
+
+    @property
+    def _counters(self) -> int:
+        return int(self._sync.ctypes.data) + 2 * LINE
+
+    def _record(
+        self, program: Program, kernel: Kernel, words: list[int], args: Any, rows: int, need: tuple[int, int]
+    ) -> None:
+        places: Mapping[int, int] = {program.tokens: layout.TOKENS, program.logits: layout.LOGITS}
+        if rows not in places:
+            raise Cannot(f"{kernel.name} works on {rows} rows, which is neither tokens nor rows of logits")
+        words[0] = 8 * places[rows]
+        words[1] = self._counters + LINE * (len(program.names) & 1)
+        array = np.array(words, np.int64)
+        # Tensors of the arena are kept by it, and come back to it: only what was there before is held here.
+        held = [a for a in args if isinstance(a, Tensor) and not self._is_arena(a, program)]
+        program.kept.append((array, held))
+        program.entries += (kernel.address, array.ctypes.data)
+        program.names.append(kernel.name)
+        program.scratch = max(program.scratch, need[0])
+        program.shared = max(program.shared, need[1])
+
+    def _is_arena(self, tensor: Tensor, program: Program) -> bool:
+        at = tensor.data_ptr()
+        blocks = (b for b in program.kept if isinstance(b, np.ndarray))
+        return any(b.ctypes.data <= at < b.ctypes.data + max(b.nbytes, 1) for b in blocks)
+
+    def _grow(self, scratch: int, shared: int) -> None:
+        if self._scratch.nbytes < scratch * self.threads:
+            self._scratch = aligned(scratch * self.threads)
+        if self._shared.nbytes < shared:
+            self._shared = aligned(shared)
+        frame = self._frame
+        frame[layout.SCRATCH] = self._scratch.ctypes.data
+        frame[layout.SCRATCH_SIZE] = self._scratch.nbytes // self.threads // LINE * LINE
+        frame[layout.SHARED] = self._shared.ctypes.data
+
+    def _play(self, table: Any, count: int) -> None:
+        if self._closed:
+            raise EngineError("the CPU executor is closed")
+        self._post(TABLE, table.ctypes.data)
+        self._post(COUNT, count)
+        _run(self._mailbox.ctypes.data, self.threads)
+
+    def _post(self, place: int, value: int) -> None:
+        self._mailbox[place : place + 8].view(np.int64)[0] = value
+
+
+def _word(value: Any) -> int:
+    if value is None:
+        return 0
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if isinstance(value, float):
+        return int(struct.unpack("<i", struct.pack("<f", value))[0])
+    return int(value)

@@ -1,0 +1,375 @@
+"""Vectors of sixteen lanes, dot products of bytes, atomics and calls by address, for use inside Numba.
+
+Every function here is a Numba intrinsic that becomes a few LLVM instructions. Addresses are plain int64
+(`Tensor.data_ptr()`), so that a call unboxes nothing. LLVM splits sixteen lanes as the target needs: one
+source serves AVX-512, AVX2 and anything else; only `dot` and `dot8` know instructions (`target.DOT`).
+
+Nothing here reorders floating-point additions: a kernel that adds in one order does so on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+from plait.kernels.cpu.target import DOT
+
+LANES = 16
+i8, i16, i32, i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+f16, f32 = ir.HalfType(), ir.FloatType()
+vi8, vi16, vi32 = (ir.VectorType(t, LANES) for t in (i8, i16, i32))
+vf16, vf32 = ir.VectorType(f16, LANES), ir.VectorType(f32, LANES)
+v8i32, v16i16, v32i8 = ir.VectorType(i32, 8), ir.VectorType(i16, 16), ir.VectorType(i8, 32)
+VOID = ir.VoidType()
+
+
+class Vector(types.Type):  # type: ignore[misc]
+    """Numba's name for an LLVM vector."""
+
+    def __init__(self, name: str, llvm: ir.Type) -> None:
+        self.llvm = llvm
+        super().__init__(name=name)
+
+
+@register_model(Vector)
+class VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Vector) -> None:
+        super().__init__(manager, kind, kind.llvm)
+
+
+VI, VF = Vector("v16i32", vi32), Vector("v16f32", vf32)
+A, N, F = types.int64, types.int32, types.float32  # an address or size, an int, a float
+Emit = Callable[..., ir.Value]
+
+
+def _define(name: str, result: types.Type, arguments: tuple[types.Type, ...], emit: Emit) -> Any:
+    """An intrinsic of that signature; `emit(builder, *values)` writes its instructions."""
+
+    def typed(*_: Any) -> tuple[Any, Any]:
+        return result(*arguments), lambda context, builder, signature, values: emit(builder, *values)
+
+    by_arity = (
+        lambda context: typed(),
+        lambda context, a: typed(a),
+        lambda context, a, b: typed(a, b),
+        lambda context, a, b, c: typed(a, b, c),
+        lambda context, a, b, c, d: typed(a, b, c, d),
+        lambda context, a, b, c, d, e: typed(a, b, c, d, e),
+    )
+    function = by_arity[len(arguments)]
+    function.__name__ = function.__qualname__ = name
+    return intrinsic(function)
+
+
+def _splat(b: Any, value: ir.Value) -> ir.Value:
+    kind = ir.VectorType(value.type, LANES)
+    one = b.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(i32, 0))
+    return b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(vi32, [0] * LANES))
+
+
+def _ints(value: int) -> ir.Constant:
+    return ir.Constant(vi32, [value] * LANES)
+
+
+def _call(b: Any, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
+    kind = ir.FunctionType(result, [v.type for v in values])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
+
+
+def _at(b: Any, address: ir.Value, kind: ir.Type) -> ir.Value:
+    return b.inttoptr(address, kind.as_pointer())
+
+
+def _load(b: Any, address: ir.Value, kind: ir.Type, align: int = 1) -> ir.Value:
+    value = b.load(_at(b, address, kind))
+    value.align = align
+    return value
+
+
+def _store(b: Any, address: ir.Value, value: ir.Value, align: int = 1) -> ir.Value:
+    b.store(value, _at(b, address, value.type)).align = align
+    return ir.Constant(i32, 0)
+
+
+def _loader(name: str, result: types.Type, kind: ir.Type, convert: Emit | None = None) -> Any:
+    def emit(b: Any, a: ir.Value) -> ir.Value:
+        value = _load(b, a, kind)
+        return convert(b, value) if convert else value
+
+    return _define(name, result, (A,), emit)
+
+
+# ---- vectors from memory and back ----
+load_i32 = _loader("load_i32", VI, vi32)  # 64 bytes as they are
+load_f32 = _loader("load_f32", VF, vf32)
+load_f16 = _loader("load_f16", VF, vf16, lambda b, x: b.fpext(x, vf32))
+load_bf16 = _loader("load_bf16", VF, vi16, lambda b, x: b.bitcast(b.shl(b.zext(x, vi32), _ints(16)), vf32))
+load_u8 = _loader("load_u8", VI, vi8, lambda b, x: b.zext(x, vi32))  # sixteen bytes, widened
+load_i8 = _loader("load_i8", VI, vi8, lambda b, x: b.sext(x, vi32))
+spread_i32 = _loader("spread_i32", VI, i32, _splat)  # four bytes in every lane
+spread_f32 = _loader("spread_f32", VF, f32, _splat)
+store_f32 = _define("store_f32", N, (A, VF), _store)
+store_i32 = _define("store_i32", N, (A, VI), _store)
+store_i8 = _define("store_i8", N, (A, VI), lambda b, a, x: _store(b, a, b.trunc(x, vi8)))
+
+
+def _round_bf16(b: Any, x: ir.Value, ints: ir.Type, const: Callable[[int], ir.Value]) -> ir.Value:
+    """The bits of float32 rounded to bfloat16, to nearest even; in the low half of each int."""
+    u = b.bitcast(x, ints)
+    odd = b.and_(b.lshr(u, const(16)), const(1))
+    return b.lshr(b.add(u, b.add(const(0x7FFF), odd)), const(16))
+
+
+store_bf16 = _define(
+    "store_bf16", N, (A, VF), lambda b, a, x: _store(b, a, b.trunc(_round_bf16(b, x, vi32, _ints), vi16))
+)
+store_f16 = _define("store_f16", N, (A, VF), lambda b, a, x: _store(b, a, b.fptrunc(x, vf16)))
+
+
+def _masked_load(b: Any, a: ir.Value, count: ir.Value) -> ir.Value:
+    """The first `count` floats; the rest is 0 and is not read."""
+    mask = b.icmp_signed("<", ir.Constant(vi32, list(range(LANES))), _splat(b, count))
+    pointer = _at(b, a, vf32)
+    kind = ir.FunctionType(vf32, [pointer.type, i32, mask.type, vf32])
+    fn = cgutils.get_or_insert_function(b.module, kind, "llvm.masked.load.v16f32.p0")
+    return b.call(fn, [pointer, ir.Constant(i32, 1), mask, ir.Constant(vf32, [0.0] * LANES)])
+
+
+def _masked_store(b: Any, a: ir.Value, x: ir.Value, count: ir.Value) -> ir.Value:
+    """Only the first `count` floats are written."""
+    mask = b.icmp_signed("<", ir.Constant(vi32, list(range(LANES))), _splat(b, count))
+    pointer = _at(b, a, vf32)
+    kind = ir.FunctionType(VOID, [vf32, pointer.type, i32, mask.type])
+    fn = cgutils.get_or_insert_function(b.module, kind, "llvm.masked.store.v16f32.p0")
+    b.call(fn, [x, pointer, ir.Constant(i32, 1), mask])
+    return ir.Constant(i32, 0)
+
+
+load_some = _define("load_some", VF, (A, N), _masked_load)
+store_some = _define("store_some", N, (A, VF, N), _masked_store)
+
+# ---- integers ----
+zero_i32 = _define("zero_i32", VI, (), lambda b: _ints(0))
+spread_int = _define("spread_int", VI, (N,), _splat)
+add_i32 = _define("add_i32", VI, (VI, VI), lambda b, x, y: b.add(x, y))
+sub_i32 = _define("sub_i32", VI, (VI, VI), lambda b, x, y: b.sub(x, y))
+mul_i32 = _define("mul_i32", VI, (VI, VI), lambda b, x, y: b.mul(x, y))
+and_i32 = _define("and_i32", VI, (VI, VI), lambda b, x, y: b.and_(x, y))
+or_i32 = _define("or_i32", VI, (VI, VI), lambda b, x, y: b.or_(x, y))
+left = _define("left", VI, (VI, N), lambda b, x, n: b.shl(x, _splat(b, n)))
+right = _define("right", VI, (VI, N), lambda b, x, n: b.lshr(x, _splat(b, n)))  # zeros come in
+low4 = _define("low4", VI, (VI,), lambda b, x: b.and_(x, _ints(0x0F0F0F0F)))
+high4 = _define("high4", VI, (VI,), lambda b, x: b.and_(b.lshr(x, _ints(4)), _ints(0x0F0F0F0F)))
+sum_i32 = _define("sum_i32", N, (VI,), lambda b, x: _call(b, "llvm.vector.reduce.add.v16i32", i32, x))
+
+# ---- floats ----
+zero_f32 = _define("zero_f32", VF, (), lambda b: ir.Constant(vf32, [0.0] * LANES))
+spread = _define("spread", VF, (F,), _splat)
+to_f32 = _define("to_f32", VF, (VI,), lambda b, x: b.sitofp(x, vf32))
+add = _define("add", VF, (VF, VF), lambda b, x, y: b.fadd(x, y))
+sub = _define("sub", VF, (VF, VF), lambda b, x, y: b.fsub(x, y))
+mul = _define("mul", VF, (VF, VF), lambda b, x, y: b.fmul(x, y))
+div = _define("div", VF, (VF, VF), lambda b, x, y: b.fdiv(x, y))
+fma = _define("fma", VF, (VF, VF, VF), lambda b, x, y, z: _call(b, "llvm.fma.v16f32", vf32, x, y, z))
+absolute = _define("absolute", VF, (VF,), lambda b, x: _call(b, "llvm.fabs.v16f32", vf32, x))
+root = _define("root", VF, (VF,), lambda b, x: _call(b, "llvm.sqrt.v16f32", vf32, x))
+largest = _define("largest", VF, (VF, VF), lambda b, x, y: _call(b, "llvm.maxnum.v16f32", vf32, x, y))
+smallest = _define("smallest", VF, (VF, VF), lambda b, x, y: _call(b, "llvm.minnum.v16f32", vf32, x, y))
+nearest = _define("nearest", VF, (VF,), lambda b, x: _call(b, "llvm.rint.v16f32", vf32, x))  # half to even
+to_i32 = _define("to_i32", VI, (VF,), lambda b, x: b.fptosi(x, vi32))  # of whole numbers
+low_bf16 = _define("low_bf16", VF, (VI,), lambda b, x: b.bitcast(b.shl(x, _ints(16)), vf32))
+high_bf16 = _define("high_bf16", VF, (VI,), lambda b, x: b.bitcast(b.and_(x, _ints(-65536)), vf32))
+bits_f32 = _define("bits_f32", VF, (VI,), lambda b, x: b.bitcast(x, vf32))
+bits_i32 = _define("bits_i32", VI, (VF,), lambda b, x: b.bitcast(x, vi32))
+
+
+def _halves(b: Any, x: ir.Value, combine: Emit) -> ir.Value:
+    """Reduce sixteen lanes to one, always in the same tree, so that every machine gets the same bits."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        kind = ir.VectorType(i32, width)
+        lower = b.shuffle_vector(x, x, ir.Constant(kind, list(range(width))))
+        upper = b.shuffle_vector(x, x, ir.Constant(kind, list(range(width, 2 * width))))
+        x = combine(b, lower, upper)
+    return b.extract_element(x, ir.Constant(i32, 0))
+
+
+def _max(b: Any, x: ir.Value, y: ir.Value) -> ir.Value:
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+total = _define("total", F, (VF,), lambda b, x: _halves(b, x, lambda b, x, y: b.fadd(x, y)))
+peak = _define("peak", F, (VF,), lambda b, x: _halves(b, x, _max))
+
+
+def _power_of_two(b: Any, n: ir.Value) -> ir.Value:
+    """2**n of whole n in -126..127."""
+    return b.bitcast(b.shl(b.add(b.fptosi(n, vi32), _ints(127)), _ints(23)), vf32)
+
+
+def _select_below(b: Any, count: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
+    return b.select(b.icmp_signed("<", ir.Constant(vi32, list(range(LANES))), _splat(b, count)), x, y)
+
+
+power_of_two = _define("power_of_two", VF, (VF,), _power_of_two)
+where_below = _define("where_below", VF, (N, VF, VF), _select_below)  # lane < n ? x : y
+lanes = _define("lanes", VI, (), lambda b: ir.Constant(vi32, list(range(LANES))))
+where_less = _define(
+    "where_less", VF, (VF, VF, VF, VF), lambda b, p, q, x, y: b.select(b.fcmp_ordered("<", p, q), x, y)
+)
+
+
+def _interleave(b: Any, x: ir.Value, y: ir.Value, start: int) -> ir.Value:
+    order = [lane for j in range(8) for lane in (start + j, LANES + start + j)]
+    return b.shuffle_vector(x, y, ir.Constant(vi32, order))
+
+
+interleave_low = _define("interleave_low", VF, (VF, VF), lambda b, x, y: _interleave(b, x, y, 0))
+interleave_high = _define("interleave_high", VF, (VF, VF), lambda b, x, y: _interleave(b, x, y, 8))
+
+
+# ---- four products of unsigned by signed bytes, added to each lane: the heart of every quantized linear ----
+def _dot_vnni(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+    return _call(b, "llvm.x86.avx512.vpdpbusd.512", s.type, s, _as_bytes(b, s, u), _as_bytes(b, s, v))
+
+
+def _as_bytes(b: Any, s: ir.Value, x: ir.Value) -> ir.Value:
+    return b.bitcast(x, ir.VectorType(i8, 64))
+
+
+def _half(b: Any, x: ir.Value, k: int) -> ir.Value:
+    return b.bitcast(b.shuffle_vector(x, x, ir.Constant(v8i32, list(range(8 * k, 8 * k + 8)))), v32i8)
+
+
+def _products_avx2(b: Any, u: ir.Value, v: ir.Value) -> ir.Value:
+    parts = []
+    for k in (0, 1):
+        pairs = _call(b, "llvm.x86.avx2.pmadd.ub.sw", v16i16, _half(b, u, k), _half(b, v, k))
+        parts.append(_call(b, "llvm.x86.avx2.pmadd.wd", v8i32, pairs, ir.Constant(v16i16, [1] * 16)))
+    return b.shuffle_vector(parts[0], parts[1], ir.Constant(vi32, list(range(16))))
+
+
+def _dot_avx2(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+    return b.add(s, _products_avx2(b, u, v))
+
+
+def _dot8_avx2(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+    """Seven bits and the top one apart: the sum of two full products would not fit into 16 bits."""
+    low = _products_avx2(b, b.and_(u, _ints(0x7F7F7F7F)), v)
+    top = _products_avx2(b, b.and_(b.lshr(u, _ints(7)), _ints(0x01010101)), v)
+    return b.add(b.add(s, low), b.shl(top, _ints(7)))
+
+
+def _dot_generic(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+    for j in range(4):
+        byte = b.and_(b.lshr(u, _ints(8 * j)), _ints(255))
+        signed = b.ashr(b.shl(v, _ints(24 - 8 * j)), _ints(24))
+        s = b.add(s, b.mul(byte, signed))
+    return s
+
+
+_DOTS = {
+    "vnni": (_dot_vnni, _dot_vnni),
+    "avx2": (_dot_avx2, _dot8_avx2),
+    "generic": (_dot_generic, _dot_generic),
+}
+dot = _define("dot", VI, (VI, VI, VI), _DOTS[DOT][0])  # sum + u·v by fours; u in 0..127
+dot8 = _define("dot8", VI, (VI, VI, VI), _DOTS[DOT][1])  # u in 0..255
+
+# ---- single numbers ----
+get_i64 = _define("get_i64", A, (A,), lambda b, a: _load(b, a, i64, 8))
+get_i32 = _define("get_i32", N, (A,), lambda b, a: _load(b, a, i32, 4))
+get_u8 = _define("get_u8", N, (A,), lambda b, a: b.zext(_load(b, a, i8), i32))
+get_i8 = _define("get_i8", N, (A,), lambda b, a: b.sext(_load(b, a, i8), i32))
+get_f32 = _define("get_f32", F, (A,), lambda b, a: _load(b, a, f32, 4))
+get_f16 = _define("get_f16", F, (A,), lambda b, a: b.fpext(_load(b, a, f16), f32))
+get_bf16 = _define(
+    "get_bf16",
+    F,
+    (A,),
+    lambda b, a: b.bitcast(b.shl(b.zext(_load(b, a, i16), i32), ir.Constant(i32, 16)), f32),
+)
+put_i64 = _define("put_i64", N, (A, A), lambda b, a, v: _store(b, a, v, 8))
+put_i32 = _define("put_i32", N, (A, N), lambda b, a, v: _store(b, a, v, 4))
+put_u8 = _define("put_u8", N, (A, N), lambda b, a, v: _store(b, a, b.trunc(v, i8)))
+put_f32 = _define("put_f32", N, (A, F), lambda b, a, v: _store(b, a, v, 4))
+put_f16 = _define("put_f16", N, (A, F), lambda b, a, v: _store(b, a, b.fptrunc(v, f16)))
+
+
+def _put_bf16(b: Any, a: ir.Value, v: ir.Value) -> ir.Value:
+    return _store(b, a, b.trunc(_round_bf16(b, v, i32, lambda n: ir.Constant(i32, n)), i16))
+
+
+put_bf16 = _define("put_bf16", N, (A, F), _put_bf16)
+
+
+def _prefetch(b: Any, a: ir.Value) -> ir.Value:
+    kind = ir.FunctionType(VOID, [i8.as_pointer(), i32, i32, i32])
+    fn = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    b.call(fn, [_at(b, a, i8), *(ir.Constant(i32, n) for n in (0, 3, 1))])  # read, keep, data
+    return ir.Constant(i32, 0)
+
+
+prefetch = _define("prefetch", N, (A,), _prefetch)
+
+# ---- threads ----
+atomic_add = _define(
+    "atomic_add", N, (A, N), lambda b, a, v: b.atomic_rmw("add", _at(b, a, i32), v, "acq_rel")
+)
+atomic_get = _define("atomic_get", N, (A,), lambda b, a: b.load_atomic(_at(b, a, i32), "acquire", 4))
+
+
+def _atomic_put(b: Any, a: ir.Value, v: ir.Value) -> ir.Value:
+    b.store_atomic(v, _at(b, a, i32), "release", 4)
+    return ir.Constant(i32, 0)
+
+
+def _pause(b: Any) -> ir.Value:
+    """A hint that this is a spinning wait; nothing where the instruction set is not known."""
+    if DOT != "generic":
+        _call(b, "llvm.x86.sse2.pause", VOID)
+    return ir.Constant(i32, 0)
+
+
+def _call_kernel(b: Any, fn: ir.Value, *values: ir.Value) -> ir.Value:
+    kind = ir.FunctionType(VOID, [i64] * len(values))
+    b.call(b.inttoptr(fn, kind.as_pointer()), values)
+    return ir.Constant(i32, 0)
+
+
+atomic_put = _define("atomic_put", N, (A, N), _atomic_put)
+pause = _define("pause", N, (), _pause)
+call_kernel = _define("call_kernel", N, (A, A, A, A, A), _call_kernel)  # address, then four arguments
+give_way = _define(
+    "give_way",
+    N,
+    (),
+    lambda b: b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(i32, []), "sched_yield"), []),
+)
+
+
+def _nanosleep(b: Any, spec: ir.Value) -> ir.Value:
+    """libc's nanosleep; `spec`: the address of two int64, seconds and nanoseconds."""
+    kind = ir.FunctionType(i32, [i8.as_pointer(), i8.as_pointer()])
+    fn = cgutils.get_or_insert_function(b.module, kind, "nanosleep")
+    return b.call(fn, [_at(b, spec, i8), ir.Constant(i8.as_pointer(), None)])
+
+
+def _futex(b: Any, address: ir.Value, operation: ir.Value, value: ir.Value) -> ir.Value:
+    """Linux on x86-64: syscall 202; operation 128 waits while *address == value, 129 wakes `value` waiters."""
+    kind = ir.FunctionType(i64, [i64], var_arg=True)
+    fn = cgutils.get_or_insert_function(b.module, kind, "syscall")
+    null = ir.Constant(i64, 0)
+    number = ir.Constant(i64, 202)
+    words = (number, address, b.sext(operation, i64), b.sext(value, i64), null, null, null)
+    return b.trunc(b.call(fn, words), i32)
+
+
+nanosleep = _define("nanosleep", N, (A,), _nanosleep)
+futex = _define("futex", N, (A, N, N), _futex)

@@ -1,0 +1,103 @@
+"""The pointwise parts of a model: activations, gates, residuals, scales, caps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.ops.registry import Arguments, op
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+CASES: list[dict[str, Any]] = [
+    dict(tokens=tokens, size=size, kind=kind)
+    for tokens, size, kind in (
+        (1, 64, "silu"),
+        (33, 100, "silu"),
+        (5, 96, "gelu"),
+        (7, 24, "gelu_pytorch_tanh"),
+        (3, 48, "relu"),
+        (1, 40, "relu2"),
+    )
+]
+
+
+@op(cases=CASES)
+def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
+    """Activation `kind` of x; if `gated`, x is [gate, up] side by side: activation(gate) · up (Shazeer 2020).
+
+    x: [T, n], or [T, 2n] if gated -> [T, n] in x's dtype. Rows may lie apart in memory.
+    """
+    if not gated:
+        return ACTIVATIONS[kind](x)
+    gate, up = x.chunk(2, -1)
+    return ACTIVATIONS[kind](gate) * up
+
+
+@activate.inputs
+def _activate_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    gated = case["tokens"] != 7
+    x = torch.randn(case["tokens"], case["size"] * (1 + gated), dtype=dtype, device=device)
+    return (2 * x, case["kind"], gated), {}
+
+
+@op(cases=CASES[:3])
+def combine(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    """x + scale · y: a residual that no norm follows. x, y: [T, n] -> [T, n]."""
+    return x + (y if scale == 1.0 else y * scale)
+
+
+@combine.inputs
+def _combine_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    x = torch.randn(case["tokens"], case["size"], dtype=dtype, device=device)
+    return (x, torch.randn_like(x), 1.0 if case["tokens"] == 1 else 0.22), {}
+
+
+@op(cases=CASES[:3])
+def rescale(x: Tensor, scale: float, cap: float | None) -> Tensor:
+    """scale · x, then cap · tanh(· / cap) if there is a cap (Gemma 2). x: [T, n] -> [T, n]."""
+    x = x if scale == 1.0 else x * scale
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+@rescale.inputs
+def _rescale_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    x = 5 * torch.randn(case["tokens"], case["size"], dtype=dtype, device=device)
+    return (x, 0.5, 2.0 if case["tokens"] > 1 else None), {}
+
+
+@op(cases=CASES[:3])
+def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
+    """x · sigmoid(gate), one number for each row (Qwen2-MoE's shared expert). x: [T, n], gate: [T, 1]."""
+    return x * gate.sigmoid()
+
+
+@gate_rows.inputs
+def _gate_rows_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    x = torch.randn(case["tokens"], case["size"], dtype=dtype, device=device)
+    return (x, torch.randn(case["tokens"], 1, dtype=dtype, device=device)), {}
+
+
+@op(cases=CASES[:3])
+def step_sizes(dt: Tensor, bias: Tensor | None, low: float, high: float) -> Tensor:
+    """softplus(dt + bias) within low..high, float32: how far a state space moves at a token (Gu & Dao 2023).
+
+    dt: [T, H], bias: [H] float32 or None -> [T, H] float32.
+    """
+    return F.softplus(dt.float() if bias is None else dt.float() + bias).clamp(low, high)
+
+
+@step_sizes.inputs
+def _step_sizes_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    dt = 4 * torch.randn(case["tokens"], case["size"], dtype=dtype, device=device)
+    bias = torch.randn(case["size"], device=device) if case["tokens"] > 1 else None
+    return (dt, bias, 0.001, 5.0 if case["tokens"] > 1 else float("inf")), {}

@@ -1,0 +1,70 @@
+"""Moving rows about: embedding, choosing, joining. No arithmetic but a scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.ops.registry import Arguments, op
+from plait.quant.weight import Dense, Weight
+
+CASES: list[dict[str, Any]] = [
+    dict(rows=1, size=64),
+    dict(rows=33, size=100),
+    dict(rows=5, size=7),
+]
+
+
+@op(cases=CASES)
+def embed(token_ids: Tensor, table: Weight, scale: float, dtype: torch.dtype) -> Tensor:
+    """Rows of a table in any format, as numbers, times `scale`. token_ids: [T] int64 -> [T, n] in `dtype`."""
+    x = table.gather(token_ids, dtype)
+    return x if scale == 1.0 else x * torch.tensor(scale, dtype=dtype, device=x.device)
+
+
+@embed.inputs
+def _embed_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    table = Dense(torch.randn(50, case["size"], dtype=dtype, device=device))
+    ids = torch.randint(0, 50, (case["rows"],), device=device)
+    return (ids, table, 1.0 if case["rows"] == 1 else 3.5, dtype), {}
+
+
+@op(cases=CASES)
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x: [T, n], index: [L] int64 -> [L, n]."""
+    return x[index]
+
+
+@take_rows.inputs
+def _take_rows_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    x = torch.randn(case["rows"], case["size"], dtype=dtype, device=device)
+    return (x, torch.randint(0, case["rows"], (case["rows"] + 1,), device=device)), {}
+
+
+@op(cases=CASES)
+def join(a: Tensor, b: Tensor) -> Tensor:
+    """The last dimensions one behind the other: a: [T, …, n], b: [T, …, m] -> [T, …, n + m]."""
+    return torch.cat([a, b], -1)
+
+
+@join.inputs
+def _join_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    shape = (case["rows"],) if case["rows"] == 1 else (case["rows"], 3)
+    a = torch.randn(*shape, case["size"], dtype=dtype, device=device)
+    return (a, torch.randn(*shape, 8, dtype=dtype, device=device)), {}
+
+
+@op(cases=CASES)
+def map_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """Each head through a matrix of its own: x: [T, H, n], weight: [H, m, n] -> [T, H, m]."""
+    return torch.einsum("thn,hmn->thm", x, weight)
+
+
+@map_heads.inputs
+def _map_heads_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    x = torch.randn(case["rows"], 3, case["size"], dtype=dtype, device=device)
+    weight = torch.randn(3, 24, case["size"], dtype=dtype, device=device) / case["size"] ** 0.5
+    return (x, weight), {}
