@@ -42,8 +42,8 @@ CASES: list[dict[str, Any]] = [
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, activations: Activations = "float32") -> Tensor:
     """x: [..., in], weight: (out, in) in any format, bias: [out] -> [..., out], in x's dtype.
 
-    `activations`: what x is rounded to first. "int8": 32 neighbours share a scale, largest / 127, as llama.cpp
-    does beside block formats; "int8x2": a second int8 takes what the first left over, sixteen bits in all.
+    `activations`: what x is rounded to first. "int8": 32 neighbours share a scale, largest / 127, as
+    llama.cpp does beside block formats; "int8x2": a second int8 takes what is left over, 16 bits in all.
     """
     if activations != "float32":
         x = rounded(x, activations)

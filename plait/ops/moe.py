@@ -72,7 +72,7 @@ def experts(
 
     x: [T, hidden], weight: [T, k] float32, index: [T, k] int64; up and down: one linear map for each expert
     (up: [gate, up] side by side if gated); activation: (kind, gated); shared: [T, hidden] or None, what the
-    sum starts from -> [T, hidden] in x's dtype. Rows are grouped by expert: each expert's weights are read once.
+    sum starts from -> [T, hidden] in x's dtype. Rows are grouped by expert: an expert is read once.
     """
     out = torch.zeros_like(x) if shared is None else shared.clone()
     for e in index.unique().tolist():

@@ -221,7 +221,7 @@ class Executor:
 
     @contextmanager
     def recording(self, tokens: int, logits: int) -> Iterator[Program]:
-        """Launches inside are kept, not run. First dimensions of `tokens` or `logits` stand for the step's."""
+        """Keep launches instead of running them. First dimensions `tokens`, `logits` mean the step's own."""
         with self._lock:
             program = Program(tokens, logits)
             self._program, self._arena = program, Arena(program.kept)

@@ -1,8 +1,8 @@
 """A kernel: a Python function that LLVM compiles the first time it is needed, called by its address.
 
 Every kernel has one signature: (frame, args, thread, threads), all int64. `args` is the address of the
-words that `Executor.launch` wrote: the numbers and addresses of one use. `frame` is the address of what changes from
-step to step (`frame.py`). All threads run a kernel together, each doing its share; it may meet the others at
+words that `Executor.launch` wrote: the numbers and addresses of one use. `frame` is the address of what
+changes from step to step (`frame.py`). All threads run a kernel together, each doing its share; it may meet the others at
 `barrier(frame, threads)`.
 """
 
@@ -32,7 +32,7 @@ inline = njit(**OPTIONS)
 
 
 class Kernel:
-    """What `launch` runs. Its machine code is made, or loaded from the cache, when its address is asked for."""
+    """What `launch` runs. Its machine code is made, or loaded, when its address is first asked for."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.function, self.name = function, function.__name__

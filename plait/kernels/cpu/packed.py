@@ -1,0 +1,95 @@
+"""A linear map as kernels keep it, and the one way every one of them is called.
+
+A packed weight is a row of *tiles* of sixteen outputs each, in K order inside; the last tile is filled up with
+zeros. Its kernel takes these words (`Executor.launch`):
+
+2 x (float32 rows), 3 bytes between rows, 4 n_in, 5 weight (address of the first tile), 6 n_out, 7 bias
+(float32) or 0, 8 out, 9 bytes between its rows, 10 rounding of x (index into ROUNDINGS), 11 groups, 12 starts,
+13 weights, 14 bytes of x's rounded form at most.
+
+With groups > 0 (mixture of experts) rows starts[g]..starts[g+1] go through the map at address weights[g]
+(both int64 arrays in memory, filled by an earlier launch and at construction), word 5 is not used, and
+starts[groups] is how many rows there are; without, the frame says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.cpu.executor import Executor
+from plait.kernels.cpu.kernel import Kernel
+from plait.kernels.cpu.rows import Rows
+from plait.ops.linear import Activations
+
+ROUNDINGS: tuple[Activations, ...] = ("float32", "int8", "int8x2")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A weight (n_out, n_in) in tiles. `data`: uint8, 64-byte aligned; `kind`: the layout, like "Q4_K"."""
+
+    data: Tensor
+    kind: str
+    n_out: int
+    n_in: int
+    kernel: Kernel
+    shared_per_row: int  # bytes of shared scratch that a row of x needs
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Rows sorted by expert. starts: int64 [count + 1], weights: int64 [count] addresses of packed maps."""
+
+    count: int
+    starts: Tensor
+    weights: Tensor
+
+
+def multiply(
+    cpu: Executor,
+    x: Tensor,
+    weight: Packed,
+    bias: Tensor | None,
+    activations: Activations,
+    out: Tensor | None = None,
+    *,
+    groups: Groups | None = None,
+    rows: int | None = None,
+) -> Tensor:
+    """x: [R, n_in] float32 -> [R, n_out] float32, written into `out` if given (its rows may lie apart).
+
+    With `groups`, `rows` is the launch's row count (tokens); R is the capacity of the sorted rows.
+    """
+    shape = x.shape
+    if x.dim() == 3:
+        x = x.reshape(-1, shape[-1])
+    a = Rows.of(x)
+    if a.width != weight.n_in or (bias is not None and tuple(bias.shape) != (weight.n_out,)):
+        raise ShapeMismatch(f"a map of {weight.n_in} -> {weight.n_out} numbers was given rows of {a.width}")
+    out = cpu.empty(a.count, weight.n_out) if out is None else out.reshape(-1, weight.n_out)
+    b = Rows.of(out)
+    if b.count != a.count:
+        raise ShapeMismatch(f"{a.count} rows go in and {b.count} come out")
+    if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
+        raise ShapeMismatch(f"a bias must be dense float32, got {bias.dtype}")
+    grouping: tuple[Any, ...] = (groups.count, groups.starts, groups.weights) if groups else (0, None, None)
+    need = a.count * weight.shared_per_row
+    cpu.launch(
+        weight.kernel,
+        *(x, a.row_bytes, weight.n_in, weight.data, weight.n_out, bias, out, b.row_bytes),
+        ROUNDINGS.index(activations),
+        *grouping,
+        need,
+        rows=a.count if rows is None else rows,
+        shared=need,
+    )
+    return out.view(*shape[:-1], weight.n_out)
