@@ -362,7 +362,7 @@ def _nanosleep(b: Any, spec: ir.Value) -> ir.Value:
 
 
 def _futex(b: Any, address: ir.Value, operation: ir.Value, value: ir.Value) -> ir.Value:
-    """Linux on x86-64: syscall 202; operation 128 waits while *address == value, 129 wakes `value` of them."""
+    """Linux on x86-64, syscall 202: operation 128 waits while *address == value, 129 wakes `value` threads."""
     kind = ir.FunctionType(i64, [i64], var_arg=True)
     fn = cgutils.get_or_insert_function(b.module, kind, "syscall")
     null = ir.Constant(i64, 0)
@@ -373,3 +373,10 @@ def _futex(b: Any, address: ir.Value, operation: ir.Value, value: ir.Value) -> i
 
 nanosleep = _define("nanosleep", N, (A,), _nanosleep)
 futex = _define("futex", N, (A, N, N), _futex)
+
+# ---- doubles, one at a time ----
+f64 = ir.DoubleType()
+D = types.float64
+get_f64 = _define("get_f64", D, (A,), lambda b, a: _load(b, a, f64, 8))
+put_f64 = _define("put_f64", N, (A, D), lambda b, a, v: _store(b, a, v, 8))
+bits_f64 = _define("bits_f64", D, (A,), lambda b, n: b.bitcast(n, f64))
