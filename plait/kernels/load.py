@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("plait")
 
 # Modules of plait.kernels.cpu that register variants when they are imported.
-CPU_KERNELS: tuple[str, ...] = ("norm",)
+CPU_KERNELS: tuple[str, ...] = (
+    "norm",
+    "dense",
+)
 
 
 def load(*, cache_dir: Path | None = None, isa: str = "native") -> None:

@@ -28,6 +28,12 @@ CASES: list[dict[str, Any]] = [
     dict(rows=1, n_in=64, n_out=32, bias=False),
     dict(rows=7, n_in=256, n_out=130),
     dict(rows=33, n_in=512, n_out=96),
+    dict(rows=9, n_in=2051, n_out=70),  # an odd input, several chunks, an unfinished tile
+    *(
+        dict(rows=rows, n_in=n_in, n_out=50, kind=kind, bias=rows > 1)
+        for kind in ("bfloat16", "float16")
+        for rows, n_in in ((1, 64), (14, 1031))
+    ),
     *(
         dict(rows=rows, n_in=512, n_out=80, kind=kind, activations=activations, bias=rows > 1)
         for kind in KINDS
@@ -68,8 +74,11 @@ def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Argumen
     rows, n_in, n_out = case["rows"], case["n_in"], case["n_out"]
     x = torch.randn(rows, n_in, dtype=dtype, device=device)
     bias = torch.randn(n_out, dtype=dtype, device=device) if case.get("bias", True) else None
-    if "kind" in case:
-        weight: Weight = random_blocks(case["kind"], n_out, n_in).to(torch.device(device))
+    if case.get("kind") in ("bfloat16", "float16"):
+        numbers = torch.randn(n_out, n_in, device=device) / n_in**0.5
+        weight: Weight = Dense(numbers.to(getattr(torch, case["kind"])))
+    elif "kind" in case:
+        weight = random_blocks(case["kind"], n_out, n_in).to(torch.device(device))
     else:
         weight = Dense(torch.randn(n_out, n_in, dtype=dtype, device=device) / n_in**0.5)
     return (x, weight, bias, case.get("activations", "float32")), {}

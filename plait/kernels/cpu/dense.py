@@ -1,0 +1,278 @@
+"""Linear maps over plain numbers: float32, bfloat16 or float16 weights, float32 activations, float32 sums.
+
+A tile holds sixteen outputs, two inputs at a time, in the width the weights came in: float32 as 16 numbers of
+the even input then 16 of the odd one, float16 likewise, bfloat16 as 16 words with the odd input in the high
+half, which costs one shift and one mask to widen. Every output is the sum of chunks of `CHUNK` inputs, added
+in order; within a chunk even and odd inputs are summed apart. That order never changes: not with the number
+of rows, nor with how tiles are shared among threads.
+"""
+
+from __future__ import annotations
+
+import mmap
+from functools import cache
+from string import Template
+
+import numpy as np
+import torch
+from numba import config
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.cpu.executor import HUGE, LINE, Executor
+from plait.kernels.cpu.frame import word
+from plait.kernels.cpu.kernel import Kernel, generated, inline, kernel
+from plait.kernels.cpu.packed import Packed, multiply
+from plait.kernels.cpu.rows import float32_rows
+from plait.kernels.cpu.target import TARGETS, host_features
+from plait.kernels.cpu.vec import get_i32, get_u8, put_i32, put_u8
+from plait.ops.linear import Activations, Packing, linear
+from plait.ops.registry import Facts
+from plait.quant.weight import Dense, Weight
+
+PAIR_BYTES = {"float32": 128, "bfloat16": 64, "float16": 64}  # two inputs of a tile
+CHUNK = 512  # inputs whose products are summed before they join the rest: a pair of tiles stays in L2
+BLOCK = 192  # rows of one piece of work
+
+# How sixteen weights of an even and of an odd input are read, `w` being their address.
+_READ = {
+    "float32": ("load_f32({w})", "load_f32({w} + 64)"),
+    "float16": ("load_f16({w})", "load_f16({w} + 32)"),
+    "bfloat16": ("low_bf16(load_i32({w}))", "high_bf16(load_i32({w}))"),
+}
+
+
+def _shapes() -> tuple[tuple[int, int], ...]:
+    """(rows, tiles) held in registers at once, the larger first: their number never changes a result."""
+    name = config.CPU_NAME or ""
+    wide = name == TARGETS["avx512"] or (not name and "avx512f" in host_features())
+    return ((6, 2), (4, 2), (2, 2), (1, 2), (4, 1), (1, 1)) if wide else ((3, 1), (1, 2), (1, 1))
+
+
+def _part(rows: int, tiles: int, kind: str) -> str:
+    """The text of a function that multiplies so many rows by so many tiles, over part of the inputs."""
+    even, odd = _READ[kind]
+    step = PAIR_BYTES[kind]
+    grid = [(r, t) for r in range(rows) for t in range(tiles)]
+    lines = [
+        "@inline",
+        f"def part_{rows}x{tiles}(x, row_bytes, w, tile_bytes, n, out, out_bytes, first, bias, left):",
+    ]
+    lines += [f"    x{r} = x + {r} * row_bytes" for r in range(rows)]
+    lines += [f"    w{t} = w + {t} * tile_bytes" for t in range(tiles)]
+    lines += [f"    e{r}{t}, o{r}{t} = zero_f32(), zero_f32()" for r, t in grid]
+    lines += ["    for k in range(n // 2):"]
+    if rows == 1:
+        lines += [
+            f"        prefetch(w{t} + {step} * k + AHEAD + {i})"
+            for t in range(tiles)
+            for i in range(0, step, 64)
+        ]
+    lines += [f"        a{t}, b{t} = {even}, {odd}".format(w=f"w{t} + {step} * k") for t in range(tiles)]
+    for r in range(rows):
+        lines += [f"        v, u = spread_f32(x{r} + 8 * k), spread_f32(x{r} + 8 * k + 4)"]
+        lines += [f"        e{r}{t} = fma(v, a{t}, e{r}{t})" for t in range(tiles)]
+        lines += [f"        o{r}{t} = fma(u, b{t}, o{r}{t})" for t in range(tiles)]
+    lines += ["    if n % 2:"]
+    lines += [f"        a{t} = {even}".format(w=f"w{t} + {step} * (n // 2)") for t in range(tiles)]
+    lines += [f"        e{r}{t} = fma(spread_f32(x{r} + 4 * n - 4), a{t}, e{r}{t})" for r, t in grid]
+    for r, t in grid:
+        at = f"out + {r} * out_bytes + {64 * t}"
+        lines += [f"    keep({at}, add(e{r}{t}, o{r}{t}), first, bias, {64 * t}, left - {16 * t})"]
+    return "\n".join(lines)
+
+
+def _dispatch(tiles: int, shapes: tuple[tuple[int, int], ...]) -> str:
+    """The text that takes `rows` rows through `tiles` tiles, in the largest groups there are."""
+    lines = ["r = 0"]
+    rows = "x + r * row_bytes + 4 * k, row_bytes"
+    call = f"({rows}, at, tile_bytes, count, to + r * out_bytes, out_bytes, k, plus, left)"
+    for size in sorted({r for r, t in shapes if t == tiles}, reverse=True):
+        lines += [f"while rows - r >= {size}:", f"    part_{size}x{tiles}{call}", f"    r += {size}"]
+    return f"\n{16 * ' '}".join(lines)
+
+
+_SOURCE = Template('''"""Products of float32 rows with $kind tiles."""
+import numpy as np
+
+from plait.kernels.cpu.frame import rows_of, word
+from plait.kernels.cpu.kernel import inline, kernel
+from plait.kernels.cpu.vec import (
+    add, atomic_add, fma, get_i64, high_bf16, load_f16, load_f32, load_i32, load_some, low_bf16, prefetch,
+    spread_f32, store_some, zero_f32,
+)
+
+AHEAD = 2048
+
+
+@inline
+def keep(out, value, first, bias, at, left):
+    if first != 0:
+        value = add(load_some(out, np.int32(left)), value)
+    if bias != 0:
+        value = add(value, load_some(bias + at, np.int32(left)))
+    store_some(out, value, np.int32(left))
+
+
+$parts
+
+
+@inline
+def tiles_of(x, row_bytes, n, w, tile_bytes, begin, end, n_out, bias, out, out_bytes, rows):
+    """Rows through the tiles begin..end."""
+    for t in range(begin, end, 2):
+        to, left = out + 64 * t, n_out - 16 * t
+        for k in range(0, n, $chunk):
+            count = min($chunk, n - k)
+            at = w + t * tile_bytes + k // 2 * $pair_bytes
+            plus = bias + 64 * t if bias != 0 and k + count == n else 0
+            if end - t > 1:
+                $two
+            else:
+                $one
+
+
+@kernel
+def dense_$kind(frame, args, thread, threads):
+    """The words of `packed`; pieces of work are taken from the counter."""
+    x, row_bytes, n, weight = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    n_out, bias, out, out_bytes = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
+    groups, starts, weights, counter = word(args, 11), word(args, 12), word(args, 13), word(args, 1)
+    tiles, tile_bytes = (n_out + 15) // 16, (n + 1) // 2 * $pair_bytes
+    unit = max(2, min(tiles // (4 * threads), 262144 // tile_bytes) // 2 * 2)
+    units = (tiles + unit - 1) // unit
+    item, done = np.int64(atomic_add(counter, np.int32(1))), 0
+    for g in range(max(groups, 1)):
+        start, rows = 0, 0
+        if groups != 0:
+            start = get_i64(starts + 8 * g)
+            rows, weight = get_i64(starts + 8 * g + 8) - start, get_i64(weights + 8 * g)
+        else:
+            rows = rows_of(frame, args)
+        blocks = (rows + $block - 1) // $block
+        while item < done + units * blocks:
+            begin = (item - done) // blocks * unit
+            row = (item - done) % blocks * $block
+            first = start + row
+            tiles_of(
+                x + first * row_bytes, row_bytes, n, weight, tile_bytes, begin, min(begin + unit, tiles),
+                n_out, bias, out + first * out_bytes, out_bytes, min($block, rows - row),
+            )
+            item = np.int64(atomic_add(counter, np.int32(1)))
+        done += units * blocks
+''')
+
+
+@cache
+def product(kind: str) -> Kernel:
+    """The kernel that multiplies rows by tiles of that width."""
+    shapes = _shapes()
+    source = _SOURCE.substitute(
+        kind=kind,
+        parts="\n\n\n".join(_part(r, t, kind) for r, t in shapes),
+        two=_dispatch(2, shapes),
+        one=_dispatch(1, shapes),
+        chunk=CHUNK,
+        block=BLOCK,
+        pair_bytes=PAIR_BYTES[kind],
+    )
+    made: Kernel = getattr(generated(f"dense_{kind}", source), f"dense_{kind}")
+    return made
+
+
+@inline
+def _half(address):
+    """The sixteen bits at an address that may be odd to the machine."""
+    return np.int32(get_u8(address) | (get_u8(address + 1) << 8))
+
+
+@inline
+def _put_half(address, value):
+    put_u8(address, np.int32(value & 255))
+    put_u8(address + 1, np.int32(value >> 8))
+
+
+@kernel
+def pack_dense(frame, args, thread, threads):
+    """source, bytes between its rows, n_in, n_out, tiles, layout: 0 float32, 1 bfloat16, 2 float16."""
+    source, row_bytes, n, n_out, out = (
+        word(args, 2),
+        word(args, 3),
+        word(args, 4),
+        word(args, 5),
+        word(args, 6),
+    )
+    layout = word(args, 7)
+    tiles, pairs = (n_out + 15) // 16, (n + 1) // 2
+    size = 4 if layout == 0 else 2
+    for t in range(tiles * thread // threads, tiles * (thread + 1) // threads):
+        for p0 in range(0, pairs, 8):  # a cache line of each of the sixteen rows
+            for j in range(16):
+                row = source + (16 * t + j) * row_bytes
+                inside = 16 * t + j < n_out
+                for p in range(p0, min(p0 + 8, pairs)):
+                    to = out + (t * pairs + p) * 32 * size
+                    for odd in range(2):
+                        k, value = 2 * p + odd, np.int32(0)
+                        if inside and k < n:
+                            value = get_i32(row + 4 * k) if layout == 0 else _half(row + 2 * k)
+                        if layout == 0:
+                            put_i32(to + 64 * odd + 4 * j, value)
+                        elif layout == 1:
+                            _put_half(to + 4 * j + 2 * odd, value)
+                        else:
+                            _put_half(to + 32 * odd + 2 * j, value)
+
+
+def room(nbytes: int) -> Tensor:
+    """Memory of its own for a packed weight, uint8, in large pages if it is large and the system has them."""
+    large = nbytes >= HUGE
+    memory = mmap.mmap(-1, nbytes + (HUGE if large else LINE))
+    if large and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    raw = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -raw.data_ptr() % (HUGE if large else LINE)
+    return raw[start : start + nbytes]
+
+
+def pack(cpu: Executor, weight: Weight, dtype: torch.dtype) -> Packed:
+    """A Dense weight in tiles, in its own width."""
+    if not isinstance(weight, Dense) or weight.format not in PAIR_BYTES:
+        raise ShapeMismatch(f"only {', '.join(PAIR_BYTES)} are packed here, not {weight.format}")
+    source, kind = weight.tensor, weight.format
+    n_out, n_in = weight.shape
+    if n_in > 1 and source.stride(1) != 1:
+        source = source.contiguous()
+    data = room((n_out + 15) // 16 * ((n_in + 1) // 2) * PAIR_BYTES[kind])
+    row_bytes, layout = (
+        source.stride(0) * source.element_size(),
+        ("float32", "bfloat16", "float16").index(kind),
+    )
+    cpu.launch(pack_dense, source, row_bytes, n_in, n_out, data, layout, rows=n_out)
+    return Packed(data, kind, n_out, n_in, product(kind), 0)
+
+
+def apply(
+    cpu: Executor,
+    x: Tensor,
+    weight: Packed,
+    bias: Tensor | None,
+    activations: Activations,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x: [..., in] float32 -> [..., out] float32."""
+    return multiply(cpu, x, weight, bias, activations, out)
+
+
+def plain_numbers(facts: Facts) -> str | None:
+    """The `when` of weights that are plain numbers beside exact activations."""
+    kind = facts.sizes.get("kind", str(facts.dtype).removeprefix("torch."))
+    if kind not in PAIR_BYTES:
+        return f"it reads plain numbers, not {kind}"
+    if facts.sizes.get("activations", "float32") != "float32":
+        return "it does not round activations"
+    return float32_rows(facts)
+
+
+native = Packing(pack=pack, apply=apply)
+linear.variant("native-dense", on="cpu", when=plain_numbers, native=True)(native)
