@@ -14,6 +14,8 @@ from plait.errors import ConfigError
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Ops = Literal["auto", "reference"]
+KvDType = Literal["auto", "float32", "bfloat16"]
+Isa = Literal["native", "avx512", "avx2", "generic"]
 ASource = Literal["auto", "trainer", "saved"]
 SsmMode = Literal["ssd", "exact"]
 
@@ -44,6 +46,20 @@ class EngineConfig:
     block_size: int = option(16, "tokens in a block of paged memory")
     memory_limit: int | None = option(None, "bytes for the state of running sequences; default: by need")
     threads: int | None = option(None, "CPU threads; default: the physical cores this process may use")
+    precise: bool = option(
+        False,
+        "on a CPU: round activations beside quantized weights to 16 bits, not 8, and keep float32 state",
+    )
+    deterministic: bool = option(
+        False,
+        "one arithmetic path whatever shares the batch (always so on a CPU); refused where it cannot be",
+    )
+    kv_dtype: KvDType = option(
+        "auto",
+        "what keys and values are kept in; auto: bfloat16, or float32 for float32 weights or --precise",
+    )
+    isa: Isa = option("native", "instructions that CPU kernels are compiled for: to compare, or to be safe")
+    cache_dir: str | None = option(None, "where compiled kernels are kept; default: ~/.cache/plait")
     ssm_mode: SsmMode = option("ssd", "oxidizr only. ssd: the recurrence; exact: what its trainer computes")
     a_source: ASource = option("auto", "oxidizr only. A of Mamba2/3 from the trainer's rule or from the file")
     set: tuple[str, ...] = option((), "key=value: overrides one key of the model's config; may be repeated")
@@ -77,6 +93,8 @@ _WORDS = {
     "device": get_args(Device),
     "dtype": get_args(DType),
     "ops": get_args(Ops),
+    "kv_dtype": get_args(KvDType),
+    "isa": get_args(Isa),
     "ssm_mode": get_args(SsmMode),
     "a_source": get_args(ASource),
 }

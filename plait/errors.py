@@ -21,6 +21,7 @@ PlaitError
 │   ├── BadGrammar         400
 │   └── Cancelled          499
 └── EngineError            500      our own fault; belongs to one request or to a dead engine
+    └── CannotRecord                a step that must run op by op; told, never shown as a fault
 """
 
 from __future__ import annotations
@@ -125,3 +126,7 @@ class Cancelled(RequestError):
 
 class EngineError(PlaitError):
     code = "engine_error"
+
+
+class CannotRecord(EngineError):
+    """A step that cannot be replayed as one native call, and why."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from plait.config import Device, DType
 from plait.errors import ConfigError, OutOfMemory
 
 MEMINFO = Path("/proc/meminfo")
+TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def choose_device(asked: Device) -> tuple[torch.device, str]:
@@ -43,6 +45,16 @@ def choose_dtype(asked: DType, device: torch.device, stored: Sequence[str]) -> t
     common = Counter(name for name in stored if name in {"float32", "bfloat16", "float16"}).most_common(1)
     found: torch.dtype = getattr(torch, common[0][0]) if common else torch.bfloat16
     return found
+
+
+def cores() -> int:
+    """Physical cores this process may use, as far as the system tells: two threads of one share its units."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    siblings = set()
+    for cpu in allowed:
+        place = TOPOLOGY / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        siblings.add(place.read_text() if place.exists() else str(cpu))
+    return max(len(siblings), 1)
 
 
 def free_memory(device: torch.device) -> int:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,19 @@ from plait.checkpoint.safetensors import SafetensorsFiles
 from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig
 from plait.engine.core import Engine
-from plait.engine.device import choose_device, choose_dtype, free_memory, out_of_memory
+from plait.engine.device import choose_device, choose_dtype, cores, free_memory, out_of_memory
 from plait.engine.front import Front, Language
 from plait.engine.loop import EngineLoop
 from plait.engine.sizing import ModelFacts, Sizing, gib, size_state
 from plait.errors import BadFile, InvalidField
 from plait.families.resolve import resolve
 from plait.families.resolved import Resolved
+from plait.kernels.load import executor
 from plait.kernels.load import load as load_kernels
 from plait.model.decoder import Decoder
 from plait.quant.weight import as_tensor
 from plait.request import SamplingParams
+from plait.runner.graphs import Capacity
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
 from plait.state.store import StateStore
@@ -133,10 +135,8 @@ def load(model: str, config: EngineConfig, on_progress: Progress | None = None) 
     opened = open_model(model, config)
     device, why = choose_device(config.device)
     log.info("device: %s (%s)", device, why)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    load_kernels()
     target = _target(opened, device)
+    log.info("activations: %s, keys and values: %s", target.activations, target.kv_dtype)
     report("loading the tokenizer", 0, 1)
     language = opened.language()
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
@@ -149,11 +149,18 @@ def load(model: str, config: EngineConfig, on_progress: Progress | None = None) 
     banned = _banned(language.tokenizer, spec.vocab_size)
     sampler = Sampler(spec.vocab_size, banned=banned, device=device.type, ops=config.ops)
     target.bound.append(sampler.binding)
-    runner = ModelRunner(decoder, store, sampler, device)
+    report("preparing the step", 0, 1)
+    capacity = Capacity.of(
+        config.max_num_batched_tokens, config.max_num_seqs, sizing.max_model_len, sizing.block_size
+    )
+    runner = ModelRunner(decoder, store, sampler, device, executor=target.executor, capacity=capacity)
+    log.info("step: %s", runner.step_kind)
     scheduler = sizing.scheduler(config, causal=spec.causal)
     engine = Engine(runner, scheduler, vocab_size=spec.vocab_size, max_model_len=sizing.max_model_len)
     report("ready", 1, 1)  # before there is a thread: who is told may raise, to say that nobody waits
-    front = Front(opened.files.name, spec, sizing.max_model_len, EngineLoop(engine), language)
+    front = Front(
+        opened.files.name, spec, sizing.max_model_len, EngineLoop(engine, on_end=runner.close), language
+    )
     return Loaded(opened, config, runner, sizing, target, front)
 
 
@@ -182,7 +189,25 @@ def _target(opened: Opened, device: torch.device) -> Target:
     spec, config = opened.resolved.spec, opened.config
     dtype = choose_dtype(config.dtype, device, _stored_dtypes(opened))
     length = min(config.max_model_len or spec.max_len, spec.max_len)
-    return Target(device, dtype, length, spec.hidden_size, config.ops)
+    target = Target(device, dtype, length, spec.hidden_size, config.ops, block_size=config.block_size)
+    target.kv_dtype = _kv_dtype(config, _stored_dtypes(opened), dtype)
+    if device.type != "cpu":
+        return target
+    threads = config.threads or cores()
+    cache_dir = Path(config.cache_dir) if config.cache_dir else None
+    load_kernels(cache_dir=cache_dir, isa=config.isa)
+    target.activations = "int8x2" if config.precise else "int8"
+    target.executor = None if config.ops == "reference" else executor(threads)
+    # Native kernels have threads of their own: torch's would wait for work on the same cores.
+    torch.set_num_threads(1 if target.executor else threads)
+    return target
+
+
+def _kv_dtype(config: EngineConfig, stored: Sequence[str], dtype: torch.dtype) -> str:
+    if config.kv_dtype != "auto":
+        return config.kv_dtype
+    exact = config.precise or dtype != torch.float32 or not any(name != "float32" for name in stored)
+    return "model" if exact else "bfloat16"
 
 
 def _stored_dtypes(opened: Opened) -> list[str]:

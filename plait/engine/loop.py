@@ -22,11 +22,14 @@ class EngineLoop:
 
     Every method is safe from any thread. `num_rounds` grows with every step: while `has_work` and it stands
     still, the engine hangs, and after `STALLED_S` it is not `healthy`. If an exception escapes the engine,
-    open requests end with it, `healthy` is False, and nothing is taken any more.
+    open requests end with it, `healthy` is False, and nothing is taken any more. `on_end` is called once, on
+    its own thread, when the last step is over.
     """
 
-    def __init__(self, engine: Engine, *, name: str = "plait-engine") -> None:
-        self.engine = engine
+    def __init__(
+        self, engine: Engine, *, name: str = "plait-engine", on_end: Callable[[], None] | None = None
+    ) -> None:
+        self.engine, self._on_end = engine, on_end
         self.num_rounds = 0
         self.fault: BaseException | None = None
         self._step_began: float | None = None
@@ -130,6 +133,9 @@ class EngineLoop:
                 self.engine.cancel(request_id)
         except BaseException as error:
             self._die(error)
+        finally:
+            if self._on_end:
+                self._on_end()
 
     def _obey(self) -> bool:
         """Do what was asked since the last step, sleeping while there is nothing to do. False: stop."""

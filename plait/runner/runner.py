@@ -3,32 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
+from plait.runner.graphs import Capacity, recorded
 from plait.runner.inputs import build_batch
 from plait.runner.sampler import Sampler
 from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
 from plait.state.store import StateStore
 
 
-class ModelRunner:
-    """Executes plans on one device. `store` holds the state of every running sequence."""
+class Executor(Protocol):
+    """Threads that run native kernels, now or recorded (`kernels.cpu.executor`)."""
 
-    def __init__(self, decoder: Decoder, store: StateStore, sampler: Sampler, device: torch.device) -> None:
+    def recording(self, tokens: int, logits: int) -> Any: ...
+    def run(self, program: Any, *, tokens: int, logits: int, seqs: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class ModelRunner:
+    """Executes plans on one device. `store` holds the state of every running sequence.
+
+    With an `executor` of native kernels and the `capacity` of the largest step, a step is recorded once and
+    replayed; `step_kind` says so, or why it runs op by op.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: StateStore,
+        sampler: Sampler,
+        device: torch.device,
+        *,
+        executor: Executor | None = None,
+        capacity: Capacity | None = None,
+    ) -> None:
         self.decoder, self.store, self.sampler, self.device = decoder, store, sampler, device
-        self.groups = block_groups(decoder.states)
+        self.groups, self.executor = block_groups(decoder.states), executor
+        self._replay, self._static, self.step_kind = None, None, "op by op: nobody asked for a recording"
+        if capacity:
+            made = recorded(decoder, store, executor, self.groups, capacity)
+            self._replay, self._static, self.step_kind = made
 
     @torch.inference_mode()
     def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
         """One step: the sampled token of every chunk that wants logits, in the plan's order."""
         self.store.copy_slots(plan.copies)
         self.store.zero_slots(plan.fresh)
-        batch = build_batch(plan, self.groups, self.store.block_size, self.device)
-        return self.sampler.sample(self.decoder(batch, self.store), sampling)
+        return self.sampler.sample(self._logits(plan), sampling)
+
+    def close(self) -> None:
+        """Let the executor's threads go. Nothing can run afterwards."""
+        if self.executor:
+            self.executor.close()
+
+    def _logits(self, plan: Plan) -> Tensor:
+        if self._replay and self._static and self._static.fits(plan):
+            return self._replay(plan)
+        return self.decoder(build_batch(plan, self.groups, self.store.block_size, self.device), self.store)
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], chunk_size: int) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from plait.errors import EngineError
+from plait.errors import CannotRecord, EngineError
 from plait.kernels.cpu import frame as layout
 from plait.kernels.cpu.frame import barrier
 from plait.kernels.cpu.kernel import OPTIONS, Kernel, inline
@@ -102,10 +102,6 @@ def aligned(nbytes: int, boundary: int = LINE) -> np.ndarray[Any, np.dtype[np.ui
     raw = np.empty(nbytes + boundary, np.uint8)
     start = -raw.ctypes.data % boundary
     return raw[start : start + nbytes]
-
-
-class Cannot(EngineError):
-    """A step that cannot be recorded, and why."""
 
 
 @dataclass(slots=True)
@@ -244,7 +240,7 @@ class Executor:
     ) -> None:
         places: Mapping[int, int] = {program.tokens: layout.TOKENS, program.logits: layout.LOGITS}
         if rows not in places:
-            raise Cannot(f"{kernel.name} works on {rows} rows, which is neither tokens nor rows of logits")
+            raise CannotRecord(f"{kernel.name} works on {rows} rows, which is neither tokens nor rows of logits")
         words[0] = 8 * places[rows]
         words[1] = self._counters + LINE * (len(program.names) & 1)
         array = np.array(words, np.int64)

@@ -1,11 +1,11 @@
 """A linear map as kernels keep it, and the one way every one of them is called.
 
-A packed weight is a row of *tiles* of sixteen outputs each, in K order inside; the last tile is filled up with
-zeros. Its kernel takes these words (`Executor.launch`):
+A packed weight is a row of *tiles* of sixteen outputs each, in K order inside; the last tile is filled up
+with zeros. Its kernel takes these words (`Executor.launch`):
 
 2 x (float32 rows), 3 bytes between rows, 4 n_in, 5 weight (address of the first tile), 6 n_out, 7 bias
-(float32) or 0, 8 out, 9 bytes between its rows, 10 rounding of x (index into ROUNDINGS), 11 groups, 12 starts,
-13 weights, 14 bytes of x's rounded form at most.
+(float32) or 0, 8 out, 9 bytes between its rows, 10 rounding of x (index into ROUNDINGS), 11 groups,
+12 starts, 13 weights, 14 bytes of x's rounded form at most.
 
 With groups > 0 (mixture of experts) rows starts[g]..starts[g+1] go through the map at address weights[g]
 (both int64 arrays in memory, filled by an earlier launch and at construction), word 5 is not used, and

@@ -1,0 +1,164 @@
+"""A step recorded once and replayed: on a CPU a *program*, one native call for all layers.
+
+The decoder runs once over static buffers that are as long as the largest step. Its ops put down what they
+would compute instead of computing it, and everything that changes from step to step is read from the
+buffers: one program serves every batch, decodes and pieces of prompts alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.errors import CannotRecord
+from plait.memory import BlockGroup
+from plait.model.batch import Batch, PagedIndex
+from plait.model.decoder import Decoder
+from plait.schedule.plan import Chunk, Plan
+from plait.state.store import StateStore
+
+Table = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The largest step: tokens, rows of logits, sequences, blocks of one sequence."""
+
+    tokens: int
+    logits: int
+    seqs: int
+    blocks: int
+
+    @classmethod
+    def of(
+        cls, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
+    ) -> Capacity:
+        logits = max_num_seqs + 1
+        # A recording tells tokens and rows of logits apart by their number.
+        logits += logits == max_num_batched_tokens
+        blocks = -(-max_model_len // block_size)
+        return cls(max_num_batched_tokens, logits, max_num_seqs, max(blocks, 1))
+
+
+class ViewsOnly(TorchDispatchMode):
+    """Inside, torch may look at memory in other ways but not compute: a replay would not repeat that."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func is not torch.ops.aten.detach.default:
+            raise CannotRecord(f"{func} is computed by torch, outside of native kernels")
+        return func(*args, **(kwargs or {}))
+
+
+class StaticBatch:
+    """The buffers that a program reads. `fill` writes a plan into them."""
+
+    def __init__(self, capacity: Capacity, groups: Sequence[BlockGroup], block_size: int) -> None:
+        self.capacity, self.block_size = capacity, block_size
+        c = capacity
+        self._ids, self._positions, self._logit_rows, self._starts, self._lens, self._slots = (
+            np.zeros(n, np.int64) for n in (c.tokens, c.tokens, c.logits, c.seqs + 1, c.seqs, c.seqs)
+        )
+        self._history = np.zeros(c.seqs, np.bool_)
+        self._tables = [np.zeros((c.seqs, c.blocks), np.int64) for _ in groups]
+        self._mappings = [np.zeros(c.tokens, np.int64) for _ in groups]
+        self._known: list[list[Table]] = [[() for _ in range(c.seqs)] for _ in groups]  # what tables hold
+        pairs = zip(groups, self._tables, self._mappings, strict=True)
+        self.batch = Batch(
+            token_ids=torch.from_numpy(self._ids),
+            positions=torch.from_numpy(self._positions),
+            query_start=torch.from_numpy(self._starts),
+            seq_lens=torch.from_numpy(self._lens),
+            num_decodes=0,
+            max_query_len=c.tokens,
+            max_seq_len=c.blocks * block_size,
+            paged={g.name: PagedIndex(torch.from_numpy(t), torch.from_numpy(m)) for g, t, m in pairs},
+            state_slots=torch.from_numpy(self._slots),
+            has_history=torch.from_numpy(self._history),
+            logit_rows=torch.from_numpy(self._logit_rows),
+        )
+
+    def fits(self, plan: Plan) -> bool:
+        c, chunks = self.capacity, plan.chunks
+        logits = sum(chunk.num_logits for chunk in chunks)
+        return len(chunks) <= c.seqs and plan.num_tokens <= c.tokens and logits <= c.logits
+
+    def fill(self, plan: Plan) -> tuple[int, int]:
+        """Write a plan down. Returns how many tokens and how many rows of logits it has."""
+        token = row = 0
+        for s, chunk in enumerate(plan.chunks):
+            count, start = len(chunk.token_ids), token
+            token += count
+            self._starts[s + 1], self._lens[s], self._slots[s] = token, chunk.end, chunk.slot
+            self._history[s] = chunk.start > 0
+            if count == 1:
+                self._ids[start], self._positions[start] = chunk.token_ids[0], chunk.start
+            else:
+                self._ids[start:token] = chunk.token_ids
+                self._positions[start:token] = np.arange(chunk.start, chunk.end)
+            for g, table in enumerate(chunk.blocks):
+                self._map(g, s, table, chunk, slice(start, token))
+            wanted = chunk.num_logits
+            if wanted:
+                self._logit_rows[row : row + wanted] = range(token - wanted, token)
+                row += wanted
+        return token, row
+
+    def _map(self, g: int, s: int, table: Table, chunk: Chunk, rows: slice) -> None:
+        """Block table of a sequence, where it changed, and the addresses of its new tokens."""
+        known, size = self._known[g][s], self.block_size
+        if table != known:
+            same = len(known) if table[: len(known)] == known else 0
+            self._tables[g][s, same : len(table)] = table[same:]
+            self._known[g][s] = table
+        if rows.stop - rows.start == 1:
+            self._mappings[g][rows.start] = table[chunk.start // size] * size + chunk.start % size
+        else:
+            at = np.arange(chunk.start, chunk.end)
+            self._mappings[g][rows] = self._tables[g][s][at // size] * size + at % size
+
+
+class Program:
+    """The decoder's step as one native call. Raises CannotRecord, naming the op that is in the way."""
+
+    def __init__(self, decoder: Decoder, store: StateStore, executor: Any, static: StaticBatch) -> None:
+        self._executor, self._static = executor, static
+        capacity = static.capacity
+        with executor.recording(capacity.tokens, capacity.logits) as self._program, ViewsOnly():  # type: ignore[no-untyped-call]
+            self._logits = decoder(static.batch, store)
+
+    @property
+    def launches(self) -> Sequence[str]:
+        """The names of the kernels, in order."""
+        return tuple(self._program.names)
+
+    def __call__(self, plan: Plan) -> Tensor:
+        """Logits of the wanted rows, [L, vocab] float32: memory that the next call overwrites."""
+        tokens, logits = self._static.fill(plan)
+        self._executor.run(self._program, tokens=tokens, logits=logits, seqs=len(plan.chunks))
+        return self._logits[:logits]
+
+
+def recorded(
+    decoder: Decoder,
+    store: StateStore,
+    executor: Any,
+    groups: Sequence[BlockGroup],
+    capacity: Capacity,
+) -> tuple[Callable[[Plan], Tensor] | None, StaticBatch | None, str]:
+    """(replay, its buffers, what was done or why it could not be)."""
+    if executor is None:
+        return None, None, "there is no executor of native kernels"
+    if not decoder.spec.causal:
+        return None, None, "the model is not causal: a step has no fixed form"
+    static = StaticBatch(capacity, groups, store.block_size)
+    try:
+        program = Program(decoder, store, executor, static)
+    except CannotRecord as error:
+        return None, None, str(error)
+    return program, static, f"{len(program.launches)} launches, one call"
