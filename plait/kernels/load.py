@@ -16,7 +16,10 @@ log = logging.getLogger("plait")
 # Modules of plait.kernels.cpu that register variants when they are imported.
 CPU_KERNELS: tuple[str, ...] = (
     "norm",
+    "activation",
+    "moving",
     "dense",
+    "linear",
 )
 
 
