@@ -80,6 +80,7 @@ class GgufFile:
         architecture = self.metadata.get("general.architecture")
         if not isinstance(architecture, str) or not architecture:
             raise BadFile(f"{parts[0].path}: no 'general.architecture' in the metadata; not a model")
+        self._mapped = tuple(part.mapped for part in parts)
         self._entries: dict[str, _Entry] = {}
         for part in parts:
             if twice := self._entries.keys() & part.entries.keys():
@@ -120,6 +121,12 @@ class GgufFile:
         aligned = raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()
         return aligned.view(dtype).view(entry.shape)
 
+    def release(self) -> None:
+        """Let go of the pages read so far: who looks again at a tensor gets them from the file again."""
+        for mapped in self._mapped:
+            if hasattr(mapped, "madvise"):
+                mapped.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         """Forget the tensors. The mapping goes with the last tensor that views it."""
         self._entries = {}
@@ -135,7 +142,8 @@ class _Part:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        cursor = _Cursor(map_file(path), path)
+        self.mapped = map_file(path)
+        cursor = _Cursor(self.mapped, path)
         num_tensors, num_keys = _read_counts(cursor)
         self.metadata = _read_metadata(cursor, num_keys)
         self.entries = _read_entries(cursor, num_tensors, _alignment(self.metadata, path))

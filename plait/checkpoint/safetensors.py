@@ -100,6 +100,10 @@ class SafetensorsFiles:
             raise BadFile(f"{path}: cannot read tensor {name!r}: {error}") from error
         return tensor
 
+    def release(self) -> None:
+        """Let go of what was read: memory that only this mapping held is given back."""
+        self._files = {}
+
     def close(self) -> None:
         """Forget the tensors. The mappings go with the last tensor that views them."""
         self._entries, self._files = {}, {}

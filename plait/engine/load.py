@@ -24,12 +24,13 @@ from plait.engine.device import choose_device, choose_dtype, cores, free_memory,
 from plait.engine.front import Front, Language
 from plait.engine.loop import EngineLoop
 from plait.engine.sizing import ModelFacts, Sizing, gib, size_state
-from plait.errors import BadFile, InvalidField
+from plait.errors import BadFile, ConfigError, InvalidField
 from plait.families.resolve import resolve
 from plait.families.resolved import Resolved
 from plait.kernels.load import executor
 from plait.kernels.load import load as load_kernels
 from plait.model.decoder import Decoder
+from plait.ops.registry import Binding
 from plait.quant.weight import as_tensor
 from plait.request import SamplingParams
 from plait.runner.graphs import Capacity
@@ -40,6 +41,9 @@ from plait.text.load import load_chat_template, load_generation_config, load_tok
 from plait.text.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
+# Ops that sum over more than one row's own numbers, in an order that a library may choose by the batch.
+MIXING = {"linear", "paged_attention", "paged_latent_attention", "map_heads", "experts"}
+HELD_NBYTES = 64 << 20  # of a file's pages, while its weights are packed one after the other
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
 
 
@@ -155,6 +159,11 @@ def load(model: str, config: EngineConfig, on_progress: Progress | None = None) 
     )
     runner = ModelRunner(decoder, store, sampler, device, executor=target.executor, capacity=capacity)
     log.info("step: %s", runner.step_kind)
+    target.bound.append(
+        Binding("step", "recorded" if runner.is_recorded else "op by op", runner.step_kind, ())
+    )
+    if config.deterministic:
+        _check_deterministic(target)
     scheduler = sizing.scheduler(config, causal=spec.causal)
     engine = Engine(runner, scheduler, vocab_size=spec.vocab_size, max_model_len=sizing.max_model_len)
     report("ready", 1, 1)  # before there is a thread: who is told may raise, to say that nobody waits
@@ -203,6 +212,17 @@ def _target(opened: Opened, device: torch.device) -> Target:
     return target
 
 
+def _check_deterministic(target: Target) -> None:
+    """Raises ConfigError if an op is bound to something whose rounding may depend on the batch."""
+    loose = {b.op: b.variant for b in target.bound if b.op in MIXING and not b.variant.startswith("native")}
+    if loose:
+        shown = ", ".join(f"{op} ({variant})" for op, variant in sorted(loose.items()))
+        raise ConfigError(
+            f"deterministic: on {target.device.type} this model runs {shown}, whose rounding may change with "
+            "the batch; leave the option out, or run on a CPU with native kernels and without --ops reference"
+        )
+
+
 def _kv_dtype(config: EngineConfig, stored: Sequence[str], dtype: torch.dtype) -> str:
     if config.kv_dtype != "auto":
         return config.kv_dtype
@@ -215,17 +235,21 @@ def _stored_dtypes(opened: Opened) -> list[str]:
 
 
 def _decoder(opened: Opened, target: Target, report: Progress) -> Decoder:
-    total, done = opened.nbytes, 0
+    total, done, held = opened.nbytes, 0, 0
 
     def on_read(_: str, nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
+        nonlocal done, held
+        done, held = done + nbytes, held + nbytes
         report("loading weights", min(done, total), total)
+        if held > HELD_NBYTES:  # packed by now: the file's pages beside them would double the memory
+            opened.checkpoint.release()
+            held = 0
 
     target.on_read = on_read
     weights = Weights(opened.checkpoint, opened.resolved.names, target)
     decoder = Decoder(opened.resolved.spec, weights)
     weights.check_all_used()
+    opened.checkpoint.release()
     return decoder
 
 

@@ -22,6 +22,10 @@ class Executor(Protocol):
 
     def recording(self, tokens: int, logits: int) -> Any: ...
     def run(self, program: Any, *, tokens: int, logits: int, seqs: int) -> None: ...
+    @property
+    def is_recorded(self) -> bool:
+        return self._replay is not None
+
     def close(self) -> None: ...
 
 
