@@ -18,7 +18,11 @@ CPU_KERNELS: tuple[str, ...] = (
     "norm",
     "activation",
     "moving",
+    "embed",
     "dense",
+    "experts",
+    "route",
+    "heads",
     "linear",
 )
 

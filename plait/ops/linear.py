@@ -173,6 +173,14 @@ class Linear:
         """Bytes of its weights as they are kept: packed, if the bound variant packs. Biases not counted."""
         return sum(int(weight.nbytes) for _, (weight, *_) in self._parts)
 
+    @property
+    def only_part(self) -> tuple[Any, Tensor | None, Activations] | None:
+        """(weight as its variant keeps it, bias, rounding of the input), or None if there are several parts.
+
+        For ops that take many maps through one kernel.
+        """
+        return self._parts[0][1] if len(self._parts) == 1 else None
+
     def __call__(self, x: Tensor) -> Tensor:
         if len(self._parts) == 1:
             apply, rest = self._parts[0]
