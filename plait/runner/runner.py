@@ -22,10 +22,6 @@ class Executor(Protocol):
 
     def recording(self, tokens: int, logits: int) -> Any: ...
     def run(self, program: Any, *, tokens: int, logits: int, seqs: int) -> None: ...
-    @property
-    def is_recorded(self) -> bool:
-        return self._replay is not None
-
     def close(self) -> None: ...
 
 
@@ -59,6 +55,10 @@ class ModelRunner:
         self.store.copy_slots(plan.copies)
         self.store.zero_slots(plan.fresh)
         return self.sampler.sample(self._logits(plan), sampling)
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._replay is not None
 
     def close(self) -> None:
         """Let the executor's threads go. Nothing can run afterwards."""
