@@ -9,16 +9,22 @@ import torch
 from torch import Tensor
 
 from plait.ops.registry import Arguments, op
+from plait.quant.gguf import BLOCK_TYPES, BlockType, Gguf
 from plait.quant.weight import Dense, Weight
 
+DTYPES = (torch.bfloat16, torch.float16)
 CASES: list[dict[str, Any]] = [
     dict(rows=1, size=64),
     dict(rows=33, size=100),
     dict(rows=5, size=7),
 ]
+STORED = [
+    *(dict(rows=9, size=100, kind=str(dtype).removeprefix("torch.")) for dtype in DTYPES),
+    *(dict(rows=9, size=2 * kind.elements, kind=kind.name) for kind in BLOCK_TYPES.values()),
+]
 
 
-@op(cases=CASES)
+@op(cases=[*CASES, *STORED])
 def embed(token_ids: Tensor, table: Weight, scale: float, dtype: torch.dtype) -> Tensor:
     """Rows of a table in any format, as numbers, times `scale`. token_ids: [T] int64 -> [T, n] in `dtype`."""
     x = table.gather(token_ids, dtype)
@@ -27,9 +33,28 @@ def embed(token_ids: Tensor, table: Weight, scale: float, dtype: torch.dtype) ->
 
 @embed.inputs
 def _embed_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
-    table = Dense(torch.randn(50, case["size"], dtype=dtype, device=device))
+    table = _table(case, dtype, device)
     ids = torch.randint(0, 50, (case["rows"],), device=device)
     return (ids, table, 1.0 if case["rows"] == 1 else 3.5, dtype), {}
+
+
+def _table(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Weight:
+    """50 rows of `size` random numbers, stored as the case says."""
+    name, size = case.get("kind"), case["size"]
+    kinds = {kind.name: kind for kind in BLOCK_TYPES.values()}
+    if name in kinds:
+        return random_blocks(kinds[name], 50, size, device)
+    stored: torch.dtype = getattr(torch, name) if name else dtype
+    return Dense(torch.randn(50, size, dtype=stored, device=device))
+
+
+def random_blocks(kind: BlockType, rows: int, size: int, device: str) -> Gguf:
+    """Random bytes with scales that keep the numbers of order 1."""
+    blocks = torch.randint(0, 256, (rows * size // kind.elements, kind.nbytes), dtype=torch.uint8)
+    for at in kind.scales_at:
+        scale = torch.randn(len(blocks), 1, dtype=torch.float16) / 1000
+        blocks[:, at : at + 2] = scale.view(torch.uint8)
+    return Gguf(blocks.view(rows, -1).to(device), kind)
 
 
 @op(cases=CASES)
