@@ -144,9 +144,8 @@ class Maps:
             kinds.add((weight.kind, weight.n_in, weight.n_out, rounding))
         if len(kinds) != 1:
             return f"experts are stored in several ways: {sorted(kinds)}"
-        return cls(
-            packed[0], parts[0][2], torch.tensor([p.data.data_ptr() for p in packed], dtype=torch.int64)
-        )
+        addresses = np.array([weight.data.data_ptr() for weight in packed], np.int64)
+        return cls(packed[0], parts[0][2], torch.from_numpy(addresses))
 
 
 def _maps(up: Sequence[Linear], down: Sequence[Linear]) -> tuple[Maps, Maps] | str:

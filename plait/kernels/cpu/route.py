@@ -28,10 +28,17 @@ from plait.kernels.cpu.vec import (
     sub,
     total,
     where_below,
+    where_less,
     zero_f32,
 )
 from plait.ops.moe import route
 from plait.spec import Router
+
+
+@inline
+def _or_nan(x, value):
+    """value, or x where x is NaN, which exp forgets: neither below 0 nor above -1."""
+    return where_less(x, zero_f32(), value, where_less(spread(np.float32(-1.0)), x, value, x))
 
 
 @inline
@@ -44,7 +51,8 @@ def _softmax(logits, n, out):
     highest, sums = spread(peak(top)), zero_f32()
     for i in range(0, n, 16):
         left = np.int32(n - i)
-        e = where_below(left, exp(sub(load_some(logits + 4 * i, left), highest)), zero_f32())
+        x = sub(load_some(logits + 4 * i, left), highest)
+        e = where_below(left, _or_nan(x, exp(x)), zero_f32())
         store_some(out + 4 * i, e, left)
         sums = add(sums, e)
     whole = spread(total(sums))
@@ -110,7 +118,8 @@ def route_rows(frame, args, thread, threads):
         if by_sigmoid != 0:
             for i in range(0, n, 16):
                 left = np.int32(n - i)
-                store_some(scores + 4 * i, sigmoid(load_some(row + 4 * i, left)), left)
+                x = load_some(row + 4 * i, left)
+                store_some(scores + 4 * i, _or_nan(x, sigmoid(x)), left)
         else:
             _softmax(row, n, scores)
         for i in range(0, n, 16):
