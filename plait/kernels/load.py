@@ -24,6 +24,10 @@ CPU_KERNELS: tuple[str, ...] = (
     "route",
     "heads",
     "linear",
+    "attention",
+    "rope",
+    "conv",
+    "gated_norm",
 )
 
 

@@ -21,6 +21,9 @@ CASES: list[dict[str, Any]] = [
     dict(seqs=SEQS, heads=4, kv_heads=1, dim=64, window=9, softcap=None),
     dict(seqs=[50, 30], heads=4, kv_heads=4, dim=16, window=None, softcap=20.0),
     dict(seqs=[300, 2], heads=9, kv_heads=3, dim=64, window=None, softcap=None),
+    dict(seqs=[530, 4], heads=4, kv_heads=2, dim=24, window=70, softcap=30.0),
+    dict(seqs=[270, 4], heads=8, kv_heads=1, dim=40, window=None, softcap=None, kv_dtype="bfloat16"),
+    dict(seqs=SEQS, heads=2, kv_heads=2, dim=8, window=9, softcap=None, kv_dtype="bfloat16"),
 ]
 BLOCK = 16  # of the test cases
 
@@ -99,7 +102,8 @@ def _paged_attention_inputs(case: Mapping[str, Any], dtype: torch.dtype, device:
     total, kv = sum(case["seqs"]), (case["kv_heads"], case["dim"])
     q = torch.randn(total, case["heads"], case["dim"], dtype=dtype, device=device)
     k, v = (torch.randn(total, *kv, dtype=dtype, device=device) for _ in range(2))
-    caches = [torch.randn(num_blocks, BLOCK, *kv, dtype=dtype, device=device) for _ in range(2)]
+    kept = getattr(torch, case["kv_dtype"]) if "kv_dtype" in case else dtype
+    caches = [torch.randn(num_blocks, BLOCK, *kv, dtype=kept, device=device) for _ in range(2)]
     return (q, k, v, *caches, *where, case["dim"] ** -0.5, case["window"], case["softcap"]), {}
 
 

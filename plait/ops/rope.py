@@ -124,6 +124,8 @@ KNOWN_KINDS = frozenset(_KINDS)
 CASES: list[dict[str, Any]] = [
     dict(tokens=1, heads=4, head_dim=64, rotated=64, interleaved=False),
     dict(tokens=33, heads=3, head_dim=80, rotated=32, interleaved=True),
+    dict(tokens=5, heads=2, head_dim=24, rotated=12, interleaved=False),
+    dict(tokens=2, heads=2, head_dim=50, rotated=50, interleaved=True),
 ]
 
 

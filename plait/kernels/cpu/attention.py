@@ -1,0 +1,167 @@
+"""Attention over paged keys and values, float32 or bfloat16, with windows, softcaps and shared heads.
+
+The caches keep their shape; inside, keys lie as [block][kv head][sixteen tokens][column][token] (bfloat16:
+[column pair][token][2]) and values as [block][kv head][token][column]: lanes are tokens for the scores and
+columns for the outputs, and nothing is ever summed across lanes but the softmax.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.cpu.attention_source import Form, module, record_bytes
+from plait.kernels.cpu.executor import Executor
+from plait.kernels.cpu.frame import rows_of, word
+from plait.kernels.cpu.kernel import Kernel, kernel
+from plait.kernels.cpu.rows import Rows, float32_rows
+from plait.kernels.cpu.vec import get_f32, get_i64, put_bf16, put_f32
+from plait.ops.attention import paged_attention
+from plait.ops.registry import Facts
+
+SPAN = 256  # tokens whose scores are in L1 together, and the grain of sharing out one long sequence
+APART = 8 << 20  # bytes for parts of rows: beyond, a row's spans are computed by one thread
+LOCATE = "locate(args, s, kv_head, at, first, end, {size}, {size}, scratch, {groups})"
+
+
+@kernel
+def store_rows(frame, args, thread, threads):
+    """k, its strides, v, its strides, k_cache, v_cache, slots, kv_heads, d, block_size, bytes of a number."""
+    k, k_row, k_head, v, v_row, v_head = (
+        word(args, 2),
+        word(args, 3),
+        word(args, 4),
+        word(args, 5),
+        word(args, 6),
+        word(args, 7),
+    )
+    keys, values, slots = word(args, 8), word(args, 9), word(args, 10)
+    heads, d, block, size = word(args, 11), word(args, 12), word(args, 13), word(args, 14)
+    items = rows_of(frame, args) * heads
+    for item in range(items * thread // threads, items * (thread + 1) // threads):
+        token, head = item // heads, item % heads
+        slot = get_i64(slots + 8 * token)
+        place, offset = slot // block * heads + head, slot % block
+        x, y = k + token * k_row + head * k_head, v + token * v_row + head * v_head
+        group = keys + (place * block + offset // 16 * 16) * d * size
+        row = values + (place * block + offset) * d * size
+        if size == 4:
+            at = group + 4 * (offset % 16)
+            for i in range(d):
+                put_f32(at + 64 * i, get_f32(x + 4 * i))
+                put_f32(row + 4 * i, get_f32(y + 4 * i))
+        else:
+            at = group + 4 * (offset % 16)
+            for i in range(d):
+                put_bf16(at + 64 * (i // 2) + 2 * (i % 2), get_f32(x + 4 * i))
+                put_bf16(row + 2 * i, get_f32(y + 4 * i))
+
+
+def form_of(dtype: torch.dtype) -> Form:
+    size = dtype.itemsize
+    return Form(
+        name=str(dtype).removeprefix("torch."),
+        span=SPAN,
+        key_size=size,
+        value_size=size,
+        value_stride=f"word(args, V_DIM) * {size}",
+        locate=LOCATE.format(size=size, groups=SPAN // 16),
+        least=1,
+        files=(),
+    )
+
+
+@cache
+def attend_of(dtype: torch.dtype) -> Kernel:
+    """The kernel for caches of this dtype."""
+    made: Kernel = module(form_of(dtype)).attend
+    return made
+
+
+def served(facts: Facts) -> str | None:
+    """Why the native kernels cannot serve these facts, if so."""
+    if reason := float32_rows(facts):
+        return reason
+    if (kept := facts.sizes.get("kv_dtype", "model")) not in ("model", "float32", "bfloat16"):
+        return f"it keeps float32 or bfloat16, not {kept}"
+    if facts.sizes.get("block_size", 16) % 16:
+        return f"it wants blocks of 16, 32, ... tokens, not of {facts['block_size']}"
+    if facts.sizes.get("dim", 2) % 2:
+        return f"it wants heads of even size, not of {facts['dim']}"
+    return None
+
+
+@paged_attention.variant("native", on="cpu", when=served, native=True)
+def _paged_attention(
+    cpu: Executor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    rows, k_rows, v_rows = Rows.of(q), Rows.of(k), Rows.of(v)
+    _, size, kv_heads, d = k_cache.shape
+    for name, cached in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_cache(name, cached, (size, kv_heads, d))
+    check_index(block_table, slot_mapping, query_start, seq_lens)
+    _check_heads(q, k, v, k_cache)
+    cpu.launch(
+        store_rows, k, *k_rows.strides, v, *v_rows.strides, k_cache, v_cache, slot_mapping, kv_heads, d, size,
+        k_cache.element_size(), rows=k_rows.count,
+    )  # fmt: skip
+    out = cpu.empty(*q.shape)
+    spans = -(-block_table.shape[1] * size // SPAN)
+    apart = min(APART, rows.count * rows.heads * spans * record_bytes(d))
+    cpu.launch(
+        attend_of(k_cache.dtype), q, *rows.strides, out, k_cache, v_cache, block_table,
+        block_table.stride(0) * 8, query_start, seq_lens, rows.heads, kv_heads, d, d, size, window or 0,
+        float(scale), float(softcap or 0), apart,
+        rows=rows.count, seqs=seq_lens.shape[0], scratch=form_of(k_cache.dtype).scratch(d, d), shared=apart,
+    )  # fmt: skip
+    return out
+
+
+def check_cache(name: str, cached: Tensor, entry: tuple[int, ...]) -> None:
+    """Raises ShapeMismatch unless the cache is dense [blocks, *entry] of whole groups of sixteen tokens."""
+    known = cached.dtype in (torch.float32, torch.bfloat16) and cached.is_contiguous()
+    if not known or tuple(cached.shape[1:]) != entry or entry[0] % 16:
+        raise ShapeMismatch(
+            f"{name}: native attention wants contiguous float32 or bfloat16 [blocks, {entry}], blocks being "
+            f"of 16, 32, ... tokens, got {cached.dtype} {list(cached.shape)} strides {cached.stride()}"
+        )
+
+
+def check_index(table: Tensor, slots: Tensor, starts: Tensor, lens: Tensor) -> None:
+    """Raises ShapeMismatch unless these are the int64 tensors of a batch."""
+    names = ("block_table", "slot_mapping", "query_start", "seq_lens")
+    for name, x in zip(names, (table, slots, starts, lens), strict=True):
+        if x.dtype != torch.int64 or (x.shape[-1] > 1 and x.stride(-1) != 1):
+            raise ShapeMismatch(
+                f"{name}: int64 with a dense last dimension is wanted, got {x.dtype} {x.stride()}"
+            )
+    if starts.shape[0] < lens.shape[0] + 1 or table.shape[0] < lens.shape[0]:
+        raise ShapeMismatch(
+            f"{lens.shape[0]} sequences want as many rows of block_table and one more query_start, got "
+            f"{table.shape[0]} and {starts.shape[0]}"
+        )
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor) -> None:
+    kv_heads, d = k_cache.shape[2:]
+    new_ones = k.shape == v.shape == (q.shape[0], kv_heads, d)
+    if not new_ones or q.dim() != 3 or q.shape[2] != d or q.shape[1] % kv_heads or d % 2:
+        raise ShapeMismatch(
+            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit caches of {kv_heads} kv "
+            f"heads of {d}: heads must be a multiple of kv heads, and their size even and the same"
+        )
