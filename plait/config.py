@@ -16,6 +16,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Ops = Literal["auto", "reference"]
 KvDType = Literal["auto", "float32", "bfloat16"]
 Isa = Literal["native", "avx512", "avx2", "generic"]
+Quantize = Literal["q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0"]
 ASource = Literal["auto", "trainer", "saved"]
 SsmMode = Literal["ssd", "exact"]
 
@@ -58,6 +59,9 @@ class EngineConfig:
         "auto",
         "what keys and values are kept in; auto: bfloat16, or float32 for float32 weights or --precise",
     )
+    quantize: Quantize | None = option(
+        None, "encode plain weights of linear maps while loading; files already in blocks stay as they are"
+    )
     isa: Isa = option("native", "instructions that CPU kernels are compiled for: to compare, or to be safe")
     cache_dir: str | None = option(None, "where compiled kernels are kept; default: ~/.cache/plait")
     ssm_mode: SsmMode = option("ssd", "oxidizr only. ssd: the recurrence; exact: what its trainer computes")
@@ -69,6 +73,9 @@ class EngineConfig:
         for name, words in _WORDS.items():
             if getattr(self, name) not in words:
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(words)}")
+        if self.quantize is not None and self.quantize not in get_args(Quantize):
+            known = ", ".join(get_args(Quantize))
+            raise ConfigError(f"quantize: {self.quantize!r} is not one of {known}")
         for name, low in _AT_LEAST.items():
             _check_count(name, getattr(self, name), low)
         if self.block_size & (self.block_size - 1):

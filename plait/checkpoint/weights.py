@@ -7,6 +7,8 @@ unused-tensor check keeps it honest.
 from __future__ import annotations
 
 import difflib
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -18,9 +20,12 @@ from plait.checkpoint.names import Derived, NameMap, UnknownName
 from plait.errors import MissingTensor, ShapeMismatch, UnusedTensor
 from plait.ops.linear import Activations, Linear
 from plait.ops.registry import Binding, Facts, Op
-from plait.quant.weight import Weight, as_tensor, as_weight
+from plait.quant.encode import fitting
+from plait.quant.weight import Dense, Weight, as_tensor, as_weight
 
+log = logging.getLogger("plait")
 Split = Literal["out", "in"]
+PLAIN = {"router", "shared_gate"}  # small maps that choose: they are never encoded
 
 
 class Checkpoint(Protocol):
@@ -52,6 +57,8 @@ class Target:
     activations: Activations = "float32"  # what inputs of linear maps are rounded to beside block formats
     kv_dtype: str = "model"  # of keys, values and latents
     block_size: int = 16  # tokens in a block of paged state
+    quantize: str | None = None  # the block format that plain weights of linear maps are encoded in
+    encoded: Counter[str] = field(default_factory=Counter)  # how many linear weights were kept in what
     weights_nbytes: int = 0  # what the model keeps in memory, in the form it keeps it
 
 
@@ -128,11 +135,38 @@ class Weights:
         """
         weights, biases = [], []
         for name, out in zip(names, out_sizes, strict=True):
-            weights.append(self._matrix(f"{name}.weight", (out, in_size)))
+            weights.append(self._encoded(name, self._matrix(f"{name}.weight", (out, in_size))))
             biases.append(self.optional(f"{name}.bias", (out,)))
         made = Linear(weights, biases, self.bind, self.target.dtype, split, self.target.activations)
         self.target.weights_nbytes += made.nbytes
         return made
+
+    def _encoded(self, name: str, weight: Weight) -> Weight:
+        """A plain weight of a linear map in the blocks asked for, where its rows are whole blocks."""
+        target = self.target
+        if target.quantize is None:
+            return weight
+        how = fitting(target.quantize, weight.shape[1])
+        if how is None or name in PLAIN or not isinstance(weight, Dense):
+            target.encoded[f"{weight.format} as it was"] += 1
+            return weight
+        threads = getattr(target.executor, "threads", None) or torch.get_num_threads()
+        target.encoded[how.kind.name] += 1
+        return how(weight.tensor, self._full(f"{name}.weight"), threads)
+
+    def _log_encoded(self) -> None:
+        wanted, found = self.target.quantize, self.target.encoded
+        if wanted is None:
+            return
+        counts = ", ".join(f"{count} in {name}" for name, count in found.most_common())
+        nothing = all(name.endswith("as it was") for name in found)
+        log.log(
+            logging.WARNING if nothing else logging.INFO,
+            "quantize %s: of the linear maps, %s%s",
+            wanted,
+            counts,
+            "; nothing was encoded" if nothing else "",
+        )
 
     def bind(self, op: Op, **sizes: Any) -> Callable[..., Any]:
         """The variant of an op for this target; remembered for `plait info --ops`."""
@@ -152,13 +186,17 @@ class Weights:
         return sorted(n for n in left if not (ignored and ignored.search(n)))
 
     def check_all_used(self) -> None:
-        """Raises UnusedTensor: a tensor left over means the model built is not the one in the file."""
+        """To be called when the model is built; it also logs what was encoded.
+
+        Raises UnusedTensor: a tensor left over means the model built is not the one in the file.
+        """
         if left := self.unused():
             shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
             raise UnusedTensor(
                 f"the model does not use {len(left)} tensor(s) of the checkpoint: {shown}. "
                 "Either the architecture was detected wrongly (see `plait info`) or the family is incomplete."
             )
+        self._log_encoded()
 
     def _full(self, name: str) -> str:
         return f"{self.prefix}.{name}" if self.prefix else name

@@ -199,6 +199,7 @@ def _target(opened: Opened, device: torch.device) -> Target:
     dtype = choose_dtype(config.dtype, device, _stored_dtypes(opened))
     length = min(config.max_model_len or spec.max_len, spec.max_len)
     target = Target(device, dtype, length, spec.hidden_size, config.ops, block_size=config.block_size)
+    target.quantize = config.quantize
     target.kv_dtype = _kv_dtype(config, _stored_dtypes(opened), dtype)
     if device.type != "cpu":
         return target

@@ -2,9 +2,9 @@
 
 For each block a grid is searched: for a few widths of the grid around the obvious one the numbers are rounded
 to codes, and for these codes the scale (and offset) of least squared error is solved for; the best pair is
-rounded as the format stores it and the codes are taken once more for exactly those values. Everything works on
-one piece of bounded size after the other, with the elements of a group along the first dimension: sums over
-groups are then sums of whole rows.
+rounded as the format stores it, and the codes are taken once more for exactly those values. Everything works
+on pieces of bounded size, with the elements of a group along the first dimension: sums over groups are then
+sums of whole rows.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class Encoder:
     pack: Callable[[Tensor], Tensor]  # float32 [n, elements] -> uint8 [n, bytes]
     narrow: str | None = None
 
-    def __call__(self, weight: Tensor, name: str = "a weight") -> Gguf:
+    def __call__(self, weight: Tensor, name: str = "a weight", threads: int = 1) -> Gguf:
         """weight: [rows, cols] in any float dtype -> the same in blocks, on the same device.
 
+        The bytes do not depend on `threads`, of which only a CPU has use; `name` is for errors.
         Raises ShapeMismatch if cols are no whole blocks, BadFile if a number is not finite or too large.
         """
-        return _encoded(self, weight, name)
+        return _encoded(self, weight, name, threads)
 
 
 def encoder(name: str) -> Encoder:
@@ -63,11 +64,11 @@ def fitting(name: str, cols: int) -> Encoder | None:
     return None
 
 
-def _encoded(how: Encoder, weight: Tensor, name: str) -> Gguf:
+def _encoded(how: Encoder, weight: Tensor, name: str, threads: int) -> Gguf:
     kind = how.kind
     if weight.dim() != 2 or weight.shape[1] % kind.elements:
         raise ShapeMismatch(
-            f"{name}: {kind.name} wants [rows, a multiple of {kind.elements} columns], got {list(weight.shape)}"
+            f"{name}: {kind.name} wants [rows, a multiple of {kind.elements}], got {list(weight.shape)}"
         )
     rows, cols = weight.shape
     blocks = weight.reshape(-1, kind.elements)
@@ -79,8 +80,8 @@ def _encoded(how: Encoder, weight: Tensor, name: str) -> Gguf:
 
     if weight.device.type == "cpu":
         step = _PIECE // kind.elements
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            deque(threads.map(work, range(0, len(blocks), step)), maxlen=0)
+        with ThreadPoolExecutor(threads) as workers:
+            deque(workers.map(work, range(0, len(blocks), step)), maxlen=0)
     else:
         step = _DEVICE_PIECE // kind.elements
         for start in range(0, len(blocks), step):
@@ -92,8 +93,8 @@ def _checked(piece: Tensor, kind: BlockType, name: str) -> Tensor:
     largest = piece.abs().amax()
     if not bool(largest < _HALF_MAX):  # also where it is not a number
         raise BadFile(
-            f"{name}: its largest number is {float(largest)} and {kind.name} takes none that is not finite or "
-            f"reaches {_HALF_MAX:g}; load the model without quantize"
+            f"{name}: its largest number is {float(largest)}; {kind.name} takes only finite numbers below "
+            f"{_HALF_MAX:g}: load the model without quantize"
         )
     return piece
 
