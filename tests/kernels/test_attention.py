@@ -1,0 +1,223 @@
+"""Native attention over several steps: history, chunks, company, threads, poisoned memory, recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.load import executor
+from plait.ops.attention import paged_attention
+from plait.ops.registry import Facts
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 6
+    kv_heads: int = 2
+    dim: int = 32
+    block: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    kept: torch.dtype = torch.float32
+
+
+class Memory:
+    """Caches nobody has written to (NaN), and the tables of sequences in shuffled blocks."""
+
+    def __init__(self, shape: Shape, lengths: Sequence[int], spare: int = 3) -> None:
+        needs = [-(-n // shape.block) for n in lengths]
+        ids = torch.randperm(sum(needs)) + 1
+        self.table = torch.zeros(len(lengths), max(needs) + spare, dtype=torch.int64)
+        for row, part in zip(self.table, ids.split(needs), strict=True):
+            row[: len(part)] = part
+        self.block, self.done = shape.block, [0] * len(lengths)
+        entry = (sum(needs) + 1, shape.block, shape.kv_heads, shape.dim)
+        self.k, self.v = (torch.full(entry, float("nan"), dtype=shape.kept) for _ in range(2))
+
+    def index(self, counts: Sequence[int], which: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(block_table, slot_mapping, query_start, seq_lens) of a step; it counts as done."""
+        slots = []
+        for s, n in zip(which, counts, strict=True):
+            at = range(self.done[s], self.done[s] + n)
+            slots += [int(self.table[s, t // self.block]) * self.block + t % self.block for t in at]
+            self.done[s] += n
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        lens = torch.tensor([self.done[s] for s in which])
+        return self.table[list(which)], torch.tensor(slots), starts, lens
+
+
+@dataclass
+class Text:
+    """Queries, keys and values of one whole sequence."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def of(cls, shape: Shape, length: int) -> Text:
+        kv = (length, shape.kv_heads, shape.dim)
+        return cls(torch.randn(length, shape.heads, shape.dim), torch.randn(kv), torch.randn(kv))
+
+
+def bound(cpu: Any, shape: Shape, op: Any = paged_attention) -> Any:
+    sizes = {"kv_dtype": "model", "block_size": shape.block, "softcap": shape.softcap, "dim": shape.dim}
+    fn, row = op.bind(Facts("cpu", torch.float32, sizes, cpu))
+    assert row.variant == "native", row
+    return fn
+
+
+def attend(
+    fn: Any, shape: Shape, texts: Sequence[Text], memory: Memory, counts: Sequence[int], which: Sequence[int]
+) -> list[Tensor]:
+    """One step: the next counts[i] tokens of texts[which[i]] -> outputs per sequence."""
+    spans = [slice(memory.done[s], memory.done[s] + n) for s, n in zip(which, counts, strict=True)]
+    q, k, v = (
+        torch.cat([getattr(texts[s], name)[span] for s, span in zip(which, spans, strict=True)])
+        for name in "qkv"
+    )
+    index = memory.index(counts, which)
+    out = fn(q, k, v, memory.k, memory.v, *index, shape.dim**-0.5, shape.window, shape.softcap)
+    return list(out.split(list(counts)))
+
+
+def in_pieces(fn: Any, shape: Shape, text: Text, pieces: Sequence[int]) -> Tensor:
+    memory = Memory(shape, [len(text.q)])
+    return torch.cat([attend(fn, shape, [text], memory, [n], [0])[0] for n in pieces])
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Any]:
+    made = executor(1)
+    yield made
+    assert made is not None
+    made.close()
+
+
+SHAPES = [
+    Shape(heads=3, kv_heads=3, dim=8),
+    Shape(heads=4, kv_heads=2, dim=16, window=5),
+    Shape(heads=9, kv_heads=3, dim=64),
+    Shape(heads=8, kv_heads=2, dim=24, block=48, window=300),
+    Shape(heads=16, kv_heads=2, dim=80, softcap=8.0),
+    Shape(heads=14, kv_heads=2, dim=32, block=32, window=260, kept=torch.bfloat16),
+    Shape(heads=13, kv_heads=1, dim=8, kept=torch.bfloat16),
+    Shape(heads=4, kv_heads=4, dim=72, window=1000, kept=torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_history_in_any_pieces_gives_the_same_bits(cpu: Any, alone: Any, shape: Shape) -> None:
+    length = 530
+    text = Text.of(shape, length)
+    want = in_pieces(paged_attention, shape, text, [length])
+    whole = in_pieces(bound(cpu, shape), shape, text, [length])
+    torch.testing.assert_close(whole, want, rtol=2e-5, atol=2e-5)
+    for pieces in ([*[1] * 20, 225, *[1] * 25, 260], [7] * 75 + [5], [255, 2, 256, 17], [512, 18]):
+        assert torch.equal(in_pieces(bound(cpu, shape), shape, text, pieces), whole)
+    for pieces in ([length], [510, *[1] * 20]):
+        assert torch.equal(in_pieces(bound(alone, shape), shape, text, pieces), whole)
+
+
+@pytest.mark.parametrize("shape", SHAPES[2:6], ids=str)
+def test_a_batch_gives_each_sequence_the_bits_it_has_alone(cpu: Any, shape: Shape) -> None:
+    lengths = [1, 40, 600, 17, 256, 257, 90, 3]
+    texts = [Text.of(shape, n + 2) for n in lengths]
+    fn = bound(cpu, shape)
+    memory = Memory(shape, [n + 2 for n in lengths])
+    everyone = range(len(lengths))
+    steps = [attend(fn, shape, texts, memory, counts, everyone) for counts in (lengths, [1] * 8, [1] * 8)]
+    for s, text in enumerate(texts):
+        want = in_pieces(fn, shape, text, [lengths[s], 1, 1])
+        assert torch.equal(torch.cat([step[s] for step in steps]), want)
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 8, 12, 13, 25])
+def test_any_number_of_heads_may_share_a_kv_head(cpu: Any, ratio: int) -> None:
+    shape = Shape(heads=2 * ratio, kv_heads=2, dim=16)
+    text = Text.of(shape, 70)
+    want = in_pieces(paged_attention, shape, text, [70])
+    for pieces in ([70], [66, 1, 1, 2]):
+        got = in_pieces(bound(cpu, shape), shape, text, pieces)
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_views_of_one_projection_are_read_where_they_lie(cpu: Any) -> None:
+    shape = Shape()
+    heads = torch.randn(20, shape.heads + 2 * shape.kv_heads, shape.dim)
+    q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
+    text = Text(q, k, v)
+    got = in_pieces(bound(cpu, shape), shape, text, [20])
+    dense = Text(q.contiguous(), k.contiguous(), v.contiguous())
+    memory = Memory(shape, [20])
+    fn, index = bound(cpu, shape), memory.index([20], [0])
+    viewed = fn(q, k, v, memory.k, memory.v, *index, shape.dim**-0.5)
+    assert torch.equal(viewed, got)
+    assert torch.equal(in_pieces(fn, shape, dense, [20]), got)
+
+
+def test_scores_far_apart_do_not_overflow(cpu: Any) -> None:
+    shape = Shape(heads=2, kv_heads=1, dim=16)
+    text = Text.of(shape, 600)
+    text.q.mul_(300.0)
+    want = in_pieces(paged_attention, shape, text, [600])
+    torch.testing.assert_close(in_pieces(bound(cpu, shape), shape, text, [600]), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[5]], ids=str)
+def test_a_recorded_step_serves_any_batch(cpu: Any, shape: Shape) -> None:
+    lengths, capacity = [20, 300, 1], 64
+    texts = [Text.of(shape, n + 3) for n in lengths]
+    memory, fn = Memory(shape, [n + 3 for n in lengths]), bound(cpu, shape)
+    attend(fn, shape, texts, memory, lengths, range(3))
+    q = torch.zeros(capacity, shape.heads, shape.dim)
+    k, v = (torch.zeros(capacity, shape.kv_heads, shape.dim) for _ in range(2))
+    table, slots = torch.zeros(capacity, memory.table.shape[1] + 2, dtype=torch.int64), torch.zeros(capacity)
+    slots, starts = slots.long(), torch.zeros(capacity + 1, dtype=torch.int64)
+    lens = torch.zeros(capacity, dtype=torch.int64)
+    with cpu.recording(tokens=capacity, logits=capacity + 1) as program:
+        out = fn(
+            *(q, k, v, memory.k, memory.v, table, slots, starts, lens),
+            *(shape.dim**-0.5, shape.window, shape.softcap),
+        )
+    for counts, which in (([1, 1, 1], [0, 1, 2]), ([2], [1]), ([1, 2], [2, 0])):
+        begin = [memory.done[s] for s in which]
+        index = memory.index(counts, which)
+        fresh = zip(which, begin, counts, strict=True)
+        parts = [(texts[s].q[a : a + n], texts[s].k[a : a + n], texts[s].v[a : a + n]) for s, a, n in fresh]
+        for buffer, given in zip((q, k, v), zip(*parts, strict=True), strict=True):
+            buffer[: sum(counts)] = torch.cat(given)
+        for buffer, given in zip((table, slots, starts, lens), index, strict=True):
+            buffer[tuple(slice(n) for n in given.shape)] = given
+        cpu.run(program, tokens=sum(counts), logits=1, seqs=len(counts))
+        for got, s, a in zip(out[: sum(counts)].split(counts), which, begin, strict=True):
+            want = in_pieces(fn, shape, texts[s], [a, len(got)])
+            assert torch.equal(got, want[a:])
+
+
+def test_what_it_cannot_serve_is_refused_by_name(cpu: Any) -> None:
+    def reason(**sizes: Any) -> str:
+        _, row = paged_attention.bind(Facts("cpu", torch.float32, sizes, cpu))
+        return dict(row.skipped)["native"]
+
+    assert "not of 24" in reason(block_size=24, dim=64)
+    assert "float16" in reason(kv_dtype="float16")
+    assert "even" in reason(dim=9)
+
+
+def test_shapes_that_do_not_fit_are_told(cpu: Any) -> None:
+    shape = Shape()
+    text, memory, fn = Text.of(shape, 4), Memory(shape, [4]), bound(cpu, shape)
+    index = memory.index([4], [0])
+    with pytest.raises(ShapeMismatch, match="multiple of kv heads"):
+        fn(text.q[:, :5], text.k, text.v, memory.k, memory.v, *index, 1.0)
+    with pytest.raises(ShapeMismatch, match="v_cache"):
+        fn(text.q, text.k, text.v, memory.k, memory.v.double(), *index, 1.0)
+    with pytest.raises(ShapeMismatch, match="slot_mapping"):
+        fn(text.q, text.k, text.v, memory.k, memory.v, index[0], index[1].int(), *index[2:], 1.0)
