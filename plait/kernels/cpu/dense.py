@@ -122,14 +122,16 @@ def tiles_of(x, row_bytes, n, w, tile_bytes, begin, end, n_out, bias, out, out_b
     """Rows through the tiles begin..end."""
     for t in range(begin, end, 2):
         to, left = out + 64 * t, n_out - 16 * t
-        for k in range(0, n, $chunk):
-            count = min($chunk, n - k)
+        k = 0
+        while k < n:
+            count = n - k if n - k < $chunk * 3 // 2 else $chunk
             at = w + t * tile_bytes + k // 2 * $pair_bytes
             plus = bias + 64 * t if bias != 0 and k + count == n else 0
             if end - t > 1:
                 $two
             else:
                 $one
+            k += count
 
 
 @kernel

@@ -1,7 +1,7 @@
 """A matrix for each head: sixteen dot products at a time, their lanes added in one fixed tree.
 
-The weight is used as the model holds it, [heads, m, n]: sixteen of its rows stay in the first cache while all
-rows of x pass, so memory is read once however many rows there are.
+The weight is used as the model holds it, [heads, m, n]: sixteen of its rows stay in the first cache while
+some rows of x pass.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from plait.kernels.cpu.kernel import inline, kernel
 from plait.kernels.cpu.vec import (
     add, fma, interleave_high, interleave_low, load_f32, load_some, store_some, zero_f32,
 )
+
+ROWS = 16  # that pass through a block of weights while it is in the first cache
 
 
 @inline
@@ -55,14 +57,17 @@ def map_rows(frame, args, thread, threads):
     """x, its row and head strides, heads, n, weight (dense), m, out (dense)."""
     x, row_bytes, head_bytes, heads = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
     n, weight, m, out, rows = word(args, 6), word(args, 7), word(args, 8), word(args, 9), rows_of(frame, args)
-    blocks = (m + 15) // 16
-    items = heads * blocks
+    # Few rows: a piece of work is sixteen outputs. Many: some rows of a head, whose weight stays in cache.
+    step = 16 if rows <= ROWS else m
+    columns, blocks = (m + step - 1) // step, (rows + ROWS - 1) // ROWS
+    items = heads * columns * blocks
     for item in range(items * thread // threads, items * (thread + 1) // threads):
-        h, i = item // blocks, item % blocks * 16
-        w = weight + (h * m + i) * 4 * n
-        for r in range(rows):
-            to = out + ((r * heads + h) * m + i) * 4
-            dots(x + r * row_bytes + h * head_bytes, w, 4 * n, min(m - i, 16) - 1, n, to, np.int32(m - i))
+        h, start, row = item // blocks // columns, item // blocks % columns * step, item % blocks * ROWS
+        for i in range(start, min(start + step, m), 16):
+            w, last, left = weight + (h * m + i) * 4 * n, min(m - i, 16) - 1, np.int32(m - i)
+            for r in range(row, min(row + ROWS, rows)):
+                to = out + ((r * heads + h) * m + i) * 4
+                dots(x + r * row_bytes + h * head_bytes, w, 4 * n, last, n, to, left)
 '''
 
 

@@ -18,6 +18,7 @@ from plait.kernels.cpu.vec import (
     add,
     div,
     get_f32,
+    lanes,
     largest,
     load_some,
     peak,
@@ -26,6 +27,7 @@ from plait.kernels.cpu.vec import (
     spread,
     store_some,
     sub,
+    to_f32,
     total,
     where_below,
     where_less,
@@ -62,13 +64,30 @@ def _softmax(logits, n, out):
 
 
 @inline
-def _best(values, n):
-    """Where the largest is, the first among equals; it becomes NaN: taken. -1 if all are."""
-    best, top = np.int64(-1), np.float32(0.0)
+def _first_number(values, n):
+    """Where the first number is that is not NaN, or -1."""
     for i in range(n):
         value = get_f32(values + 4 * i)
-        if value == value and (best < 0 or value > top):
-            best, top = np.int64(i), value
+        if value == value:
+            return np.int64(i)
+    return np.int64(-1)
+
+
+@inline
+def _best(values, n):
+    """Where the largest is, the first among equals; it becomes NaN: taken. -1 if all are."""
+    low, nan = spread(np.float32(-np.inf)), spread(np.float32(np.nan))
+    top, where, at = low, spread(np.float32(np.inf)), to_f32(lanes())
+    for i in range(0, n, 16):
+        left = np.int32(n - i)
+        value = where_below(left, load_some(values + 4 * i, left), nan)
+        where = where_less(top, value, at, where)
+        top = where_less(top, value, value, top)
+        at = add(at, spread(np.float32(16.0)))
+    highest = spread(peak(top))
+    first = where_less(top, highest, spread(np.float32(np.inf)), where)
+    lowest = -peak(sub(zero_f32(), first))  # the smallest place that holds the highest value
+    best = np.int64(lowest) if lowest < np.float32(n) else _first_number(values, n)  # -inf is never `less`
     if best >= 0:
         put_f32(values + 4 * best, np.float32(np.nan))
     return best
