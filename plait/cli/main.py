@@ -26,6 +26,8 @@ COMMANDS = {
     "info": "What a model is: layers, sources of every value, memory.",
     "decode": "Token ids to text.",
     "tokenize": "Text to token ids.",
+    "warmup": "Compile what a model needs, so that its next start is fast.",
+    "bench": "How fast a model and its ops are here, checked before it is said.",
 }
 EXIT_USAGE, EXIT_MODEL, EXIT_MEMORY, EXIT_INTERRUPTED = 2, 3, 4, 130
 

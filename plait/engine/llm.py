@@ -87,6 +87,11 @@ class LLM:
             request.prompt_token_ids, self._loaded.config.max_num_batched_tokens
         )
 
+    @property
+    def step_kind(self) -> str:
+        """How a step runs: recorded as one native call, or op by op and why."""
+        return self._loaded.runner.step_kind
+
     def close(self) -> None:
         """Stop the engine and its threads; its memory goes with this object. May be called twice."""
         self.front.close(drain=False)

@@ -41,6 +41,7 @@ from plait.text.load import load_chat_template, load_generation_config, load_tok
 from plait.text.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
+step_log = logging.getLogger("plait.step")
 # Ops that sum over more than one row's own numbers, in an order that a library may choose by the batch.
 MIXING = {"linear", "paged_attention", "paged_latent_attention", "map_heads", "experts"}
 HELD_NBYTES = 64 << 20  # of a file's pages, while its weights are packed one after the other
@@ -153,12 +154,12 @@ def load(model: str, config: EngineConfig, on_progress: Progress | None = None) 
     banned = _banned(language.tokenizer, spec.vocab_size)
     sampler = Sampler(spec.vocab_size, banned=banned, device=device.type, ops=config.ops)
     target.bound.append(sampler.binding)
-    report("preparing the step", 0, 1)
+    report("preparing the step (the first start compiles kernels)", 0, 1)
     capacity = Capacity.of(
         config.max_num_batched_tokens, config.max_num_seqs, sizing.max_model_len, sizing.block_size
     )
     runner = ModelRunner(decoder, store, sampler, device, executor=target.executor, capacity=capacity)
-    log.info("step: %s", runner.step_kind)
+    step_log.info("step: %s", runner.step_kind)
     target.bound.append(
         Binding("step", "recorded" if runner.is_recorded else "op by op", runner.step_kind, ())
     )

@@ -135,7 +135,14 @@ class Program:
     @property
     def launches(self) -> Sequence[str]:
         """The names of the kernels, in order."""
-        return tuple(self._program.names)
+        return tuple(kernel.name for kernel in self._program.kernels)
+
+    def __str__(self) -> str:
+        """What a start says about it."""
+        kernels = {kernel.name: kernel for kernel in self._program.kernels}
+        made = [kernel.compile_s for kernel in kernels.values() if kernel.compile_s]
+        text = f"{len(self.launches)} launches of {len(kernels)} native kernels, one call"
+        return f"{text}; compiled {len(made)} of them, once: {sum(made):.1f} s" if made else text
 
     def __call__(self, plan: Plan) -> Tensor:
         """Logits of the wanted rows, [L, vocab] float32: memory that the next call overwrites."""
@@ -161,4 +168,4 @@ def recorded(
         program = Program(decoder, store, executor, static)
     except CannotRecord as error:
         return None, None, str(error)
-    return program, static, f"{len(program.launches)} launches, one call"
+    return program, static, str(program)

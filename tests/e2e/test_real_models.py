@@ -28,7 +28,8 @@ def model(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    with LLM(str(model), device="cpu", max_model_len=512) as loaded:
+    """With `precise`: transformers does not round activations, and its text is the measure here."""
+    with LLM(str(model), device="cpu", max_model_len=512, precise=True) as loaded:
         yield loaded
 
 

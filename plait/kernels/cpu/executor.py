@@ -110,7 +110,7 @@ class Program:
 
     tokens: int  # capacities: the sizes that stand for "as many as the step has"
     logits: int
-    names: list[str] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)  # what addresses point into
     scratch: int = 0
@@ -213,7 +213,7 @@ class Executor:
             self._grow(program.scratch, program.shared)
             frame = self._frame
             frame[layout.TOKENS], frame[layout.LOGITS], frame[layout.SEQS] = tokens, logits, seqs
-            self._play(program.table, len(program.names))
+            self._play(program.table, len(program.kernels))
 
     @contextmanager
     def recording(self, tokens: int, logits: int) -> Iterator[Program]:
@@ -240,15 +240,17 @@ class Executor:
     ) -> None:
         places: Mapping[int, int] = {program.tokens: layout.TOKENS, program.logits: layout.LOGITS}
         if rows not in places:
-            raise CannotRecord(f"{kernel.name} works on {rows} rows, which is neither tokens nor rows of logits")
+            raise CannotRecord(
+                f"{kernel.name} works on {rows} rows, which is neither tokens nor rows of logits"
+            )
         words[0] = 8 * places[rows]
-        words[1] = self._counters + LINE * (len(program.names) & 1)
+        words[1] = self._counters + LINE * (len(program.kernels) & 1)
         array = np.array(words, np.int64)
         # Tensors of the arena are kept by it, and come back to it: only what was there before is held here.
         held = [a for a in args if isinstance(a, Tensor) and not self._is_arena(a, program)]
         program.kept.append((array, held))
         program.entries += (kernel.address, array.ctypes.data)
-        program.names.append(kernel.name)
+        program.kernels.append(kernel)
         program.scratch = max(program.scratch, need[0])
         program.shared = max(program.shared, need[1])
 

@@ -36,6 +36,7 @@ class Kernel:
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.function, self.name = function, function.__name__
+        self.compile_s = 0.0  # seconds it took to make; 0: it came from the cache
         self.__doc__ = function.__doc__
 
     @cached_property
@@ -50,7 +51,8 @@ class Kernel:
         )(self.function)
         took = time.perf_counter() - started
         if took > SLOW_S:
-            log.info("compiled the CPU kernel %s, once: %.1f s", self.name, took)
+            self.compile_s = took
+            log.debug("compiled the CPU kernel %s: %.1f s", self.name, took)
         return made
 
 
