@@ -18,7 +18,7 @@ FLOORS = (
     {"quant", "ops", "kernels"},
     {"checkpoint", "families", "state", "model"},
     {"schedule", "runner", "text", "engine"},
-    {"server", "cluster", "cli", "__main__"},
+    {"server", "cluster", "bench", "cli", "__main__"},
 )
 SIDEWAYS = {
     "config": {"errors"},
@@ -28,7 +28,7 @@ SIDEWAYS = {
     "model": {"checkpoint.weights", "state"},
     "engine": {"schedule", "runner", "text"},
     "runner": {"schedule.plan"},
-    "cli": {"server", "cluster"},
+    "cli": {"server", "cluster", "bench"},
     "__main__": {"cli"},
 }
 NO_TORCH = (

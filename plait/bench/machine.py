@@ -1,0 +1,106 @@
+"""What a number was measured on, and how much else was running meanwhile."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+INTERESTING = (
+    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16"),
+    *("asimddp", "i8mm", "sve", "sve2"),
+)
+CPUINFO, MEMINFO, STAT = Path("/proc/cpuinfo"), Path("/proc/meminfo"), Path("/proc/stat")
+
+
+def cores() -> int:
+    """Logical CPUs this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def describe() -> dict[str, Any]:
+    """CPU, memory and versions: enough to know which other numbers these can be held against."""
+    flags = set(_field(CPUINFO, r"^(?:flags|Features)\s*:\s*(.*)$").split())
+    kib = _field(MEMINFO, r"^MemTotal:\s*(\d+) kB$")
+    return {
+        "cpu": _field(CPUINFO, r"^model name\s*:\s*(.*)$") or platform.processor() or platform.machine(),
+        "cores": cores(),
+        "flags": [flag for flag in INTERESTING if flag in flags],
+        "memory_gib": round(int(kib) / 2**20, 1) if kib else None,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "numba": _version("numba"),
+        "plait": _version("plait"),
+        "commit": _commit(),
+    }
+
+
+def slug(machine: dict[str, Any]) -> str:
+    """A name for result files: 'amd-epyc-2-cores'."""
+    cpu = re.sub(r"\(.*?\)|@.*| CPU| Processor", "", machine["cpu"])
+    return re.sub(r"[^a-z0-9]+", "-", f"{cpu} {machine['cores']} cores".lower()).strip("-")
+
+
+class Foreign:
+    """CPU time that processes of others took: begin here, ask `share` at the end."""
+
+    def __init__(self, own_pids: list[int]) -> None:
+        self._pids = own_pids
+        self._busy, self._total = _machine_ticks()
+        self._own = sum(map(_process_ticks, own_pids))
+
+    def share(self) -> float | None:
+        """Of all CPU time since, the part that was neither idle nor ours; None where the system is mute."""
+        busy, total = _machine_ticks()
+        if total <= self._total:
+            return None
+        own = sum(map(_process_ticks, self._pids)) - self._own
+        return round(max(busy - self._busy - own, 0) / (total - self._total), 2)
+
+
+def _machine_ticks() -> tuple[int, int]:
+    """(busy, all) clock ticks of all CPUs since boot."""
+    try:
+        numbers = [int(n) for n in STAT.read_text().splitlines()[0].split()[1:9]]
+    except (OSError, ValueError, IndexError):
+        return 0, 0
+    return sum(numbers) - numbers[3] - numbers[4], sum(numbers)
+
+
+def _process_ticks(pid: int) -> int:
+    """Clock ticks a process has used, 0 when it cannot be asked."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _field(path: Path, pattern: str) -> str:
+    try:
+        match = re.search(pattern, path.read_text(), re.MULTILINE)
+    except OSError:
+        return ""
+    return match[1].strip() if match else ""
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

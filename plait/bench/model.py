@@ -1,0 +1,214 @@
+"""`plait bench model`: sides are loaded one after the other, checked, and measured in turns."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from plait.bench import machine
+from plait.bench.compare import SIDES, Contestant, source_of
+from plait.bench.footprint import Footprint, footprint
+from plait.bench.measure import Measure, Row, Workload, rounded, take_turns
+from plait.bench.pipe import Side
+from plait.bench.probe import Probe
+from plait.bench.prompts import Prompts
+from plait.errors import EngineError
+
+if TYPE_CHECKING:
+    from plait.text.tokenizer import Tokenizer
+
+OURS = "plait"
+CHECKED_PROMPTS, CHECKED_TOKENS, CHECKED_BATCH = 4, 24, 16
+Say = Callable[[str], None]
+Facts = dict[str, Any]
+
+
+class WrongOutput(EngineError):
+    """Numbers of a model that says something else would mean nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What was asked for. `check_tokens`: how many first tokens must be those of the reference ops."""
+
+    model: str
+    settings: Mapping[str, Any]
+    others: Sequence[Contestant] = ()
+    workload: Workload = field(default_factory=Workload)
+    check_tokens: int = 16
+
+
+@dataclass(slots=True)
+class Running:
+    """A loaded side."""
+
+    contestant: Contestant
+    side: Side
+    facts: Facts
+
+
+def bench_model(job: Job, say: Say = lambda text: None) -> Facts:
+    """Everything `plait bench model` says, as plain values; `say` is told what is going on.
+
+    Raises WrongOutput before any number is there; ConfigError, CheckpointError, EngineError.
+    """
+    about = footprint(job.model, job.settings)
+    measures = job.workload.measures(about.max_len)
+    with ExitStack() as stack:
+        running = _load(job, about, measures, stack, say)
+        threads = running[0].facts["threads"]
+        prompts = Prompts(about.tokenizer, about.vocab_size)
+        say("checking the output")
+        checks, written = check(job, running, prompts, about)
+        probe = Probe(about.read_per_token, threads)
+        stack.callback(probe.close)
+        one = [probe.read(1) for _ in range(5)]
+        every = [probe.read() for _ in range(5)]
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        rows = []
+        for measure in measures:
+            say(f"{measure.title} ({measure.level})")
+            sides = [r.side for r in running]
+            rows.append(take_turns(measure, sides, prompts, job.workload.repeats, probe))
+        for r in running:
+            r.facts |= r.side.ask("memory")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine.describe(),
+        "load": load,
+        "model": about.plain(job.model),
+        "threads": threads,
+        "repeats": job.workload.repeats,
+        "probe": {
+            "nbytes": probe.nbytes,
+            "one_thread_gb_s": rounded(median(one)),
+            "all_threads_gb_s": rounded(median(every)),
+        },
+        "checks": checks,
+        "sides": {r.side.name: side_facts(r, written.get(r.side.name)) for r in running},
+        "rows": plain_rows(rows, running, about),
+    }
+
+
+def plain_rows(rows: Sequence[Row], running: Sequence[Running], about: Footprint) -> list[Facts]:
+    """Rows as JSON; every side of the same files is held against the same bytes of weights."""
+    roofs = {r.side.name: float(about.read_per_token) for r in running if r.contestant.model == about.path}
+    return [row.plain(OURS, roofs) for row in rows]
+
+
+def side_facts(r: Running, written: Facts | None) -> Facts:
+    return {
+        **r.facts,
+        "model": r.contestant.model,
+        "options": dict(r.contestant.options) if r.contestant.is_plait else {},
+        "revision": r.contestant.revision,
+        "greedy": written,
+    }
+
+
+def _load(
+    job: Job, about: Footprint, measures: Sequence[Measure], stack: ExitStack, say: Say
+) -> list[Running]:
+    """Ours first: the others get its number of threads. One at a time, so that start-ups are undisturbed."""
+    room = {
+        "max_model_len": min(about.max_len, max((m.length for m in measures), default=1) + 1),
+        "max_num_seqs": max([1, *(m.size for m in measures if m.kind in ("batch", "requests"))]),
+    }
+    running: list[Running] = []
+    threads = job.settings.get("threads")
+    for who in named([Contestant(OURS, SIDES / "plait_side.py", about.path, job.settings), *job.others]):
+        say(f"loading {who.name}")
+        side, facts = start(who, threads, room, stack)
+        threads = facts.get("threads") or threads
+        running.append(Running(who, side, facts))
+    return running
+
+
+def named(contestants: Sequence[Contestant]) -> list[Contestant]:
+    """Names made different: the second of a name is 'name (2)'."""
+    seen: dict[str, int] = {}
+    found = []
+    for who in contestants:
+        seen[who.name] = seen.get(who.name, 0) + 1
+        found.append(replace(who, name=f"{who.name} ({seen[who.name]})") if seen[who.name] > 1 else who)
+    return found
+
+
+def start(who: Contestant, threads: int | None, room: Facts, stack: ExitStack) -> tuple[Side, Facts]:
+    """A side in its process, loaded. Raises EngineError, with what the side said."""
+    root = stack.enter_context(source_of(who.revision)) if who.is_plait else None
+    side = stack.enter_context(Side(who.name, who.script, who.python, root))
+    options = dict(who.options)
+    given = {**room, "threads": options.pop("threads", None) or threads}
+    for name in room:  # what the user says is at least honoured
+        given[name] = max(room[name], options.pop(name, 0) or 0)
+    return side, side.load(model=who.model, options=options if who.is_plait else {}, **given)
+
+
+def check(
+    job: Job, running: Sequence[Running], prompts: Prompts, about: Footprint
+) -> tuple[Facts, dict[str, Facts]]:
+    """(for how long what must be equal is, what each side writes). Raises WrongOutput.
+
+    The first `check_tokens` greedy tokens must be those of the reference ops, and those of a request that
+    shares its batch must be those it gets alone. Of the other sides it is reported how far they agree.
+    """
+    tokens = max(1, min(CHECKED_TOKENS, about.max_len // 3))
+    wanted = min(job.check_tokens, tokens)
+    many, ours = prompts.several(CHECKED_BATCH, about.max_len // 3), running[0].side
+    alone = [ours.greedy([prompt], tokens)[0] for prompt in many]
+    together = shortest_agreement(ours.greedy(many, tokens), alone)
+    if together < wanted:
+        raise WrongOutput(
+            f"{job.model}: {len(many)} requests that share a batch get what each gets alone for the first "
+            f"{together} tokens only, and {wanted} are wanted; --check-tokens lowers the bar"
+        )
+    few = many[:CHECKED_PROMPTS]
+    agreed = shortest_agreement(_reference(job, few, tokens), alone)
+    if agreed < wanted:
+        raise WrongOutput(
+            f"{job.model}: the reference ops write the same for the first {agreed} greedy tokens only, and "
+            f"{wanted} are wanted; `plait bench op` finds the op that differs, --check-tokens lowers the bar"
+        )
+    texts = {OURS: alone[: len(few)], **{r.side.name: r.side.greedy(few, tokens) for r in running[1:]}}
+    checks = {
+        "tokens": tokens,
+        "wanted": wanted,
+        "batch_size": len(many),
+        "batch_equals_single_for": together,
+        "equals_reference_for": agreed,
+        "prompts": len(few),
+    }
+    return checks, {name: shown(out, alone, about.tokenizer) for name, out in texts.items()}
+
+
+def _reference(job: Job, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+    """What the reference ops write, in a process that is gone afterwards."""
+    settings = {**job.settings, "ops": "reference"}
+    who = Contestant("reference ops", SIDES / "plait_side.py", job.model, settings)
+    room = {"max_model_len": max(map(len, prompts)) + tokens + 1, "max_num_seqs": len(prompts)}
+    with ExitStack() as stack:
+        side, _ = start(who, job.settings.get("threads"), room, stack)
+        return side.greedy(prompts, tokens)
+
+
+def shortest_agreement(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> int:
+    """For how many first tokens every text of `some` is the one at its place in `others`."""
+    return min(agreement(a, b) for a, b in zip(some, others, strict=False))
+
+
+def agreement(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many first items are equal."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def shown(out: Sequence[list[int]], ours: Sequence[list[int]], tokenizer: Tokenizer | None) -> Facts:
+    """The first text a side writes, and for how many tokens each of its texts is ours."""
+    text = tokenizer.decode(out[0]) if tokenizer else " ".join(map(str, out[0]))
+    same = [agreement(a, b) for a, b in zip(out, ours, strict=False)]
+    return {"text": text, "ids": out[0], "agrees_with_ours_for": same, "tokens": len(out[0])}

@@ -1,0 +1,19 @@
+"""One file for each engine that can be measured: a class `Side`, run in a child process by `child.py`.
+
+A side file is a script's neighbour, not a part of Plait: it imports nothing of Plait at its top, so that the
+interpreter of another environment, or another revision of Plait, can run it. The contract:
+
+    class Side:
+        facts: dict            # engine, version, threads; anything else worth printing
+        def __init__(self, model, threads, max_model_len, max_num_seqs, options): ...     # loads
+        def greedy(self, prompts, tokens) -> list[list[int]]: ...    # new ids of each prompt
+        def prefill(self, ids, level) -> float: ...                  # seconds to the first new token
+        def decode(self, ids, tokens, level) -> float: ...           # seconds of `tokens` after the first
+        def batch(self, prompts, tokens, level) -> dict: ...         # seconds, tokens: of all together;
+                                                      # decode_seconds, decode_tokens: while all decode
+        def close(self) -> None: ...
+
+Ids are lists of ints; nothing stops at an end-of-text token. `level` is "runner" (the step alone) or "llm"
+(as a program would use it); an engine with one door ignores it. `NotImplementedError("why")` from `__init__`
+or a measure says what an engine cannot do, and is printed instead of a number.
+"""

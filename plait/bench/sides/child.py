@@ -1,0 +1,88 @@
+"""A child process of `plait bench`: loads one engine, then measures on command.
+
+python child.py SIDE_FILE [ROOT]      ROOT comes first on the import path: another revision of Plait
+
+Commands come on stdin and answers go to stdout, one JSON object a line; whatever else the engine prints goes
+to stderr. Standard library only: any Python from 3.10 runs it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def peak_mib() -> float:
+    """The most memory this process has held so far."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0.0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)
+
+
+def load_side(path: str) -> Any:
+    """The class `Side` of a file."""
+    spec = importlib.util.spec_from_file_location("bench_side", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Side
+
+
+class Child:
+    """Answers commands; `path` is a side file."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.side = path, None  # type: str, Any
+
+    def load(self, started: float, **given: Any) -> dict[str, Any]:
+        self.side = load_side(self.path)(**given)
+        startup = time.time() - started
+        return {**self.side.facts, "startup_s": round(startup, 2), "loaded_mib": peak_mib()}
+
+    def memory(self) -> dict[str, Any]:
+        return {"peak_mib": peak_mib()}
+
+    def run(self, do: str, **given: Any) -> Any:
+        own: dict[str, Callable[..., Any]] = {"load": self.load, "memory": self.memory}
+        return (own.get(do) or getattr(self.side, do))(**given)
+
+
+def answers(child: Child, lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """One answer a command: {"value": …}, {"cannot": why} or {"error": what, "type": name}."""
+    for line in lines:
+        command = json.loads(line)
+        if command["do"] == "quit":
+            break
+        try:
+            yield {"value": child.run(**command)}
+        except NotImplementedError as error:
+            yield {"cannot": str(error)}
+        except Exception as error:
+            traceback.print_exc()
+            yield {"error": " ".join(str(error).split())[:500], "type": type(error).__name__}
+    if child.side is not None:
+        child.side.close()
+
+
+def main() -> None:
+    if len(sys.argv) > 2:
+        sys.path.insert(0, sys.argv[2])
+    pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # libraries that print must not be heard on the pipe
+    for answer in answers(Child(sys.argv[1]), iter(sys.stdin.readline, "")):
+        pipe.write(json.dumps(answer) + "\n")
+        pipe.flush()
+
+
+if __name__ == "__main__":
+    main()

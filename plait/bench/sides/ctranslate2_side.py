@@ -1,0 +1,64 @@
+"""CTranslate2, by its generator; it reads folders made by its converter (model.bin and a vocabulary)."""
+
+from __future__ import annotations
+
+import json
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+class Side:
+    """A CTranslate2 generator on the CPU. The first token is timed by a run of its own."""
+
+    def __init__(
+        self, model: str, threads: int | None, max_model_len: int, max_num_seqs: int, options: dict[str, Any]
+    ) -> None:
+        folder = Path(model)
+        if not (folder / "model.bin").exists():
+            raise NotImplementedError(
+                "CTranslate2 reads a folder with model.bin (ct2-transformers-converter makes one); "
+                "name it: ctranslate2=FOLDER"
+            )
+        ct2: Any = import_module("ctranslate2")
+        kind = options.get("compute_type", "int8_float32")
+        self.generator = ct2.Generator(model, device="cpu", intra_threads=threads or 0, compute_type=kind)
+        words = next(p for p in (folder / "vocabulary.json", folder / "vocabulary.txt") if p.exists())
+        text = words.read_text(encoding="utf-8")
+        self.words: list[str] = json.loads(text) if words.suffix == ".json" else text.splitlines()
+        self.facts: dict[str, Any] = {
+            "engine": "ctranslate2",
+            "version": f"{ct2.__version__}, {self.generator.compute_type}",
+            "threads": threads,
+        }
+
+    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        return [self._run([ids], tokens)[0][0] for ids in prompts]
+
+    def prefill(self, ids: list[int], level: str) -> float:
+        return self._run([ids], 1)[1]
+
+    def decode(self, ids: list[int], tokens: int, level: str) -> float:
+        return max(self._run([ids], tokens + 1)[1] - self._run([ids], 1)[1], 1e-9)
+
+    def batch(self, prompts: list[list[int]], tokens: int, level: str) -> dict[str, float]:
+        count, before, seconds = len(prompts), self._run(prompts, 1)[1], self._run(prompts, tokens)[1]
+        return {
+            "seconds": seconds,
+            "tokens": count * tokens,
+            "decode_seconds": max(seconds - before, 1e-9),
+            "decode_tokens": count * (tokens - 1),
+        }
+
+    def close(self) -> None:
+        self.generator.unload_model()
+
+    def _run(self, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float]:
+        """(new ids, seconds)."""
+        words = [[self.words[i] for i in ids] for ids in prompts]
+        started = time.perf_counter()
+        results = self.generator.generate_batch(
+            words, max_length=tokens, min_length=tokens, sampling_topk=1, include_prompt_in_result=False
+        )
+        return [list(r.sequences_ids[0]) for r in results], time.perf_counter() - started

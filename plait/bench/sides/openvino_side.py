@@ -1,0 +1,59 @@
+"""OpenVINO GenAI's pipeline, which reads GGUF files and folders of its own; timed by its own metrics."""
+
+from __future__ import annotations
+
+import time
+from importlib import import_module
+from typing import Any
+
+
+class Side:
+    """An `LLMPipeline` on the CPU. Prompts of one batch must be equally long."""
+
+    def __init__(
+        self, model: str, threads: int | None, max_model_len: int, max_num_seqs: int, options: dict[str, Any]
+    ) -> None:
+        self.numpy: Any = import_module("numpy")
+        self.ov: Any = import_module("openvino")
+        self.genai: Any = import_module("openvino_genai")
+        limits = {"INFERENCE_NUM_THREADS": threads} if threads else {}
+        self.pipe = self.genai.LLMPipeline(model, "CPU", **limits, **options)
+        self.facts: dict[str, Any] = {
+            "engine": "openvino",
+            "version": f"openvino-genai {self.genai.__version__}",
+            "threads": threads,
+        }
+
+    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        return [self._run([ids], tokens)[0][0] for ids in prompts]
+
+    def prefill(self, ids: list[int], level: str) -> float:
+        return self._run([ids], 1)[1]
+
+    def decode(self, ids: list[int], tokens: int, level: str) -> float:
+        return self._run([ids], tokens + 1)[2]
+
+    def batch(self, prompts: list[list[int]], tokens: int, level: str) -> dict[str, float]:
+        count = len(prompts)
+        _, before, decoding = self._run(prompts, tokens)
+        return {
+            "seconds": before + decoding,
+            "tokens": count * tokens,
+            "decode_seconds": decoding,
+            "decode_tokens": count * (tokens - 1),
+        }
+
+    def close(self) -> None:
+        self.pipe = None
+
+    def _run(self, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float, float]:
+        """(new ids, seconds to the first token, seconds from there)."""
+        config = self.genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = tokens, True, False
+        ids = self.numpy.array(prompts, self.numpy.int64)
+        inputs = self.genai.TokenizedInputs(self.ov.Tensor(ids), self.ov.Tensor(self.numpy.ones_like(ids)))
+        started = time.perf_counter()
+        result = self.pipe.generate(inputs, config)
+        seconds = time.perf_counter() - started
+        first = min(seconds, result.perf_metrics.get_ttft().mean / 1000) if tokens > 1 else seconds
+        return [list(map(int, row)) for row in result.tokens], first, seconds - first

@@ -1,0 +1,119 @@
+"""Plait itself, of this or another revision: the runner alone, and through `LLM`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+class Timed:
+    """A runner that remembers how long each step took: (tokens, sequences, seconds)."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self.steps = runner, []  # type: Any, list[tuple[int, int, float]]
+
+    def execute(self, plan: Any, sampling: Any) -> Any:
+        started = time.perf_counter()
+        sampled = self._runner.execute(plan, sampling)
+        self.steps.append((plan.num_tokens, len(plan.chunks), time.perf_counter() - started))
+        return sampled
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+
+class Side:
+    """`options`: fields of EngineConfig. Level "runner" steps the loaded runner from this thread."""
+
+    def __init__(
+        self, model: str, threads: int | None, max_model_len: int, max_num_seqs: int, options: dict[str, Any]
+    ) -> None:
+        import torch
+
+        import plait
+        from plait import LLM
+
+        given: dict[str, Any] = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, **options}
+        if threads:
+            given["threads"] = threads
+        self.llm = LLM(model, **given)
+        self._loaded = self.llm._loaded
+        executor = getattr(self._loaded.target, "executor", None)
+        ops: dict[str, set[str]] = {}
+        for row in self._loaded.target.bound:
+            ops.setdefault(row.op, set()).add(row.variant)
+        self.facts: dict[str, Any] = {
+            "engine": "plait",
+            "version": plait.__version__,
+            "threads": getattr(executor, "threads", None) or torch.get_num_threads(),
+            "max_model_len": self.llm.front.max_model_len,
+            "weights_nbytes": self._loaded.target.weights_nbytes,
+            "dtype": str(self._loaded.target.dtype).removeprefix("torch."),
+            "ops": {name: "+".join(sorted(variants)) for name, variants in sorted(ops.items())},
+        }
+
+    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        outputs = self.llm.generate(prompts, self._params(tokens))
+        return [list(out.outputs[0].token_ids) for out in outputs]
+
+    def prefill(self, ids: list[int], level: str) -> float:
+        if level == "runner":
+            return sum(seconds for _, _, seconds in self._steps([ids], 1))
+        return self._streamed(ids, 1)[0]
+
+    def decode(self, ids: list[int], tokens: int, level: str) -> float:
+        if level == "runner":
+            return sum(seconds for _, _, seconds in self._steps([ids], tokens + 1)[-tokens:])
+        return self._streamed(ids, tokens + 1)[1]
+
+    def batch(self, prompts: list[list[int]], tokens: int, level: str) -> dict[str, float]:
+        started, count = time.perf_counter(), len(prompts)
+        if level != "runner":
+            made = sum(len(ids) for ids in self.greedy(prompts, tokens))
+            return {"seconds": time.perf_counter() - started, "tokens": made}
+        steps = self._steps(prompts, tokens)
+        seconds = time.perf_counter() - started
+        full = [took for rows, seqs, took in steps if rows == seqs == count]
+        return {
+            "seconds": seconds,
+            "tokens": count * tokens,
+            "decode_seconds": sum(full),
+            "decode_tokens": count * len(full),
+        }
+
+    def close(self) -> None:
+        self.llm.close()
+
+    def _params(self, tokens: int) -> Any:
+        from plait import SamplingParams
+
+        return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, repetition_penalty=1.0)
+
+    def _steps(self, prompts: list[list[int]], tokens: int) -> list[tuple[int, int, float]]:
+        """Run prompts to their end on an engine of our own, over the loaded runner and its memory."""
+        from plait.engine.core import Engine
+
+        loaded, failed = self._loaded, []
+        spec, runner = loaded.front.spec, Timed(loaded.runner)
+        scheduler = loaded.sizing.scheduler(loaded.config, causal=spec.causal)
+        length = loaded.front.max_model_len
+        engine = Engine(runner, scheduler, vocab_size=spec.vocab_size, max_model_len=length)
+        for ids in prompts:
+            request = loaded.front.prepare(ids, self._params(tokens))
+            engine.submit(request, lambda event: failed.append(event.error) if event.error else None)
+        while engine.step():
+            pass
+        if failed:
+            raise failed[0]
+        return runner.steps
+
+    def _streamed(self, ids: list[int], tokens: int) -> tuple[float, float]:
+        """(seconds to the first token, seconds from there to the last)."""
+        started, first, last, count = time.perf_counter(), 0.0, 0.0, 0
+        for delta in self.llm.stream(ids, self._params(tokens)):
+            if delta.error:
+                raise delta.error
+            if delta.num_tokens > count:
+                count, last = delta.num_tokens, time.perf_counter()
+                first = first or last
+        return first - started, last - first

@@ -1,0 +1,68 @@
+"""transformers, by its own forward pass and cache, in bfloat16; it decodes GGUF files while loading."""
+
+from __future__ import annotations
+
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+class Side:
+    """A causal language model of transformers on the CPU. Prompts of one batch must be equally long."""
+
+    def __init__(
+        self, model: str, threads: int | None, max_model_len: int, max_num_seqs: int, options: dict[str, Any]
+    ) -> None:
+        self.torch: Any = import_module("torch")
+        transformers: Any = import_module("transformers")
+        if threads:
+            self.torch.set_num_threads(threads)
+        path = Path(model)
+        named = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+        source = path.parent if named or path.is_file() else path
+        dtype = getattr(self.torch, options.get("dtype", "bfloat16"))
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **named).eval()
+        self.facts: dict[str, Any] = {
+            "engine": "transformers",
+            "version": f"{transformers.__version__}, torch {self.torch.__version__}",
+            "threads": self.torch.get_num_threads(),
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+
+    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        return [self._run([ids], tokens)[0][0] for ids in prompts]
+
+    def prefill(self, ids: list[int], level: str) -> float:
+        return self._run([ids], 1)[1]
+
+    def decode(self, ids: list[int], tokens: int, level: str) -> float:
+        return self._run([ids], tokens + 1)[2]
+
+    def batch(self, prompts: list[list[int]], tokens: int, level: str) -> dict[str, float]:
+        count = len(prompts)
+        _, before, decoding = self._run(prompts, tokens)
+        return {
+            "seconds": before + decoding,
+            "tokens": count * tokens,
+            "decode_seconds": decoding,
+            "decode_tokens": count * (tokens - 1),
+        }
+
+    def close(self) -> None:
+        self.model = None
+
+    def _run(self, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float, float]:
+        """(new ids, seconds to the first token, seconds from there)."""
+        with self.torch.inference_mode():
+            started = time.perf_counter()
+            out = self.model(input_ids=self.torch.tensor(prompts), use_cache=True, logits_to_keep=1)
+            made = [out.logits[:, -1].argmax(-1)]
+            made[0].tolist()
+            first = time.perf_counter()
+            for _ in range(tokens - 1):
+                known = out.past_key_values
+                out = self.model(input_ids=made[-1][:, None], past_key_values=known, use_cache=True)
+                made.append(out.logits[:, -1].argmax(-1))
+            ids = self.torch.stack(made, 1).tolist()
+            return ids, first - started, time.perf_counter() - first

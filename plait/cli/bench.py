@@ -1,0 +1,170 @@
+"""`plait bench`: how fast a model and its ops are here, checked before it is said."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+from click.core import ParameterSource
+
+from plait.cli.options import TokenIds, common_options, engine_options, engine_settings, model_option
+from plait.config import DType, EngineConfig
+from plait.errors import ConfigError
+
+if TYPE_CHECKING:
+    from plait.bench.model import Job
+
+KINDS: tuple[Any, ...] = ("decode", "prefill", "ttft", "batch", "requests")
+SIZES = {
+    "contexts": "tokens before the decode that is timed [default: 20,128,512,1000]",
+    "lengths": "tokens of the prompts of prefill [default: 128,512,2048]",
+    "prompts": "tokens of the prompts of the time to the first token [default: 16,512]",
+    "batches": "sequences that decode at once [default: 1,4,16,64]",
+}
+
+
+@click.group()
+def bench() -> None:
+    """How fast a model and its ops are here, checked before it is said."""
+
+
+def _sizes(command: Any) -> Any:
+    for name, text in reversed(SIZES.items()):
+        command = click.option(f"--{name}", type=TokenIds(), metavar="N,N,…", help=text)(command)
+    return command
+
+
+@bench.command()
+@model_option()
+@click.option(
+    "--compare",
+    "compare",
+    multiple=True,
+    metavar="WHAT",
+    help="measure beside it, in turns: another model's path, options in quotes, a git revision, or an "
+    "engine: llama.cpp, transformers, openvino, onnxruntime-genai, ctranslate2 (each with @PYTHON and "
+    "=MODEL, if it has an interpreter or files of its own); may be repeated",
+)
+@click.option(
+    "--measure", "kinds", multiple=True, type=click.Choice(KINDS), help="only this; may be repeated"
+)
+@_sizes
+@click.option(
+    "--tokens", type=click.IntRange(1), default=32, show_default=True, help="new tokens of a decode"
+)
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="turns that count")
+@click.option(
+    "--check-tokens",
+    type=click.IntRange(0),
+    default=16,
+    show_default=True,
+    help="so many first greedy tokens must be those of the reference ops",
+)
+@click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="also an HTML page with charts")
+@engine_options()
+@common_options()
+def model(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
+    """Decode, prefill, batches, first token, start-up and memory of a model.
+
+    \b
+    plait bench model model.gguf
+    plait bench model model.gguf --compare llama.cpp --compare "--ops reference" --plot bench.html
+    plait bench model model.gguf --compare HEAD~1 --measure decode --json
+
+    Each side runs in a process of its own, loads once, and is measured in turns with the others. A decode's
+    share of the roof is what it reads of the stored weights, against the bandwidth measured beside it.
+    """
+    from plait.bench.model import bench_model
+    from plait.bench.plot import write_plot
+    from plait.bench.report import model_report
+
+    result = bench_model(_job(model, given), say)
+    if plot is not None:
+        write_plot(result, plot)
+    if as_json:
+        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+    else:
+        model_report(result, _console())
+
+
+def _job(model: str, given: dict[str, Any]) -> Job:
+    from plait.bench.compare import contestant
+    from plait.bench.measure import Workload
+    from plait.bench.model import Job
+
+    settings = changed(engine_settings(given))
+    sizes = {name: given[name] for name in SIZES if given[name]}
+    workload = Workload(
+        kinds=given["kinds"] or KINDS, tokens=given["tokens"], repeats=given["repeats"], **sizes
+    )
+    others = [contestant(what, model, settings, parse_options) for what in given["compare"]]
+    return Job(model, settings, others, workload, given["check_tokens"])
+
+
+def changed(settings: dict[str, Any]) -> dict[str, Any]:
+    """What differs from the defaults: another revision of Plait has defaults, and options, of its own."""
+    plain = EngineConfig()
+    return {name: value for name, value in settings.items() if value != getattr(plain, name)}
+
+
+def parse_options(text: str) -> dict[str, Any]:
+    """The engine options that are written in `text`, as EngineConfig has them. Raises ConfigError."""
+    command = click.command("--compare")(engine_options()(lambda **given: given))
+    try:
+        context = command.make_context("--compare", shlex.split(text))
+    except (click.UsageError, ValueError) as error:
+        why = error.format_message() if isinstance(error, click.UsageError) else str(error)
+        raise ConfigError(f"--compare {text!r}: {why}") from error
+    settings = engine_settings(context.params)
+    written = {
+        name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    if "cpu" in written:
+        written.add("device")
+    return {name: value for name, value in settings.items() if name in written}
+
+
+@bench.command()
+@click.argument("name", required=False)
+@click.option("--threads", type=click.IntRange(1), help="CPU threads; default: all this process may use")
+@click.option("--dtype", type=click.Choice(get_args(DType)[1:]), default="float32", show_default=True)
+@click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True)
+@click.option(
+    "--large/--small", default=True, help="with sizes of real models, or only the tests' small cases"
+)
+@click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
+@common_options()
+def op(name: str | None, as_json: bool, **given: Any) -> None:
+    """Every variant of every op, or of the op NAME: checked against its reference, then timed.
+
+    \b
+    plait bench op
+    plait bench op linear --threads 1 --json
+    """
+    from plait.bench.ops import bench_ops
+    from plait.bench.report import ops_report
+
+    result = bench_ops(name, say=say, **given)
+    if as_json:
+        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+    else:
+        ops_report(result, _console())
+
+
+def say(text: str) -> None:
+    """What is going on, to a reader who waits."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text} …", end="", file=sys.stderr, flush=True)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    return Console() if sys.stdout.isatty() else Console(width=200)
