@@ -60,13 +60,14 @@ class Layout:
         return LINE * self.bits
 
     @property
-    def high_bytes(self) -> int:
-        return LINE * self.high
+    def plane_bytes(self) -> int:
+        """Bytes of a block's codes: its low plane, then its high one."""
+        return LINE * (self.bits + self.high)
 
     @property
     def scales_at(self) -> int:
-        """Where scales start: behind both planes. First all scales, then all minima, then the float16s."""
-        return self.blocks * (self.low_bytes + self.high_bytes)
+        """Where scales start: behind the blocks. First all scales, then all minima, then the float16s."""
+        return self.blocks * self.plane_bytes
 
     @property
     def scale_bytes(self) -> int:

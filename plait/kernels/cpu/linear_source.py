@@ -18,7 +18,7 @@ from plait.kernels.cpu.kernel import Kernel, generated
 from plait.kernels.cpu.layout import BLOCK, LINE, Layout
 
 BUNDLES = (8, 4, 2, 1)  # rows of codes in a register tile, the larger first
-AHEAD = 3072  # bytes that weights are fetched before they are needed
+AHEAD = {64: 3072, 256: 6144}  # bytes that weights are fetched before they are needed, by the length of a step
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
 
@@ -191,12 +191,12 @@ def _low(layout: Layout, q: int) -> list[str]:
 
 
 def _high(layout: Layout, q: int) -> list[str]:
-    """Statements that put the high bits of quad q, from the plane at address h, into v."""
+    """Statements that put the high bits of quad q of a block, at address p, into v."""
     if not layout.high:
         return []
     per = 8 // layout.high
     shift = layout.bits - layout.high * (q % per)
-    x = f"load_i32(h + {LINE * (q // per)})"
+    x = f"load_i32(p + {layout.low_bytes + LINE * (q // per)})"
     if shift:
         x = f"{'left' if shift > 0 else 'right'}({x}, np.int32({abs(shift)}))"
     mask = (0x01010101 if layout.high == 1 else 0x03030303) << layout.bits
@@ -227,9 +227,7 @@ def _group_scales(layout: Layout, j: int) -> list[str]:
 
 def _block(layout: Layout, rows: int) -> list[str]:
     """Statements of one block of 32 inputs: for every group its integer sums, then the floats."""
-    lines = [f"p = w + {layout.low_bytes} * b"]
-    if layout.high:
-        lines.append(f"h = w + {layout.blocks * layout.low_bytes} + {layout.high_bytes} * b")
+    lines = [f"p = w + {layout.plane_bytes} * b"]
     product = "dot8" if layout.bits == 8 else "dot"
     per = layout.group // 4
     for j in range(BLOCK // layout.group):
@@ -259,7 +257,7 @@ def _tile(layout: Layout, rows: int) -> str:
             lines.append(f"        lower = load_f16(w + {layout.outer_at + 32})")
     lines.append(f"        for b in range({layout.blocks}):")
     per = -(-layout.nbytes // LINE // layout.blocks)
-    body = [f"prefetch(w + {AHEAD + LINE * k} + {LINE * per} * b)" for k in range(per)]
+    body = [f"prefetch(w + {AHEAD[layout.step] + LINE * k} + {LINE * per} * b)" for k in range(per)]
     body += [*_block(layout, rows), f"a += {rows * layout.rounded_block}"]
     lines += [" " * 12 + line for line in body]
     lines.append(f"        w += {layout.nbytes}")

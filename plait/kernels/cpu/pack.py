@@ -149,7 +149,7 @@ _READERS = {
 
 def _planes(layout: Layout) -> list[str]:
     """Statements that put the codes q0..q7 of one output into both planes of block b."""
-    low = f"to + b * {layout.low_bytes} + 4 * n"
+    low = f"to + b * {layout.plane_bytes} + 4 * n"
     mask = {8: "", 4: " & 0x0F0F0F0F", 2: " & 0x03030303"}[layout.bits]
     per_vector, shift = 8 // layout.bits, layout.bits
     lines = []
@@ -161,12 +161,11 @@ def _planes(layout: Layout) -> list[str]:
     if layout.high:
         each, count = layout.high, 8 // layout.high
         ones = {1: "0x01010101", 2: "0x03030303"}[each]
-        at = f"to + {layout.blocks * layout.low_bytes} + b * {layout.high_bytes} + 4 * n"
         for i in range(each):
             parts = " | ".join(
                 f"((q{count * i + k} >> {layout.bits}) & {ones}) << {each * k}" for k in range(count)
             )
-            lines.append(f"put({at} + {64 * i}, {parts})")
+            lines.append(f"put({low} + {layout.low_bytes + 64 * i}, {parts})")
     return lines
 
 
