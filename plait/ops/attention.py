@@ -125,6 +125,7 @@ LATENT_CASES: list[dict[str, Any]] = [
     dict(seqs=[1], heads=4, kv_rank=16, rope_dim=4),
     dict(seqs=SEQS, heads=3, kv_rank=32, rope_dim=8),
     dict(seqs=[130, 3], heads=16, kv_rank=64, rope_dim=32),
+    dict(seqs=[150, 3], heads=5, kv_rank=24, rope_dim=6, kv_dtype="bfloat16"),
 ]
 
 
@@ -163,5 +164,6 @@ def _latent_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> 
     total, width = sum(case["seqs"]), case["kv_rank"] + case["rope_dim"]
     q = torch.randn(total, case["heads"], width, dtype=dtype, device=device)
     latent = torch.randn(total, width, dtype=dtype, device=device)
-    cache = torch.randn(num_blocks, BLOCK, width, dtype=dtype, device=device)
+    kept = getattr(torch, case["kv_dtype"]) if "kv_dtype" in case else dtype
+    cache = torch.randn(num_blocks, BLOCK, width, dtype=kept, device=device)
     return (q, latent, cache, *where, width**-0.5, case["kv_rank"]), {}

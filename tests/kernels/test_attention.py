@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.load import executor
-from plait.ops.attention import paged_attention
+from plait.ops.attention import paged_attention, paged_latent_attention
 from plait.ops.registry import Facts
 
 
@@ -66,9 +66,9 @@ class Text:
         return cls(torch.randn(length, shape.heads, shape.dim), torch.randn(kv), torch.randn(kv))
 
 
-def bound(cpu: Any, shape: Shape, op: Any = paged_attention) -> Any:
+def bound(cpu: Any, shape: Shape) -> Any:
     sizes = {"kv_dtype": "model", "block_size": shape.block, "softcap": shape.softcap, "dim": shape.dim}
-    fn, row = op.bind(Facts("cpu", torch.float32, sizes, cpu))
+    fn, row = paged_attention.bind(Facts("cpu", torch.float32, sizes, cpu))
     assert row.variant == "native", row
     return fn
 
@@ -199,6 +199,42 @@ def test_a_recorded_step_serves_any_batch(cpu: Any, shape: Shape) -> None:
         for got, s, a in zip(out[: sum(counts)].split(counts), which, begin, strict=True):
             want = in_pieces(fn, shape, texts[s], [a, len(got)])
             assert torch.equal(got, want[a:])
+
+
+LATENTS = [(3, 16, 4, torch.float32), (16, 32, 8, torch.bfloat16), (13, 20, 6, torch.float32)]
+
+
+def latent_in_pieces(
+    fn: Any, sizes: tuple[int, int, int, torch.dtype], q: Tensor, latent: Tensor, pieces: Sequence[int]
+) -> Tensor:
+    _, rank, rope, kept = sizes
+    memory = Memory(Shape(kv_heads=1, dim=rank + rope, kept=kept), [len(q)])
+    outs, at = [], 0
+    for n in pieces:
+        new = slice(at, at + n)
+        index = memory.index([n], [0])
+        outs.append(fn(q[new], latent[new], memory.k[:, :, 0], *index, (rank + rope) ** -0.5, rank))
+        at += n
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("sizes", LATENTS, ids=str)
+def test_latents_in_any_pieces_give_the_same_bits(
+    cpu: Any, alone: Any, sizes: tuple[int, int, int, torch.dtype]
+) -> None:
+    heads, rank, rope, _ = sizes
+    known = {"heads": heads, "kv_rank": rank, "rope_dim": rope, "block_size": 16}
+    (two, row), (one, _) = (
+        paged_latent_attention.bind(Facts("cpu", torch.float32, known, executor)) for executor in (cpu, alone)
+    )
+    assert row.variant == "native"
+    q, latent = torch.randn(300, heads, rank + rope), torch.randn(300, rank + rope)
+    want = latent_in_pieces(paged_latent_attention, sizes, q, latent, [300])
+    whole = latent_in_pieces(two, sizes, q, latent, [300])
+    torch.testing.assert_close(whole, want, rtol=2e-5, atol=2e-5)
+    for pieces in ([127, 1, 1, 1, 1, 169], [11] * 27 + [3], [299, 1]):
+        assert torch.equal(latent_in_pieces(two, sizes, q, latent, pieces), whole)
+        assert torch.equal(latent_in_pieces(one, sizes, q, latent, pieces), whole)
 
 
 def test_what_it_cannot_serve_is_refused_by_name(cpu: Any) -> None:

@@ -69,8 +69,6 @@ def form_of(dtype: torch.dtype) -> Form:
         value_size=size,
         value_stride=f"word(args, V_DIM) * {size}",
         locate=LOCATE.format(size=size, groups=SPAN // 16),
-        least=1,
-        files=(),
     )
 
 
@@ -81,17 +79,22 @@ def attend_of(dtype: torch.dtype) -> Kernel:
     return made
 
 
-def served(facts: Facts) -> str | None:
-    """Why the native kernels cannot serve these facts, if so."""
+def kept_dtype(facts: Facts) -> str | None:
+    """Why caches like these cannot be kept here, if so."""
     if reason := float32_rows(facts):
         return reason
     if (kept := facts.sizes.get("kv_dtype", "model")) not in ("model", "float32", "bfloat16"):
         return f"it keeps float32 or bfloat16, not {kept}"
     if facts.sizes.get("block_size", 16) % 16:
         return f"it wants blocks of 16, 32, ... tokens, not of {facts['block_size']}"
+    return None
+
+
+def served(facts: Facts) -> str | None:
+    """Why the native kernels cannot serve these facts, if so."""
     if facts.sizes.get("dim", 2) % 2:
         return f"it wants heads of even size, not of {facts['dim']}"
-    return None
+    return kept_dtype(facts)
 
 
 @paged_attention.variant("native", on="cpu", when=served, native=True)

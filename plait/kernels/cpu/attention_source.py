@@ -28,8 +28,8 @@ class Form:
     value_size: int
     value_stride: str  # bytes from token to token, in terms of `args`
     locate: str  # the statement that finds the groups of a span
-    least: int  # tiles of a unit of work, at least
-    files: tuple[Path, ...]  # where functions it calls are written
+    least: int = 1  # tiles of a unit of work, at least
+    prelude: str = ""  # functions that `locate` calls
 
     @property
     def line(self) -> int:
@@ -53,10 +53,10 @@ def module(form: Form) -> ModuleType:
 
 
 def source(form: Form) -> str:
-    own = (Path(__file__).with_name("attention_rows.py"), *form.files)
-    digest = sha256(b"".join(path.read_bytes() for path in own)).hexdigest()
+    digest = sha256(Path(__file__).with_name("attention_rows.py").read_bytes()).hexdigest()
     parts = [
         _HEAD.format(name=form.name, digest=digest),
+        form.prelude,
         *(_scores(rows, form) + _values(rows, form) for rows in SIZES),
         _choice("scores_of", "q, d, places, first, end, to"),
         _choice("values_of", "scores, start, end, places, stride, columns, out, record"),
@@ -152,7 +152,6 @@ _HEAD = '''"""Attention kernel {name}: made by plait, from {digest}."""
 import numpy as np
 
 from plait.kernels.cpu.attention_rows import *
-from plait.kernels.cpu.attention_rows import KV_HEADS, BUDGET, HEADS, K_DIM, LENS, V_DIM, WINDOW
 from plait.kernels.cpu.frame import barrier, scratch_of, shared_of, word
 from plait.kernels.cpu.kernel import inline, kernel
 from plait.kernels.cpu.vec import *
