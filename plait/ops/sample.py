@@ -26,6 +26,22 @@ CASES = [
 
 
 @op(cases=CASES, tolerance={torch.float32: 0.0})
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row: logits [L, vocab] float32 -> its id [L] int64 and its value [L].
+
+    The lowest id among equals. A NaN is larger than any number, so that it is found.
+    """
+    ids = logits.argmax(-1)
+    return ids, logits.gather(-1, ids[:, None])[:, 0]
+
+
+@largest.inputs
+def _largest_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+    logits = torch.randn(case["rows"], case["vocab_size"], dtype=dtype).round(decimals=1)  # with ties
+    return (logits.to(device),), {}
+
+
+@op(cases=CASES, tolerance={torch.float32: 0.0})
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
 ) -> Tensor:
@@ -116,7 +132,8 @@ def _pick_of_all(
         weight[weight < min_p] = 0.0
     total = float(weight.sum())
     reached = top_p if top_p < 1.0 else uniform
-    floor = max(0.5 * total * (1.0 - reached) / row.size, min_p)
+    least = 0.5 * total * (1.0 - reached) / row.size
+    floor = max(least, min_p) if top_p < 1.0 or min_p == 0.0 else min_p  # min_p alone: all of them count
     ids = _falling(row, np.flatnonzero(weight >= floor))
     return _pick(ids, weight[ids], total, (top_p, min_p), uniform)
 
