@@ -5,15 +5,17 @@ A row's answer is a function of that row, its settings and its history alone, wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.errors import EngineError
 from plait.ops.registry import Facts
-from plait.ops.sample import sample
+from plait.ops.sample import largest, sample
 from plait.ops.seed import uniform
 from plait.request import SamplingParams, TokenLogprobs
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
@@ -26,11 +28,18 @@ class Sampler:
     """Answers for the rows of a step.
 
     `banned`: ids that no tokenizer text stands for (holes of the vocabulary, padding rows): they are never
-    sampled and never an alternative; the model's probabilities are not changed by it.
+    sampled and never an alternative; the model's probabilities are not changed by it. `executor`: what runs
+    native kernels on this device, if there is one. `bindings`: what was chosen to compute with, and why.
     """
 
     def __init__(
-        self, vocab_size: int, *, banned: Iterable[int] = (), device: str = "cpu", ops: str = "auto"
+        self,
+        vocab_size: int,
+        *,
+        banned: Iterable[int] = (),
+        device: str = "cpu",
+        ops: str = "auto",
+        executor: Any = None,
     ) -> None:
         holes = sorted({i for i in banned if 0 <= i < vocab_size})
         self.limit = vocab_size
@@ -40,8 +49,10 @@ class Sampler:
             raise EngineError(f"all {vocab_size} tokens of the vocabulary are banned")
         self.vocab_size = vocab_size
         self.holes = torch.tensor(holes, dtype=torch.int64, device=device)
-        facts = Facts(device, torch.float32, {"vocab_size": vocab_size})
+        facts = Facts(device, torch.float32, {"vocab_size": vocab_size}, executor)
+        self._largest, found = largest.bind(facts, "sampler", ops)
         self._draw, self.binding = sample.bind(facts, "sampler", ops)
+        self.bindings = (found, self.binding)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
@@ -70,32 +81,31 @@ class Sampler:
     def _choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         """logits: [n, vocab], not changed -> n tokens."""
         edited = self._edited(logits[:, : self.limit], rows)
-        ids = edited.argmax(-1)  # the lowest id among equals; a NaN wins and is found below
-        best = edited.gather(-1, ids[:, None])[:, 0]
-        if not bool(best.isfinite().all()):
-            broken = [i for i, ok in enumerate(best.isfinite().tolist()) if not ok]
+        found, values = (t.tolist() for t in self._largest(edited))
+        if broken := [value for value in values if not math.isfinite(value)]:
             raise EngineError(
-                f"the model computed {best[broken[0]].item()} as the largest logit of {len(broken)} of "
+                f"the model computed {broken[0]} as the largest logit of {len(broken)} of "
                 f"{len(rows)} sequences; a weight or a state is broken, or every token is forbidden"
             )
-        drawn = [i for i, row in enumerate(rows) if row.params.temperature]
-        if drawn:
-            ids[drawn] = self._drawn(_rows(edited, drawn), [rows[i] for i in drawn])
-        return [int(i) for i in ids.tolist()]
+        ids: list[int] = found
+        if drawn := [i for i, row in enumerate(rows) if row.params.temperature]:
+            chosen = self._drawn(_rows(edited, drawn), [rows[i] for i in drawn])
+            for i, token_id in zip(drawn, chosen, strict=True):
+                ids[i] = token_id
+        return ids
 
-    def _drawn(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        def column(values: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=logits.device)
-
+    def _drawn(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         params = [row.params for row in rows]
-        chosen: Tensor = self._draw(
-            logits,
-            column([p.temperature or 0.0 for p in params]),
-            column([min(p.top_k or 0, self.vocab_size) for p in params], torch.int64),
-            column([1.0 if p.top_p is None else p.top_p for p in params]),
-            column([p.min_p or 0.0 for p in params]),
-            column([uniform(row.seed, row.position) for row in rows]),
+        settings = (
+            [p.temperature or 0.0 for p in params],
+            [1.0 if p.top_p is None else p.top_p for p in params],
+            [p.min_p or 0.0 for p in params],
+            [uniform(row.seed, row.position) for row in rows],
         )
+        limits = [min(p.top_k or 0, self.vocab_size) for p in params]
+        top_k = torch.tensor(limits, dtype=torch.int64, device=logits.device)
+        temperature, top_p, min_p, random = torch.tensor(settings, dtype=torch.float64, device=logits.device)
+        chosen: list[int] = self._draw(logits, temperature, top_k, top_p, min_p, random).tolist()
         return chosen
 
     def _edited(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
