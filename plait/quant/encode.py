@@ -25,6 +25,7 @@ from plait.quant.gguf import BlockType, Gguf, block_type
 _PIECE = 1 << 15  # elements at a time on a CPU: torch leaves so few to one thread, and they stay in its cache
 _DEVICE_PIECE = 1 << 22  # the same elsewhere, where small pieces are slow
 _TINY = 1e-30  # what is smaller is no scale: its inverse would not be a number
+_HALF_NORMAL = 2.0**-14  # smaller ones have fewer bits
 _HALF_MAX = 65504.0  # the largest scale or offset that a block can have
 _NARROW = (0.0, -0.8, -0.6, -0.4, -0.2, 0.2, 0.4, 0.6)  # by how many codes a symmetric grid is made wider
 _WIDE = (0.0, -1.2, -0.9, -0.6, -0.3, 0.3, 0.6, 0.9)  # the same for a grid with an offset
@@ -166,6 +167,13 @@ def _half(values: Tensor) -> tuple[Tensor, Tensor]:
     return half.view(torch.uint8).view(-1, 2), half.float()
 
 
+def _scale(values: Tensor) -> tuple[Tensor, Tensor]:
+    """`_half` of scales. Where float16 is coarse (subnormal) they are rounded up: codes must reach."""
+    half = values.to(torch.float16)
+    short = (half.float().abs() < values.abs()) & (values.abs() < _HALF_NORMAL)
+    return _half((half.view(torch.int16) + short).view(torch.float16))
+
+
 def _by_byte(q: Tensor) -> Tensor:
     """Codes, elements first [32, n] uint8 -> nibbles [n, 16]: element j beside element j + 16."""
     return (q[:16] | (q[16:] << 4)).t()
@@ -178,7 +186,7 @@ def _high_bits(q: Tensor) -> Tensor:
 
 
 def _pack_q8_0(blocks: Tensor) -> Tensor:
-    scale, d = _half(blocks.abs().amax(1) / 127)
+    scale, d = _scale(blocks.abs().amax(1) / 127)
     q = _codes(blocks, _inverse(d).unsqueeze(1), -127, 127)
     return torch.cat((scale, q.to(torch.int8).view(torch.uint8)), 1)
 
@@ -186,7 +194,7 @@ def _pack_q8_0(blocks: Tensor) -> Tensor:
 def _pack_symmetric(blocks: Tensor, low: int) -> Tensor:
     """Q4_0 (low -8) and Q5_0 (low -16)."""
     x = _groups(blocks, 32)
-    scale, d = _half(_symmetric(x, low))
+    scale, d = _scale(_symmetric(x, low))
     q = _codes(x, _inverse(d), low, -low - 1).sub_(low).to(torch.uint8)
     high = [_high_bits(q)] if low == -16 else []
     return torch.cat((scale, *high, _by_byte(q & 15)), 1)
@@ -196,7 +204,7 @@ def _pack_affine(blocks: Tensor, top: int) -> Tensor:
     """Q4_1 (top 15) and Q5_1 (top 31)."""
     x = _groups(blocks, 32)
     found, offset = _affine(x, top, downward=False)
-    scale, d = _half(found)
+    scale, d = _scale(found)
     offset_bytes, m = _half(offset)
     q = _codes(x - m, _inverse(d), 0, top).to(torch.uint8)
     high = [_high_bits(q)] if top == 31 else []
@@ -205,7 +213,7 @@ def _pack_affine(blocks: Tensor, top: int) -> Tensor:
 
 def _six_bits(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scales of 8 groups, [n, 8] >= 0, as six-bit codes under one float16: (its bytes, it [n, 1], codes)."""
-    raw, unit = _half(values.amax(1) / 63)
+    raw, unit = _scale(values.amax(1) / 63)
     unit = unit.unsqueeze(1)
     return raw, unit, _codes(values, _inverse(unit), 0, 63)
 
@@ -240,7 +248,7 @@ def _pack_q6_k(blocks: Tensor) -> Tensor:
     x = _groups(blocks, 16)
     scale = _symmetric(x, -32).view(-1, 16)
     least, most = torch.aminmax(scale, dim=1)
-    raw, d = _half(torch.where(most > -least, most, least) / -128)
+    raw, d = _scale(torch.where(most > -least, most, least) / -128)
     scales = _codes(scale, _inverse(d).unsqueeze(1), -128, 127)
     q = _codes(x, _inverse((d.unsqueeze(1) * scales).view(-1)), -32, 31).add_(32).to(torch.uint8)
     codes = q.t().reshape(-1, 2, 4, 32)  # two halves of 128: four runs of 32
