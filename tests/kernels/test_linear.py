@@ -1,0 +1,242 @@
+"""Quantized linear kernels: every format at its extremes, and the same bits whatever stands beside a row."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.load import executor, load
+from plait.ops.linear import KINDS, Activations, linear, random_blocks, rounded
+from plait.ops.registry import Facts
+from plait.quant.gguf import Gguf, block_type
+from plait.quant.weight import Dense
+
+load()
+layout = pytest.importorskip("plait.kernels.cpu.layout")
+kernels = pytest.importorskip("plait.kernels.cpu.linear")
+packed = pytest.importorskip("plait.kernels.cpu.packed")
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Any]:
+    load()
+    made = executor(1)
+    assert made is not None
+    yield made
+    made.close()
+
+
+def run(
+    cpu: Any, x: Tensor, weight: Gguf, activations: Activations = "int8", bias: Tensor | None = None
+) -> Tensor:
+    result: Tensor = kernels.apply(cpu, x, kernels.pack(cpu, weight, torch.float32), bias, activations)
+    return result
+
+
+def check(cpu: Any, x: Tensor, weight: Gguf, activations: Activations) -> None:
+    """Against float64, within what float32 sums may lose of the sum of all magnitudes."""
+    inputs, w = rounded(x, activations).double(), weight.dequantize(torch.float32).double()
+    error = (run(cpu, x, weight, activations).double() - inputs @ w.T).abs()
+    assert bool((error <= 2e-6 * (inputs.abs() @ w.abs().T) + 1e-30).all())
+
+
+def extreme_blocks(kind: str) -> Gguf:
+    """Rows of blocks of all zeros, all ones, alternating bits and noise, under large scales of both signs."""
+    form = block_type(kind)
+    patterns = [torch.full((form.nbytes,), fill, dtype=torch.uint8) for fill in (0, 255, 0x55, 0xAA, 0x0F)]
+    patterns += [torch.randint(0, 256, (form.nbytes,), dtype=torch.uint8) for _ in range(4)]
+    rows = []
+    for pattern in patterns:
+        for scale in (0.0, 1.0, -1.0, 300.0, -6e-8):  # the last one is subnormal in float16
+            block = pattern.clone()
+            for i, at in enumerate(form.scales_at):
+                half = torch.tensor([-scale if i else scale], dtype=torch.float16)
+                block[at : at + 2] = half.view(torch.uint8)
+            rows.append(block)
+    blocks = torch.stack(rows)
+    return Gguf(torch.cat([blocks, blocks.flip(0), blocks.roll(7, 0)], 1).contiguous(), form)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extreme_blocks(kind: str, cpu: Any) -> None:
+    weight = extreme_blocks(kind)
+    x = torch.randn(6, weight.shape[1])
+    x[1] = 0
+    x[2, ::3] = 1e30
+    x[3] = x[3].sign()
+    x[4, 32:64] = 0
+    x[5] *= 1e-25
+    for activations in ("int8", "int8x2"):
+        check(cpu, x, weight, activations)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_in_every_company(kind: str, cpu: Any, one: Any) -> None:
+    weight, x, bias = random_blocks(kind, 37, 768), torch.randn(200, 768), torch.randn(37)
+    for activations in ("int8", "int8x2"):
+        whole = run(cpu, x, weight, activations, bias)
+        assert torch.equal(whole, run(one, x, weight, activations, bias))
+        for rows in (1, 2, 3, 5, 7, 8, 17, 64):
+            assert torch.equal(run(cpu, x[:rows], weight, activations, bias), whole[:rows]), rows
+            assert torch.equal(run(one, x[-rows:], weight, activations, bias), whole[-rows:]), rows
+
+
+def test_panels_of_rows(cpu: Any, one: Any) -> None:
+    """So many inputs that rows pass by in several panels."""
+    weight, x = random_blocks("Q4_0", 20, 8192), torch.randn(75, 8192)
+    assert torch.equal(run(cpu, x, weight)[70:], run(one, x[70:], weight))
+    check(cpu, x, weight, "int8")
+
+
+@pytest.mark.parametrize("n_in", [32, 96, 160])
+def test_inputs_that_fill_no_step(n_in: int, cpu: Any) -> None:
+    for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL"):
+        check(cpu, torch.randn(3, n_in), random_blocks(kind, 5, n_in), "int8")
+
+
+def test_rounding_is_that_of_the_reference(cpu: Any) -> None:
+    """Through weights that are 1 on the diagonal, rounded activations come out bit for bit."""
+    blocks = torch.zeros(64, 2, 34, dtype=torch.uint8)
+    blocks[:, :, :2] = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)
+    for i in range(64):
+        blocks[i, i // 32, 2 + i % 32] = 1
+    weight = Gguf(blocks.view(64, 68), block_type("Q8_0"))
+    x = torch.randn(300, 64) * 10 ** (torch.rand(300, 1) * 40 - 20)
+    x[7, :32] = torch.arange(32) - 15.5  # halves of a step, which go to the even side
+    assert torch.equal(run(cpu, x, weight), rounded(x, "int8"))
+
+
+def test_what_is_no_number_stays_none(cpu: Any) -> None:
+    weight, x = random_blocks("Q4_1", 16, 64), torch.randn(4, 64)
+    clean = run(cpu, x, weight)
+    x[1, 40], x[2, 3] = float("nan"), float("inf")
+    got = run(cpu, x, weight)
+    assert bool(got[1:3].isnan().all())
+    assert torch.equal(got[[0, 3]], clean[[0, 3]])
+
+
+def test_activations_too_small_to_scale_are_zeros(cpu: Any) -> None:
+    x = torch.full((2, 64), 1e-40)
+    assert not run(cpu, x, random_blocks("Q8_0", 16, 64)).any()
+
+
+def test_rows_that_lie_apart(cpu: Any) -> None:
+    """x and out are columns of wider tensors, and the weight is a slice of a wider file."""
+    whole = random_blocks("Q4_K", 40, 1024)
+    weight = whole.cols(256, 768).rows(3, 24)
+    x, out = torch.randn(9, 600)[:, 50:562], torch.full((9, 64), 7.0)
+    w = kernels.pack(cpu, weight, torch.float32)
+    kernels.apply(cpu, x, w, None, "int8", out[:, 30:51])
+    assert torch.equal(out[:, 30:51], run(cpu, x.contiguous(), Gguf(weight.data.contiguous(), weight.kind)))
+    assert bool((out[:, :30] == 7).all())
+    assert bool((out[:, 51:] == 7).all())
+
+
+@pytest.mark.parametrize("activations", ["int8", "int8x2"])
+def test_groups(activations: Activations, cpu: Any, one: Any) -> None:
+    """Rows sorted by expert give what each expert alone gives, in several sizes and with experts unused."""
+    experts = [random_blocks("Q4_0", 48, 96) for _ in range(5)]
+    maps = [kernels.pack(cpu, w, torch.float32) for w in experts]
+    addresses = torch.tensor([m.data.data_ptr() for m in maps])
+    for counts in ([0, 1, 0, 0, 0], [1, 1, 0, 0, 1], [0, 3, 17, 0, 9], [80, 0, 2, 31, 7], [0, 0, 0, 0, 0]):
+        starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
+        rows = int(starts[-1])
+        x, out = torch.randn(128, 96), torch.full((128, 48), 3.0)
+        groups = packed.Groups(5, starts, addresses)
+        for executor_ in (cpu, one):
+            packed.multiply(executor_, x, maps[0], None, activations, out, groups=groups, rows=4)
+            for g, w in enumerate(experts):
+                at = slice(int(starts[g]), int(starts[g + 1]))
+                if counts[g]:
+                    assert torch.equal(out[at], run(cpu, x[at], w, activations))
+            assert bool((out[rows:] == 3).all())
+
+
+def test_recorded(cpu: Any) -> None:
+    weight, bias = random_blocks("Q6_K", 33, 256), torch.randn(33)
+    w, x, out = kernels.pack(cpu, weight, torch.float32), torch.randn(64, 256), torch.zeros(64, 33)
+    with cpu.recording(tokens=64, logits=65) as program:
+        kernels.apply(cpu, x, w, bias, "int8", out)
+    for tokens in (1, 5, 64):
+        out.zero_()
+        cpu.run(program, tokens=tokens, logits=1, seqs=1)
+        assert torch.equal(out[:tokens], kernels.apply(cpu, x[:tokens], w, bias, "int8"))
+        assert not out[tokens:].any()
+
+
+def test_memory(cpu: Any) -> None:
+    """Packed weights take about what the file's blocks do."""
+    for kind in KINDS:
+        weight = random_blocks(kind, 32, 512)
+        w = kernels.pack(cpu, weight, torch.float32)
+        limit = 8.5 / 8 * 32 * 512 if kind.startswith("IQ4") else 1.07 * weight.nbytes
+        assert w.nbytes <= limit, kind
+        assert w.data.data_ptr() % 64 == 0
+
+
+def test_what_it_refuses(cpu: Any) -> None:
+    weight = random_blocks("Q8_0", 16, 64)
+    with pytest.raises(ShapeMismatch, match="rows of 32"):
+        run(cpu, torch.randn(2, 32), weight)
+    with pytest.raises(ShapeMismatch, match="float32"):
+        run(cpu, torch.randn(2, 64, dtype=torch.float64), weight)
+    with pytest.raises(ShapeMismatch, match="int8 or int8x2"):
+        run(cpu, torch.randn(2, 64), weight, "float32")
+    with pytest.raises(ShapeMismatch, match="dense bytes"):
+        run(cpu, torch.randn(2, 64), Gguf(weight.data[:, ::2], weight.kind))
+    with pytest.raises(ShapeMismatch, match="not float32"):
+        kernels.pack(cpu, Dense(torch.randn(16, 64)), torch.float32)
+    sizes = {"kind": "Q8_0", "n_in": 64, "n_out": 16, "activations": "float32"}
+    _, row = linear.bind(Facts("cpu", torch.float32, sizes, cpu))
+    assert ("native", "it rounds activations to int8") in row.skipped
+    _, row = linear.bind(Facts("cpu", torch.float32, {**sizes, "activations": "int8"}, cpu))
+    assert row.variant == "native"
+
+
+def digest(kinds: list[str]) -> str:
+    """The bits of some products, the same in every process."""
+    load()
+    cpu = executor(2)
+    assert cpu is not None
+    bits = hashlib.sha256()
+    for kind in kinds:
+        torch.manual_seed(5)
+        weight, x = random_blocks(kind, 37, 512), torch.randn(15, 512)
+        for activations in ("int8", "int8x2"):
+            bits.update(run(cpu, x, weight, activations).numpy().tobytes())
+    cpu.close()
+    return bits.hexdigest()
+
+
+def elsewhere(target: str, kinds: list[str]) -> str:
+    """`digest` in a process whose kernels are made for another processor."""
+    here = Path(__file__)
+    code = (
+        f"import sys; sys.path[:0] = {[str(here.parents[2]), str(here.parent)]!r}\n"
+        f"import test_linear; print(test_linear.digest({kinds!r}))"
+    )
+    env = {**os.environ, "NUMBA_CPU_NAME": target, "NUMBA_CPU_FEATURES": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.split()[-1]
+
+
+def test_another_processor_gives_the_same_bits() -> None:
+    assert elsewhere("haswell", ["Q4_0"]) == digest(["Q4_0"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["haswell", "x86-64"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_on_other_processors(target: str, kind: str) -> None:
+    assert elsewhere(target, [kind]) == digest([kind])
