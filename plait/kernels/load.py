@@ -30,6 +30,7 @@ CPU_KERNELS: tuple[str, ...] = (
     "rope",
     "conv",
     "gated_norm",
+    "scan",
 )
 
 
