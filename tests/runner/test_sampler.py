@@ -128,12 +128,14 @@ def test_a_limit_takes_the_largest_with_the_lowest_ids_first(k: int) -> None:
 
 @pytest.mark.parametrize("u", [0.0, 1.0 - 2.0**-53])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_the_ends_of_the_random_number_give_possible_tokens(u: float, setting: dict[str, Any]) -> None:
+def test_the_ends_of_the_random_number_give_possible_tokens(
+    cpu: Any, u: float, setting: dict[str, Any]
+) -> None:
     logits = random_logits(1)
     logits[0, ::2] = -torch.inf
     columns = [torch.tensor([setting[k]]) for k in ("temperature", "top_k", "top_p", "min_p")]
     columns = [c if c.dtype == torch.int64 else c.double() for c in columns]
-    for variant in (sample.reference, *(v.fn for v in sample.variants)):
+    for variant in (sample.reference, *(v.bound(cpu) for v in sample.variants)):
         chosen = variant(logits, *columns, torch.tensor([u], dtype=torch.float64)).item()
         assert kept(logits[0].tolist(), **setting)[chosen] > 0
 
@@ -323,6 +325,29 @@ def test_every_choice_has_a_seed_of_its_own(seed: int) -> None:
     seeds = [choice_seed(seed, i) for i in range(128)]
     assert seeds[0] == seed
     assert len({uniform(s, 0) for s in seeds}) == 128
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_executor_changes_no_answer(cpu: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    rows = [random_row(rng) for _ in range(rng.randrange(1, 9))]
+    logits = random_logits(sum(r.num_logits for r in rows), seed)
+    native, reference = (
+        Sampler(VOCAB, banned=(2, 48, 49), ops=choice, executor=cpu) for choice in ("auto", "reference")
+    )
+    assert [b.variant for b in native.bindings] == ["native"] * 2
+    assert answer(logits, *rows, sampler=native) == answer(logits, *rows, sampler=reference)
+    parts = zip(logits.split([r.num_logits for r in rows]), rows, strict=True)
+    assert answer(logits, *rows, sampler=native) == [answer(x, r, sampler=native)[0] for x, r in parts]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_executor_finds_broken_logits(cpu: Any, value: float, temperature: float) -> None:
+    logits = random_logits(2)
+    logits[1] = value
+    with pytest.raises(EngineError, match=rf"computed {value} as the largest logit of 1 of 2 sequences"):
+        answer(logits, *[row(temperature=temperature)] * 2, sampler=Sampler(VOCAB, executor=cpu))
 
 
 def test_a_seed_repeats_and_another_differs() -> None:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numba import types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
@@ -47,6 +50,22 @@ from plait.ops import sample as ops
 
 BLOCK = 512  # floats whose largest is found before anybody asks where it is
 GROUP = 64  # floats that are looked at one by one only if their largest can matter
+
+
+def _pointer(kind: Any) -> Any:
+    """An address as what Numba indexes: the one form of memory in which LLVM finds vectors by itself."""
+
+    @intrinsic
+    def pointer(_: Any, address: Any) -> tuple[Any, Any]:
+        made = types.CPointer(kind)
+        return made(types.int64), lambda context, builder, signature, values: builder.inttoptr(
+            values[0], context.get_value_type(made)
+        )
+
+    return pointer
+
+
+_floats, _doubles = _pointer(types.float32), _pointer(types.float64)
 
 
 # ---- the largest logit ----
@@ -240,19 +259,20 @@ def _exp(x):
 
 
 @inline
-def _mass(x, vocab, top, temperature):
-    """The sum of all weights of a row: four sums, so that no addition waits for another."""
-    a = b = c = d = 0.0
-    fours = vocab // 4 * 4
-    for i in range(0, fours, 4):
-        at = x + 4 * i
-        a += _exp((np.float64(get_f32(at)) - top) / temperature)
-        b += _exp((np.float64(get_f32(at + 4)) - top) / temperature)
-        c += _exp((np.float64(get_f32(at + 8)) - top) / temperature)
-        d += _exp((np.float64(get_f32(at + 12)) - top) / temperature)
-    for i in range(fours, vocab):
-        a += _exp((np.float64(get_f32(x + 4 * i)) - top) / temperature)
-    return (a + b) + (c + d)
+def _mass(x, vocab, top, temperature, memory):
+    """The sum of all weights of a row: block by block, so that LLVM can make vectors of the loop."""
+    source, weights, total = _floats(x), _doubles(memory), 0.0
+    for start in range(0, vocab, GROUP):
+        n = min(GROUP, vocab - start)
+        for i in range(n):
+            weights[i] = _exp((np.float64(source[start + i]) - top) / temperature)
+        a = b = c = d = 0.0  # four sums, so that no addition waits for another
+        for i in range(0, n // 4 * 4, 4):
+            a, b, c, d = a + weights[i], b + weights[i + 1], c + weights[i + 2], d + weights[i + 3]
+        for i in range(n // 4 * 4, n):
+            a += weights[i]
+        total += (a + b) + (c + d)
+    return total
 
 
 @inline
@@ -299,7 +319,7 @@ def _draw_of_all(x, vocab, settings, memory):
     temperature, top_p, min_p, uniform = settings
     values, ids, weights = memory
     top = np.float64(_top_of_span(x, 0, vocab)[0])
-    total = _mass(x, vocab, top, temperature)
+    total = _mass(x, vocab, top, temperature, weights)
     reached = top_p if top_p < 1.0 else uniform
     least = 0.5 * total * (1.0 - reached) / vocab
     floor = max(least, min_p) if top_p < 1.0 or min_p == 0.0 else min_p  # min_p alone: all of them count
