@@ -16,6 +16,7 @@ from plait.kernels.cpu.attention_rows import SIZES, TILE
 from plait.kernels.cpu.kernel import generated
 
 TILES = 8  # of one unit of work, at most: they share the keys and values of a span while those are in L2
+FEW = 4  # rows: tiles up to here wait for memory, and ask for the next group while they work on one
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,6 @@ def source(form: Form) -> str:
         _HEAD.format(name=form.name, digest=digest),
         form.prelude,
         *(_scores(rows, form) + _values(rows, form) for rows in SIZES),
-        _choice("scores_of", "q, d, places, first, end, to"),
-        _choice("values_of", "scores, start, end, places, stride, columns, out, record"),
         _BODY.format(
             span=form.span,
             groups=form.span // 16,
@@ -70,6 +69,8 @@ def source(form: Form) -> str:
             stride=form.value_stride,
             locate=form.locate,
             part_at=form.span + TILE * form.line,
+            scores=_choice("scores_{}(packed + i * d * 4, d, scratch, head, tail, scores)"),
+            values=_choice("values_{}(scores, start, stop, values, stride, columns, parts, record)"),
         ),
     ]
     return "\n".join(parts)
@@ -83,9 +84,14 @@ def _scores(rows: int, form: Form) -> str:
     for i in range(wide):  # a group too many is one computed twice
         text += [f"        g{i} = min(g + {i}, last)", f"        k{i} = get_i64(places + 8 * g{i})"]
     text += [f"        a{r}_{i} = zero_f32()" for r in range(rows) for i in range(wide)]
+    ahead = rows <= FEW
+    if ahead:
+        text += [f"        n{i} = get_i64(places + 8 * min(g + {wide + i}, last))" for i in range(wide)]
     pair = form.key_size == 2
     text += ["        for p in range(d // 2):" if pair else "        for p in range(d):"]
     text += [f"            w{i} = load_{'i32' if pair else 'f32'}(k{i} + 64 * p)" for i in range(wide)]
+    if ahead:
+        text += [f"            prefetch(n{i} + 64 * p)" for i in range(wide)]
     for half, unpack in enumerate(("low_bf16", "high_bf16") if pair else ("",)):
         if pair:
             text += [f"            x{i} = {unpack}(w{i})" for i in range(wide)]
@@ -124,8 +130,12 @@ def _columns(rows: int, wide: int, form: Form, *, masked: bool) -> list[str]:
             load = "widened(load_some({}, left))"
     text += ["for g in range(start // 16, (end + 15) // 16):"]
     text += [f"    v, s = get_i64(places + 8 * g) + {size} * c, scores + 64 * g"]
+    if ahead := rows <= FEW and not masked:
+        text += [f"    n = get_i64(places + 8 * min(g + 1, (end - 1) // 16)) + {size} * c"]
     text += ["    for j in range(max(start - 16 * g, 0), min(end - 16 * g, 16)):"]
     text += ["        at = v + stride * j"]
+    if ahead:
+        text += [f"        prefetch(n + stride * j + {i})" for i in range(0, 16 * size * wide, 64)]
     text += [f"        x{i} = {load.format(f'at + {16 * size * i}')}" for i in range(wide)]
     for r in range(rows):
         text += [f"        y = spread_f32(s + {form.line * r} + 4 * j)"]
@@ -135,16 +145,13 @@ def _columns(rows: int, wide: int, form: Form, *, masked: bool) -> list[str]:
     return [" " * 8 + line for line in text]
 
 
-def _choice(name: str, parameters: str) -> str:
-    """A function that calls the tile of a size."""
-    stem = name.removesuffix("_of")
-    text = [f"\n@inline\ndef {name}(size, {parameters}):"]
+def _choice(call: str) -> str:
+    """A call of the tile of a size. Not a function: LLVM would go through the tiles once more."""
+    text = []
     for rows in SIZES:
-        text += [
-            f"    {'if' if rows == 1 else 'elif'} size == {rows}:",
-            f"        {stem}_{rows}({parameters})",
-        ]
-    return "\n".join(text) + "\n"
+        text += [f"            {'if' if rows == 1 else 'elif'} size == {rows}:"]
+        text += [f"                {call.format(rows)}"]
+    return "\n".join(text).lstrip()
 
 
 _HEAD = '''"""Attention kernel {name}: made by plait, from {digest}."""
@@ -214,7 +221,7 @@ def cover(frame, args, thread, s, kv_head, base, count, spans, only):
     group, past, record = word(args, HEADS) // word(args, KV_HEADS), past_of(args, s), record_bytes(args)
     window, d, columns = word(args, WINDOW), word(args, K_DIM), word(args, V_DIM)
     scratch = scratch_of(frame, thread)
-    scores, parts = scratch + {span}, scratch + {part_at}
+    scores, parts, values, stride = scratch + {span}, scratch + {part_at}, scratch + 8 * {groups}, {stride}
     packed = parts + {tile} * record
     states = packed + {parts} * {tile} * d * 4
     copies = states + {parts} * {tile} * record
@@ -240,11 +247,11 @@ def cover(frame, args, thread, s, kv_head, base, count, spans, only):
             if start >= stop:
                 continue
             head, tail, size = start // 16, (stop + 15) // 16, size_of(left)
-            scores_of(size, packed + i * d * 4, d, scratch, head, tail, scores)
+            {scores}
             for r in range(left):
                 position = past + (base + i + r) // group
                 soften(args, scores + r * {line}, head, tail, at, position, parts + r * record)
-            values_of(size, scores, start, stop, scratch + 8 * {groups}, {stride}, columns, parts, record)
+            {values}
             for r in range(left):
                 part = parts + r * record
                 if spans > 0:
