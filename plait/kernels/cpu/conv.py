@@ -19,6 +19,8 @@ from plait.kernels.cpu.vec import (
     get_f32,
     get_i64,
     get_u8,
+    interleave_high,
+    interleave_low,
     load_f32,
     load_some,
     put_f32,
@@ -27,6 +29,8 @@ from plait.kernels.cpu.vec import (
     zero_f32,
 )
 from plait.ops.conv import causal_conv
+
+CHANNELS = 128  # that are done together: some lines of a row, and their taps
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,35 +99,53 @@ def _gather_taps(weight, kernel, left, taps):
 
 
 @inline
-def _outputs(x, x_bytes, tail, tail_bytes, tokens, taps, kernel, bias, silent, out, out_bytes, left):
-    """Sixteen channels of one sequence; tail 0: there is no history. Taps are added oldest first."""
-    past = kernel - 1
-    for t in range(tokens):
-        y = bias
-        first = t - past  # row of the oldest input, counted from this chunk's first
-        unseen = min(max(-first, 0), kernel)
-        if tail != 0:
-            for k in range(unseen):
-                y = fma(_load(tail + (t + k) * tail_bytes, left), load_f32(taps + 64 * k), y)
-        row = x + (first + unseen) * x_bytes
-        for k in range(unseen, kernel):
-            y = fma(_load(row, left), load_f32(taps + 64 * k), y)
-            row += x_bytes
-        _store(out + t * out_bytes, y if silent else silu(y), left)
+def _gather_four(weight, taps):
+    """The same for sixteen channels of four taps: each round moves the two halves of 64 numbers between
+    each other, which turns a place's bits by one; after four, the channel's bits are the low ones."""
+    a, b, c, d = load_f32(weight), load_f32(weight + 64), load_f32(weight + 128), load_f32(weight + 192)
+    for _ in range(4):
+        e, f = interleave_low(a, c), interleave_high(a, c)
+        c, d = interleave_low(b, d), interleave_high(b, d)
+        a, b = e, f
+    store_f32(taps, a)
+    store_f32(taps + 64, b)
+    store_f32(taps + 128, c)
+    store_f32(taps + 192, d)
 
 
 @inline
-def _move_tail(x, x_bytes, tail, tail_bytes, tokens, past, has_history, left):
+def _outputs(x, x_bytes, tail, tail_bytes, first, taps, kernel, bias, silent, out, channels):
+    """One row of some channels. x: its newest input; `first`: which row of its chunk the oldest one is;
+    tail: of the row that `first` is counted from, 0 if there is no history. Taps are added oldest first."""
+    unseen = min(max(-first, 0), kernel)
+    for at in range(0, channels, 16):
+        left, y, own = channels - at, zero_f32(), taps + 4 * at * kernel
+        if bias != 0:
+            y = _load(bias + 4 * at, left)
+        if tail != 0:
+            row = tail + (first + kernel - 1) * tail_bytes + 4 * at
+            for k in range(unseen):
+                y = fma(_load(row, left), load_f32(own + 64 * k), y)
+                row += tail_bytes
+        row = x + (unseen - kernel + 1) * x_bytes + 4 * at
+        for k in range(unseen, kernel):
+            y = fma(_load(row, left), load_f32(own + 64 * k), y)
+            row += x_bytes
+        _store(out + 4 * at, y if silent else silu(y), left)
+
+
+@inline
+def _move_tail(x, x_bytes, tail, tail_bytes, tokens, past, has_history, channels):
     """The tail becomes the last `past` inputs; oldest first, so that none is overwritten before it moves."""
     for r in range(past):
-        at = tokens + r  # counted from the first row of the old tail
-        if at >= past:
-            v = _load(x + (at - past) * x_bytes, left)
-        elif has_history:
-            v = _load(tail + at * tail_bytes, left)
-        else:
-            v = zero_f32()
-        _store(tail + r * tail_bytes, v, left)
+        source = tokens + r  # counted from the first row of the old tail
+        for at in range(0, channels, 16):
+            v, left = zero_f32(), channels - at
+            if source >= past:
+                v = _load(x + (source - past) * x_bytes + 4 * at, left)
+            elif has_history:
+                v = _load(tail + source * tail_bytes + 4 * at, left)
+            _store(tail + r * tail_bytes + 4 * at, v, left)
 
 
 @kernel
@@ -136,25 +158,27 @@ def conv_channels(frame, args, thread, threads):
     silent, out = word(args, 14) != 0, word(args, 15)
     seqs, taps, past = get_i64(frame + 8 * SEQS), scratch_of(frame, thread), kernel - 1
     blocks = (channels + 15) // 16
-    for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
-        at, left = 64 * block, channels - 16 * block
-        _gather_taps(weight + at * kernel, kernel, left, taps)
-        shift = zero_f32()
-        if bias != 0:
-            shift = _load(bias + at, left)
+    last = min(blocks * (thread + 1) // threads * 16, channels)
+    for begin in range(blocks * thread // threads * 16, last, CHANNELS):
+        at, width = 4 * begin, min(last - begin, CHANNELS)
+        for c in range(0, width, 16):
+            if kernel == 4 and width - c >= 16:
+                _gather_four(weight + 16 * (begin + c), taps + 16 * c)
+            else:
+                _gather_taps(weight + 4 * (begin + c) * kernel, kernel, width - c, taps + 4 * c * kernel)
+        shift = bias + at if bias != 0 else np.int64(0)
         for s in range(seqs):
-            begin = get_i64(start + 8 * s)
-            tokens = get_i64(start + 8 * s + 8) - begin
-            has_history = get_u8(history + s) != 0
-            own = tail + get_i64(slots + 8 * s) * slot_bytes + at
-            rows = x + begin * x_bytes + at
-            to = out + 4 * begin * channels + at
+            first, end = get_i64(start + 8 * s), get_i64(start + 8 * s + 8)
+            if end <= first:
+                continue
+            has_history, own = get_u8(history + s) != 0, tail + get_i64(slots + 8 * s) * slot_bytes + at
             known = own if has_history else np.int64(0)
-            _outputs(
-                rows, x_bytes, known, tail_bytes, tokens, taps, kernel, shift, silent, to, 4 * channels, left
-            )
-            if tokens > 0:
-                _move_tail(rows, x_bytes, own, tail_bytes, tokens, past, has_history, left)
+            for t in range(first, end):
+                row, to = x + t * x_bytes + at, out + 4 * t * channels + at
+                oldest = t - first - past
+                _outputs(row, x_bytes, known, tail_bytes, oldest, taps, kernel, shift, silent, to, width)
+            row = x + first * x_bytes + at
+            _move_tail(row, x_bytes, own, tail_bytes, end - first, past, has_history, width)
 
 
 @causal_conv.variant("native", on="cpu", when=float32_rows, native=True)
@@ -187,6 +211,6 @@ def _causal_conv(
         *(tail, *memory.strides, *where.words, activation is None, out),
         rows=rows.count,
         seqs=len(slots),
-        scratch=64 * width,
+        scratch=4 * CHANNELS * width,
     )
     return out
