@@ -52,8 +52,9 @@ def summary(result: Facts) -> Iterator[str]:
     checks, of = result["checks"], f"of {result['checks']['tokens']} greedy tokens"
     yield (
         f"checked: {checks['batch_size']} requests at once write what each writes alone for "
-        f"{checks['batch_equals_single_for']} {of}, and the reference ops write it for "
-        f"{checks['equals_reference_for']}"
+        f"{checks['batch_equals_single_for']} {of}; the reference ops write the same for "
+        f"{checks['equals_reference_for']}, and find none of the first {checks['wanted']} further than "
+        f"{checks['largest_gap']:.2g} (in logits) below their own choice"
     )
 
 

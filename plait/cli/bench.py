@@ -62,7 +62,7 @@ def _sizes(command: Any) -> Any:
     type=click.IntRange(0),
     default=16,
     show_default=True,
-    help="so many first greedy tokens must be those of the reference ops",
+    help="so many first greedy tokens must be the reference ops' choice, or a near tie of it",
 )
 @click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="also an HTML page with charts")

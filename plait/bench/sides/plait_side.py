@@ -56,6 +56,15 @@ class Side:
         outputs = self.llm.generate(prompts, self._params(tokens))
         return [list(out.outputs[0].token_ids) for out in outputs]
 
+    def gaps(self, prompts: list[list[int]], outputs: list[list[int]]) -> list[list[float]]:
+        """By how much the largest logit is above that of each output token, given what is before it."""
+        found = []
+        for ids, out in zip(prompts, outputs, strict=True):
+            logits = self.llm.logits([*ids, *out])[len(ids) - 1 : -1]
+            chosen = logits[range(len(out)), out]
+            found.append((logits.amax(-1) - chosen).tolist())
+        return found
+
     def prefill(self, ids: list[int], level: str) -> float:
         if level == "runner":
             return sum(seconds for _, _, seconds in self._steps([ids], 1))
