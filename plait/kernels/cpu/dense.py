@@ -33,6 +33,7 @@ from plait.quant.weight import Dense, Weight
 PAIR_BYTES = {"float32": 128, "bfloat16": 64, "float16": 64}  # two inputs of a tile
 CHUNK = 512  # inputs whose products are summed before they join the rest: a pair of tiles stays in L2
 BLOCK = 192  # rows of one piece of work
+SHORT = 32768  # bytes of a tile that prefetching hardware has hardly begun to follow
 
 # How sixteen weights of an even and of an odd input are read, `w` being their address.
 _READ = {
@@ -62,12 +63,6 @@ def _part(rows: int, tiles: int, kind: str) -> str:
     lines += [f"    w{t} = w + {t} * tile_bytes" for t in range(tiles)]
     lines += [f"    e{r}{t}, o{r}{t} = zero_f32(), zero_f32()" for r, t in grid]
     lines += ["    for k in range(n // 2):"]
-    if rows == 1:
-        lines += [
-            f"        prefetch(w{t} + {step} * k + AHEAD + {i})"
-            for t in range(tiles)
-            for i in range(0, step, 64)
-        ]
     lines += [f"        a{t}, b{t} = {even}, {odd}".format(w=f"w{t} + {step} * k") for t in range(tiles)]
     for r in range(rows):
         lines += [f"        v, u = spread_f32(x{r} + 8 * k), spread_f32(x{r} + 8 * k + 4)"]
@@ -98,11 +93,9 @@ import numpy as np
 from plait.kernels.cpu.frame import rows_of, word
 from plait.kernels.cpu.kernel import inline, kernel
 from plait.kernels.cpu.vec import (
-    add, atomic_add, fma, get_i64, high_bf16, load_f16, load_f32, load_i32, load_some, low_bf16, prefetch,
+    add, atomic_add, fma, get_i64, high_bf16, load_f16, load_f32, load_i32, load_some, low_bf16,
     spread_f32, store_some, zero_f32,
 )
-
-AHEAD = 2048
 
 
 @inline
@@ -120,14 +113,16 @@ $parts
 @inline
 def tiles_of(x, row_bytes, n, w, tile_bytes, begin, end, n_out, bias, out, out_bytes, rows):
     """Rows through the tiles begin..end."""
-    for t in range(begin, end, 2):
+    # One row reads short tiles one by one, as one stream: the machine's own prefetch then crosses their ends.
+    step = 1 if rows == 1 and tile_bytes <= $short else 2
+    for t in range(begin, end, step):
         to, left = out + 64 * t, n_out - 16 * t
         k = 0
         while k < n:
             count = n - k if n - k < $chunk * 3 // 2 else $chunk
             at = w + t * tile_bytes + k // 2 * $pair_bytes
             plus = bias + 64 * t if bias != 0 and k + count == n else 0
-            if end - t > 1:
+            if min(end - t, step) == 2:
                 $two
             else:
                 $one
@@ -176,6 +171,7 @@ def product(kind: str) -> Kernel:
         one=_dispatch(1, shapes),
         chunk=CHUNK,
         block=BLOCK,
+        short=SHORT,
         pair_bytes=PAIR_BYTES[kind],
     )
     made: Kernel = getattr(generated(f"dense_{kind}", source), f"dense_{kind}")
