@@ -31,6 +31,7 @@ CPU_KERNELS: tuple[str, ...] = (
     "conv",
     "gated_norm",
     "scan",
+    "mamba3",
 )
 
 
