@@ -1,7 +1,7 @@
-"""The numbers of this machine on the demo models: JSON in benchmarks/results/, and a table.
+"""The numbers of this machine on the demo models: JSON in benchmarks/results/, and tables.
 
-make bench                                     all demo models
-python benchmarks/run.py --only smollm2 --threads 1
+make bench                                                      all demo models
+python benchmarks/run.py --only smollm2 -- --compare llama.cpp  what follows -- is for `plait bench model`
 """
 
 from __future__ import annotations
@@ -11,29 +11,18 @@ import datetime
 import importlib
 import importlib.util
 import json
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from plait.bench import machine
+from plait.bench.report import model_report
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
-import machine  # noqa: E402  (a neighbour; benchmarks/ is not a package)
-
 MODELS_DIR = HERE.parent / "build" / "models"
-COLUMNS = {
-    "decode_tok_s": "decode tok/s",
-    "prefill_tok_s": "prefill tok/s",
-    "ttft_ms": "TTFT ms (16)",
-    "ttft_256_ms": "TTFT ms (256)",
-    "throughput_16_tok_s": "16-way tok/s",
-    "startup_s": "start-up s",
-    "loaded_rss_mib": "loaded MiB",
-    "peak_rss_mib": "peak MiB",
-}
 
 
 def smollm2() -> Path | None:
@@ -63,24 +52,22 @@ MODELS = {
 }
 
 
-def measure(path: Path, threads: int | None) -> dict[str, Any]:
-    """One model in a process of its own, so that its memory and start-up are its own. Raises SystemExit."""
-    command = [sys.executable, str(HERE / "measure.py"), str(path), "--started", str(time.time())]
-    command += ["--threads", str(threads)] if threads else []
+def measure(path: Path, options: list[str]) -> dict[str, Any]:
+    """What `plait bench model` says of one model. Raises SystemExit."""
+    command = [sys.executable, "-m", "plait", "bench", "model", str(path), "--cpu", "--json", *options]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=HERE.parent)
     if run.returncode:
         raise SystemExit(f"{path.name}: measuring it failed, see above; no numbers are written")
-    result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(run.stdout)
     return result
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """The results as a Markdown table."""
-    lines = ["| model | " + " | ".join(COLUMNS.values()) + " |", "|---|" + "---:|" * len(COLUMNS)]
-    for name, result in results.items():
-        cells = [f"{result.get(column, '–'):g}" if column in result else "–" for column in COLUMNS]
-        lines.append(f"| {MODELS[name][0]} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def nameless(result: dict[str, Any], name: str) -> dict[str, Any]:
+    """The result without paths of this machine."""
+    result["model"]["path"] = name
+    for side in result["sides"].values():
+        side["model"] = Path(side["model"]).name
+    return result
 
 
 def main() -> None:
@@ -88,11 +75,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=MODELS, action="append", help="this model; may be repeated")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: Plait's own choice")
     parser.add_argument("--dry", action="store_true", help="write no file")
+    parser.add_argument("options", nargs="*", help="after --: options of `plait bench model`")
     given = parser.parse_args()
-    here = machine.describe()
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # of others, before we start
     results = {}
     for name in given.only or MODELS:
         title, find = MODELS[name]
@@ -100,22 +85,13 @@ def main() -> None:
         if path is None:
             print(f"{title}: it is not installed, so it is left out", file=sys.stderr)
             continue
-        print(f"{title} …", file=sys.stderr, flush=True)
-        results[name] = measure(path, given.threads)
+        results[name] = nameless(measure(path, given.options), title)
+        model_report(results[name], Console(width=160))
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    report = {
-        "date": date,
-        "machine": here,
-        "load_before": load,
-        "threads": given.threads,
-        "results": results,
-    }
-    print(json.dumps(report, indent=2))
-    print("\n" + table(results))
-    if not given.dry:
-        target = HERE / "results" / f"{date}-{machine.slug(here)}.json"
+    if results and not given.dry:
+        target = HERE / "results" / f"{date}-{machine.slug(machine.describe())}.json"
         target.parent.mkdir(exist_ok=True)
-        target.write_text(json.dumps(report, indent=2) + "\n")
+        target.write_text(json.dumps({"date": date, "results": results}, indent=2) + "\n")
         print(f"\nwritten to {target.relative_to(HERE.parent)}", file=sys.stderr)
 
 

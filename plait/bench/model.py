@@ -174,8 +174,8 @@ def check(
     agreed, gap = _beside_reference(job, few, say, wanted)
     if gap > TIE:
         raise WrongOutput(
-            f"{job.model}: the reference ops find one of the first {wanted} greedy tokens {gap:.3g} (in logits) "
-            f"worse than their own choice, and {TIE} is allowed; `plait bench op` finds the op that differs"
+            f"{job.model}: one of the first {wanted} greedy tokens is {gap:.3g} (in logits) below what the "
+            f"reference ops choose, and {TIE} is allowed; `plait bench op` finds the op that differs"
         )
     texts = {OURS: say, **{r.side.name: r.side.greedy(few, tokens) for r in running[1:]}}
     checks = {

@@ -146,6 +146,7 @@ def op(name: str | None, as_json: bool, **given: Any) -> None:
     plait bench op
     plait bench op linear --threads 1 --json
     """
+    from plait.bench.model import WrongOutput
     from plait.bench.ops import bench_ops
     from plait.bench.report import ops_report
 
@@ -154,6 +155,10 @@ def op(name: str | None, as_json: bool, **given: Any) -> None:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
         ops_report(result, _console())
+    if wrong := [row for row in result["rows"] if row["wrong"]]:
+        first = wrong[0]
+        where = f"{first['op']} {first['variant']} ({first['case']})"
+        raise WrongOutput(f"{len(wrong)} rows are wrong, the first is {where}: {first['wrong']}")
 
 
 def say(text: str) -> None:

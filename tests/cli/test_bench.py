@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 import plait.bench.ops as bench_ops
+from plait.bench import machine
 from plait.bench.compare import SOURCE, contestant
 from plait.bench.measure import Measure, Row, Workload, capped, one, take_turns
 from plait.bench.model import agreement, named, shortest_agreement
@@ -271,3 +272,12 @@ def test_the_work_of_realistic_cases_is_known() -> None:
     assert work.flops == 2 * 2 * 64 * 32
     assert work.nbytes == 4 * (64 * 32 + 2 * 64 + 2 * 32)
     assert work_of("rms_norm", case, args) is None
+
+
+def test_the_machine_is_described_and_has_a_name_for_files() -> None:
+    described = machine.describe()
+    assert described["cores"] >= 1
+    assert described["cpu"]
+    slug = machine.slug(described)
+    assert slug.endswith("-cores")
+    assert slug == slug.lower().replace(" ", "-")
