@@ -10,6 +10,7 @@ of rows, nor with how tiles are shared among threads.
 from __future__ import annotations
 
 import mmap
+import platform
 from functools import cache
 from string import Template
 
@@ -24,7 +25,7 @@ from plait.kernels.cpu.frame import word
 from plait.kernels.cpu.kernel import Kernel, generated, inline, kernel
 from plait.kernels.cpu.packed import Packed, multiply
 from plait.kernels.cpu.rows import float32_rows
-from plait.kernels.cpu.target import TARGETS, host_features
+from plait.kernels.cpu.target import DOT, TARGETS, host_features
 from plait.kernels.cpu.vec import get_i32, get_u8, put_i32, put_u8
 from plait.ops.linear import Activations, Packing, linear
 from plait.ops.registry import Facts
@@ -267,6 +268,9 @@ def plain_numbers(facts: Facts) -> str | None:
     kind = facts.sizes.get("kind", str(facts.dtype).removeprefix("torch."))
     if kind not in PAIR_BYTES:
         return f"it reads plain numbers, not {kind}"
+    # The oldest x86-64 has no F16C: LLVM would call a function that is in no library of ours.
+    if kind == "float16" and DOT == "generic" and platform.machine().lower() in ("x86_64", "amd64"):
+        return "processors without F16C cannot widen float16"
     if facts.sizes.get("activations", "float32") != "float32":
         return "it does not round activations"
     return float32_rows(facts)
