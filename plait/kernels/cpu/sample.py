@@ -145,49 +145,43 @@ def largest_rows(frame, args, thread, threads):
         put_i64(ids + 8 * r, where)
 
 
-# ---- pairs (logit, id) in a heap: float32 values and int32 ids side by side in memory ----
+# ---- pairs (logit, id): float32 values and int32 ids, side by side in memory ----
 @inline
-def _ahead(v, i, w, j, rising):
-    """Whether (v, i) comes before (w, j): larger first and the lower id among equals; if rising, after it."""
-    return (v > w or (v == w and i < j)) != rising
-
-
-@inline
-def _sift(values, ids, at, count, v, i, rising):
-    """Put (v, i) where it belongs, from place `at` of a heap of `count` downwards."""
-    while True:
-        child = 2 * at + 1
-        if child >= count:
-            break
-        w, j = get_f32(values + 4 * child), get_i32(ids + 4 * child)
-        if child + 1 < count:
-            w2, j2 = get_f32(values + 4 * child + 4), get_i32(ids + 4 * child + 4)
-            if _ahead(w2, j2, w, j, rising):
-                child, w, j = child + 1, w2, j2
-        if not _ahead(w, j, v, i, rising):
-            break
-        put_f32(values + 4 * at, w)
-        put_i32(ids + 4 * at, j)
-        at = child
-    put_f32(values + 4 * at, v)
-    put_i32(ids + 4 * at, i)
+def _digit(bits, shift):
+    """Eight bits of a number that rises where the float with these bits falls."""
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return ((rising ^ 0x7FFFFFFF) >> shift) & 255
 
 
 @inline
-def _heap(values, ids, count, rising):
-    for step in range(count // 2):
-        at = count // 2 - 1 - step
-        _sift(values, ids, at, count, get_f32(values + 4 * at), get_i32(ids + 4 * at), rising)
+def _sort(values, ids, spare, count):
+    """Falling values, equal ones in the order they came in: a radix sort, which guesses no branches.
 
-
-@inline
-def _pop(values, ids, count, rising):
-    """The first of a heap of `count` goes to its end, which is no longer part of it."""
-    last = count - 1
-    v, i = get_f32(values + 4 * last), get_i32(ids + 4 * last)
-    put_f32(values + 4 * last, get_f32(values))
-    put_i32(ids + 4 * last, get_i32(ids))
-    _sift(values, ids, np.int64(0), last, v, i, rising)
+    Values and ids have room for as many as the vocabulary has, and so has `spare`, the other place of every
+    pass; what lies behind the ids counts 256 digits (`drawn_rows` lays it out).
+    """
+    size = ids - values
+    counts = ids + size
+    source, to = values, spare
+    for shift in range(0, 32, 8):
+        for digit in range(256):
+            put_i32(counts + 4 * digit, np.int32(0))
+        for i in range(count):
+            at = counts + 4 * _digit(np.int64(get_i32(source + 4 * i)), shift)
+            put_i32(at, np.int32(get_i32(at) + 1))
+        before = 0
+        for digit in range(256):
+            here = get_i32(counts + 4 * digit)
+            put_i32(counts + 4 * digit, np.int32(before))
+            before += here
+        for i in range(count):
+            bits = get_i32(source + 4 * i)
+            at = counts + 4 * _digit(np.int64(bits), shift)
+            place = np.int64(get_i32(at))
+            put_i32(at, np.int32(place + 1))
+            put_i32(to + 4 * place, bits)
+            put_i32(to + size + 4 * place, get_i32(source + size + 4 * i))
+        source, to = to, source
 
 
 @inline
@@ -195,28 +189,12 @@ def _top_of_group(x, n):
     if n == GROUP:
         a, b = largest(load_f32(x), load_f32(x + 64)), largest(load_f32(x + 128), load_f32(x + 192))
         return peak(largest(a, b))
+    if n == 16:
+        return peak(load_f32(x))
     top = np.float32(-np.inf)
     for j in range(n):
         top = max(top, get_f32(x + 4 * j))
     return top
-
-
-@inline
-def _keep_top(x, vocab, k, values, ids):
-    """The k largest of a row, in falling order."""
-    for i in range(k):
-        put_f32(values + 4 * i, get_f32(x + 4 * i))
-        put_i32(ids + 4 * i, np.int32(i))
-    _heap(values, ids, k, True)
-    for start in range(k, vocab, GROUP):
-        n = min(GROUP, vocab - start)
-        if _top_of_group(x + 4 * start, n) > get_f32(values):
-            for i in range(start, start + n):
-                v = get_f32(x + 4 * i)
-                if v > get_f32(values):  # an equal one of a higher id comes after it
-                    _sift(values, ids, np.int64(0), k, v, np.int32(i), True)
-    for step in range(k - 1):
-        _pop(values, ids, k - step, True)
 
 
 @inline
@@ -229,10 +207,28 @@ def _keep_above(x, vocab, bound, values, ids):
             for i in range(start, start + n):
                 v = get_f32(x + 4 * i)
                 if v >= bound:
-                    put_f32(values + 4 * count, v)
+                    put_f32(values + 4 * count, v + np.float32(0.0))  # no -0: it equals 0
                     put_i32(ids + 4 * count, np.int32(i))
                     count += 1
     return count
+
+
+@inline
+def _keep_top(x, vocab, k, memory):
+    """The k largest of a row, in falling order; how many there are (fewer only among NaN)."""
+    values, ids, spare = memory
+    # The k-th largest of the maxima of groups is not above the k-th largest of all, and lets few by.
+    size = GROUP if vocab // GROUP >= 2 * k else 16
+    groups, bound = vocab // size, np.float32(-np.inf)
+    if groups >= k:
+        for g in range(groups):
+            put_f32(values + 4 * g, _top_of_group(x + 4 * size * g, size))
+            put_i32(ids + 4 * g, np.int32(0))
+        _sort(values, ids, spare, groups)
+        bound = get_f32(values + 4 * (k - 1))
+    count = _keep_above(x, vocab, bound, values, ids)
+    _sort(values, ids, spare, count)
+    return min(k, count)
 
 
 # ---- weights ----
@@ -294,7 +290,9 @@ def _draw_of_top(x, vocab, k, settings, memory):
     """With a limit of k: their order is needed whole, because their mass is."""
     temperature, top_p, min_p, uniform = settings
     values, ids, weights = memory
-    _keep_top(x, vocab, k, values, ids)
+    k = _keep_top(x, vocab, k, memory)
+    if k == 0:  # nothing but NaN, which `largest` tells who asks
+        return np.int32(0)
     top, total = np.float64(get_f32(values)), 0.0
     for j in range(k):
         weight = _exp((np.float64(get_f32(values + 4 * j)) - top) / temperature)
@@ -312,7 +310,7 @@ def _draw_of_top(x, vocab, k, settings, memory):
 
 @inline
 def _draw_of_all(x, vocab, settings, memory):
-    """Without a limit: the largest are taken from a heap until what they hold decides.
+    """Without a limit: the largest are taken until what they hold decides.
 
     What lies under `floor` weighs less together than the part that cannot be chosen.
     """
@@ -328,21 +326,20 @@ def _draw_of_all(x, vocab, settings, memory):
     count = _keep_above(x, vocab, np.float32(bound), values, ids)
     if count == 0:  # there is a NaN in the row, which `largest` tells who asks
         return np.int32(0)
-    _heap(values, ids, count, False)
+    _sort(values, ids, weights, count)
     cut = top_p < 1.0 or min_p > 0.0
     kept, mass = np.int64(0), 0.0
     while kept < count:
-        weight = _exp((np.float64(get_f32(values)) - top) / temperature)
+        weight = _exp((np.float64(get_f32(values + 4 * kept)) - top) / temperature)
         if kept > 0 and ((top_p < 1.0 and mass >= top_p * total) or weight < min_p or weight == 0.0):
             break
-        _pop(values, ids, count - kept, False)
         put_f64(weights + 8 * kept, weight)
         mass += weight
         kept += 1
         if not cut and mass > uniform * total:
             break
     target = uniform * (mass if cut else total)
-    return get_i32(ids + 4 * (count - 1 - _chosen(weights, kept, target)))
+    return get_i32(ids + 4 * _chosen(weights, kept, target))
 
 
 @kernel
@@ -357,7 +354,7 @@ def drawn_rows(frame, args, thread, threads):
     )
     top_p, min_p, uniform, out = word(args, 7), word(args, 8), word(args, 9), word(args, 10)
     rows, scratch = rows_of(frame, args), scratch_of(frame, thread)
-    memory = (scratch + 8 * vocab, scratch + 12 * vocab, scratch)
+    memory = (scratch + 8 * vocab, scratch + 12 * vocab, scratch)  # values, ids, weights; then counts
     for r in range(rows * thread // threads, rows * (thread + 1) // threads):
         k, at = get_i64(top_k + 8 * r), 8 * r
         settings = (get_f64(heat + at), get_f64(top_p + at), get_f64(min_p + at), get_f64(uniform + at))
@@ -400,7 +397,7 @@ def _sample(
     out = cpu.empty(rows.count, dtype=torch.int64)
     settings = (temperature, top_k, top_p, min_p, uniform)
     where = (logits, rows.row_bytes, rows.width)
-    scratch = -(-16 * rows.width // 64) * 64  # whole cache lines
+    scratch = -(-16 * rows.width // 64) * 64 + 1024  # whole cache lines, and the counts of a sort
     cpu.launch(drawn_rows, *where, *settings, out, rows=rows.count, scratch=scratch)
     return out
 
