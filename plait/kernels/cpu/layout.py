@@ -1,31 +1,26 @@
 """How each block format is kept for the CPU kernels, and the memory it is kept in.
 
-A tile is sixteen outputs. Inside, K is cut into steps; a step is one record of whole cache lines: the codes of
-its blocks of 32, then scales as vectors of sixteen. A *quad*, four neighbours in K of the sixteen outputs, is 64
-bytes (`byte[4n + j]` is number 4q + j of output n), so that one dot product with four activations serves all
-sixteen and nothing is added across lanes. Codes are unsigned; what must be subtracted from them (`zero`) is paid
-once per group with the sum of the group's activations, and a minimum likewise.
+A tile is sixteen outputs. Inside, K is cut into steps; a step is one record of whole cache lines: the codes
+of its blocks of 32, then scales as vectors of sixteen. A *quad*, four neighbours in K of the sixteen outputs,
+is 64 bytes (`byte[4n + j]` is number 4q + j of output n), so that one dot product with four activations
+serves all sixteen and nothing is added across lanes. Codes are unsigned; what must be subtracted from them
+(`zero`) is paid once per group with the sum of the group's activations, and a minimum likewise.
 
 Of a code, the low `bits` are in one plane and the `high` ones in another. A vector of the low plane holds one
-quad (8 bits), quads i and i + 4 (4 bits) or 4 i … 4 i + 3 (2 bits); one of the high plane holds eight quads (1
-bit) or four (2 bits), lowest bits first.
+quad (8 bits), quads i and i + 4 (4 bits) or 4i … 4i + 3 (2 bits); one of the high plane holds eight quads
+(1 bit) or four (2 bits), lowest bits first.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 TILE = 16  # outputs
 BLOCK = 32  # activations that share a scale
 LINE = 64  # bytes
-HUGE = 2 << 20  # bytes of a large page
 Scales = Literal["half", "half, half", "byte", "byte, byte", "nibbles"]
 
 
@@ -122,16 +117,3 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     }
 )
 """By the name of a GGUF block format."""
-
-
-def weight_memory(nbytes: int) -> Tensor:
-    """uint8 [nbytes] of zeros that start at a large page, on large pages where the system has them.
-
-    A file's mapping cannot have those, and reading weights is what a decode step does.
-    """
-    buffer = mmap.mmap(-1, nbytes + HUGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        buffer.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(buffer, dtype=torch.uint8)
-    start = -whole.data_ptr() % HUGE
-    return whole[start : start + nbytes]

@@ -30,7 +30,7 @@ def pack(cpu: Executor, weight: Weight, dtype: torch.dtype) -> Packed:
         weight.format,
         n_out,
         n_in,
-        linear_kernel(weight.format, layout),
+        linear_kernel(layout),
         2 * layout.rounded_bytes(n_in),
     )
 

@@ -1,9 +1,9 @@
 """The text of the kernels of quantized linear maps: one per layout, made when a model needs it.
 
-A kernel rounds its rows to int8 first and then multiplies, in one launch. Rounded rows are kept in *bundles* of
-as many as one register tile takes: for each block of 32 inputs, 32 codes of every row, then a scale of every
-row, then a number per group of weights. That number is what the zero point takes off, as an int32 to start the
-integer sum with, or what the minimum is multiplied by.
+A kernel rounds its rows to int8 first and then multiplies, in one launch. Rounded rows are kept in *bundles*
+of as many as one register tile takes: for each block of 32 inputs, 32 codes of every row, then a scale of
+every row, then a number per group of weights. That number is what the zero point takes off, as an int32 to
+start the integer sum with, or what the minimum is multiplied by.
 
 An output is a sum over groups, in order, of fma(integer sum · activation scale, weight scale, sum): the same
 operations whatever the rows beside it, the thread, or the instruction set.
@@ -15,23 +15,24 @@ from functools import cache
 from string import Template
 
 from plait.kernels.cpu.kernel import Kernel, generated
-from plait.kernels.cpu.layout import BLOCK, LINE, Layout
+from plait.kernels.cpu.layout import BLOCK, LAYOUTS, LINE, Layout
 
 BUNDLES = (8, 4, 2, 1)  # rows of codes in a register tile, the larger first
-AHEAD = {64: 3072, 256: 6144}  # bytes that weights are fetched before they are needed, by the length of a step
+AHEAD = {64: 3072, 256: 6144}  # bytes that weights are fetched before they are needed, by the step's length
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
 
-_SOURCE = Template('''"""Quantized linear map: made by plait.kernels.cpu.linear_source."""
+_SOURCE = Template('''"""Quantized linear map, made by plait.kernels.cpu.linear_source."""
 import numpy as np
 
 from plait.kernels.cpu.frame import barrier, rows_of, shared_of, word
 from plait.kernels.cpu.kernel import inline, kernel
 from plait.kernels.cpu.vec import (
-    absolute, add, add_i32, and_i32, dot, dot8, fma, get_i64, high4, largest, left, load_f16, load_f32, load_i32,
-    load_i8, load_some, load_u8, low4, mul, nearest, or_i32, peak, prefetch, put_f32, put_i32, right, spread,
-    spread_f32, spread_i32, spread_int, store_i8, store_some, sub, sum_i32, to_f32, to_i32, total, zero_f32,
-    zero_i32,
+    absolute, add, add_i32, and_i32, dot, dot8, fma, get_i64, high4, largest, left, load_f16, load_f32,
+    load_i32, load_i8, load_some, load_u8, low4, mul, nearest, or_i32, peak, prefetch, put_f32, put_i32,
+    right, spread, spread_f32, spread_i32, spread_int,
+    store_i8, store_some, sub, sum_i32, to_f32, to_i32, total,
+    zero_f32, zero_i32,
 )
 
 SMALLEST = np.float32(3.8e-37)  # below it, 127 / largest is no float32: such a block is zeros
@@ -75,20 +76,19 @@ def round_rows(x, row_bytes, n, to, rows, terms, thread, threads):
         row, first = i // blocks, i % blocks
         last = min(blocks, first + end - i)
         at, size, start = row * terms, $largest, 0
-        whole = codes // size * size  # where bundles of this size end
+        whole = (codes + 1) // size * size  # where bundles of this size end
         while at >= whole:
             start, size = whole, size // 2
-            whole = start + (codes - start) // size * size
+            whole = start + (codes - start + (1 if size > 2 else 0)) // size * size
         start += (at - start) // size * size
         bundle = to + start * blocks * $record
         for b in range(first, last):
+            block = bundle + b * size * $record
             if 32 * b < n:
-                round_block(x + row * row_bytes + 128 * b, bundle + b * size * $record, size, at - start, terms)
+                round_block(x + row * row_bytes + 128 * b, block, size, at - start, terms)
             else:
                 for k in range(terms):
-                    put_codes(
-                        bundle + b * size * $record, size, at - start + k, zero_f32(), zero_f32(), np.float32(0.0)
-                    )
+                    put_codes(block, size, at - start + k, zero_f32(), zero_f32(), np.float32(0.0))
         i += last - first
 
 
@@ -97,16 +97,6 @@ def keep(out, value, bias, columns):
     if bias != 0:
         value = add(value, load_some(bias, np.int32(columns)))
     store_some(out, value, np.int32(columns))
-
-
-$tiles
-
-
-@inline
-def through(w, a, codes, blocks, steps, terms, out, out_bytes, bias, columns):
-    """Bundles through one tile."""
-    at = 0
-$bundles
 
 
 @inline
@@ -118,8 +108,9 @@ def pieces(rows, terms, panel, n_out):
 @kernel
 def linear_rows(frame, args, thread, threads):
     """The words of `packed`."""
-    x, row_bytes, n, weight, n_out = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
-    bias, out, out_bytes, terms = word(args, 7), word(args, 8), word(args, 9), word(args, 10)
+    x, row_bytes, n, weight = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    n_out, bias, out, out_bytes = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
+    terms = word(args, 10)
     groups, starts, weights, room = word(args, 11), word(args, 12), word(args, 13), word(args, 14)
     rows = rows_of(frame, args)
     if groups != 0:
@@ -128,7 +119,9 @@ def linear_rows(frame, args, thread, threads):
     blocks = steps * $blocks
     rounded, each = shared_of(frame), blocks * $record
     alone = rows * terms <= $alone and threads * rows * terms * each <= room
+    apart = 2 * each  # room for one row of codes more than a group has: its last bundle may be larger
     if alone:
+        apart = terms * each
         rounded += thread * rows * terms * each
     panel, work = max($largest, $panel // each // $largest * $largest), 0
     me, all_of_us = (0, 1) if alone else (thread, threads)
@@ -137,9 +130,8 @@ def linear_rows(frame, args, thread, threads):
         work = pieces(rows, terms, panel, n_out)
     for g in range(groups):
         first, end = get_i64(starts + 8 * g), get_i64(starts + 8 * g + 8)
-        round_rows(
-            x + first * row_bytes, row_bytes, n, rounded + first * terms * each, end - first, terms, me, all_of_us
-        )
+        to = rounded + first * apart
+        round_rows(x + first * row_bytes, row_bytes, n, to, end - first, terms, me, all_of_us)
         work += pieces(end - first, terms, panel, n_out)
     if not alone:
         barrier(frame, threads)
@@ -148,20 +140,16 @@ def linear_rows(frame, args, thread, threads):
     for g in range(max(groups, 1)):
         first, end = 0, rows
         if groups != 0:
-            first, end, weight = get_i64(starts + 8 * g), get_i64(starts + 8 * g + 8), get_i64(weights + 8 * g)
+            first, end = get_i64(starts + 8 * g), get_i64(starts + 8 * g + 8)
+            weight = get_i64(weights + 8 * g)
         count = pieces(end - first, terms, panel, n_out)
         for i in range(max(mine, before) - before, min(stop, before + count) - before):
             at, t = i // tiles * panel, i % tiles
-            through(
-                weight + t * steps * $nbytes,
-                rounded + (first * terms + at) * each,
-                min(panel, (end - first) * terms - at),
-                blocks, steps, terms,
-                out + (first + at // terms) * out_bytes + 64 * t,
-                out_bytes,
-                bias + 64 * t if bias != 0 else 0,
-                n_out - 16 * t,
-            )
+            weights_at, rounded_at = weight + t * steps * $nbytes, rounded + first * apart + at * each
+            to, plus = out + (first + at // terms) * out_bytes + 64 * t, bias + 64 * t if bias != 0 else 0
+            columns = n_out - 16 * t
+            codes = min(panel, (end - first) * terms - at)
+$bundles
         before += count
 ''')
 
@@ -246,46 +234,48 @@ def _block(layout: Layout, rows: int) -> list[str]:
     return lines
 
 
-def _tile(layout: Layout, rows: int) -> str:
-    """The text of the function that takes one bundle of `rows` rows of codes through one tile."""
-    lines = ["@inline", f"def tile_{rows}(w, a, steps, terms, out, out_bytes, bias, columns):"]
-    lines += [f"    c{r} = zero_f32()" for r in range(rows)]
-    lines += ["    for _ in range(steps):"]
+def _tile(layout: Layout, rows: int) -> list[str]:
+    """Statements that take a bundle of `rows` rows of codes, at address a, through a tile."""
+    lines = ["w = weights_at", *(f"c{r} = zero_f32()" for r in range(rows)), "for _ in range(steps):"]
     if not layout.scales.startswith("half"):
-        lines.append(f"        outer = load_f16(w + {layout.outer_at})")
+        lines.append(f"    outer = load_f16(w + {layout.outer_at})")
         if layout.zero is None:
-            lines.append(f"        lower = load_f16(w + {layout.outer_at + 32})")
-    lines.append(f"        for b in range({layout.blocks}):")
+            lines.append(f"    lower = load_f16(w + {layout.outer_at + 32})")
+    lines.append(f"    for b in range({layout.blocks}):")
     per = -(-layout.nbytes // LINE // layout.blocks)
     body = [f"prefetch(w + {AHEAD[layout.step] + LINE * k} + {LINE * per} * b)" for k in range(per)]
     body += [*_block(layout, rows), f"a += {rows * layout.rounded_block}"]
-    lines += [" " * 12 + line for line in body]
-    lines.append(f"        w += {layout.nbytes}")
-    if rows == 1:
-        return "\n".join([*lines, "    keep(out, c0, bias, columns)"])
-    lines.append("    if terms == 1:")
-    lines += [f"        keep(out + {r} * out_bytes, c{r}, bias, columns)" for r in range(rows)]
-    lines.append("    else:")
-    for r in range(0, rows, 2):
-        lines.append(f"        keep(out + {r // 2} * out_bytes, add(c{r}, c{r + 1}), bias, columns)")
-    return "\n".join(lines)
+    lines += [" " * 8 + line for line in body]
+    lines.append(f"    w += {layout.nbytes}")
+    if rows > 1:
+        lines.append("if terms == 2:")
+        lines.append("    " + "; ".join(f"c{r} = add(c{2 * r}, c{2 * r + 1})" for r in range(rows // 2)))
+    for r in range(rows):
+        guard = f"if {r} < kept: " if r else ""
+        lines.append(f"{guard}keep(to + {r} * out_bytes, c{r}, plus, columns)")
+    return lines
 
 
-def _through(layout: Layout) -> list[str]:
+def _bundles(layout: Layout) -> list[str]:
+    """Statements that take `codes` rows of codes through a tile. One row less than a large bundle takes is
+    one, too: what is computed beside it is not kept."""
     lines = []
     for rows in BUNDLES:
         lines += [
-            f"while codes - at >= {rows}:",
-            f"    to = a + at * blocks * {layout.rounded_block}",
-            f"    tile_{rows}(w, to, steps, terms, out + at // terms * out_bytes, out_bytes, bias, columns)",
-            f"    at += {rows}",
+            f"while codes >= {rows - 1 if rows > 2 else rows}:",
+            f"    a, kept = rounded_at, min({rows}, codes) // terms",
+            *("    " + line for line in _tile(layout, rows)),
+            f"    rounded_at += {rows} * each",
+            "    to += kept * out_bytes",
+            f"    codes -= {rows}",
         ]
     return lines
 
 
 @cache
-def linear_kernel(name: str, layout: Layout) -> Kernel:
-    """The kernel of `packed.multiply` for a layout; `name` is what it is called in the cache."""
+def linear_kernel(layout: Layout) -> Kernel:
+    """The kernel of `packed.multiply` for weights in that layout."""
+    name = next(name for name, other in LAYOUTS.items() if other == layout)
     source = _SOURCE.substitute(
         step=layout.step,
         blocks=layout.blocks,
@@ -295,8 +285,7 @@ def linear_kernel(name: str, layout: Layout) -> Kernel:
         panel=PANEL,
         alone=ALONE,
         sums="\n".join("    " + line for line in _sums(layout)),
-        tiles="\n\n\n".join(_tile(layout, rows) for rows in BUNDLES),
-        bundles="\n".join("    " + line for line in _through(layout)),
+        bundles="\n".join(" " * 12 + line for line in _bundles(layout)),
     )
     made: Kernel = generated(f"linear_{name.lower()}", source).linear_rows
     return made

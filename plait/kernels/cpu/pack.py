@@ -12,9 +12,10 @@ from functools import cache
 import torch
 
 from plait.errors import ShapeMismatch
+from plait.kernels.cpu.dense import room
 from plait.kernels.cpu.executor import Executor
 from plait.kernels.cpu.kernel import Kernel, generated
-from plait.kernels.cpu.layout import BLOCK, LAYOUTS, TILE, Layout, weight_memory
+from plait.kernels.cpu.layout import BLOCK, LAYOUTS, TILE, Layout
 from plait.quant.gguf import Gguf, block_type
 
 _HEAD = '''"""Packs {name} blocks: made by plait.kernels.cpu.pack."""
@@ -67,7 +68,8 @@ def put_half(a, source, flip):
 @kernel
 def pack(frame, args, thread, threads):
     """Source, its row stride, outputs, blocks of 32 in a row, packed."""
-    source, row_bytes, n_out, blocks, packed = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
+    source, row_bytes, n_out, blocks = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    packed = word(args, 6)
     steps = (blocks + {per_step} - 1) // {per_step}
     tiles = (n_out + 15) // 16
     for t in range(tiles * thread // threads, tiles * (thread + 1) // threads):
@@ -221,8 +223,9 @@ def packed(cpu: Executor, weight: Gguf) -> torch.Tensor:
     data = weight.data
     if data.device.type != "cpu" or (data.shape[1] > 1 and data.stride(1) != 1):
         raise ShapeMismatch(
-            f"packing wants rows of dense bytes in the CPU's memory, got {data.device} with strides {data.stride()}"
+            f"packing wants rows of dense bytes in the CPU's memory, got {data.device} "
+            f"with strides {data.stride()}"
         )
-    out = weight_memory(-(-n_out // TILE) * layout.tile_bytes(n_in))
+    out = room(-(-n_out // TILE) * layout.tile_bytes(n_in))
     cpu.launch(packer(weight.format), data, data.stride(0), n_out, n_in // BLOCK, out, rows=n_out)
     return out
