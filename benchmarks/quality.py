@@ -27,23 +27,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plait.bench import machine
+from plait.checkpoint.weights import Target, Weights
+from plait.config import EngineConfig, Quantize
+from plait.engine.load import Opened, open_model
+from plait.kernels.load import executor, load
+from plait.memory import block_groups, has_slots
+from plait.model.decoder import Decoder
+from plait.ops.linear import Activations
+from plait.quant.gguf import Gguf
+from plait.runner.runner import ModelRunner
+from plait.runner.sampler import Sampler
+from plait.state.store import StateStore
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
-import machine  # noqa: E402  (a neighbour; benchmarks/ is not a package)
-
-from plait.checkpoint.weights import Target, Weights  # noqa: E402
-from plait.config import EngineConfig, Quantize  # noqa: E402
-from plait.engine.load import Opened, open_model  # noqa: E402
-from plait.kernels.load import executor, load  # noqa: E402
-from plait.memory import block_groups, has_slots  # noqa: E402
-from plait.model.decoder import Decoder  # noqa: E402
-from plait.ops.linear import Activations  # noqa: E402
-from plait.quant.gguf import Gguf  # noqa: E402
-from plait.runner.runner import ModelRunner  # noqa: E402
-from plait.runner.sampler import Sampler  # noqa: E402
-from plait.state.store import StateStore  # noqa: E402
-
 TEXT = HERE / "text" / "king-james.txt"
 WINDOW = 512
 PEER = """
