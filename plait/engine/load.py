@@ -152,8 +152,10 @@ def load(model: str, config: EngineConfig, on_progress: Progress | None = None) 
     spec = decoder.spec
     _check_vocabulary(config.vocab, language.tokenizer, spec.vocab_size)
     banned = _banned(language.tokenizer, spec.vocab_size)
-    sampler = Sampler(spec.vocab_size, banned=banned, device=device.type, ops=config.ops)
-    target.bound.append(sampler.binding)
+    sampler = Sampler(
+        spec.vocab_size, banned=banned, device=device.type, ops=config.ops, executor=target.executor
+    )
+    target.bound.extend(sampler.bindings)
     report("preparing the step (the first start compiles kernels)", 0, 1)
     capacity = Capacity.of(
         config.max_num_batched_tokens, config.max_num_seqs, sizing.max_model_len, sizing.block_size

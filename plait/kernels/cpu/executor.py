@@ -116,9 +116,11 @@ class Program:
     scratch: int = 0
     shared: int = 0
     table: Any = None
+    address: int = 0  # of the table
 
     def sealed(self) -> Program:
         self.table = np.array(self.entries or [0, 0], np.int64)
+        self.address = self.table.ctypes.data
         return self
 
 
@@ -152,12 +154,14 @@ class Executor:
         self._sync[:] = self._mailbox[:] = 0
         self._mailbox[NAP : NAP + 16].view(np.int64)[:] = (0, 200_000)
         self._frame[layout.SYNC] = self._sync.ctypes.data
+        self._counters = int(self._sync.ctypes.data) + 2 * LINE
         self._frame[layout.WORK] = self._counters
         self._scratch, self._shared = aligned(0), aligned(0)
         self._one = np.zeros(2, np.int64)
-        self._post(TABLE, self._one.ctypes.data)
+        self._one_address = self._one.ctypes.data
+        self._words = {at: self._mailbox[at : at + 8].view(np.int64) for at in (TABLE, COUNT, FRAME)}
         self._post(FRAME, self._frame.ctypes.data)
-        address = self._mailbox.ctypes.data
+        self._address = address = self._mailbox.ctypes.data
         self._workers = [
             threading.Thread(target=_work, args=(address, i, threads), name=f"plait-cpu-{i}", daemon=True)
             for i in range(1, threads)
@@ -205,7 +209,7 @@ class Executor:
             self._grow(scratch, shared)
             self._frame[layout.TOKENS], self._frame[layout.SEQS] = rows, seqs
             self._one[:] = kernel.address, array.ctypes.data
-            self._play(self._one, 1)
+            self._play(self._one_address, 1)
 
     def run(self, program: Program, *, tokens: int, logits: int, seqs: int) -> None:
         """Replay a recorded step for this many tokens, rows of logits and sequences."""
@@ -213,7 +217,7 @@ class Executor:
             self._grow(program.scratch, program.shared)
             frame = self._frame
             frame[layout.TOKENS], frame[layout.LOGITS], frame[layout.SEQS] = tokens, logits, seqs
-            self._play(program.table, len(program.kernels))
+            self._play(program.address, len(program.kernels))
 
     @contextmanager
     def recording(self, tokens: int, logits: int) -> Iterator[Program]:
@@ -230,10 +234,6 @@ class Executor:
     @property
     def is_recording(self) -> bool:
         return self._program is not None
-
-    @property
-    def _counters(self) -> int:
-        return int(self._sync.ctypes.data) + 2 * LINE
 
     def _record(
         self, program: Program, kernel: Kernel, words: list[int], args: Any, rows: int, need: tuple[int, int]
@@ -260,24 +260,23 @@ class Executor:
         return any(b.ctypes.data <= at < b.ctypes.data + max(b.nbytes, 1) for b in blocks)
 
     def _grow(self, scratch: int, shared: int) -> None:
-        if self._scratch.nbytes < scratch * self.threads:
-            self._scratch = aligned(scratch * self.threads)
+        frame, each = self._frame, -(-scratch // LINE) * LINE
+        if frame[layout.SCRATCH_SIZE] < each:
+            self._scratch = aligned(each * self.threads)
+            frame[layout.SCRATCH], frame[layout.SCRATCH_SIZE] = self._scratch.ctypes.data, each
         if self._shared.nbytes < shared:
             self._shared = aligned(shared)
-        frame = self._frame
-        frame[layout.SCRATCH] = self._scratch.ctypes.data
-        frame[layout.SCRATCH_SIZE] = self._scratch.nbytes // self.threads // LINE * LINE
-        frame[layout.SHARED] = self._shared.ctypes.data
+            frame[layout.SHARED] = self._shared.ctypes.data
 
     def _play(self, table: Any, count: int) -> None:
         if self._closed:
             raise EngineError("the CPU executor is closed")
-        self._post(TABLE, table.ctypes.data)
+        self._post(TABLE, table)
         self._post(COUNT, count)
-        _run(self._mailbox.ctypes.data, self.threads)
+        _run(self._address, self.threads)
 
     def _post(self, place: int, value: int) -> None:
-        self._mailbox[place : place + 8].view(np.int64)[0] = value
+        self._words[place][0] = value
 
 
 def _word(value: Any) -> int:
