@@ -141,6 +141,16 @@ def load(model: str, config: EngineConfig, on_progress: Progress | None = None) 
     device, why = choose_device(config.device)
     log.info("device: %s (%s)", device, why)
     target = _target(opened, device)
+    try:
+        return _load(opened, config, target, report)
+    except BaseException:
+        if target.executor:
+            target.executor.close()
+        raise
+
+
+def _load(opened: Opened, config: EngineConfig, target: Target, report: Progress) -> Loaded:
+    device = target.device
     log.info("activations: %s, keys and values: %s", target.activations, target.kv_dtype)
     report("loading the tokenizer", 0, 1)
     language = opened.language()

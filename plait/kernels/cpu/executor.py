@@ -97,6 +97,16 @@ def _ring(mailbox):
     _wake(mailbox)
 
 
+def _worker(memory: tuple[Any, Any], thread: int, threads: int) -> None:
+    """A thread's life. It holds the memory that it looks at: native code has addresses only."""
+    _work(memory[0].ctypes.data, thread, threads)
+
+
+def _stop(mailbox: Any) -> None:
+    mailbox[STOP : STOP + 4].view(np.int32)[0] = 1
+    _ring(mailbox.ctypes.data)
+
+
 def aligned(nbytes: int, boundary: int = LINE) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Bytes that start at a multiple of `boundary`, not initialised."""
     raw = np.empty(nbytes + boundary, np.uint8)
@@ -161,14 +171,16 @@ class Executor:
         self._one_address = self._one.ctypes.data
         self._words = {at: self._mailbox[at : at + 8].view(np.int64) for at in (TABLE, COUNT, FRAME)}
         self._post(FRAME, self._frame.ctypes.data)
-        self._address = address = self._mailbox.ctypes.data
+        self._address = self._mailbox.ctypes.data
+        memory = (self._mailbox, self._sync)
         self._workers = [
-            threading.Thread(target=_work, args=(address, i, threads), name=f"plait-cpu-{i}", daemon=True)
+            threading.Thread(target=_worker, args=(memory, i, threads), name=f"plait-cpu-{i}", daemon=True)
             for i in range(1, threads)
         ]
         for worker in self._workers:
             worker.start()
         self._closed = False
+        weakref.finalize(self, _stop, self._mailbox)  # nobody closed it: its threads must not stay
 
     def close(self) -> None:
         """Stop the workers. Nothing can run afterwards."""
@@ -176,8 +188,7 @@ class Executor:
             if self._closed:
                 return
             self._closed = True
-            self._mailbox[STOP : STOP + 4].view(np.int32)[0] = 1
-            _ring(self._mailbox.ctypes.data)
+            _stop(self._mailbox)
         for worker in self._workers:
             worker.join()
 

@@ -2,8 +2,8 @@
 
 Every kernel has one signature: (frame, args, thread, threads), all int64. `args` is the address of the
 words that `Executor.launch` wrote: the numbers and addresses of one use. `frame` is the address of what
-changes from step to step (`frame.py`). All threads run a kernel together, each doing its share; it may meet the others at
-`barrier(frame, threads)`.
+changes from step to step (`frame.py`). All threads run a kernel together, each doing its share; it may meet
+the others at `barrier(frame, threads)`.
 """
 
 from __future__ import annotations

@@ -362,7 +362,7 @@ def _nanosleep(b: Any, spec: ir.Value) -> ir.Value:
 
 
 def _futex(b: Any, address: ir.Value, operation: ir.Value, value: ir.Value) -> ir.Value:
-    """Linux on x86-64, syscall 202: operation 128 waits while *address == value, 129 wakes `value` threads."""
+    """Linux on x86-64, syscall 202. Operation 128: wait while *address == value; 129: wake `value` threads."""
     kind = ir.FunctionType(i64, [i64], var_arg=True)
     fn = cgutils.get_or_insert_function(b.module, kind, "syscall")
     null = ir.Constant(i64, 0)
