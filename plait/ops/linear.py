@@ -22,6 +22,7 @@ from plait.quant.weight import Dense, Weight
 
 Activations = Literal["float32", "int8", "int8x2"]
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")
+SMALLEST = 3.8e-37  # largest number of a block that is not taken for zero
 BLOCK = 32  # activations that share a scale
 
 CASES: list[dict[str, Any]] = [
@@ -60,7 +61,8 @@ def rounded(x: Tensor, activations: Activations) -> Tensor:
     """x: [..., n], n a multiple of 32 -> what the int8 numbers of x stand for."""
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
-    scale, per_unit = largest / 127, torch.where(largest > 0, 127 / largest, 0.0)
+    # Below this, 127 / largest is infinite: such numbers are zeros here.
+    scale, per_unit = largest / 127, torch.where(largest >= SMALLEST, 127 / largest, 0.0)
     first = (blocks * per_unit).round()
     kept = first * scale
     if activations == "int8x2":

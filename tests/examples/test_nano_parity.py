@@ -19,7 +19,7 @@ ASKED = "<|user|>Tell me of David.<|assistant|>"
 def test_logits_agree_with_the_trained_model(nano_hybrid: Path, prompt: str) -> None:
     ids = Tokenizer.from_file(str(nano_hybrid / "tokenizer.json")).encode(prompt).ids
     expected = checkpoint.load_model(nano_hybrid).logits(ids)
-    with LLM(str(nano_hybrid), dtype="float32", device="cpu") as llm:
+    with LLM(str(nano_hybrid), dtype="float32", device="cpu", precise=True) as llm:
         found = llm.logits(ids)
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
@@ -29,7 +29,7 @@ def test_logits_agree_over_many_chunks(nano_hybrid: Path) -> None:
     """200 ids cross several chunks of the recurrence; any ids will do."""
     ids = torch.randint(4, 4000, (200,)).tolist()
     expected = checkpoint.load_model(nano_hybrid).logits(ids)
-    with LLM(str(nano_hybrid), dtype="float32", device="cpu") as llm:
+    with LLM(str(nano_hybrid), dtype="float32", device="cpu", precise=True) as llm:
         torch.testing.assert_close(llm.logits(ids), expected, rtol=2e-4, atol=2e-4)
 
 
@@ -37,7 +37,7 @@ def test_greedy_generation_follows_the_trained_model(nano_hybrid: Path) -> None:
     """Token by token, through cached state, Plait picks what the trained model ranks first."""
     model = checkpoint.load_model(nano_hybrid)
     ids = Tokenizer.from_file(str(nano_hybrid / "tokenizer.json")).encode(VERSE).ids
-    with LLM(str(nano_hybrid), dtype="float32", device="cpu") as llm:
+    with LLM(str(nano_hybrid), dtype="float32", device="cpu", precise=True) as llm:
         output = llm.generate([ids], SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))[0]
     drawn = list(output.outputs[0].token_ids)
     assert len(drawn) == 24
