@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ COMMAND, STOP, ASLEEP, TABLE, COUNT, FRAME, NAP = (LINE * i for i in range(7))  
 AWAKE_SPINS = 20_000  # about half a millisecond: the next step of a running engine comes sooner
 HAS_FUTEX = platform.system() == "Linux" and platform.machine() == "x86_64"
 HUGE = 2 << 20
+SMALL = 64  # tokens: longer steps have work enough between barriers
 
 
 @inline
@@ -134,6 +136,36 @@ class Program:
         return self
 
 
+class Pace:
+    """How many threads a small step gets: all, unless somebody else uses the cores.
+
+    A thread that has lost its core keeps the others waiting at every barrier, for a scheduler's slice each
+    time. If many barriers of a step had long waits, the next ones run on the calling thread alone, twice as
+    many each time; if that is slower, the waits had another reason and are ignored for a while. The number
+    of threads never changes a result.
+    """
+
+    FIRST, MOST, TRUST = 16, 1024, 512  # steps alone at first and at most; steps in which waits are ignored
+
+    def __init__(self) -> None:
+        self.alone = 0  # steps still to run alone
+        self._span, self._ignored, self._waiting_s = self.FIRST, 0, 0.0
+
+    def observe(self, seconds: float, waits: int, launches: int) -> None:
+        """What a small step took; `waits`: barriers of it with a long wait."""
+        if self.alone:
+            self.alone -= 1
+            if seconds > self._waiting_s:
+                self.alone, self._ignored, self._span = 0, self.TRUST, self.FIRST
+        elif self._ignored:
+            self._ignored -= 1
+        elif waits * 4 > launches:
+            self.alone, self._waiting_s = self._span, seconds
+            self._span = min(2 * self._span, self.MOST)
+        elif waits * 16 < launches:
+            self._span = self.FIRST
+
+
 class Arena:
     """Memory of a recording: what the model lets go of is used again by what it computes later."""
 
@@ -157,11 +189,13 @@ class Executor:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._lock = threading.RLock()
+        self._pace = Pace()
         self._program: Program | None = None
         self._arena: Arena | None = None
         self._frame = np.zeros(layout.WORDS, np.int64)
         self._sync, self._mailbox = aligned(LINE * 8), aligned(LINE * 8)
         self._sync[:] = self._mailbox[:] = 0
+        self._waits = self._sync[4 * LINE : 4 * LINE + 4].view(np.int32)
         self._mailbox[NAP : NAP + 16].view(np.int64)[:] = (0, 200_000)
         self._frame[layout.SYNC] = self._sync.ctypes.data
         self._counters = int(self._sync.ctypes.data) + 2 * LINE
@@ -228,7 +262,14 @@ class Executor:
             self._grow(program.scratch, program.shared)
             frame = self._frame
             frame[layout.TOKENS], frame[layout.LOGITS], frame[layout.SEQS] = tokens, logits, seqs
-            self._play(program.address, len(program.kernels))
+            launches, pace = len(program.kernels), self._pace
+            if self.threads == 1 or tokens > SMALL:
+                self._play(program.address, launches)
+                return
+            started = time.perf_counter()
+            self._waits[0] = 0
+            self._play(program.address, launches, 1 if pace.alone else self.threads)
+            pace.observe(time.perf_counter() - started, int(self._waits[0]), launches)
 
     @contextmanager
     def recording(self, tokens: int, logits: int) -> Iterator[Program]:
@@ -279,12 +320,12 @@ class Executor:
             self._shared = aligned(shared)
             frame[layout.SHARED] = self._shared.ctypes.data
 
-    def _play(self, table: Any, count: int) -> None:
+    def _play(self, table: int, count: int, threads: int | None = None) -> None:
         if self._closed:
             raise EngineError("the CPU executor is closed")
         self._post(TABLE, table)
         self._post(COUNT, count)
-        _run(self._address, self.threads)
+        _run(self._address, threads or self.threads)
 
     def _post(self, place: int, value: int) -> None:
         self._words[place][0] = value
