@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from plait import spec
@@ -11,11 +10,26 @@ from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.batch import Batch
 from plait.model.mamba2 import ShortConv
+from plait.ops.activation import activate, step_sizes
 from plait.ops.gated_norm import gated_rms_norm
-from plait.ops.mamba3 import mamba3_scan
-from plait.ops.norm import rms_norm
+from plait.ops.mamba3 import mamba3_scan, norm_for_heads
+from plait.ops.rows import map_heads
 from plait.ops.ssm_exact import mamba3_exact
 from plait.state.store import StateStore
+
+
+class HeadMap:
+    """One linear map that every head goes through: [T, H, n_in] -> [T, H, n_out]."""
+
+    def __init__(self, w: Weights, name: str, n_out: int, n_in: int, heads: int) -> None:
+        # As plain numbers: it is small, and heads are no rows that kernels of packed weights can count.
+        self.weight = w.tensor(f"{name}.weight", (n_out, n_in)).expand(heads, -1, -1)
+        bias = w.optional(f"{name}.bias", (n_out,))
+        self.bias = None if bias is None else bias.expand(heads, -1)
+        self._map = w.bind(map_heads, heads=heads)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._map(x, self.weight, self.bias)  # type: ignore[no-any-return]
 
 
 class Mamba3:
@@ -23,7 +37,7 @@ class Mamba3:
         self.spec, self.name = s, w.prefix
         hidden, heads, per_head = w.target.hidden_size, s.num_heads, (s.num_heads, s.state_size)
         inner, bc = heads * s.head_dim, s.num_groups * s.state_size
-        self.sizes = [inner, inner, bc, bc, heads]
+        self.sizes = [inner, inner + 2 * bc, heads]  # the gate; x, B and C; step sizes
         self.width = s.head_dim * max(s.mimo_rank, 1)  # of a head inside the scan
         self.in_proj = w.linear("in", in_size=hidden, out_sizes=(sum(self.sizes),))
         self.out = w.linear("out", in_size=inner, out_sizes=(hidden,))
@@ -32,17 +46,20 @@ class Mamba3:
         self.theta = w.linear("theta", in_size=hidden, out_sizes=(turns,)) if s.complex_rope else None
         self.conv = ShortConv(w, inner + 2 * bc, s.conv_kernel) if s.conv_kernel else None
         mimo = (self.width, s.head_dim)
-        self.mimo_up = w.linear("mimo_up", in_size=mimo[1], out_sizes=mimo[:1]) if s.mimo_rank else None
-        self.mimo_down = w.linear("mimo_down", in_size=mimo[0], out_sizes=mimo[1:]) if s.mimo_rank else None
+        self.mimo_up = HeadMap(w, "mimo_up", *mimo, heads) if s.mimo_rank else None
+        self.mimo_down = HeadMap(w, "mimo_down", *mimo[::-1], heads) if s.mimo_rank else None
         self.A, self.D, self.dt_bias = (
             w.tensor(name, (heads,), torch.float32) for name in ("A", "D", "dt_bias")
         )
-        self.b_bias, self.c_bias = w.tensor("b_bias", per_head), w.tensor("c_bias", per_head)
+        self.bias = torch.cat([w.tensor(name, per_head) for name in ("b_bias", "c_bias")])
         self.bc_weight = w.tensor("bc_norm.weight", (s.state_size,))
         self.norm_weight = w.tensor("gated_norm.weight", (inner,))
         facts = {"heads": heads, "dim": self.width, "state": s.state_size}
         self._scan = w.bind(mamba3_exact if s.mode == "exact" else mamba3_scan, **facts)
-        self._norm = w.bind(rms_norm, size=s.state_size)
+        self._norm = w.bind(norm_for_heads, size=s.state_size)
+        self._step_sizes = w.bind(step_sizes, heads=heads)
+        self._sigmoid = w.bind(activate, kind="sigmoid", gated=False)
+        self._silu = None if self.conv else w.bind(activate, kind="silu", gated=False)
         self._gate = w.bind(gated_rms_norm, size=inner, groups=1)
         self.states: dict[str, State] = {} if s.mode == "exact" else {self.name: self._memory()}
 
@@ -62,16 +79,15 @@ class Mamba3:
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
         s, state = self.spec, store[self.name] if self.states else {}
-        gate, u, B, C, dt = self.in_proj(x).split(self.sizes, -1)
-        if self.conv:
-            u, B, C = self.conv(torch.cat([u, B, C], -1), batch, state.get("conv")).split(self.sizes[1:4], -1)
-        else:
-            u = F.silu(u)
-        u = u.unflatten(-1, (s.num_heads, -1))
+        gate, mixed, dt = self.in_proj(x).split(self.sizes, -1)
+        mixed = self.conv(mixed, batch, state.get("conv")) if self.conv else mixed
+        u, bc = mixed[:, : self.sizes[0]], mixed[:, self.sizes[0] :].unflatten(-1, (-1, s.state_size))
+        u = (self._silu(u, "silu", False) if self._silu else u).unflatten(-1, (s.num_heads, -1))
         u = self.mimo_up(u) if self.mimo_up else u
-        dt = F.softplus(dt.float() + self.dt_bias).clamp(*s.dt_limit)
+        B, C = self._norm(bc, self.bc_weight, self.bias, s.bc_norm.eps).chunk(2, 1)
+        dt = self._step_sizes(dt, self.dt_bias, *s.dt_limit)
         theta = self.theta(x).unflatten(-1, (s.num_heads, -1)) if self.theta else None
-        blend, B, C = self.blend(x).sigmoid(), self._per_head(B, self.b_bias), self._per_head(C, self.c_bias)
+        blend = self._sigmoid(self.blend(x), "sigmoid", False)
         args = (u, dt, blend, theta, self.A, B, C, self.D)
         if self.states:
             memory = (state["ssm"], state.get("angle"), state["prev_b"], state["prev_x"])
@@ -81,9 +97,3 @@ class Mamba3:
             y = self._scan(*args, batch.query_start, s.chunk_size)
         y = self.mimo_down(y) if self.mimo_down else y
         return self.out(self._gate(y.flatten(1), gate, self.norm_weight, s.gated_norm.eps))
-
-    def _per_head(self, m: Tensor, bias: Tensor) -> Tensor:
-        """[T, G·N] -> [T, H, N], normed and shifted. A group serves H/G neighbouring heads."""
-        s = self.spec
-        m = self._norm(m.unflatten(-1, (s.num_groups, -1)), self.bc_weight, s.bc_norm.eps)
-        return m.repeat_interleave(s.num_heads // s.num_groups, 1) + bias

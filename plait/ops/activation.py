@@ -17,6 +17,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
 }
 CASES: list[dict[str, Any]] = [
     dict(tokens=tokens, size=size, kind=kind)
@@ -27,6 +28,7 @@ CASES: list[dict[str, Any]] = [
         (7, 24, "gelu_pytorch_tanh"),
         (3, 48, "relu"),
         (1, 40, "relu2"),
+        (9, 20, "sigmoid"),
     )
 ]
 
@@ -45,7 +47,7 @@ def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
 
 @activate.inputs
 def _activate_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
-    gated = case["tokens"] != 7
+    gated = case["tokens"] not in (7, 9)
     x = torch.randn(case["tokens"], case["size"] * (1 + gated), dtype=dtype, device=device)
     return (2 * x, case["kind"], gated), {}
 

@@ -1,4 +1,4 @@
-"""oxidizr's Mamba3 scan: a trapezoidal input term, and B and C rotated by a running angle."""
+"""oxidizr's Mamba3: B and C for every head, and a scan with a trapezoidal input term and a running angle."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.ops.conv import ragged_case
+from plait.ops.norm import rms_norm
 from plait.ops.registry import Arguments, op
 from plait.ops.ssm import CASES, SSD_CHUNK, begin, pieces, ssd
 
@@ -115,3 +116,28 @@ def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Argumen
     slot_tensors = (state, angle, normal(num_slots, heads, size), normal(num_slots, heads, dim))
     where = (slots, query_start, has_history, case["decodes"])
     return (x, dt, blend, theta, A, B, C, D, *slot_tensors, *where), {}
+
+
+@op(
+    cases=[
+        dict(tokens=1, groups=2, heads=2, state=16),
+        dict(tokens=33, groups=2, heads=8, state=128),
+        dict(tokens=5, groups=6, heads=12, state=5),
+    ]
+)
+def norm_for_heads(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """The RMS norm of every group, given to each of its heads, which adds a bias of its own.
+
+    x: [T, G, N], weight: [N], bias: [H, N], group h // (H/G) serving head h -> [T, H, N] in x's dtype.
+    """
+    normed: Tensor = rms_norm.reference(x, weight, eps)
+    return normed.repeat_interleave(len(bias) // x.shape[1], 1) + bias
+
+
+@norm_for_heads.inputs
+def _norm_for_heads_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=device)
+
+    size = case["state"]
+    return (normal(case["tokens"], case["groups"], size), normal(size), normal(case["heads"], size), 1e-6), {}

@@ -70,7 +70,7 @@ def test_an_activation_is_right_to_the_last_bits(cpu: Any, kind: str) -> None:
     assert ((got - want).abs()[normal] / want.abs()[normal]).max() < bound
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sigmoid"])
 def test_activations_of_extreme_numbers(cpu: Any, kind: str) -> None:
     x = torch.tensor([[1e30, 3e38, math.inf, -1e30, -3e38, -math.inf, 1e-40, -1e-40, 0.0, -0.0, math.nan]])
     up = kind.removesuffix("2") == "relu" and kind.endswith("2")
@@ -80,6 +80,12 @@ def test_activations_of_extreme_numbers(cpu: Any, kind: str) -> None:
     assert got[3:6] == [0.0] * 3
     assert max(abs(v) for v in got[6:10]) < 1.1e-40
     assert math.isnan(got[10])
+
+
+def test_a_sigmoid_of_extreme_numbers(cpu: Any) -> None:
+    x = torch.tensor([[1e30, math.inf, -1e30, -math.inf, 1e-40, -0.0, math.nan]])
+    got = _activate(cpu, x, "sigmoid", False)
+    torch.testing.assert_close(got, x.sigmoid(), equal_nan=True)
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -35,8 +35,8 @@ from plait.kernels.cpu.vec import (
 from plait.ops.activation import activate, combine, gate_rows, rescale
 from plait.ops.registry import Facts
 
-KINDS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
-SILU, GELU, GELU_TANH, RELU, RELU2 = range(len(KINDS))
+KINDS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid")
+SILU, GELU, GELU_TANH, RELU, RELU2, SIGMOID = range(len(KINDS))
 PIECE = 256  # floats that a thread takes at a time, so that one long row is enough for all threads
 
 
@@ -99,6 +99,12 @@ def _relu(x):
 def _relu2(x):
     positive = _relu(x)
     return mul(positive, positive)
+
+
+@inline
+def _sigmoid(x):
+    # exp makes a number of a NaN: only what is below 0 or above -1 is one.
+    return where_less(x, zero_f32(), sigmoid(x), where_less(spread(np.float32(-1.0)), x, sigmoid(x), x))
 
 
 @inline
@@ -167,6 +173,16 @@ def _relu2_piece(x, up, out, n):
 
 
 @inline
+def _sigmoid_piece(x, up, out, n):
+    full = n // 16 * 64
+    for at in range(0, full, 64):
+        _put(out, up, at, _sigmoid(load_f32(x + at)))
+    left = np.int32(n % 16)
+    if left > 0:
+        _put_some(out, up, full, _sigmoid(load_some(x + full, left)), left)
+
+
+@inline
 def _piece(item, n):
     """Piece `item` of rows of n floats: its row, its first float and how many there are."""
     pieces = (n + PIECE - 1) // PIECE
@@ -206,8 +222,10 @@ def activate_rows(frame, args, thread, threads):
             _gelu_tanh_piece(gate, up, to, count)
         elif kind == RELU:
             _relu_piece(gate, up, to, count)
-        else:
+        elif kind == RELU2:
             _relu2_piece(gate, up, to, count)
+        else:
+            _sigmoid_piece(gate, up, to, count)
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""oxidizr's Mamba3 scan, token by token: a head of a sequence belongs to one thread."""
+"""oxidizr's Mamba3: B and C for every head; the scan, token by token, a head of a sequence by one thread."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.conv import Sequences, dense
 from plait.kernels.cpu.executor import LINE, Executor
-from plait.kernels.cpu.frame import SEQS, scratch_of, word
+from plait.kernels.cpu.frame import SEQS, rows_of, scratch_of, word
 from plait.kernels.cpu.kernel import inline, kernel
 from plait.kernels.cpu.maths import exp
 from plait.kernels.cpu.rows import Rows, float32_rows
 from plait.kernels.cpu.vec import (
+    add,
     atomic_add,
     fma,
     get_f32,
@@ -30,7 +31,7 @@ from plait.kernels.cpu.vec import (
     total,
     zero_f32,
 )
-from plait.ops.mamba3 import mamba3_scan
+from plait.ops.mamba3 import mamba3_scan, norm_for_heads
 
 TURN = 2 * math.pi
 
@@ -220,4 +221,39 @@ def _mamba3_scan(
         seqs=len(slots),
         scratch=2 * (-(-4 * size // LINE) * LINE) + LINE,
     )
+    return out
+
+
+@kernel
+def normed_heads(frame, args, thread, threads):
+    """x, its row and group strides, groups, heads of each, n, weight, bias (dense), eps, out (dense)."""
+    x, row_bytes, group_bytes, groups = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    heads, n, weight, bias = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
+    eps, out = get_f32(args + 80), word(args, 11)
+    items = rows_of(frame, args) * groups
+    for item in range(items * thread // threads, items * (thread + 1) // threads):
+        group, squares = item % groups, zero_f32()
+        own, to = x + item // groups * row_bytes + group * group_bytes, out + 4 * n * heads * item
+        for i in range(0, n, 16):
+            h = _load(own + 4 * i, n - i)
+            squares = fma(h, h, squares)
+        factor = spread(np.float32(1.0 / math.sqrt(np.float64(total(squares)) / n + np.float64(eps))))
+        for i in range(0, n, 16):
+            h = mul(mul(_load(own + 4 * i, n - i), factor), _load(weight + 4 * i, n - i))
+            for head in range(heads):
+                shift = _load(bias + 4 * (n * (heads * group + head) + i), n - i)
+                _store(to + 4 * (n * head + i), add(h, shift), n - i)
+
+
+@norm_for_heads.variant("native", on="cpu", when=float32_rows, native=True)
+def _norm_for_heads(cpu: Executor, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    rows, heads = Rows.of(x), len(bias)
+    if x.dim() != 3 or heads % rows.heads:
+        raise ShapeMismatch(f"{heads} heads cannot share the groups of x {list(x.shape)} evenly")
+    dense("weight", weight, rows.width)
+    dense("bias", bias, heads, rows.width)
+    out = cpu.empty(rows.count, heads, rows.width)
+    each = heads // rows.heads
+    where = (x, *rows.strides, rows.heads, each, rows.width)
+    cpu.launch(normed_heads, *where, weight, bias, float(eps), out, rows=rows.count)
     return out
