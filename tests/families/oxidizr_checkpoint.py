@@ -156,6 +156,21 @@ DENSE: Shapes = {
 }
 
 
+def zoo() -> Shapes:
+    """One layer of every kind that the format knows, feed-forwards mixed."""
+    return {
+        **ends(8, 11),
+        **mamba1_layer(0, 8),
+        **mamba2_layer(1, 8, 4, 4, 4),
+        **mamba3_layer(2, 8, 4, 4, 4, rank=2, conv=True),
+        **norms(3, 8), **mla(3, 8, 2, 4, 6, 4), **swiglu("layers.3.mlp", 8, 12),
+        **norms(4, 8), **gqa(4, 8, 4), **moe(4, 8, 3, 10),
+        **norms(5, 8), **mla(5, 8, 2, 4, 6, 4), **moe(5, 8, 3, 10),
+        **mamba2_layer(6, 8, 4, 4, 4), **swiglu("layers.6.mlp", 8, 12),
+        "layers.6.post_attention_layernorm.weight": (8,),
+    }  # fmt: skip
+
+
 @dataclass
 class Tensors:
     """A checkpoint in memory, which remembers what was read."""

@@ -25,19 +25,17 @@ from tests.families.oxidizr_checkpoint import (
     HYBRID,
     HYBRID_CONFIG,
     Run,
-    Shapes,
     ends,
     golden,
     gqa,
     logits,
-    mamba1_layer,
     mamba2_layer,
-    mamba3_layer,
     mla,
     moe,
     norms,
     resolve,
     swiglu,
+    zoo,
 )
 
 Model = dict[str, Tensor]
@@ -169,21 +167,6 @@ def test_groups_are_found_with_the_state_size() -> None:
     one = resolve(None, tensors).spec.layers[0][0].mixer
     assert isinstance(one, Mamba2)
     assert (one.num_groups, one.state_size) == (1, 6)
-
-
-def zoo() -> Shapes:
-    """One layer of every kind that the format knows, feed-forwards mixed."""
-    return {
-        **ends(8, 11),
-        **mamba1_layer(0, 8),
-        **mamba2_layer(1, 8, 4, 4, 4),
-        **mamba3_layer(2, 8, 4, 4, 4, rank=2, conv=True),
-        **norms(3, 8), **mla(3, 8, 2, 4, 6, 4), **swiglu("layers.3.mlp", 8, 12),
-        **norms(4, 8), **gqa(4, 8, 4), **moe(4, 8, 3, 10),
-        **norms(5, 8), **mla(5, 8, 2, 4, 6, 4), **moe(5, 8, 3, 10),
-        **mamba2_layer(6, 8, 4, 4, 4), **swiglu("layers.6.mlp", 8, 12),
-        "layers.6.post_attention_layernorm.weight": (8,),
-    }  # fmt: skip
 
 
 def test_layers_of_all_kinds_in_one_model() -> None:
