@@ -128,17 +128,19 @@ def walk(groups: Sequence[BlockGroup], vocab_size: int) -> Iterator[Plan]:
             if done[s] == 0:
                 fresh.append(slot)
             ids = tuple(torch.randint(1, vocab_size, (count,)).tolist())
-            tables = tuple(_table(order[s], done[s], done[s] + count, group.window) for group in groups)
+            tables = tuple(
+                table_of(order[s], done[s], done[s] + count, BLOCK, group.window) for group in groups
+            )
             chunks.append(Chunk(s, done[s], ids, tables, slot, count if step else 0))
             done[s] += count
         chunks.sort(key=lambda chunk: not (len(chunk.token_ids) == 1 and chunk.start > 0))
         yield Plan(step, tuple(chunks), fresh=tuple(fresh))
 
 
-def _table(blocks: Sequence[int], start: int, end: int, window: int | None) -> tuple[int, ...]:
-    """The blocks up to `end`; 0 for those that no token from `start` on can see."""
-    first = max(start - window + 1, 0) // BLOCK if window else 0
-    return tuple(block if i >= first else 0 for i, block in enumerate(blocks[: -(-end // BLOCK)]))
+def table_of(blocks: Sequence[int], start: int, end: int, size: int, window: int | None) -> tuple[int, ...]:
+    """The blocks of `size` tokens up to `end`; 0 for those that no token from `start` on can see."""
+    first = max(start - window + 1, 0) // size if window else 0
+    return tuple(block if i >= first else 0 for i, block in enumerate(blocks[: -(-end // size)]))
 
 
 def contents(store: StateStore, states: Mapping[str, Any]) -> list[Tensor]:

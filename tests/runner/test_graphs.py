@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import random
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from plait.engine.load import Loaded
-from plait.runner.graphs import recorded
+from plait.errors import CannotRecord
+from plait.kernels.cpu.norm import _rms_norm
+from plait.memory import PagedState, block_groups
+from plait.runner.graphs import Capacity, StaticBatch, ViewsOnly, recorded
 from plait.runner.inputs import build_batch
+from plait.schedule.plan import Chunk, Plan
 from tests.families import tiny
 from tests.runner.recordings import (
     BLOCK,
@@ -20,6 +28,7 @@ from tests.runner.recordings import (
     contents,
     loaded,
     memory,
+    table_of,
     walk,
     write,
 )
@@ -101,3 +110,166 @@ def test_what_cannot_be_recorded_says_why(name: str, checkpoints: Path) -> None:
         assert model.runner.step_kind == OP_BY_OP[name]
         row = next(binding for binding in model.target.bound if binding.op == "step")
         assert (row.variant, row.user) == ("op by op", OP_BY_OP[name])
+
+
+def mixed(folder: Path, into: Path, parts: tuple[str, ...]) -> Path:
+    """The same model, some maps of its first expert stored in another width."""
+    tensors = load_file(folder / "model.safetensors")
+    for part in parts:
+        name = f"layers.1.moe.experts.0.{part}_proj.weight"
+        tensors[name] = tensors[name].bfloat16()
+    save_file(tensors, into / "model.safetensors")
+    shutil.copy(folder / "config.json", into)
+    return into
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        (("gate", "up", "down"), "experts are stored in several ways: [('bfloat16', 8, 20, 'float32'), "),
+        (("up",), "expert 0 is not one packed map without a bias"),
+    ],
+)
+def test_experts_of_several_formats_run_one_by_one(
+    parts: tuple[str, ...], why: str, checkpoints: Path, tmp_path: Path
+) -> None:
+    folder = mixed(folder_of("oxidizr_hybrid", checkpoints), tmp_path, parts)
+    exact = {"kv_dtype": "float32"}
+    with loaded(folder, **exact) as model, loaded(folder, **exact, ops="reference") as reference:
+        assert model.runner.step_kind.startswith(f"a mixture of experts cannot be recorded: {why}")
+        ids = [1, 5, 2, 9, 3, 7]
+        got, want = (m.runner.logits(ids, 4) for m in (model, reference))
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_blocks_that_kernels_do_not_know_are_in_the_way(checkpoints: Path) -> None:
+    with loaded(folder_of("llama", checkpoints), block_size=8) as model:
+        assert "is computed by torch, outside of native kernels" in model.runner.step_kind
+        row = next(binding for binding in model.target.bound if binding.op == "paged_attention")
+        assert ("native", "it wants blocks of 16, 32, ... tokens, not of 8") in row.skipped
+
+
+def test_a_step_too_large_for_the_program_runs_op_by_op(checkpoints: Path) -> None:
+    """Logits of every token of a prompt are more rows than there are sequences."""
+    with loaded(folder_of("oxidizr_hybrid", checkpoints)) as model:
+        runner, ids = model.runner, (1, 5, 2, 9, 3, 7)
+        tables = tuple((1,) for _ in runner.groups)
+        plans = [Plan(0, (Chunk(0, 0, ids, tables, 1, n),), fresh=(1,)) for n in (1, 6)]
+        assert [runner._static is not None and runner._static.fits(plan) for plan in plans] == [True, False]
+        with torch.inference_mode():
+            recorded_one, all_six = (runner._logits(plan).clone() for plan in plans)
+        assert torch.equal(recorded_one, all_six[-1:])
+
+
+def test_without_an_executor_nothing_is_recorded(checkpoints: Path) -> None:
+    with loaded(folder_of("llama", checkpoints), ops="reference") as model:
+        assert model.runner.step_kind == "there is no executor of native kernels"
+
+
+def test_inside_a_recording_torch_only_looks(cpu: Any) -> None:
+    x, weight, wide = torch.randn(8, 12), torch.ones(6), torch.ones(12)
+    with cpu.recording(tokens=8, logits=9) as program, ViewsOnly():
+        left = x.view(8, 2, 6).split([1, 1], 1)[0].detach()
+        y = _rms_norm(cpu, left, weight, 1e-6)
+        with pytest.raises(CannotRecord, match=r"aten\.add\.Tensor is computed by torch"):
+            x + 1.0
+        with pytest.raises(CannotRecord, match=r"aten\.clone"):
+            x.T.contiguous()
+        with pytest.raises(CannotRecord, match="works on 7 rows, which is neither tokens nor rows of logits"):
+            _rms_norm(cpu, x[:7], wide, 1e-6)
+    x.mul_(3.0)
+    cpu.run(program, tokens=3, logits=1, seqs=1)
+    assert torch.equal(y[:3], _rms_norm(cpu, x[:3, None, :6], weight, 1e-6))
+
+
+# ---- the buffers that a program reads
+
+
+@pytest.mark.parametrize("seqs", [1, 2, 3, 8])
+def test_tokens_and_rows_of_logits_are_never_the_same_number(seqs: int) -> None:
+    for tokens in range(1, 12):
+        capacity = Capacity.of(tokens, seqs, max_model_len=33, block_size=16)
+        assert capacity.logits != capacity.tokens == tokens
+        assert seqs < capacity.logits <= seqs + 2
+        assert (capacity.seqs, capacity.blocks) == (seqs, 3)
+    assert Capacity.of(9, seqs, 0, 16).blocks == 1
+
+
+STATES = {"a": PagedState({"k": (2,)}), "b": PagedState({"k": (2,)}, window=6)}
+GROUPS = block_groups(STATES)
+SMALL = Capacity(tokens=24, logits=9, seqs=4, blocks=24)
+
+
+def lives(rng: random.Random, size: int, steps: int) -> Iterator[Plan]:
+    """Sequences come, grow, change rows, lose blocks behind their window, and end."""
+    running: dict[int, int] = {}  # sequence -> tokens so far
+    blocks: dict[tuple[int, int], list[int]] = {}
+    slots: dict[int, int] = {}
+    for step in range(steps):
+        for s in [s for s in running if rng.random() < 0.1 or running[s] + 12 > SMALL.blocks * size]:
+            del running[s]
+        while len(running) < SMALL.seqs and (not running or rng.random() < 0.4):
+            s = 10 * step + len(running)
+            running[s], slots[s] = 0, rng.randrange(1, 9)
+            for g in range(len(GROUPS)):
+                blocks[g, s] = rng.sample(range(1, 99), SMALL.blocks)
+        room, left, chunks = SMALL.tokens - len(running), SMALL.logits - len(running), []
+        for s in rng.sample(list(running), rng.randint(1, len(running))):
+            start = running[s]
+            more = rng.randint(0, min(room, 8)) if start == 0 or rng.random() < 0.3 else 0
+            room, end = room - more, start + 1 + more
+            tables = tuple(table_of(blocks[g, s], start, end, size, x.window) for g, x in enumerate(GROUPS))
+            wanted = rng.randint(0, min(1 + more, 1 + left))
+            left -= max(wanted - 1, 0)
+            ids = tuple(rng.randrange(99) for _ in range(end - start))
+            chunks.append(Chunk(s, start, ids, tables, slots[s], wanted))
+            running[s] = end
+        chunks.sort(key=lambda chunk: not (len(chunk.token_ids) == 1 and chunk.start > 0))
+        yield Plan(step, tuple(chunks))
+
+
+def assert_filled(static: StaticBatch, plan: Plan, size: int) -> None:
+    """Where a program looks, the buffers say what the tensors of this plan alone would."""
+    assert static.fits(plan)
+    tokens, rows = static.fill(plan)
+    want, got, seqs = build_batch(plan, GROUPS, size, torch.device("cpu")), static.batch, len(plan.chunks)
+    assert (tokens, rows) == (len(want.token_ids), len(want.logit_rows))
+    counts = {"token_ids": tokens, "positions": tokens, "query_start": seqs + 1, "seq_lens": seqs}
+    counts |= {"state_slots": seqs, "has_history": seqs, "logit_rows": rows}
+    for name, count in counts.items():
+        assert torch.equal(getattr(got, name)[:count], getattr(want, name)), name
+    for g, group in enumerate(GROUPS):
+        mine, theirs = got.paged[group.name], want.paged[group.name]
+        assert torch.equal(mine.slot_mapping[:tokens], theirs.slot_mapping)
+        for s, chunk in enumerate(plan.chunks):
+            count = len(chunk.blocks[g])
+            assert mine.block_table[s, :count].tolist() == theirs.block_table[s, :count].tolist()
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_buffers_follow_every_plan(size: int) -> None:
+    static, rng = StaticBatch(SMALL, GROUPS, size), random.Random(size)
+    addresses = static.batch.token_ids.data_ptr(), static.batch.paged["window:6"].block_table.data_ptr()
+    plans = list(lives(rng, size, 300))
+    for plan in plans:
+        assert_filled(static, plan, size)
+    assert addresses[0] == static.batch.token_ids.data_ptr()
+    assert addresses[1] == static.batch.paged["window:6"].block_table.data_ptr()
+    assert any(not sum(chunk.num_logits for chunk in plan.chunks) for plan in plans)
+    assert any(chunk.blocks[1][0] == 0 for plan in plans for chunk in plan.chunks)
+    assert {len(plan.chunks) for plan in plans} == {1, 2, 3, 4}
+
+
+def test_what_does_not_fit() -> None:
+    static = StaticBatch(SMALL, GROUPS, 4)
+
+    def plan(*chunks: tuple[int, int]) -> Plan:
+        """Of (tokens, rows of logits)."""
+        tables = (tuple(range(1, 8)),) * 2
+        return Plan(0, tuple(Chunk(s, 0, (7,) * n, tables, 1, rows) for s, (n, rows) in enumerate(chunks)))
+
+    assert static.fits(plan((24, 9)))
+    assert static.fits(plan((6, 0), (6, 0), (6, 0), (6, 0)))
+    assert not static.fits(plan((25, 1)))
+    assert not static.fits(plan((12, 5), (12, 5)))
+    assert not static.fits(plan(*[(1, 1)] * 5))
