@@ -7,14 +7,14 @@ buffers: one program serves every batch, decodes and pieces of prompts alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from plait.errors import CannotRecord
 from plait.memory import BlockGroup
@@ -46,13 +46,39 @@ class Capacity:
         return cls(max_num_batched_tokens, logits, max_num_seqs, max(blocks, 1))
 
 
-class ViewsOnly(TorchDispatchMode):
-    """Inside, torch may look at memory in other ways but not compute: a replay would not repeat that."""
+class ViewsOnly(TorchFunctionMode):
+    """Inside, torch may look at memory in other ways but not compute: a replay would not repeat that.
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and func is not torch.ops.aten.detach.default:
-            raise CannotRecord(f"{func} is computed by torch, outside of native kernels")
-        return func(*args, **(kwargs or {}))
+    What a torch function returns must be memory of its arguments, and it must not write. (A dispatch mode
+    would see less deep calls too, and costs a second: it imports torch's compiler.)
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", str(func))
+        if name == "frombuffer":  # how the executor makes room for a result
+            return result
+        known = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs or {}))}
+        made = [t for t in _tensors(result) if t.untyped_storage().data_ptr() not in known]
+        if made or _writes(name) or "out" in (kwargs or {}):
+            raise CannotRecord(f"{name} is computed by torch, outside of native kernels")
+        return result
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of that name changes its first argument: `add_`, `x[i] = y`, `x += y`."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name == "__setitem__" or (name.startswith("__i") and name != "__index__")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
 
 
 class StaticBatch:
@@ -129,7 +155,7 @@ class Program:
     def __init__(self, decoder: Decoder, store: StateStore, executor: Any, static: StaticBatch) -> None:
         self._executor, self._static = executor, static
         capacity = static.capacity
-        with executor.recording(capacity.tokens, capacity.logits) as self._program, ViewsOnly():  # type: ignore[no-untyped-call]
+        with executor.recording(capacity.tokens, capacity.logits) as self._program, ViewsOnly():
             self._logits = decoder(static.batch, store)
 
     @property
