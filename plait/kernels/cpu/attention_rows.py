@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from plait.kernels.cpu.frame import word
 from plait.kernels.cpu.kernel import inline
 from plait.kernels.cpu.maths import exp, tanh
 from plait.kernels.cpu.vec import (
@@ -35,6 +34,7 @@ from plait.kernels.cpu.vec import (
     sub,
     total,
     where_below,
+    word,
     zero_f32,
 )
 

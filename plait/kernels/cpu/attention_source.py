@@ -7,13 +7,15 @@ a row the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
-from pathlib import Path
+from functools import cache
 from types import ModuleType
+from typing import Any
 
 from plait.kernels.cpu.attention_rows import SIZES, TILE
 from plait.kernels.cpu.kernel import generated
+from plait.kernels.cpu.straight import Word, Writer, digest, straight
 
 TILES = 8  # of one unit of work, at most: they share the keys and values of a span while those are in L2
 FEW = 4  # rows: tiles up to here wait for memory, and ask for the next group while they work on one
@@ -38,7 +40,7 @@ class Form:
         return 4 * (self.span + 16)
 
     def scratch(self, k_dim: int, v_dim: int) -> int:
-        """Bytes per thread, in the order of `cover`, without what `locate` needs."""
+        """Bytes per thread, in the order of `attend`, without what `locate` needs."""
         record = record_bytes(v_dim)
         packed = TILES * TILE * k_dim * 4
         return self.span + TILE * self.line + TILE * record + packed + TILES * TILE * record
@@ -54,11 +56,14 @@ def module(form: Form) -> ModuleType:
 
 
 def source(form: Form) -> str:
-    digest = sha256(Path(__file__).with_name("attention_rows.py").read_bytes()).hexdigest()
+    made_from = digest("attention_source.py", "attention_rows.py")
     parts = [
-        _HEAD.format(name=form.name, digest=digest),
+        _HEAD.format(name=form.name, digest=made_from),
         form.prelude,
-        *(_scores(rows, form) + _values(rows, form) for rows in SIZES),
+        *(
+            _TILES.format(rows=n, key_size=form.key_size, value_size=form.value_size, line=form.line)
+            for n in SIZES
+        ),
         _BODY.format(
             span=form.span,
             groups=form.span // 16,
@@ -76,81 +81,126 @@ def source(form: Form) -> str:
     return "\n".join(parts)
 
 
-def _scores(rows: int, form: Form) -> str:
-    """Products of `rows` queries with keys, several groups of sixteen at a time."""
+@cache
+def scores(rows: int, key_size: int, line: int) -> Any:
+    """Block: products of `rows` queries with keys, several groups of sixteen at a time.
+
+    q: queries, [d][rows]; places: addresses of the keys of groups; to: scores, a row every `line` bytes.
+    """
     wide = 8 if rows <= 2 else 4 if rows <= 4 else 2
-    text = [f"\n@inline\ndef scores_{rows}(q, d, places, first, end, to):", "    last = end - 1"]
-    text += [f"    for g in range(first, end, {wide}):"]
-    for i in range(wide):  # a group too many is one computed twice
-        text += [f"        g{i} = min(g + {i}, last)", f"        k{i} = get_i64(places + 8 * g{i})"]
-    text += [f"        a{r}_{i} = zero_f32()" for r in range(rows) for i in range(wide)]
-    ahead = rows <= FEW
-    if ahead:
-        text += [f"        n{i} = get_i64(places + 8 * min(g + {wide + i}, last))" for i in range(wide)]
-    pair = form.key_size == 2
-    text += ["        for p in range(d // 2):" if pair else "        for p in range(d):"]
-    text += [f"            w{i} = load_{'i32' if pair else 'f32'}(k{i} + 64 * p)" for i in range(wide)]
-    if ahead:
-        text += [f"            prefetch(n{i} + 64 * p)" for i in range(wide)]
-    for half, unpack in enumerate(("low_bf16", "high_bf16") if pair else ("",)):
-        if pair:
-            text += [f"            x{i} = {unpack}(w{i})" for i in range(wide)]
-        for r in range(rows):
-            step = 8 * rows if pair else 4 * rows
-            text += [f"            y = spread_f32(q + {step} * p + {4 * (rows * half + r)})"]
-            name = "x" if pair else "w"
-            text += [f"            a{r}_{i} = fma({name}{i}, y, a{r}_{i})" for i in range(wide)]
-    for r in range(rows):
-        text += [f"        store_f32(to + {form.line * r} + 64 * g{i}, a{r}_{i})" for i in range(wide)]
-    return "\n".join(text) + "\n"
+    pair = key_size == 2
+    parts = 2 if pair else 1  # columns of a step
+
+    def write(w: Writer, q: Word, d: Word, places: Word, first: Word, end: Word, to: Word) -> None:
+        def column(p: Word, keys: list[Word], ahead: list[Word], sums: Sequence[Any]) -> list[Any]:
+            found = [(w.load_i32 if pair else w.load_f32)(k + 64 * p) for k in keys]
+            for n in ahead:
+                w.prefetch(n + 64 * p)
+            columns = [[f(x) for x in found] for f in (w.low_bf16, w.high_bf16)] if pair else [found]
+            for part, xs in enumerate(columns):
+                ys = (q + 4 * rows * parts * p + 4 * (rows * part + r) for r in range(rows))
+                sums = _multiplied(w, xs, ys, sums)
+            return list(sums)
+
+        def groups(g: Word) -> None:
+            own = [(g + i).least(end - 1) for i in range(wide)]  # a group too many is one computed twice
+            keys = [w.get_i64(places + 8 * i) for i in own]
+            soon = range(wide, 2 * wide) if rows <= FEW else ()
+            ahead = [w.get_i64(places + 8 * (g + i).least(end - 1)) for i in soon]
+            zeros = [w.zero_f32()] * (rows * wide)
+            steps = d >> 1 if pair else d
+            sums = w.loop(0, steps, 1, zeros, lambda p, *sums: column(p, keys, ahead, sums))
+            for i, s in enumerate(sums):
+                w.store_f32(to + line * (i // wide) + 64 * own[i % wide], s)
+
+        w.loop(first, end, wide, (), groups)
+
+    return straight(write)
 
 
-def _values(rows: int, form: Form) -> str:
-    """Sums of values weighted by `rows` rows of scores, over the tokens start..end of a span."""
-    wide = 4 if rows <= 4 else 2
-    text = [
-        f"\n@inline\ndef values_{rows}(scores, start, end, places, stride, columns, out, record):",
-        f"    whole = columns // {16 * wide} * {16 * wide}",
-        f"    for c in range(0, whole, {16 * wide}):",
-        *_columns(rows, wide, form, masked=False),
-        "    for c in range(whole, columns, 16):",
-        *_columns(rows, 1, form, masked=True),
-    ]
-    return "\n".join(text) + "\n"
+def _multiplied(w: Writer, xs: Sequence[Any], ys: Iterable[Word], sums: Sequence[Any]) -> list[Any]:
+    """Sums, row by row, each with the product of its row's number (at an address of ys) and its column's."""
+    found, left = [], iter(sums)
+    for at in ys:
+        y = w.spread_f32(at)
+        found += [w.fma(x, y, next(left)) for x in xs]
+    return found
 
 
-def _columns(rows: int, wide: int, form: Form, *, masked: bool) -> list[str]:
-    size = form.value_size
-    load = "load_f32({})" if size == 4 else "load_bf16({})"
-    text = [f"a{r}_{i} = zero_f32()" for r in range(rows) for i in range(wide)]
-    if masked:
-        text += [f"left = np.int32(min(columns - c, 16) // {4 // size})"]
-        load = "load_some({}, left)"
-        if size == 2:
-            load = "widened(load_some({}, left))"
-    text += ["for g in range(start // 16, (end + 15) // 16):"]
-    text += [f"    v, s = get_i64(places + 8 * g) + {size} * c, scores + 64 * g"]
-    if ahead := rows <= FEW and not masked:
-        text += [f"    n = get_i64(places + 8 * min(g + 1, (end - 1) // 16)) + {size} * c"]
-    text += ["    for j in range(max(start - 16 * g, 0), min(end - 16 * g, 16)):"]
-    text += ["        at = v + stride * j"]
-    if ahead:
-        text += [f"        prefetch(n + stride * j + {i})" for i in range(0, 16 * size * wide, 64)]
-    text += [f"        x{i} = {load.format(f'at + {16 * size * i}')}" for i in range(wide)]
-    for r in range(rows):
-        text += [f"        y = spread_f32(s + {form.line * r} + 4 * j)"]
-        text += [f"        a{r}_{i} = fma(x{i}, y, a{r}_{i})" for i in range(wide)]
-    for r in range(rows):
-        text += [f"store_f32(out + {r} * record + 64 + 4 * c + {64 * i}, a{r}_{i})" for i in range(wide)]
-    return [" " * 8 + line for line in text]
+@cache
+def values(rows: int, value_size: int, line: int) -> Any:
+    """Block: sums of values weighted by `rows` rows of scores, over the tokens start..end of a span.
+
+    places: addresses of the values of groups; stride: bytes from token to token; out: `rows` records.
+    """
+    most = 4 if rows <= 4 else 2  # vectors of columns at a time
+
+    def write(
+        w: Writer,
+        scores: Word,
+        start: Word,
+        end: Word,
+        places: Word,
+        stride: Word,
+        columns: Word,
+        out: Word,
+        record: Word,
+    ) -> None:
+        def some(c: Word, wide: int, left: Word | None) -> None:
+            """Columns c and on: `wide` vectors of them, or what `left` says, in float32 as they lie."""
+
+            def token(at: Word, n: Word | None, s: Word, sums: Sequence[Any]) -> list[Any]:
+                if n is not None:
+                    for i in range(0, 16 * value_size * wide, 64):
+                        w.prefetch(n + i)
+                if left is not None:
+                    xs = [_read_some(w, at, left, value_size)]
+                else:
+                    load = w.load_f32 if value_size == 4 else w.load_bf16
+                    xs = [load(at + 16 * value_size * i) for i in range(wide)]
+                return _multiplied(w, xs, (s + line * r for r in range(rows)), sums)
+
+            def group(g: Word, *sums: Any) -> list[Any]:
+                v, s = w.get_i64(places + 8 * g) + value_size * c, scores + 64 * g
+                n = None
+                if rows <= FEW and left is None:
+                    n = w.get_i64(places + 8 * (g + 1).least((end - 1) >> 4)) + value_size * c
+                low, high = (start - 16 * g).most(0), (end - 16 * g).least(16)
+                return w.loop(
+                    low,
+                    high,
+                    1,
+                    sums,
+                    lambda j, *sums: token(v + stride * j, n and n + stride * j, s + 4 * j, sums),
+                )
+
+            zeros = [w.zero_f32()] * (rows * wide)
+            for i, x in enumerate(w.loop(start >> 4, (end + 15) >> 4, 1, zeros, group)):
+                w.store_f32(out + record * (i // wide) + 64 + 4 * c + 64 * (i % wide), x)
+
+        whole = columns >> most.bit_length() + 3 << most.bit_length() + 3  # multiples of 16 * most
+        w.loop(0, whole, 16 * most, (), lambda c: some(c, most, None))
+        part = 0 if value_size == 4 else 1
+        w.loop(whole, columns, 16, (), lambda c: some(c, 1, (columns - c).least(16) >> part))
+
+    return straight(write)
+
+
+def _read_some(w: Writer, at: Word, left: Word, value_size: int) -> Any:
+    """A vector of columns whose end must not be read."""
+    x = w.load_some(at, left)
+    if value_size == 4:
+        return x
+    bits = w.bits_i32(x)  # sixteen bfloat16 in the first eight lanes
+    return w.interleave_low(w.low_bf16(bits), w.high_bf16(bits))
 
 
 def _choice(call: str) -> str:
     """A call of the tile of a size. Not a function: LLVM would go through the tiles once more."""
     text = []
     for rows in SIZES:
-        text += [f"            {'if' if rows == 1 else 'elif'} size == {rows}:"]
-        text += [f"                {call.format(rows)}"]
+        text += [f"                {'if' if rows == 1 else 'elif'} size == {rows}:"]
+        text += [f"                    {call.format(rows)}"]
     return "\n".join(text).lstrip()
 
 
@@ -158,8 +208,9 @@ _HEAD = '''"""Attention kernel {name}: made by plait, from {digest}."""
 
 import numpy as np
 
+from plait.kernels.cpu import attention_source as tiles
 from plait.kernels.cpu.attention_rows import *
-from plait.kernels.cpu.frame import barrier, scratch_of, shared_of, word
+from plait.kernels.cpu.frame import barrier, scratch_of, shared_of
 from plait.kernels.cpu.kernel import inline, kernel
 from plait.kernels.cpu.vec import *
 
@@ -170,6 +221,10 @@ def widened(x):
     bits = bits_i32(x)
     return interleave_low(low_bf16(bits), high_bf16(bits))
 '''
+
+_TILES = """
+scores_{rows} = tiles.scores({rows}, {key_size}, {line})
+values_{rows} = tiles.values({rows}, {value_size}, {line})"""
 
 _BODY = '''
 @inline
@@ -216,56 +271,8 @@ def part_of(frame, args, s, kv_head, row, spans, span):
 
 
 @inline
-def cover(frame, args, thread, s, kv_head, base, count, spans, only):
-    """Rows base..base+count of a kv head: over all they see, or over one span, for `gather`."""
-    group, past, record = word(args, HEADS) // word(args, KV_HEADS), past_of(args, s), record_bytes(args)
-    window, d, columns = word(args, WINDOW), word(args, K_DIM), word(args, V_DIM)
-    scratch = scratch_of(frame, thread)
-    scores, parts, values, stride = scratch + {span}, scratch + {part_at}, scratch + 8 * {groups}, {stride}
-    packed = parts + {tile} * record
-    states = packed + {parts} * {tile} * d * 4
-    copies = states + {parts} * {tile} * record
-    low, high = first_key(past + base // group, window), past + (base + count - 1) // group + 1
-    from_span, to_span = low // {span}, (high + {span} - 1) // {span}
-    if spans > 0:
-        from_span, to_span = max(from_span, only), min(to_span, only + 1)
-    if from_span >= to_span:
-        return
-    for i in range(0, count, {tile}):
-        left = min(count - i, {tile})
-        pack(args, s, kv_head, base + i, left, size_of(left), packed + i * d * 4)
-    for i in range(count):
-        begin(states + i * record, record)
-    for span in range(from_span, to_span):
-        at = span * {span}
-        first, end = max(low - at, 0) // 16, (min(high - at, {span}) + 15) // 16
-        {locate}
-        for i in range(0, count, {tile}):
-            left = min(count - i, {tile})
-            earliest, latest = past + (base + i) // group, past + (base + i + left - 1) // group
-            start, stop = max(first_key(earliest, window) - at, 0), min(latest + 1 - at, {span})
-            if start >= stop:
-                continue
-            head, tail, size = start // 16, (stop + 15) // 16, size_of(left)
-            {scores}
-            for r in range(left):
-                position = past + (base + i + r) // group
-                soften(args, scores + r * {line}, head, tail, at, position, parts + r * record)
-            {values}
-            for r in range(left):
-                part = parts + r * record
-                if spans > 0:
-                    copy(part, part_of(frame, args, s, kv_head, base + i + r, spans, span), record)
-                else:
-                    fold(states + (i + r) * record, part, record)
-    if spans == 0:
-        for i in range(count):
-            finish(args, s, kv_head, base + i, states + i * record)
-
-
-@inline
 def gather(frame, args, thread, threads, seqs, spans):
-    """Fold the parts that `cover` left, row by row."""
+    """Fold the parts that `attend` left, row by row."""
     group, record, turn = word(args, HEADS) // word(args, KV_HEADS), record_bytes(args), 0
     state = scratch_of(frame, thread)
     for s in range(seqs):
@@ -284,9 +291,17 @@ def gather(frame, args, thread, threads, seqs, spans):
 
 @kernel
 def attend(frame, args, thread, threads):
-    """Attention of every new token; units of work are taken from the counter."""
-    seqs, kv_heads = get_i64(frame + 24), word(args, KV_HEADS)
-    group = word(args, HEADS) // kv_heads
+    """Attention of every new token; units of work are taken from the counter.
+
+    A unit is some rows of a kv head: over all they see, or over one span, for `gather`.
+    """
+    seqs, kv_heads, window = get_i64(frame + 24), word(args, KV_HEADS), word(args, WINDOW)
+    group, d, columns, stride = word(args, HEADS) // kv_heads, word(args, K_DIM), word(args, V_DIM), {stride}
+    record, scratch = record_bytes(args), scratch_of(frame, thread)
+    scores, parts, values = scratch + {span}, scratch + {part_at}, scratch + 8 * {groups}
+    packed = parts + {tile} * record
+    states = packed + {parts} * {tile} * d * 4
+    copies = states + {parts} * {tile} * record
     rows, spans = plan(args, seqs, threads)
     s, before, units = -1, 0, 0
     while True:
@@ -300,9 +315,44 @@ def attend(frame, args, thread, threads):
         if spans > 0:
             own = spans_of(args, s)
             unit, only = unit // own, first_span(args, s) + unit % own
-        base = unit // kv_heads * rows
+        kv_head, base, past = unit % kv_heads, unit // kv_heads * rows, past_of(args, s)
         count = min(rows, rows_in(args, s) * group - base)
-        cover(frame, args, thread, s, unit % kv_heads, base, count, spans, only)
+        low, high = first_key(past + base // group, window), past + (base + count - 1) // group + 1
+        from_span, to_span = low // {span}, (high + {span} - 1) // {span}
+        if spans > 0:
+            from_span, to_span = max(from_span, only), min(to_span, only + 1)
+        if from_span >= to_span:
+            continue
+        for i in range(0, count, {tile}):
+            left = min(count - i, {tile})
+            pack(args, s, kv_head, base + i, left, size_of(left), packed + i * d * 4)
+        for i in range(count):
+            begin(states + i * record, record)
+        for span in range(from_span, to_span):
+            at = span * {span}
+            first, end = max(low - at, 0) // 16, (min(high - at, {span}) + 15) // 16
+            {locate}
+            for i in range(0, count, {tile}):
+                left = min(count - i, {tile})
+                earliest, latest = past + (base + i) // group, past + (base + i + left - 1) // group
+                start, stop = max(first_key(earliest, window) - at, 0), min(latest + 1 - at, {span})
+                if start >= stop:
+                    continue
+                head, tail, size = start // 16, (stop + 15) // 16, size_of(left)
+                {scores}
+                for r in range(left):
+                    position = past + (base + i + r) // group
+                    soften(args, scores + r * {line}, head, tail, at, position, parts + r * record)
+                {values}
+                for r in range(left):
+                    part = parts + r * record
+                    if spans > 0:
+                        copy(part, part_of(frame, args, s, kv_head, base + i + r, spans, span), record)
+                    else:
+                        fold(states + (i + r) * record, part, record)
+        if spans == 0:
+            for i in range(count):
+                finish(args, s, kv_head, base + i, states + i * record)
     if spans > 0:
         barrier(frame, threads)
         gather(frame, args, thread, threads, seqs, spans)

@@ -27,8 +27,13 @@ OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "cache":
 SIGNATURE = "void(int64,int64,int64,int64)"
 SLOW_S = 0.15  # what takes longer was compiled, not loaded
 
-inline = njit(**OPTIONS)
-"""Decorator of a function that kernels call: compiled into each of them."""
+inline = njit(
+    error_model="numpy", boundscheck=False, no_cpython_wrapper=True, no_cfunc_wrapper=True, cache=False
+)
+"""Decorator of a function that only kernels call: compiled into each of them, and kept as a part of them.
+
+Python itself cannot call it: the code that unboxes arguments would take as long to make as the function.
+"""
 
 
 class Kernel:

@@ -11,59 +11,47 @@ operations whatever the rows beside it, the thread, or the instruction set.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from string import Template
+from typing import Any
 
 from plait.kernels.cpu.kernel import Kernel, generated
 from plait.kernels.cpu.layout import BLOCK, LAYOUTS, LINE, Layout
+from plait.kernels.cpu.straight import Word, Writer, digest, straight
+from plait.kernels.cpu.vec import F
 
 BUNDLES = (8, 4, 2, 1)  # rows of codes in a register tile, the larger first
 AHEAD = {64: 3072, 256: 6144}  # bytes that weights are fetched before they are needed, by the step's length
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
 
-_SOURCE = Template('''"""Quantized linear map, made by plait.kernels.cpu.linear_source."""
+_SOURCE = Template('''"""Quantized linear map: made by plait, from $digest."""
 import numpy as np
 
-from plait.kernels.cpu.frame import barrier, rows_of, shared_of, word
+from plait.kernels.cpu import linear_source
+from plait.kernels.cpu.frame import barrier, rows_of, shared_of
 from plait.kernels.cpu.kernel import inline, kernel
-from plait.kernels.cpu.vec import (
-    absolute, add, add_i32, and_i32, dot, dot8, fma, get_i64, high4, largest, left, load_f16, load_f32,
-    load_i32, load_i8, load_some, load_u8, low4, mul, nearest, or_i32, peak, prefetch, put_f32, put_i32,
-    right, spread, spread_f32, spread_i32, spread_int,
-    store_i8, store_some, sub, sum_i32, to_f32, to_i32, total,
-    zero_f32, zero_i32,
-)
+from plait.kernels.cpu.vec import get_i64, load_some, spread, word
+
+measured, put_codes = linear_source.measured(), linear_source.put_codes("$name")
+put_rest, put_zeros = linear_source.put_rest("$name"), linear_source.put_zeros("$name")
+$tiles
 
 SMALLEST = np.float32(3.8e-37)  # below it, 127 / largest is no float32: such a block is zeros
 
 
 @inline
-def put_codes(to, size, at, a, b, scale):
-    """One row's 32 codes and what goes with them, row `at` of a bundle of `size`."""
-    i, j = to_i32(a), to_i32(b)
-    store_i8(to + 32 * at, i)
-    store_i8(to + 32 * at + 16, j)
-    put_f32(to + 32 * size + 4 * at, scale)
-$sums
-
-
-@inline
 def round_block(x, to, size, at, terms):
     """32 activations into one row of codes, or two: the second takes what the first leaves over."""
-    u, v = load_f32(x), load_f32(x + 64)
-    most = peak(largest(absolute(u), absolute(v)))
-    odd = total(add(sub(u, u), sub(v, v)))  # 0, or NaN beside a number that is not finite
+    most, odd = measured(x)
     scale, per_unit = most / np.float32(127.0), np.float32(0.0)
     if most >= SMALLEST:
         per_unit = np.float32(1.0) / most * np.float32(127.0)
-    a, b = nearest(mul(u, spread(per_unit))), nearest(mul(v, spread(per_unit)))
-    put_codes(to, size, at, a, b, scale + odd)
+    put_codes(x, per_unit, to, size, at, scale + odd)
     if terms == 2:
-        kept, finer = spread(scale), spread(per_unit * np.float32(254.0))
-        a = nearest(mul(sub(u, mul(a, kept)), finer))
-        b = nearest(mul(sub(v, mul(b, kept)), finer))
-        put_codes(to, size, at + 1, a, b, scale / np.float32(254.0) + odd)
+        finer = per_unit * np.float32(254.0)
+        put_rest(x, per_unit, scale, finer, to, size, at + 1, scale / np.float32(254.0) + odd)
 
 
 @inline
@@ -88,15 +76,8 @@ def round_rows(x, row_bytes, n, to, rows, terms, thread, threads):
                 round_block(x + row * row_bytes + 128 * b, block, size, at - start, terms)
             else:
                 for k in range(terms):
-                    put_codes(block, size, at - start + k, zero_f32(), zero_f32(), np.float32(0.0))
+                    put_zeros(block, size, at - start + k)
         i += last - first
-
-
-@inline
-def keep(out, value, bias, columns):
-    if bias != 0:
-        value = add(value, load_some(bias, np.int32(columns)))
-    store_some(out, value, np.int32(columns))
 
 
 @inline
@@ -146,130 +127,210 @@ def linear_rows(frame, args, thread, threads):
         for i in range(max(mine, before) - before, min(stop, before + count) - before):
             at, t = i // tiles * panel, i % tiles
             weights_at, rounded_at = weight + t * steps * $nbytes, rounded + first * apart + at * each
-            to, plus = out + (first + at // terms) * out_bytes + 64 * t, bias + 64 * t if bias != 0 else 0
-            columns = n_out - 16 * t
+            to, columns = out + (first + at // terms) * out_bytes + 64 * t, n_out - 16 * t
+            more = spread(np.float32(-0.0))  # added to anything, it is that, to the bit
+            if bias != 0:
+                more = load_some(bias + 64 * t, np.int32(columns))
             codes = min(panel, (end - first) * terms - at)
 $bundles
         before += count
 ''')
 
 
-def _sums(layout: Layout) -> list[str]:
-    """Statements of `put_codes`: each group's sum of codes, as its zero point or minimum needs it."""
-    parts = ["add_i32(i, j)"] if layout.group == BLOCK else ["i", "j"]
-    lines = []
-    for k, part in enumerate(parts):
-        at = f"to + {36 + 4 * k} * size + 4 * at"
+@cache
+def measured() -> Any:
+    """Block (x): the largest size among 32 activations; 0, or NaN beside one that is not finite."""
+
+    def write(w: Writer, x: Word) -> list[Any]:
+        u, v = w.load_f32(x), w.load_f32(x + 64)
+        most = w.peak(w.largest(w.absolute(u), w.absolute(v)))
+        return [most, w.total(w.add(w.sub(u, u), w.sub(v, v)))]
+
+    return straight(write, gives=2, kind=F)
+
+
+def _put(w: Writer, layout: Layout, halves: list[Any], to: Word, size: Word, at: Word, scale: Any) -> None:
+    """One row's 32 codes and what goes with them, row `at` of a bundle of `size`."""
+    ints = [w.to_i32(x) for x in halves]
+    for k, part in enumerate(ints):
+        w.store_i8(to + 32 * at + 16 * k, part)
+    place = to + 32 * size + 4 * at
+    w.put_f32(place, scale)
+    for part in [w.add_i32(*ints)] if layout.group == BLOCK else ints:
+        place += 4 * size
         if layout.zero is None:
-            lines.append(f"put_f32({at}, scale * np.float32(sum_i32({part})))")
+            w.put_f32(place, w.product(scale, w.to_float(w.sum_i32(part))))
         else:
-            lines.append(f"put_i32({at}, np.int32({-layout.zero} * sum_i32({part})))")
-    return lines
+            w.put_i32(place, w.sum_i32(w.mul_i32(part, w.spread_int(-layout.zero))))
 
 
-def _low(layout: Layout, q: int) -> list[str]:
-    """Statements that leave the low bits of quad q of a block, at address p, in v."""
+@cache
+def put_codes(name: str) -> Any:
+    """Block: activations at x, `per_unit` units each, rounded."""
+
+    def write(w: Writer, x: Word, per_unit: Any, to: Word, size: Word, at: Word, scale: Any) -> None:
+        codes = [w.nearest(w.mul(w.load_f32(x + 64 * k), w.spread(per_unit))) for k in (0, 1)]
+        _put(w, LAYOUTS[name], codes, to, size, at, scale)
+
+    return straight(write)
+
+
+@cache
+def put_rest(name: str) -> Any:
+    """Block: what `put_codes` left over of activations at x, `finer` units each. unit: one of `put_codes`."""
+
+    def write(
+        w: Writer, x: Word, per_unit: Any, unit: Any, finer: Any, to: Word, size: Word, at: Word, scale: Any
+    ) -> None:
+        codes = []
+        for k in (0, 1):
+            u = w.load_f32(x + 64 * k)
+            near = w.nearest(w.mul(u, w.spread(per_unit)))
+            codes.append(w.nearest(w.mul(w.sub(u, w.mul(near, w.spread(unit))), w.spread(finer))))
+        _put(w, LAYOUTS[name], codes, to, size, at, scale)
+
+    return straight(write)
+
+
+@cache
+def put_zeros(name: str) -> Any:
+    """Block: a row of no activations."""
+
+    def write(w: Writer, to: Word, size: Word, at: Word) -> None:
+        zero = w.zero_f32()
+        _put(w, LAYOUTS[name], [zero, zero], to, size, at, w.total(zero))
+
+    return straight(write)
+
+
+def _codes(w: Writer, layout: Layout, p: Word, q: int) -> Any:
+    """Quad q of the block whose planes are at p."""
     if layout.bits == 8:
-        return [f"v = load_i32(p + {LINE * q})"]
+        return w.load_i32(p + LINE * q)
     if layout.bits == 4:
-        return [f"v = {'low4' if q < 4 else 'high4'}(load_i32(p + {LINE * (q % 4)}))"]
-    x = f"load_i32(p + {LINE * (q // 4)})"
-    moved = f"right({x}, np.int32({2 * (q % 4)}))" if q % 4 else x
-    return [f"v = and_i32({moved}, spread_int(np.int32(0x03030303)))"]
-
-
-def _high(layout: Layout, q: int) -> list[str]:
-    """Statements that put the high bits of quad q of a block, at address p, into v."""
+        low = (w.low4 if q < 4 else w.high4)(w.load_i32(p + LINE * (q % 4)))
+    else:
+        low = w.right(w.load_i32(p + LINE * (q // 4)), 2 * (q % 4))
+        low = w.and_i32(low, w.spread_int(0x03030303))
     if not layout.high:
-        return []
+        return low
     per = 8 // layout.high
+    high = w.load_i32(p + layout.low_bytes + LINE * (q // per))
     shift = layout.bits - layout.high * (q % per)
-    x = f"load_i32(p + {layout.low_bytes + LINE * (q // per)})"
     if shift:
-        x = f"{'left' if shift > 0 else 'right'}({x}, np.int32({abs(shift)}))"
+        high = (w.left if shift > 0 else w.right)(high, abs(shift))
     mask = (0x01010101 if layout.high == 1 else 0x03030303) << layout.bits
-    return [f"v = or_i32(v, and_i32({x}, spread_int(np.int32(0x{mask:08X}))))"]
+    return w.or_i32(low, w.and_i32(high, w.spread_int(mask)))
 
 
-def _group_scales(layout: Layout, j: int) -> list[str]:
-    """Statements that leave the scales of group j of block b in s, and what its minimum is in m."""
-    per = BLOCK // layout.group
-    at = f"w + {layout.scales_at + layout.scale_bytes * j} + {layout.scale_bytes * per} * b"
-    low = f"w + {layout.minima_at + layout.scale_bytes * j} + {layout.scale_bytes * per} * b"
+def _scales(w: Writer, layout: Layout, at: Word, low_at: Word, outer: list[Any]) -> list[Any]:
+    """The scales of a group, at `at`, and the minima it has, at `low_at`."""
     match layout.scales:
         case "half":
-            return [f"s = load_f16({at})"]
+            return [w.load_f16(at)]
         case "half, half":
-            return [f"s, m = load_f16({at}), load_f16({low})"]
+            return [w.load_f16(at), w.load_f16(low_at)]
         case "byte":
-            return [f"s = mul(outer, to_f32(load_i8({at})))"]
+            return [w.mul(outer[0], w.to_f32(w.load_i8(at)))]
         case "byte, byte":
-            return [f"s, m = mul(outer, to_f32(load_u8({at}))), mul(lower, to_f32(load_u8({low})))"]
+            return [w.mul(o, w.to_f32(w.load_u8(a))) for o, a in zip(outer, (at, low_at), strict=True)]
         case "nibbles":
-            return [
-                f"s = load_u8({at})",
-                "m = mul(lower, to_f32(high4(s)))",
-                "s = mul(outer, to_f32(low4(s)))",
-            ]
+            both = w.load_u8(at)
+            parts = w.low4(both), w.high4(both)
+            return [w.mul(o, w.to_f32(part)) for o, part in zip(outer, parts, strict=True)]
 
 
-def _block(layout: Layout, rows: int) -> list[str]:
-    """Statements of one block of 32 inputs: for every group its integer sums, then the floats."""
-    lines = [f"p = w + {layout.plane_bytes} * b"]
-    product = "dot8" if layout.bits == 8 else "dot"
-    per = layout.group // 4
-    for j in range(BLOCK // layout.group):
-        extra = f"a + {(36 + 4 * j) * rows}"
+def _block(
+    w: Writer, layout: Layout, step: Word, b: Word, a: Word, outer: list[Any], sums: Sequence[Any]
+) -> list[Any]:
+    """Sums of as many rows, with block b of a step: for every group its integer sums, then the floats."""
+    rows, found = len(sums), list(sums)
+    product = w.dot8 if layout.bits == 8 else w.dot
+    quads, groups = layout.group // 4, BLOCK // layout.group
+    for j in range(groups):
+        extra = a + (36 + 4 * j) * rows
+        whole = [w.zero_i32() if layout.zero is None else w.spread_i32(extra + 4 * r) for r in range(rows)]
+        for q in range(quads * j, quads * (j + 1)):
+            v = _codes(w, layout, step + layout.plane_bytes * b, q)
+            whole = [product(n, v, w.spread_i32(a + 32 * r + 4 * q)) for r, n in enumerate(whole)]
+        at = step + layout.scale_bytes * j + layout.scale_bytes * groups * b
+        s, *m = _scales(w, layout, at + layout.scales_at, at + layout.minima_at, outer)
         for r in range(rows):
-            start = "zero_i32()" if layout.zero is None else f"spread_i32({extra} + {4 * r})"
-            lines.append(f"i{r} = {start}")
-        for q in range(per * j, per * (j + 1)):
-            lines += [*_low(layout, q), *_high(layout, q)]
-            lines += [f"i{r} = {product}(i{r}, v, spread_i32(a + {32 * r + 4 * q}))" for r in range(rows)]
-        lines += _group_scales(layout, j)
-        for r in range(rows):
-            lines.append(f"c{r} = fma(mul(to_f32(i{r}), spread_f32(a + {32 * rows + 4 * r})), s, c{r})")
+            x = w.mul(w.to_f32(whole[r]), w.spread_f32(a + 32 * rows + 4 * r))
+            found[r] = w.fma(x, s, found[r])
             if layout.zero is None:
-                lines.append(f"c{r} = fma(m, spread_f32({extra} + {4 * r}), c{r})")
-    return lines
+                found[r] = w.fma(m[0], w.spread_f32(extra + 4 * r), found[r])
+    return found
 
 
-def _tile(layout: Layout, rows: int) -> list[str]:
-    """Statements that take a bundle of `rows` rows of codes, at address a, through a tile."""
-    lines = ["w = weights_at", *(f"c{r} = zero_f32()" for r in range(rows)), "for _ in range(steps):"]
-    if not layout.scales.startswith("half"):
-        lines.append(f"    outer = load_f16(w + {layout.outer_at})")
-        if layout.zero is None:
-            lines.append(f"    lower = load_f16(w + {layout.outer_at + 32})")
-    lines.append(f"    for b in range({layout.blocks}):")
-    per = -(-layout.nbytes // LINE // layout.blocks)
-    body = [f"prefetch(w + {AHEAD[layout.step] + LINE * k} + {LINE * per} * b)" for k in range(per)]
-    body += [*_block(layout, rows), f"a += {rows * layout.rounded_block}"]
-    lines += [" " * 8 + line for line in body]
-    lines.append(f"    w += {layout.nbytes}")
-    if rows > 1:
-        lines.append("if terms == 2:")
-        lines.append("    " + "; ".join(f"c{r} = add(c{2 * r}, c{2 * r + 1})" for r in range(rows // 2)))
-    for r in range(rows):
-        guard = f"if {r} < kept: " if r else ""
-        lines.append(f"{guard}keep(to + {r} * out_bytes, c{r}, plus, columns)")
-    return lines
+@cache
+def tile(name: str, rows: int) -> Any:
+    """Block (weights, a, steps): a bundle of `rows` rows of codes, at a, times a tile in that layout."""
+    layout = LAYOUTS[name]
+    lines = -(-layout.nbytes // LINE // layout.blocks)
+    halves = 0 if layout.scales.startswith("half") else 1 if layout.zero is not None else 2
+
+    def write(w: Writer, weights: Word, a: Word, steps: Word) -> list[Any]:
+        def step(_: Word, at: Word, a: Word, *sums: Any) -> list[Any]:
+            outer = [w.load_f16(at + layout.outer_at + 32 * i) for i in range(halves)]
+
+            def block(b: Word, a: Word, *sums: Any) -> list[Any]:
+                for k in range(lines):
+                    w.prefetch(at + AHEAD[layout.step] + LINE * k + LINE * lines * b)
+                return [a + rows * layout.rounded_block, *_block(w, layout, at, b, a, outer, sums)]
+
+            return [at + layout.nbytes, *w.loop(0, layout.blocks, 1, (a, *sums), block)]
+
+        return w.loop(0, steps, 1, (weights, a, *[w.zero_f32()] * rows), step)[2:]
+
+    return straight(write, gives=rows)
 
 
-def _bundles(layout: Layout) -> list[str]:
-    """Statements that take `codes` rows of codes through a tile. One row less than a large bundle takes is
-    one, too: what is computed beside it is not kept."""
-    lines = []
-    for rows in BUNDLES:
-        lines += [
-            f"while codes >= {rows - 1 if rows > 2 else rows}:",
-            f"    a, kept = rounded_at, min({rows}, codes) // terms",
-            *("    " + line for line in _tile(layout, rows)),
-            f"    rounded_at += {rows} * each",
-            "    to += kept * out_bytes",
-            f"    codes -= {rows}",
-        ]
-    return lines
+@cache
+def joined(rows: int) -> Any:
+    """Block (sums): each pair, an input's two terms, becomes one; they come first, the rest is not kept."""
+
+    def write(w: Writer, sums: list[Any]) -> list[Any]:
+        return [w.add(*sums[r : r + 2]) for r in range(0, rows // 2 * 2, 2)] + sums[rows // 2 :]
+
+    return straight(write, gives=rows)
+
+
+@cache
+def keep(rows: int) -> Any:
+    """Block (to, out_bytes, kept, columns, more, sums): the first `kept` sums, each with `more` added."""
+
+    def write(
+        w: Writer, to: Word, out_bytes: Word, kept: Word, columns: Word, more: Any, sums: list[Any]
+    ) -> None:
+        def one(r: int) -> None:
+            w.store_some(to + out_bytes * r, w.add(sums[r], more), columns)
+
+        one(0)
+        for r in range(1, rows):
+            w.when(kept.above(r), partial(one, r))
+
+    return straight(write)
+
+
+_TILE = """tile_{rows} = linear_source.tile("{name}", {rows})
+joined_{rows}, keep_{rows} = linear_source.joined({rows}), linear_source.keep({rows})"""
+
+# One row less than a large bundle takes is one, too: what is computed beside it is not kept.
+_BUNDLE = """while codes >= {least}:
+    kept, sums = min({rows}, codes) // terms, tile_{rows}(weights_at, rounded_at, steps)
+    if terms == 2:
+        sums = joined_{rows}(sums)
+    keep_{rows}(to, out_bytes, kept, columns, more, sums)
+    rounded_at += {rows} * each
+    to += kept * out_bytes
+    codes -= {rows}"""
+
+
+def _bundles() -> list[str]:
+    """Statements that take `codes` rows of codes through a tile."""
+    texts = (_BUNDLE.format(rows=n, least=n - 1 if n > 2 else n) for n in BUNDLES)
+    return [line for text in texts for line in text.split("\n")]
 
 
 @cache
@@ -284,8 +345,10 @@ def linear_kernel(layout: Layout) -> Kernel:
         largest=BUNDLES[0],
         panel=PANEL,
         alone=ALONE,
-        sums="\n".join("    " + line for line in _sums(layout)),
-        bundles="\n".join(" " * 12 + line for line in _bundles(layout)),
+        name=name,
+        bundles="\n".join(" " * 12 + line for line in _bundles()),
+        tiles="\n".join(_TILE.format(rows=n, name=name) for n in BUNDLES),
+        digest=digest("linear_source.py", "layout.py"),
     )
     made: Kernel = generated(f"linear_{name.lower()}", source).linear_rows
     return made

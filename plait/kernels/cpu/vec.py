@@ -9,6 +9,7 @@ Nothing here reorders floating-point additions: a kernel that adds in one order 
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -45,10 +46,12 @@ class VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 VI, VF = Vector("v16i32", vi32), Vector("v16f32", vf32)
 A, N, F = types.int64, types.int32, types.float32  # an address or size, an int, a float
 Emit = Callable[..., ir.Value]
+DEFINED: dict[str, tuple[types.Type, tuple[types.Type, ...], Emit]] = {}  # what `straight` writes by itself
 
 
 def _define(name: str, result: types.Type, arguments: tuple[types.Type, ...], emit: Emit) -> Any:
     """An intrinsic of that signature; `emit(builder, *values)` writes its instructions."""
+    DEFINED[name] = (result, arguments, emit)
 
     def typed(*_: Any) -> tuple[Any, Any]:
         return result(*arguments), lambda context, builder, signature, values: emit(builder, *values)
@@ -104,10 +107,61 @@ def _loader(name: str, result: types.Type, kind: ir.Type, convert: Emit | None =
     return _define(name, result, (A,), emit)
 
 
+# ---- float16 where no instruction converts it: LLVM would call a function that is in no library of ours ----
+SOFT_HALF = DOT == "generic" and platform.machine().lower() in ("x86_64", "amd64")
+
+
+def _whole(kind: ir.Type, value: float) -> ir.Constant:
+    """A number, or a vector full of it."""
+    return ir.Constant(kind, [value] * LANES if isinstance(kind, ir.VectorType) else value)
+
+
+def _kinds(x: ir.Value) -> tuple[ir.Type, ir.Type, ir.Type, ir.Type]:
+    """Types of 16-bit ints, halves, 32-bit ints and floats, as many as x is of."""
+    return (vi16, vf16, vi32, vf32) if isinstance(x.type, ir.VectorType) else (i16, f16, i32, f32)
+
+
+def _from_half(b: Any, x: ir.Value) -> ir.Value:
+    """The bits of float16 as float32, exactly."""
+    _, halves, ints, floats = _kinds(x)
+    if not SOFT_HALF:
+        return b.fpext(b.bitcast(x, halves), floats)
+    u = b.zext(x, ints)
+    size = b.and_(u, _whole(ints, 0x7FFF))
+    moved = b.shl(size, _whole(ints, 13))
+    normal = b.add(moved, _whole(ints, 112 << 23))
+    tiny = b.bitcast(b.fmul(b.uitofp(size, floats), _whole(floats, 2.0**-24)), ints)
+    nan = b.icmp_unsigned(">", size, _whole(ints, 0x7C00))
+    quiet = b.select(nan, _whole(ints, 0x7FC00000), _whole(ints, 0x7F800000))
+    value = b.select(b.icmp_unsigned("<", size, _whole(ints, 0x400)), tiny, normal)
+    value = b.select(b.icmp_unsigned(">=", size, _whole(ints, 0x7C00)), b.or_(moved, quiet), value)
+    return b.bitcast(b.or_(value, b.shl(b.and_(u, _whole(ints, 0x8000)), _whole(ints, 16))), floats)
+
+
+def _to_half(b: Any, x: ir.Value) -> ir.Value:
+    """The bits of float32 rounded to float16, to nearest even."""
+    shorts, halves, ints, floats = _kinds(x)
+    if not SOFT_HALF:
+        return b.bitcast(b.fptrunc(x, halves), shorts)
+    u = b.bitcast(x, ints)
+    size = b.and_(u, _whole(ints, 0x7FFFFFFF))
+    odd = b.and_(b.lshr(size, _whole(ints, 13)), _whole(ints, 1))
+    value = b.add(b.sub(size, _whole(ints, 112 << 23)), b.add(odd, _whole(ints, 0xFFF)))
+    value = b.lshr(value, _whole(ints, 13))
+    # Beside 0.5 a float32 keeps multiples of 2**-24 only, as float16 does below 2**-14.
+    beside = b.bitcast(b.fadd(b.bitcast(size, floats), _whole(floats, 0.5)), ints)
+    tiny = b.sub(beside, _whole(ints, 0x3F000000))
+    value = b.select(b.icmp_unsigned("<", size, _whole(ints, 113 << 23)), tiny, value)
+    value = b.select(b.icmp_unsigned(">=", size, _whole(ints, 0x47800000)), _whole(ints, 0x7C00), value)
+    kept = b.or_(b.and_(b.lshr(size, _whole(ints, 13)), _whole(ints, 0x3FF)), _whole(ints, 0x7E00))
+    value = b.select(b.icmp_unsigned(">", size, _whole(ints, 0x7F800000)), kept, value)
+    return b.trunc(b.or_(value, b.and_(b.lshr(u, _whole(ints, 16)), _whole(ints, 0x8000))), shorts)
+
+
 # ---- vectors from memory and back ----
 load_i32 = _loader("load_i32", VI, vi32)  # 64 bytes as they are
 load_f32 = _loader("load_f32", VF, vf32)
-load_f16 = _loader("load_f16", VF, vf16, lambda b, x: b.fpext(x, vf32))
+load_f16 = _loader("load_f16", VF, vi16, _from_half)
 load_bf16 = _loader("load_bf16", VF, vi16, lambda b, x: b.bitcast(b.shl(b.zext(x, vi32), _ints(16)), vf32))
 load_u8 = _loader("load_u8", VI, vi8, lambda b, x: b.zext(x, vi32))  # sixteen bytes, widened
 load_i8 = _loader("load_i8", VI, vi8, lambda b, x: b.sext(x, vi32))
@@ -128,7 +182,7 @@ def _round_bf16(b: Any, x: ir.Value, ints: ir.Type, const: Callable[[int], ir.Va
 store_bf16 = _define(
     "store_bf16", N, (A, VF), lambda b, a, x: _store(b, a, b.trunc(_round_bf16(b, x, vi32, _ints), vi16))
 )
-store_f16 = _define("store_f16", N, (A, VF), lambda b, a, x: _store(b, a, b.fptrunc(x, vf16)))
+store_f16 = _define("store_f16", N, (A, VF), lambda b, a, x: _store(b, a, _to_half(b, x)))
 
 
 def _masked_load(b: Any, a: ir.Value, count: ir.Value) -> ir.Value:
@@ -288,7 +342,7 @@ get_i32 = _define("get_i32", N, (A,), lambda b, a: _load(b, a, i32, 4))
 get_u8 = _define("get_u8", N, (A,), lambda b, a: b.zext(_load(b, a, i8), i32))
 get_i8 = _define("get_i8", N, (A,), lambda b, a: b.sext(_load(b, a, i8), i32))
 get_f32 = _define("get_f32", F, (A,), lambda b, a: _load(b, a, f32, 4))
-get_f16 = _define("get_f16", F, (A,), lambda b, a: b.fpext(_load(b, a, f16), f32))
+get_f16 = _define("get_f16", F, (A,), lambda b, a: _from_half(b, _load(b, a, i16)))
 get_bf16 = _define(
     "get_bf16",
     F,
@@ -299,7 +353,7 @@ put_i64 = _define("put_i64", N, (A, A), lambda b, a, v: _store(b, a, v, 8))
 put_i32 = _define("put_i32", N, (A, N), lambda b, a, v: _store(b, a, v, 4))
 put_u8 = _define("put_u8", N, (A, N), lambda b, a, v: _store(b, a, b.trunc(v, i8)))
 put_f32 = _define("put_f32", N, (A, F), lambda b, a, v: _store(b, a, v, 4))
-put_f16 = _define("put_f16", N, (A, F), lambda b, a, v: _store(b, a, b.fptrunc(v, f16)))
+put_f16 = _define("put_f16", N, (A, F), lambda b, a, v: _store(b, a, _to_half(b, v)))
 
 
 def _put_bf16(b: Any, a: ir.Value, v: ir.Value) -> ir.Value:
@@ -362,7 +416,7 @@ def _nanosleep(b: Any, spec: ir.Value) -> ir.Value:
 
 
 def _futex(b: Any, address: ir.Value, operation: ir.Value, value: ir.Value) -> ir.Value:
-    """Linux on x86-64, syscall 202. Operation 128: wait while *address == value; 129: wake `value` threads."""
+    """Linux on x86-64, syscall 202. Operation 128: wait while *address == value; 129: wake that many."""
     kind = ir.FunctionType(i64, [i64], var_arg=True)
     fn = cgutils.get_or_insert_function(b.module, kind, "syscall")
     null = ir.Constant(i64, 0)
@@ -380,3 +434,12 @@ D = types.float64
 get_f64 = _define("get_f64", D, (A,), lambda b, a: _load(b, a, f64, 8))
 put_f64 = _define("put_f64", N, (A, D), lambda b, a, v: _store(b, a, v, 8))
 bits_f64 = _define("bits_f64", D, (A,), lambda b, n: b.bitcast(n, f64))
+
+# ---- the words of a launch ----
+word = _define(  # argument i, at args + 8 * i: one instruction, where `frame.word` would be a function
+    "word", A, (A, A), lambda b, a, i: _load(b, b.add(a, b.shl(i, ir.Constant(i64, 3))), i64, 8)
+)
+
+# ---- floats, one at a time, where `straight` calculates with them ----
+product = _define("product", F, (F, F), lambda b, x, y: b.fmul(x, y))
+to_float = _define("to_float", F, (N,), lambda b, n: b.sitofp(n, f32))
