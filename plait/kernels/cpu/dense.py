@@ -10,9 +10,9 @@ of rows, nor with how tiles are shared among threads.
 from __future__ import annotations
 
 import mmap
-import platform
 from functools import cache
 from string import Template
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.executor import HUGE, LINE, Executor
-from plait.kernels.cpu.frame import word
 from plait.kernels.cpu.kernel import Kernel, generated, inline, kernel
 from plait.kernels.cpu.packed import Packed, multiply
 from plait.kernels.cpu.rows import float32_rows
-from plait.kernels.cpu.target import DOT, TARGETS, host_features
-from plait.kernels.cpu.vec import get_i32, get_u8, put_i32, put_u8
+from plait.kernels.cpu.straight import Word, Writer, digest, straight
+from plait.kernels.cpu.target import TARGETS, host_features
+from plait.kernels.cpu.vec import get_i32, get_u8, put_i32, put_u8, word
 from plait.ops.linear import Activations, Packing, linear
 from plait.ops.registry import Facts
 from plait.quant.weight import Dense, Weight
@@ -36,13 +36,6 @@ CHUNK = 512  # inputs whose products are summed before they join the rest: a pai
 BLOCK = 192  # rows of one piece of work
 SHORT = 32768  # bytes of a tile that prefetching hardware has hardly begun to follow
 
-# How sixteen weights of an even and of an odd input are read, `w` being their address.
-_READ = {
-    "float32": ("load_f32({w})", "load_f32({w} + 64)"),
-    "float16": ("load_f16({w})", "load_f16({w} + 32)"),
-    "bfloat16": ("low_bf16(load_i32({w}))", "high_bf16(load_i32({w}))"),
-}
-
 
 def _shapes() -> tuple[tuple[int, int], ...]:
     """(rows, tiles) held in registers at once, the larger first: their number never changes a result."""
@@ -51,62 +44,120 @@ def _shapes() -> tuple[tuple[int, int], ...]:
     return ((6, 2), (4, 2), (2, 2), (1, 2), (4, 1), (1, 1)) if wide else ((3, 1), (1, 2), (1, 1))
 
 
-def _part(rows: int, tiles: int, kind: str) -> str:
-    """The text of a function that multiplies so many rows by so many tiles, over part of the inputs."""
-    even, odd = _READ[kind]
+def _pair(w: Writer, kind: str, at: Word) -> tuple[Any, Any]:
+    """Sixteen weights of an even and of an odd input."""
+    match kind:
+        case "float32":
+            return w.load_f32(at), w.load_f32(at + 64)
+        case "float16":
+            return w.load_f16(at), w.load_f16(at + 32)
+        case _:
+            words = w.load_i32(at)
+            return w.low_bf16(words), w.high_bf16(words)
+
+
+@cache
+def part(rows: int, tiles: int, kind: str) -> Any:
+    """Block: so many rows times so many tiles, over n inputs, then over the odd one if there is one.
+
+    Gives the sums over even and over odd inputs together, row by row.
+    """
     step = PAIR_BYTES[kind]
+
+    def write(w: Writer, x: Word, row_bytes: Word, weights: Word, tile_bytes: Word, n: Word) -> list[Any]:
+        rows_at = [x + row_bytes * r for r in range(rows)]
+        tiles_at = [weights + tile_bytes * t for t in range(tiles)]
+        count = rows * tiles
+
+        def pair(k: Word, *sums: Any) -> list[Any]:
+            pairs = [_pair(w, kind, at + step * k) for at in tiles_at]
+            even, odd = [], []
+            for r, at in enumerate(rows_at):
+                v, u = w.spread_f32(at + 8 * k), w.spread_f32(at + 8 * k + 4)
+                even += [w.fma(v, a, sums[r * tiles + t]) for t, (a, _) in enumerate(pairs)]
+                odd += [w.fma(u, b, sums[count + r * tiles + t]) for t, (_, b) in enumerate(pairs)]
+            return even + odd
+
+        def last(_: Word, *sums: Any) -> list[Any]:
+            weights_of = [_pair(w, kind, at + step * (n >> 1))[0] for at in tiles_at]
+            ys = [w.spread_f32(at + 4 * n - 4) for at in rows_at]
+            return [w.fma(ys[i // tiles], weights_of[i % tiles], s) for i, s in enumerate(sums)]
+
+        sums = w.loop(0, n >> 1, 1, [w.zero_f32()] * (2 * count), pair)
+        even = w.loop(n >> 1 << 1, n, 1, sums[:count], last)
+        return [w.add(a, b) for a, b in zip(even, sums[count:], strict=True)]
+
+    return straight(write, gives=rows * tiles)
+
+
+def _places(out: Word, out_bytes: Word, left: Word, rows: int, tiles: int) -> list[tuple[Word, Word]]:
+    """Where each sum of a part goes, and how many of its outputs there are."""
     grid = [(r, t) for r in range(rows) for t in range(tiles)]
-    lines = [
-        "@inline",
-        f"def part_{rows}x{tiles}(x, row_bytes, w, tile_bytes, n, out, out_bytes, first, bias, left):",
-    ]
-    lines += [f"    x{r} = x + {r} * row_bytes" for r in range(rows)]
-    lines += [f"    w{t} = w + {t} * tile_bytes" for t in range(tiles)]
-    lines += [f"    e{r}{t}, o{r}{t} = zero_f32(), zero_f32()" for r, t in grid]
-    lines += ["    for k in range(n // 2):"]
-    lines += [f"        a{t}, b{t} = {even}, {odd}".format(w=f"w{t} + {step} * k") for t in range(tiles)]
-    for r in range(rows):
-        lines += [f"        v, u = spread_f32(x{r} + 8 * k), spread_f32(x{r} + 8 * k + 4)"]
-        lines += [f"        e{r}{t} = fma(v, a{t}, e{r}{t})" for t in range(tiles)]
-        lines += [f"        o{r}{t} = fma(u, b{t}, o{r}{t})" for t in range(tiles)]
-    lines += ["    if n % 2:"]
-    lines += [f"        a{t} = {even}".format(w=f"w{t} + {step} * (n // 2)") for t in range(tiles)]
-    lines += [f"        e{r}{t} = fma(spread_f32(x{r} + 4 * n - 4), a{t}, e{r}{t})" for r, t in grid]
-    for r, t in grid:
-        at = f"out + {r} * out_bytes + {64 * t}"
-        lines += [f"    keep({at}, add(e{r}{t}, o{r}{t}), first, bias, {64 * t}, left - {16 * t})"]
-    return "\n".join(lines)
+    return [(out + out_bytes * r + 64 * t, left - 16 * t) for r, t in grid]
+
+
+@cache
+def earlier(rows: int, tiles: int) -> Any:
+    """Block: sums behind what the chunks before left at `out`. left: outputs from the first tile on."""
+
+    def write(w: Writer, out: Word, out_bytes: Word, left: Word, sums: list[Any]) -> list[Any]:
+        places = _places(out, out_bytes, left, rows, tiles)
+        return [w.add(w.load_some(*place), s) for place, s in zip(places, sums, strict=True)]
+
+    return straight(write, gives=rows * tiles)
+
+
+@cache
+def biased(rows: int, tiles: int) -> Any:
+    """Block: sums with the bias added."""
+
+    def write(w: Writer, bias: Word, left: Word, sums: list[Any]) -> list[Any]:
+        vectors = [w.load_some(bias + 64 * t, left - 16 * t) for t in range(tiles)]
+        return [w.add(s, vectors[i % tiles]) for i, s in enumerate(sums)]
+
+    return straight(write, gives=rows * tiles)
+
+
+@cache
+def keep(rows: int, tiles: int) -> Any:
+    """Block: sums to `out`."""
+
+    def write(w: Writer, out: Word, out_bytes: Word, left: Word, sums: list[Any]) -> None:
+        for (at, columns), s in zip(_places(out, out_bytes, left, rows, tiles), sums, strict=True):
+            w.store_some(at, s, columns)
+
+    return straight(write)
+
+
+_PART = """part_{size} = dense.part({rows}, {tiles}, "{kind}")
+earlier_{size}, biased_{size} = dense.earlier({rows}, {tiles}), dense.biased({rows}, {tiles})
+keep_{size} = dense.keep({rows}, {tiles})"""
+
+_GROUP = """while rows - r >= {rows}:
+    from_row, to_row = x + r * row_bytes + 4 * k, to + r * out_bytes
+    sums = part_{size}(from_row, row_bytes, at, tile_bytes, count)
+    if k != 0:
+        sums = earlier_{size}(to_row, out_bytes, left, sums)
+    if plus != 0:
+        sums = biased_{size}(plus, left, sums)
+    keep_{size}(to_row, out_bytes, left, sums)
+    r += {rows}"""
 
 
 def _dispatch(tiles: int, shapes: tuple[tuple[int, int], ...]) -> str:
     """The text that takes `rows` rows through `tiles` tiles, in the largest groups there are."""
-    lines = ["r = 0"]
-    rows = "x + r * row_bytes + 4 * k, row_bytes"
-    call = f"({rows}, at, tile_bytes, count, to + r * out_bytes, out_bytes, k, plus, left)"
-    for size in sorted({r for r, t in shapes if t == tiles}, reverse=True):
-        lines += [f"while rows - r >= {size}:", f"    part_{size}x{tiles}{call}", f"    r += {size}"]
-    return f"\n{16 * ' '}".join(lines)
+    sizes = sorted({r for r, t in shapes if t == tiles}, reverse=True)
+    text = "\n".join(["r = 0", *(_GROUP.format(rows=r, size=f"{r}x{tiles}") for r in sizes)])
+    return text.replace("\n", f"\n{16 * ' '}")
 
 
-_SOURCE = Template('''"""Products of float32 rows with $kind tiles."""
+_SOURCE = Template('''"""Products of float32 rows with $kind tiles: made by plait, from $digest."""
 import numpy as np
 
-from plait.kernels.cpu.frame import rows_of, word
+from plait.kernels.cpu import dense
+from plait.kernels.cpu.frame import rows_of
 from plait.kernels.cpu.kernel import inline, kernel
-from plait.kernels.cpu.vec import (
-    add, atomic_add, fma, get_i64, high_bf16, load_f16, load_f32, load_i32, load_some, low_bf16,
-    spread_f32, store_some, zero_f32,
-)
-
-
-@inline
-def keep(out, value, first, bias, at, left):
-    if first != 0:
-        value = add(load_some(out, np.int32(left)), value)
-    if bias != 0:
-        value = add(value, load_some(bias + at, np.int32(left)))
-    store_some(out, value, np.int32(left))
-
+from plait.kernels.cpu.vec import atomic_add, get_i64, word
 
 $parts
 
@@ -167,7 +218,8 @@ def product(kind: str) -> Kernel:
     shapes = _shapes()
     source = _SOURCE.substitute(
         kind=kind,
-        parts="\n\n\n".join(_part(r, t, kind) for r, t in shapes),
+        digest=digest("dense.py"),
+        parts="\n".join(_PART.format(size=f"{r}x{t}", rows=r, tiles=t, kind=kind) for r, t in shapes),
         two=_dispatch(2, shapes),
         one=_dispatch(1, shapes),
         chunk=CHUNK,
@@ -268,9 +320,6 @@ def plain_numbers(facts: Facts) -> str | None:
     kind = facts.sizes.get("kind", str(facts.dtype).removeprefix("torch."))
     if kind not in PAIR_BYTES:
         return f"it reads plain numbers, not {kind}"
-    # The oldest x86-64 has no F16C: LLVM would call a function that is in no library of ours.
-    if kind == "float16" and DOT == "generic" and platform.machine().lower() in ("x86_64", "amd64"):
-        return "processors without F16C cannot widen float16"
     if facts.sizes.get("activations", "float32") != "float32":
         return "it does not round activations"
     return float32_rows(facts)
