@@ -12,24 +12,9 @@ from plait.model.batch import Batch
 from plait.model.mamba2 import ShortConv
 from plait.ops.activation import activate, step_sizes
 from plait.ops.gated_norm import gated_rms_norm
-from plait.ops.mamba3 import mamba3_scan, norm_for_heads
-from plait.ops.rows import map_heads
+from plait.ops.mamba3 import mamba3_scan, map_each_head, norm_for_heads
 from plait.ops.ssm_exact import mamba3_exact
 from plait.state.store import StateStore
-
-
-class HeadMap:
-    """One linear map that every head goes through: [T, H, n_in] -> [T, H, n_out]."""
-
-    def __init__(self, w: Weights, name: str, n_out: int, n_in: int, heads: int) -> None:
-        # As plain numbers: it is small, and heads are no rows that kernels of packed weights can count.
-        self.weight = w.tensor(f"{name}.weight", (n_out, n_in)).expand(heads, -1, -1)
-        bias = w.optional(f"{name}.bias", (n_out,))
-        self.bias = None if bias is None else bias.expand(heads, -1)
-        self._map = w.bind(map_heads, heads=heads)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._map(x, self.weight, self.bias)  # type: ignore[no-any-return]
 
 
 class Mamba3:
@@ -46,8 +31,8 @@ class Mamba3:
         self.theta = w.linear("theta", in_size=hidden, out_sizes=(turns,)) if s.complex_rope else None
         self.conv = ShortConv(w, inner + 2 * bc, s.conv_kernel) if s.conv_kernel else None
         mimo = (self.width, s.head_dim)
-        self.mimo_up = HeadMap(w, "mimo_up", *mimo, heads) if s.mimo_rank else None
-        self.mimo_down = HeadMap(w, "mimo_down", *mimo[::-1], heads) if s.mimo_rank else None
+        self.mimo_up = w.linear("mimo_up", in_size=mimo[1], out_sizes=mimo[:1]) if s.mimo_rank else None
+        self.mimo_down = w.linear("mimo_down", in_size=mimo[0], out_sizes=mimo[1:]) if s.mimo_rank else None
         self.A, self.D, self.dt_bias = (
             w.tensor(name, (heads,), torch.float32) for name in ("A", "D", "dt_bias")
         )
@@ -57,6 +42,7 @@ class Mamba3:
         facts = {"heads": heads, "dim": self.width, "state": s.state_size}
         self._scan = w.bind(mamba3_exact if s.mode == "exact" else mamba3_scan, **facts)
         self._norm = w.bind(norm_for_heads, size=s.state_size)
+        self._map = w.bind(map_each_head, heads=heads) if s.mimo_rank else None
         self._step_sizes = w.bind(step_sizes, heads=heads)
         self._sigmoid = w.bind(activate, kind="sigmoid", gated=False)
         self._silu = None if self.conv else w.bind(activate, kind="silu", gated=False)
@@ -83,7 +69,7 @@ class Mamba3:
         mixed = self.conv(mixed, batch, state.get("conv")) if self.conv else mixed
         u, bc = mixed[:, : self.sizes[0]], mixed[:, self.sizes[0] :].unflatten(-1, (-1, s.state_size))
         u = (self._silu(u, "silu", False) if self._silu else u).unflatten(-1, (s.num_heads, -1))
-        u = self.mimo_up(u) if self.mimo_up else u
+        u = self._map(u, self.mimo_up) if self._map else u
         B, C = self._norm(bc, self.bc_weight, self.bias, s.bc_norm.eps).chunk(2, 1)
         dt = self._step_sizes(dt, self.dt_bias, *s.dt_limit)
         theta = self.theta(x).unflatten(-1, (s.num_heads, -1)) if self.theta else None
@@ -95,5 +81,5 @@ class Mamba3:
             y = self._scan(*args, *memory, *where, s.chunk_size)
         else:
             y = self._scan(*args, batch.query_start, s.chunk_size)
-        y = self.mimo_down(y) if self.mimo_down else y
+        y = self._map(y, self.mimo_down) if self._map else y
         return self.out(self._gate(y.flatten(1), gate, self.norm_weight, s.gated_norm.eps))

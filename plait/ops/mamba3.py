@@ -1,4 +1,4 @@
-"""oxidizr's Mamba3: B and C for every head, and a scan with a trapezoidal input term and a running angle."""
+"""oxidizr's Mamba3: what heads share, and a scan with a trapezoidal input term and a running angle."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from plait.ops.conv import ragged_case
+from plait.ops.linear import Linear
 from plait.ops.norm import rms_norm
 from plait.ops.registry import Arguments, op
 from plait.ops.ssm import CASES, SSD_CHUNK, begin, pieces, ssd
+from plait.quant.weight import Dense
 
 
 def rotate_pairs(m: Tensor, angle: Tensor) -> Tensor:
@@ -141,3 +143,24 @@ def _norm_for_heads_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: 
 
     size = case["state"]
     return (normal(case["tokens"], case["groups"], size), normal(size), normal(case["heads"], size), 1e-6), {}
+
+
+@op(
+    cases=[
+        dict(tokens=1, heads=4, n_in=16, n_out=64),
+        dict(tokens=33, heads=3, n_in=64, n_out=50),
+        dict(tokens=70, heads=4, n_in=7, n_out=24, bias=False),
+    ]
+)
+def map_each_head(x: Tensor, linear: Linear) -> Tensor:
+    """Every head through the same linear map, in any storage. x: [T, H, n] -> [T, H, m] in x's dtype."""
+    return linear(x)
+
+
+@map_each_head.inputs
+def _map_each_head_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    n, m = case["n_in"], case["n_out"]
+    x = torch.randn(case["tokens"], case["heads"], n + 3, dtype=dtype, device=device)[..., 1:-2]
+    weight = Dense(torch.randn(m, n, dtype=dtype, device=device) / n**0.5)
+    bias = torch.randn(m, dtype=dtype, device=device) if case.get("bias", True) else None
+    return (x, Linear([weight], [bias], lambda fn, **_: fn, dtype)), {}

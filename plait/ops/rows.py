@@ -82,21 +82,14 @@ def _join_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Ar
     return (a, torch.randn(*shape, 8, dtype=dtype, device=device)), {}
 
 
-@op(cases=[*CASES, *(dict(rows=rows, size=40, shared=True) for rows in (3, 20))])
-def map_heads(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Each head through a matrix of its own: x: [T, H, n], weight: [H, m, n], bias: [H, m] -> [T, H, m].
-
-    Heads may share a matrix and a bias: `expand` makes [H, …] of one without a copy.
-    """
-    y = torch.einsum("thn,hmn->thm", x, weight)
-    return y if bias is None else y + bias
+@op(cases=CASES)
+def map_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """Each head through a matrix of its own: x: [T, H, n], weight: [H, m, n] -> [T, H, m]."""
+    return torch.einsum("thn,hmn->thm", x, weight)
 
 
 @map_heads.inputs
 def _map_heads_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
     x = torch.randn(case["rows"], 3, case["size"], dtype=dtype, device=device)
-    shared = case.get("shared", False)
-    weight = torch.randn(1 if shared else 3, 24, case["size"], dtype=dtype, device=device)
-    weight = (weight / case["size"] ** 0.5).expand(3, -1, -1)
-    bias = torch.randn(24, dtype=dtype, device=device).expand(3, -1) if shared else None
-    return (x, weight, bias), {}
+    weight = torch.randn(3, 24, case["size"], dtype=dtype, device=device) / case["size"] ** 0.5
+    return (x, weight), {}

@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.errors import ShapeMismatch
-from plait.kernels.cpu.mamba3 import _mamba3_scan
+from plait.errors import CannotRecord, ShapeMismatch
+from plait.kernels.cpu.mamba3 import _mamba3_scan, _map_each_head, _norm_for_heads
 from plait.kernels.load import executor
-from plait.ops.mamba3 import mamba3_scan
+from plait.ops.linear import Linear
+from plait.ops.mamba3 import mamba3_scan, norm_for_heads
+from plait.ops.registry import Facts
+from plait.quant.weight import Dense
+from plait.runner.graphs import ViewsOnly
 
 SLOTS = 5
 SIZES = [(2, 5, 6), (3, 24, 40), (2, 16, 16)]  # heads, rows of one, columns
@@ -124,3 +128,65 @@ def test_what_a_kernel_cannot_read_is_refused(cpu: Any) -> None:
         wrong = [*args[:i], args[i][..., :1], *args[i + 1 :]]
         with pytest.raises(ShapeMismatch):
             _mamba3_scan(cpu, *wrong, *at)
+
+
+# ---- what is around the scan
+
+
+@pytest.mark.parametrize(("groups", "heads", "n"), [(2, 2, 16), (1, 6, 100), (4, 8, 7), (2, 8, 128)])
+def test_groups_are_normed_for_their_heads(cpu: Any, groups: int, heads: int, n: int) -> None:
+    x = torch.randn(9, groups * n + 5)[:, 2:-3].unflatten(-1, (groups, n))
+    weight, bias = torch.randn(n), torch.randn(heads, n)
+    got = _norm_for_heads(cpu, x, weight, bias, 1e-5)
+    want = norm_for_heads(x.double(), weight.double(), bias.double(), 1e-5).float()
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+    one = executor(1)
+    assert one is not None
+    alone = torch.cat([_norm_for_heads(one, row, weight, bias, 1e-5) for row in x.split(1)])
+    one.close()
+    assert torch.equal(got, alone)
+    with cpu.recording(tokens=9, logits=3) as program:
+        later = _norm_for_heads(cpu, x, weight, bias, 1e-5)
+    cpu.run(program, tokens=4, logits=1, seqs=1)
+    assert torch.equal(later[:4], got[:4])
+
+
+def test_groups_that_heads_cannot_share_are_refused(cpu: Any) -> None:
+    x, weight = torch.randn(3, 2, 8), torch.ones(8)
+    for wrong in (torch.ones(3, 8), torch.ones(4, 7), torch.ones(4, 16)[:, ::2]):
+        with pytest.raises(ShapeMismatch):
+            _norm_for_heads(cpu, x, weight, wrong, 1e-5)
+    with pytest.raises(ShapeMismatch):
+        _norm_for_heads(cpu, x[:, 0], weight, torch.ones(4, 8), 1e-5)
+
+
+def shared_map(cpu: Any, n: int, m: int, bias: bool) -> Linear:
+    def bind(op: Any, **sizes: Any) -> Any:
+        return op.bind(Facts("cpu", torch.float32, sizes, cpu))[0]
+
+    weight = Dense(torch.randn(m, n) / n**0.5)
+    return Linear([weight], [torch.randn(m) if bias else None], bind, torch.float32)
+
+
+@pytest.mark.parametrize(("n", "m"), [(64, 256), (4, 8), (17, 33)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_heads_that_share_a_map_are_rows_of_it(cpu: Any, n: int, m: int, bias: bool) -> None:
+    linear, apart = shared_map(cpu, n, m, bias), torch.randn(19, 3, n + 5)[..., 2:-3]
+    dense = apart.contiguous()
+    want = linear(dense)
+    for x in (apart, dense):
+        assert torch.equal(_map_each_head(cpu, x, linear), want)
+        with cpu.recording(tokens=19, logits=57) as program, ViewsOnly():
+            later = _map_each_head(cpu, x, linear)
+        later.fill_(torch.nan)
+        cpu.run(program, tokens=4, logits=1, seqs=1)
+        assert torch.equal(later[:4], want[:4])
+        assert later[4:].isnan().all()
+
+
+def test_a_map_that_is_not_packed_cannot_be_recorded(cpu: Any) -> None:
+    x, (n, m) = torch.randn(5, 2, 8), (8, 6)
+    linear = Linear([Dense(torch.randn(m, n))], [None], lambda op, **_: op.reference, torch.float32)
+    assert torch.equal(_map_each_head(cpu, x, linear), linear(x))
+    with cpu.recording(tokens=5, logits=6), pytest.raises(CannotRecord, match="not one packed map"):
+        _map_each_head(cpu, x, linear)

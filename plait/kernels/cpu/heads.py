@@ -36,8 +36,8 @@ def fold(a, b):
 
 
 @inline
-def dots(x, w, row_bytes, last, n, bias, out, left):
-    """out[i] = x · row i of w + bias[i] (0: none), for i < left <= 16; `last`: the last row there is."""
+def dots(x, w, row_bytes, last, n, out, left):
+    """out[i] = x · row i of w, for i < left <= 16; `last`: the last row there is."""
 {addresses}
 {zeros}
     full = n // 16 * 64
@@ -49,17 +49,14 @@ def dots(x, w, row_bytes, last, n, bias, out, left):
         v = load_some(x + full, tail)
 {rest}
 {folds}
-    if bias != 0:
-        a0 = add(a0, load_some(bias, left))
     store_some(out, a0, left)
 
 
 @kernel
 def map_rows(frame, args, thread, threads):
-    """x, its row and head strides, heads, n, weight, its head stride, m, bias or 0, its head stride, out."""
+    """x, its row and head strides, heads, n, weight (dense), m, out (dense)."""
     x, row_bytes, head_bytes, heads = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    n, weight, weight_head, m = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
-    bias, bias_head, out, rows = word(args, 10), word(args, 11), word(args, 12), rows_of(frame, args)
+    n, weight, m, out, rows = word(args, 6), word(args, 7), word(args, 8), word(args, 9), rows_of(frame, args)
     # Few rows: a piece of work is sixteen outputs. Many: some rows of a head, whose weight stays in cache.
     step = 16 if rows <= ROWS else m
     columns, blocks = (m + step - 1) // step, (rows + ROWS - 1) // ROWS
@@ -67,11 +64,10 @@ def map_rows(frame, args, thread, threads):
     for item in range(items * thread // threads, items * (thread + 1) // threads):
         h, start, row = item // blocks // columns, item // blocks % columns * step, item % blocks * ROWS
         for i in range(start, min(start + step, m), 16):
-            w, last, left = weight + h * weight_head + i * 4 * n, min(m - i, 16) - 1, np.int32(m - i)
-            shift = bias + h * bias_head + 4 * i if bias != 0 else np.int64(0)
+            w, last, left = weight + (h * m + i) * 4 * n, min(m - i, 16) - 1, np.int32(m - i)
             for r in range(row, min(row + ROWS, rows)):
                 to = out + ((r * heads + h) * m + i) * 4
-                dots(x + r * row_bytes + h * head_bytes, w, 4 * n, last, n, shift, to, left)
+                dots(x + r * row_bytes + h * head_bytes, w, 4 * n, last, n, to, left)
 '''
 
 
@@ -92,21 +88,15 @@ def product() -> Kernel:
 
 
 @map_heads.variant("native", on="cpu", when=float32_rows, native=True)
-def _map_heads(cpu: Executor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _map_heads(cpu: Executor, x: Tensor, weight: Tensor) -> Tensor:
     rows = Rows.of(x)
-    if weight.dtype != torch.float32 or weight.dim() != 3 or not weight[:1].is_contiguous():
+    if weight.dtype != torch.float32 or weight.dim() != 3 or not weight.is_contiguous():
         raise ShapeMismatch(
-            f"maps of heads want float32 [heads, m, n], dense but for the heads, got {weight.dtype} "
-            f"{list(weight.shape)} with strides {weight.stride()}"
+            f"maps of heads want dense float32 [heads, m, n], got {weight.dtype} {list(weight.shape)}"
         )
     heads, m, n = weight.shape
-    if bias is not None and (Rows.of(bias).width != m or tuple(bias.shape) != (heads, m)):
-        raise ShapeMismatch(f"{heads} maps {n} -> {m} were given a bias {list(bias.shape)}")
     if x.dim() != 3 or (rows.heads, rows.width) != (heads, n):
         raise ShapeMismatch(f"{heads} maps {n} -> {m} were given {list(x.shape)}")
     out = cpu.empty(rows.count, heads, m)
-    shift: tuple[object, ...] = (None, 0) if bias is None else (bias, 4 * bias.stride(0))
-    cpu.launch(
-        product(), x, *rows.strides, heads, n, weight, 4 * weight.stride(0), m, *shift, out, rows=rows.count
-    )
+    cpu.launch(product(), x, *rows.strides, heads, n, weight, m, out, rows=rows.count)
     return out

@@ -1,18 +1,20 @@
-"""oxidizr's Mamba3: B and C for every head; the scan, token by token, a head of a sequence by one thread."""
+"""oxidizr's Mamba3: what heads share; the scan, token by token, each head of a sequence by one thread."""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from plait.errors import ShapeMismatch
+from plait.errors import CannotRecord, ShapeMismatch
 from plait.kernels.cpu.conv import Sequences, dense
 from plait.kernels.cpu.executor import LINE, Executor
 from plait.kernels.cpu.frame import SEQS, rows_of, scratch_of, word
 from plait.kernels.cpu.kernel import inline, kernel
 from plait.kernels.cpu.maths import exp
+from plait.kernels.cpu.packed import Groups, Packed, multiply
 from plait.kernels.cpu.rows import Rows, float32_rows
 from plait.kernels.cpu.vec import (
     add,
@@ -25,13 +27,15 @@ from plait.kernels.cpu.vec import (
     load_some,
     mul,
     put_f32,
+    put_i64,
     spread,
     store_f32,
     store_some,
     total,
     zero_f32,
 )
-from plait.ops.mamba3 import mamba3_scan, norm_for_heads
+from plait.ops.linear import Linear
+from plait.ops.mamba3 import mamba3_scan, map_each_head, norm_for_heads
 
 TURN = 2 * math.pi
 
@@ -257,3 +261,40 @@ def _norm_for_heads(cpu: Executor, x: Tensor, weight: Tensor, bias: Tensor, eps:
     where = (x, *rows.strides, rows.heads, each, rows.width)
     cpu.launch(normed_heads, *where, weight, bias, float(eps), out, rows=rows.count)
     return out
+
+
+@kernel
+def heads_as_rows(frame, args, thread, threads):
+    """heads, starts (int64 [2]), x, its row and head strides, n, copy (dense) or 0: counts the rows."""
+    heads, starts, x, row_bytes = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    head_bytes, n, out = word(args, 6), word(args, 7), word(args, 8)
+    items = rows_of(frame, args) * heads
+    if thread == 0:
+        put_i64(starts, 0)
+        put_i64(starts + 8, items)
+    if out == 0:
+        return
+    for i in range(items * thread // threads, items * (thread + 1) // threads):
+        _copy(x + i // heads * row_bytes + i % heads * head_bytes, out + 4 * n * i, n)
+
+
+@map_each_head.variant("native", on="cpu", when=float32_rows, native=True)
+def _map_each_head(cpu: Executor, x: Tensor, linear: Linear) -> Tensor:
+    """One group of rows, as experts have several: how many there are is read from memory, not the frame.
+
+    Raises CannotRecord in a recording if the map is not a packed one.
+    """
+    part, rows = linear.only_part, Rows.of(x)
+    if part is None or not isinstance(part[0], Packed):
+        if cpu.is_recording:
+            raise CannotRecord("a map that heads share is not one packed map")
+        return map_each_head.reference(x, linear)  # type: ignore[no-any-return]
+    weight, bias, rounding = part
+    spaced = x.dim() != 3 or rows.row_bytes != rows.heads * rows.head_bytes
+    starts = cpu.empty(2, dtype=torch.int64)
+    flat = cpu.empty(rows.count * rows.heads, rows.width) if spaced else x.view(-1, rows.width)
+    where = (rows.heads, starts, x, *rows.strides, rows.width)
+    cpu.launch(heads_as_rows, *where, flat if spaced else None, rows=rows.count)
+    address = torch.from_numpy(np.array([weight.data.data_ptr()], np.int64))
+    y = multiply(cpu, flat, weight, bias, rounding, groups=Groups(1, starts, address), rows=rows.count)
+    return y.view(*x.shape[:-1], weight.n_out)
