@@ -60,7 +60,7 @@ def commands() -> list[tuple[str, str, bytes]]:
     model, nano = smollm2(), ROOT / "examples" / "nano-hybrid"
     hybrid = nano if (nano / "config.json").exists() else model
     shown, path = hybrid.name if hybrid is model else "examples/nano-hybrid", shlex.quote(str(hybrid))
-    question = "What is the capital of France?"
+    question = "What is the capital of Japan?"
     generate = 'plait generate -m {} -p "And it came to pass" --seed 1 --max-tokens 60'
     chat = "plait chat {} --temperature 0"
     return [

@@ -31,7 +31,8 @@ def warmup(model: str, **given: Any) -> None:
     llm = load(model, engine_settings(given))
     try:
         loaded_s = time.perf_counter() - started
-        llm.generate([0], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+        for temperature in (0.0, 1.0):  # choosing the largest and drawing are two kernels
+            llm.generate([0], SamplingParams(max_tokens=2, temperature=temperature, ignore_eos=True))
         print(f"step: {llm.step_kind}")
         print(f"loaded in {loaded_s:.1f} s, first tokens after {time.perf_counter() - started:.1f} s")
     finally:
