@@ -173,7 +173,9 @@ def _load(opened: Opened, config: EngineConfig, target: Target, report: Progress
     runner = ModelRunner(decoder, store, sampler, device, executor=target.executor, capacity=capacity)
     step_log.info("step: %s", runner.step_kind)
     target.bound.append(
-        Binding("step", "recorded" if runner.is_recorded else "op by op", "", (("how", runner.step_kind),))
+        Binding("step", "recorded", runner.step_kind, ())
+        if runner.is_recorded
+        else Binding("step", "op by op", "", (("recorded", runner.step_kind),))
     )
     if config.deterministic:
         _check_deterministic(target)
