@@ -1,8 +1,9 @@
 """Every family behind HTTP: the greedy tokens of /v1/completions are those that transformers would choose.
 
 Prompts of several lengths arrive together at a server whose steps are small, so that prompts are computed in
-pieces beside the decodes of others, and slots and blocks are used again; once with room for all, and once
-with so few blocks that sequences are put back and computed again.
+pieces beside the decodes of others, and slots and blocks are used again; once with room for all, once with
+so few blocks that sequences are put back and computed again, and once with blocks that native kernels know,
+so that every step is a recorded one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ SMALL_STEPS = dict(
 )
 # Of the 32 blocks that four of the longest need; what is left is too little for the four shortest at once.
 SPARED = 20
+NATIVE_BLOCK = 16
 # Dynamic scaling begins beyond the length that a model was made for, which the loader does not pass unasked.
 STRETCHED = {"llama_dynamic": ("max_position_embeddings=32", "original_max_position_embeddings=16")}
 # Two logits nearer than the error of float32 sums in another order (see test_parity) may change places; each
@@ -128,7 +130,7 @@ def streamed(client: Client, prompts: Sequence[Ids]) -> list[Ids]:
 @contextlib.contextmanager
 def watched(folder: Path, **options: Any) -> Iterator[tuple[Watched, Client]]:
     """The model of a folder behind a server in this process."""
-    seen = Watched(load(str(folder), EngineConfig(**SMALL_STEPS, **options)))
+    seen = Watched(load(str(folder), EngineConfig(**{**SMALL_STEPS, **options})))
     with serving(seen.loaded.front) as client:
         yield seen, client
 
@@ -163,14 +165,17 @@ def test_greedy_tokens_over_http_are_those_of_transformers(name: str, tmp_path: 
     limit = less_memory(roomy.loaded)
     with watched(tmp_path, set=changes, memory_limit=limit) as (tight, client):
         pieces = streamed(client, prompts)
+    with watched(tmp_path, set=changes, block_size=NATIVE_BLOCK) as (native, client):
+        recorded = streamed(client, prompts)
+    assert native.loaded.runner.is_recorded, native.loaded.runner.step_kind
     eager = {"dtype": torch.float32, "attn_implementation": "eager"}
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, **eager).eval()
-    for replies in (whole, pieces):
+    for replies in (whole, pieces, recorded):
         texts = [prompt + reply for prompt, reply in zip(prompts, replies, strict=True)]
         for prompt, reply, logits in zip(prompts, replies, after_each(oracle, texts), strict=True):
             assert_chosen(prompt, reply, logits)
     assert len({tuple(reply) for reply in whole}) > 1
-    assert all(seen.num_pieces and seen.num_mixed for seen in (roomy, tight))
+    assert all(seen.num_pieces and seen.num_mixed for seen in (roomy, tight, native))
     assert roomy.num_preemptions == 0
     assert (tight.num_preemptions > 0) == (limit is not None)
 
