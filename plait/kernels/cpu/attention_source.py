@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -60,10 +60,7 @@ def source(form: Form) -> str:
     parts = [
         _HEAD.format(name=form.name, digest=made_from),
         form.prelude,
-        *(
-            _TILES.format(rows=n, key_size=form.key_size, value_size=form.value_size, line=form.line)
-            for n in SIZES
-        ),
+        _TILES.format(key_size=form.key_size, value_size=form.value_size, line=form.line),
         _BODY.format(
             span=form.span,
             groups=form.span // 16,
@@ -74,48 +71,71 @@ def source(form: Form) -> str:
             stride=form.value_stride,
             locate=form.locate,
             part_at=form.span + TILE * form.line,
-            scores=_choice("scores_{}(packed + i * d * 4, d, scratch, head, tail, scores)"),
-            values=_choice("values_{}(scores, start, stop, values, stride, columns, parts, record)"),
         ),
     ]
     return "\n".join(parts)
 
 
 @cache
-def scores(rows: int, key_size: int, line: int) -> Any:
-    """Block: products of `rows` queries with keys, several groups of sixteen at a time.
+def scores(key_size: int, line: int) -> Any:
+    """Block: products of `size` queries (one of SIZES) with keys, several groups of sixteen at a time.
 
-    q: queries, [d][rows]; places: addresses of the keys of groups; to: scores, a row every `line` bytes.
+    q: queries, [d][size]; places: addresses of the keys of groups; to: scores, a row every `line` bytes.
     """
-    wide = 8 if rows <= 2 else 4 if rows <= 4 else 2
-    pair = key_size == 2
-    parts = 2 if pair else 1  # columns of a step
 
-    def write(w: Writer, q: Word, d: Word, places: Word, first: Word, end: Word, to: Word) -> None:
-        def column(p: Word, keys: list[Word], ahead: list[Word], sums: Sequence[Any]) -> list[Any]:
-            found = [(w.load_i32 if pair else w.load_f32)(k + 64 * p) for k in keys]
-            for n in ahead:
-                w.prefetch(n + 64 * p)
-            columns = [[f(x) for x in found] for f in (w.low_bf16, w.high_bf16)] if pair else [found]
-            for part, xs in enumerate(columns):
-                ys = (q + 4 * rows * parts * p + 4 * (rows * part + r) for r in range(rows))
-                sums = _multiplied(w, xs, ys, sums)
-            return list(sums)
-
-        def groups(g: Word) -> None:
-            own = [(g + i).least(end - 1) for i in range(wide)]  # a group too many is one computed twice
-            keys = [w.get_i64(places + 8 * i) for i in own]
-            soon = range(wide, 2 * wide) if rows <= FEW else ()
-            ahead = [w.get_i64(places + 8 * (g + i).least(end - 1)) for i in soon]
-            zeros = [w.zero_f32()] * (rows * wide)
-            steps = d >> 1 if pair else d
-            sums = w.loop(0, steps, 1, zeros, lambda p, *sums: column(p, keys, ahead, sums))
-            for i, s in enumerate(sums):
-                w.store_f32(to + line * (i // wide) + 64 * own[i % wide], s)
-
-        w.loop(first, end, wide, (), groups)
+    def write(
+        w: Writer, size: Word, q: Word, d: Word, places: Word, first: Word, end: Word, to: Word
+    ) -> None:
+        work = _Scoring(q, d, places, first, end, to, line, key_size)
+        for rows in SIZES:
+            w.when(size.equals(rows), partial(work.write, w, rows))
 
     return straight(write)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """The work of `scores`, and its arguments."""
+
+    q: Word
+    d: Word
+    places: Word
+    first: Word
+    end: Word
+    to: Word
+    line: int
+    key_size: int
+
+    def write(self, w: Writer, rows: int) -> None:
+        wide = 8 if rows <= 2 else 4 if rows <= 4 else 2
+
+        def groups(g: Word) -> None:
+            own = [(g + i).least(self.end - 1) for i in range(wide)]  # a group too many is computed twice
+            keys = [w.get_i64(self.places + 8 * i) for i in own]
+            soon = range(wide, 2 * wide) if rows <= FEW else ()
+            ahead = [w.get_i64(self.places + 8 * (g + i).least(self.end - 1)) for i in soon]
+            zeros = [w.zero_f32()] * (rows * wide)
+            steps = self.d if self.key_size == 4 else self.d >> 1
+            sums = w.loop(0, steps, 1, zeros, lambda p, *sums: self._step(w, rows, p, keys, ahead, sums))
+            for i, s in enumerate(sums):
+                w.store_f32(self.to + self.line * (i // wide) + 64 * own[i % wide], s)
+
+        w.loop(self.first, self.end, wide, (), groups)
+
+    def _step(
+        self, w: Writer, rows: int, p: Word, keys: list[Word], ahead: list[Word], sums: Sequence[Any]
+    ) -> list[Any]:
+        """The next column, or the next two where a key's word holds two."""
+        found = [(w.load_f32 if self.key_size == 4 else w.load_i32)(k + 64 * p) for k in keys]
+        for n in ahead:
+            w.prefetch(n + 64 * p)
+        columns = [found]
+        if self.key_size == 2:
+            columns = [[unpack(x) for x in found] for unpack in (w.low_bf16, w.high_bf16)]
+        for i, xs in enumerate(columns):
+            at = self.q + 4 * rows * len(columns) * p + 4 * rows * i
+            sums = _multiplied(w, xs, (at + 4 * r for r in range(rows)), sums)
+        return list(sums)
 
 
 def _multiplied(w: Writer, xs: Sequence[Any], ys: Iterable[Word], sums: Sequence[Any]) -> list[Any]:
@@ -128,15 +148,12 @@ def _multiplied(w: Writer, xs: Sequence[Any], ys: Iterable[Word], sums: Sequence
 
 
 @cache
-def values(rows: int, value_size: int, line: int) -> Any:
-    """Block: sums of values weighted by `rows` rows of scores, over the tokens start..end of a span.
-
-    places: addresses of the values of groups; stride: bytes from token to token; out: `rows` records.
-    """
-    most = 4 if rows <= 4 else 2  # vectors of columns at a time
+def values(value_size: int, line: int) -> Any:
+    """Block: sums of values weighted by `size` rows of scores (one of SIZES), over tokens of a span."""
 
     def write(
         w: Writer,
+        size: Word,
         scores: Word,
         start: Word,
         end: Word,
@@ -146,62 +163,70 @@ def values(rows: int, value_size: int, line: int) -> Any:
         out: Word,
         record: Word,
     ) -> None:
-        def some(c: Word, wide: int, left: Word | None) -> None:
-            """Columns c and on: `wide` vectors of them, or what `left` says, in float32 as they lie."""
-
-            def token(at: Word, n: Word | None, s: Word, sums: Sequence[Any]) -> list[Any]:
-                if n is not None:
-                    for i in range(0, 16 * value_size * wide, 64):
-                        w.prefetch(n + i)
-                if left is not None:
-                    xs = [_read_some(w, at, left, value_size)]
-                else:
-                    load = w.load_f32 if value_size == 4 else w.load_bf16
-                    xs = [load(at + 16 * value_size * i) for i in range(wide)]
-                return _multiplied(w, xs, (s + line * r for r in range(rows)), sums)
-
-            def group(g: Word, *sums: Any) -> list[Any]:
-                v, s = w.get_i64(places + 8 * g) + value_size * c, scores + 64 * g
-                n = None
-                if rows <= FEW and left is None:
-                    n = w.get_i64(places + 8 * (g + 1).least((end - 1) >> 4)) + value_size * c
-                low, high = (start - 16 * g).most(0), (end - 16 * g).least(16)
-                return w.loop(
-                    low,
-                    high,
-                    1,
-                    sums,
-                    lambda j, *sums: token(v + stride * j, n and n + stride * j, s + 4 * j, sums),
-                )
-
-            zeros = [w.zero_f32()] * (rows * wide)
-            for i, x in enumerate(w.loop(start >> 4, (end + 15) >> 4, 1, zeros, group)):
-                w.store_f32(out + record * (i // wide) + 64 + 4 * c + 64 * (i % wide), x)
-
-        whole = columns >> most.bit_length() + 3 << most.bit_length() + 3  # multiples of 16 * most
-        w.loop(0, whole, 16 * most, (), lambda c: some(c, most, None))
-        part = 0 if value_size == 4 else 1
-        w.loop(whole, columns, 16, (), lambda c: some(c, 1, (columns - c).least(16) >> part))
+        work = _Weighing(scores, start, end, places, stride, columns, out, record, line, value_size)
+        for rows in SIZES:
+            w.when(size.equals(rows), partial(work.write, w, rows))
 
     return straight(write)
 
 
-def _read_some(w: Writer, at: Word, left: Word, value_size: int) -> Any:
-    """A vector of columns whose end must not be read."""
-    x = w.load_some(at, left)
-    if value_size == 4:
-        return x
-    bits = w.bits_i32(x)  # sixteen bfloat16 in the first eight lanes
-    return w.interleave_low(w.low_bf16(bits), w.high_bf16(bits))
+@dataclass(frozen=True, slots=True)
+class _Weighing:
+    """The work of `values`, and its arguments."""
 
+    scores: Word
+    start: Word  # tokens of the span
+    end: Word
+    places: Word  # addresses of the values of groups
+    stride: Word  # bytes from token to token
+    columns: Word
+    out: Word  # as many records
+    record: Word
+    line: int
+    value_size: int
 
-def _choice(call: str) -> str:
-    """A call of the tile of a size. Not a function: LLVM would go through the tiles once more."""
-    text = []
-    for rows in SIZES:
-        text += [f"                {'if' if rows == 1 else 'elif'} size == {rows}:"]
-        text += [f"                    {call.format(rows)}"]
-    return "\n".join(text).lstrip()
+    def write(self, w: Writer, rows: int) -> None:
+        most = 4 if rows <= 4 else 2  # vectors of columns at a time
+        bits = most.bit_length() + 3
+        whole = self.columns >> bits << bits  # a multiple of 16 * most
+        part = 0 if self.value_size == 4 else 1
+
+        def last(c: Word) -> None:
+            self._some(w, rows, c, 1, (self.columns - c).least(16) >> part)
+
+        w.loop(0, whole, 16 * most, (), lambda c: self._some(w, rows, c, most, None))
+        w.loop(whole, self.columns, 16, (), last)
+
+    def _some(self, w: Writer, rows: int, c: Word, wide: int, left: Word | None) -> None:
+        """Columns c and on: `wide` vectors of them, or `left` float32 as they lie."""
+        offset, ahead = self.value_size * c, rows <= FEW and left is None
+
+        def group(g: Word, *sums: Any) -> list[Any]:
+            v, s = w.get_i64(self.places + 8 * g) + offset, self.scores + 64 * g
+            n = w.get_i64(self.places + 8 * (g + 1).least((self.end - 1) >> 4)) + offset if ahead else v
+            low, high = (self.start - 16 * g).most(0), (self.end - 16 * g).least(16)
+
+            def token(j: Word, *sums: Any) -> list[Any]:
+                for i in range(0, 16 * self.value_size * wide if ahead else 0, 64):
+                    w.prefetch(n + self.stride * j + i)
+                xs = self._read(w, v + self.stride * j, wide, left)
+                return _multiplied(w, xs, (s + 4 * j + self.line * r for r in range(rows)), sums)
+
+            return w.loop(low, high, 1, sums, token)
+
+        zeros = [w.zero_f32()] * (rows * wide)
+        for i, x in enumerate(w.loop(self.start >> 4, (self.end + 15) >> 4, 1, zeros, group)):
+            w.store_f32(self.out + self.record * (i // wide) + 64 + 4 * c + 64 * (i % wide), x)
+
+    def _read(self, w: Writer, at: Word, wide: int, left: Word | None) -> list[Any]:
+        if left is None:
+            load = w.load_f32 if self.value_size == 4 else w.load_bf16
+            return [load(at + 16 * self.value_size * i) for i in range(wide)]
+        x = w.load_some(at, left)
+        if self.value_size == 4:
+            return [x]
+        bits = w.bits_i32(x)  # sixteen bfloat16 in the first eight lanes
+        return [w.interleave_low(w.low_bf16(bits), w.high_bf16(bits))]
 
 
 _HEAD = '''"""Attention kernel {name}: made by plait, from {digest}."""
@@ -223,8 +248,9 @@ def widened(x):
 '''
 
 _TILES = """
-scores_{rows} = tiles.scores({rows}, {key_size}, {line})
-values_{rows} = tiles.values({rows}, {value_size}, {line})"""
+
+tile_scores, tile_values = tiles.scores({key_size}, {line}), tiles.values({value_size}, {line})
+"""
 
 _BODY = '''
 @inline
@@ -339,11 +365,11 @@ def attend(frame, args, thread, threads):
                 if start >= stop:
                     continue
                 head, tail, size = start // 16, (stop + 15) // 16, size_of(left)
-                {scores}
+                tile_scores(size, packed + i * d * 4, d, scratch, head, tail, scores)
                 for r in range(left):
                     position = past + (base + i + r) // group
                     soften(args, scores + r * {line}, head, tail, at, position, parts + r * record)
-                {values}
+                tile_values(size, scores, start, stop, values, stride, columns, parts, record)
                 for r in range(left):
                     part = parts + r * record
                     if spans > 0:

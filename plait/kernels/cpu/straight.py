@@ -67,6 +67,9 @@ class Word:
         right = other.value if isinstance(other, Word) else ir.Constant(i64, int(other))
         return self.builder.icmp_signed(">", self.value, right)
 
+    def equals(self, other: int) -> ir.Value:
+        return self.builder.icmp_signed("==", self.value, ir.Constant(i64, other))
+
     def _picked(self, sign: str, other: Word | int) -> Word:
         right = other.value if isinstance(other, Word) else ir.Constant(i64, int(other))
         mine = self.builder.icmp_signed(sign, self.value, right)
