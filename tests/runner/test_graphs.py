@@ -103,13 +103,28 @@ def test_so_is_one_of_quantized_weights(name: str, checkpoints: Path) -> None:
         assert_replayed(model, None)
 
 
+def test_so_is_one_of_a_trained_hybrid(nano_hybrid: Path) -> None:
+    with loaded(nano_hybrid) as model, loaded(nano_hybrid, ops="reference") as reference:
+        assert model.runner.is_recorded, model.runner.step_kind
+        assert_replayed(model, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+@pytest.mark.parametrize("precise", [False, True])
+def test_so_are_those_of_real_models(name: str, precise: bool, request: pytest.FixtureRequest) -> None:
+    with loaded(request.getfixturevalue(name), precise=precise) as model:
+        assert model.runner.is_recorded, model.runner.step_kind
+        assert_replayed(model, None)
+
+
 @pytest.mark.parametrize("name", OP_BY_OP)
 def test_what_cannot_be_recorded_says_why(name: str, checkpoints: Path) -> None:
     with loaded(folder_of(name, checkpoints), **options_of(name)) as model:
         assert not model.runner.is_recorded
         assert model.runner.step_kind == OP_BY_OP[name]
         row = next(binding for binding in model.target.bound if binding.op == "step")
-        assert (row.variant, row.user) == ("op by op", OP_BY_OP[name])
+        assert (row.variant, row.skipped) == ("op by op", (("recorded", OP_BY_OP[name]),))
 
 
 def mixed(folder: Path, into: Path, parts: tuple[str, ...]) -> Path:
