@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from functools import cache
 from string import Template
+from typing import Any
 
 from plait.kernels.cpu.kernel import Kernel, generated
+from plait.kernels.cpu.straight import Word, Writer, digest, straight
+from plait.kernels.cpu.vec import F
 
 LANES = 16
 ROWS = 64  # of a head's state that one thread takes at a time
@@ -23,16 +26,20 @@ LARGEST = 1024  # N: every vector of a row is a line of the text
 TREE = (0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15)  # lanes, in the order `vec.total` joins them
 LEVELS = 5  # sums that wait for their partners, at most
 
-_SOURCE = Template('''"""Mamba2 scan: made by plait.kernels.cpu.scan_source."""
+_SOURCE = Template('''"""Mamba2 scan: made by plait, from $digest."""
 import numpy as np
 
-from plait.kernels.cpu.frame import SEQS, scratch_of, word
+from plait.kernels.cpu import scan_source
+from plait.kernels.cpu.frame import SEQS, scratch_of
 from plait.kernels.cpu.kernel import inline, kernel
 from plait.kernels.cpu.maths import exp
 from plait.kernels.cpu.vec import (
-    add, atomic_add, fma, get_f32, get_i64, get_u8, interleave_high, interleave_low, load_f32, load_some, mul,
-    put_f32, spread, spread_f32, store_f32, store_some, total, zero_f32,
+    add, atomic_add, get_f32, get_i64, get_u8, load_f32, load_some, mul, put_f32, spread, spread_f32,
+    store_f32, store_some, word, zero_f32,
 )
+
+row_of, move_row, copy_row = scan_source.row_of($n), scan_source.move_row($n), scan_source.copy_row($n)
+turn, move_columns = scan_source.turn(), scan_source.move_columns($n)
 
 
 @inline
@@ -63,26 +70,18 @@ def _narrow(state, rows, x, x_bytes, dt, dt_bytes, a, b, b_bytes, c, c_bytes, sk
     for t in range(tokens):
         step = get_f32(dt + t * dt_bytes)
         decay = exp(spread(step * a))
-$load_bc
+        bs, cs = row_of(b + t * b_bytes), row_of(c + t * c_bytes)
         for p in range(rows):
             u = get_f32(x + t * x_bytes + 4 * p)
-            v, s, y = spread(u * step), state + $row * p, zero_f32()
-$move_row
-            z = total(y)
+            z, = move_row(state + $row * p, decay, spread(u * step), bs, cs)
             put_f32(out + t * out_bytes + 4 * p, z + skip * u if skips else z)
-
-
-@inline
-def _turn(source, to):
-    """Sixteen by sixteen numbers, rows to columns."""
-$turn
 
 
 @inline
 def _pack(rows, row_bytes, tokens, to):
     """B or C of some tokens, side by side: far apart they would share too few lines of the cache."""
     for t in range(tokens):
-$pack
+        copy_row(rows + t * row_bytes, to + $packed * t)
 
 
 @inline
@@ -92,14 +91,7 @@ def _columns(h, bs, cs, decays, vs, stack, tokens):
     for g in range($groups):
         lane = (g & 1) * $bit0 + (g >> 1 & 1) * $bit1 + (g >> 2 & 1) * $bit2 + (g >> 3 & 1) * $bit3
         at, b, c, y = h + 64 * lane, bs + 4 * lane, cs + 4 * lane, stack + height * $level
-$load_h
-        for t in range(tokens):
-            decay, v = spread_f32(decays + 4 * t), load_f32(vs + 64 * t)
-$move_columns
-            store_f32(y + 64 * t, $sum)
-            b += $packed
-            c += $packed
-$store_h
+        move_columns(at, b, c, y, decays, vs, tokens)
         height += 1
         whole = g
         while whole & 1:
@@ -125,7 +117,7 @@ def _wide(state, rows, x, x_bytes, dt, dt_bytes, a, b, b_bytes, c, c_bytes, skip
                 if p + i < rows:
                     z = _load(state + $row * (p + i) + 64 * j, $n - 16 * j)
                 store_f32(stack + 64 * i, z)
-            _turn(stack, turned + $tile * (p // 16) + 1024 * j)
+            turn(stack, turned + $tile * (p // 16) + 1024 * j)
     for start in range(0, tokens, $tokens):
         size = min(tokens - start, $tokens)
         _pack(b + start * b_bytes, b_bytes, size, bs)
@@ -146,7 +138,7 @@ def _wide(state, rows, x, x_bytes, dt, dt_bytes, a, b, b_bytes, c, c_bytes, skip
                 _store(y + t * out_bytes, z, rows - p)
     for p in range(0, rows, 16):
         for j in range($vectors):
-            _turn(turned + $tile * (p // 16) + 1024 * j, stack)
+            turn(turned + $tile * (p // 16) + 1024 * j, stack)
             for i in range(min(rows - p, 16)):
                 _store(state + $row * (p + i) + 64 * j, load_f32(stack + 64 * i), $n - 16 * j)
 
@@ -235,67 +227,108 @@ def _text(n: int) -> str:
         part=ROWS,
         has_wide=vectors(n) <= REGISTERS + 4,
         wide_tokens=WIDE_TOKENS,
-        turn=_turn(),
-        **_narrow(n),
-        **_wide(n, count),
+        digest=digest("scan_source.py"),
     )
 
 
-def _lines(indent: int, lines: list[str]) -> str:
-    return "\n".join(" " * indent + line for line in lines)
+def _left(n: int, j: int) -> int:
+    """How many of a row's n columns vector j has."""
+    return min(n - LANES * j, LANES)
 
 
-def _narrow(n: int) -> dict[str, str]:
-    load, move, pack = [], [], []
-    for j in range(vectors(n)):
-        left = n - LANES * j
-        tail = "" if left >= LANES else f", np.int32({left})"
-        get, put = ("load_some", "store_some") if tail else ("load_f32", "store_f32")
-        load += [f"{m}{j} = {get}({m} + t * {m}_bytes + {64 * j}{tail})" for m in "bc"]
-        move += [
-            f"h = fma({get}(s + {64 * j}{tail}), decay, mul(v, b{j}))",
-            f"{put}(s + {64 * j}, h{tail})",
-            f"y = fma(h, c{j}, y)",
-        ]
-        pack.append(
-            f"store_f32(to + {64 * vectors(n)} * t + {64 * j}, {get}(rows + t * row_bytes + {64 * j}{tail}))"
-        )
-    return {"load_bc": _lines(8, load), "move_row": _lines(12, move), "pack": _lines(8, pack)}
+def _read(w: Writer, at: Word, left: int) -> Any:
+    return w.load_f32(at) if left == LANES else w.load_some(at, left)
 
 
-def _turn() -> str:
-    """Four rounds, each of which moves the two halves of 256 numbers between each other."""
-    lines = [f"r{i} = load_f32(source + {64 * i})" for i in range(LANES)]
-    a, b = "r", "q"
-    for _ in range(4):
-        for i in range(8):
-            lines.append(f"{b}{2 * i} = interleave_low({a}{i}, {a}{i + 8})")
-            lines.append(f"{b}{2 * i + 1} = interleave_high({a}{i}, {a}{i + 8})")
-        a, b = b, a
-    lines += [f"store_f32(to + {64 * i}, {a}{i})" for i in range(LANES)]
-    return _lines(4, lines)
+def _write(w: Writer, at: Word, x: Any, left: int) -> None:
+    if left == LANES:
+        w.store_f32(at, x)
+    else:
+        w.store_some(at, x, left)
 
 
-def _wide(n: int, count: int) -> dict[str, str]:
-    """The lines for `count` chains of columns. Chain i is `lane` + TREE[i]: a whole branch of the tree."""
-    load, store, move = [], [], []
-    for i in range(count):
+@cache
+def row_of(n: int) -> Any:
+    """Block (at): n numbers, as vectors."""
+    count = vectors(n)
+    return straight(
+        lambda w, at: [_read(w, at + 64 * j, _left(n, j)) for j in range(count)],
+        gives=count,
+    )
+
+
+@cache
+def copy_row(n: int) -> Any:
+    """Block (source, to): n numbers, zeros behind them up to a whole vector."""
+
+    def write(w: Writer, source: Word, to: Word) -> None:
         for j in range(vectors(n)):
-            at = 1024 * j + 64 * TREE[i]
-            load.append(f"h{i}_{j} = load_f32(at + {at})")
-            store.append(f"store_f32(at + {at}, h{i}_{j})")
-            first = f"y{i}" if j else "zero_f32()"
-            at = 64 * j + 4 * TREE[i]
-            move += [
-                f"h{i}_{j} = fma(h{i}_{j}, decay, mul(v, spread_f32(b + {at})))",
-                f"y{i} = fma(h{i}_{j}, spread_f32(c + {at}), {first})",
-            ]
-    sums = [f"y{i}" for i in range(count)]
-    while len(sums) > 1:
-        sums = [f"add({a}, {b})" for a, b in zip(sums[::2], sums[1::2], strict=True)]
-    return {
-        "load_h": _lines(8, load),
-        "store_h": _lines(8, store),
-        "move_columns": _lines(12, move),
-        "sum": sums[0],
-    }
+            w.store_f32(to + 64 * j, _read(w, source + 64 * j, _left(n, j)))
+
+    return straight(write)
+
+
+@cache
+def move_row(n: int) -> Any:
+    """Block (row, decay, v, b, c): one token passes by a row of the state, in memory. Gives its y."""
+
+    def write(w: Writer, row: Word, decay: Any, v: Any, b: list[Any], c: list[Any]) -> list[Any]:
+        y = w.zero_f32()
+        for j in range(vectors(n)):
+            at, left = row + 64 * j, _left(n, j)
+            h = w.fma(_read(w, at, left), decay, w.mul(v, b[j]))
+            _write(w, at, h, left)
+            y = w.fma(h, c[j], y)
+        return [w.total(y)]
+
+    return straight(write, gives=1, kind=F)
+
+
+@cache
+def turn() -> Any:
+    """Block (source, to): sixteen by sixteen numbers, rows to columns.
+
+    Four rounds, each of which moves the two halves of 256 numbers between each other.
+    """
+
+    def write(w: Writer, source: Word, to: Word) -> None:
+        now = [w.load_f32(source + 64 * i) for i in range(LANES)]
+        for _ in range(4):
+            pairs = list(zip(now[:8], now[8:], strict=True))
+            now = [mix(a, b) for a, b in pairs for mix in (w.interleave_low, w.interleave_high)]
+        for i, x in enumerate(now):
+            w.store_f32(to + 64 * i, x)
+
+    return straight(write)
+
+
+@cache
+def move_columns(n: int) -> Any:
+    """Block (state, b, c, y, decays, vs, tokens): tokens pass by chains of columns of sixteen turned rows.
+
+    Chain i starts `TREE[i]` columns behind the first one: together they are a whole branch of the tree.
+    b and c are packed; y gets a vector per token.
+    """
+    count, packed = columns_at_once(n), 64 * vectors(n)
+    chains = [(i, j) for i in range(count) for j in range(vectors(n))]
+
+    def write(
+        w: Writer, state: Word, b: Word, c: Word, y: Word, decays: Word, vs: Word, tokens: Word
+    ) -> None:
+        def token(t: Word, *h: Any) -> list[Any]:
+            decay, v = w.spread_f32(decays + 4 * t), w.load_f32(vs + 64 * t)
+            moved, sums = [], [w.zero_f32()] * count
+            for (i, j), old in zip(chains, h, strict=True):
+                at = packed * t + 64 * j + 4 * TREE[i]
+                moved.append(w.fma(old, decay, w.mul(v, w.spread_f32(b + at))))
+                sums[i] = w.fma(moved[-1], w.spread_f32(c + at), sums[i])
+            while len(sums) > 1:
+                sums = [w.add(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
+            w.store_f32(y + 64 * t, sums[0])
+            return moved
+
+        places = [state + 1024 * j + 64 * TREE[i] for i, j in chains]
+        for at, h in zip(places, w.loop(0, tokens, 1, [w.load_f32(at) for at in places], token), strict=True):
+            w.store_f32(at, h)
+
+    return straight(write)
