@@ -19,11 +19,11 @@ from typing import Any
 from plait.kernels.cpu.kernel import Kernel, generated
 from plait.kernels.cpu.layout import BLOCK, LAYOUTS, LINE, Layout
 from plait.kernels.cpu.straight import Word, Writer, digest, straight
-from plait.kernels.cpu.vec import F
 
 BUNDLES = (8, 4, 2, 1)  # rows of codes in a register tile, the larger first
 AHEAD = {64: 3072, 256: 6144}  # bytes that weights are fetched before they are needed, by the step's length
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
+SMALLEST = 3.8e-37  # below it, 127 / largest is no float32: such a block is zeros
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
 
 _SOURCE = Template('''"""Quantized linear map: made by plait, from $digest."""
@@ -34,51 +34,8 @@ from plait.kernels.cpu.frame import barrier, rows_of, shared_of
 from plait.kernels.cpu.kernel import inline, kernel
 from plait.kernels.cpu.vec import get_i64, load_some, spread, word
 
-measured, put_codes = linear_source.measured(), linear_source.put_codes("$name")
-put_rest, put_zeros = linear_source.put_rest("$name"), linear_source.put_zeros("$name")
+round_rows = linear_source.round_rows("$name")
 $tiles
-
-SMALLEST = np.float32(3.8e-37)  # below it, 127 / largest is no float32: such a block is zeros
-
-
-@inline
-def round_block(x, to, size, at, terms):
-    """32 activations into one row of codes, or two: the second takes what the first leaves over."""
-    most, odd = measured(x)
-    scale, per_unit = most / np.float32(127.0), np.float32(0.0)
-    if most >= SMALLEST:
-        per_unit = np.float32(1.0) / most * np.float32(127.0)
-    put_codes(x, per_unit, to, size, at, scale + odd)
-    if terms == 2:
-        finer = per_unit * np.float32(254.0)
-        put_rest(x, per_unit, scale, finer, to, size, at + 1, scale / np.float32(254.0) + odd)
-
-
-@inline
-def round_rows(x, row_bytes, n, to, rows, terms, thread, threads):
-    """This thread's share of blocks of all rows, into bundles at `to`. Blocks behind n are zeros."""
-    blocks = (n + $step - 1) // $step * $blocks
-    codes = rows * terms
-    i, end = rows * blocks * thread // threads, rows * blocks * (thread + 1) // threads
-    while i < end:
-        row, first = i // blocks, i % blocks
-        last = min(blocks, first + end - i)
-        at, size, start = row * terms, $largest, 0
-        whole = (codes + 1) // size * size  # where bundles of this size end
-        while at >= whole:
-            start, size = whole, size // 2
-            whole = start + (codes - start + (1 if size > 2 else 0)) // size * size
-        start += (at - start) // size * size
-        bundle = to + start * blocks * $record
-        for b in range(first, last):
-            block = bundle + b * size * $record
-            if 32 * b < n:
-                round_block(x + row * row_bytes + 128 * b, block, size, at - start, terms)
-            else:
-                for k in range(terms):
-                    put_zeros(block, size, at - start + k)
-        i += last - first
-
 
 @inline
 def pieces(rows, terms, panel, n_out):
@@ -106,11 +63,10 @@ def linear_rows(frame, args, thread, threads):
         rounded += thread * rows * terms * each
     panel, work = max($largest, $panel // each // $largest * $largest), 0
     me, all_of_us = (0, 1) if alone else (thread, threads)
-    if groups == 0:
-        round_rows(x, row_bytes, n, rounded, rows, terms, me, all_of_us)
-        work = pieces(rows, terms, panel, n_out)
-    for g in range(groups):
-        first, end = get_i64(starts + 8 * g), get_i64(starts + 8 * g + 8)
+    for g in range(max(groups, 1)):
+        first, end = 0, rows
+        if groups != 0:
+            first, end = get_i64(starts + 8 * g), get_i64(starts + 8 * g + 8)
         to = rounded + first * apart
         round_rows(x + first * row_bytes, row_bytes, n, to, end - first, terms, me, all_of_us)
         work += pieces(end - first, terms, panel, n_out)
@@ -137,18 +93,6 @@ $bundles
 ''')
 
 
-@cache
-def measured() -> Any:
-    """Block (x): the largest size among 32 activations; 0, or NaN beside one that is not finite."""
-
-    def write(w: Writer, x: Word) -> list[Any]:
-        u, v = w.load_f32(x), w.load_f32(x + 64)
-        most = w.peak(w.largest(w.absolute(u), w.absolute(v)))
-        return [most, w.total(w.add(w.sub(u, u), w.sub(v, v)))]
-
-    return straight(write, gives=2, kind=F)
-
-
 def _put(w: Writer, layout: Layout, halves: list[Any], to: Word, size: Word, at: Word, scale: Any) -> None:
     """One row's 32 codes and what goes with them, row `at` of a bundle of `size`."""
     ints = [w.to_i32(x) for x in halves]
@@ -164,41 +108,80 @@ def _put(w: Writer, layout: Layout, halves: list[Any], to: Word, size: Word, at:
             w.put_i32(place, w.sum_i32(w.mul_i32(part, w.spread_int(-layout.zero))))
 
 
+def _round_block(w: Writer, layout: Layout, x: Word, to: Word, size: Word, at: Word, terms: Word) -> None:
+    """32 activations into one row of codes, or two: the second takes what the first leaves over."""
+    halves = [w.load_f32(x), w.load_f32(x + 64)]
+    most = w.peak(w.largest(*(w.absolute(u) for u in halves)))
+    odd = w.total(w.add(*(w.sub(u, u) for u in halves)))  # 0, or NaN beside a number that is not finite
+    scale = w.quotient(most, 127.0)
+    per_unit = w.from_on(most, SMALLEST, w.product(w.quotient(1.0, most), 127.0))
+    codes = [w.nearest(w.mul(u, w.spread(per_unit))) for u in halves]
+    _put(w, layout, codes, to, size, at, w.plus(scale, odd))
+
+    def rest() -> None:
+        unit, finer = w.spread(scale), w.spread(w.product(per_unit, 254.0))
+        left = [w.sub(u, w.mul(code, unit)) for u, code in zip(halves, codes, strict=True)]
+        fine = [w.nearest(w.mul(u, finer)) for u in left]
+        _put(w, layout, fine, to, size, at + 1, w.plus(w.quotient(scale, 254.0), odd))
+
+    w.when(terms.equals(2), rest)
+
+
+def _bundle_of(w: Writer, at: Word, codes: Word) -> tuple[Word, Word]:
+    """(first row, size) of the bundle that has row `at` of so many rows of codes."""
+    start, size = w.number(0), w.number(BUNDLES[0])
+    whole = (codes + 1) // BUNDLES[0] * BUNDLES[0]  # where bundles of this size end
+    for n in BUNDLES[1:]:
+        past = (at + 1).above(whole)
+        start, size = w.pick(past, whole, start), w.pick(past, w.number(n), size)
+        whole = w.pick(past, start + (codes - start + (1 if n > 2 else 0)) // n * n, whole)
+    return start + (at - start) // size * size, size
+
+
 @cache
-def put_codes(name: str) -> Any:
-    """Block: activations at x, `per_unit` units each, rounded."""
+def round_rows(name: str) -> Any:
+    """Block: this thread's share of blocks of all rows, into bundles at `to`. Blocks behind n are zeros.
 
-    def write(w: Writer, x: Word, per_unit: Any, to: Word, size: Word, at: Word, scale: Any) -> None:
-        codes = [w.nearest(w.mul(w.load_f32(x + 64 * k), w.spread(per_unit))) for k in (0, 1)]
-        _put(w, LAYOUTS[name], codes, to, size, at, scale)
-
-    return straight(write)
-
-
-@cache
-def put_rest(name: str) -> Any:
-    """Block: what `put_codes` left over of activations at x, `finer` units each. unit: one of `put_codes`."""
+    x: the first row, others follow every `row_bytes`; terms: rows of codes per row.
+    """
+    layout = LAYOUTS[name]
 
     def write(
-        w: Writer, x: Word, per_unit: Any, unit: Any, finer: Any, to: Word, size: Word, at: Word, scale: Any
+        w: Writer,
+        x: Word,
+        row_bytes: Word,
+        n: Word,
+        to: Word,
+        rows: Word,
+        terms: Word,
+        thread: Word,
+        threads: Word,
     ) -> None:
-        codes = []
-        for k in (0, 1):
-            u = w.load_f32(x + 64 * k)
-            near = w.nearest(w.mul(u, w.spread(per_unit)))
-            codes.append(w.nearest(w.mul(w.sub(u, w.mul(near, w.spread(unit))), w.spread(finer))))
-        _put(w, LAYOUTS[name], codes, to, size, at, scale)
+        blocks = (n + layout.step - 1) // layout.step * layout.blocks
+        begin, end = rows * blocks * thread // threads, rows * blocks * (thread + 1) // threads
 
-    return straight(write)
+        def row(r: Word) -> None:
+            at = r * terms
+            start, size = _bundle_of(w, at, rows * terms)
+            bundle = to + start * blocks * layout.rounded_block
+            first, last = (begin - r * blocks).most(0), (end - r * blocks).least(blocks)
+            full = last.least((n + BLOCK - 1) // BLOCK).most(first)
+            place = layout.rounded_block * size
 
+            def block(b: Word) -> None:
+                source = x + row_bytes * r + 4 * BLOCK * b
+                _round_block(w, layout, source, bundle + place * b, size, at - start, terms)
 
-@cache
-def put_zeros(name: str) -> Any:
-    """Block: a row of no activations."""
+            def nothing(b: Word) -> None:
+                zeros, to = [w.zero_f32()] * 2, bundle + place * b
+                w.loop(
+                    at - start, at - start + terms, 1, (), lambda k: _put(w, layout, zeros, to, size, k, 0.0)
+                )
 
-    def write(w: Writer, to: Word, size: Word, at: Word) -> None:
-        zero = w.zero_f32()
-        _put(w, LAYOUTS[name], [zero, zero], to, size, at, w.total(zero))
+            w.loop(first, full, 1, (), block)
+            w.loop(full, last, 1, (), nothing)
+
+        w.when(end.above(begin), lambda: w.loop(begin // blocks, (end - 1) // blocks + 1, 1, (), row))
 
     return straight(write)
 

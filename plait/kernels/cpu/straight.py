@@ -22,7 +22,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from plait.kernels.cpu.vec import DEFINED, VF, A, N, i32, i64
+from plait.kernels.cpu.vec import DEFINED, VF, A, F, N, f32, i32, i64
 
 
 class Word:
@@ -53,6 +53,10 @@ class Word:
         return self._with(bits, "shl", flags=("nsw",))
 
     __radd__, __rmul__ = __add__, __mul__
+
+    def __floordiv__(self, other: Word | int) -> Word:
+        """Of numbers that are not negative."""
+        return self._with(other, "sdiv")
 
     def least(self, other: Word | int) -> Word:
         """The smaller of both."""
@@ -129,7 +133,15 @@ class Writer:
         b.position_at_end(after)
         return now
 
-    def when(self, condition: ir.Value, body: Callable[[], None]) -> None:
+    def number(self, value: int) -> Word:
+        return Word(self._builder, ir.Constant(i64, value))
+
+    def pick(self, condition: ir.Value, x: Any, y: Any) -> Any:
+        """x if condition else y: two words, or two other values of one type."""
+        made = self._builder.select(condition, _raw(x), _raw(y))
+        return Word(self._builder, made) if isinstance(x, Word) else made
+
+    def when(self, condition: ir.Value, body: Callable[[], Any]) -> None:
         """if condition: body()."""
         with self._builder.if_then(condition):
             body()
@@ -139,7 +151,9 @@ class Writer:
             return self._builder.trunc(value.value, i32) if kind == N else value.value
         if isinstance(value, ir.Value):
             return value
-        return ir.Constant({A: i64, N: i32}[kind], int(value))
+        return (
+            ir.Constant(f32, float(value)) if kind == F else ir.Constant({A: i64, N: i32}[kind], int(value))
+        )
 
     def opened(self, context: Any, value: ir.Value, kind: types.Type) -> Any:
         """An argument as the block sees it: a `Word` for an int, a list for a tuple, or the value itself."""

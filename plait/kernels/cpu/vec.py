@@ -441,5 +441,13 @@ word = _define(  # argument i, at args + 8 * i: one instruction, where `frame.wo
 )
 
 # ---- floats, one at a time, where `straight` calculates with them ----
+quotient = _define("quotient", F, (F, F), lambda b, x, y: b.fdiv(x, y))
+plus = _define("plus", F, (F, F), lambda b, x, y: b.fadd(x, y))
 product = _define("product", F, (F, F), lambda b, x, y: b.fmul(x, y))
 to_float = _define("to_float", F, (N,), lambda b, n: b.sitofp(n, f32))
+from_on = _define(  # x if value >= limit else 0
+    "from_on",
+    F,
+    (F, F, F),
+    lambda b, value, limit, x: b.select(b.fcmp_ordered(">=", value, limit), x, ir.Constant(f32, 0.0)),
+)
