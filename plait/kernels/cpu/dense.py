@@ -10,7 +10,8 @@ of rows, nor with how tiles are shared among threads.
 from __future__ import annotations
 
 import mmap
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from string import Template
 from typing import Any
 
@@ -56,21 +57,48 @@ def _pair(w: Writer, kind: str, at: Word) -> tuple[Any, Any]:
             return w.low_bf16(words), w.high_bf16(words)
 
 
-@cache
-def part(rows: int, tiles: int, kind: str) -> Any:
-    """Block: so many rows times so many tiles, over n inputs, then over the odd one if there is one.
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows through some tiles, over part of the inputs. The arguments of `rows_through`."""
 
-    Gives the sums over even and over odd inputs together, row by row.
-    """
-    step = PAIR_BYTES[kind]
+    x: Word
+    row_bytes: Word
+    weights: Word
+    tile_bytes: Word
+    n: Word
+    out: Word
+    out_bytes: Word
+    earlier: Word
+    bias: Word
+    left: Word
+    kind: str
+    tiles: int
 
-    def write(w: Writer, x: Word, row_bytes: Word, weights: Word, tile_bytes: Word, n: Word) -> list[Any]:
-        rows_at = [x + row_bytes * r for r in range(rows)]
-        tiles_at = [weights + tile_bytes * t for t in range(tiles)]
-        count = rows * tiles
+    def write(self, w: Writer, row: Word, rows: int) -> None:
+        """Rows row..row+rows, of which there are as many sums as registers hold."""
+        out = self.out + self.out_bytes * row
+        grid = [(r, t) for r in range(rows) for t in range(self.tiles)]
+        places = [(out + self.out_bytes * r + 64 * t, self.left - 16 * t) for r, t in grid]
+
+        def behind(*sums: Any) -> list[Any]:
+            return [w.add(w.load_some(*place), s) for place, s in zip(places, sums, strict=True)]
+
+        def biased(*sums: Any) -> list[Any]:
+            vectors = [w.load_some(self.bias + 64 * t, self.left - 16 * t) for t in range(self.tiles)]
+            return [w.add(s, vectors[t]) for s, (_, t) in zip(sums, grid, strict=True)]
+
+        sums = w.unless_zero(self.earlier, self._sums(w, self.x + self.row_bytes * row, rows), behind)
+        for (at, columns), s in zip(places, w.unless_zero(self.bias, sums, biased), strict=True):
+            w.store_some(at, s, columns)
+
+    def _sums(self, w: Writer, x: Word, rows: int) -> list[Any]:
+        """Sums over even and over odd inputs together, row by row."""
+        step, tiles, count = PAIR_BYTES[self.kind], self.tiles, rows * self.tiles
+        rows_at = [x + self.row_bytes * r for r in range(rows)]
+        tiles_at = [self.weights + self.tile_bytes * t for t in range(tiles)]
 
         def pair(k: Word, *sums: Any) -> list[Any]:
-            pairs = [_pair(w, kind, at + step * k) for at in tiles_at]
+            pairs = [_pair(w, self.kind, at + step * k) for at in tiles_at]
             even, odd = [], []
             for r, at in enumerate(rows_at):
                 v, u = w.spread_f32(at + 8 * k), w.spread_f32(at + 8 * k + 4)
@@ -79,76 +107,46 @@ def part(rows: int, tiles: int, kind: str) -> Any:
             return even + odd
 
         def last(_: Word, *sums: Any) -> list[Any]:
-            weights_of = [_pair(w, kind, at + step * (n >> 1))[0] for at in tiles_at]
-            ys = [w.spread_f32(at + 4 * n - 4) for at in rows_at]
-            return [w.fma(ys[i // tiles], weights_of[i % tiles], s) for i, s in enumerate(sums)]
+            weights = [_pair(w, self.kind, at + step * (self.n >> 1))[0] for at in tiles_at]
+            ys = [w.spread_f32(at + 4 * self.n - 4) for at in rows_at]
+            return [w.fma(ys[i // tiles], weights[i % tiles], s) for i, s in enumerate(sums)]
 
-        sums = w.loop(0, n >> 1, 1, [w.zero_f32()] * (2 * count), pair)
-        even = w.loop(n >> 1 << 1, n, 1, sums[:count], last)
+        sums = w.loop(0, self.n >> 1, 1, [w.zero_f32()] * (2 * count), pair)
+        even = w.loop(self.n >> 1 << 1, self.n, 1, sums[:count], last)  # the odd one, if there is one
         return [w.add(a, b) for a, b in zip(even, sums[count:], strict=True)]
 
-    return straight(write, gives=rows * tiles)
-
-
-def _places(out: Word, out_bytes: Word, left: Word, rows: int, tiles: int) -> list[tuple[Word, Word]]:
-    """Where each sum of a part goes, and how many of its outputs there are."""
-    grid = [(r, t) for r in range(rows) for t in range(tiles)]
-    return [(out + out_bytes * r + 64 * t, left - 16 * t) for r, t in grid]
-
 
 @cache
-def earlier(rows: int, tiles: int) -> Any:
-    """Block: sums behind what the chunks before left at `out`. left: outputs from the first tile on."""
+def rows_through(tiles: int, kind: str) -> Any:
+    """Block: `rows` rows through so many tiles, over n inputs, in the largest groups that registers hold.
 
-    def write(w: Writer, out: Word, out_bytes: Word, left: Word, sums: list[Any]) -> list[Any]:
-        places = _places(out, out_bytes, left, rows, tiles)
-        return [w.add(w.load_some(*place), s) for place, s in zip(places, sums, strict=True)]
+    earlier: 0 if these are the first inputs; otherwise what `out` has is added. bias: an address or 0.
+    left: outputs from the first tile on.
+    """
+    sizes = sorted({r for r, t in _shapes() if t == tiles}, reverse=True)
 
-    return straight(write, gives=rows * tiles)
-
-
-@cache
-def biased(rows: int, tiles: int) -> Any:
-    """Block: sums with the bias added."""
-
-    def write(w: Writer, bias: Word, left: Word, sums: list[Any]) -> list[Any]:
-        vectors = [w.load_some(bias + 64 * t, left - 16 * t) for t in range(tiles)]
-        return [w.add(s, vectors[i % tiles]) for i, s in enumerate(sums)]
-
-    return straight(write, gives=rows * tiles)
-
-
-@cache
-def keep(rows: int, tiles: int) -> Any:
-    """Block: sums to `out`."""
-
-    def write(w: Writer, out: Word, out_bytes: Word, left: Word, sums: list[Any]) -> None:
-        for (at, columns), s in zip(_places(out, out_bytes, left, rows, tiles), sums, strict=True):
-            w.store_some(at, s, columns)
+    def write(
+        w: Writer,
+        x: Word,
+        row_bytes: Word,
+        weights: Word,
+        tile_bytes: Word,
+        n: Word,
+        rows: Word,
+        out: Word,
+        out_bytes: Word,
+        earlier: Word,
+        bias: Word,
+        left: Word,
+    ) -> None:
+        part = _Part(x, row_bytes, weights, tile_bytes, n, out, out_bytes, earlier, bias, left, kind, tiles)
+        row = w.number(0)
+        for size in sizes:
+            end = row + (rows - row) // size * size
+            w.loop(row, end, size, (), partial(part.write, w, rows=size))
+            row = end
 
     return straight(write)
-
-
-_PART = """part_{size} = dense.part({rows}, {tiles}, "{kind}")
-earlier_{size}, biased_{size} = dense.earlier({rows}, {tiles}), dense.biased({rows}, {tiles})
-keep_{size} = dense.keep({rows}, {tiles})"""
-
-_GROUP = """while rows - r >= {rows}:
-    from_row, to_row = x + r * row_bytes + 4 * k, to + r * out_bytes
-    sums = part_{size}(from_row, row_bytes, at, tile_bytes, count)
-    if k != 0:
-        sums = earlier_{size}(to_row, out_bytes, left, sums)
-    if plus != 0:
-        sums = biased_{size}(plus, left, sums)
-    keep_{size}(to_row, out_bytes, left, sums)
-    r += {rows}"""
-
-
-def _dispatch(tiles: int, shapes: tuple[tuple[int, int], ...]) -> str:
-    """The text that takes `rows` rows through `tiles` tiles, in the largest groups there are."""
-    sizes = sorted({r for r, t in shapes if t == tiles}, reverse=True)
-    text = "\n".join(["r = 0", *(_GROUP.format(rows=r, size=f"{r}x{tiles}") for r in sizes)])
-    return text.replace("\n", f"\n{16 * ' '}")
 
 
 _SOURCE = Template('''"""Products of float32 rows with $kind tiles: made by plait, from $digest."""
@@ -159,7 +157,7 @@ from plait.kernels.cpu.frame import rows_of
 from plait.kernels.cpu.kernel import inline, kernel
 from plait.kernels.cpu.vec import atomic_add, get_i64, word
 
-$parts
+through_one, through_two = dense.rows_through(1, "$kind"), dense.rows_through(2, "$kind")
 
 
 @inline
@@ -174,10 +172,11 @@ def tiles_of(x, row_bytes, n, w, tile_bytes, begin, end, n_out, bias, out, out_b
             count = n - k if n - k < $chunk * 3 // 2 else $chunk
             at = w + t * tile_bytes + k // 2 * $pair_bytes
             plus = bias + 64 * t if bias != 0 and k + count == n else 0
+            from_k = x + 4 * k
             if min(end - t, step) == 2:
-                $two
+                through_two(from_k, row_bytes, at, tile_bytes, count, rows, to, out_bytes, k, plus, left)
             else:
-                $one
+                through_one(from_k, row_bytes, at, tile_bytes, count, rows, to, out_bytes, k, plus, left)
             k += count
 
 
@@ -215,13 +214,9 @@ def dense_$kind(frame, args, thread, threads):
 @cache
 def product(kind: str) -> Kernel:
     """The kernel that multiplies rows by tiles of that width."""
-    shapes = _shapes()
     source = _SOURCE.substitute(
         kind=kind,
         digest=digest("dense.py"),
-        parts="\n".join(_PART.format(size=f"{r}x{t}", rows=r, tiles=t, kind=kind) for r, t in shapes),
-        two=_dispatch(2, shapes),
-        one=_dispatch(1, shapes),
         chunk=CHUNK,
         block=BLOCK,
         short=SHORT,

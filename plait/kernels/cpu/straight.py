@@ -146,6 +146,20 @@ class Writer:
         with self._builder.if_then(condition):
             body()
 
+    def unless_zero(
+        self, word: Word, carried: Sequence[Any], body: Callable[..., Sequence[Any]]
+    ) -> list[Any]:
+        """carried = body(*carried) if word != 0. Gives what is carried then."""
+        b, before = self._builder, self._builder.block
+        with b.if_then(b.icmp_signed("!=", word.value, ir.Constant(i64, 0))):
+            made = [_raw(m) for m in body(*carried)]
+            inside = b.block
+        phis = [b.phi(m.type) for m in made]
+        for phi, old, new in zip(phis, carried, made, strict=True):
+            phi.add_incoming(_raw(old), before)
+            phi.add_incoming(new, inside)
+        return [Word(b, p) if isinstance(c, Word) else p for p, c in zip(phis, carried, strict=True)]
+
     def _value(self, value: Any, kind: types.Type) -> ir.Value:
         if isinstance(value, Word):
             return self._builder.trunc(value.value, i32) if kind == N else value.value
