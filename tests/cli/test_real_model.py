@@ -83,7 +83,14 @@ def test_ctrl_c_stops_it_with_exit_code_130(smollm2: Path) -> None:
         "--cpu",
     ]
     command += ["--max-tokens", "4000", "--ignore-eos", "--temperature", "0"]
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # Who runs the tests in the background has their SIGINT ignored, and children inherit that.
+    run = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         assert run.stdout is not None
         assert run.stdout.read(8)  # it is writing
