@@ -91,6 +91,14 @@ def test_a_vocabulary_that_is_not_the_models_is_named(model: Path, caplog: pytes
     assert "the vocabulary cl100k_base has 100331 tokens and the model only 11" in caplog.text
 
 
+def test_deterministic_is_kept_or_refused(model: Path, llm: LLM) -> None:
+    with LLM(str(model), device="cpu", deterministic=True) as other:
+        assert "one call" in other.step_kind
+        assert other.generate([1, 2], GREEDY)[0].outputs == llm.generate([1, 2], GREEDY)[0].outputs
+    with pytest.raises(ConfigError, match=r"deterministic: on cpu this model runs .*linear \(reference\)"):
+        LLM(str(model), device="cpu", deterministic=True, ops="reference")
+
+
 def test_closing_leaves_no_thread_and_takes_nothing_more(model: Path) -> None:
     before = set(threading.enumerate())
     closed = LLM(str(model), device="cpu")
