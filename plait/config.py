@@ -46,6 +46,18 @@ class EngineConfig:
     max_waiting: int = option(1024, "requests that may wait; one more is refused with 429")
     block_size: int = option(16, "tokens in a block of paged memory")
     memory_limit: int | None = option(None, "bytes for the state of running sequences; default: by need")
+    prefix_cache: bool = option(True, "keep what was computed, for requests that begin with the same tokens")
+    snapshot_interval: int = option(512, "tokens between snapshots of state of fixed size in long sequences")
+    swap_memory: int | None = option(
+        None, "bytes of host memory for sequences and snapshots that had to make room; default: by need"
+    )
+    max_step_ms: int = option(
+        200, "prompts are cut so that no running reply waits longer for a token, as measured; 0: never"
+    )
+    speculate: str = option(
+        "off", "guess tokens and check several at once, same text: off, ngram (prompt lookup) or a draft model"
+    )
+    num_draft_tokens: int = option(8, "the most tokens guessed at a time")
     threads: int | None = option(None, "CPU threads; default: the physical cores this process may use")
     precise: bool = option(
         False,
@@ -113,6 +125,10 @@ _AT_LEAST = {
     "block_size": 1,
     "memory_limit": 1,
     "threads": 1,
+    "snapshot_interval": 1,
+    "swap_memory": 0,
+    "max_step_ms": 0,
+    "num_draft_tokens": 1,
 }
 
 

@@ -138,12 +138,21 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as the engine sees it. `stop_token_ids` already holds every end-of-generation token."""
+    """One request as the engine sees it. `stop_token_ids` already holds every end-of-generation token.
+
+    `boundaries`: prompt positions where other requests are likely to part ways (ends of messages), where state
+    is worth keeping. `cache_salt`: only requests with the same salt share what was computed. `priority`: lower
+    runs first. `timeout_s`: ends with an error when it is not done by then, counted from its arrival.
+    """
 
     id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams  # resolved
     stop_token_ids: frozenset[int] = frozenset()
+    boundaries: tuple[int, ...] = ()
+    cache_salt: str = ""
+    priority: int = 0
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from plait.request import SamplingParams, TokenLogprobs
 
+Table = tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -18,7 +20,7 @@ class Chunk:
     seq_id: int
     start: int
     token_ids: tuple[int, ...]
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: tuple[Table, ...]
     slot: int
     num_logits: int
 
@@ -28,12 +30,60 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class CopySlot:
+    """One slot's state over another's: a snapshot is taken, or a sequence starts from one."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBlock:
+    """One block's entries over another's, in the group of this index: a partly filled block is shared."""
+
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Blocks (one tuple per group, any number in each) and a slot (0: none) to host memory, as `handle`."""
+
+    handle: int
+    blocks: tuple[Table, ...]
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What was saved as `handle`, back to as many blocks and a slot (0: none). The saved copy stays."""
+
+    handle: int
+    blocks: tuple[Table, ...]
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget the saved copy."""
+
+    handle: int
+
+
+Move = CopySlot | CopyBlock | Save | Load | Drop
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """Decodes first, then prefill chunks. `copies`: slot -> slot before the pass; `fresh`: slots to zero."""
+    """Decodes first, then prefill chunks. `moves`: in this order, before the pass; then `fresh` slots are zeroed.
+
+    A plan without chunks moves memory only: there is no pass, and nothing to sample.
+    """
 
     step: int
     chunks: tuple[Chunk, ...]
-    copies: tuple[tuple[int, int], ...] = ()
+    moves: tuple[Move, ...] = ()
     fresh: tuple[int, ...] = ()
 
     @property
@@ -45,21 +95,25 @@ class Plan:
 class SamplingRow:
     """What the sampler must know about one chunk with logits; its `num_logits` rows are consecutive.
 
-    The first `len(prompt_targets)` rows are asked for the log-probabilities of those prompt tokens. If
-    `samples`, the last row gives the token at `position` of the sequence; its random number is a function of
-    `seed` and `position` alone. `history` is the prompt (`prompt_len` tokens) and the output so far, empty
-    where no penalty needs it. `stop_token_ids` may not be sampled yet (min_tokens).
+    The first `len(prompt_targets)` rows are asked for the log-probabilities of those prompt tokens. The last
+    `num_samples` rows give the tokens at `position`, `position` + 1, … of the sequence; a token's random number
+    is a function of `seed` and its position alone. `draft` holds the tokens that the second row and those after
+    it took for granted: row i stands behind `history` + `draft[:i]`. `history` is the prompt (`prompt_len`
+    tokens) and the output so far, empty where no penalty needs it. None of the first `num_stopless` samples may
+    be one of `stop_token_ids` (min_tokens).
     """
 
     params: SamplingParams
     num_logits: int
-    samples: bool
+    num_samples: int
     position: int
     seed: int
     prompt_targets: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()
     history: tuple[int, ...] = ()
     prompt_len: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    num_stopless: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +125,8 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The sampler's answer to one `SamplingRow`. `token_id` None: nothing was to be sampled."""
+    """The sampler's answer to one `SamplingRow`: one token per sample; `logprobs` as many, or None."""
 
-    token_id: int | None
-    logprobs: TokenLogprobs | None = None
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()

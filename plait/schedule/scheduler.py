@@ -256,7 +256,7 @@ class Scheduler:
             )
         for chunk, answer in zip(chunks, sampled, strict=True):
             seq = self._by_id.get(chunk.seq_id)
-            if seq and seq.samples_after(chunk.end) and answer.token_id is None:
+            if seq and seq.samples_after(chunk.end) and not answer.token_ids:
                 raise EngineError(f"step {plan.step}: nothing was sampled for {seq.request_id}[{seq.index}]")
         return {c.seq_id: s for c, s in zip(chunks, sampled, strict=True)}
 
@@ -270,10 +270,9 @@ class Scheduler:
         prompt_logprobs = tuple(seq.scored) if scoring else None
         if seq.max_len <= seq.prompt_len:
             return self._update(seq, None, prompt_logprobs, "length")
-        assert answer.token_id is not None
-        if seq.stops_at(answer.token_id):
+        if seq.stops_at(answer.token_ids[0]):
             return self._update(seq, answer, prompt_logprobs, "stop")
-        seq.token_ids.append(answer.token_id)
+        seq.token_ids.append(answer.token_ids[0])
         reason: FinishReason | None = "length" if seq.num_tokens >= seq.max_len else None
         return self._update(seq, answer, prompt_logprobs, reason)
 
@@ -286,7 +285,7 @@ class Scheduler:
     ) -> Update:
         if reason is not None:
             self._finish(seq)
-        token_id = answer.token_id if answer else None
+        token_id = answer.token_ids[0] if answer else None
         stopped = reason == "stop"
         shown = answer is not None and not stopped
         return Update(
@@ -294,7 +293,7 @@ class Scheduler:
             request_id=seq.request_id,
             index=seq.index,
             token_ids=(token_id,) if shown and token_id is not None else (),
-            logprobs=(answer.logprobs,) if shown and answer and answer.logprobs else None,
+            logprobs=answer.logprobs if shown and answer else None,
             prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             stop_token_id=token_id if stopped else None,

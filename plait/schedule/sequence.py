@@ -89,13 +89,14 @@ class Sequence:
         return SamplingRow(
             params=params,
             num_logits=num_logits,
-            samples=self.samples_after(end),
+            num_samples=int(self.samples_after(end)),
             position=self.num_tokens,
             seed=self.seed,
             prompt_targets=targets,
             history=tuple(self.token_ids) if penalised else (),
             prompt_len=self.prompt_len,
             stop_token_ids=self.stop_token_ids if too_short else frozenset(),
+            num_stopless=int(too_short),
         )
 
     def stops_at(self, token_id: int) -> bool:
