@@ -157,8 +157,6 @@ def _load(opened: Opened, config: EngineConfig, target: Target, report: Progress
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = _decoder(opened, target, report)
     sizing = _size(opened, decoder, target)
-    with out_of_memory(f"making room for sequences ({gib(sizing.nbytes)})"):
-        store = _store(decoder, sizing, target)
     spec = decoder.spec
     _check_vocabulary(config.vocab, language.tokenizer, spec.vocab_size)
     banned = _banned(language.tokenizer, spec.vocab_size)
@@ -167,10 +165,7 @@ def _load(opened: Opened, config: EngineConfig, target: Target, report: Progress
     )
     target.bound.extend(sampler.bindings)
     report("preparing the step (the first start compiles kernels)", 0, 1)
-    capacity = Capacity.of(
-        config.max_num_batched_tokens, config.max_num_seqs, sizing.max_model_len, sizing.block_size
-    )
-    runner = ModelRunner(decoder, store, sampler, device, executor=target.executor, capacity=capacity)
+    runner, engine = engine_over(decoder, sampler, target, config, sizing)
     step_log.info("step: %s", runner.step_kind)
     target.bound.append(
         Binding("step", "recorded", runner.step_kind, ())
@@ -179,13 +174,43 @@ def _load(opened: Opened, config: EngineConfig, target: Target, report: Progress
     )
     if config.deterministic:
         _check_deterministic(target)
-    scheduler = sizing.scheduler(config, causal=spec.causal)
-    engine = Engine(runner, scheduler, vocab_size=spec.vocab_size, max_model_len=sizing.max_model_len)
     report("ready", 1, 1)  # before there is a thread: who is told may raise, to say that nobody waits
     front = Front(
         opened.files.name, spec, sizing.max_model_len, EngineLoop(engine, on_end=runner.close), language
     )
     return Loaded(opened, config, runner, sizing, target, front)
+
+
+def engine_over(
+    decoder: Decoder,
+    sampler: Sampler,
+    target: Target,
+    config: EngineConfig,
+    sizing: Sizing,
+    *,
+    records: bool = True,
+) -> tuple[ModelRunner, Engine]:
+    """An engine over weights that are there already, with memory of its own: several can share one model.
+
+    `records` False: every step runs op by op. Raises OutOfMemory.
+    """
+    with out_of_memory(f"making room for sequences ({gib(sizing.nbytes)})"):
+        store = _store(decoder, sizing, target)
+    capacity = Capacity.of(
+        config.max_num_batched_tokens, config.max_num_seqs, sizing.max_model_len, sizing.block_size
+    )
+    runner = ModelRunner(
+        decoder,
+        store,
+        sampler,
+        target.device,
+        executor=target.executor,
+        capacity=capacity if records else None,
+    )
+    scheduler = sizing.scheduler(config, causal=decoder.spec.causal)
+    vocab_size = decoder.spec.vocab_size
+    engine = Engine(runner, scheduler, vocab_size=vocab_size, max_model_len=sizing.max_model_len)
+    return runner, engine
 
 
 def _resolve(
@@ -228,10 +253,14 @@ def _target(opened: Opened, device: torch.device) -> Target:
     return target
 
 
+def loose_ops(target: Target) -> dict[str, str]:
+    """Ops whose rounding may depend on the batch, with the variant that was bound for each."""
+    return {b.op: b.variant for b in target.bound if b.op in MIXING and not b.variant.startswith("native")}
+
+
 def _check_deterministic(target: Target) -> None:
     """Raises ConfigError if an op is bound to something whose rounding may depend on the batch."""
-    loose = {b.op: b.variant for b in target.bound if b.op in MIXING and not b.variant.startswith("native")}
-    if loose:
+    if loose := loose_ops(target):
         shown = ", ".join(f"{op} ({variant})" for op, variant in sorted(loose.items()))
         raise ConfigError(
             f"deterministic: on {target.device.type} this model runs {shown}, whose rounding may change with "
@@ -269,14 +298,18 @@ def _decoder(opened: Opened, target: Target, report: Progress) -> Decoder:
     return decoder
 
 
-def _size(opened: Opened, decoder: Decoder, target: Target) -> Sizing:
-    spec = decoder.spec
-    facts = ModelFacts(
+def facts_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
+    """What `size_state` must know about a model that is loaded."""
+    return ModelFacts(
         states=decoder.states,
-        max_len=spec.max_len,
+        max_len=decoder.spec.max_len,
         dtype=str(target.dtype).removeprefix("torch."),
-        causal=spec.causal,
+        causal=decoder.spec.causal,
     )
+
+
+def _size(opened: Opened, decoder: Decoder, target: Target) -> Sizing:
+    facts = facts_for_sizing(decoder, target)
     sizing = size_state(facts, opened.config, free_memory=free_memory(target.device))
     for what, count, nbytes in sizing.rows(target.weights_nbytes):
         log.info("memory: %-28s %14s %10s", what, count, gib(nbytes))
