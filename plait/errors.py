@@ -12,6 +12,7 @@ PlaitError
 ├── CapacityError          503      the engine cannot take it now
 │   ├── QueueFull          429
 │   ├── OutOfBlocks        503
+│   ├── DeadlineExceeded   504      a request was not done within its timeout_s
 │   └── OutOfMemory        exit 4   the model or its state does not fit
 ├── RequestError           400      what one client asked
 │   ├── InvalidField       400      one field, named by `param`
@@ -81,6 +82,13 @@ class QueueFull(CapacityError):
 
 class OutOfBlocks(CapacityError):
     code = "out_of_blocks"
+
+
+class DeadlineExceeded(CapacityError):
+    """A request had `timeout_s` seconds and was not done. What it had generated was delivered."""
+
+    status = 504
+    code = "deadline_exceeded"
 
 
 class OutOfMemory(CapacityError):

@@ -23,10 +23,13 @@ class SamplingParams:
     decides, then 0.7, 0.9, 40, 0, 1.
     `top_k` 0 or -1: no limit. `max_tokens` None: the rest of the context. `logprobs`: how many alternatives
     are reported beside the chosen token (0: the chosen one only); raw model log-probabilities, natural log,
-    before penalties and temperature. Raises InvalidField, naming the field.
+    before penalties and temperature. `best_of`: how many choices are generated, of which the `n` with the
+    highest log-probability per token are returned, best first (None: `n`, in their order); OpenAI's meaning,
+    where vLLM's V0 took the sum, which favours short replies. Raises InvalidField, naming the field.
     """
 
     n: int = 1
+    best_of: int | None = None
     max_tokens: int | None = 100
     min_tokens: int = 0
     temperature: float | None = None
@@ -53,6 +56,8 @@ class SamplingParams:
             _check(name, getattr(self, name), low, high)
         for name in _WHOLE:
             _check_whole(name, getattr(self, name))
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidField(f"best_of: {self.best_of} is less than n ({self.n})", "best_of")
         for stop in self.stop:
             if not isinstance(stop, str):
                 raise InvalidField(f"stop: {stop!r} is not a string; token ids go in stop_token_ids", "stop")
@@ -63,6 +68,16 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _check_whole("logit_bias", token_id)
             _check("logit_bias", bias, -100, 100)
+
+    @property
+    def num_sequences(self) -> int:
+        """How many choices are generated."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether more choices are generated than returned."""
+        return self.num_sequences > self.n
 
     def resolved(self, generation_config: Mapping[str, Any]) -> SamplingParams:
         """With every open choice filled in: the request's, else the model's, else Plait's default."""
@@ -106,9 +121,10 @@ def _check_whole(name: str, value: Any) -> None:
 
 
 _INT64 = 2**63 - 1
-_WHOLE = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
+_WHOLE = ("n", "best_of", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
 _RANGES = (
     ("n", 1, MAX_N),
+    ("best_of", 1, MAX_N),
     ("max_tokens", 0, _INT64),
     ("min_tokens", 0, _INT64),
     ("temperature", 0, 2),
@@ -155,13 +171,41 @@ class Request:
     timeout_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTrace:
+    """Where the time of one choice of a request went. Holds no text and no token.
+
+    Times are seconds on the engine's clock, which only ever grows; None: it never came so far. `num_cached_tokens`
+    of the prompt were there already when it first ran; `miss_cause` says why not more ("hit": there was no more
+    to have). `num_steps`: steps that computed something of it. Of `num_drafted_tokens` that were guessed ahead,
+    `num_accepted_tokens` were right.
+    """
+
+    request_id: str
+    index: int
+    arrival_s: float
+    first_scheduled_s: float | None
+    first_token_s: float | None
+    finish_s: float
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    miss_cause: str = ""
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """New tokens of one choice of one request; the last one of a choice carries `finish_reason`.
 
     `prompt_logprobs` (first event of a request that asked): one entry per prompt token after the first.
     `token_ids` does not hold the end-of-generation token that stopped it; `stop_token_id` does.
-    `error`: the exception behind finish_reason "error".
+    `num_cached_tokens`: tokens of the prompt that were not computed again. `error`: the exception behind
+    finish_reason "error". `trace`: comes with the finish_reason, unless the request was never taken.
     """
 
     request_id: str
@@ -173,3 +217,4 @@ class Event:
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     error: Exception | None = None
+    trace: RequestTrace | None = None
