@@ -1,0 +1,112 @@
+"""What steps cost on this machine, as measured: seconds by tokens, and by bytes that are moved.
+
+Steps are sorted by size into powers of two, and of each size the last few are remembered. A hiccup, or a slow
+first step, can only make a step look slower than it is: so of each size the median counts, and a size that
+seems slower than a larger one is taken to be as fast as that, unless several steps have shown it since.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+NUM_REMEMBERED = 9  # steps of each size: of these, four may be hiccups
+NUM_BELIEVED = 5  # steps of a size that are newer than all of another count for more
+FIXED_TOKENS = 8.0  # where nothing is measured: a step without tokens would cost as much as so many
+
+
+class StepCosts:
+    """Seconds of a step as a function of its tokens: positive and never falling.
+
+    Straight lines between the sizes that were measured; beyond them in proportion to the tokens and
+    `FIXED_TOKENS`.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, _Size] = {}  # by bits of the number of tokens
+        self._knots: list[tuple[float, float]] = []  # (tokens, seconds), neither ever falling
+        self._moved: deque[float] = deque(maxlen=NUM_REMEMBERED)  # seconds per byte
+        self._num_steps = 0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step that moved nothing. One without tokens, or without a time that clocks see, says nothing."""
+        if num_tokens < 1 or not 0 < seconds < math.inf:
+            return
+        self._num_steps += 1
+        size = self._sizes.setdefault(num_tokens.bit_length(), _Size())
+        size.observe(num_tokens, seconds, self._num_steps)
+        self._knots = []
+
+    def observe_moved(self, nbytes: int, seconds: float) -> None:
+        """Seconds that a step took beyond what its tokens cost, for this many bytes saved and loaded."""
+        if nbytes > 0 and seconds < math.inf:
+            self._moved.append(max(seconds, 0.0) / nbytes)
+
+    def step_s(self, num_tokens: float) -> float | None:
+        """Seconds of a step of so many tokens (a mean may be fractional); None: nothing was measured yet."""
+        knots = self._curve()
+        if not knots:
+            return None
+        i = bisect_left(knots, (num_tokens, 0.0))
+        if i == 0 or i == len(knots):
+            at, seconds = knots[min(i, len(knots) - 1)]
+            return seconds * (max(num_tokens, 0.0) + FIXED_TOKENS) / (at + FIXED_TOKENS)
+        (left, low), (right, high) = knots[i - 1], knots[i]
+        return low + (high - low) * (num_tokens - left) / (right - left)
+
+    def tokens_within(self, seconds: float) -> int | None:
+        """The most tokens of a step that takes at most so long, maybe 0; None: nothing was measured yet."""
+        knots = self._curve()
+        if not knots:
+            return None
+        i = next((n for n, (_, cost) in enumerate(knots) if cost > seconds), len(knots))
+        if i == 0 or i == len(knots):
+            at, cost = knots[min(i, len(knots) - 1)]
+            return max(math.floor((at + FIXED_TOKENS) * seconds / cost - FIXED_TOKENS), 0)
+        (left, low), (right, high) = knots[i - 1], knots[i]
+        return math.floor(left + (right - left) * (seconds - low) / (high - low))
+
+    def moved_s(self, nbytes: int) -> float | None:
+        """Seconds to save or load so many bytes; None: nothing was measured yet."""
+        return median(self._moved) * nbytes if self._moved else None
+
+    def _curve(self) -> list[tuple[float, float]]:
+        if not self._knots and self._sizes:
+            self._knots = _rising([self._sizes[bits] for bits in sorted(self._sizes)])
+        return self._knots
+
+
+def median(values: Iterable[float]) -> float:
+    """The middle one, of an even number the lower of both: what is slower may be a hiccup."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+class _Size:
+    """Steps of about the same size. `tokens`, `seconds`: what stands for them all."""
+
+    def __init__(self) -> None:
+        self.tokens = self.seconds = 0.0
+        self.newest = self.believed = 0  # numbers of the last step, and of the first of the last few
+        self._steps: deque[tuple[int, float, int]] = deque(maxlen=NUM_REMEMBERED)
+
+    def observe(self, num_tokens: int, seconds: float, number: int) -> None:
+        self._steps.append((num_tokens, seconds / (num_tokens + FIXED_TOKENS), number))
+        self.tokens = sum(step[0] for step in self._steps) / len(self._steps)
+        self.seconds = median(rate for _, rate, _ in self._steps) * (self.tokens + FIXED_TOKENS)
+        self.newest = number
+        self.believed = self._steps[-NUM_BELIEVED][2] if len(self._steps) >= NUM_BELIEVED else 0
+
+
+def _rising(sizes: Sequence[_Size]) -> list[tuple[float, float]]:
+    """Nothing costs more than what is larger: where two disagree the cheaper is right, or the newer."""
+    seconds = [size.seconds for size in sizes]
+    for i in reversed(range(len(sizes))):
+        larger = range(i + 1, len(sizes))
+        outdated = {j for j in larger if sizes[j].newest < sizes[i].believed}
+        seconds[i] = min([seconds[i], *(seconds[j] for j in larger if j not in outdated)])
+        for j in larger:
+            seconds[j] = max(seconds[j], seconds[i])
+    return [(size.tokens, cost) for size, cost in zip(sizes, seconds, strict=True)]
