@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,18 @@ from plait.model.decoder import Decoder
 from plait.runner.graphs import Capacity, recorded
 from plait.runner.inputs import build_batch
 from plait.runner.sampler import Sampler
-from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
+from plait.schedule.plan import (
+    Chunk,
+    CopyBlock,
+    CopySlot,
+    Drop,
+    Load,
+    Move,
+    Plan,
+    Sampled,
+    SamplingBatch,
+    Save,
+)
 from plait.state.store import StateStore
 
 
@@ -51,10 +63,34 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
-        """One step: the sampled token of every chunk that wants logits, in the plan's order."""
-        self.store.copy_slots(plan.copies)
+        """One step: the answer to every chunk that wants logits, in the plan's order."""
+        self._move(plan.moves)
         self.store.zero_slots(plan.fresh)
+        if not plan.chunks:
+            return []
         return self.sampler.sample(self._logits(plan), sampling)
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        """In their order; neighbours that copy the same kind of memory go to the store together."""
+        for target, some in groupby(moves, _copied):
+            match target:
+                case None:
+                    for move in some:
+                        self._swap(move)
+                case -1:
+                    self.store.copy_slots((m.source, m.target) for m in some if isinstance(m, CopySlot))
+                case group:
+                    pairs = ((m.source, m.target) for m in some if isinstance(m, CopyBlock))
+                    self.store.copy_blocks(group, pairs)
+
+    def _swap(self, move: Move) -> None:
+        match move:
+            case Save(handle, blocks, slot):
+                self.store.save(handle, blocks, slot)
+            case Load(handle, blocks, slot):
+                self.store.load(handle, blocks, slot)
+            case Drop(handle):
+                self.store.drop(handle)
 
     @property
     def is_recorded(self) -> bool:
@@ -97,3 +133,13 @@ class ModelRunner:
         slots = 2 if has_slots(states) else 0
         dtype = self.decoder.embed.dtype
         return StateStore(states, blocks, slots, self.store.block_size, self.device, dtype)
+
+
+def _copied(move: Move) -> int | None:
+    """What a move copies: a block group, -1 for slots, None if it goes to or from host memory."""
+    match move:
+        case CopyBlock(group=group):
+            return group
+        case CopySlot():
+            return -1
+    return None

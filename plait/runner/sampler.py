@@ -22,6 +22,7 @@ from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 
 FLOOR = -9999.0  # log-probabilities stay finite: JSON has no infinity
 ROWS_AT_ONCE = 64  # of prompt log-probabilities: [64, vocab] float32 beside the logits
+Draw = tuple[SamplingRow, int]  # which of a row's samples, from 0
 
 
 class Sampler:
@@ -64,43 +65,47 @@ class Sampler:
         ends = list(accumulate(row.num_logits for row in rows))
         if (ends[-1] if ends else 0) != logits.shape[0]:
             raise EngineError(f"{logits.shape[0]} rows of logits for {sum(r.num_logits for r in rows)} asked")
-        at = [i for i, row in enumerate(rows) if row.samples]
-        token_ids: list[int | None] = [None] * len(rows)
-        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
-        if at:
-            last = _rows(logits, [ends[i] - 1 for i in at])
-            ids = self._choose(last, [rows[i] for i in at])
-            wanted = self._logprobs_of(last, [rows[i] for i in at], ids)
-            for i, token_id, logprob in zip(at, ids, wanted, strict=True):
-                token_ids[i], logprobs[i] = token_id, logprob
-        return [
-            Sampled(token_ids[i], logprobs[i], self._prompt_logprobs(logits, end - row.num_logits, row))
-            for i, (row, end) in enumerate(zip(rows, ends, strict=True))
-        ]
+        draws = [(row, i) for row in rows for i in range(row.num_samples)]
+        ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        if draws:
+            index = [
+                i for row, end in zip(rows, ends, strict=True) for i in range(end - row.num_samples, end)
+            ]
+            wanted = _rows(logits, index)
+            ids = self._choose(wanted, draws)
+            logprobs = self._logprobs_of(wanted, draws, ids)
+        answers, at = [], 0
+        for row, end in zip(rows, ends, strict=True):
+            mine = slice(at, at := at + row.num_samples)
+            scores = tuple(found for found in logprobs[mine] if found) or None
+            prompt = self._prompt_logprobs(logits, end - row.num_logits, row)
+            answers.append(Sampled(tuple(ids[mine]), scores, prompt))
+        return answers
 
-    def _choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    def _choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         """logits: [n, vocab], not changed -> n tokens."""
-        edited = self._edited(logits[:, : self.limit], rows)
+        edited = self._edited(logits[:, : self.limit], draws)
         found, values = (t.tolist() for t in self._largest(edited))
         if broken := [value for value in values if not math.isfinite(value)]:
             raise EngineError(
                 f"the model computed {broken[0]} as the largest logit of {len(broken)} of "
-                f"{len(rows)} sequences; a weight or a state is broken, or every token is forbidden"
+                f"{len(draws)} tokens; a weight or a state is broken, or every token is forbidden"
             )
         ids: list[int] = found
-        if drawn := [i for i, row in enumerate(rows) if row.params.temperature]:
-            chosen = self._drawn(_rows(edited, drawn), [rows[i] for i in drawn])
+        if drawn := [i for i, (row, _) in enumerate(draws) if row.params.temperature]:
+            chosen = self._drawn(_rows(edited, drawn), [draws[i] for i in drawn])
             for i, token_id in zip(drawn, chosen, strict=True):
                 ids[i] = token_id
         return ids
 
-    def _drawn(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-        params = [row.params for row in rows]
+    def _drawn(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+        params = [row.params for row, _ in draws]
         settings = (
             [p.temperature or 0.0 for p in params],
             [1.0 if p.top_p is None else p.top_p for p in params],
             [p.min_p or 0.0 for p in params],
-            [uniform(row.seed, row.position) for row in rows],
+            [uniform(row.seed, row.position + i) for row, i in draws],
         )
         limits = [min(p.top_k or 0, self.vocab_size) for p in params]
         top_k = torch.tensor(limits, dtype=torch.int64, device=logits.device)
@@ -108,37 +113,45 @@ class Sampler:
         chosen: list[int] = self._draw(logits, temperature, top_k, top_p, min_p, random).tolist()
         return chosen
 
-    def _edited(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    def _edited(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         """With what each row's settings forbid, favour or penalise; a copy if anything changes."""
         edits = [
-            i for i, row in enumerate(rows) if row.history or row.params.logit_bias or row.stop_token_ids
+            at
+            for at, (row, i) in enumerate(draws)
+            if row.history or row.params.logit_bias or (row.stop_token_ids and i < row.num_stopless)
         ]
         if not edits and not len(self.holes):
             return logits
         logits = logits.clone()
         logits.index_fill_(1, self.holes, -torch.inf)
-        for i in edits:
-            self._edit(logits[i], rows[i])
+        pasts: dict[int, Tensor] = {}  # by row: one for all of its samples
+        for at in edits:
+            row, i = draws[at]
+            if row.history and id(row) not in pasts:
+                pasts[id(row)] = torch.tensor((*row.history, *row.draft), dtype=torch.int64)
+            past = pasts[id(row)][: len(row.history) + i] if row.history else None
+            self._edit(logits[at], draws[at], past)
         return logits
 
-    def _edit(self, logits: Tensor, row: SamplingRow) -> None:
+    def _edit(self, logits: Tensor, draw: Draw, past: Tensor | None) -> None:
         """In place, [vocab]: first what must not stop yet, then biases, then penalties (vLLM's order)."""
+        row, i = draw
         params = row.params
-        if forbidden := [i for i in row.stop_token_ids if 0 <= i < self.limit]:
+        if i < row.num_stopless and (forbidden := [t for t in row.stop_token_ids if 0 <= t < self.limit]):
             logits[forbidden] = -torch.inf
-        if bias := {i: b for i, b in params.logit_bias.items() if i < self.limit}:
+        if bias := {t: b for t, b in params.logit_bias.items() if t < self.limit}:
             logits[list(bias)] += torch.tensor(list(bias.values()), device=logits.device)
-        if row.history:
-            _penalise(logits, row, params)
+        if past is not None:
+            _penalise(logits, past, row.prompt_len, params)
 
     def _logprobs_of(
-        self, logits: Tensor, rows: Sequence[SamplingRow], ids: Sequence[int]
+        self, logits: Tensor, draws: Sequence[Draw], ids: Sequence[int]
     ) -> list[TokenLogprobs | None]:
         """Of the chosen tokens, for the rows that asked; from the model's own logits."""
-        asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        found: list[TokenLogprobs | None] = [None] * len(rows)
-        for i in asked:  # one by one: a row's bits must not depend on its neighbours
-            found[i] = self._logprobs(logits[i : i + 1], [ids[i]], rows[i].params.logprobs or 0)[0]
+        found: list[TokenLogprobs | None] = [None] * len(draws)
+        for at, (row, _) in enumerate(draws):
+            if row.params.logprobs is not None:  # one by one: a row's bits must not depend on its neighbours
+                found[at] = self._logprobs(logits[at : at + 1], [ids[at]], row.params.logprobs)[0]
         return found
 
     def _prompt_logprobs(self, logits: Tensor, first: int, row: SamplingRow) -> tuple[TokenLogprobs, ...]:
@@ -185,16 +198,15 @@ def best(values: Tensor, k: int) -> list[tuple[tuple[int, float], ...]]:
     return [tuple(zip(row_ids, row, strict=True)) for row_ids, row in zip(ids.tolist(), numbers, strict=True)]
 
 
-def _penalise(logits: Tensor, row: SamplingRow, params: SamplingParams) -> None:
+def _penalise(logits: Tensor, past: Tensor, prompt_len: int, params: SamplingParams) -> None:
     """In place, [vocab]. Repetition counts prompt and output, presence and frequency the output only."""
-    history = torch.tensor(row.history, dtype=torch.int64)
     width = logits.shape[0]
     by = params.repetition_penalty or 1.0
     if by != 1:
-        seen = history[history < width].unique().to(logits.device)
+        seen = past[past < width].unique().to(logits.device)
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / by, values * by)
-    output = history[row.prompt_len :]
+    output = past[prompt_len:]
     ids, counts = output[output < width].unique(return_counts=True)
     ids, counts = ids.to(logits.device), counts.to(logits.device)
     if params.frequency_penalty:

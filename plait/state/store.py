@@ -1,13 +1,21 @@
-"""The tensors behind every mixer's state, addressed by block table or by slot."""
+"""The tensors behind every mixer's state, addressed by block table or by slot, and copies of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from plait.memory import PagedState, SlotState, State, group_name
+from plait.errors import EngineError
+from plait.memory import PagedState, SlotState, State, block_groups, group_name
+
+Pairs = Iterable[tuple[int, int]]
+Bytes = npt.NDArray[np.uint8]
 
 
 class StateStore:
@@ -16,6 +24,9 @@ class StateStore:
     paged: [num_blocks of its group, block_size, *entry]; slots: [num_slots, *shape]. Block 0 and slot 0 are
     garbage: padding writes there. Nothing is initialised: a block is written before it is read, and a slot is
     zeroed when it is given out.
+
+    Kernels may lay out the inside of a block or a slot as they like, so whole ones are copied, byte for byte.
+    Block groups are counted in the order of `block_groups(states)`.
     """
 
     def __init__(
@@ -28,43 +39,182 @@ class StateStore:
         dtype: torch.dtype,
     ) -> None:
         self.block_size = block_size
-        self._slots: list[Tensor] = []
         self._tensors: dict[str, dict[str, Tensor]] = {}
+        self._saved: dict[int, Saved] = {}
+        slots: list[Tensor] = []
+        blocks: dict[str, list[Tensor]] = {group.name: [] for group in block_groups(states)}
         for name, state in states.items():
             match state:
                 case PagedState():
-                    rows = (num_blocks[group_name(state.window)], block_size)
+                    group = group_name(state.window)
+                    rows = (num_blocks[group], block_size)
                     kind = dtype_of(state.dtype, dtype)
                     self._tensors[name] = {
                         key: torch.empty(*rows, *shape, dtype=kind, device=device)
                         for key, shape in state.entry.items()
                     }
+                    blocks[group] += self._tensors[name].values()
                 case SlotState():
                     self._tensors[name] = {
                         key: torch.empty(num_slots, *shape, dtype=dtype_of(kind, dtype), device=device)
                         for key, (shape, kind) in state.tensors.items()
                     }
-                    self._slots += self._tensors[name].values()
+                    slots += self._tensors[name].values()
+        self._slots, self._blocks = Rows(slots), [Rows(tensors) for tensors in blocks.values()]
 
     def __getitem__(self, name: str) -> dict[str, Tensor]:
         return self._tensors[name]
 
     def zero_slots(self, slots: Iterable[int]) -> None:
         """Make slots as a new sequence expects them: a one-token prompt must never read the last owner."""
-        if index := list(slots):
-            for tensor in self._slots:
-                tensor[index] = 0
+        self._slots.zero(slots)
 
-    def copy_slots(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy slot states, (from, to): snapshot, restore, fork."""
-        if both := list(pairs):
-            sources, targets = [a for a, _ in both], [b for _, b in both]
-            for tensor in self._slots:
-                tensor[targets] = tensor[sources]
+    def copy_slots(self, pairs: Pairs) -> None:
+        """Copy slot states, (from, to), one after the other: snapshot, restore, fork."""
+        self._slots.copy(pairs)
+
+    def copy_blocks(self, group: int, pairs: Pairs) -> None:
+        """Copy blocks of one group, (from, to), one after the other."""
+        self._blocks[group].copy(pairs)
+
+    def save(self, handle: int, blocks: Sequence[Sequence[int]], slot: int) -> None:
+        """Copy blocks (a sequence per group) and a slot (0: none) to host memory, over what had that name."""
+        self._check_groups(blocks)
+        self._saved.pop(handle, None)
+        tables = tuple(map(len, blocks))
+        parts = [rows.save(table) for rows, table in zip(self._blocks, blocks, strict=True)]
+        parts.append(self._slots.save([slot] if slot else []))
+        self._saved[handle] = Saved(tables, bool(slot), tuple(parts))
+
+    def load(self, handle: int, blocks: Sequence[Sequence[int]], slot: int) -> None:
+        """What was saved, back to as many blocks and a slot (0: none was saved); the copy stays.
+
+        Raises EngineError, changing nothing, if there is no such copy or it is of another size.
+        """
+        self._check_groups(blocks)
+        if (saved := self._saved.get(handle)) is None:
+            raise EngineError(f"nothing is saved as {handle}: it was never saved, or was dropped")
+        asked = tuple(map(len, blocks)), bool(slot)
+        if asked != (saved.tables, saved.has_slot):
+            raise EngineError(
+                f"{saved.tables} blocks and {int(saved.has_slot)} slots are saved as {handle}, not the "
+                f"{asked[0]} blocks and {int(asked[1])} slots that are to be loaded"
+            )
+        for rows, table, part in zip(self._blocks, blocks, saved.parts[:-1], strict=True):
+            rows.load(table, part)
+        self._slots.load([slot] if slot else [], saved.parts[-1])
+
+    def drop(self, handle: int) -> None:
+        """Free a saved copy; one that is not there (a step failed before it was saved) is free already."""
+        self._saved.pop(handle, None)
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for group in self._tensors.values() for t in group.values())
+        """Of the tensors that kernels see."""
+        return sum(t.nbytes for tensors in self._tensors.values() for t in tensors.values())
+
+    @property
+    def nbytes_saved(self) -> int:
+        """Of the copies in host memory."""
+        return sum(t.nbytes for saved in self._saved.values() for part in saved.parts for t in part)
+
+    def _check_groups(self, blocks: Sequence[Sequence[int]]) -> None:
+        if len(blocks) != len(self._blocks):
+            raise EngineError(
+                f"blocks of {len(blocks)} groups are named and the model has {len(self._blocks)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A copy in host memory: blocks in each group, whether a slot; the rows of each group, then of slots."""
+
+    tables: tuple[int, ...]
+    has_slot: bool
+    parts: tuple[list[Tensor], ...]
+
+
+class Rows:
+    """Tensors whose rows belong together: row i of all of them is one block's, or one slot's, content.
+
+    On a CPU a row is copied as bytes, one after the other and without memory in between; elsewhere
+    as many rows as possible at once, because each launch costs more than a row.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [_bytes(tensor) for tensor in tensors]
+        self._arrays: list[Bytes] | None = None
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            self._arrays = [tensor.numpy() for tensor in self._tensors]
+
+    def zero(self, index: Iterable[int]) -> None:
+        """Rows become zeros."""
+        rows = list(index)
+        if self._arrays is None:
+            for tensor in self._tensors if rows else ():
+                tensor[rows] = 0
+            return
+        for row in rows:
+            for array in self._arrays:
+                array[row] = 0
+
+    def copy(self, pairs: Pairs) -> None:
+        """(from, to), as if one after the other."""
+        if self._arrays is None:
+            self._copy_at_once(pairs)
+            return
+        for source, target in pairs:
+            for array in self._arrays:
+                array[target] = array[source]
+
+    def save(self, index: Sequence[int]) -> list[Tensor]:
+        """Rows, in host memory: a tensor for each of ours, [len(index), bytes]; none without an index."""
+        if not index:
+            return []
+        if self._arrays is None:
+            return [_pinned(tensor[list(index)]) for tensor in self._tensors]
+        return [torch.from_numpy(array.take(index, 0)) for array in self._arrays]
+
+    def load(self, index: Sequence[int], saved: Sequence[Tensor]) -> None:
+        """What `save` gave, back into rows."""
+        if not index:
+            return
+        if self._arrays is None:
+            for tensor, rows in zip(self._tensors, saved, strict=True):
+                tensor[list(index)] = rows.to(tensor.device, non_blocking=True)
+            return
+        for array, rows in zip(self._arrays, saved, strict=True):
+            for row, content in zip(index, rows.numpy(), strict=True):
+                array[row] = content
+
+    def _copy_at_once(self, pairs: Pairs) -> None:
+        for batch in _independent(pairs):
+            sources, targets = list(batch.values()), list(batch)
+            for tensor in self._tensors:
+                tensor[targets] = tensor[sources]
+
+
+def _independent(pairs: Pairs) -> Iterator[dict[int, int]]:
+    """Copies (to -> from) in runs in which none reads or writes again what one before it wrote."""
+    batch: dict[int, int] = {}
+    for source, target in pairs:
+        if source in batch or target in batch:
+            yield batch
+            batch = {}
+        batch[target] = source
+    if batch:
+        yield batch
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """[rows, ...] -> the same memory as [rows, bytes]."""
+    rows, width = tensor.shape[0], prod(tensor.shape[1:])
+    return tensor.view(rows, width).view(torch.uint8)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """A copy in host memory that the device reads and writes directly; the copy may still be on its way."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def dtype_of(name: str, model: torch.dtype) -> torch.dtype:

@@ -65,7 +65,8 @@ class HashModel:
             if chunk.num_logits:
                 row = next(rows)
                 targets = tuple(TokenLogprobs(t, -1.0) for t in row.prompt_targets)
-                answers.append(Sampled(self._token(chunk, row.seed) if row.samples else None, None, targets))
+                token_ids = (self._token(chunk, row.seed),) if row.num_samples else ()
+                answers.append(Sampled(token_ids, None, targets))
         return answers
 
     def _token(self, chunk: Chunk, seed: int) -> int:

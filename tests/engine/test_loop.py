@@ -30,7 +30,7 @@ class Counting:
     def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
         self.entered.set()
         assert self.gate.wait(PATIENCE_S)
-        return [Sampled(row.position) for row in sampling.rows]
+        return [Sampled((row.position,)) for row in sampling.rows]
 
 
 class Mailbox:

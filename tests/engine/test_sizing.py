@@ -132,7 +132,7 @@ def test_every_sequence_of_the_longest_length_runs_beside_all_others(max_len: in
         assert plan is not None
         s.check()
         most = max(most, len(s.running))
-        s.commit(plan, [Sampled(1)] * sum(c.num_logits > 0 for c in plan.chunks))
+        s.commit(plan, [Sampled((1,))] * sum(c.num_logits > 0 for c in plan.chunks))
     assert s.num_preemptions == 0
     assert most == 3 or not causal
 

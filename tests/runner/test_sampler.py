@@ -22,15 +22,15 @@ from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 VOCAB = 50
 
 
-def row(*, samples: bool = True, num_logits: int = 1, **options: Any) -> SamplingRow:
-    fields = {
-        k: options.pop(k)
-        for k in ("position", "seed", "prompt_targets", "history", "prompt_len", "stop_token_ids")
-        if k in options
-    }
+FIELDS = ("position", "seed", "prompt_targets", "draft", "history", "prompt_len", "stop_token_ids")
+
+
+def row(*, num_samples: int = 1, num_logits: int = 1, **options: Any) -> SamplingRow:
+    """A greedy row; stop ids are forbidden for all of its samples unless `num_stopless` says less."""
+    fields = {k: options.pop(k) for k in (*FIELDS, "num_stopless") if k in options}
     settings = dict(temperature=0.0, top_p=1.0, top_k=0) | options
-    fields = dict(position=0, seed=0) | fields
-    return SamplingRow(SamplingParams(**settings), num_logits, samples, **fields)
+    fields = dict(position=0, seed=0, num_stopless=num_samples) | fields
+    return SamplingRow(SamplingParams(**settings), num_logits, num_samples, **fields)
 
 
 def answer(logits: Tensor, *rows: SamplingRow, sampler: Sampler | None = None) -> list[Sampled]:
@@ -39,8 +39,8 @@ def answer(logits: Tensor, *rows: SamplingRow, sampler: Sampler | None = None) -
 
 def token(logits: Tensor, **options: Any) -> int:
     (sampled,) = answer(logits[None], row(**options))
-    assert sampled.token_id is not None
-    return sampled.token_id
+    (token_id,) = sampled.token_ids
+    return token_id
 
 
 def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
@@ -82,7 +82,8 @@ def test_draws_follow_the_distribution(setting: dict[str, Any], choice: str) -> 
     expected = kept(logits[0].tolist(), **setting)
     sampler = Sampler(vocab, ops=choice)
     rows = [row(seed=5, position=i, **setting) for i in range(draws)]
-    found = Counter(s.token_id for s in answer(logits.expand(draws, -1).contiguous(), *rows, sampler=sampler))
+    answers = answer(logits.expand(draws, -1).contiguous(), *rows, sampler=sampler)
+    found = Counter(s.token_ids[0] for s in answers)
     for token_id, p in enumerate(expected):
         if p == 0:
             assert found[token_id] == 0
@@ -142,7 +143,7 @@ def test_the_ends_of_the_random_number_give_possible_tokens(
 
 def test_greedy_takes_the_largest_and_the_lowest_id_among_equals() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [3.0, 3.0, 3.0, 3.0]])
-    assert [s.token_id for s in answer(logits, row(), row())] == [1, 0]
+    assert [s.token_ids[0] for s in answer(logits, row(), row())] == [1, 0]
 
 
 def random_row(rng: random.Random) -> SamplingRow:
@@ -178,22 +179,22 @@ def test_a_row_alone_gives_what_it_gives_in_any_batch(seed: int) -> None:
     parts = logits.split([r.num_logits for r in rows])
     alone = [answer(part, r, sampler=sampler)[0] for part, r in zip(parts, rows, strict=True)]
     assert together == alone  # to the last bit
-    assert not {2, 48, 49} & {s.token_id for s in together}
+    assert not {2, 48, 49} & {t for s in together for t in s.token_ids}
 
 
 @pytest.mark.parametrize("vocab", [1000, 4099])
 def test_log_probabilities_have_the_same_bits_in_any_batch(vocab: int) -> None:
     logits = random_logits(70, vocab=vocab)
     targets = tuple(range(70))
-    (whole,) = answer(logits, row(num_logits=70, samples=False, prompt_logprobs=2, prompt_targets=targets))
+    (whole,) = answer(logits, row(num_logits=70, num_samples=0, prompt_logprobs=2, prompt_targets=targets))
     pieces = [
         answer(
             logits[a:b],
-            row(num_logits=b - a, samples=False, prompt_logprobs=2, prompt_targets=targets[a:b]),
+            row(num_logits=b - a, num_samples=0, prompt_logprobs=2, prompt_targets=targets[a:b]),
         )[0].prompt_logprobs
         for a, b in ((0, 1), (1, 8), (8, 33), (33, 70))
     ]
-    assert whole.token_id is None
+    assert whole.token_ids == ()
     assert whole.prompt_logprobs == sum(pieces, ())
 
 
@@ -219,7 +220,7 @@ def test_penalties_follow_their_formula(penalties: tuple[float, float, float]) -
         zip(("repetition_penalty", "presence_penalty", "frequency_penalty"), penalties, strict=True)
     )
     asked = row(history=(*prompt, *output), prompt_len=len(prompt), **options)
-    edited = sampler._edited(logits[None], [asked])
+    edited = sampler._edited(logits[None], [(asked, 0)])
     torch.testing.assert_close(edited[0], torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
@@ -227,11 +228,11 @@ def test_a_bias_moves_the_choice_and_not_the_log_probability() -> None:
     logits = random_logits(1)
     raw = logits.log_softmax(-1)[0]
     (sampled,) = answer(logits, row(logit_bias={7: 100.0}, logprobs=2))
-    assert sampled.token_id == 7
+    assert sampled.token_ids[0] == 7
     assert sampled.logprobs is not None
-    assert sampled.logprobs.logprob == raw[7].item()
-    assert sampled.logprobs.top[:2] == best(raw[None], 2)[0]
-    assert sampled.logprobs.top[2:] == ((7, raw[7].item()),)
+    assert sampled.logprobs[0].logprob == raw[7].item()
+    assert sampled.logprobs[0].top[:2] == best(raw[None], 2)[0]
+    assert sampled.logprobs[0].top[2:] == ((7, raw[7].item()),)
 
 
 def test_minus_100_and_min_tokens_forbid() -> None:
@@ -244,8 +245,8 @@ def test_a_greedy_choice_is_the_best_alternative_to_the_bit() -> None:
     logits = random_logits(8)
     for sampled in answer(logits, *[row(logprobs=3)] * 8):
         assert sampled.logprobs is not None
-        assert sampled.logprobs.top[0] == (sampled.token_id, sampled.logprobs.logprob)
-        values = [p for _, p in sampled.logprobs.top]
+        assert sampled.logprobs[0].top[0] == (sampled.token_ids[0], sampled.logprobs[0].logprob)
+        values = [p for _, p in sampled.logprobs[0].top]
         assert values == sorted(values, reverse=True)
         assert len(values) == 3
 
@@ -253,7 +254,7 @@ def test_a_greedy_choice_is_the_best_alternative_to_the_bit() -> None:
 def test_no_alternatives_asked_is_the_chosen_token_only() -> None:
     (sampled,) = answer(random_logits(1), row(logprobs=0))
     assert sampled.logprobs is not None
-    assert sampled.logprobs.top == ()
+    assert sampled.logprobs[0].top == ()
     (sampled,) = answer(random_logits(1), row())
     assert sampled.logprobs is None
 
@@ -265,7 +266,7 @@ def test_log_probabilities_stay_finite() -> None:
     )
     assert sampled.prompt_logprobs[0].logprob == FLOOR
     assert sampled.logprobs is not None
-    assert sampled.logprobs.top == ((0, 0.0), (1, FLOOR), (2, FLOOR))
+    assert sampled.logprobs[0].top == ((0, 0.0), (1, FLOOR), (2, FLOOR))
 
 
 def test_equal_alternatives_are_ordered_by_id() -> None:
@@ -281,10 +282,10 @@ def test_a_banned_token_is_never_chosen_nor_an_alternative(temperature: float, b
     logits[:, list({i for i in banned if 0 <= i < VOCAB})] = 5.0
     rows = [row(temperature=temperature, logprobs=20, position=i) for i in range(64)]
     for sampled in answer(logits, *rows, sampler=Sampler(VOCAB, banned=banned)):
-        assert sampled.token_id not in set(banned)
+        assert sampled.token_ids[0] not in set(banned)
         assert sampled.logprobs is not None
-        assert not {i for i, _ in sampled.logprobs.top} & set(banned)
-        assert sampled.logprobs.logprob == logits[0].log_softmax(-1)[sampled.token_id].item()
+        assert not {i for i, _ in sampled.logprobs[0].top} & set(banned)
+        assert sampled.logprobs[0].logprob == logits[0].log_softmax(-1)[sampled.token_ids[0]].item()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -292,7 +293,7 @@ def test_a_banned_token_is_never_chosen_nor_an_alternative(temperature: float, b
 def test_broken_logits_are_an_error_and_not_a_token(value: float, temperature: float) -> None:
     logits = random_logits(2)
     logits[1, 3] = value
-    with pytest.raises(EngineError, match=r"largest logit of 1 of 2 sequences"):
+    with pytest.raises(EngineError, match=r"largest logit of 1 of 2 tokens"):
         answer(logits, row(temperature=temperature), row(temperature=temperature))
 
 
@@ -346,7 +347,7 @@ def test_an_executor_changes_no_answer(cpu: Any, seed: int) -> None:
 def test_an_executor_finds_broken_logits(cpu: Any, value: float, temperature: float) -> None:
     logits = random_logits(2)
     logits[1] = value
-    with pytest.raises(EngineError, match=rf"computed {value} as the largest logit of 1 of 2 sequences"):
+    with pytest.raises(EngineError, match=rf"computed {value} as the largest logit of 1 of 2 tokens"):
         answer(logits, *[row(temperature=temperature)] * 2, sampler=Sampler(VOCAB, executor=cpu))
 
 

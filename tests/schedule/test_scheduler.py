@@ -14,7 +14,7 @@ from plait.schedule.sequence import Phase, Sequence, Update
 
 FULL = BlockGroup("full", None, ("a",))
 WINDOW = BlockGroup("window:6", 6, ("b",))
-TOKEN = Sampled(7)
+TOKEN = Sampled((7,))
 
 
 def scheduler(
@@ -50,7 +50,7 @@ def planned(s: Scheduler) -> Plan:
 
 
 def run(s: Scheduler, plan: Plan, token: int = 7) -> list[Update]:
-    updates = s.commit(plan, [Sampled(token)] * sum(c.num_logits > 0 for c in plan.chunks))
+    updates = s.commit(plan, [Sampled((token,))] * sum(c.num_logits > 0 for c in plan.chunks))
     s.check()
     return updates
 
@@ -270,7 +270,7 @@ def score(s: Scheduler) -> list[Update]:
         assert [r.num_logits for r in rows] == [c.num_logits for c in plan.chunks if c.num_logits]
         updates += s.commit(
             plan,
-            [Sampled(7 if r.samples else None, None, tuple(map(logprob, r.prompt_targets))) for r in rows],
+            [Sampled((7,) * r.num_samples, None, tuple(map(logprob, r.prompt_targets))) for r in rows],
         )
     return updates
 
@@ -295,7 +295,7 @@ def test_a_preempted_scoring_goes_on_where_it_was() -> None:
     for _ in range(2):
         plan = planned(s)
         rows = s.sampling(plan).rows
-        s.commit(plan, [Sampled(None, None, tuple(map(logprob, r.prompt_targets))) for r in rows])
+        s.commit(plan, [Sampled((), None, tuple(map(logprob, r.prompt_targets))) for r in rows])
     assert len(seq.scored) == 32
     s.isolate()
     plan = planned(s)
@@ -363,7 +363,7 @@ def test_a_sequence_cancelled_while_its_step_runs_is_left_out() -> None:
     s.cancel(99)
 
 
-@pytest.mark.parametrize("answers", [[], [TOKEN, TOKEN, TOKEN], [TOKEN, Sampled(None)]])
+@pytest.mark.parametrize("answers", [[], [TOKEN, TOKEN, TOKEN], [TOKEN, Sampled(())]])
 def test_answers_that_do_not_match_the_plan_change_nothing(answers: list[Sampled]) -> None:
     s = scheduler()
     s.add(sequence(1, 3))
