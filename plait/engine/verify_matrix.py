@@ -1,0 +1,95 @@
+"""What must not change a reply: the ways in which `plait verify` runs the same requests. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from plait.config import GIB
+
+FEW = 7  # tokens: a piece of a prompt that is no multiple of anything
+SHORT = 2  # how many prompts are computed one token at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One way to run the requests.
+
+    `options`: what differs in EngineConfig from a plain run, where sequences run alone, each prompt in one
+    piece, nothing is kept and nothing guessed. `waves`: requests that arrive together; 1 stands for the first
+    turn of every conversation, 2 for its second. `only`: that many shortest prompts. `spared`: memory
+    for little more than the longest. `swaps`: moving memory counts as cheap, so that what must make room is
+    moved and not computed again. `fails`: some steps fail after they ran. `proof`: a number of `Ran.counts`
+    that is above zero if what the cell is there for has happened.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    waves: tuple[int, ...] = (1,)
+    only: int | None = None
+    spared: bool = False
+    swaps: bool = False
+    fails: bool = False
+    proof: str | None = None
+
+    @property
+    def batch(self) -> int:
+        """Sequences at the same time."""
+        return int(self.options.get("max_num_seqs", 1))
+
+
+PLAIN = Cell("alone, each prompt in one piece", waves=(1, 2))
+
+
+def cells(batch: int, block_size: int, *, causal: bool = True) -> Iterator[Cell]:
+    """The matrix for batches of up to `batch`.
+
+    A model that is not causal computes a sequence in one piece and keeps nothing: only batches are left.
+    """
+    yield Cell("alone, once more")
+    yield from (Cell(f"batch of {n}", {"max_num_seqs": n}) for n in range(2, batch + 1))
+    if not causal:
+        return
+    yield from _cut(batch, block_size)
+    yield from _kept(batch, block_size)
+    yield from _driven_out(batch, block_size)
+    guess = {"speculate": "ngram"}
+    yield Cell("guessed tokens, alone", guess, proof="drafted")
+    yield Cell("guessed tokens, together", guess | {"max_num_seqs": batch}, proof="drafted")
+    keeps = {"prefix_cache": True, "snapshot_interval": block_size, "swap_memory": GIB}
+    pieces = {"max_num_seqs": batch, "max_num_batched_tokens": max(block_size + 1, batch)}
+    yield Cell("all of it at once", {**guess, **keeps, **pieces}, (1, 1, 2), spared=True, swaps=True)
+
+
+def _cut(batch: int, block_size: int) -> Iterator[Cell]:
+    """Prompts in pieces."""
+    for size in sorted({1, FEW, block_size - 1, block_size, block_size + 1} - {0}):
+        only = SHORT if size == 1 else None
+        yield Cell(f"pieces of {size}", {"max_num_batched_tokens": size}, only=only)
+    size = max(FEW, batch)
+    together = {"max_num_seqs": batch, "max_num_batched_tokens": size}
+    yield Cell(f"batch of {batch}, steps of {size} tokens", together)
+
+
+def _kept(batch: int, block_size: int) -> Iterator[Cell]:
+    """The prefix cache: empty at first, then full; and conversations that go on."""
+    keeps = {"prefix_cache": True, "snapshot_interval": block_size}
+    yield Cell("prefix cache, cold then hot", keeps, (1, 1), proof="hit_tokens")
+    yield Cell("prefix cache, longer conversation", keeps, (1, 2), proof="hit_tokens")
+    together = keeps | {"max_num_seqs": batch}
+    yield Cell("prefix cache, together", together, (1, 1, 2), proof="hit_tokens")
+    cut = together | {"max_num_batched_tokens": max(FEW, batch)}
+    yield Cell("prefix cache, together, in pieces", cut, (1, 2), proof="hit_tokens")
+
+
+def _driven_out(batch: int, block_size: int) -> Iterator[Cell]:
+    """Memory for little more than one sequence, and steps that fail."""
+    seqs = {"max_num_seqs": batch}
+    keeps = {"prefix_cache": True, "snapshot_interval": block_size}
+    again = seqs | {"swap_memory": 0}
+    yield Cell("preempted, computed again", again, spared=True, proof="preemptions")
+    yield Cell("preempted, with a prefix cache", again | keeps, spared=True, proof="preemptions")
+    swap = seqs | {"swap_memory": GIB}
+    yield Cell("preempted, swapped out and in", swap, spared=True, swaps=True, proof="swaps")
+    yield Cell("steps that fail", seqs | keeps, fails=True, proof="failed_steps")

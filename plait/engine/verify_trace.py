@@ -1,0 +1,257 @@
+"""Where two ways of computing the same tokens part: every op of every layer watched, bit for bit.
+
+Nothing is watched unless somebody asks. Then what is bound on a decoder is replaced for a while by what
+calls it and looks at the result, and put back.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from plait.model.decoder import Decoder
+from plait.ops.registry import REGISTRY
+from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
+
+Watch = Callable[[str, str, Any], None]  # where an op is bound, its name, what it returned
+Key = tuple[int, int]  # a position of the sequence, an op's place in the order of calls
+OWNERS = ("plait.model.", "plait.ops.linear")  # modules of the objects that hold bound ops
+AFTER_ROWS = ("_take_rows", "head")  # places whose rows are those with logits, not all tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The first op whose result differs, and by how much (`largest`, infinite if it is no number).
+
+    `where`: a branch, or an end of the model; `part`: which of its ops; `rows`: tokens in that step.
+    """
+
+    where: str
+    part: str
+    op: str
+    position: int
+    largest: float
+    rows: int
+
+    def __str__(self) -> str:
+        name = f"{self.op} ({self.part})" if self.part else self.op
+        place = f"{self.where}: {name} differs first, at position {self.position}"
+        return f"{place} (max |d| = {self.largest:.3g}), in a step of {self.rows} tokens"
+
+
+def op_names() -> Mapping[Any, str]:
+    """Every function that may be bound for an op, with the op's name."""
+    names: dict[Any, str] = {}
+    for op in REGISTRY.values():
+        for fn in (op.reference, *(variant.fn for variant in op.variants)):
+            names[fn] = op.name
+            if (apply := getattr(fn, "apply", None)) is not None:  # of a variant that packs its weight
+                names[apply] = op.name
+    return names
+
+
+def op_of(value: Any, names: Mapping[Any, str]) -> str | None:
+    """The op that a bound callable computes, or None if it is something else."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    if not callable(value) or type(value).__hash__ is None:
+        return None
+    return names.get(value) or names.get(type(value))  # itself, or its class: a variant with a memory
+
+
+@contextmanager
+def watched(decoder: Decoder, watch: Watch) -> Iterator[None]:
+    """Inside, `watch` sees what every op of this decoder returns, in the order of calls."""
+    replacing = _Replacing(watch, op_names())
+    try:
+        for name, value in [*vars(decoder).items()]:
+            if name != "branches":
+                replacing.attribute(decoder, name, value, name)
+        for (name, _), branch in zip(decoder.spec.branches(), decoder.branches, strict=True):
+            replacing.visit(branch, name)
+        yield
+    finally:
+        replacing.undo()
+
+
+class _Replacing:
+    """Walks what holds bound ops, puts a watching one in the place of each, and remembers what was there."""
+
+    def __init__(self, watch: Watch, names: Mapping[Any, str]) -> None:
+        self._watch, self._names = watch, names
+        self._undo: list[tuple[Any, str, Any]] = []
+        self._seen: set[int] = set()
+
+    def undo(self) -> None:
+        for owner, name, value in reversed(self._undo):
+            setattr(owner, name, value)
+
+    def visit(self, owner: Any, path: str) -> None:
+        if id(owner) in self._seen:
+            return
+        self._seen.add(id(owner))
+        for name, value in [*vars(owner).items()]:
+            self.attribute(owner, name, value, f"{path}.{name}")
+
+    def attribute(self, owner: Any, name: str, value: Any, path: str) -> None:
+        made = self._replaced(value, path)
+        if made is not value:
+            self._undo.append((owner, name, value))
+            setattr(owner, name, made)
+
+    def _replaced(self, value: Any, path: str) -> Any:
+        if (op := op_of(value, self._names)) is not None:
+            return self._watching(value, path, op)
+        if type(value) in (list, tuple):
+            made = [self._replaced(item, path) for item in value]
+            same = all(new is old for new, old in zip(made, value, strict=True))
+            return value if same else type(value)(made)
+        if type(value).__module__.startswith(OWNERS) and hasattr(value, "__dict__"):
+            self.visit(value, getattr(value, "name", path))  # parallel mixers have names of their own
+        return value
+
+    def _watching(self, fn: Callable[..., Any], path: str, op: str) -> Callable[..., Any]:
+        @functools.wraps(fn, assigned=())
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = fn(*args, **kwargs)
+            self._watch(path, op, result if result is not None else kwargs.get("out"))
+            return result
+
+        return call
+
+
+class Runner(Protocol):
+    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]: ...
+
+
+@dataclass(slots=True)
+class Trace:
+    """What the ops gave at each position of one sequence, watched while plans run (`TracedRunner`).
+
+    `token_ids`: the sequence as both forms agree on it; what was computed from other tokens (a draft that
+    was not accepted) is left out. `visit(key, path, op, row, rows)` gets every row of a result that belongs
+    to one of its positions; `rows`: how many the step had.
+    """
+
+    token_ids: Sequence[int]
+    visit: Callable[[Key, str, str, Tensor, int], None]
+    seq_id: int | None = None
+    _plan: Plan | None = None
+    _calls: int = 0
+
+    def begin(self, plan: Plan) -> None:
+        self._plan, self._calls = plan, 0
+
+    def watch(self, path: str, op: str, result: Any) -> None:
+        """One op's result: its rows are the step's tokens, or those with logits."""
+        self._calls += 1
+        if self._plan is None:
+            return
+        tensors = [result] if isinstance(result, Tensor) else result
+        if not isinstance(tensors, tuple | list):
+            return
+        is_end = path.startswith(AFTER_ROWS)
+        sizes = [chunk.num_logits if is_end else len(chunk.token_ids) for chunk in self._plan.chunks]
+        for n, tensor in enumerate(tensors):
+            if isinstance(tensor, Tensor) and tensor.ndim and tensor.shape[0] == sum(sizes):
+                self._rows(tensor, sizes, (self._calls * 8 + n, path, op))
+
+    def _rows(self, tensor: Tensor, sizes: Sequence[int], call: tuple[int, str, str]) -> None:
+        start, (order, path, op) = 0, call
+        for chunk, size in zip(self._plan.chunks if self._plan else (), sizes, strict=True):
+            if chunk.seq_id == self.seq_id:
+                first = chunk.end - size  # rows with logits are a chunk's last
+                for position in range(first, min(chunk.start + self._num_known(chunk), chunk.end)):
+                    row = tensor[start + position - first]
+                    self.visit((position, order), path, op, row, sum(sizes))
+            start += size
+
+    def _num_known(self, chunk: Chunk) -> int:
+        """How many of a chunk's first tokens are those of the sequence."""
+        known = self.token_ids[chunk.start : chunk.end]
+        pairs = zip(chunk.token_ids, known, strict=False)
+        return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(known), len(chunk.token_ids)))
+
+
+@dataclass(slots=True)
+class TracedRunner:
+    """A runner whose steps a trace watches."""
+
+    runner: Runner
+    trace: Trace
+
+    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+        self.trace.begin(plan)
+        return self.runner.execute(plan, sampling)
+
+
+@dataclass(slots=True)
+class Digests:
+    """A form as it should be: a digest of every row, small enough to keep them all."""
+
+    rows: dict[Key, bytes] = field(default_factory=dict)
+
+    def visit(self, key: Key, path: str, op: str, row: Tensor, rows: int) -> None:
+        self.rows[key] = digest(row)
+
+
+@dataclass(slots=True)
+class Parting:
+    """Compares another form with it: the first row, by position and then by op, that is not the same."""
+
+    expected: Digests
+    first: Key | None = None
+    found: tuple[str, str, Tensor, int] | None = None
+    num_compared: int = 0
+
+    def visit(self, key: Key, path: str, op: str, row: Tensor, rows: int) -> None:
+        want = self.expected.rows.get(key)
+        if want is None or (self.first is not None and key >= self.first):
+            return
+        self.num_compared += 1
+        if digest(row) != want:
+            self.first, self.found = key, (path, op, row.detach().clone(), rows)
+
+
+@dataclass(slots=True)
+class OneRow:
+    """Keeps the row of one key."""
+
+    wanted: Key
+    row: Tensor | None = None
+
+    def visit(self, key: Key, path: str, op: str, row: Tensor, rows: int) -> None:
+        if key == self.wanted:
+            self.row = row.detach().clone()
+
+
+def digest(row: Tensor) -> bytes:
+    """Of a tensor's bits."""
+    bits = row.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    return hashlib.blake2b(bits.tobytes(), digest_size=12).digest()
+
+
+def place_of(parting: Parting, plain: Tensor) -> Place:
+    """Words and numbers for a parting that was found; `plain`: the row as it should be."""
+    assert parting.first is not None
+    assert parting.found is not None
+    path, op, row, rows = parting.found
+    gap = (row.double() - plain.double()).abs()
+    largest = float(gap.nan_to_num(nan=torch.inf).max())
+    where, part = _words(path)
+    return Place(where, part, op, parting.first[0], largest, rows)
+
+
+def _words(path: str) -> tuple[str, str]:
+    """`layers.3.attn.mixer.qkv._parts` -> (`layer 3, attn`, `qkv`)."""
+    names = [name for name in path.split(".") if name != "mixer" and not name.startswith("_")]
+    if len(names) > 2 and names[0] == "layers":
+        return f"layer {names[1]}, {names[2]}", ".".join(names[3:])
+    return {"embed": "the embedding", "norm": "the last norm"}.get(path.split(".")[0], "the head"), ""
