@@ -30,6 +30,11 @@ class StepCosts:
         self._moved: deque[float] = deque(maxlen=NUM_REMEMBERED)  # seconds per byte
         self._num_steps = 0
 
+    @staticmethod
+    def assumed(num_tokens: float) -> float:
+        """What a step of so many tokens costs as far as anybody can say beforehand, in no unit."""
+        return max(num_tokens, 0.0) + FIXED_TOKENS
+
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step that moved nothing. One without tokens, or without a time that clocks see, says nothing."""
         if num_tokens < 1 or not 0 < seconds < math.inf:
@@ -52,7 +57,7 @@ class StepCosts:
         i = bisect_left(knots, (num_tokens, 0.0))
         if i == 0 or i == len(knots):
             at, seconds = knots[min(i, len(knots) - 1)]
-            return seconds * (max(num_tokens, 0.0) + FIXED_TOKENS) / (at + FIXED_TOKENS)
+            return seconds * self.assumed(num_tokens) / self.assumed(at)
         (left, low), (right, high) = knots[i - 1], knots[i]
         return low + (high - low) * (num_tokens - left) / (right - left)
 
@@ -64,7 +69,7 @@ class StepCosts:
         i = next((n for n, (_, cost) in enumerate(knots) if cost > seconds), len(knots))
         if i == 0 or i == len(knots):
             at, cost = knots[min(i, len(knots) - 1)]
-            return max(math.floor((at + FIXED_TOKENS) * seconds / cost - FIXED_TOKENS), 0)
+            return max(math.floor(self.assumed(at) * seconds / cost - FIXED_TOKENS), 0)
         (left, low), (right, high) = knots[i - 1], knots[i]
         return math.floor(left + (right - left) * (seconds - low) / (high - low))
 
@@ -93,9 +98,9 @@ class _Size:
         self._steps: deque[tuple[int, float, int]] = deque(maxlen=NUM_REMEMBERED)
 
     def observe(self, num_tokens: int, seconds: float, number: int) -> None:
-        self._steps.append((num_tokens, seconds / (num_tokens + FIXED_TOKENS), number))
+        self._steps.append((num_tokens, seconds / StepCosts.assumed(num_tokens), number))
         self.tokens = sum(step[0] for step in self._steps) / len(self._steps)
-        self.seconds = median(rate for _, rate, _ in self._steps) * (self.tokens + FIXED_TOKENS)
+        self.seconds = median(rate for _, rate, _ in self._steps) * StepCosts.assumed(self.tokens)
         self.newest = number
         self.believed = self._steps[-NUM_BELIEVED][2] if len(self._steps) >= NUM_BELIEVED else 0
 

@@ -1,0 +1,339 @@
+"""Tokens guessed before they are computed: who guesses, how many, whether it pays. Never what the text is.
+
+A guess is checked by the same draw that would have made the token, so a wrong one costs time and nothing else
+(Leviathan, Kalman and Matias 2023, with common random numbers in place of rejection).
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from plait.request import SamplingParams
+from plait.schedule.costs import NUM_REMEMBERED, StepCosts, median
+from plait.schedule.sequence import Sequence as TokenSequence
+
+log = logging.getLogger("plait")
+LONGEST = 4  # tokens that a match of prompt lookup is judged by; the shortest is two
+MOST_MATCHES = 64  # places that prompt lookup looks at, the last ones first
+MODEST = 2  # tokens guessed while nothing is known about costs
+PROBE = 4  # tokens guessed to see whether it would pay by now
+FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # tokens between two such probes
+DECAY, OVERALL_DECAY = 0.94, 0.99  # of what is known about acceptance, for each guess that was checked
+TRUST = 4.0  # guesses that the acceptance of all sequences counts for in a new one
+GAIN = 1.02  # of tokens per second, below which guessing is not worth it
+PATIENCE = 8  # guesses more that are tried on paper when one more did not help
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Asked for: at most `limit` tokens after `token_ids` (read only), as `params` and `seed` draw them."""
+
+    seq_id: int
+    token_ids: Sequence[int]
+    limit: int
+    params: SamplingParams
+    seed: int
+
+
+class Proposer(Protocol):
+    """Guesses what follows. By sequence id; a sequence without a guess may be left out."""
+
+    def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]: ...
+    def forget(self, seq_id: int) -> None: ...
+
+
+class NgramProposer:
+    """Prompt lookup (Saxena 2023): what followed the last tokens when they stood in this sequence before.
+
+    The longest match of at most `LONGEST` tokens counts, of equally long ones the last. A step costs the
+    tokens that are new in it.
+    """
+
+    def __init__(self) -> None:
+        self._indexes: dict[int, _Index] = {}
+
+    def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]:
+        """Guesses for the sequences whose last two tokens stood together before."""
+        found = {}
+        for one in wanted:
+            index = self._indexes.get(one.seq_id)
+            if index is None or not index.is_about(one.token_ids):
+                index = self._indexes[one.seq_id] = _Index()
+            index.extend(one.token_ids)
+            if start := index.match(one.token_ids):
+                found[one.seq_id] = _continued(one.token_ids, start, one.limit)
+        return found
+
+    def forget(self, seq_id: int) -> None:
+        self._indexes.pop(seq_id, None)
+
+
+class _Index:
+    """Where every pair of tokens of one sequence stands: by pair the last place, from each the one before.
+
+    A place is the position that follows the pair; 0 is none.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}
+        self._before = array("q", (0, 0))
+        self._token = -1  # the last one that was looked at
+
+    def is_about(self, tokens: Sequence[int]) -> bool:
+        """Whether these are the tokens from before and perhaps more, judged by the last of them."""
+        count = len(self._before)
+        return self._token < 0 or (len(tokens) >= count and tokens[count - 1] == self._token)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for place in range(len(self._before), len(tokens)):
+            pair = tokens[place - 2] << 32 | tokens[place - 1]
+            self._before.append(self._last.get(pair, 0))
+            self._last[pair] = place
+        self._token = tokens[len(self._before) - 1] if len(tokens) >= len(self._before) else -1
+
+    def match(self, tokens: Sequence[int]) -> int:
+        """The place that follows the best match of the last tokens; 0: there is none."""
+        if len(tokens) < 2:
+            return 0
+        best, longest = 0, 0
+        place = self._last.get(tokens[-2] << 32 | tokens[-1], 0)
+        for _ in range(MOST_MATCHES):
+            if not place:
+                break
+            length = 2
+            while length < min(LONGEST, place) and tokens[place - length - 1] == tokens[-length - 1]:
+                length += 1
+            if length > longest:
+                best, longest = place, length
+            if length == LONGEST:
+                break
+            place = self._before[place]
+        return best
+
+
+def _continued(tokens: Sequence[int], start: int, count: int) -> tuple[int, ...]:
+    """`count` tokens from `start` on; behind the last known one it goes on with what was just proposed."""
+    found = list(tokens[start : start + count])
+    ahead = len(tokens) - start
+    while len(found) < count:
+        found.append(found[len(found) - ahead])
+    return tuple(found)
+
+
+@dataclass(slots=True)
+class _Record:
+    """How guesses for one sequence fared: fading counts of those accepted and of those checked.
+
+    `pause`: tokens until the next probe; `due`: the length of the sequence at which it is time, None while
+    guessing pays.
+    """
+
+    accepted: float
+    checked: float
+    pause: int = FIRST_PAUSE
+    due: int | None = 0
+    is_probing: bool = False
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / self.checked
+
+    def observe(self, drafted: int, accepted: int, decay: float) -> None:
+        checked = accepted + (accepted < drafted)  # what follows the first wrong guess was never compared
+        self.accepted = self.accepted * decay**checked + accepted
+        self.checked = self.checked * decay**checked + checked
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One sequence while lengths are being chosen; `limit`: the longest draft it can use."""
+
+    seq: TokenSequence
+    record: _Record
+    limit: int
+    length: int = 0
+
+    def outlook(self, length: int, *, replays: bool) -> _Outlook:
+        """What a draft of this length brings and costs in a step.
+
+        In a model that replays, a step whose draft is accepted in part is followed by one that computes the
+        accepted tokens again and brings one token: then a mean over both.
+        """
+        a = self.record.acceptance
+        every = a**length  # all of it is accepted
+        tokens = length + 1.0 if a >= 1 else (1 - a ** (length + 1)) / (1 - a)
+        if not replays:
+            return _Outlook(tokens, 1.0 + length, float(length))
+        again = 1 - every
+        replayed = 2 * again + tokens - 1 - length * every  # the last token, the accepted ones, the new one
+        steps = 1 + again
+        return _Outlook((tokens + again) / steps, (1 + length + replayed) / steps, length / steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outlook:
+    """Expected tokens that a sequence gets in a step, rows that it computes, tokens guessed for it.
+
+    Of a whole step: the sums, but the longest draft, because all are guessed side by side.
+    """
+
+    tokens: float
+    rows: float
+    drafted: float
+
+    def exchanged(self, old: _Outlook, new: _Outlook) -> _Outlook:
+        """This step, with one sequence's share replaced by a longer one."""
+        tokens, rows = self.tokens + new.tokens - old.tokens, self.rows + new.rows - old.rows
+        return _Outlook(tokens, rows, max(self.drafted, new.drafted))
+
+
+@dataclass(slots=True)
+class Speculation:
+    """Decides before each step how much is guessed for whom: as much as gives the most tokens per second.
+
+    `replays`: after a partial acceptance the accepted tokens are computed again (models with slots). Where it
+    does not pay nothing is guessed, but for a probe now and then, after pauses that double. A proposer that
+    raises is not asked again: replies go on without guesses, and `error` says why.
+    """
+
+    proposer: Proposer
+    costs: StepCosts
+    num_draft_tokens: int
+    replays: bool = False
+    clock: Callable[[], float] = time.perf_counter
+    error: Exception | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
+    _records: dict[int, _Record] = field(default_factory=dict)
+    _overall: _Record = field(default_factory=lambda: _Record(4.0, 8.0))
+    _proposing: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))  # s per token
+
+    def drafts(self, sequences: Sequence[TokenSequence], num_rows: int) -> Mapping[int, tuple[int, ...]]:
+        """Guesses by sequence id for a step that computes `num_rows` tokens without them.
+
+        `sequences`: those whose share of these rows is one token each, and that can take guesses.
+        """
+        if self.error is not None:
+            return {}
+        choices = [choice for seq in sequences if (choice := self._choice(seq))]
+        self._choose(choices, num_rows, len(sequences))
+        for choice in choices:
+            _watch(choice)
+        wanted = [
+            Wanted(c.seq.id, c.seq.token_ids, c.length, c.seq.params, c.seq.seed) for c in choices if c.length
+        ]
+        found = self._propose(wanted) if wanted else {}
+        for choice in choices:
+            if found.get(choice.seq.id) and choice.record.is_probing:
+                # As if it were to fail; `observe` knows better.
+                choice.record.due = choice.seq.num_tokens + choice.record.pause
+                choice.record.pause = min(2 * choice.record.pause, LONGEST_PAUSE)
+        return found
+
+    def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
+        """A step computed this many tokens of a sequence's last draft; the first `accepted` were right."""
+        self.num_drafted += drafted
+        self.num_accepted += accepted
+        self._overall.observe(drafted, accepted, OVERALL_DECAY)
+        if (record := self._records.get(seq_id)) is None:
+            return
+        record.observe(drafted, accepted, DECAY)
+        if record.is_probing and accepted == drafted:
+            record.due, record.pause = 0, FIRST_PAUSE
+
+    def forget(self, seq_id: int) -> None:
+        """A sequence has ended."""
+        self._records.pop(seq_id, None)
+        self.proposer.forget(seq_id)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Tokens guessed and checked since the start, and of these the right ones."""
+        return {"num_drafted_tokens": self.num_drafted, "num_accepted_tokens": self.num_accepted}
+
+    def _choice(self, seq: TokenSequence) -> _Choice | None:
+        """None for a sequence that has no use for guesses: one token is always its own."""
+        limit = min(self.num_draft_tokens, seq.max_len - seq.num_tokens - 1)
+        if limit < 1:
+            return None
+        record = self._records.get(seq.id)
+        if record is None:
+            record = self._records[seq.id] = _Record(TRUST * self._overall.acceptance, TRUST)
+        return _Choice(seq, record, limit)
+
+    def _choose(self, choices: Sequence[_Choice], num_rows: int, num_seqs: int) -> None:
+        """Set every choice's length: guesses are added, the most promising first, while that helps."""
+        now = [c.outlook(0, replays=self.replays) for c in choices]
+        # Of the whole step: every sequence brings a token, every row is computed, nothing is guessed.
+        step = _Outlook(float(num_seqs), float(num_rows), 0.0)
+        best, waited = self._tokens_per_s(step) * GAIN, 0
+        lengths, tried = [0] * len(choices), [0] * len(choices)
+        for i in self._by_promise(choices):
+            tried[i] += 1
+            longer = choices[i].outlook(tried[i], replays=self.replays)
+            step, now[i] = step.exchanged(now[i], longer), longer
+            value = self._tokens_per_s(step)
+            waited += 1
+            if value > best:
+                best, lengths, waited = value, [*tried], 0
+            elif waited >= PATIENCE:
+                break
+        for choice, length in zip(choices, lengths, strict=True):
+            choice.length = length
+
+    def _by_promise(self, choices: Sequence[_Choice]) -> Iterator[int]:
+        """Indexes of choices, one for each guess that could be added, by the chance that it is right."""
+        knows = self.costs.step_s(1) is not None
+        heap = [(-c.record.acceptance, i, 1) for i, c in enumerate(choices)]
+        heapq.heapify(heap)
+        while heap:
+            chance, i, length = heapq.heappop(heap)
+            yield i
+            if length < min(choices[i].limit, self.num_draft_tokens if knows else MODEST):
+                heapq.heappush(heap, (chance * choices[i].record.acceptance, i, length + 1))
+
+    def _tokens_per_s(self, step: _Outlook) -> float:
+        """Tokens of all sequences by the time of a step; without measured costs in an arbitrary unit."""
+        seconds = self.costs.step_s(step.rows)
+        if seconds is None:
+            seconds = StepCosts.assumed(step.rows)
+        elif self._proposing:
+            seconds += median(self._proposing) * step.drafted
+        return step.tokens / seconds
+
+    def _propose(self, wanted: Sequence[Wanted]) -> dict[int, tuple[int, ...]]:
+        started = self.clock()
+        try:
+            found = self.proposer.propose(wanted)
+        except Exception as error:
+            self.error = error
+            log.warning(
+                "speculation is off from now on, replies go on without it: %s: %s",
+                type(error).__name__,
+                error,
+            )
+            return {}
+        drafts = {w.seq_id: tuple(found.get(w.seq_id, ())[: w.limit]) for w in wanted}
+        if longest := max(map(len, drafts.values())):
+            self._proposing.append((self.clock() - started) / longest)
+        return {seq_id: draft for seq_id, draft in drafts.items() if draft}
+
+
+def _watch(choice: _Choice) -> None:
+    """Note whether guessing pays for this sequence; where it does not, probe when it is time."""
+    record = choice.record
+    record.is_probing = False
+    if choice.length:
+        record.due, record.pause = None, FIRST_PAUSE
+    elif record.due is None:
+        record.due = choice.seq.num_tokens + record.pause
+    elif choice.seq.num_tokens >= record.due:
+        record.is_probing = True
+        choice.length = min(PROBE, choice.limit)
