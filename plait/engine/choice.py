@@ -1,0 +1,71 @@
+"""A request while it is open, and each of its choices: whom it answers, and when what happened to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from plait.request import Event, FinishReason, Request, RequestTrace
+from plait.schedule.sequence import Sequence as TokenSequence
+
+OnEvent = Callable[[Event], None]
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request that has choices without an end. `open`: those, by their index."""
+
+    request: Request
+    on_event: OnEvent
+    open: dict[int, Choice] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Choice:
+    """A choice that has not ended. Times are seconds on the engine's clock.
+
+    `sequence`: the scheduler's own, read only here. `has_failed_alone`: in a step, and no token came since.
+    """
+
+    entry: OpenRequest
+    sequence: TokenSequence
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    num_steps: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    has_failed_alone: bool = False
+
+    def trace(self, finish_s: float, finish_reason: FinishReason) -> RequestTrace:
+        """What is known of it at its end."""
+        seq = self.sequence
+        return RequestTrace(
+            request_id=seq.request_id,
+            index=seq.index,
+            arrival_s=self.arrival_s,
+            first_scheduled_s=self.first_scheduled_s,
+            first_token_s=self.first_token_s,
+            finish_s=finish_s,
+            finish_reason=finish_reason,
+            num_prompt_tokens=seq.prompt_len,
+            num_cached_tokens=seq.num_cached_tokens,
+            miss_cause=seq.miss_cause,
+            num_output_tokens=seq.num_output_tokens,
+            num_preemptions=seq.num_preemptions,
+            num_steps=self.num_steps,
+            num_drafted_tokens=self.num_drafted_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+        )
+
+    def overdue(self) -> str:
+        """Why it ends before it is done: the limit, and how far it got until then."""
+        limit, num_tokens = self.entry.request.timeout_s, self.sequence.num_output_tokens
+        if num_tokens:
+            so_far = f"{num_tokens} tokens were generated until then and have been delivered"
+        elif self.first_scheduled_s is not None:
+            so_far = f"its prompt of {self.sequence.prompt_len} tokens was still being computed"
+        else:
+            so_far = "it was still waiting for its turn"
+        return f"not done within timeout_s ({limit:g} s): {so_far}; ask for less, or allow it more time"

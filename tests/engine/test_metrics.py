@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from plait.engine.metrics import Histogram, Metrics
+from plait.request import FinishReason, RequestTrace
+
+STATS = dict(
+    num_running=3,
+    num_waiting=2,
+    num_blocks=100,
+    num_free_blocks=60,
+    num_cached_blocks=30,
+    num_slots=8,
+    num_free_slots=1,
+    num_snapshots=4,
+    num_saved_nbytes=4096,
+    num_preemptions=5,
+    num_swaps=2,
+)
+
+
+class Books:
+    """Stands for the scheduler."""
+
+    def __init__(self) -> None:
+        self.cache_counts: Mapping[str, int] = {"hit": 7, "new": 2, "asked_tokens": 90, "hit_tokens": 64}
+
+    def stats(self) -> Mapping[str, int]:
+        return STATS
+
+
+def read(metrics: Metrics) -> dict[str, float]:
+    """Every sample that a scrape gives, as `name{label}`."""
+    text = generate_latest(metrics.registry).decode()
+    return {
+        sample.name + "".join(f"{{{value}}}" for value in sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def trace(reason: FinishReason, **times: Any) -> RequestTrace:
+    known = dict(arrival_s=10.0, first_scheduled_s=10.1, first_token_s=10.2, finish_s=13.0) | times
+    return RequestTrace(
+        request_id="r", index=0, finish_reason=reason, num_prompt_tokens=4, num_output_tokens=6, **known
+    )
+
+
+def test_what_the_scheduler_says_is_read_at_the_scrape() -> None:
+    books = Books()
+    metrics = Metrics(books)
+    found = read(metrics)
+    assert found["plait_requests_running"] == 3
+    assert found["plait_requests_waiting"] == 2
+    assert [found[f"plait_blocks{{{state}}}"] for state in ("free", "held", "cached")] == [60, 10, 30]
+    assert [found[f"plait_slots{{{state}}}"] for state in ("free", "held", "cached")] == [1, 3, 4]
+    assert found["plait_snapshots"] == 4
+    assert found["plait_host_saved_bytes"] == 4096
+    assert found["plait_preemptions_total{swap}"] == 2
+    assert found["plait_preemptions_total{recompute}"] == 3
+    assert found["plait_prefix_cache_asked_tokens_total"] == 90
+    assert found["plait_prefix_cache_hit_tokens_total"] == 64
+    books.cache_counts = {"hit": 8, "evicted": 1}
+    assert read(metrics)["plait_prefix_cache_lookups_total{hit}"] == 8
+
+
+def test_every_label_is_there_from_the_start_so_that_rates_have_a_beginning() -> None:
+    found = read(Metrics(Books()))
+    causes = ("hit", "new", "evicted", "no_snapshot", "window", "short", "off")
+    assert {f"plait_prefix_cache_lookups_total{{{cause}}}" for cause in causes} <= set(found)
+    reasons = ("stop", "length", "cancelled", "error")
+    assert [found[f"plait_requests_total{{{reason}}}"] for reason in reasons] == [0] * 4
+
+
+def test_counters_add_up() -> None:
+    metrics = Metrics(Books())
+    metrics.count_request(7)
+    metrics.count_request(5)
+    metrics.count_start(0.3, 4)
+    metrics.count_step(12, 0.02)
+    metrics.count_first(1, 0.4)
+    metrics.count_next(3, 0.06)
+    metrics.count_draft(8, 2)
+    metrics.num_failed_steps += 1
+    metrics.num_repairs += 2
+    found = read(metrics)
+    for name, value in dict(
+        prompt_tokens=12,
+        cached_tokens=4,
+        output_tokens=4,
+        drafted_tokens=8,
+        accepted_tokens=2,
+        steps=1,
+        failed_steps=1,
+        repairs=2,
+    ).items():
+        assert found[f"plait_{name}_total"] == value
+    assert found["plait_request_prompt_tokens_sum"] == 12
+    assert found["plait_queue_time_seconds_sum"] == pytest.approx(0.3)
+    assert found["plait_step_tokens_sum"] == 12
+    assert found["plait_step_seconds_sum"] == pytest.approx(0.02)
+    assert found["plait_time_to_first_token_seconds_sum"] == pytest.approx(0.4)
+
+
+def test_tokens_of_one_step_share_its_time() -> None:
+    metrics = Metrics(Books())
+    metrics.count_next(3, 0.06)
+    found = read(metrics)
+    name = "plait_inter_token_latency_seconds"
+    assert found[f"{name}_sum"] == pytest.approx(0.06)
+    assert found[f"{name}_count"] == 3
+    assert found[f"{name}_bucket{{0.01}}"] == 0
+    assert found[f"{name}_bucket{{0.03}}"] == 3
+
+
+def test_only_replies_that_came_to_their_end_count_for_latency_and_length() -> None:
+    metrics = Metrics(Books())
+    for reason in ("stop", "length", "cancelled", "error"):
+        metrics.count_end(trace(reason))
+    found = read(metrics)
+    assert [found[f"plait_requests_total{{{r}}}"] for r in ("stop", "length", "cancelled", "error")] == [
+        1
+    ] * 4
+    assert found["plait_request_latency_seconds_count"] == 2
+    assert found["plait_request_latency_seconds_sum"] == pytest.approx(6.0)
+    assert found["plait_request_output_tokens_sum"] == 12
+
+
+def test_a_value_on_a_bound_is_under_it_and_one_beyond_all_is_in_the_last_bucket() -> None:
+    histogram = Histogram("lengths", "Lengths.", (1.0, 2.0))
+    for value, times in ((1.0, 1), (1.5, 2), (2.0, 1), (9.0, 3)):
+        histogram.observe(value, times)
+    samples = {s.labels.get("le", s.name): s.value for s in histogram.family().samples}
+    assert samples == {"1.0": 1, "2.0": 4, "+Inf": 7, "lengths_count": 7, "lengths_sum": 33.0}
+
+
+def test_every_family_is_ours_with_help_and_base_units() -> None:
+    text = generate_latest(Metrics(Books()).registry).decode()
+    families = list(text_string_to_metric_families(text))
+    assert len(families) > 20
+    for family in families:
+        assert family.name.startswith("plait_")
+        assert family.documentation.endswith(".")
+        assert not family.name.endswith(("_ms", "_mib", "_percent"))
+        if family.type == "counter":
+            assert all(sample.name.endswith("_total") for sample in family.samples)
+
+
+def test_two_engines_count_apart() -> None:
+    one, other = Metrics(Books()), Metrics(Books())
+    one.count_step(5, 0.1)
+    assert read(one)["plait_steps_total"] == 1
+    assert read(other)["plait_steps_total"] == 0
+
+
+def test_a_scrape_beside_the_running_engine_is_of_one_piece() -> None:
+    """A histogram's buckets never fall and its count is the last of them, whatever is observed meanwhile."""
+    metrics, stop = Metrics(Books()), threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            for i in range(200):
+                metrics.count_next(1, i / 100)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        last = 0.0
+        for _ in range(20):
+            found = read(metrics)
+            name = "plait_inter_token_latency_seconds"
+            counts = [value for key, value in found.items() if key.startswith(f"{name}_bucket")]
+            assert counts == sorted(counts)
+            assert counts[-1] == found[f"{name}_count"] >= last
+            last = found[f"{name}_count"]
+    finally:
+        stop.set()
+        thread.join()
+    assert last > 0
