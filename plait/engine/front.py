@@ -14,10 +14,11 @@ from typing import Any
 
 from plait.engine.loop import EngineLoop
 from plait.engine.stream import Stream
+from plait.engine.terms import NO_TERMS, Terms
 from plait.errors import BadTemplate, ContextTooLong, InvalidField
 from plait.request import Request, SamplingParams
-from plait.spec import ModelSpec
-from plait.text.chat import ChatTemplate
+from plait.spec import Mamba1, Mamba2, Mamba3, ModelSpec
+from plait.text.chat import ChatTemplate, boundaries
 from plait.text.tokenizer import Tokenizer
 
 MAX_CHARS_PER_TOKEN = 64  # longer text cannot fit the context and is refused before it is tokenized
@@ -34,12 +35,22 @@ class Language:
 
 
 class Front:
-    """A loaded model behind its engine. Every method is safe from any thread."""
+    """A loaded model behind its engine. Every method is safe from any thread.
+
+    `prefix_cache` False: the engine keeps nothing, so nobody looks for the places where it should.
+    """
 
     def __init__(
-        self, name: str, spec: ModelSpec, max_model_len: int, loop: EngineLoop, language: Language
+        self,
+        name: str,
+        spec: ModelSpec,
+        max_model_len: int,
+        loop: EngineLoop,
+        language: Language,
+        prefix_cache: bool = True,
     ) -> None:
         self.name, self.spec, self.max_model_len, self.loop = name, spec, max_model_len, loop
+        self.needs_boundaries = prefix_cache and spec.causal and _has_slots(spec)
         self.tokenizer, self.chat_template = language.tokenizer, language.chat_template
         self.generation_config, self.stop_token_ids = language.generation_config, language.stop_token_ids
         self.created = int(time.time())
@@ -50,12 +61,18 @@ class Front:
         return self.loop.healthy
 
     def prepare(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, add_special: bool = True
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        add_special: bool = True,
+        terms: Terms = NO_TERMS,
     ) -> Request:
         """A request the engine can take. Tokenizes, resolves defaults, checks every limit.
 
-        Raises InvalidField (token ids the model does not have, an empty prompt, text without a tokenizer) and
-        ContextTooLong with both numbers.
+        With `best_of` the engine generates that many choices, with log-probabilities: the request's `n` is
+        `best_of`, and whoever reads its stream ranks them by `params`. Raises InvalidField (token ids the
+        model does not have, an empty prompt, text without a tokenizer) and ContextTooLong with both numbers.
         """
         ids = self._token_ids(prompt, add_special)
         self._check_ids(ids)
@@ -67,9 +84,36 @@ class Front:
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= self.stop_token_ids
-        return Request(f"req-{uuid.uuid4().hex}", ids, params, stops)
+        return Request(
+            f"req-{uuid.uuid4().hex}",
+            ids,
+            _generated(params),
+            stops,
+            cache_salt=terms.cache_salt or "",
+            priority=terms.priority,
+            timeout_s=terms.timeout_s,
+        )
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def prepare_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+        terms: Terms = NO_TERMS,
+        /,
+        **options: Any,
+    ) -> Request:
+        """A request for the reply to a conversation; `options` as for `render_chat`.
+
+        It knows its `boundaries` if the model has state of fixed size: what other models keep can be cut
+        anywhere. Raises what `prepare` raises, and BadTemplate.
+        """
+        ids = self.render_chat(messages, **options)
+        request = self.prepare(ids, params, add_special=False, terms=terms)
+        if not self.needs_boundaries or not self.chat_template:
+            return request
+        return replace(request, boundaries=boundaries(self.chat_template, messages, ids, options))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
         """Token ids of a conversation, ready for the model's reply. Raises BadTemplate."""
         if not self.chat_template:
             raise BadTemplate(
@@ -150,3 +194,13 @@ class Front:
                 "prompt",
             )
         return room if asked is None else min(asked, room)
+
+
+def _has_slots(spec: ModelSpec) -> bool:
+    return any(isinstance(mixer, Mamba1 | Mamba2 | Mamba3) for _, mixer in spec.mixers())
+
+
+def _generated(params: SamplingParams) -> SamplingParams:
+    """What the engine is asked: every choice that may be returned, with what they are ranked by."""
+    logprobs = 0 if params.is_ranked and params.logprobs is None else params.logprobs
+    return replace(params, n=params.num_sequences, best_of=None, logprobs=logprobs)

@@ -12,6 +12,7 @@ from plait.config import EngineConfig, option_names
 from plait.engine.load import load
 from plait.engine.outputs import RequestOutput, collect
 from plait.engine.stream import Delta, Stream
+from plait.engine.terms import NO_TERMS, Terms
 from plait.errors import ConfigError, InvalidField, QueueFull
 from plait.request import Request, SamplingParams
 from plait.spec import ModelSpec
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+Asked = tuple[Request, str | None, SamplingParams]  # as the engine is asked, the prompt's text, as we were
+CHAT_PARAMS = SamplingParams(max_tokens=None)
 
 
 class LLM:
@@ -48,32 +51,59 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+        priority: int | Sequence[int] = 0,
+        timeout_s: float | None = None,
     ) -> list[RequestOutput]:
-        """Continue one prompt or several, all at the same time. Strings or lists of token ids."""
+        """Continue one prompt or several, all at the same time. Strings or lists of token ids.
+
+        `cache_salt`, `priority` (one for all, or one for each prompt) and `timeout_s`: see `Terms`.
+        """
         many = _as_list(prompts)
         settings = _per_prompt(params, len(many))
-        requests = [self.front.prepare(p, s) for p, s in zip(many, settings, strict=True)]
-        texts = [p if isinstance(p, str) else None for p in many]
-        return self._run(requests, texts)
+        terms = _terms(len(many), cache_salt, priority, timeout_s)
+        asked = [
+            (self.front.prepare(p, s, terms=t), p if isinstance(p, str) else None, s)
+            for p, s, t in zip(many, settings, terms, strict=True)
+        ]
+        return self._run(asked)
 
     def chat(
-        self, messages: Messages | Sequence[Messages], params: SamplingParams | None = None
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        priority: int | Sequence[int] = 0,
+        timeout_s: float | None = None,
     ) -> list[RequestOutput]:
-        """The model's reply to one conversation or several: lists of {"role": …, "content": …}."""
-        many = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        settings = params or SamplingParams(max_tokens=None)
-        requests = [self._chat_request(m, settings) for m in many]  # type: ignore[arg-type]
-        return self._run(requests, [None] * len(requests))
+        """The model's reply to one conversation or several: lists of {"role": …, "content": …}.
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Text as it is generated."""
-        return iter(self.front.submit(self.front.prepare(prompt, params or SamplingParams())))
+        `cache_salt`, `priority` (one for all, or one for each conversation) and `timeout_s`: see `Terms`.
+        """
+        many: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        settings = params or CHAT_PARAMS
+        terms = _terms(len(many), cache_salt, priority, timeout_s)
+        asked = [
+            (self.front.prepare_chat(m, settings, t), None, settings)
+            for m, t in zip(many, terms, strict=True)
+        ]
+        return self._run(asked)
 
-    def stream_chat(self, messages: Messages, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """The reply to a conversation as it is generated."""
-        return iter(
-            self.front.submit(self._chat_request(messages, params or SamplingParams(max_tokens=None)))
-        )
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, terms: Terms = NO_TERMS
+    ) -> Iterator[Delta]:
+        """Text as it is generated. Raises InvalidField for a `best_of` above `n`: it waits for the end."""
+        settings = _streamable(params or SamplingParams())
+        return iter(self.front.submit(self.front.prepare(prompt, settings, terms=terms)))
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, *, terms: Terms = NO_TERMS
+    ) -> Iterator[Delta]:
+        """The reply to a conversation as it is generated. Raises InvalidField as `stream` does."""
+        settings = _streamable(params or CHAT_PARAMS)
+        return iter(self.front.submit(self.front.prepare_chat(messages, settings, terms)))
 
     def score(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
         """Natural-log probability of each prompt token after the first, given those before it."""
@@ -104,24 +134,21 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _chat_request(self, messages: Messages, params: SamplingParams) -> Request:
-        return self.front.prepare(self.front.render_chat(messages), params, add_special=False)
-
-    def _run(self, requests: Sequence[Request], texts: Sequence[str | None]) -> list[RequestOutput]:
+    def _run(self, asked: Sequence[Asked]) -> list[RequestOutput]:
         """The results in order. What the queue has no room for is submitted as earlier ones finish."""
         config = self._loaded.config
         most = max(config.max_waiting, config.max_num_seqs)
-        open_streams: deque[tuple[Stream, str | None]] = deque()
+        open_streams: deque[tuple[Stream, str | None, SamplingParams]] = deque()
         results: list[RequestOutput] = []
         try:
-            for request, text in zip(requests, texts, strict=True):
+            for request, text, params in asked:
                 while len(open_streams) >= most or (stream := self._submitted(request, open_streams)) is None:
                     results.append(collect(*open_streams[0]))
                     open_streams.popleft()
-                open_streams.append((stream, text))
-            return results + [collect(stream, text) for stream, text in open_streams]
+                open_streams.append((stream, text, params))
+            return results + [collect(*one) for one in open_streams]
         except BaseException:
-            for stream, _ in open_streams:
+            for stream, *_ in open_streams:
                 stream.cancel()
             raise
 
@@ -159,3 +186,19 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
     if len(params) != count:
         raise InvalidField(f"params: {len(params)} settings were given for {count} prompts", "params")
     return [replace(p) for p in params]
+
+
+def _terms(
+    count: int, cache_salt: str | None, priority: int | Sequence[int], timeout_s: float | None
+) -> list[Terms]:
+    each = list(priority) if isinstance(priority, Sequence) else [priority] * count
+    if len(each) != count:
+        raise InvalidField(f"priority: {len(each)} were given for {count} prompts", "priority")
+    return [Terms(cache_salt=cache_salt, priority=one, timeout_s=timeout_s) for one in each]
+
+
+def _streamable(params: SamplingParams) -> SamplingParams:
+    if params.is_ranked:
+        text = f"best_of: {params.best_of} choices are ranked at their end and cannot be streamed; use n"
+        raise InvalidField(text, "best_of")
+    return params

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from plait.engine.stream import Stream, TextLogprob
+from plait.engine.ranking import Score, best
+from plait.engine.stream import Delta, Stream, TextLogprob
+from plait.request import RequestTrace, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,10 @@ TokenLogprobs = dict[int, Logprob]  # by token id; the token itself is always th
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice of a finished request. `logprobs`: one entry per token of `token_ids`, if asked for."""
+    """One choice of a finished request. `logprobs`: one entry per token of `token_ids`, if asked for.
+
+    `trace`: where its time went; None if the engine never took it.
+    """
 
     index: int
     text: str = ""
@@ -32,6 +37,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    trace: RequestTrace | None = None
 
 
 @dataclass(slots=True)
@@ -39,6 +45,8 @@ class RequestOutput:
     """A finished request. `prompt` is None when token ids or messages were given.
 
     `prompt_logprobs`: one entry per prompt token, None for the first, which nothing stands before.
+    `num_cached_tokens` of the prompt were there already. `metrics`: the trace of the choice that was
+    generated first, which computed the prompt.
     """
 
     request_id: str
@@ -47,27 +55,44 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finished: bool = True
+    num_cached_tokens: int = 0
+    metrics: RequestTrace | None = None
 
 
-def collect(stream: Stream, prompt: str | None) -> RequestOutput:
-    """Read a stream to its end. Raises the error that ended it, if one did."""
-    params, request = stream.request.params, stream.request
-    outputs = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
+def collect(stream: Stream, prompt: str | None, params: SamplingParams) -> RequestOutput:
+    """Read a stream to its end; `params` are those that were asked for, before the engine's additions.
+
+    Raises the error that ended it, if one did.
+    """
+    request, count = stream.request, stream.request.params.n
+    outputs = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(count)]
+    scores = [Score() for _ in range(count)]
     result = RequestOutput(request.id, prompt, list(request.prompt_token_ids), outputs)
     for delta in stream:
         if delta.error:
             raise delta.error
-        out = outputs[delta.index]
-        out.text += delta.text
-        out.token_ids += delta.token_ids
-        if out.logprobs is not None:
-            out.logprobs += [_by_token(lp, params.logprobs or 0) for lp in delta.logprobs or ()]
+        scores[delta.index].add(delta.logprobs)
+        _add(outputs[delta.index], delta, params)
         if delta.prompt_logprobs is not None:
             asked = params.prompt_logprobs or 0
             result.prompt_logprobs = [None, *(_by_token(lp, asked) for lp in delta.prompt_logprobs)]
-        if delta.finish_reason:
-            out.finish_reason, out.stop_reason = delta.finish_reason, delta.stop_reason
+        if delta.index == 0:
+            result.num_cached_tokens = max(result.num_cached_tokens, delta.num_cached_tokens)
+    for out in outputs:
+        out.trace = stream.trace(out.index)
+    result.metrics = outputs[0].trace
+    if params.is_ranked:
+        result.outputs = [replace(outputs[i], index=at) for at, i in enumerate(best(scores, params.n))]
     return result
+
+
+def _add(out: CompletionOutput, delta: Delta, params: SamplingParams) -> None:
+    out.text += delta.text
+    out.token_ids += delta.token_ids
+    if out.logprobs is not None:
+        out.logprobs += [_by_token(lp, params.logprobs or 0) for lp in delta.logprobs or ()]
+    if delta.finish_reason:
+        out.finish_reason, out.stop_reason = delta.finish_reason, delta.stop_reason
 
 
 def _by_token(chosen: TextLogprob, asked: int) -> TokenLogprobs:

@@ -12,10 +12,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from plait.request import Event, FinishReason, Request, TokenLogprobs
+from plait.request import Event, FinishReason, Request, RequestTrace, TokenLogprobs
 from plait.text.detokenize import StreamDecoder
 from plait.text.stop import StopMatcher
 from plait.text.tokenizer import Tokenizer
+
+LAST_WORD_S = 60.0  # how long to wait for the engine to say how a choice went that a stop string ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class Choice:
             stop_reason=matched if matched is not None else event.stop_token_id,
             num_cached_tokens=event.num_cached_tokens,
             num_tokens=self._num_tokens,
-            error=event.error,
+            error=event.error if matched is None else None,
         )
 
     def _text_logprob(self, lp: TokenLogprobs) -> TextLogprob:
@@ -149,13 +151,17 @@ class Stream:
     ) -> None:
         self.request, self._cancel_request = request, cancel
         self._choices = [Choice(i, request, tokenizer) for i in range(request.params.n)]
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._waiting: deque[Event] = deque()
         self._sink: Callable[[Event], None] | None = None
+        self._traces: dict[int, RequestTrace | None] = {}  # by choice; there once the engine is done with it
 
     def on_event(self, event: Event) -> None:
         """Called by the engine's thread; only hands over."""
         with self._lock:
+            if event.finish_reason is not None:
+                self._traces[event.index] = event.trace
+                self._lock.notify_all()
             if self._sink is None:
                 self._waiting.append(event)
             else:
@@ -164,6 +170,15 @@ class Stream:
     def cancel(self) -> None:
         """Stop generating. Safe at any time, from any thread, also after the end."""
         self._cancel_request(self.request.id, None)
+
+    def trace(self, index: int) -> RequestTrace | None:
+        """Where the time of a choice that has ended went; None if the engine never took it.
+
+        Of a choice that a stop string ended the engine tells a step later: this waits for it.
+        """
+        with self._lock:
+            self._lock.wait_for(lambda: index in self._traces, LAST_WORD_S)
+            return self._traces.get(index)
 
     @property
     def done(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from plait.engine import ranking
 from plait.request import Request
 from plait.server import validate
 from plait.server.generation import new_id
@@ -22,10 +23,12 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> ChatReply:
     """Everything that can be refused before the engine is asked: renders, tokenizes. Raises RequestErrors."""
     validate.refuse(body, FIELDS)
     asked = typed(body, ChatRequest)
-    validate.check_stream_options(asked)
-    params = validate.chat_params(asked)
-    ids = render(front, asked.messages, asked.add_generation_prompt, asked.chat_template_kwargs)
-    request = front.prepare(ids, params, add_special=False)
+    params, terms = validate.chat_params(asked), validate.terms(asked)
+    validate.check_stream(asked, params)
+    validate.check_messages(asked.messages)
+    validate.check_template_kwargs(asked.chat_template_kwargs)
+    options = {**asked.chat_template_kwargs, "add_generation_prompt": asked.add_generation_prompt}
+    request = front.prepare_chat(asked.messages, params, terms, **options)
     with_ids = asked.return_token_ids or front.tokenizer is None
     return ChatReply(Head(new_id("chatcmpl"), "chat.completion", model), asked, request, with_ids)
 
@@ -40,7 +43,7 @@ def render(
 
 
 class ChatReply:
-    """A response of /v1/chat/completions."""
+    """A response of /v1/chat/completions. With best_of the choices are in the order of their rank."""
 
     chunk_kind = "chat.completion.chunk"
 
@@ -49,7 +52,7 @@ class ChatReply:
         self.include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         self._top = (asked.top_logprobs or 0) if asked.logprobs else None
         self._with_ids = with_ids
-        self._choices = [_Choice() for _ in range(request.params.n)]
+        self._n, self._choices = asked.n, [_Choice() for _ in range(request.params.n)]
         self._begun: set[int] = set()
 
     def chunks(self, i: int, delta: Delta) -> list[dict[str, Any]]:
@@ -70,7 +73,9 @@ class ChatReply:
         self._choices[delta.index].add(delta)
 
     def choices(self) -> list[dict[str, Any]]:
-        return [self._whole(index, choice) for index, choice in enumerate(self._choices)]
+        is_ranked = len(self._choices) > self._n
+        kept = ranking.best([c.score for c in self._choices], self._n) if is_ranked else range(self._n)
+        return [self._whole(index, self._choices[i]) for index, i in enumerate(kept)]
 
     def _chunk(self, delta: Delta, content: dict[str, str]) -> dict[str, Any]:
         return {"index": delta.index, "delta": content, "logprobs": None, "finish_reason": None}
@@ -100,6 +105,7 @@ class _Choice:
     def __init__(self) -> None:
         self.text: list[str] = []
         self.logprobs: list[TextLogprob] = []
+        self.score = ranking.Score()
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -107,6 +113,7 @@ class _Choice:
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
         self.logprobs += delta.logprobs or ()
+        self.score.add(delta.logprobs)
         self.token_ids += delta.token_ids
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from plait.engine import ranking
 from plait.request import Request
 from plait.server import validate
 from plait.server.generation import new_id
@@ -25,15 +26,16 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> CompletionReply:
     """Everything that can be refused before the engine is asked. Tokenizes. Raises RequestErrors."""
     validate.refuse(body, FIELDS)
     asked = typed(body, CompletionRequest)
-    validate.check_stream_options(asked)
-    params = validate.completion_params(asked)
-    prompts = validate.prompts(asked.prompt, params.n)
-    requests = [front.prepare(p, params, add_special=asked.add_special_tokens) for p in prompts]
+    params, terms = validate.completion_params(asked), validate.terms(asked)
+    validate.check_stream(asked, params)
+    prompts = validate.prompts(asked.prompt, params.num_sequences)
+    special = asked.add_special_tokens
+    requests = [front.prepare(p, params, add_special=special, terms=terms) for p in prompts]
     return CompletionReply(front.tokenizer, Head(new_id("cmpl"), "text_completion", model), asked, requests)
 
 
 class CompletionReply:
-    """A response of /v1/completions. Choice j of prompt i has index i·n + j."""
+    """A response of /v1/completions. Choice j of prompt i has index i·n + j; with best_of, j is its rank."""
 
     chunk_kind = "text_completion"
 
@@ -41,6 +43,7 @@ class CompletionReply:
         self, tokenizer: Tokenizer | None, head: Head, asked: CompletionRequest, requests: Sequence[Request]
     ) -> None:
         self.head, self.requests, self.stream = head, requests, asked.stream
+        self._n, self._is_ranked = asked.n, requests[0].params.n > asked.n
         self.include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         prompts = validate.prompts(asked.prompt, asked.n)
         self._prompts = [_Prompt(tokenizer, p, r, asked) for p, r in zip(prompts, requests, strict=True)]
@@ -56,10 +59,15 @@ class CompletionReply:
             prompt.choices[ready.index].keep(ready)
 
     def choices(self) -> list[dict[str, Any]]:
-        return [self._body(i, choice.whole()) for i, p in enumerate(self._prompts) for choice in p.choices]
+        found = []
+        for i, prompt in enumerate(self._prompts):
+            scores = [choice.score for choice in prompt.choices]
+            kept = ranking.best(scores, self._n) if self._is_ranked else range(self._n)
+            found += [self._body(i, {**prompt.choices[j].whole(), "index": at}) for at, j in enumerate(kept)]
+        return found
 
     def _body(self, i: int, piece: dict[str, Any]) -> dict[str, Any]:
-        return {**piece, "index": i * len(self._prompts[i].choices) + piece["index"]}
+        return {**piece, "index": i * self._n + piece["index"]}
 
 
 class _Prompt:
@@ -128,9 +136,10 @@ class _Choice:
                 skip_special=request.params.skip_special_tokens,
                 prefix_ids=request.prompt_token_ids,
             )
-            if tokenizer and request.params.logprobs is not None
+            if tokenizer and prompt.lists is not None
             else None
         )
+        self.score = ranking.Score()
         self._begun, self._offset = False, 0
         self._text: list[str] = []
         self._lists: Lists | None = None
@@ -147,6 +156,7 @@ class _Choice:
 
     def keep(self, delta: Delta) -> None:
         text, lists = self._new(delta)
+        self.score.add(delta.logprobs)
         self._text.append(text)
         self._ids += delta.token_ids
         self._end = _end(delta)

@@ -72,7 +72,10 @@ class Reply(Protocol):
 
 
 class Usage:
-    """Tokens of one response: each prompt counts once, however many choices it has."""
+    """Tokens of one response: each prompt counts once, every generated choice counts, returned or not.
+
+    Cached are the tokens that the first choice found: those after it find what the first one computed.
+    """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._prompt = sum(len(r.prompt_token_ids) for r in requests)
@@ -81,7 +84,8 @@ class Usage:
 
     def add(self, i: int, delta: Delta) -> None:
         self._completion[i, delta.index] = delta.num_tokens
-        self._cached[i] = max(self._cached.get(i, 0), delta.num_cached_tokens)
+        if delta.index == 0:
+            self._cached[i] = max(self._cached.get(i, 0), delta.num_cached_tokens)
 
     def body(self) -> dict[str, Any]:
         completion = sum(self._completion.values())

@@ -17,12 +17,17 @@ class StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Sampling(msgspec.Struct, kw_only=True, frozen=True):
-    """What both kinds of generation take. Defaults are what absence means; None: the model decides."""
+    """What both kinds of generation take. Defaults are what absence means; None: the model decides.
+
+    `cache_salt` and `priority` are vLLM's. `timeout_s`, in seconds, is ours: servers have no common field for
+    it, and the `timeout` of OpenAI's clients never leaves the client.
+    """
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = 1
+    best_of: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     min_tokens: int = 0
@@ -41,6 +46,9 @@ class Sampling(msgspec.Struct, kw_only=True, frozen=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    cache_salt: str | None = None
+    priority: int = 0
+    timeout_s: float | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True, frozen=True):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from plait.engine.terms import Terms
 from plait.errors import InvalidField
 from plait.request import MAX_LOGPROBS, SamplingParams
 from plait.server.schema import ChatRequest, CompletionRequest, Sampling
@@ -82,7 +83,6 @@ _REFUSED: Mapping[str, Harmless] = {
     "truncate_prompt_tokens": _never,
     "num_ctx": _never,
     "lora": _empty,
-    "cache_salt": _never,
     "chat_template": _never,
     "documents": _empty,
     "continue_final_message": _OFF,
@@ -91,7 +91,7 @@ _REFUSED: Mapping[str, Harmless] = {
     "add_special_tokens": _OFF,
     "detokenize": _ON,
     "spaces_between_special_tokens": _ON,
-    "priority": _NOTHING,
+    "timeout": _never,
 }
 _HINTS = {
     "reasoning_effort": "; chat_template_kwargs reaches the model's template",
@@ -100,6 +100,7 @@ _HINTS = {
     "chat_template": "; the server's --chat-template sets it",
     "truncate_prompt_tokens": "; a prompt that is too long is refused, never cut",
     "tools": "; calling tools is not supported yet",
+    "timeout": "; send timeout_s, in seconds",
     "response_format": "; only {'type': 'text'} is supported yet",
 }
 _KNOWN_STREAM_OPTIONS = frozenset({"include_usage"})
@@ -113,11 +114,6 @@ def refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
         if name not in read and harmless is not None and not harmless(value):
             hint = _HINTS.get(name, "; leave it out")
             raise InvalidField(f"{name}: this server cannot honour {_short(value)}{hint}", name)
-    best_of, n = body.get("best_of"), body.get("n", 1)
-    if best_of is not None and best_of != n:
-        raise InvalidField(
-            f"best_of: {_short(best_of)} is not n ({_short(n)}); choices are not ranked", "best_of"
-        )
     options = body.get("stream_options")
     for name, value in options.items() if isinstance(options, dict) else ():
         if name not in _KNOWN_STREAM_OPTIONS and value:
@@ -127,7 +123,7 @@ def refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
 
 def ignored(body: Mapping[str, Any], read: frozenset[str]) -> str:
     """The fields that nobody reads, for the header that reports them; made safe to print."""
-    unknown = [name for name in body if name not in read and name not in _REFUSED and name != "best_of"]
+    unknown = [name for name in body if name not in read and name not in _REFUSED]
     safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:MAX_REPORTED_CHARS]) for name in unknown[:MAX_REPORTED]]
     return ",".join(safe)
 
@@ -155,14 +151,28 @@ def chat_params(asked: ChatRequest) -> SamplingParams:
     return _params(asked, limit, (asked.top_logprobs or 0) if asked.logprobs else None)
 
 
-def check_stream_options(asked: Sampling) -> None:
-    """Raises InvalidField for stream options without a stream."""
+def terms(asked: Sampling) -> Terms:
+    """Raises InvalidField."""
+    return Terms(cache_salt=asked.cache_salt, priority=asked.priority, timeout_s=asked.timeout_s)
+
+
+def check_stream(asked: Sampling, params: SamplingParams) -> None:
+    """Raises InvalidField for stream options without a stream, and for a stream that would have to wait."""
     if asked.stream_options is not None and not asked.stream:
         raise InvalidField("stream_options: it needs stream: true", "stream_options")
+    if asked.stream and params.is_ranked:
+        raise InvalidField(
+            f"best_of: {params.best_of} choices are ranked at their end and cannot be streamed; "
+            f"send stream: false, or best_of: {params.n}",
+            "best_of",
+        )
 
 
 def prompts(prompt: str | list[Any], n: int) -> list[str | list[int]]:
-    """The prompts of one request: text, token ids, or a list of either kind. Raises InvalidField."""
+    """The prompts of one request: text, token ids, or a list of either kind.
+
+    `n`: how many choices of each are generated. Raises InvalidField.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -172,7 +182,8 @@ def prompts(prompt: str | list[Any], n: int) -> list[str | list[int]]:
     if all(isinstance(part, str) for part in prompt) or all(_is_ids(part) for part in prompt):
         if len(prompt) * n > MAX_CHOICES:
             raise InvalidField(
-                f"prompt: {len(prompt)} prompts with n={n} make more than {MAX_CHOICES} choices", "prompt"
+                f"prompt: {len(prompt)} prompts with {n} choices each make more than {MAX_CHOICES} choices",
+                "prompt",
             )
         return prompt
     raise InvalidField("prompt: it mixes kinds; send text, token ids, or a list of one of them", "prompt")
@@ -259,6 +270,7 @@ def _params(
         raise InvalidField(text, "stop_token_ids")
     return SamplingParams(
         n=asked.n,
+        best_of=asked.best_of,
         max_tokens=limit,
         min_tokens=asked.min_tokens,
         temperature=asked.temperature,

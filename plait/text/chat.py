@@ -6,12 +6,13 @@ A template's own markers become control tokens; what a user wrote never does, wh
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from plait.errors import BadTemplate, InvalidField
 
 Message = Mapping[str, Any]
+_HEAD_ROLES = frozenset({"system", "developer"})
 
 
 class ChatTemplate(Protocol):
@@ -25,6 +26,7 @@ class ChatTemplate(Protocol):
     def render(
         self,
         messages: Sequence[Message],
+        /,
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -39,6 +41,48 @@ class ChatTemplate(Protocol):
     def close(self) -> None:
         """Gives back what the template holds; it can be used again afterwards."""
         ...
+
+
+def boundaries(
+    template: ChatTemplate, messages: Sequence[Message], ids: Sequence[int], options: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """Where in a prompt other requests are likely to part ways: rising positions, at most three, inside it.
+
+    After the system messages and tools, where the first user's words begin; after everything before the last
+    user message, where its words begin; and before the opening of the reply. `ids` is the conversation as
+    `template` renders it with `options`. Each place is found by rendering another conversation, and is as far
+    as the two have the same tokens; one that the template refuses has none.
+    """
+    found = set()
+    for other in _others(messages, options):
+        try:
+            rendered = template.render(other, **{**options, "add_generation_prompt": False})
+        except (BadTemplate, InvalidField):
+            continue  # nobody asked for this conversation, so nobody is told
+        found.add(_common_len(ids, rendered))
+    return tuple(sorted(at for at in found if 0 < at < len(ids)))
+
+
+def _others(messages: Sequence[Message], options: Mapping[str, Any]) -> Iterator[Sequence[Message]]:
+    """The conversations that part ways with this one at its boundaries."""
+    head = next((i for i, m in enumerate(messages) if m["role"] not in _HEAD_ROLES), len(messages))
+    last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=head)
+    if (head or options.get("tools")) and head < len(messages):
+        yield [*messages[:head], _another(messages[head])]
+    if last > head:
+        yield [*messages[:last], _another(messages[last])]
+    if options.get("add_generation_prompt", True):
+        yield messages
+
+
+def _another(message: Message) -> Message:
+    """A user message whose first character is another one: the template's own words around it stay shared."""
+    text = _content(message.get("content"), "content") or ""
+    return {"role": "user", "content": "b" if text.lstrip().startswith("a") else "a"}
+
+
+def _common_len(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def normalized(messages: Sequence[Message]) -> list[dict[str, Any]]:

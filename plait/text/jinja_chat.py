@@ -47,6 +47,7 @@ class JinjaTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -72,7 +73,7 @@ class JinjaTemplate:
 
         return self._tokenizer.encode_parts(self._parts(user, rendering))
 
-    def text(self, messages: Sequence[Message], **options: Any) -> str:
+    def text(self, messages: Sequence[Message], /, **options: Any) -> str:
         """The rendered conversation as one string, for people to look at."""
         return self._tokenizer.decode(self.render(messages, **options), skip_special=False)
 

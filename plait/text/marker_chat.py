@@ -75,6 +75,7 @@ class MarkerTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,

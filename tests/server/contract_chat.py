@@ -205,7 +205,11 @@ def test_the_openai_client_raises_what_it_should(openai: OpenAI, client: Any) ->
         {"chat_template": "{{ 1 }}"},
         {"chat_template_kwargs": {"messages": []}},
         {"num_ctx": 4},
-        {"best_of": 4},
+        {"best_of": 2, "n": 3},
+        {"best_of": 4, "stream": True},
+        {"best_of": 4, "n": 2, "stream": True},
+        {"cache_salt": ""},
+        {"timeout_s": 0},
         {"add_special_tokens": True},
         {"echo": True},
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True},
@@ -225,6 +229,9 @@ def test_what_cannot_be_honoured_is_refused_by_name(client: Any, extra: dict[str
         {"modalities": ["text"], "verbosity": "medium"},
         {"user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "auto"},
         {"safety_identifier": "x", "prompt_cache_key": "y", "best_of": 1},
+        {"best_of": 2, "n": 2, "stream": True},
+        {"cache_salt": "tenant 7", "priority": -3, "timeout_s": 900},
+        {"cache_salt": None, "priority": None, "timeout_s": None, "best_of": None},
         {"tool_choice": None, "stop": None, "n": None, "stream": None, "logprobs": None, "seed": None},
         {"stream_options": None, "logit_bias": None, "top_p": None, "tools": None, "temperature": None},
         {"stop": []},
@@ -243,3 +250,15 @@ def test_unread_fields_are_reported(client: Any) -> None:
 
 def test_ids_are_unique(client: Any) -> None:
     assert len({client.chat(max_tokens=1).json["id"] for _ in range(20)}) == 20
+
+
+def test_best_of_returns_the_most_likely_reply(client: Any) -> None:
+    asked: Any = {"content": "abcdefgh", "temperature": 1, "seed": 3, "max_tokens": 3}
+    every = client.chat(n=5, logprobs=True, **asked).json
+    found = client.chat(best_of=5, **asked).json
+    lists = [[lp["logprob"] for lp in choice["logprobs"]["content"]] for choice in every["choices"]]
+    means = [sum(values) / len(values) for values in lists]
+    (choice,) = found["choices"]
+    assert choice["message"] == every["choices"][means.index(max(means))]["message"]
+    assert (choice["index"], choice["logprobs"]) == (0, None)
+    assert found["usage"]["completion_tokens"] == every["usage"]["completion_tokens"]

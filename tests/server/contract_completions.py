@@ -161,7 +161,11 @@ def test_logprobs_0_reports_the_chosen_token_alone(client: Any) -> None:
         *(("stop_token_ids", v) for v in (["a"], [1] * 2000)),
         *(("stream", v) for v in ("yes", 1)),
         ("suffix", "x"),
-        ("best_of", 2),
+        *(("best_of", v) for v in (-1, 0, 129, "2", True)),
+        *(("cache_salt", v) for v in ("", "é", "a\nb", "x" * 257, 5)),
+        *(("priority", v) for v in (2**31, -(2**31), 10**30, 0.5, "high", True)),
+        *(("timeout_s", v) for v in (0, -1, "soon", True, 10**400)),
+        ("timeout", 5),
         ("prompt_logprobs", 1),
     ],
 )
@@ -373,3 +377,54 @@ def test_many_clients_at_once_are_all_served(client: Any) -> None:
     with ThreadPoolExecutor(12) as pool:
         found = list(pool.map(lambda i: client.complete(f"Count {i}", max_tokens=3).status, range(24)))
     assert found == [200] * 24
+
+
+def means(choices: list[dict[str, Any]]) -> list[float]:
+    found = [choice["logprobs"]["token_logprobs"] for choice in choices]
+    return [sum(values) / len(values) if values else float("-inf") for values in found]
+
+
+SAMPLED: dict[str, Any] = {"prompt": ["One, two", "Three"], "temperature": 1, "seed": 7, "max_tokens": 4}
+
+
+def test_best_of_returns_the_choices_with_the_highest_logprob_per_token(client: Any) -> None:
+    every = client.complete(n=6, logprobs=0, **SAMPLED).json
+    found = client.complete(n=2, best_of=6, logprobs=0, **SAMPLED).json
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
+    for i in range(2):
+        choices, kept = every["choices"][6 * i : 6 * i + 6], found["choices"][2 * i : 2 * i + 2]
+        assert means(kept) == sorted(means(choices), reverse=True)[:2]
+        assert all(
+            any((one["text"], one["logprobs"]) == (c["text"], c["logprobs"]) for c in choices) for one in kept
+        )
+
+
+def test_best_of_counts_what_was_generated_and_hides_what_was_not_asked_for(client: Any) -> None:
+    every = client.complete(n=6, **SAMPLED).json
+    found = client.complete(n=1, best_of=6, **SAMPLED).json
+    told = client.complete(n=1, best_of=6, logprobs=3, **SAMPLED).json
+    assert found["usage"]["completion_tokens"] == every["usage"]["completion_tokens"]
+    assert found["usage"]["prompt_tokens"] == every["usage"]["prompt_tokens"]
+    assert [choice["logprobs"] for choice in found["choices"]] == [None, None]
+    assert [c["text"] for c in found["choices"]] == [c["text"] for c in told["choices"]]
+    assert all(choice["logprobs"]["tokens"] for choice in told["choices"])
+
+
+def test_best_of_n_ranks_nothing_and_may_be_streamed(client: Any) -> None:
+    plain = client.complete(n=3, **SAMPLED).json["choices"]
+    assert client.complete(n=3, best_of=3, **SAMPLED).json["choices"] == plain
+    said = [""] * 6
+    for event in client.complete(n=3, best_of=3, stream=True, **SAMPLED).events:
+        said[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert said == [choice["text"] for choice in plain]
+
+
+@pytest.mark.parametrize("more", [{"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}])
+def test_a_best_of_that_cannot_be_is_refused_by_name(client: Any, more: dict[str, Any]) -> None:
+    answer = client.complete(**more)
+    assert (answer.status, answer.error["param"]) == (400, "best_of")
+
+
+def test_many_prompts_times_best_of_are_bounded(client: Any) -> None:
+    answer = client.complete(["x"] * 11, best_of=100, max_tokens=1)
+    assert (answer.status, answer.error["param"]) == (400, "prompt")

@@ -150,7 +150,7 @@ class EchoLoop:
             None if params.logprobs is None else (_scored(token, params.logprobs),),
             prompt,
             "length" if step + 1 >= params.max_tokens else None,
-            num_cached_tokens=min(1, len(ids)),
+            num_cached_tokens=len(ids) - 1 if index else min(3, len(ids) - 1),
         )
 
 
