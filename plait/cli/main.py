@@ -27,6 +27,7 @@ COMMANDS = {
     "decode": "Token ids to text.",
     "tokenize": "Text to token ids.",
     "warmup": "Compile what a model needs, so that its next start is fast.",
+    "verify": "Check that a reply depends on its request alone, to the bit.",
     "bench": "How fast a model and its ops are here, checked before it is said.",
 }
 EXIT_USAGE, EXIT_MODEL, EXIT_MEMORY, EXIT_INTERRUPTED = 2, 3, 4, 130

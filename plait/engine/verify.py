@@ -79,14 +79,19 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One cell compared. `happened` False: what the cell is there for did not come about."""
+    """One cell compared. `proof`: the count that must not be zero for it to show anything (`Cell.proof`)."""
 
     cell: str
     num_replies: int
     num_tokens: int
     differences: tuple[Difference, ...]
     counts: Mapping[str, int]
-    happened: bool = True
+    proof: str | None = None
+
+    @property
+    def happened(self) -> bool:
+        """Whether what the cell is there for came about."""
+        return self.proof is None or bool(self.counts.get(self.proof))
 
     @property
     def num_different(self) -> int:
@@ -182,7 +187,7 @@ class Verification:
                 num_tokens=sum(len(reply.token_ids) for reply in ran.replies.values()),
                 differences=tuple(differences),
                 counts=ran.counts,
-                happened=cell.proof is None or bool(ran.counts.get(cell.proof)),
+                proof=cell.proof,
             )
 
     def _waves(self, cell: Cell) -> list[list[Asked]]:

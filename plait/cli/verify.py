@@ -1,0 +1,213 @@
+"""`plait verify`: whether a reply depends on anything but its request, checked on a model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from plait.cli.info import heading
+from plait.cli.options import common_options, engine_options, engine_settings, model_option
+from plait.cli.progress import Loading
+from plait.config import EngineConfig
+from plait.errors import ConfigError
+
+if TYPE_CHECKING:
+    from plait.engine.verify import Arithmetic, Difference, Result, Verification
+    from plait.text.tokenizer import Tokenizer
+
+# What the matrix sets itself, or what no reply depends on.
+OWN = (
+    *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "memory_limit", "max_step_ms"),
+    *("prefix_cache", "snapshot_interval", "swap_memory", "speculate", "chat_template"),
+)
+FEWEST_SHOWN = 5  # differences, without --verbose's sake; --json has them all
+HAPPENED = {
+    "failed_steps": "steps failed",
+    "preemptions": "preemptions",
+    "swaps": "swaps",
+    "hit_tokens": "tokens from the cache",
+    "accepted": "guessed tokens accepted",
+}
+NOTHING = {
+    "failed_steps": "no step failed",
+    "preemptions": "nothing was preempted",
+    "swaps": "nothing was swapped",
+    "hit_tokens": "nothing came from the cache",
+    "drafted": "nothing was guessed",
+}
+
+
+@click.command()
+@model_option()
+@click.option("--batch", type=click.IntRange(2), default=4, show_default=True, help="most sequences at once")
+@click.option(
+    "--max-tokens", type=click.IntRange(1), default=24, show_default=True, help="tokens of each reply"
+)
+@click.option(
+    "--prompts",
+    "prompts_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="one prompt per line, as text or as [token, ids]; default: a few of Plait's own",
+)
+@click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
+@engine_options(without=OWN)
+@common_options()
+def verify(
+    model: str, batch: int, max_tokens: int, prompts_file: Path | None, as_json: bool, **given: Any
+) -> int:
+    """Check that a reply depends on its request alone: same tokens, same bits.
+
+    \b
+    plait verify model.gguf
+    plait verify ./model --batch 8 --max-tokens 64 --prompts prompts.txt
+
+    The same requests, greedy and drawn with a seed, run under many settings: batches, prompts in pieces, the
+    prefix cache, preemption by swap and by computing again, guessed tokens, steps that fail. Each is compared
+    token by token, and log-probability by log-probability, with a sequence that runs alone. Where they part,
+    both forms run again op by op to find the first op that differs. The exit code is 0 if nothing does.
+    """
+    from plait.engine.load import load
+    from plait.engine.verify import Verification
+
+    prompts = read_prompts(prompts_file) if prompts_file else None
+    defaults = {name: EngineConfig.__dataclass_fields__[name].default for name in OWN}
+    config = EngineConfig(**engine_settings({**given, **defaults, "max_num_seqs": 1, "prefix_cache": False}))
+    with Loading(f"loading {model}") as loading:
+        loaded = load(model, config, loading.update)
+    try:
+        made = Verification(loaded, batch=batch, max_tokens=max_tokens, prompts=prompts)
+        results = run_as_json(model, made) if as_json else run_as_text(model, made)
+    finally:
+        loaded.front.close(drain=False)
+    return int(any(result.differences for result in results))
+
+
+def read_prompts(path: Path) -> list[str | list[int]]:
+    """A prompt per line, empty lines left out. Raises ConfigError."""
+    found: list[str | list[int]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(json.loads(line) if line.startswith("[") else line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}, line {number}: it begins with [ and is no list: {error}") from error
+    if not found:
+        raise ConfigError(f"{path} has no prompt: write one per line")
+    return found
+
+
+def run_as_json(model: str, made: Verification) -> Sequence[Result]:
+    """Run the matrix, then write one object."""
+    results = [*made.results()]
+    facts = {
+        "model": model,
+        "same": not any(result.differences for result in results),
+        "arithmetic": asdict(made.arithmetic) | {"promised": made.arithmetic.is_promised},
+        "requests": [
+            {"name": asked.name, "prompt_tokens": asked.prompt_len, "turn": asked.turn}
+            for asked in made.asked.values()
+        ],
+        "cells": [
+            asdict(result) | {"num_different": result.num_different, "num_rounded": result.num_rounded}
+            for result in results
+        ],
+    }
+    sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+    return results
+
+
+def run_as_text(model: str, made: Verification) -> Sequence[Result]:
+    """Run the matrix and write every row as it is done."""
+    cells, results = made.cells, []
+    width = max(len(cell.name) for cell in cells)
+    say(heading(f"{model}: {len(made.asked)} requests, {len(cells)} ways to run them"))
+    say(*arithmetic_lines(made.arithmetic), "")
+    say(f"  {'':{width}}  replies  tokens  other tokens  other bits")
+    for result in made.results():
+        results.append(result)
+        say(row(result, width))
+    differences = [d for result in results for d in result.differences]
+    if differences:
+        say("", heading("differences"))
+    for difference in sorted(differences, key=lambda d: not d.place)[:FEWEST_SHOWN]:
+        say(*difference_lines(difference, made.loaded.front.tokenizer))
+    if len(differences) > FEWEST_SHOWN:
+        say(f"  … and {len(differences) - FEWEST_SHOWN} more (--json has them all)")
+    say("", *verdict(results, made.arithmetic))
+    return results
+
+
+def say(*lines: str) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+
+
+def arithmetic_lines(found: Arithmetic) -> list[str]:
+    """What computes, and what may be expected of it."""
+    kv = found.dtype if found.kv_dtype == "model" else found.kv_dtype
+    lines = [
+        "  compared with a sequence alone, its prompt in one piece, nothing kept, nothing guessed",
+        f"  arithmetic: {found.device}, {found.dtype}, keys and values {kv}; step: {found.step}",
+    ]
+    if found.is_promised:
+        return [*lines, "  native kernels: the same bits are promised, whatever shares a batch"]
+    return [
+        *lines,
+        f"  no promise: {loose(found.loose)} may round by the batch, so near ties may fall either way",
+    ]
+
+
+def loose(ops: Mapping[str, str]) -> str:
+    return ", ".join(f"{op} ({variant})" for op, variant in sorted(ops.items()))
+
+
+def row(result: Result, width: int) -> str:
+    """One cell of the matrix."""
+    counts = result.counts
+    happened = [f"{counts[key]} {text}" for key, text in HAPPENED.items() if counts.get(key)]
+    if not result.happened:
+        happened = [f"{NOTHING.get(result.proof or '', 'it did not come about')}: this shows nothing"]
+    numbers = f"{result.num_replies:7}  {result.num_tokens:6}"
+    differences = f"{result.num_different or '-':>12}  {result.num_rounded or '-':>10}"
+    return f"  {result.cell:{width}}  {numbers}  {differences}  {', '.join(happened)}".rstrip()
+
+
+def difference_lines(found: Difference, tokenizer: Tokenizer | None) -> list[str]:
+    """One difference, and where it comes from if that was looked for."""
+    where = f"  {found.cell}: {found.request}, token {found.index + 1} (position {found.position})"
+    gap = "" if found.gap is None else f"; the best two logits were {found.gap:.3g} apart"
+    if found.is_token:
+        names = [named(token_id, tokenizer) for token_id in (found.found, found.expected)]
+        what = f"{names[0]} instead of {names[1]}{gap}"
+    else:
+        what = f"the same token, its log-probability off by {found.off_by or 0.0:.3g}{gap}"
+    lines = [f"{where}: {what}"]
+    lines += [f"    {found.place}"] if found.place else []
+    return lines + ([f"    {found.note}"] if found.note else [])
+
+
+def named(token_id: int | None, tokenizer: Tokenizer | None) -> str:
+    """A token as its number and its text."""
+    if token_id is None:
+        return "no token"
+    return f"{token_id} {tokenizer.token_text(token_id)!r}" if tokenizer else str(token_id)
+
+
+def verdict(results: Sequence[Result], arithmetic: Arithmetic) -> list[str]:
+    """What all of it says."""
+    replies, tokens = (sum(getattr(r, name) for r in results) for name in ("num_replies", "num_tokens"))
+    other, rounded = (sum(getattr(r, name) for r in results) for name in ("num_different", "num_rounded"))
+    compared = f"{tokens:,} tokens of {replies:,} replies"
+    if not other and not rounded:
+        return [f"no difference in {compared}"]
+    lines = [f"{other} replies with other tokens, {rounded} with the same tokens and other bits: {compared}"]
+    if arithmetic.is_promised:
+        return [*lines, "that breaks Plait's promise for these kernels: please report it with this output"]
+    return [*lines, "without --ops reference, on a CPU in float32, native kernels do not round by the batch"]
