@@ -1,0 +1,184 @@
+"""The ways in which models write tool calls: one table, and how a model's own way is found.
+
+A new way is one entry here; if it is of a new kind, one reader beside the others. Order matters: the first
+entry that a template fits is taken, so the particular come before the general.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plait.errors import ConfigError, InvalidField
+from plait.text.reasoning import ReasoningFormat
+from plait.text.tools.json_calls import one_or_list
+from plait.text.tools.marked_calls import DEEPSEEK, deepseek, function_tag, mistral, xml_or_json
+from plait.text.tools.parser import CallSyntax, OutputParser
+from plait.text.tools.python_calls import call_list
+
+Tool = Mapping[str, Any]
+"""A tool as requests name it: `{"type": "function", "function": {"name": …, "parameters": …}}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One way of writing tool calls.
+
+    `signs`: groups of texts; a chat template that holds all of a group is of this kind. `tokens`: control
+    tokens that mean this kind where no template says more.
+    """
+
+    name: str
+    syntax: CallSyntax
+    signs: tuple[tuple[str, ...], ...] = ()
+    tokens: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Every marker that must stand in the text: see `OutputParser.markers`."""
+        return frozenset(self.syntax.markers)
+
+    def parser(
+        self,
+        tools: Sequence[Tool],
+        make_id: Callable[[], str],
+        *,
+        reasoning: ReasoningFormat | None = None,
+        starts_open: bool = False,
+        parallel: bool = True,
+    ) -> OutputParser:
+        """A reader for one reply. `tools` are the request's; `make_id` gives a new id for each call.
+
+        `parallel=False`: at most one call is told. See `OutputParser` for the rest.
+        """
+        return OutputParser(
+            calls=self.syntax,
+            reasoning=reasoning,
+            tools=tool_schemas(tools),
+            make_id=make_id,
+            starts_open=starts_open,
+            most_calls=None if parallel else 1,
+        )
+
+
+def tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
+    """Name → JSON schema of the arguments. Raises InvalidField for what is not a tool with a name."""
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for i, tool in enumerate(tools):
+        at = f"tools[{i}]"
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+            raise InvalidField(f"{at}: a tool needs a function with a name", at)
+        if name in schemas:
+            raise InvalidField(f"{at}: there is a tool {name!r} already", f"{at}.function.name")
+        schema = function.get("parameters")
+        if schema is not None and not isinstance(schema, Mapping):
+            raise InvalidField(f"{at}: its parameters are not a JSON schema", f"{at}.function.parameters")
+        schemas[name] = schema or {"type": "object", "properties": {}}
+    return schemas
+
+
+_object_or_list = one_or_list()
+FORMATS: Mapping[str, ToolFormat] = {
+    form.name: form
+    for form in (
+        ToolFormat(
+            "agent",
+            CallSyntax(_object_or_list, ("<|function|>",), ("<|/function|>",)),
+            signs=(("<|function|>",),),
+            tokens=("<|function|>", "<|/function|>"),
+        ),
+        ToolFormat(
+            "deepseek",
+            CallSyntax(
+                deepseek,
+                (DEEPSEEK["begin"],),
+                (DEEPSEEK["close"],),
+                (DEEPSEEK["call"], DEEPSEEK["separator"], DEEPSEEK["end"]),
+            ),
+            signs=((DEEPSEEK["begin"],),),
+            tokens=(DEEPSEEK["begin"],),
+        ),
+        ToolFormat(
+            "mistral",
+            CallSyntax(mistral, ("[TOOL_CALLS]",), (), ("[ARGS]", "[CALL_ID]")),
+            signs=(("[TOOL_CALLS]",),),
+            tokens=("[TOOL_CALLS]",),
+        ),
+        ToolFormat(
+            "qwen_xml",
+            CallSyntax(xml_or_json, ("<tool_call>",), ("</tool_call>",)),
+            signs=(("<tool_call>", "<function="),),
+        ),
+        ToolFormat(
+            "hermes",
+            CallSyntax(xml_or_json, ("<tool_call>",), ("</tool_call>",)),
+            signs=(("<tool_call>",),),
+        ),
+        ToolFormat(
+            "lfm2",
+            CallSyntax(call_list(), ("<|tool_call_start|>",), ("<|tool_call_end|>",)),
+            signs=(("<|tool_call_start|>",),),
+            tokens=("<|tool_call_start|>",),
+        ),
+        ToolFormat(
+            "granite",
+            CallSyntax(_object_or_list, ("<|tool_call|>", "<tool_call>"), ("<|/tool_call|>", "</tool_call>")),
+            signs=(("<|tool_call|>",),),
+            tokens=("<|tool_call|>",),
+        ),
+        ToolFormat(
+            "nemotron",
+            CallSyntax(_object_or_list, ("<TOOLCALL>",), ("</TOOLCALL>",)),
+            signs=(("<TOOLCALL>",),),
+        ),
+        ToolFormat(
+            "jamba",
+            CallSyntax(_object_or_list, ("<tool_calls>",), ("</tool_calls>",)),
+            signs=(("<tool_calls>",),),
+        ),
+        ToolFormat(
+            "function_tag",
+            CallSyntax(function_tag, ("<function=",), ("</function>",)),
+            signs=(("<function=", "</function>"),),
+        ),
+        ToolFormat(
+            "pythonic",
+            CallSyntax(call_list(known_only=True), ("<|python_start|>",), ("<|python_end|>",), bare="["),
+            signs=(("[func_name1(",), ("<|python_start|>",)),
+            tokens=("<|python_start|>",),
+        ),
+        ToolFormat(
+            "llama_json",
+            CallSyntax(call_list(known_only=True), ("<|python_tag|>",), bare="{"),
+            signs=(("<|python_tag|>",), ('"parameters":', "<|start_header_id|>")),
+            tokens=("<|python_tag|>",),
+        ),
+        ToolFormat("json", CallSyntax(one_or_list(known_only=True), ("```json",), ("```",), bare="{[")),
+    )
+}
+
+
+def tool_format(
+    template: str, special_tokens: Collection[str] = (), name: str | None = None
+) -> ToolFormat | None:
+    """The way a model writes tool calls, or None. `name` chooses one; "none" chooses none.
+
+    Found in the text of its chat template; failing that, by the control tokens of its vocabulary; failing
+    that, a template that speaks of tools at all gets "json". Raises ConfigError for an unknown name.
+    """
+    if name == "none":
+        return None
+    if name is not None:
+        if name not in FORMATS:
+            raise ConfigError(f"tool format {name!r} is not known; there are {', '.join(FORMATS)}, and none")
+        return FORMATS[name]
+    for form in FORMATS.values():
+        if any(all(sign in template for sign in group) for group in form.signs):
+            return form
+    for form in FORMATS.values():
+        if form.tokens and all(token in special_tokens for token in form.tokens):
+            return form
+    return FORMATS["json"] if "tools" in template else None

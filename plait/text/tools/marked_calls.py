@@ -1,0 +1,181 @@
+"""Readers of calls in which markers, not JSON, tell the name: Mistral, DeepSeek, and XML-like ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from plait.text.tools.cursor import SPACE, Cursor, Reading, read_whole
+from plait.text.tools.json_calls import call_arguments, one_or_list, tell
+from plait.text.tools.json_reading import Sink, is_json
+from plait.text.tools.python_calls import python_value
+from plait.text.tools.reply import Reply
+
+_NAME = re.compile(r"[\w.:/-]+")
+_CALL_ID = re.compile(r"\w+")
+_PLAIN = re.compile(r"[^<\n]+")
+_list = one_or_list()
+
+
+def mistral(reply: Reply) -> Reading[bool]:
+    """`[{"name": …}]`, or `name[ARGS]{…}`, or `name[CALL_ID]id[ARGS]{…}`, or `name{…}`."""
+    cursor = reply.cursor
+    yield from cursor.space()
+    if (yield from cursor.peek()) in ("[", "{"):
+        return (yield from _list(reply))
+    name = yield from cursor.word(_NAME)
+    if not name:
+        return False
+    if (yield from cursor.skip("[CALL_ID]")):
+        yield from cursor.word(_CALL_ID)
+    yield from cursor.skip("[ARGS]")
+    yield from cursor.space()
+    return (yield from cursor.peek()) == "{" and (yield from call_arguments(reply, name))
+
+
+DEEPSEEK = {
+    "begin": "<｜tool▁calls▁begin｜>",
+    "call": "<｜tool▁call▁begin｜>",
+    "separator": "<｜tool▁sep｜>",
+    "end": "<｜tool▁call▁end｜>",
+    "close": "<｜tool▁calls▁end｜>",
+}
+"""DeepSeek's tool tokens: the bars are full width, the low lines U+2581."""
+
+
+def deepseek(reply: Reply) -> Reading[bool]:
+    """Calls between DeepSeek's tokens: V3 fences its JSON, V3.1 does not."""
+    cursor = reply.cursor
+    yield from cursor.space()
+    while (yield from cursor.skip(DEEPSEEK["call"])):
+        name = yield from cursor.word(_NAME)
+        if not (yield from cursor.skip(DEEPSEEK["separator"])):
+            return False
+        if (yield from cursor.peek()) != "{":
+            name = yield from cursor.word(_NAME)
+            yield from cursor.space()
+            yield from cursor.skip("```json")
+            yield from cursor.space()
+        if not name or not (yield from call_arguments(reply, name)):
+            return False
+        yield from cursor.space()
+        yield from cursor.skip("```")
+        yield from cursor.space()
+        if not (yield from cursor.skip(DEEPSEEK["end"])):
+            return False
+        yield from cursor.space()
+    return reply.num_calls > 0 and not (yield from cursor.sees(DEEPSEEK["call"]))
+
+
+def xml_or_json(reply: Reply) -> Reading[bool]:
+    """`<function=name><parameter=key>…</parameter></function>`, or JSON: both stand in `<tool_call>`."""
+    yield from reply.cursor.space()
+    if (yield from reply.cursor.sees("<function=")):
+        reply.cursor.take(len("<function="))
+        return (yield from function_tag(reply))
+    return (yield from _list(reply))
+
+
+def function_tag(reply: Reply) -> Reading[bool]:
+    """`name>` and then parameters, or one JSON object, up to `</function>`."""
+    cursor = reply.cursor
+    name = yield from cursor.word(_NAME)
+    if not name or not (yield from cursor.skip(">")):
+        return False
+    yield from cursor.space()
+    if (yield from cursor.peek()) == "{":
+        found = yield from call_arguments(reply, name)
+    else:
+        found = yield from _parameters(reply, name)
+    yield from cursor.space()
+    yield from cursor.skip("</function>")
+    return found
+
+
+def _parameters(reply: Reply, name: str) -> Reading[bool]:
+    cursor = reply.cursor
+    if not (yield from cursor.skip("<parameter=")):
+        return (yield from cursor.sees("</function>")) and tell(reply, name, "{}")
+    key = yield from _tag_name(cursor)
+    if not key:
+        return False
+    reply.begin(name)
+    complete = yield from _pairs(reply, reply.tools.get(name, {}), key)
+    reply.end(complete)
+    return complete
+
+
+def _pairs(reply: Reply, schema: Mapping[str, Any], key: str) -> Reading[bool]:
+    cursor, opening = reply.cursor, "{"
+    while key:
+        reply.argue(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
+        if not (yield from _parameter(reply, _types(schema, key))):
+            return False
+        yield from cursor.space()
+        if not (yield from cursor.skip("<parameter=")):
+            break
+        key, opening = (yield from _tag_name(cursor)), ", "
+    complete = bool(key) and (yield from cursor.sees("</"))
+    reply.argue("}" if complete else "")
+    return complete
+
+
+def _tag_name(cursor: Cursor) -> Reading[str]:
+    name = yield from cursor.word(_NAME)
+    return name if (yield from cursor.skip(">")) else ""
+
+
+def _parameter(reply: Reply, types: frozenset[str]) -> Reading[bool]:
+    """One value up to its closing tag. Text goes on as it comes; anything else when it is whole."""
+    if types != {"string"}:
+        pieces: list[str] = []
+        whole = yield from _raw(reply.cursor, pieces.append)
+        reply.argue(converted("".join(pieces), types) if whole else "")
+        return whole
+    reply.argue('"')
+    whole = yield from _raw(
+        reply.cursor, lambda text: reply.argue(json.dumps(text, ensure_ascii=False)[1:-1])
+    )
+    reply.argue('"' if whole else "")
+    return whole
+
+
+def _raw(cursor: Cursor, sink: Sink) -> Reading[bool]:
+    """Text up to `</parameter>`, without one line end at either side. False: the text ended first."""
+    yield from cursor.skip("\n")
+    while char := (yield from cursor.peek()):
+        for closing in ("\n</parameter>", "</parameter>") if char in "\n<" else ():
+            if (yield from cursor.skip(closing)):
+                return True
+        sink(cursor.run(_PLAIN) or cursor.take(1))
+    return False
+
+
+def converted(text: str, types: frozenset[str]) -> str:
+    """The JSON of a bare value for a parameter that may have these JSON types (none: not known).
+
+    What reads as JSON is JSON, what reads as Python becomes JSON, all else is a string; a parameter that may
+    be a string is one, unless it may also be null and says so.
+    """
+    bare = text.strip(SPACE)
+    if "string" in types and not (bare in ("null", "None") and "null" in types):
+        return json.dumps(text, ensure_ascii=False)
+    if is_json(bare):
+        return bare
+    pieces: list[str] = []
+    as_python = read_whole(bare, lambda cursor: python_value(cursor, pieces.append))
+    return "".join(pieces) if as_python else json.dumps(text, ensure_ascii=False)
+
+
+def _types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
+    """The JSON types that a tool's schema allows for one parameter; empty if it does not say."""
+    properties = schema.get("properties")
+    told = properties.get(key) if isinstance(properties, Mapping) else None
+    if not isinstance(told, Mapping):
+        return frozenset()
+    several = [told, *(told.get("anyOf") or ()), *(told.get("oneOf") or ())]
+    found = [one.get("type") for one in several if isinstance(one, Mapping)]
+    flat = [kind for one in found for kind in (one if isinstance(one, list | tuple) else [one])]
+    return frozenset(kind for kind in flat if isinstance(kind, str))
