@@ -13,9 +13,13 @@ from plait.config import EngineConfig
 from plait.errors import ConfigError, OutOfMemory
 from plait.memory import BlockGroup, PagedState, SlotState, State, block_groups
 from plait.schedule.allocation import Allocation, num_window_blocks
+from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Limits, Scheduler
 
 DEFAULT_SHARE = 0.5  # of the memory that is free when the weights are loaded
+SNAPSHOT_SHARE = 0.25  # of the limit, at most, for snapshots of state of fixed size
+SNAPSHOTS_PER_SEQ = 2  # the end of its prompt, and the end of its reply
+HOST_SHARE = 0.25  # of free host memory, at most, for what has to leave the device
 LENGTHS = (1024, 8192, 32768, 131072)  # at which `plait info` shows what a sequence costs
 
 
@@ -36,7 +40,9 @@ class GroupSize:
 class Sizing:
     """The state memory of an engine. `num_slots` holds the garbage slot; 0: no mixer has state of fixed size.
 
-    `notes`: what was made smaller than a default, and why, to be shown at start-up.
+    `num_snapshots` of the slots are beyond what running sequences need. `host_nbytes`: the most host memory
+    for what has to make room, taken when needed. `notes`: what was made smaller than a default, and why, to
+    be shown at start-up.
     """
 
     max_model_len: int
@@ -45,6 +51,8 @@ class Sizing:
     num_slots: int
     nbytes_per_slot: int
     notes: tuple[str, ...] = ()
+    num_snapshots: int = 0
+    host_nbytes: int = 0
 
     @property
     def num_blocks(self) -> Mapping[str, int]:
@@ -61,8 +69,10 @@ class Sizing:
         for size in self.groups:
             table.append((f"paged state, {size.group.name}", f"{size.num_blocks - 1} blocks", size.nbytes))
         if self.num_slots:
-            slots = self.num_slots * self.nbytes_per_slot
-            table.append(("state of fixed size", f"{self.num_slots - 1} slots", slots))
+            running = self.num_slots - self.num_snapshots
+            slots, snapshots = running * self.nbytes_per_slot, self.num_snapshots * self.nbytes_per_slot
+            table.append(("state of fixed size", f"{running - 1} slots", slots))
+            table.append(("snapshots of it", f"{self.num_snapshots} slots", snapshots))
         return [*table, ("total", "", weights_nbytes + self.nbytes)]
 
     def scheduler(self, config: EngineConfig, *, causal: bool) -> Scheduler:
@@ -72,7 +82,15 @@ class Sizing:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.max_waiting,
             max_model_len=self.max_model_len,
+            max_step_s=config.max_step_ms / 1000 or None,
             causal=causal,
+        )
+        cache = CacheOptions(
+            shares=config.prefix_cache,
+            snapshot_interval=config.snapshot_interval,
+            block_nbytes=tuple(size.nbytes_per_block for size in self.groups),
+            slot_nbytes=self.nbytes_per_slot,
+            host_nbytes=self.host_nbytes,
         )
         memory = Allocation(
             [size.group for size in self.groups],
@@ -81,6 +99,7 @@ class Sizing:
             num_slots=self.num_slots,
             max_step_len=config.max_num_batched_tokens,
             trims=causal,
+            cache=cache,
         )
         return Scheduler(limits, memory)
 
@@ -95,8 +114,11 @@ class ModelFacts:
     causal: bool = True
 
 
-def size_state(model: ModelFacts, config: EngineConfig, *, free_memory: int) -> Sizing:
-    """The memory for a model's state. `free_memory`: bytes free on the device once the weights are there.
+def size_state(
+    model: ModelFacts, config: EngineConfig, *, free_memory: int, free_host: int | None = None
+) -> Sizing:
+    """The memory for a model's state. `free_memory`: bytes free on the device once the weights are there;
+    `free_host`: on the host, if that is another.
 
     The limit is `config.memory_limit`, else half of `free_memory`. Raises ConfigError if the model cannot do
     the `max_model_len` asked for, OutOfMemory with both numbers if not one such sequence fits; a length that
@@ -104,7 +126,6 @@ def size_state(model: ModelFacts, config: EngineConfig, *, free_memory: int) -> 
     """
     limit = config.memory_limit or int(free_memory * DEFAULT_SHARE)
     asked, notes = _length(model, config)
-    num_slots = config.max_num_seqs + 1 if _nbytes_per_slot(model) else 0
     length = _fitting_length(model, config, asked, limit)
     if length < asked:
         if config.max_model_len is not None or length < 1:
@@ -113,9 +134,12 @@ def size_state(model: ModelFacts, config: EngineConfig, *, free_memory: int) -> 
             f"max_model_len is {length} instead of {asked}: the state of a longer sequence does not fit into "
             f"{gib(limit)} (--memory-limit)"
         )
-    groups, note = _groups(model, config, length, limit)
+    nbytes, snapshots = _nbytes_per_slot(model), _num_snapshots(model, config, length, limit)
+    groups, note = _groups(model, config, length, limit - snapshots * nbytes)
     notes += [note] if note else []
-    return Sizing(length, config.block_size, groups, num_slots, _nbytes_per_slot(model), tuple(notes))
+    num_slots = config.max_num_seqs + 1 + snapshots if nbytes else 0
+    host = _host_nbytes(model, config, length, free_memory if free_host is None else free_host)
+    return Sizing(length, config.block_size, groups, num_slots, nbytes, tuple(notes), snapshots, host)
 
 
 def sequence_nbytes(states: Mapping[str, State], dtype: str, length: int, block_size: int) -> int:
@@ -168,6 +192,23 @@ def _length(model: ModelFacts, config: EngineConfig) -> tuple[int, list[str]]:
         f"max_model_len is {longest} instead of {length}: this model computes a sequence in one piece of at "
         "most max_num_batched_tokens"
     ]
+
+
+def _num_snapshots(model: ModelFacts, config: EngineConfig, length: int, limit: int) -> int:
+    """Slots beside those of running sequences, in what is left when one of the longest sequences runs."""
+    nbytes = _nbytes_per_slot(model)
+    if not nbytes or not model.causal:
+        return 0
+    left = min(limit - _one_sequence_nbytes(model, config, length), int(limit * SNAPSHOT_SHARE))
+    return min(SNAPSHOTS_PER_SEQ * config.max_num_seqs, max(left, 0) // nbytes)
+
+
+def _host_nbytes(model: ModelFacts, config: EngineConfig, length: int, free: int) -> int:
+    """What all sequences would need if they had to leave the device, within reason."""
+    if config.swap_memory is not None:
+        return config.swap_memory
+    each = sequence_nbytes(model.states, model.dtype, length, config.block_size)
+    return min(config.max_num_seqs * each, int(free * HOST_SHARE))
 
 
 def _groups(

@@ -1,12 +1,16 @@
-"""The memory of running sequences: one pool and one table per block group, and slots. Integers only."""
+"""The memory of sequences: block tables and slots, what they share and leave behind. Integers only."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from plait.memory import BlockGroup
+from plait.schedule.plan import CopySlot, Plan
+from plait.schedule.pools import CacheOptions, Pools
 from plait.schedule.sequence import Sequence as TokenSequence
-from plait.state.blocks import GARBAGE, BlockPool, SlotPool
+from plait.state.blocks import GARBAGE
+from plait.state.prefix import Hit, Snapshot, extend, root
 
 
 def num_window_blocks(window: int, block_size: int) -> int:
@@ -19,7 +23,7 @@ class Allocation:
 
     `num_blocks`: one number per group, the garbage block included; `num_slots` 0: the model has no state of
     fixed size and every sequence's slot is 0. `max_step_len`: the most tokens in one step. `trims` False:
-    windows are never given back, because a model that is not causal reads everything again.
+    windows are never given back and nothing is cached, because a model that is not causal reads all again.
     """
 
     def __init__(
@@ -31,12 +35,17 @@ class Allocation:
         num_slots: int,
         max_step_len: int,
         trims: bool = True,
+        cache: CacheOptions | None = None,
     ) -> None:
+        assert len(groups) == len(num_blocks)
         self.groups, self.block_size, self.max_step_len = tuple(groups), block_size, max_step_len
         self.windows = tuple(group.window if trims else None for group in self.groups)
-        self.pools = tuple(BlockPool(n) for n in num_blocks)
-        assert len(self.pools) == len(self.groups)
-        self.slots = SlotPool(num_slots) if num_slots else None
+        self.options, self._caches = cache or CacheOptions(), trims
+        self.pools = Pools(self.windows, num_blocks, num_slots, block_size, self.options)
+        self.has_slots = num_slots > 0
+        self._computing: dict[bytes, TokenSequence] = {}
+
+    # What fits
 
     def needed(self, group: int, lengths: Iterable[int]) -> int:
         """The most blocks of a group that sequences of these lengths hold together in any step."""
@@ -49,35 +58,197 @@ class Allocation:
 
     def shortage(self, length: int) -> tuple[int, int] | None:
         """(blocks needed, blocks there are) in the first group where `length` tokens can never fit."""
-        for g, pool in enumerate(self.pools):
+        for g, pool in enumerate(self.pools.blocks):
             if (needed := self.needed(g, [length])) > pool.num_blocks - 1:
                 return needed, pool.num_blocks - 1
         return None
 
-    def can_hold(self, seq: TokenSequence, running: Iterable[TokenSequence]) -> bool:
+    def can_hold(self, seq: TokenSequence, hit: Hit, running: Sequence[TokenSequence]) -> bool:
         """Whether all known tokens of `seq` fit beside all known tokens of the running sequences."""
-        if self.slots and not self.slots.num_free:
+        if self.pools.slots and not self.pools.slots.num_available:
             return False
-        lengths = [seq.num_tokens, *(other.num_tokens for other in running)]
-        return all(self.needed(g, lengths) <= pool.num_blocks - 1 for g, pool in enumerate(self.pools))
+        for g, pool in enumerate(self.pools.blocks):
+            if self.windows[g] is not None:
+                lengths = [seq.num_tokens, *(other.num_tokens for other in running)]
+                if self.needed(g, lengths) > pool.num_blocks - 1:
+                    return False
+                continue
+            shared = hit.blocks[g] if hit.length and not self._is_restored(seq, hit) else ()
+            missing = sum(self._num_missing(other, g) for other in running)
+            missing += -(-seq.num_tokens // self.block_size) - len(shared)
+            if missing > pool.num_available - sum(pool.is_cached(block) for block in shared):
+                return False
+        return True
 
-    def open(self, seq: TokenSequence) -> None:
-        """Empty tables and a slot for a sequence that starts."""
-        seq.tables = tuple([] for _ in self.groups)
-        seq.slot = self.slots.take() if self.slots else GARBAGE
+    def _num_missing(self, seq: TokenSequence, group: int) -> int:
+        return max(-(-seq.num_tokens // self.block_size) - len(seq.tables[group]), 0)
+
+    # What is known already
+
+    def lookup(self, seq: TokenSequence) -> Hit:
+        """What a waiting sequence need not compute."""
+        if not self._caches:
+            return Hit()
+        self._extend(seq)
+        if seq.wants_prompt_logprobs and len(seq.scored) < seq.prompt_len - 1:
+            return Hit()
+        return self.pools.index.lookup(seq.chain, seq.token_ids, seq.num_tokens - 1)
+
+    def leader(self, seq: TokenSequence, hit: Hit) -> TokenSequence | None:
+        """The running sequence that is about to compute what `seq` begins with: better to wait for it."""
+        whole = hit.length // self.block_size
+        if seq.saved or hit.cause == "off" or whole + 1 >= len(seq.chain):
+            return None
+        leader = self._computing.get(seq.chain[whole + 1])
+        if leader is None or leader is seq:
+            return None
+        forks = seq.request_id == leader.request_id
+        point = self._common_length(seq, leader)
+        if not self.has_slots and not forks:
+            point -= point % self.block_size
+        if point < hit.length + self.block_size or leader.num_computed_tokens >= point:
+            return None
+        if self.has_slots or forks:
+            leader.marks.add(point)
+        return leader
+
+    def _common_length(self, seq: TokenSequence, other: TokenSequence) -> int:
+        most = min(len(seq.chain), len(other.chain))
+        whole = next((i for i in range(1, most) if seq.chain[i] != other.chain[i]), most) - 1
+        length, limit = whole * self.block_size, min(seq.num_tokens - 1, other.num_tokens)
+        while length < limit and seq.token_ids[length] == other.token_ids[length]:
+            length += 1
+        return min(length, limit)
+
+    def _extend(self, seq: TokenSequence) -> None:
+        if not self.options.shares and len(seq.chain) == 1:
+            seq.chain[0] = root(f"{seq.cache_salt}\0{seq.request_id}")
+        extend(seq.chain, seq.token_ids, self.block_size)
+
+    # A sequence's life
+
+    def open(self, seq: TokenSequence, hit: Hit) -> None:
+        """Tables and a slot for a sequence that starts or goes on, with what is known already."""
+        if seq.saved and self._is_restored(seq, hit):
+            seq.tables, seq.slot = self.pools.load(seq.saved)
+            seq.num_computed_tokens = seq.saved.length
+        else:
+            self._start(seq, hit)
+        self.forget_saved(seq)
+        seq.num_recorded = seq.num_computed_tokens // self.block_size
+        if not self._caches:
+            return
+        for chain_hash in seq.chain[seq.num_recorded + 1 :]:
+            self._computing.setdefault(chain_hash, seq)
+        if self.has_slots:
+            junction = hit.seen if hit.seen + self.block_size < seq.prompt_len else 0
+            places = {seq.prompt_len - 1, *seq.boundaries, junction}
+            seq.marks |= {p for p in places if self.block_size <= p < seq.prompt_len}
+
+    def _is_restored(self, seq: TokenSequence, hit: Hit) -> bool:
+        """Whether what was saved of it is more than what is cached."""
+        return seq.saved is not None and hit.length < seq.saved.length
+
+    def _start(self, seq: TokenSequence, hit: Hit) -> None:
+        seq.tables = tuple(list(blocks) for blocks in hit.blocks) or tuple([] for _ in self.groups)
+        for pool, table in zip(self.pools.blocks, seq.tables, strict=True):
+            pool.ref(block for block in table if block)
+        seq.num_computed_tokens = hit.length
+        partial = hit.snapshot.blocks if hit.snapshot else ()
+        seq.slot = self.pools.start_from(hit.snapshot)
+        for g, block in enumerate(partial):
+            seq.tables[g].append(self.pools.copy_of(g, block))
+
+    def forget_saved(self, seq: TokenSequence) -> None:
+        """Its copy in host memory is not needed any more."""
+        if seq.saved:
+            self.pools.drop(seq.saved.handle)
+            seq.saved = None
 
     def reserve(self, seq: TokenSequence, length: int) -> bool:
         """Blocks for the first `length` tokens, in every group or in none."""
         missing = [max(-(-length // self.block_size) - len(table), 0) for table in seq.tables]
-        if any(n > pool.num_free for n, pool in zip(missing, self.pools, strict=True)):
+        pools = self.pools.blocks
+        if any(n > pool.num_available for n, pool in zip(missing, pools, strict=True)):
             return False
-        for n, pool, table in zip(missing, self.pools, seq.tables, strict=True):
+        for n, pool, table in zip(missing, pools, seq.tables, strict=True):
             table.extend(pool.take(n))
         return True
 
-    def trim(self, seq: TokenSequence) -> None:
+    def until_mark(self, seq: TokenSequence) -> int:
+        """Tokens up to the next place where a snapshot is wanted: a chunk ends there, if not before."""
+        start, interval = seq.num_computed_tokens, self.options.snapshot_interval
+        if not self.has_slots or not self._caches:
+            return seq.max_len
+        every = (start // interval + 1) * interval
+        return min((mark for mark in (*seq.marks, every) if mark > start), default=every) - start
+
+    def branch(self, seq: TokenSequence) -> bool:
+        """Keep the state of fixed size before a draft is computed. False: there is no room for it."""
+        if not self.pools.slots:
+            return True
+        if not self.pools.slots.num_available:
+            return False
+        seq.scratch = self.pools.take_slot()
+        self.pools.moves.append(CopySlot(seq.slot, seq.scratch))
+        return True
+
+    def settle(self, seq: TokenSequence, end: int, *, accepted: bool) -> None:
+        """A chunk up to `end` was computed; if it was a guess and wrong, the state before it counts."""
+        if seq.scratch:
+            if not accepted:
+                seq.slot, seq.scratch = seq.scratch, seq.slot
+            self.pools.give_slot(seq.scratch)
+            seq.scratch = GARBAGE
+        if accepted or not self.has_slots:
+            self._advance(seq, end)
+
+    def _advance(self, seq: TokenSequence, end: int) -> None:
+        """The first `end` tokens are computed: others may share them; what is out of sight is given back."""
+        begin, seq.num_computed_tokens = seq.num_computed_tokens, end
+        if not self._caches:
+            return
+        self._record(seq)
+        marks = {mark for mark in seq.marks if begin < mark <= end}
+        seq.marks -= marks
+        if not self.has_slots:
+            for mark in marks:
+                self._snapshot(seq, mark, is_spare=False)
+        elif end in marks or not end % self.options.snapshot_interval:
+            self._snapshot(seq, end, is_spare=end not in marks)
+        self._trim(seq)
+
+    def _record(self, seq: TokenSequence) -> None:
+        whole = seq.num_computed_tokens // self.block_size
+        if whole == seq.num_recorded:
+            return
+        self._extend(seq)
+        index = self.pools.index
+        for i in range(seq.num_recorded, whole):
+            chain_hash = seq.chain[i + 1]
+            index.saw(chain_hash)
+            if self._computing.get(chain_hash) is seq:
+                del self._computing[chain_hash]
+            for g, (pool, table) in enumerate(zip(self.pools.blocks, seq.tables, strict=True)):
+                if table[i] and index.record(g, chain_hash, table[i]):
+                    pool.keep(table[i])
+        seq.num_recorded = whole
+
+    def _snapshot(self, seq: TokenSequence, at: int, *, is_spare: bool) -> None:
+        if place := self._place(seq, at):
+            partial = [table[at // self.block_size] for table in seq.tables] if place[1] else []
+            self.pools.take_snapshot(place, seq.slot, partial, is_spare=is_spare)
+
+    def _place(self, seq: TokenSequence, at: int) -> tuple[bytes, tuple[int, ...]] | None:
+        """The name of a position in this sequence; None where nobody could start."""
+        whole, rest = divmod(at, self.block_size)
+        if not whole or (rest and any(not table[whole] for table in seq.tables)):
+            return None
+        return seq.chain[whole], tuple(seq.token_ids[at - rest : at])
+
+    def _trim(self, seq: TokenSequence) -> None:
         """Give back the blocks that no later query of a windowed group can see."""
-        for window, pool, table in zip(self.windows, self.pools, seq.tables, strict=True):
+        for window, pool, table in zip(self.windows, self.pools.blocks, seq.tables, strict=True):
             if window is None:
                 continue
             behind = max(seq.num_computed_tokens - window + 1, 0) // self.block_size
@@ -87,26 +258,63 @@ class Allocation:
                 pool.give((table[i],))
                 table[i] = GARBAGE
 
-    def release(self, seq: TokenSequence) -> None:
-        """Give back everything a sequence holds."""
-        for pool, table in zip(self.pools, seq.tables, strict=False):
-            pool.give(block for block in table if block != GARBAGE)
-        if self.slots and seq.slot != GARBAGE:
-            self.slots.give(seq.slot)
-        seq.tables, seq.slot = (), GARBAGE
+    def moved_nbytes(self, plan: Plan) -> int:
+        """Bytes that a plan moves to or from host memory."""
+        return self.pools.moved_nbytes(plan)
 
-    def check(self, running: Iterable[TokenSequence]) -> None:
-        """Every held block and slot is explained by the running sequences; AssertionError if not."""
-        sequences = list(running)
-        for g, pool in enumerate(self.pools):
-            pool.check()
-            held = [block for seq in sequences for block in seq.tables[g] if block != GARBAGE]
-            assert len(held) == len(set(held)) == pool.num_held, (
-                f"group {g}: a block is lost or in two tables"
-            )
-            assert all(pool.refs(block) == 1 for block in held)
-        if self.slots:
-            self.slots.check()
-            slots = [seq.slot for seq in sequences]
-            assert len(slots) == len(set(slots)) == self.slots.num_held, "a slot is lost or used twice"
-            assert all(self.slots.is_held(slot) for slot in slots)
+    def can_save(self, seq: TokenSequence) -> bool:
+        return self.pools.can_save(seq.tables)
+
+    def save(self, seq: TokenSequence) -> None:
+        """Copy a running sequence's state to host memory, where `can_save`; then it can be released."""
+        seq.saved = self.pools.save(seq.tables, seq.slot, seq.num_computed_tokens)
+
+    def release(self, seq: TokenSequence) -> None:
+        """Give back the blocks and the slot of a sequence; what is known of it stays cached."""
+        for chain_hash in seq.chain[seq.num_recorded + 1 :]:
+            if self._computing.get(chain_hash) is seq:
+                del self._computing[chain_hash]
+        is_known = not seq.in_step
+        if seq.scratch:  # a draft that was never settled: the state before it is known
+            seq.slot, seq.scratch, is_known = seq.scratch, seq.slot, True
+            self.pools.give_slot(seq.scratch)
+        if self._caches and seq.slot and is_known and (place := self._place(seq, seq.num_computed_tokens)):
+            self._leave(seq, place)
+        for pool, table in zip(self.pools.blocks, seq.tables, strict=False):
+            pool.give(block for block in reversed(table) if block)
+        self.pools.give_slot(seq.slot)
+        seq.tables, seq.slot, seq.scratch, seq.draft, seq.in_step = (), GARBAGE, GARBAGE, (), False
+        seq.num_computed_tokens = seq.num_recorded = 0
+
+    def _leave(self, seq: TokenSequence, place: tuple[bytes, tuple[int, ...]]) -> None:
+        """Its own slot becomes a snapshot, if there is none at this place."""
+        if known := self.pools.index.find(*place):
+            self.pools.touch(known)
+            return
+        at = seq.num_computed_tokens // self.block_size
+        partial = tuple(table[at] for table in seq.tables) if place[1] else ()
+        self.pools.keep(Snapshot(*place, seq.slot, partial))
+
+    def forget(self) -> None:
+        """Nothing that was computed can be trusted any more."""
+        self.pools.forget()
+        self._computing.clear()
+
+    # Invariants
+
+    def check(self, running: Iterable[TokenSequence], waiting: Iterable[TokenSequence]) -> None:
+        """Every held block, slot and saved copy is explained; AssertionError if not."""
+        self.pools.check(*self._holders(running), {seq.saved.handle for seq in waiting if seq.saved})
+
+    def rebuild(self, running: Iterable[TokenSequence]) -> None:
+        """Count again from what the running sequences hold; nothing stays cached."""
+        self.pools.rebuild(*self._holders(running))
+        self._computing.clear()
+
+    def _holders(self, running: Iterable[TokenSequence]) -> tuple[list[Counter[int]], Counter[int]]:
+        blocks, slots = [Counter[int]() for _ in self.groups], Counter[int]()
+        for seq in running:
+            for held, table in zip(blocks, seq.tables, strict=True):
+                held.update(block for block in table if block)
+            slots.update(slot for slot in (seq.slot, seq.scratch) if slot)
+        return blocks, slots

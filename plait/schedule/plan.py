@@ -76,9 +76,10 @@ Move = CopySlot | CopyBlock | Save | Load | Drop
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Decodes first, then prefill chunks. `moves`: in this order, before the pass; then `fresh` slots are zeroed.
+    """Decodes first, then prefill chunks.
 
-    A plan without chunks moves memory only: there is no pass, and nothing to sample.
+    `moves`: in this order, before the pass; then `fresh` slots are zeroed. A plan without chunks moves memory
+    only: there is no pass, and nothing to sample.
     """
 
     step: int
@@ -96,11 +97,11 @@ class SamplingRow:
     """What the sampler must know about one chunk with logits; its `num_logits` rows are consecutive.
 
     The first `len(prompt_targets)` rows are asked for the log-probabilities of those prompt tokens. The last
-    `num_samples` rows give the tokens at `position`, `position` + 1, … of the sequence; a token's random number
-    is a function of `seed` and its position alone. `draft` holds the tokens that the second row and those after
-    it took for granted: row i stands behind `history` + `draft[:i]`. `history` is the prompt (`prompt_len`
-    tokens) and the output so far, empty where no penalty needs it. None of the first `num_stopless` samples may
-    be one of `stop_token_ids` (min_tokens).
+    `num_samples` rows give the tokens at `position`, `position` + 1, … of the sequence; a token's random
+    number is a function of `seed` and its position alone. `draft` holds the tokens that the second row and
+    those after it took for granted: row i stands behind `history` + `draft[:i]`. `history` is the prompt
+    (`prompt_len` tokens) and the output so far, empty where no penalty needs it. None of the first
+    `num_stopless` samples may be one of `stop_token_ids` (min_tokens).
     """
 
     params: SamplingParams

@@ -1,49 +1,69 @@
-"""Who runs next: first come, first served, decodes before prompts, within a budget of tokens per step.
+"""Who runs next: by priority, then first come, first served; decodes before prompts, in a budget of tokens.
 
-Deterministic, and has never heard of a tensor. A sequence that no longer fits gives its memory back and is
-computed again later (preemption by recomputation), the latest arrival first, so the earliest always proceeds.
+Has never heard of a tensor, and is deterministic but for two measured things: how many tokens a step may
+have so that running replies do not wait too long, and whether a sequence that must make room is copied to
+host memory or computed again. Neither changes a text. The one to make room is the last in line, so the first
+always proceeds.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from plait.errors import CapacityError, ContextTooLong, EngineError, QueueFull
-from plait.request import FinishReason, TokenLogprobs
+from plait.errors import CapacityError, ContextTooLong, QueueFull
 from plait.schedule.allocation import Allocation
+from plait.schedule.costs import StepCosts
+from plait.schedule.outcome import answers_by_id, kept, num_right
 from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
 from plait.schedule.sequence import Phase, Update, num_computed
 from plait.schedule.sequence import Sequence as TokenSequence
+from plait.state.prefix import Hit
+
+AGING_S = 30.0  # waiting this long counts as much as one level of priority: nobody waits for ever
+LEAST_PIECE = 32  # tokens of a prompt beside running replies, however slow the machine
+NOTHING: Mapping[int, tuple[int, ...]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What the scheduler may do in one step and at one time, in the words of `EngineConfig`.
 
-    `causal` False: earlier outputs change as tokens are appended, so every step computes a whole sequence.
+    `max_step_s`: prompts are cut so that a step with running replies takes no longer, as measured (None:
+    never). `causal` False: earlier outputs change as tokens are appended, so all is computed in each step.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_waiting: int
     max_model_len: int
+    max_step_s: float | None = None
     causal: bool = True
 
 
 class Scheduler:
-    """Owns the sequences and their memory. `plan()`, run it, `commit()`; in between, `cancel()` at any time.
+    """Owns the sequences and their memory. `plan()`, run it, `commit()`; `cancel()` at any time.
 
-    Every waiting sequence arrived after every running one. While there are *suspects* (sequences of a step
-    that failed, see `isolate`), they run alone, one after the other.
+    While there are *suspects* (sequences of a step that failed, see `isolate`), they run alone, one after the
+    other. `costs` learns from who runs the steps; `clock`: seconds, for deadlines and for how long one waits.
     """
 
-    def __init__(self, limits: Limits, memory: Allocation) -> None:
-        self.limits, self.memory = limits, memory
-        self.waiting: list[TokenSequence] = []  # by arrival
-        self.running: list[TokenSequence] = []  # by arrival
-        self.num_preemptions = 0
+    def __init__(
+        self,
+        limits: Limits,
+        memory: Allocation,
+        *,
+        costs: StepCosts | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits, self.memory, self.costs, self.clock = limits, memory, costs or StepCosts(), clock
+        self.waiting: list[TokenSequence] = []  # in line
+        self.running: list[TokenSequence] = []  # in line
+        self.cache_counts: Counter[str] = Counter()
+        self.num_preemptions = self.num_swaps = 0
         self._by_id: dict[int, TokenSequence] = {}
         self._suspects: list[TokenSequence] = []
         self._step = self._arrivals = 0
@@ -62,8 +82,9 @@ class Scheduler:
             )
         for seq in sequences:
             seq.arrival, self._arrivals = self._arrivals, self._arrivals + 1
+            seq.arrived_at = self.clock()
             self._by_id[seq.id] = seq
-            self.waiting.append(seq)
+            insort(self.waiting, seq, key=self._place)
 
     def check_fits(self, prompt_len: int, max_len: int) -> None:
         """Raises ContextTooLong or CapacityError if a sequence could not finish even alone."""
@@ -97,94 +118,133 @@ class Scheduler:
         if seq := self._by_id.get(seq_id):
             self._finish(seq)
 
-    def plan(self) -> Plan | None:
-        """The next step, or None if there is nothing to do."""
-        if (suspect := self._next_suspect()) is not None:
+    def expire(self, now: float) -> list[int]:
+        """Sequences whose deadline has passed; they are the caller's to end."""
+        return [seq.id for seq in self._by_id.values() if seq.deadline is not None and seq.deadline <= now]
+
+    def drafting(self) -> list[TokenSequence]:
+        """Running sequences whose next step is one token: behind it a draft may be computed as well."""
+        if self._suspects or not self.limits.causal:
+            return []
+        return [seq for seq in self.running if not seq.is_prefilling]
+
+    def plan(self, drafts: Mapping[int, tuple[int, ...]] = NOTHING) -> Plan | None:
+        """The next step, or None if there is nothing to do. `drafts`: guesses by id, of those `drafting`."""
+        self.running.sort(key=self._place)  # one that did not have to wait for others is out of line
+        suspect = self._next_suspect()
+        if suspect is not None:
             shares = {suspect.id: self._share(suspect, self.limits.max_num_batched_tokens)}
         else:
             shares = self._shares()
         self._reserve(shares)
-        if suspect is None:
+        if not self._suspects:
             self._admit_waiting(shares)
+            self._add_drafts(shares, drafts)
         chunks = [self._chunk(seq, shares[seq.id]) for seq in self.running if shares.get(seq.id)]
-        if not chunks:
+        moves, self.memory.pools.moves = tuple(self.memory.pools.moves), []
+        if not chunks and not moves:
             return None
-        chunks.sort(key=lambda c: not (len(c.token_ids) == 1 and c.start > 0))  # stable: by arrival within
+        chunks.sort(key=lambda c: not (len(c.token_ids) == 1 and c.start > 0))  # stable: in line within
         fresh = tuple(c.slot for c in chunks if c.start == 0 and c.slot)
         self._step += 1
-        return Plan(self._step, tuple(chunks), fresh=fresh)
+        return Plan(self._step, tuple(chunks), moves, fresh)
 
     def sampling(self, plan: Plan) -> SamplingBatch:
         """What the sampler must know about a plan that was just made."""
-        chunks = (c for c in plan.chunks if c.num_logits)
-        return SamplingBatch(tuple(self._by_id[c.seq_id].sampling_row(c.start, c.end) for c in chunks))
+        wanted = [(self._by_id[c.seq_id], c) for c in plan.chunks if c.num_logits]
+        return SamplingBatch(tuple(seq.sampling_row(c.start, c.end - len(seq.draft)) for seq, c in wanted))
 
     def commit(self, plan: Plan, sampled: Sequence[Sampled]) -> list[Update]:
         """Advance the sequences of a plan that has run; those cancelled since are left out.
 
         `sampled`: one entry per chunk with logits, in order. Raises EngineError, changing nothing, if not.
         """
-        answers = self._answers(plan, sampled)
+        answers = answers_by_id(plan, sampled, self._by_id)
         updates = []
         for chunk in plan.chunks:
-            if (seq := self._by_id.get(chunk.seq_id)) is None:
-                continue
-            if self.limits.causal:
-                seq.num_computed_tokens = chunk.end
-                self.memory.trim(seq)
-            if (answer := answers.get(seq.id)) and (update := self._advance(seq, chunk, answer)):
+            seq = self._by_id.get(chunk.seq_id)
+            if seq and seq.in_step and (update := self._advance(seq, chunk, answers.get(seq.id))):
                 updates.append(update)
         return updates
 
     def isolate(self) -> None:
-        """After a failed step no state can be trusted: what ran is computed again, alone at first."""
-        suspects = sorted({s.id: s for s in [*self._suspects, *self.running]}.values(), key=_arrival)
+        """After a failed step no state can be trusted: all is computed again, what ran alone at first."""
+        suspects = {seq.id: seq for seq in [*self._suspects, *self.running]}.values()
         for seq in [*self.running]:
             self._preempt(seq)
-        self._suspects = suspects
+        for seq in self.waiting:
+            seq.saved = None
+        self.memory.forget()
+        self._suspects = sorted(suspects, key=self._place)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.memory.pools.moves)
 
     @property
     def num_waiting_requests(self) -> int:
         return len({seq.request_id for seq in self.waiting})
 
     def stats(self) -> Mapping[str, int]:
-        """Sequences running and waiting, blocks (of all groups) and slots free and in all, preemptions."""
-        pools, slots = self.memory.pools, self.memory.slots
+        """What is running and waiting; blocks (of all groups), slots and host memory; preemptions."""
+        pools, slots = self.memory.pools.blocks, self.memory.pools.slots
         return {
             "num_running": len(self.running),
             "num_waiting": len(self.waiting),
             "num_blocks": sum(max(pool.num_blocks - 1, 0) for pool in pools),
             "num_free_blocks": sum(pool.num_free for pool in pools),
-            "num_slots": slots.num_slots - 1 if slots else 0,
+            "num_cached_blocks": sum(pool.num_cached for pool in pools),
+            "num_slots": slots.num_blocks - 1 if slots else 0,
             "num_free_slots": slots.num_free if slots else 0,
+            "num_snapshots": slots.num_cached if slots else 0,
+            "host_nbytes": self.memory.pools.host.num_used_bytes,
             "num_preemptions": self.num_preemptions,
+            "num_swaps": self.num_swaps,
         }
 
     def check(self) -> None:
         """The invariants; AssertionError tells which one is broken."""
-        self.memory.check(self.running)
-        arrivals = [seq.arrival for seq in [*self.running, *self.waiting]]
-        assert arrivals == sorted(set(arrivals)), "somebody was overtaken"
+        self.memory.check(self.running, self.waiting)
         assert {seq.id for seq in [*self.running, *self.waiting]} == set(self._by_id)
         assert len(self.running) <= self.limits.max_num_seqs
         assert all(seq.phase is Phase.RUNNING and seq.num_left > 0 for seq in self.running)
         assert all(seq.phase is Phase.WAITING and not seq.num_computed_tokens for seq in self.waiting)
         assert all(seq.id in self._by_id for seq in self._suspects)
 
+    def repair(self) -> list[str]:
+        """What is wrong with the memory, mended: counted again from what the running sequences hold."""
+        try:
+            self.check()
+        except AssertionError as error:
+            self.memory.rebuild(self.running)
+            return [str(error)]
+        return []
+
+    # Who gets how many tokens
+
+    def _place(self, seq: TokenSequence) -> tuple[float, int]:
+        """Its place in line."""
+        return seq.priority + seq.arrived_at / AGING_S, seq.arrival
+
     def _share(self, seq: TokenSequence, budget: int) -> int:
         """Tokens of `seq` that this step computes."""
         if self.limits.causal:
-            return min(seq.num_left, budget)
+            return min(seq.num_left, budget, self.memory.until_mark(seq))
         return seq.num_tokens if seq.num_tokens <= budget else 0
 
+    def _budget(self, num_decodes: int) -> int:
+        """Tokens of prompts in a step with so many running replies."""
+        most = self.limits.max_num_batched_tokens
+        if num_decodes and self.limits.max_step_s is not None:
+            within = self.costs.tokens_within(self.limits.max_step_s)
+            if within is not None:
+                most = min(most, max(within, num_decodes + LEAST_PIECE))
+        return most - num_decodes
+
     def _shares(self) -> dict[int, int]:
-        """Tokens per running sequence: one for every decode, the rest to prompts by arrival."""
+        """Tokens per running sequence: one for every decode, the rest to prompts in line."""
         shares = {seq.id: 1 for seq in self.running if not seq.is_prefilling}
-        budget = self.limits.max_num_batched_tokens - len(shares)
+        budget = self._budget(len(shares))
         for seq in self.running:
             if seq.is_prefilling:
                 shares[seq.id] = self._share(seq, budget)
@@ -192,130 +252,148 @@ class Scheduler:
         return shares
 
     def _reserve(self, shares: dict[int, int]) -> None:
-        """Blocks for every share, by arrival; the latest arrivals are preempted until it fits."""
+        """Blocks for every share, in line; the last in line are preempted until it fits."""
         for seq in [*self.running]:
             if not shares.get(seq.id):
                 continue
-            while seq.phase is Phase.RUNNING and not self._reserve_one(seq, shares[seq.id]):
+            while seq.phase is Phase.RUNNING and not self.memory.reserve(
+                seq, seq.num_computed_tokens + shares[seq.id]
+            ):
                 victim = self.running[-1]
                 shares.pop(victim.id, None)
+                self._save_if_cheaper(victim)
                 self._preempt(victim)
 
-    def _reserve_one(self, seq: TokenSequence, share: int) -> bool:
-        return self.memory.reserve(seq, seq.num_computed_tokens + share)
+    def _add_drafts(self, shares: dict[int, int], drafts: Mapping[int, tuple[int, ...]]) -> None:
+        """Guesses ride along where there is room for them; nobody makes room for a guess."""
+        budget = self.limits.max_num_batched_tokens - sum(shares.values())
+        for seq in self.running:
+            if shares.get(seq.id) != 1 or seq.is_prefilling:
+                continue
+            # The last sampled token is never computed, and a chunk ends where a snapshot is wanted.
+            most = min(budget, seq.max_len - seq.num_tokens - 1, self.memory.until_mark(seq) - 1)
+            draft = drafts.get(seq.id, ())[: max(most, 0)]
+            length = seq.num_computed_tokens + 1 + len(draft)
+            if draft and self.memory.reserve(seq, length) and self.memory.branch(seq):
+                seq.draft = draft
+                budget -= len(draft)
+
+    # Who starts, and who makes room
 
     def _admit_waiting(self, shares: dict[int, int]) -> None:
-        budget = self.limits.max_num_batched_tokens - sum(shares.values())
-        while self.waiting and self.waiting[0] not in self._suspects:
-            seq = self.waiting[0]
-            share = self._share(seq, budget)
-            if not share or not self._admit(seq):
+        budget = self._budget(sum(1 for seq in self.running if shares.get(seq.id) and not seq.is_prefilling))
+        budget -= sum(n for seq_id, n in shares.items() if self._by_id[seq_id].is_prefilling)
+        room = self.limits.max_num_seqs - len(self.running)
+        for seq in self.waiting[: 2 * room]:
+            hit = self.memory.lookup(seq)
+            if self.memory.leader(seq, hit):
+                continue  # what it begins with is being computed
+            whole = not self.limits.causal and seq.num_tokens > budget
+            if budget < 1 or whole or not self._admit(seq, hit):
                 return
-            assert self._reserve_one(seq, share), "an admitted sequence did not fit"
-            shares[seq.id] = share
-            budget -= share
+            share = self._share(seq, budget)
+            assert self.memory.reserve(seq, seq.num_computed_tokens + share), "an admitted one did not fit"
+            shares[seq.id], budget = share, budget - share
 
-    def _admit(self, seq: TokenSequence) -> bool:
-        """Start the first waiting sequence if it can have a place and memory for all its known tokens."""
+    def _admit(self, seq: TokenSequence, hit: Hit) -> bool:
+        """Start a waiting sequence if it can have a place and memory for all its known tokens."""
         full = len(self.running) >= self.limits.max_num_seqs
-        if full or not self.memory.can_hold(seq, self.running):
+        if full or not self.memory.can_hold(seq, hit, self.running):
             return False
         self.waiting.remove(seq)
-        self.memory.open(seq)
+        self.memory.open(seq, hit)
         seq.phase = Phase.RUNNING
         self.running.append(seq)
+        if not seq.miss_cause:  # not when it resumes
+            seq.num_cached_tokens, seq.miss_cause = hit.length, hit.cause
+            self.cache_counts.update({hit.cause: 1, "asked_tokens": seq.prompt_len, "hit_tokens": hit.length})
         return True
 
     def _next_suspect(self) -> TokenSequence | None:
         """The suspect that must run alone now; None also when it has to wait for memory."""
-        if not self._suspects:
-            return None
-        suspect = self._suspects[0]
-        if suspect.phase is Phase.RUNNING or (suspect is self.waiting[0] and self._admit(suspect)):
+        suspect = next(iter(self._suspects), None)
+        if (
+            suspect is None
+            or suspect.phase is Phase.RUNNING
+            or self._admit(suspect, self.memory.lookup(suspect))
+        ):
             return suspect
         return None
 
-    def _chunk(self, seq: TokenSequence, share: int) -> Chunk:
-        start = seq.num_computed_tokens
-        end = start + share
-        return Chunk(
-            seq_id=seq.id,
-            start=start,
-            token_ids=tuple(seq.token_ids[start:end]),
-            blocks=tuple(tuple(table) for table in seq.tables),
-            slot=seq.slot,
-            num_logits=seq.num_logits(start, end),
-        )
-
-    def _answers(self, plan: Plan, sampled: Sequence[Sampled]) -> dict[int, Sampled]:
-        """What was sampled by sequence; every sequence that has caught up must have its token."""
-        chunks = [c for c in plan.chunks if c.num_logits]
-        if len(chunks) != len(sampled):
-            raise EngineError(
-                f"step {plan.step}: {len(sampled)} answers for {len(chunks)} chunks with logits"
-            )
-        for chunk, answer in zip(chunks, sampled, strict=True):
-            seq = self._by_id.get(chunk.seq_id)
-            if seq and seq.samples_after(chunk.end) and not answer.token_ids:
-                raise EngineError(f"step {plan.step}: nothing was sampled for {seq.request_id}[{seq.index}]")
-        return {c.seq_id: s for c, s in zip(chunks, sampled, strict=True)}
-
-    def _advance(self, seq: TokenSequence, chunk: Chunk, answer: Sampled) -> Update | None:
-        scoring = seq.wants_prompt_logprobs and seq.num_output_tokens == 0
-        seq.scored.extend(answer.prompt_logprobs)
-        if chunk.end < seq.num_tokens:
-            return None
-        if seq in self._suspects:
-            self._suspects.remove(seq)
-        prompt_logprobs = tuple(seq.scored) if scoring else None
-        if seq.max_len <= seq.prompt_len:
-            return self._update(seq, None, prompt_logprobs, "length")
-        if seq.stops_at(answer.token_ids[0]):
-            return self._update(seq, answer, prompt_logprobs, "stop")
-        seq.token_ids.append(answer.token_ids[0])
-        reason: FinishReason | None = "length" if seq.num_tokens >= seq.max_len else None
-        return self._update(seq, answer, prompt_logprobs, reason)
-
-    def _update(
-        self,
-        seq: TokenSequence,
-        answer: Sampled | None,
-        prompt_logprobs: tuple[TokenLogprobs, ...] | None,
-        reason: FinishReason | None,
-    ) -> Update:
-        if reason is not None:
-            self._finish(seq)
-        token_id = answer.token_ids[0] if answer else None
-        stopped = reason == "stop"
-        shown = answer is not None and not stopped
-        return Update(
-            seq_id=seq.id,
-            request_id=seq.request_id,
-            index=seq.index,
-            token_ids=(token_id,) if shown and token_id is not None else (),
-            logprobs=answer.logprobs if shown and answer else None,
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=reason,
-            stop_token_id=token_id if stopped else None,
-        )
+    def _save_if_cheaper(self, seq: TokenSequence) -> None:
+        """To host memory with a sequence that makes room, unless it is quicker to compute it again."""
+        if not self.limits.causal or not seq.num_computed_tokens or not self.memory.can_save(seq):
+            return
+        moved = self.costs.moved_s(2 * self.memory.pools.nbytes(seq.tables))
+        again = self.costs.step_s(seq.num_computed_tokens)
+        if moved is None or again is None or moved < again:
+            self.memory.save(seq)
+            self.num_swaps += 1
 
     def _preempt(self, seq: TokenSequence) -> None:
-        """Take a running sequence's memory; it waits, before everyone who came later."""
+        """Take a running sequence's memory; it waits at its place in line."""
         self.running.remove(seq)
         self.memory.release(seq)
-        seq.num_computed_tokens, seq.phase = 0, Phase.WAITING
+        seq.phase = Phase.WAITING
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        insort(self.waiting, seq, key=_arrival)
+        insort(self.waiting, seq, key=self._place)
 
     def _finish(self, seq: TokenSequence) -> None:
         for some in (self.running, self.waiting, self._suspects):
             if seq in some:
                 some.remove(seq)
         self.memory.release(seq)
+        self.memory.forget_saved(seq)
         seq.phase = Phase.FINISHED
         del self._by_id[seq.id]
 
+    # What a step brings
 
-def _arrival(seq: TokenSequence) -> int:
-    return seq.arrival
+    def _chunk(self, seq: TokenSequence, share: int) -> Chunk:
+        start = seq.num_computed_tokens
+        end = start + share
+        seq.in_step = True
+        return Chunk(
+            seq_id=seq.id,
+            start=start,
+            token_ids=(*seq.token_ids[start:end], *seq.draft),
+            blocks=tuple(tuple(table) for table in seq.tables),
+            slot=seq.slot,
+            num_logits=seq.num_logits(start, end),
+        )
+
+    def _advance(self, seq: TokenSequence, chunk: Chunk, answer: Sampled | None) -> Update | None:
+        draft, seq.draft, seq.in_step = seq.draft, (), False
+        end, is_scoring = chunk.end - len(draft), seq.wants_prompt_logprobs and not seq.num_output_tokens
+        if answer:
+            seq.scored.extend(answer.prompt_logprobs)
+        if end < seq.num_tokens:
+            self._settle(seq, end, accepted=True)
+            return None
+        new, logprobs = (answer.token_ids, answer.logprobs) if answer else ((), None)
+        num_accepted = num_right(draft, new)
+        tokens, reason = kept(seq, new[: num_accepted + 1])
+        seq.token_ids += tokens  # before the memory learns of them: it names blocks by their tokens
+        self._settle(seq, end + num_accepted, accepted=num_accepted == len(draft))
+        if seq in self._suspects:
+            self._suspects.remove(seq)
+        if reason is not None:
+            self._finish(seq)
+        return Update(
+            seq_id=seq.id,
+            request_id=seq.request_id,
+            index=seq.index,
+            token_ids=tokens,
+            logprobs=logprobs[: len(tokens)] if logprobs and tokens else None,
+            prompt_logprobs=tuple(seq.scored) if is_scoring else None,
+            finish_reason=reason,
+            stop_token_id=new[len(tokens)] if reason == "stop" else None,
+            num_cached_tokens=seq.num_cached_tokens,
+            num_drafted=len(draft),
+            num_accepted=num_accepted,
+        )
+
+    def _settle(self, seq: TokenSequence, end: int, *, accepted: bool) -> None:
+        if self.limits.causal:  # an end inside of a right draft leaves state of tokens that do not count
+            self.memory.settle(seq, min(end, seq.num_tokens), accepted=accepted and end <= seq.num_tokens)

@@ -7,6 +7,7 @@ from enum import Enum
 
 from plait.request import FinishReason, SamplingParams, TokenLogprobs
 from plait.schedule.plan import SamplingRow
+from plait.state.prefix import root
 
 
 class Phase(Enum):
@@ -15,13 +16,32 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a preempted sequence has in host memory: the state after `length` tokens.
+
+    `holes`: by group, how many blocks at the front of its table were behind the window.
+    """
+
+    handle: int
+    length: int
+    holes: tuple[int, ...]
+    num_blocks: tuple[int, ...]
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Changed by the `Scheduler` alone.
+    """Changed by the `Scheduler` and its `Allocation` alone.
 
     `token_ids`: prompt and output; `num_computed_tokens` of them are in the state that `tables` (one block
     table per group) and `slot` point to. `max_len`: where it must end, in tokens. `scored`: log-probabilities
-    of prompt tokens so far, the first of them for the second token.
+    of prompt tokens so far, the first of them for the second token. `deadline`: on the scheduler's clock.
+
+    `chain` and `num_recorded`: its hashes, and how many of its blocks the prefix cache knows. `marks`:
+    positions where a snapshot is wanted. `in_step`: a step was planned with it and is not committed; `draft`:
+    tokens guessed behind its last one in that step; `scratch`: the slot with the state before them. `saved`:
+    its state while it waits, if that is in host memory.
+    `num_cached_tokens` of the prompt were not computed when it first ran, and `miss_cause` says why not more.
     """
 
     id: int
@@ -33,17 +53,32 @@ class Sequence:
     max_len: int
     seed: int = 0
     wants_prompt_logprobs: bool = False
+    cache_salt: str = ""
+    boundaries: tuple[int, ...] = ()
+    priority: int = 0
+    deadline: float | None = None
     prompt_len: int = 0
     arrival: int = 0
+    arrived_at: float = 0.0
     phase: Phase = Phase.WAITING
     num_computed_tokens: int = 0
     tables: tuple[list[int], ...] = ()
     slot: int = 0
+    scratch: int = 0
+    draft: tuple[int, ...] = ()
+    in_step: bool = False
+    chain: list[bytes] = field(default_factory=list)
+    num_recorded: int = 0
+    marks: set[int] = field(default_factory=set)
+    saved: Saved | None = None
+    num_cached_tokens: int = 0
+    miss_cause: str = ""
     num_preemptions: int = 0
     scored: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.token_ids)
+        self.chain = [root(self.cache_salt)]
 
     @property
     def num_tokens(self) -> int:
@@ -67,41 +102,38 @@ class Sequence:
         return end == self.num_tokens and self.max_len > self.prompt_len
 
     def num_logits(self, start: int, end: int) -> int:
-        """Rows of logits that a chunk start..end must give: to sample from, and to score the prompt."""
+        """Rows of logits that a chunk start..end must give: to sample from, and to score the prompt.
+
+        Tokens of a draft are not part of start..end, and have one row each.
+        """
         last = int(end == self.num_tokens)
         if not self.wants_prompt_logprobs or len(self.scored) >= self.prompt_len - 1:
-            return last
+            return last + len(self.draft)
         return max(end - max(start, len(self.scored)), last)
 
     def sampling_row(self, start: int, end: int) -> SamplingRow:
-        """What the sampler must know about the chunk start..end."""
+        """What the sampler must know about the chunk start..end, behind which the draft follows."""
         params, num_logits = self.params, self.num_logits(start, end)
         first = end - num_logits
         targets: tuple[int, ...] = ()
         if self.wants_prompt_logprobs and len(self.scored) < self.prompt_len - 1:
             targets = tuple(self.token_ids[first + 1 : min(end + 1, self.prompt_len)])
-        penalised = (params.repetition_penalty or 1, params.presence_penalty, params.frequency_penalty) != (
-            1,
-            0,
-            0,
-        )
-        too_short = self.num_output_tokens < params.min_tokens
+        penalties = (params.repetition_penalty or 1, params.presence_penalty, params.frequency_penalty)
+        samples = self.samples_after(end)
+        num_stopless = max(params.min_tokens - self.num_output_tokens, 0)
         return SamplingRow(
             params=params,
             num_logits=num_logits,
-            num_samples=int(self.samples_after(end)),
+            num_samples=(1 + len(self.draft)) * samples,
             position=self.num_tokens,
             seed=self.seed,
             prompt_targets=targets,
-            history=tuple(self.token_ids) if penalised else (),
+            draft=self.draft,
+            history=tuple(self.token_ids) if penalties != (1, 0, 0) else (),
             prompt_len=self.prompt_len,
-            stop_token_ids=self.stop_token_ids if too_short else frozenset(),
-            num_stopless=int(too_short),
+            stop_token_ids=self.stop_token_ids if num_stopless else frozenset(),
+            num_stopless=num_stopless,
         )
-
-    def stops_at(self, token_id: int) -> bool:
-        """Whether this token, sampled now, ends the sequence and is no part of it."""
-        return token_id in self.stop_token_ids and self.num_output_tokens >= self.params.min_tokens
 
 
 def num_computed(prompt_len: int, max_len: int) -> int:
@@ -111,7 +143,10 @@ def num_computed(prompt_len: int, max_len: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one step added to a sequence, and why it ended if it did."""
+    """What one step added to a sequence, and why it ended if it did.
+
+    `num_accepted` of the `num_drafted` tokens that were guessed before the step were right.
+    """
 
     seq_id: int
     request_id: str
@@ -121,3 +156,6 @@ class Update:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from plait.errors import OutOfBlocks
-from plait.state.blocks import BlockPool, SlotPool
+from plait.state.blocks import BlockPool
 
 
 def test_the_garbage_block_is_never_given_out() -> None:
@@ -49,13 +49,52 @@ def test_an_empty_pool_is_consistent(num_blocks: int) -> None:
 
 
 def test_slots_run_out_with_advice() -> None:
-    slots = SlotPool(3)
-    assert [slots.take(), slots.take()] == [1, 2]
-    with pytest.raises(OutOfBlocks, match=r"all 2 slots are taken.*--max-num-seqs"):
-        slots.take()
-    slots.give(1)
-    assert (slots.is_held(1), slots.is_held(2), slots.take()) == (False, True, 1)
+    slots = BlockPool(3, what="slot", option="--max-num-seqs")
+    assert slots.take(2) == (1, 2)
+    with pytest.raises(OutOfBlocks, match=r"1 slots are needed and 0 of 2 are free.*--max-num-seqs"):
+        slots.take(1)
+    slots.give((1,))
+    assert slots.take(1) == (1,)
     slots.check()
+
+
+def test_what_is_kept_is_cached_when_given_back_and_evicted_oldest_first() -> None:
+    evicted: list[int] = []
+    pool = BlockPool(4, evicted.append)
+    first, second, third = pool.take(3)
+    pool.keep(first)
+    pool.keep(second)
+    pool.give((second, first, third))
+    assert (pool.num_free, pool.num_cached, pool.num_held, pool.num_available) == (1, 2, 0, 3)
+    assert pool.take(2) == (third, second)
+    assert evicted == [second]
+    pool.ref((first,))
+    assert (pool.num_cached, pool.refs(first)) == (0, 1)
+    pool.drop(first)
+    pool.give((first,))
+    assert (pool.num_free, pool.num_cached) == (1, 0)
+    pool.check()
+
+
+def test_touched_blocks_are_evicted_last_and_cooled_ones_first() -> None:
+    pool = BlockPool(4)
+    for block in pool.take(3):
+        pool.keep(block)
+    pool.give((1, 2, 3))
+    pool.touch(1)
+    pool.cool(3)
+    assert pool.take(3) == (3, 2, 1)
+
+
+def test_a_pool_is_rebuilt_from_who_holds_what() -> None:
+    pool = BlockPool(6)
+    taken = pool.take(4)
+    pool.keep(taken[3])
+    pool.give(taken[3:])
+    pool._free.append(taken[0])  # a fault of ours
+    pool.rebuild({taken[0]: 2, taken[1]: 1}, {taken[3]})
+    pool.check()
+    assert (pool.num_free, pool.num_held, pool.num_cached) == (2, 2, 1)
 
 
 class Pools(RuleBasedStateMachine):

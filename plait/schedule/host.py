@@ -1,0 +1,61 @@
+"""Room in host memory for state that had to leave the device: sequences, snapshots. Integers only."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+
+class HostSpace:
+    """Gives out handles while there is room for so many bytes.
+
+    A handle is *needed* (somebody must come back to it) or *spare*: the oldest spare ones make room, and
+    `on_evict(handle)` is told.
+    """
+
+    def __init__(self, nbytes: int, on_evict: Callable[[int], None]) -> None:
+        self.nbytes, self._on_evict = nbytes, on_evict
+        self.num_used_bytes = 0
+        self._sizes: dict[int, int] = {}
+        self._spare: OrderedDict[int, None] = OrderedDict()
+        self._last = 0
+
+    @property
+    def handles(self) -> set[int]:
+        return set(self._sizes)
+
+    def can_take(self, nbytes: int) -> bool:
+        """Whether there is room for so many bytes once spare ones have left."""
+        spare = sum(self._sizes[handle] for handle in self._spare)
+        return self.num_used_bytes - spare + nbytes <= self.nbytes
+
+    def take(self, nbytes: int, *, spare: bool = False) -> int | None:
+        """A new handle, or None if there is no room for it."""
+        if not self.can_take(nbytes):
+            return None
+        while self.num_used_bytes + nbytes > self.nbytes:
+            self._on_evict(next(iter(self._spare)))
+        self._last += 1
+        self._sizes[self._last] = nbytes
+        self.num_used_bytes += nbytes
+        if spare:
+            self._spare[self._last] = None
+        return self._last
+
+    def pin(self, handle: int) -> None:
+        """A spare one is in use: it is needed until it is spare again."""
+        del self._spare[handle]
+
+    def unpin(self, handle: int) -> None:
+        """Spare again, and the last to make room."""
+        self._spare[handle] = None
+
+    def give(self, handle: int) -> None:
+        """It is not needed any more."""
+        self.num_used_bytes -= self._sizes.pop(handle)
+        self._spare.pop(handle, None)
+
+    def clear(self) -> None:
+        self._sizes.clear()
+        self._spare.clear()
+        self.num_used_bytes = 0

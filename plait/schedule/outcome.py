@@ -1,0 +1,50 @@
+"""What a step that has run means for its sequences: plain functions of plan, answers and sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from plait.errors import EngineError
+from plait.request import FinishReason
+from plait.schedule.plan import Plan, Sampled
+from plait.schedule.sequence import Sequence as TokenSequence
+
+
+def answers_by_id(
+    plan: Plan, sampled: Sequence[Sampled], sequences: Mapping[int, TokenSequence]
+) -> dict[int, Sampled]:
+    """What was sampled, by sequence id; every sequence that has caught up must have its tokens.
+
+    Raises EngineError if there are more or fewer.
+    """
+    chunks = [c for c in plan.chunks if c.num_logits]
+    if len(chunks) != len(sampled):
+        raise EngineError(f"step {plan.step}: {len(sampled)} answers for {len(chunks)} chunks with logits")
+    for chunk, answer in zip(chunks, sampled, strict=True):
+        seq = sequences.get(chunk.seq_id)
+        if seq is None or not seq.in_step:
+            continue
+        wanted = (1 + len(seq.draft)) * seq.samples_after(chunk.end - len(seq.draft))
+        if len(answer.token_ids) != wanted:
+            raise EngineError(
+                f"step {plan.step}: {len(answer.token_ids)} tokens were sampled for "
+                f"{seq.request_id}[{seq.index}], not {wanted}"
+            )
+    return {c.seq_id: s for c, s in zip(chunks, sampled, strict=True)}
+
+
+def num_right(draft: Sequence[int], token_ids: Sequence[int]) -> int:
+    """How many tokens of a draft are what was sampled in their places."""
+    return next((i for i, t in enumerate(draft) if token_ids[i] != t), len(draft))
+
+
+def kept(seq: TokenSequence, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+    """How many of these new tokens belong to the sequence, and whether it ends with them."""
+    if seq.max_len <= seq.prompt_len:
+        return (), "length"
+    for i, token_id in enumerate(token_ids):
+        if token_id in seq.stop_token_ids and seq.num_output_tokens + i >= seq.params.min_tokens:
+            return token_ids[:i], "stop"
+        if seq.num_tokens + i + 1 >= seq.max_len:
+            return token_ids[: i + 1], "length"
+    return token_ids, None

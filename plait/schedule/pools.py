@@ -1,0 +1,246 @@
+"""Blocks, slots and host memory, and what stays known in them when nobody holds it. Integers only.
+
+What is cached is evicted when somebody needs the room, the least recently used first; a snapshot's slot
+goes to host memory if there is room. `moves` are what the device has to copy, in order, before the next pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from plait.schedule.host import HostSpace
+from plait.schedule.plan import CopyBlock, CopySlot, Drop, Load, Move, Plan, Save
+from plait.schedule.sequence import Saved
+from plait.state.blocks import GARBAGE, BlockPool
+from plait.state.prefix import PrefixIndex, Snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """`shares` False: only the choices of one request share. `host_nbytes` 0: nothing is ever swapped.
+
+    `block_nbytes` (by group) and `slot_nbytes`: what one weighs in host memory.
+    """
+
+    shares: bool = True
+    snapshot_interval: int = 512
+    block_nbytes: tuple[int, ...] = ()
+    slot_nbytes: int = 0
+    host_nbytes: int = 0
+
+
+class Pools:
+    """One pool per block group (`num_blocks`, the garbage block included), one of slots (0: none)."""
+
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        num_blocks: Sequence[int],
+        num_slots: int,
+        block_size: int,
+        options: CacheOptions,
+    ) -> None:
+        self.options, self.block_size = options, block_size
+        self.blocks = tuple(BlockPool(n, self._evictor(g)) for g, n in enumerate(num_blocks))
+        slots = BlockPool(num_slots, self._evict_slot, what="slot", option="--max-num-seqs")
+        self.slots = slots if num_slots else None
+        self.index = PrefixIndex(windows, block_size, self.slots is not None)
+        self.host = HostSpace(options.host_nbytes, self._evict_spilled)
+        self.moves: list[Move] = []
+        self._spilled: dict[int, Snapshot] = {}
+        self._nowhere: tuple[tuple[int, ...], ...] = tuple(() for _ in num_blocks)
+
+    def take_slot(self) -> int:
+        """A slot, or 0 if the model has no use for one. Raises OutOfBlocks."""
+        return self.slots.take(1)[0] if self.slots else GARBAGE
+
+    def give_slot(self, slot: int) -> None:
+        if self.slots and slot:
+            self.slots.give((slot,))
+
+    def start_from(self, snapshot: Snapshot | None) -> int:
+        """A slot for a sequence, holding what the snapshot holds."""
+        if not self.slots:
+            return GARBAGE
+        if snapshot and snapshot.handle:
+            self.host.pin(snapshot.handle)
+            slot = self.take_slot()
+            self.host.unpin(snapshot.handle)
+            self.moves.append(Load(snapshot.handle, self._nowhere, slot))
+            return slot
+        source = snapshot.slot if snapshot else GARBAGE
+        self.slots.touch(source)
+        slot = self.take_slot()
+        if source not in (GARBAGE, slot):  # if it was the only one left, what is in it is there already
+            self.moves.append(CopySlot(source, slot))
+        return slot
+
+    def copy_of(self, group: int, block: int) -> int:
+        """A block of one's own that holds what another does."""
+        self.blocks[group].touch(block)
+        (own,) = self.blocks[group].take(1)
+        if own != block:
+            self.moves.append(CopyBlock(group, block, own))
+        return own
+
+    def take_snapshot(
+        self, place: tuple[bytes, tuple[int, ...]], slot: int, partial: Sequence[int], *, is_spare: bool
+    ) -> None:
+        """Copy a slot and partly filled blocks, so that others can start there, if there is room."""
+        if (known := self.index.find(*place)) is not None:
+            self.touch(known)
+            return
+        crowded = self.slots is not None and not self.slots.num_available
+        if crowded or (partial and any(not pool.num_available for pool in self.blocks)):
+            return
+        copies = tuple(self.copy_of(g, block) for g, block in enumerate(partial))
+        own = self.take_slot()
+        if own:
+            self.moves.append(CopySlot(slot, own))
+        self.keep(Snapshot(*place, own, copies, is_spare=is_spare))
+        for pool, block in zip(self.blocks, copies, strict=False):
+            pool.give((block,))
+        self.give_slot(own)
+        if self.slots and is_spare:
+            self.slots.cool(own)
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """What a sequence still holds becomes a snapshot once it lets go."""
+        self.index.add(snapshot)
+        if self.slots and snapshot.slot:
+            self.slots.keep(snapshot.slot)
+        for pool, block in zip(self.blocks, snapshot.blocks, strict=False):
+            pool.keep(block)
+
+    def touch(self, snapshot: Snapshot) -> None:
+        """It was of use."""
+        snapshot.is_spare = False
+        if self.slots:
+            self.slots.touch(snapshot.slot)
+        for pool, block in zip(self.blocks, snapshot.blocks, strict=False):
+            pool.touch(block)
+
+    # Host memory
+
+    def nbytes(self, tables: Iterable[Sequence[int]]) -> int:
+        """What a sequence with these tables weighs in host memory."""
+        sizes = zip(tables, self.options.block_nbytes, strict=True)
+        blocks = sum(nbytes * sum(map(bool, table)) for table, nbytes in sizes)
+        return blocks + (self.options.slot_nbytes if self.slots else 0)
+
+    def can_save(self, tables: Sequence[Sequence[int]]) -> bool:
+        return bool(self.options.host_nbytes) and self.host.can_take(self.nbytes(tables))
+
+    def save(self, tables: Sequence[Sequence[int]], slot: int, length: int) -> Saved:
+        """Copy a sequence's state of `length` tokens to host memory, where `can_save`."""
+        handle = self.host.take(self.nbytes(tables))
+        assert handle is not None, "there is no room to save a sequence"
+        blocks = tuple(tuple(b for b in table if b) for table in tables)
+        holes = tuple(len(table) - len(b) for table, b in zip(tables, blocks, strict=True))
+        self.moves.append(Save(handle, blocks, slot))
+        return Saved(handle, length, holes, tuple(map(len, blocks)))
+
+    def load(self, saved: Saved) -> tuple[tuple[list[int], ...], int]:
+        """Block tables and a slot with what was saved."""
+        taken = tuple(pool.take(n) for pool, n in zip(self.blocks, saved.num_blocks, strict=True))
+        slot = self.take_slot()
+        self.moves.append(Load(saved.handle, taken, slot))
+        return tuple([GARBAGE] * n + [*t] for n, t in zip(saved.holes, taken, strict=True)), slot
+
+    def drop(self, handle: int) -> None:
+        """What was saved is not needed any more."""
+        self.host.give(handle)
+        self.moves.append(Drop(handle))
+
+    def moved_nbytes(self, plan: Plan) -> int:
+        """Bytes that a plan moves to or from host memory."""
+        total = 0
+        for move in plan.moves:
+            if isinstance(move, Save | Load):
+                total += sum(len(b) * n for b, n in zip(move.blocks, self.options.block_nbytes, strict=False))
+                total += self.options.slot_nbytes if move.slot else 0
+        return total
+
+    # Eviction
+
+    def _evictor(self, group: int) -> Callable[[int], None]:
+        def evict(block: int) -> None:
+            if snapshot := self.index.forget(group, block):
+                self._lose(snapshot)
+
+        return evict
+
+    def _evict_slot(self, slot: int) -> None:
+        snapshot = self.index.in_slot(slot)
+        assert snapshot is not None, f"slot {slot} is cached and holds no snapshot"
+        goes = not snapshot.is_spare and self.options.host_nbytes > 0
+        handle = self.host.take(self.options.slot_nbytes, spare=True) if goes else None
+        if handle is None:
+            self._lose(snapshot)
+            return
+        self.moves.append(Save(handle, self._nowhere, slot))
+        self.index.move_to_host(snapshot, handle)
+        self._spilled[handle] = snapshot
+
+    def _evict_spilled(self, handle: int) -> None:
+        self._lose(self._spilled[handle])
+
+    def _lose(self, snapshot: Snapshot) -> None:
+        """One part of it is gone: the others are of no use."""
+        self.index.remove(snapshot)
+        if self.slots and snapshot.slot:
+            self.slots.drop(snapshot.slot)
+        for pool, block in zip(self.blocks, snapshot.blocks, strict=False):
+            pool.drop(block)
+        if snapshot.handle:
+            del self._spilled[snapshot.handle]
+            self.drop(snapshot.handle)
+
+    def forget(self) -> None:
+        """Nothing that is cached can be trusted any more, here or in host memory."""
+        for g, pool in enumerate(self.blocks):
+            for block in self.index.kept(g):
+                pool.drop(block)
+        for slot in self.index.kept_slots:
+            assert self.slots is not None
+            self.slots.drop(slot)
+        self.index.clear()
+        self._spilled.clear()
+        self.moves = [Drop(handle) for handle in sorted(self.host.handles)]
+        self.host.clear()
+
+    # Invariants
+
+    def check(self, held: Sequence[Counter[int]], slots: Counter[int], handles: set[int]) -> None:
+        """Everything is explained by who holds it: blocks by group, slots, handles; else AssertionError."""
+        self.index.check()
+        for g, (pool, refs) in enumerate(zip(self.blocks, held, strict=True)):
+            _check_pool(pool, refs, self.index.kept(g), f"block of group {g}")
+        if self.slots:
+            _check_pool(self.slots, slots, self.index.kept_slots, "slot")
+        assert self.host.handles == handles | self._spilled.keys(), "a saved copy is lost"
+        assert not handles & self._spilled.keys(), "a saved copy is a sequence's and a snapshot's"
+
+    def rebuild(self, held: Sequence[Counter[int]], slots: Counter[int]) -> None:
+        """Count again from who holds what; nothing stays cached."""
+        self.index.clear()
+        for handle in [*self._spilled]:
+            self.drop(handle)
+        self._spilled.clear()
+        for pool, refs in zip(self.blocks, held, strict=True):
+            pool.rebuild(refs, set())
+        if self.slots:
+            self.slots.rebuild(slots, set())
+
+
+def _check_pool(pool: BlockPool, refs: Counter[int], kept: set[int], what: str) -> None:
+    pool.check()
+    for block in range(1, pool.num_blocks):
+        assert pool.refs(block) == refs[block], (
+            f"{what} {block}: {pool.refs(block)} references, {refs[block]} holders"
+        )
+        if pool.is_cached(block):
+            assert block in kept, f"{what} {block} is cached and nobody can find it"
+    assert all(pool.refs(b) or pool.is_cached(b) for b in kept), f"a {what} that is known was given away"

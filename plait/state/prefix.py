@@ -1,0 +1,232 @@
+"""What is still known from earlier tokens: the prefix cache. Integers and hashes only, no torch.
+
+One hash chain over blocks of tokens names every prefix: h(0) is the hash of a salt, h(i) that of h(i-1) and
+the tokens of block i. Blocks of paged state are found by (group, h(i)). State of fixed size is found where a
+*snapshot* of it exists, which may be inside a block: it is named by h(i) and the tokens that follow.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from plait.state.blocks import GARBAGE
+
+DIGEST_BYTES = 16
+NUM_SEEN = 1 << 16  # hashes remembered beyond what is in memory: to tell what was lost from what is new
+
+Tokens = Sequence[int]
+
+
+def root(salt: str) -> bytes:
+    """h(0): prefixes with different salts have nothing in common."""
+    return blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def extend(chain: list[bytes], token_ids: Tokens, block_size: int) -> None:
+    """Append the hashes of all whole blocks of `token_ids` that the chain does not have yet."""
+    for end in range(len(chain) * block_size, len(token_ids) + 1, block_size):
+        block = array("q", token_ids[end - block_size : end]).tobytes()
+        chain.append(blake2b(chain[-1] + block, digest_size=DIGEST_BYTES).digest())
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """State after the blocks up to `parent` and the tokens in `rest`: less than one block of them.
+
+    `slot`: where state of fixed size is, or 0: the model has none, or it is in host memory as `handle`.
+    `blocks`: the partly filled block of every group, or none if there are no tokens in `rest`. `is_spare`:
+    taken at no particular place, the first to go.
+    """
+
+    parent: bytes
+    rest: tuple[int, ...]
+    slot: int = GARBAGE
+    blocks: tuple[int, ...] = ()
+    handle: int = 0
+    is_spare: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The longest known prefix: `length` tokens, in these blocks of every group (0: behind the window).
+
+    `cause`: "hit", or why nothing was found: "new" (never seen), "evicted" (it was here), "no_snapshot" (the
+    blocks are there and the state of fixed size is not), "window" (blocks in the window are gone), "short"
+    (less than a block), "off". `seen`: how many of its tokens were in somebody's prompt or reply before.
+    """
+
+    length: int = 0
+    blocks: tuple[tuple[int, ...], ...] = ()
+    snapshot: Snapshot | None = None
+    cause: str = "off"
+    seen: int = 0
+
+
+@dataclass(slots=True)
+class PrefixIndex:
+    """What is where. Knows nothing of who holds it: who gives a block to others must `forget` it first.
+
+    `windows`: one entry per block group, None for full attention. `has_slots`: whether a prefix is of use
+    only where there is a snapshot.
+    """
+
+    windows: Sequence[int | None]
+    block_size: int
+    has_slots: bool
+    blocks: list[dict[bytes, int]] = field(init=False)  # by group: hash -> block
+    snapshots: dict[bytes, list[Snapshot]] = field(default_factory=dict)  # by parent, the longest rest first
+    _hash_of: list[dict[int, bytes]] = field(init=False)  # by group: block -> hash
+    _snapshot_of: list[dict[int, Snapshot]] = field(init=False)  # by group: partly filled block -> snapshot
+    _by_slot: dict[int, Snapshot] = field(default_factory=dict)
+    _seen: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self.blocks, self._hash_of = [{} for _ in self.windows], [{} for _ in self.windows]
+        self._snapshot_of = [{} for _ in self.windows]
+
+    def lookup(self, chain: Sequence[bytes], token_ids: Tokens, limit: int) -> Hit:
+        """The longest prefix of at most `limit` tokens on which all groups agree. `chain`: their hashes."""
+        whole = min(limit // self.block_size, len(chain) - 1)
+        seen = next((i for i in range(whole) if chain[i + 1] not in self._seen), whole)
+        known = self._known(chain, whole)
+        blocked = ""
+        for i in range(known, -1, -1):
+            for snapshot in self._candidates(chain, i, token_ids, limit):
+                rest = len(snapshot.rest) if snapshot else 0
+                length = i * self.block_size + rest
+                if not length:
+                    continue
+                if (tables := self._tables(chain, i, length)) is not None:
+                    return Hit(length, tables, snapshot, "hit", max(seen * self.block_size, length))
+                blocked = "window"
+        cause = blocked or self._cause(whole, known, seen)
+        return Hit(0, tuple(() for _ in self.windows), None, cause, seen * self.block_size)
+
+    def record(self, group: int, chain_hash: bytes, block: int) -> bool:
+        """A block is full of the tokens up to this hash. False: another block is already known for it."""
+        if chain_hash in self.blocks[group] or block in self._hash_of[group]:
+            return self.blocks[group].get(chain_hash) == block
+        self.blocks[group][chain_hash], self._hash_of[group][block] = block, chain_hash
+        return True
+
+    def saw(self, chain_hash: bytes) -> None:
+        """These tokens were computed once."""
+        self._seen[chain_hash] = None
+        self._seen.move_to_end(chain_hash)
+        if len(self._seen) > NUM_SEEN:
+            self._seen.popitem(last=False)
+
+    def find(self, parent: bytes, rest: tuple[int, ...]) -> Snapshot | None:
+        """The snapshot at exactly this place."""
+        return next((s for s in self.snapshots.get(parent, ()) if s.rest == rest), None)
+
+    def add(self, snapshot: Snapshot) -> None:
+        """A snapshot was taken; `find` must not know one at its place."""
+        assert self.find(snapshot.parent, snapshot.rest) is None, "a place has two snapshots"
+        places = self.snapshots.setdefault(snapshot.parent, [])
+        places.append(snapshot)
+        places.sort(key=lambda s: -len(s.rest))
+        if snapshot.slot:
+            self._by_slot[snapshot.slot] = snapshot
+        for group, block in enumerate(snapshot.blocks):
+            if block:
+                self._snapshot_of[group][block] = snapshot
+
+    def remove(self, snapshot: Snapshot) -> None:
+        """A snapshot is lost; what it was made of is its owner's to give back."""
+        places = self.snapshots[snapshot.parent]
+        places.remove(snapshot)
+        if not places:
+            del self.snapshots[snapshot.parent]
+        self._by_slot.pop(snapshot.slot, None)
+        for group, block in enumerate(snapshot.blocks):
+            if block:
+                del self._snapshot_of[group][block]
+
+    def move_to_host(self, snapshot: Snapshot, handle: int) -> None:
+        """Its slot is about to be another's: it was saved."""
+        del self._by_slot[snapshot.slot]
+        snapshot.slot, snapshot.handle = GARBAGE, handle
+
+    def forget(self, group: int, block: int) -> Snapshot | None:
+        """A block is about to hold something else. Returns the snapshot that is lost with it, not removed."""
+        if (chain_hash := self._hash_of[group].pop(block, None)) is not None:
+            del self.blocks[group][chain_hash]
+        return self._snapshot_of[group].get(block)
+
+    def in_slot(self, slot: int) -> Snapshot | None:
+        return self._by_slot.get(slot)
+
+    def kept(self, group: int) -> set[int]:
+        """Every block of a group whose contents are known here."""
+        return {*self._hash_of[group], *self._snapshot_of[group]}
+
+    @property
+    def kept_slots(self) -> set[int]:
+        return set(self._by_slot)
+
+    def clear(self) -> None:
+        """Nothing is known any more, not even what was seen."""
+        for group in range(len(self.windows)):
+            self.blocks[group].clear()
+            self._hash_of[group].clear()
+            self._snapshot_of[group].clear()
+        self.snapshots.clear()
+        self._by_slot.clear()
+        self._seen.clear()
+
+    def check(self) -> None:
+        """The maps agree with each other; AssertionError tells where not."""
+        for group, blocks in enumerate(self.blocks):
+            assert {b: h for h, b in blocks.items()} == self._hash_of[group], "a block has two names"
+            assert not self._hash_of[group].keys() & self._snapshot_of[group].keys(), "full and partly filled"
+        listed = [s for places in self.snapshots.values() for s in places]
+        assert {s.slot: s for s in listed if s.slot} == self._by_slot, "a slot's snapshot is lost"
+        for group in range(len(self.windows)):
+            partial = {s.blocks[group]: s for s in listed if s.blocks and s.blocks[group]}
+            assert partial == self._snapshot_of[group], "a partly filled block's snapshot is lost"
+        assert all((s.slot or s.handle or not self.has_slots) for s in listed), "a snapshot without state"
+
+    def _known(self, chain: Sequence[bytes], whole: int) -> int:
+        """How many whole blocks every group of full attention has."""
+        full = [self.blocks[g] for g, window in enumerate(self.windows) if window is None]
+        return next((i for i in range(whole) if any(chain[i + 1] not in b for b in full)), whole)
+
+    def _candidates(
+        self, chain: Sequence[bytes], i: int, token_ids: Tokens, limit: int
+    ) -> list[Snapshot | None]:
+        """What could be started from behind i whole blocks, the longest first; None: the blocks alone."""
+        start = i * self.block_size
+        found: list[Snapshot | None] = []
+        for snapshot in self.snapshots.get(chain[i], ()):
+            end = start + len(snapshot.rest)
+            if end <= limit and tuple(token_ids[start:end]) == snapshot.rest:
+                found.append(snapshot)
+        if not self.has_slots:
+            found.append(None)
+        return found
+
+    def _tables(self, chain: Sequence[bytes], whole: int, length: int) -> tuple[tuple[int, ...], ...] | None:
+        """Block tables of the whole blocks; None if a window has a hole."""
+        tables = []
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else min(max(length - window + 1, 0) // self.block_size, whole)
+            found = [self.blocks[group].get(chain[i + 1], GARBAGE) for i in range(first, whole)]
+            if GARBAGE in found:
+                return None
+            tables.append((*[GARBAGE] * first, *found))
+        return tuple(tables)
+
+    def _cause(self, whole: int, known: int, seen: int) -> str:
+        if not whole:
+            return "short"
+        if not seen:
+            return "new"
+        has_full = any(window is None for window in self.windows)
+        if self.has_slots and (known or not has_full):
+            return "no_snapshot"
+        return "evicted"
