@@ -14,6 +14,10 @@ from plait.request import SamplingParams
     ("params", "field"),
     [
         ({"n": 1.5}, "n"),
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"best_of": 2.5}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
         ({"max_tokens": 2.5}, "max_tokens"),
         ({"top_k": 2.5}, "top_k"),
         ({"seed": 0.5}, "seed"),
@@ -46,3 +50,11 @@ def test_a_model_that_is_not_sampled_keeps_its_penalty() -> None:
     assert (
         SamplingParams(repetition_penalty=1.0).resolved({"repetition_penalty": 1.1}).repetition_penalty == 1
     )
+
+
+def test_best_of_is_how_many_are_generated_and_n_how_many_return() -> None:
+    for given, count, ranked in (({}, 1, False), ({"n": 3}, 3, False), ({"n": 3, "best_of": 3}, 3, False)):
+        params = SamplingParams(**given)
+        assert (params.num_sequences, params.is_ranked) == (count, ranked)
+    params = SamplingParams(n=2, best_of=5)
+    assert (params.num_sequences, params.is_ranked) == (5, True)

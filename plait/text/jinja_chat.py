@@ -20,7 +20,7 @@ from plait.text.tokenizer import Tokenizer
 
 _PRIVATE = range(0xE000, 0xF8FF)
 _ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function", "ipython", "model"})
-_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "self"})
 
 
 class JinjaTemplate:

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from plait import LLM, SamplingParams
+from plait.engine.outputs import CompletionOutput
+from plait.engine.terms import Terms
 from plait.errors import ConfigError, ContextTooLong, InvalidField
+from plait.request import Request
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
@@ -130,3 +133,69 @@ def test_nothing_is_left_after_close(nano_hybrid: Path) -> None:
     model.close()
     assert set(threading.enumerate()) <= before
     assert all(value == 0 for key, value in stats.items() if "running" in key or "waiting" in key)
+
+
+def test_best_of_returns_the_most_likely_per_token(llm: LLM) -> None:
+    asked = {"seed": 5, "temperature": 1.0, "max_tokens": 10}
+    every = llm.generate("The LORD", SamplingParams(n=6, logprobs=0, **asked))[0].outputs
+
+    def mean(out: CompletionOutput) -> float:
+        assert out.logprobs is not None
+        pairs = zip(out.token_ids, out.logprobs, strict=True)
+        return sum(entry[i].logprob for i, entry in pairs) / len(out.token_ids)
+
+    wanted = sorted(every, key=mean, reverse=True)[:2]
+    ranked = llm.generate("The LORD", SamplingParams(n=2, best_of=6, **asked))[0].outputs
+    assert [out.token_ids for out in ranked] == [out.token_ids for out in wanted]
+    assert [(out.index, out.logprobs) for out in ranked] == [(0, None), (1, None)]
+    told = llm.generate("The LORD", SamplingParams(n=1, best_of=6, logprobs=1, **asked))[0].outputs
+    assert [out.text for out in told] == [wanted[0].text]
+    assert told[0].logprobs is not None
+    chat = llm.chat([{"role": "user", "content": "Who are you?"}], SamplingParams(best_of=3, **asked))[0]
+    assert len(chat.outputs) == 1
+
+
+def test_a_best_of_that_would_have_to_wait_is_not_streamed(llm: LLM) -> None:
+    with pytest.raises(InvalidField, match="best_of: 3 choices are ranked at their end"):
+        llm.stream("And", SamplingParams(best_of=3))
+    with pytest.raises(InvalidField, match="best_of: 3 choices"):
+        llm.stream_chat([{"role": "user", "content": "Hi"}], SamplingParams(best_of=3))
+    assert list(llm.stream("And", SamplingParams(best_of=1, max_tokens=2)))
+
+
+def test_terms_are_for_all_prompts_and_priorities_for_each(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Request] = []
+    submit = llm.front.submit
+    monkeypatch.setattr(llm.front, "submit", lambda request: (seen.append(request), submit(request))[1])
+    params = SamplingParams(max_tokens=1)
+    llm.generate(["And", "The"], params, cache_salt="me", priority=[2, -1], timeout_s=600)
+    llm.chat([{"role": "user", "content": "Hi"}], params, cache_salt="you", priority=4)
+    list(llm.stream("And", params, terms=Terms(cache_salt="us")))
+    assert [(r.cache_salt, r.priority, r.timeout_s) for r in seen] == [
+        ("me", 2, 600),
+        ("me", -1, 600),
+        ("you", 4, None),
+        ("us", 0, None),
+    ]
+    with pytest.raises(InvalidField, match="priority: 1 were given for 2 prompts"):
+        llm.generate(["And", "The"], params, priority=[1])
+    with pytest.raises(InvalidField, match="cache_salt: "):
+        llm.generate("And", params, cache_salt="")
+
+
+def test_a_result_says_where_its_time_went_and_what_was_cached(llm: LLM) -> None:
+    prompt = "And the king said unto his servants, Behold. " * 6
+    first, second = (llm.generate(prompt, SamplingParams(n=2, max_tokens=3))[0] for _ in range(2))
+    assert 0 <= first.num_cached_tokens < second.num_cached_tokens < len(second.prompt_token_ids)
+    for result in (first, second):
+        assert result.metrics is not None
+        assert result.metrics.num_cached_tokens == result.num_cached_tokens
+        assert [out.trace and out.trace.index for out in result.outputs] == [0, 1]
+        assert result.metrics.num_output_tokens == 3
+
+
+def test_a_stop_string_leaves_a_trace_too(llm: LLM) -> None:
+    whole = llm.generate("And it came to pass", SamplingParams(max_tokens=30, temperature=0.0))[0]
+    stop = whole.outputs[0].text[10:14]
+    params = SamplingParams(max_tokens=30, temperature=0.0, stop=(stop,))
+    assert llm.generate("And it came to pass", params)[0].outputs[0].trace is not None

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from plait.engine.stream import Choice, Delta, Stream
-from plait.request import Event, Request, SamplingParams, TokenLogprobs
+from plait.request import Event, Request, RequestTrace, SamplingParams, TokenLogprobs
 from plait.text.builtin_tokenizer import builtin_tokenizer
 from plait.text.tokenizer import Tokenizer
 
@@ -120,3 +125,154 @@ def test_async_reading_gives_the_same(tokenizer: Tokenizer) -> None:
         return "".join([delta.text async for delta in stream])
 
     assert asyncio.run(read()) == "async text"
+
+
+PIECES = (b"a", b"b", b"ab", b"ba", b" aab", "é".encode()[:1], "é".encode()[1:], "文".encode(), b"", b"<end>")
+
+
+class Pieces:
+    """A vocabulary of pieces: several characters, half a character, nothing, and a control token."""
+
+    name, vocab_size, bos_token_id = "pieces", len(PIECES), None
+    eos_token_ids, special_ids = frozenset({9}), frozenset({9})
+    add_bos, strips_first_space = False, True
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return PIECES[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        return PIECES[token_id].decode(errors="replace")
+
+
+@dataclass
+class Told:
+    """Everything a reader is told about a choice, however it was cut."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[object, ...] = ()
+    prompt_logprobs: tuple[object, ...] = ()
+    end: tuple[object, ...] = ()
+
+
+def told(asked: Request, happening: Sequence[Event]) -> Told:
+    found, choice = Told(), Choice(0, asked, Pieces())  # type: ignore[arg-type]
+    for delta in run(choice, happening):
+        assert not found.end, "nothing comes after the end"
+        found.text += delta.text
+        found.token_ids += delta.token_ids
+        found.logprobs += delta.logprobs or ()
+        found.prompt_logprobs += delta.prompt_logprobs or ()
+        if delta.finish_reason:
+            found.end = (delta.finish_reason, delta.stop_reason, delta.num_tokens)
+    return found
+
+
+def cut(ids: Sequence[int], cuts: Sequence[bool], finish: str, with_tokens: bool) -> list[Event]:
+    """`ids` in events that end where `cuts` says; the finish comes with the last ones, or alone."""
+    groups: list[list[int]] = [[]]
+    for token_id, ends in zip(ids, [*cuts, False], strict=True):
+        groups[-1].append(token_id)
+        if ends:
+            groups.append([])
+    end = {"finish_reason": finish, "stop_token_id": 9 if finish == "stop" else None}
+    made = [
+        Event("r", 0, tuple(group), tuple(TokenLogprobs(i, -i / 8, ((i, -i / 8),)) for i in group))
+        for group in groups
+    ]
+    made[0] = replace(made[0], prompt_logprobs=(TokenLogprobs(1, -1.0),))
+    if with_tokens:
+        return [*made[:-1], replace(made[-1], **end)]  # type: ignore[arg-type]
+    return [*made, Event("r", 0, **end)]  # type: ignore[arg-type]
+
+
+def one_by_one(ids: Sequence[int], finish: str) -> list[Event]:
+    return cut(ids, [True] * (len(ids) - 1), finish, with_tokens=False)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    ids=st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=12),
+    stops=st.lists(st.text(alphabet="ab é文", min_size=1, max_size=4), max_size=2),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 4),
+    finish=st.sampled_from(["length", "stop"]),
+    how=st.data(),
+)
+def test_however_tokens_are_cut_into_events_the_reader_is_told_the_same(
+    ids: list[int], stops: list[str], include: bool, min_tokens: int, finish: str, how: st.DataObject
+) -> None:
+    asked = request(stop=tuple(stops), include_stop_str_in_output=include, min_tokens=min_tokens, logprobs=1)
+    cuts = how.draw(st.lists(st.booleans(), min_size=len(ids) - 1, max_size=len(ids) - 1))
+    events_of = cut(ids, cuts, finish, how.draw(st.booleans()))
+    assert told(asked, events_of) == told(asked, one_by_one(ids, finish))
+
+
+@pytest.mark.parametrize(
+    ("stops", "without", "within"),
+    [
+        ((), "aabéba aab文", "aabéba aab文"),
+        (("aab",), "", "aab"),
+        (("ba", "é"), "aab", "aabé"),
+        (("b a", "a a"), "aabéb", "aabéba a"),
+        (("文",), "aabéba aab", "aabéba aab文"),
+    ],
+)
+def test_every_split_of_a_reply_ends_at_the_same_place(
+    stops: tuple[str, ...], without: str, within: str
+) -> None:
+    ids = [0, 2, 5, 6, 3, 4, 9, 7]
+    for include, text in ((False, without), (True, within)):
+        asked = request(stop=stops, include_stop_str_in_output=include, logprobs=1)
+        wanted = told(asked, one_by_one(ids, "length"))
+        assert wanted.text == text
+        for cuts in product([False, True], repeat=len(ids) - 1):
+            for with_tokens in (False, True):
+                assert told(asked, cut(ids, cuts, "length", with_tokens)) == wanted
+
+
+def test_tokens_after_a_stop_string_in_the_same_event_are_nowhere(tokenizer: Tokenizer) -> None:
+    ids = tuple(tokenizer.encode("one two END three four"))
+    until = len(tokenizer.encode("one two END"))
+    logprobs = tuple(TokenLogprobs(i, -0.5) for i in ids)
+    choice = Choice(0, request(stop=("END",), logprobs=0), tokenizer)
+    delta = choice.push(Event("r", 0, ids, logprobs))
+    assert delta is not None
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("one two ", "stop", "END")
+    assert delta.num_tokens == until
+    assert delta.token_ids == tuple(lp.token_id for lp in delta.logprobs or ())
+    assert tokenizer.decode(delta.token_ids).startswith("one two")
+    assert choice.push(Event("r", 0, ids)) is None
+
+
+def test_a_stop_string_in_the_last_event_cancels_nothing(tokenizer: Tokenizer) -> None:
+    cancelled: list[tuple[str, int | None]] = []
+    stream = Stream(request(stop=(".",)), tokenizer, lambda *who: cancelled.append(who))
+    stream.on_event(Event("r", 0, tuple(tokenizer.encode("one. two")), finish_reason="length"))
+    (delta,) = stream
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("one", "stop", ".")
+    assert cancelled == []
+
+
+def test_the_trace_of_a_choice_that_a_stop_string_ended_comes_with_the_engines_last_word(
+    tokenizer: Tokenizer,
+) -> None:
+    trace = RequestTrace(
+        request_id="r",
+        index=0,
+        arrival_s=0.0,
+        first_scheduled_s=None,
+        first_token_s=None,
+        finish_s=1.0,
+        finish_reason="cancelled",
+        num_prompt_tokens=1,
+    )
+
+    def cancel(request_id: str, index: int | None) -> None:
+        last = Event("r", 0, finish_reason="cancelled", trace=trace)
+        threading.Timer(0.05, stream.on_event, [last]).start()
+
+    stream = Stream(request(stop=(".",)), tokenizer, cancel)
+    stream.on_event(Event("r", 0, tuple(tokenizer.encode("one. two"))))
+    assert [delta.finish_reason for delta in stream] == ["stop"]
+    assert stream.trace(0) is trace

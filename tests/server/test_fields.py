@@ -1,0 +1,53 @@
+"""What a body's fields become, and what the engine tells on its way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Client
+from tests.server.fake import EchoLoop
+
+PATHS = ("complete", "chat")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_terms_reach_the_engine(client: Client, engine: EchoLoop, path: str) -> None:
+    sent = {"cache_salt": "tenant 7", "priority": -5, "timeout_s": 12.5}
+    for more in ({}, {"stream": True}):
+        assert getattr(client, path)(max_tokens=2, **sent, **more).status == 200
+        request = engine.requests[-1]
+        assert (request.cache_salt, request.priority, request.timeout_s) == ("tenant 7", -5, 12.5)
+    assert getattr(client, path)(max_tokens=2).status == 200
+    request = engine.requests[-1]
+    assert (request.cache_salt, request.priority, request.timeout_s) == ("", 0, None)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_best_of_reaches_the_engine_as_that_many_choices(client: Client, engine: EchoLoop, path: str) -> None:
+    answer = getattr(client, path)(max_tokens=2, n=2, best_of=6)
+    assert len(answer.json["choices"]) == 2
+    assert engine.requests[-1].params.n == 6
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"best_of": 3}])
+def test_cached_tokens_are_those_of_the_first_choice(client: Client, path: str, more: dict[str, int]) -> None:
+    """The fake engine says 3, and for later choices, which share the first one's prompt, all but one."""
+    usage = getattr(client, path)(max_tokens=2, **more).json["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
+    if "best_of" not in more:
+        asked: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+        streamed = getattr(client, path)(max_tokens=2, **more, **asked).events[-1]["usage"]
+        assert streamed == usage
+
+
+def test_cached_tokens_of_several_prompts_are_summed(client: Client) -> None:
+    usage = client.complete(["One", "Another"], max_tokens=2, n=2).json["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 6}
+
+
+def test_a_timeout_without_a_unit_is_refused_with_the_right_name(client: Client) -> None:
+    error = client.complete(timeout=5).error
+    assert (error["param"], "timeout_s, in seconds" in error["message"]) == ("timeout", True)
