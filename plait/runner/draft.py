@@ -1,0 +1,266 @@
+"""A smaller model that guesses what the large one will say. It draws with the same random numbers.
+
+Its state follows each sequence at a place of its own: what was guessed and turned out wrong is taken back,
+what is new is computed, then it goes on alone for as many tokens as are wanted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from plait.memory import BlockGroup
+from plait.request import SamplingParams
+from plait.runner.runner import ModelRunner
+from plait.schedule.plan import Chunk, CopySlot, Move, Plan, SamplingBatch, SamplingRow, Table
+
+
+class Wanted(Protocol):
+    """Asked for: at most `limit` tokens after `token_ids`, as `params` and `seed` draw them."""
+
+    @property
+    def seq_id(self) -> int: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def limit(self) -> int: ...
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def seed(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftMemory:
+    """The places of a draft model, `num_places` of `max_len` tokens: which blocks and slots are whose.
+
+    A windowed group's blocks are used in turns, enough of them for the window beside a step of
+    `max_step_len` tokens. A place has two slots: one moves on, the other is where it was before guessing.
+    """
+
+    groups: tuple[BlockGroup, ...]
+    has_slots: bool
+    block_size: int
+    num_places: int
+    max_len: int
+    max_step_len: int
+
+    @property
+    def num_blocks(self) -> Mapping[str, int]:
+        """Blocks by group name, the garbage block included, as the state store wants them."""
+        return {group.name: 1 + self.num_places * self.per_place(group) for group in self.groups}
+
+    @property
+    def num_slots(self) -> int:
+        return 1 + 2 * self.num_places if self.has_slots else 0
+
+    def per_place(self, group: BlockGroup) -> int:
+        """Blocks of one place."""
+        longest = -(-self.max_len // self.block_size)
+        if group.window is None:
+            return longest
+        return min(longest, -(-(group.window + self.max_step_len) // self.block_size) + 1)
+
+    def slots(self, place: int) -> tuple[int, int]:
+        """Both slots of a place; zeros if the model has no state of fixed size."""
+        return (2 * place + 1, 2 * place + 2) if self.has_slots else (0, 0)
+
+    def tables(self, place: int, start: int, end: int) -> tuple[Table, ...]:
+        """The block tables with which a place computes the tokens start..end."""
+        return tuple(self._table(group, place, start, end) for group in self.groups)
+
+    def _table(self, group: BlockGroup, place: int, start: int, end: int) -> Table:
+        count, needed = self.per_place(group), -(-end // self.block_size)
+        first = 1 + place * count
+        if group.window is None:
+            return tuple(range(first, first + needed))
+        behind = min(max(start - group.window + 1, 0) // self.block_size, needed)
+        return (0,) * behind + tuple(first + i % count for i in range(behind, needed))
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where one sequence's state is. It covers `done` tokens of the sequence and, behind them, `ahead`.
+
+    `slot`: the state after all of these; `spare`: the state after `done` if there are any `ahead`. `proposal`
+    is what was guessed when the sequence had `done` tokens.
+    """
+
+    index: int
+    slot: int
+    spare: int
+    done: int = 0
+    last: int = -1  # the token before `done`
+    ahead: tuple[int, ...] = ()
+    proposal: tuple[int, ...] = ()
+
+    def is_about(self, token_ids: Sequence[int]) -> bool:
+        """Whether the state is that of these tokens' beginning, judged by the last one."""
+        return len(token_ids) >= self.done and (not self.done or token_ids[self.done - 1] == self.last)
+
+    def settle(self, token_ids: Sequence[int]) -> None:
+        """Take back what was wrong, so that the state is that of fewer tokens than these."""
+        if not self.is_about(token_ids):
+            self.done, self.ahead = 0, ()
+        right = 0
+        known = token_ids[self.done : self.done + len(self.ahead)]
+        while right < len(known) and known[right] == self.ahead[right]:
+            right += 1
+        if not self.slot:  # pages are taken back by their length alone
+            self.done = min(self.done + right, len(token_ids) - 1)
+        elif right == len(self.ahead) and self.done + right < len(token_ids):
+            self.done += right
+        elif self.ahead:
+            self.slot, self.spare = self.spare, self.slot
+        else:
+            self.done = 0
+        self.ahead = self.proposal = ()
+        self.last = token_ids[self.done - 1] if self.done else -1
+
+
+@dataclass(slots=True)
+class _Job:
+    """What one call does for one sequence. `found`: its guesses so far."""
+
+    asked: Wanted
+    place: _Place
+    limit: int
+    found: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Tokens that are known or guessed."""
+        return len(self.asked.token_ids) + len(self.found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """The tokens that one pass computes for a job, from position `start` on."""
+
+    job: _Job
+    start: int
+    token_ids: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+    @property
+    def is_decode(self) -> bool:
+        return len(self.token_ids) == 1 and self.start > 0
+
+
+class DraftModel:
+    """Guesses by a model of its own, in memory of its own: `runner`'s store has what `memory` says.
+
+    Sequences beyond the places, or longer than a place, get no guesses. In one call at most `max_step_len`
+    tokens that the sequences already have are computed: after a long prompt guesses come some calls later.
+    Penalties and `min_tokens` are left out of the draws, which costs wrong guesses only.
+    """
+
+    def __init__(self, runner: ModelRunner, memory: DraftMemory) -> None:
+        self.runner, self.memory = runner, memory
+        self._free = [_Place(i, *memory.slots(i)) for i in reversed(range(memory.num_places))]
+        self._places: OrderedDict[int, _Place] = OrderedDict()  # by sequence id, least recently used first
+        self._step = 0
+
+    def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]:
+        """Guesses by sequence id. Raises EngineError if the model computes no numbers."""
+        found, jobs = {}, []
+        for one, place in self._placed(wanted):
+            if place.proposal and place.done == len(one.token_ids) and place.is_about(one.token_ids):
+                found[one.seq_id] = place.proposal[: one.limit]  # nobody has looked at it yet
+                continue
+            place.settle(one.token_ids)
+            limit = min(one.limit, self.memory.max_len - len(one.token_ids) + 1)
+            jobs.append(_Job(one, place, limit))
+        try:
+            self._catch_up(jobs)
+            self._go_on(jobs)
+        except BaseException:
+            for job in jobs:  # half a pass may have run: nothing of their state is known
+                self.forget(job.asked.seq_id)
+            raise
+        for job in jobs:
+            job.place.ahead, job.place.proposal = tuple(job.found[:-1]), tuple(job.found)
+        return found | {job.asked.seq_id: tuple(job.found) for job in jobs if job.found}
+
+    def forget(self, seq_id: int) -> None:
+        """A sequence has ended: its place is free."""
+        if place := self._places.pop(seq_id, None):
+            place.done, place.ahead, place.proposal = 0, (), ()
+            self._free.append(place)
+
+    def _placed(self, wanted: Sequence[Wanted]) -> list[tuple[Wanted, _Place]]:
+        """Those that have a place or get one: a free one, or that of a sequence which is not wanted now."""
+        fitting = []
+        for one in wanted:
+            if not 0 < len(one.token_ids) <= self.memory.max_len or one.limit < 1:
+                self.forget(one.seq_id)
+                continue
+            fitting.append(one)
+            if one.seq_id in self._places:
+                self._places.move_to_end(one.seq_id)
+        ids = {one.seq_id for one in fitting}
+        for one in fitting:
+            if one.seq_id in self._places:
+                continue
+            oldest = next(iter(self._places), None)
+            if not self._free and oldest is not None and oldest not in ids:
+                self.forget(oldest)
+            if self._free:
+                self._places[one.seq_id] = self._free.pop()
+        return [(one, self._places[one.seq_id]) for one in fitting if one.seq_id in self._places]
+
+    def _catch_up(self, jobs: Sequence[_Job]) -> None:
+        """One pass over tokens that the sequences have and the state has not, the fewest first."""
+        left, shares = self.memory.max_step_len, []
+        for job in sorted(jobs, key=lambda job: len(job.asked.token_ids) - job.place.done):
+            start = job.place.done
+            piece = tuple(job.asked.token_ids[start : start + left])
+            left -= len(piece)
+            if piece:
+                shares.append(_Share(job, start, piece))
+        self._run(shares)
+        for share in shares:
+            share.job.place.done, share.job.place.last = share.end, share.token_ids[-1]
+
+    def _go_on(self, jobs: Sequence[_Job]) -> None:
+        """Token by token behind the first guess, for all sequences side by side."""
+        moves: list[Move] = []
+        if self.memory.has_slots:
+            ahead = (job for job in jobs if job.found and job.limit > 1)
+            moves = [CopySlot(job.place.slot, job.place.spare) for job in ahead]
+        while going := [job for job in jobs if 0 < len(job.found) < job.limit]:
+            self._run([_Share(job, job.end - 1, (job.found[-1],)) for job in going], moves)
+            moves = []
+
+    def _run(self, shares: Sequence[_Share], moves: Sequence[Move] = ()) -> None:
+        """One pass; a job whose last token is in it gets its next guess."""
+        chunks, rows, drawing = [], [], []
+        for share in sorted(shares, key=lambda share: not share.is_decode):  # decodes come first
+            job, place = share.job, share.job.place
+            draws = share.end == job.end
+            tables = self.memory.tables(place.index, share.start, share.end)
+            chunks.append(
+                Chunk(job.asked.seq_id, share.start, share.token_ids, tables, place.slot, int(draws))
+            )
+            if draws:
+                rows.append(SamplingRow(_plain(job.asked.params), 1, 1, job.end, job.asked.seed))
+                drawing.append(job)
+        if not chunks:
+            return
+        fresh = tuple(chunk.slot for chunk in chunks if chunk.start == 0 and chunk.slot)
+        self._step += 1
+        plan = Plan(self._step, tuple(chunks), tuple(moves), fresh)
+        for job, answer in zip(drawing, self.runner.execute(plan, SamplingBatch(tuple(rows))), strict=True):
+            job.found += answer.token_ids
+
+
+def _plain(params: SamplingParams) -> SamplingParams:
+    """Without what only a reader of the answer wants."""
+    if params.logprobs is None and params.prompt_logprobs is None:
+        return params
+    return replace(params, logprobs=None, prompt_logprobs=None)
