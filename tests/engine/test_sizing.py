@@ -32,8 +32,8 @@ def test_memory_is_what_is_needed_and_not_what_is_there() -> None:
     sizing = size()
     # Full: 3 sequences of 16 blocks. Window: 5 blocks of past, one cut at each end, and the step's 8.
     assert sizing.num_blocks == {"full": 3 * 16 + 1, "window:20": 3 * 7 + 8 + 1}
-    assert sizing.num_slots == 4
-    assert sizing.nbytes == 49 * 4 * 256 + 30 * 4 * 128 + 4 * 200
+    assert (sizing.num_slots, sizing.num_snapshots) == (4 + 6, 6)
+    assert sizing.nbytes == 49 * 4 * 256 + 30 * 4 * 128 + 10 * 200
     assert not sizing.notes
 
 
@@ -107,7 +107,7 @@ def test_the_scheduler_has_exactly_this_memory() -> None:
     sizing = size()
     stats = sizing.scheduler(EngineConfig(max_num_seqs=3, block_size=4), causal=True).stats()
     assert stats["num_blocks"] == 48 + 29
-    assert stats["num_slots"] == 3
+    assert stats["num_slots"] == 3 + 6
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -132,9 +132,23 @@ def test_every_sequence_of_the_longest_length_runs_beside_all_others(max_len: in
         assert plan is not None
         s.check()
         most = max(most, len(s.running))
-        s.commit(plan, [Sampled((1,))] * sum(c.num_logits > 0 for c in plan.chunks))
+        s.commit(plan, [Sampled((1,) * row.num_samples) for row in s.sampling(plan).rows])
     assert s.num_preemptions == 0
     assert most == 3 or not causal
+
+
+def test_snapshots_take_a_quarter_of_the_limit_at_most_and_nothing_from_a_longest_sequence() -> None:
+    assert size({"c": SLOT}, memory_limit=2000).num_snapshots == 500 // 200
+    assert size({"a": FULL, "c": SLOT}, max_model_len=64, memory_limit=9504).num_snapshots == 0
+    assert size({"c": SLOT}, causal=False).num_snapshots == 0
+    assert size({"a": FULL}).num_snapshots == 0
+
+
+def test_host_memory_is_what_all_sequences_need_or_a_share_of_what_is_free_or_what_was_asked_for() -> None:
+    each = sequence_nbytes(HYBRID, "float32", 64, 4)
+    assert size().host_nbytes == 3 * each
+    assert size(free=8 * each).host_nbytes == 2 * each
+    assert size(swap_memory=5).host_nbytes == 5
 
 
 def test_a_sequence_costs_what_it_holds() -> None:
@@ -151,6 +165,7 @@ def test_the_start_up_table_adds_up() -> None:
         "paged state, full",
         "paged state, window:20",
         "state of fixed size",
+        "snapshots of it",
         "total",
     ]
     assert rows[1][1] == "48 blocks"
