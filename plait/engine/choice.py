@@ -24,7 +24,8 @@ class OpenRequest:
 class Choice:
     """A choice that has not ended. Times are seconds on the engine's clock.
 
-    `sequence`: the scheduler's own, read only here. `has_failed_alone`: in a step, and no token came since.
+    `sequence`: the scheduler's own, read only here. `num_failures`: steps since its last token that failed
+    and had no other sequence in them.
     """
 
     entry: OpenRequest
@@ -36,7 +37,7 @@ class Choice:
     num_steps: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
-    has_failed_alone: bool = False
+    num_failures: int = 0
 
     def trace(self, finish_s: float, finish_reason: FinishReason) -> RequestTrace:
         """What is known of it at its end."""

@@ -6,22 +6,31 @@ sequences run again one by one, and only those that fail alone are failed.
 
 from __future__ import annotations
 
+import logging
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from itertools import count
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from plait.errors import ContextTooLong, EngineError, InvalidField, PlaitError
+from plait.engine.choice import Choice, OnEvent, OpenRequest
+from plait.engine.metrics import Metrics
+from plait.errors import ContextTooLong, DeadlineExceeded, EngineError, InvalidField, PlaitError
 from plait.ops.seed import choice_seed
-from plait.request import Event, Request
-from plait.schedule.plan import Plan, Sampled, SamplingBatch
+from plait.request import Event, Request, RequestTrace
+from plait.schedule.plan import Load, Plan, Sampled, SamplingBatch, Save
 from plait.schedule.scheduler import Scheduler
 from plait.schedule.sequence import Sequence as TokenSequence
 from plait.schedule.sequence import Update
+from plait.schedule.speculate import Speculation
 
-OnEvent = Callable[[Event], None]
+T = TypeVar("T")
+NUM_TRACES = 256
+MAX_TRIES = 3  # of a sequence whose steps fail, when it may be for what they move
+log = logging.getLogger("plait.engine")
+trace_log = logging.getLogger("plait.trace")
 
 
 class Runner(Protocol):
@@ -30,43 +39,50 @@ class Runner(Protocol):
     def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]: ...
 
 
-@dataclass(slots=True)
-class OpenRequest:
-    """A request that has choices without an end. `open`: sequence id by choice index."""
-
-    request: Request
-    on_event: OnEvent
-    open: dict[int, int] = field(default_factory=dict)
-
-
 class Engine:
     """Owns the open requests. Not thread-safe: one thread calls everything (`engine.loop.EngineLoop`).
 
     Events are delivered during `step` and `cancel`, on the caller's thread. An `on_event` that raises has its
-    request cancelled; the last of such faults are in `reader_faults` as (request id, exception).
+    request cancelled; the last of such faults are in `reader_faults` as (request id, exception). `traces` has
+    the last choices that ended. `clock` gives seconds that only ever grow, the same as the scheduler's.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, *, vocab_size: int, max_model_len: int) -> None:
-        self.runner, self.scheduler = runner, scheduler
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        speculation: Speculation | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.runner, self.scheduler, self.speculation, self.clock = runner, scheduler, speculation, clock
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
-        self.num_steps = self.num_prompt_tokens = self.num_output_tokens = 0
+        self.metrics = Metrics(scheduler)
+        self.traces: deque[RequestTrace] = deque(maxlen=NUM_TRACES)
         self.reader_faults: deque[tuple[str, Exception]] = deque(maxlen=16)
         self._requests: dict[str, OpenRequest] = {}
+        self._choices: dict[int, Choice] = {}  # by sequence id
         self._ids = count(1)
         self._seeds = random.SystemRandom()
 
-    def submit(self, request: Request, on_event: OnEvent) -> None:
+    def submit(self, request: Request, on_event: OnEvent, arrival_s: float | None = None) -> None:
         """Queue a request; `on_event` gets new tokens, and a `finish_reason` once for each choice.
 
-        Raises InvalidField, ContextTooLong, CapacityError (it can never fit) or QueueFull (not now).
+        `arrival_s`: when it came, on this engine's clock; None: now. Raises InvalidField, ContextTooLong,
+        CapacityError (it can never fit) or QueueFull (not now).
         """
         self.validate(request)
         if request.id in self._requests:
             raise InvalidField(f"request id {request.id!r} is in use by an open request", "id")
-        sequences = self._sequences(request)
+        arrived = self.clock() if arrival_s is None else arrival_s
+        sequences = self._sequences(request, arrived)
         self.scheduler.add(*sequences)
-        self._requests[request.id] = OpenRequest(request, on_event, {seq.index: seq.id for seq in sequences})
-        self.num_prompt_tokens += len(request.prompt_token_ids)
+        entry = self._requests[request.id] = OpenRequest(request, on_event)
+        for seq in sequences:
+            entry.open[seq.index] = self._choices[seq.id] = Choice(entry, seq, arrived)
+        self.metrics.count_request(len(request.prompt_token_ids))
 
     def validate(self, request: Request) -> None:
         """Every check that does not depend on who else is there; safe from any thread."""
@@ -103,28 +119,49 @@ class Engine:
         entry = self._requests.get(request_id)
         if entry is None:
             return
-        for choice in [i for i in entry.open if index is None or i == index]:
-            self._end(entry, Event(request_id, choice, finish_reason="cancelled"))
+        for choice in [c for i, c in entry.open.items() if index is None or i == index]:
+            self._end(choice, Event(request_id, choice.sequence.index, finish_reason="cancelled"))
 
     def step(self) -> bool:
         """Plan, run and commit one step. False if there was nothing to do."""
-        plan = self.scheduler.plan()
+        has_expired = self._expire()
+        plan = self.scheduler.plan(self._drafts())
         if plan is None:
-            return False
+            return has_expired
+        began = self.clock()
+        self._note_start(plan, began)
         try:
             sampled = self.runner.execute(plan, self.scheduler.sampling(plan))
         except Exception as error:
             self._recover(plan, error)
             return True
+        ended = self.clock()
         try:
             updates = self.scheduler.commit(plan, sampled)
         except EngineError as error:
             self._recover(plan, error)
             return True
-        self.num_steps += 1
+        self.metrics.count_step(plan.num_tokens, ended - began)
+        self._learn(plan, ended - began)
         for update in updates:
-            self._deliver(update)
+            self._deliver(update, ended)
         return True
+
+    def audit(self) -> list[str]:
+        """Check the scheduler's books and mend them where they are wrong; returns what was, and logs it.
+
+        For idle moments: a wrong book costs memory or time, and is no reason to end anybody's request.
+        """
+        try:
+            self.scheduler.check()
+        except Exception as error:  # whatever it stumbles over is a wrong entry
+            self.metrics.num_repairs += 1
+            mended = self.scheduler.repair()
+            log.error("the scheduler's books were wrong (%s: %s) and are mended", type(error).__name__, error)
+            for line in mended:
+                log.error("mended: %s", line)
+            return mended
+        return []
 
     def refuse(self, request: Request, on_event: OnEvent, error: Exception) -> None:
         """Tell a request that was never opened why, by events: for callers that can no longer raise."""
@@ -136,8 +173,8 @@ class Engine:
         """End every open request with this error. Trusts only the list of requests: the engine is dead."""
         requests, self._requests = self._requests, {}
         for entry in requests.values():
-            for choice in entry.open:
-                self._emit(entry, _failure(entry.request.id, choice, error))
+            for index, choice in entry.open.items():
+                self._emit(entry, self._last(choice, _failure(entry.request.id, index, error)))
 
     @property
     def open_requests(self) -> Sequence[str]:
@@ -151,13 +188,13 @@ class Engine:
         """The scheduler's numbers, and totals since the start; safe from any thread."""
         return {
             **self.scheduler.stats(),
-            "num_steps": self.num_steps,
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "num_output_tokens": self.num_output_tokens,
+            "num_steps": self.metrics.num_steps,
+            "num_prompt_tokens": self.metrics.num_prompt_tokens,
+            "num_output_tokens": self.metrics.num_output_tokens,
         }
 
-    def _sequences(self, request: Request) -> list[TokenSequence]:
-        params = request.params
+    def _sequences(self, request: Request, arrived: float) -> list[TokenSequence]:
+        params, timeout_s = request.params, request.timeout_s
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         return [
             TokenSequence(
@@ -170,6 +207,10 @@ class Engine:
                 max_len=self._max_len(request),
                 seed=choice_seed(seed, index),
                 wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
+                cache_salt=request.cache_salt,
+                boundaries=request.boundaries,
+                priority=request.priority,
+                deadline=None if timeout_s is None else arrived + timeout_s,
             )
             for index in range(params.n)
         ]
@@ -180,11 +221,57 @@ class Engine:
             return self.max_model_len
         return min(len(request.prompt_token_ids) + request.params.max_tokens, self.max_model_len)
 
-    def _deliver(self, update: Update) -> None:
-        entry = self._requests.get(update.request_id)
-        if entry is None or update.index not in entry.open:  # cancelled by an event of the same step
+    def _expire(self) -> bool:
+        """End the choices whose time is over. Whether there were any."""
+        now = self.clock()
+        expired = [self._choices.get(seq_id) for seq_id in self.scheduler.expire(now)]
+        for choice in expired:
+            if choice is not None:
+                self._fail(choice, DeadlineExceeded(choice.overdue()))
+        return bool(expired)
+
+    def _drafts(self) -> Mapping[int, tuple[int, ...]]:
+        """Tokens guessed ahead, by sequence id."""
+        if self.speculation is None or not (drafting := self.scheduler.drafting()):
+            return {}
+        num_left = sum(seq.num_left for seq in self.scheduler.running)
+        num_rows = min(num_left, self.scheduler.limits.max_num_batched_tokens)
+        return self._ask(lambda speculation: speculation.drafts(drafting, num_rows), {})
+
+    def _ask(self, call: Callable[[Speculation], T], otherwise: T) -> T:
+        """What speculation says. It must cost nobody a request: if it fails, it is off from then on."""
+        if self.speculation is None:
+            return otherwise
+        try:
+            return call(self.speculation)
+        except Exception:
+            log.exception("speculation failed and is off from now on; replies are the same, only slower")
+            self.speculation = None
+            return otherwise
+
+    def _note_start(self, plan: Plan, now: float) -> None:
+        for chunk in plan.chunks:
+            choice = self._choices[chunk.seq_id]
+            choice.num_steps += 1
+            if choice.first_scheduled_s is None:
+                choice.first_scheduled_s = now
+                self.metrics.count_start(now - choice.arrival_s, choice.sequence.num_cached_tokens)
+
+    def _learn(self, plan: Plan, seconds: float) -> None:
+        """Tell the scheduler what a step like this costs: its pass, and what was moved beside it."""
+        costs = self.scheduler.costs
+        if not any(isinstance(move, Save | Load) for move in plan.moves):
+            costs.observe(plan.num_tokens, seconds)
             return
-        self.num_output_tokens += len(update.token_ids)
+        pass_s = costs.step_s(plan.num_tokens) if plan.chunks else 0.0
+        if pass_s is not None:
+            costs.observe_moved(self.scheduler.memory.pools.moved_nbytes(plan), seconds - pass_s)
+
+    def _deliver(self, update: Update, now: float) -> None:
+        choice = self._choices.get(update.seq_id)
+        if choice is None:  # cancelled by an event of the same step
+            return
+        self._count(choice, update, now)
         event = Event(
             update.request_id,
             update.index,
@@ -193,32 +280,67 @@ class Engine:
             prompt_logprobs=update.prompt_logprobs,
             finish_reason=update.finish_reason,
             stop_token_id=update.stop_token_id,
+            num_cached_tokens=update.num_cached_tokens,
         )
         if update.finish_reason is not None:
-            self._end(entry, event)
+            self._end(choice, event)
         else:
-            self._emit(entry, event)
+            self._emit(choice.entry, event)
+
+    def _count(self, choice: Choice, update: Update, now: float) -> None:
+        num_tokens = len(update.token_ids)
+        if update.num_drafted:
+            choice.num_drafted_tokens += update.num_drafted
+            choice.num_accepted_tokens += update.num_accepted
+            self.metrics.count_draft(update.num_drafted, update.num_accepted)
+            self._ask(lambda s: s.observe(update.seq_id, update.num_drafted, update.num_accepted), None)
+        if not num_tokens:
+            return
+        choice.num_failures = 0
+        if choice.first_token_s is None:
+            choice.first_token_s = now
+            self.metrics.count_first(num_tokens, now - choice.arrival_s)
+        else:
+            self.metrics.count_next(num_tokens, now - choice.last_token_s)
+        choice.last_token_s = now
 
     def _recover(self, plan: Plan, error: Exception) -> None:
-        """A step failed: the sequence that was alone in it is failed, several are tried one by one."""
-        if len(plan.chunks) > 1:
-            self.scheduler.isolate()
-            return
-        seq_id = plan.chunks[0].seq_id
-        for entry in [*self._requests.values()]:
-            for choice, open_id in [*entry.open.items()]:
-                if open_id == seq_id:
-                    self._end(entry, _failure(entry.request.id, choice, error))
+        """A step failed: the sequence that was alone in it is failed, several are tried one by one.
 
-    def _end(self, entry: OpenRequest, event: Event) -> None:
-        """Close a choice, if its reader has not done so meanwhile, and send its last event."""
-        seq_id = entry.open.pop(event.index, None)
-        if seq_id is None:
+        If the step also moved memory, of whomever, the sequence may not be to blame: it has some more tries.
+        """
+        self.metrics.num_failed_steps += 1
+        self.scheduler.isolate()  # before the sequence ends: nothing that it leaves may be found by others
+        if len(plan.chunks) != 1 or (choice := self._choices.get(plan.chunks[0].seq_id)) is None:
             return
+        choice.num_failures += 1
+        if not plan.moves or choice.num_failures >= MAX_TRIES:
+            self._fail(choice, error)
+
+    def _fail(self, choice: Choice, error: Exception) -> None:
+        seq = choice.sequence
+        self._end(choice, _failure(seq.request_id, seq.index, error))
+
+    def _end(self, choice: Choice, event: Event) -> None:
+        """Close a choice, if its reader has not done so meanwhile, and send its last event."""
+        entry, seq_id = choice.entry, choice.sequence.id
+        if self._choices.pop(seq_id, None) is None:
+            return
+        del entry.open[event.index]
         self.scheduler.cancel(seq_id)
+        self._ask(lambda speculation: speculation.forget(seq_id), None)
         if not entry.open:
             del self._requests[entry.request.id]
-        self._emit(entry, event)
+        self._emit(entry, self._last(choice, event))
+
+    def _last(self, choice: Choice, event: Event) -> Event:
+        """The last event of a choice, with its trace, which is kept and counted."""
+        assert event.finish_reason is not None
+        trace = choice.trace(self.clock(), event.finish_reason)
+        self.metrics.count_end(trace)
+        self.traces.append(trace)
+        trace_log.debug("%s", trace)
+        return replace(event, trace=trace, num_cached_tokens=trace.num_cached_tokens)
 
     def _emit(self, entry: OpenRequest, event: Event) -> None:
         try:

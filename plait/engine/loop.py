@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from plait.engine.core import Engine, OnEvent
+from prometheus_client import CollectorRegistry
+
+from plait.engine.choice import OnEvent
+from plait.engine.core import Engine
 from plait.errors import EngineError, QueueFull
 from plait.request import Request
 
 STALLED_S = 300.0  # a step of a large model on a slow CPU takes minutes; none takes longer than this
 JOIN_GRACE_S = 5.0  # a last step may still be running when the time to drain is over
+AUDIT_AFTER_S = 0.5  # of idleness: work that comes in bursts is not kept waiting by it
+RETRY_S = 0.001  # when there is work and nothing can be done: what it waits for is on its way
 Command = Callable[[], None]
+log = logging.getLogger("plait.engine")
 
 
 class EngineLoop:
@@ -23,7 +30,8 @@ class EngineLoop:
     Every method is safe from any thread. `num_rounds` grows with every step: while `has_work` and it stands
     still, the engine hangs, and after `STALLED_S` it is not `healthy`. If an exception escapes the engine,
     open requests end with it, `healthy` is False, and nothing is taken any more. `on_end` is called once, on
-    its own thread, when the last step is over.
+    its own thread, when the last step is over. Idle for a moment after work, it has the engine check its
+    books, once.
     """
 
     def __init__(
@@ -35,6 +43,7 @@ class EngineLoop:
         self._step_began: float | None = None
         self._wake = threading.Condition()
         self._commands: deque[Command] = deque()
+        self._is_audited = True
         self._arriving = 0
         self._closing = False
         self._drain_until = 0.0
@@ -49,6 +58,7 @@ class EngineLoop:
         Raises what `Engine.validate` raises, QueueFull, and EngineError if the engine is closed or dead.
         A refusal that only the engine can decide arrives as events with finish_reason "error".
         """
+        arrived = self.engine.clock()
         self.engine.validate(request)
         with self._wake:
             self._check_open()
@@ -58,7 +68,7 @@ class EngineLoop:
                     "try again later"
                 )
             self._arriving += 1
-            self._commands.append(lambda: self._submit(request, on_event))
+            self._commands.append(lambda: self._submit(request, on_event, arrived))
             self._wake.notify()
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
@@ -103,6 +113,11 @@ class EngineLoop:
         """The engine's numbers as they are now."""
         return self.engine.stats()
 
+    @property
+    def registry(self) -> CollectorRegistry:
+        """The engine's metrics, to be scraped from any thread and at any time."""
+        return self.engine.metrics.registry
+
     def _abandon(self) -> None:
         """At the end of the process: nobody closed it."""
         self.close(drain=False)
@@ -113,9 +128,9 @@ class EngineLoop:
         if self._closing:
             raise EngineError("the engine is closing and takes no more requests")
 
-    def _submit(self, request: Request, on_event: OnEvent) -> None:
+    def _submit(self, request: Request, on_event: OnEvent, arrived: float) -> None:
         try:
-            self.engine.submit(request, on_event)
+            self.engine.submit(request, on_event, arrived)
         except Exception as error:
             self.engine.refuse(request, on_event, error)
         finally:
@@ -126,9 +141,12 @@ class EngineLoop:
         try:
             while self._obey():
                 self._step_began = time.monotonic()
-                self.engine.step()
+                has_run = self.engine.step()
                 self._step_began = None
                 self.num_rounds += 1
+                self._is_audited = False
+                if not has_run and self.engine.has_work:
+                    time.sleep(RETRY_S)
             for request_id in self.engine.open_requests:
                 self.engine.cancel(request_id)
         except BaseException as error:
@@ -140,18 +158,35 @@ class EngineLoop:
     def _obey(self) -> bool:
         """Do what was asked since the last step, sleeping while there is nothing to do. False: stop."""
         while True:
-            with self._wake:
-                while not self._commands and not self.engine.has_work and not self._closing:
-                    self._wake.wait()
-                commands, self._commands = self._commands, deque()
+            commands = self._next_commands()
             for command in commands:
                 command()
+            if commands:
+                self._is_audited = False
             if self._closing and (not self.engine.has_work or time.monotonic() >= self._drain_until):
                 with self._wake:
                     if not self._commands:
                         return False
             elif self.engine.has_work:
                 return True
+
+    def _next_commands(self) -> deque[Command]:
+        """What was asked; waits for it while there is nothing else to do, and uses that time for an audit."""
+        with self._wake:
+            while not self._commands and not self.engine.has_work and not self._closing:
+                if not self._wake.wait(None if self._is_audited else AUDIT_AFTER_S):
+                    break
+            commands, self._commands = self._commands, deque()
+        if not commands and not self.engine.has_work and not self._closing:
+            self._audit()
+        return commands
+
+    def _audit(self) -> None:
+        self._is_audited = True
+        try:
+            self.engine.audit()
+        except Exception:  # the engine serves as before: what cannot be mended must not end what works
+            log.exception("the scheduler's books are wrong and could not be mended")
 
     def _die(self, error: BaseException) -> None:
         with self._wake:

@@ -108,9 +108,11 @@ class Metrics(Collector):
         self._step_tokens.observe(num_tokens)
 
     def count_first(self, num_tokens: int, seconds: float) -> None:
-        """The first tokens of a choice, so long after its arrival."""
+        """The first tokens of a choice, so long after its arrival; those guessed come with the first."""
         self.num_output_tokens += num_tokens
         self._first_token.observe(seconds)
+        if num_tokens > 1:
+            self._gap.observe(0.0, num_tokens - 1)
 
     def count_next(self, num_tokens: int, seconds: float) -> None:
         """More tokens of a choice, so long after those before them."""
@@ -154,7 +156,7 @@ class Metrics(Collector):
         yield _gauge(
             "plait_host_saved_bytes",
             "Memory of the host that holds the state of sequences swapped out.",
-            stats["num_saved_nbytes"],
+            stats["host_nbytes"],
         )
 
     def _counters(self, stats: Mapping[str, int]) -> Iterator[Metric]:

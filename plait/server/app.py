@@ -20,6 +20,7 @@ from plait.server import chat, completions, models, validate
 from plait.server.body import linger, read_object
 from plait.server.edge import Edge
 from plait.server.loading import Loading
+from plait.server.metrics import exposition
 from plait.server.problems import BodyTooLarge, http_problem, json_response, problem
 from plait.server.reply import Reply, respond
 from plait.server.schema import DetokenizeRequest, TokenizeRequest, field_names, present
@@ -40,6 +41,7 @@ def create_app(front: Front | Loading, config: ServerConfig) -> Starlette:
     routes = [
         _route("/health", service.health, "GET"),
         _route("/version", service.version, "GET"),
+        _route("/metrics", service.metrics, "GET"),
         _route("/v1/models", service.list_models, "GET"),
         _route("/v1/models/{id:path}", service.get_model, "GET"),
         _route("/v1/completions", service.generates(completions.plan, completions.FIELDS), "POST"),
@@ -66,6 +68,9 @@ class Service:
     async def health(self, request: Request) -> Response:
         status, body = self._loading.health()
         return json_response(body, status, {"Cache-Control": "no-store"})
+
+    async def metrics(self, request: Request) -> Response:
+        return await asyncio.to_thread(exposition, self._loading)
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": __version__})

@@ -1,135 +1,29 @@
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import pytest
 
-from plait.engine.core import Engine
 from plait.errors import CapacityError, ContextTooLong, EngineError, InvalidField, QueueFull
-from plait.memory import BlockGroup
-from plait.request import Event, Request, SamplingParams, TokenLogprobs
-from plait.schedule.allocation import Allocation
-from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
-from plait.schedule.scheduler import Limits, Scheduler
-
-BLOCK, VOCAB = 4, 97
-GROUPS = (BlockGroup("full", None, ("a",)), BlockGroup("window:6", 6, ("b",)))
-
-
-def digest(value: int, token: int) -> int:
-    return (value * 31 + token + 1) % 1_000_003
-
-
-def next_token(state: int, window: Sequence[int], last_full: Sequence[int], seed: int) -> int:
-    return (state + 7 * sum(window) + 13 * sum(last_full) + seed) % VOCAB
-
-
-def oracle(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
-    """What the model below says, from all the tokens at once."""
-    tokens = list(prompt)
-    for _ in range(count):
-        state = 0
-        for token in tokens:
-            state = digest(state, token)
-        tokens.append(next_token(state, tokens[-6:], tokens, seed))
-    return tokens[len(prompt) :]
-
-
-class HashModel:
-    """A model whose next token depends on every token, read back from paged memory and from its slot.
-
-    `breaks(chunk)` says whether a step with this chunk fails; it fails half-way, leaving rubbish behind.
-    """
-
-    def __init__(self, breaks: Callable[[Chunk], bool] = lambda chunk: False) -> None:
-        self.pages: dict[tuple[int, int], int] = {}
-        self.slots: dict[int, int] = {}
-        self.breaks = breaks
-        self.plans: list[Plan] = []
-
-    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
-        self.plans.append(plan)
-        for slot in plan.fresh:
-            self.slots[slot] = 0
-        rows, answers = iter(sampling.rows), []
-        for chunk in plan.chunks:
-            if self.breaks(chunk):
-                raise ZeroDivisionError("the chip is on fire")
-            for i, token in enumerate(chunk.token_ids):
-                for g, table in enumerate(chunk.blocks):
-                    p = chunk.start + i
-                    self.pages[g, table[p // BLOCK] * BLOCK + p % BLOCK] = token
-                self.slots[chunk.slot] = digest(self.slots[chunk.slot], token)
-            if chunk.num_logits:
-                row = next(rows)
-                targets = tuple(TokenLogprobs(t, -1.0) for t in row.prompt_targets)
-                token_ids = (self._token(chunk, row.seed),) if row.num_samples else ()
-                answers.append(Sampled(token_ids, None, targets))
-        return answers
-
-    def _token(self, chunk: Chunk, seed: int) -> int:
-        everything = self._read(chunk, 0, 0)
-        return next_token(
-            self.slots[chunk.slot], self._read(chunk, 1, max(chunk.end - 6, 0)), everything, seed
-        )
-
-    def _read(self, chunk: Chunk, group: int, first: int) -> list[int]:
-        table = chunk.blocks[group]
-        return [self.pages[group, table[p // BLOCK] * BLOCK + p % BLOCK] for p in range(first, chunk.end)]
-
-
-class Reader:
-    """Collects the events of many requests."""
-
-    def __init__(self) -> None:
-        self.events: dict[tuple[str, int], list[Event]] = {}
-
-    def __call__(self, event: Event) -> None:
-        self.events.setdefault((event.request_id, event.index), []).append(event)
-
-    def tokens(self, request_id: str, index: int = 0) -> list[int]:
-        return [t for e in self.events.get((request_id, index), []) for t in e.token_ids]
-
-    def ends(self, request_id: str) -> list[str]:
-        reasons = [e.finish_reason for (r, _), es in self.events.items() if r == request_id for e in es]
-        return [reason for reason in reasons if reason]
-
-
-def engine(
-    model: Any = None, *, blocks: int = 200, length: int = 100, causal: bool = True, **limits: Any
-) -> Engine:
-    options = dict(max_num_seqs=4, max_num_batched_tokens=16, max_waiting=100) | limits
-    rules = Limits(max_model_len=length, causal=causal, **options)
-    memory = Allocation(
-        GROUPS,
-        [blocks] * 2,
-        BLOCK,
-        num_slots=rules.max_num_seqs + 1,
-        max_step_len=rules.max_num_batched_tokens,
-        trims=causal,
-    )
-    return Engine(model or HashModel(), Scheduler(rules, memory), vocab_size=VOCAB, max_model_len=length)
-
-
-def request(name: str, prompt: Sequence[int], stops: frozenset[int] = frozenset(), **params: Any) -> Request:
-    settings = dict(max_tokens=5, temperature=0.0, top_p=1.0, top_k=0, seed=0) | params
-    return Request(name, tuple(prompt), SamplingParams(**settings), stops)
-
-
-def finish(e: Engine) -> None:
-    while e.step():
-        e.scheduler.check()
-    assert not e.open_requests
-    stats = e.stats()
-    assert stats["num_free_blocks"] == stats["num_blocks"]
-    assert stats["num_free_slots"] == stats["num_slots"]
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 50))] for _ in range(count)]
+from plait.request import Event
+from plait.schedule.costs import StepCosts
+from plait.schedule.plan import CopyBlock, CopySlot, Load, Plan, Sampled, SamplingBatch, Save
+from plait.schedule.speculate import Speculation, Wanted
+from tests.engine.hash_model import (
+    HOST,
+    VOCAB,
+    HashModel,
+    Reader,
+    engine,
+    finish,
+    oracle,
+    prompts,
+    request,
+)
 
 
 @pytest.mark.parametrize("budget", [4, 7, 16, 1000])
@@ -398,3 +292,181 @@ def test_a_dead_engine_tells_everybody() -> None:
     e.fail_all(EngineError("gone"))
     assert reader.ends("r") == ["error", "error"]
     assert not e.open_requests
+
+
+def test_a_sequence_that_always_fails_where_memory_is_moved_is_not_tried_for_ever() -> None:
+    e, reader = engine(HashModel(moves_break=lambda plan: bool(plan.moves))), Reader()
+    e.submit(request("long", range(60)), reader)
+    e.submit(request("short", [5]), reader)
+    finish(e)
+    assert isinstance(reader.last("long").error, EngineError)
+    assert "out of memory" in str(reader.last("long").error)
+    assert reader.tokens("short") == oracle([5], 5)
+
+
+def test_a_sequence_that_failed_leaves_nothing_for_others_to_find() -> None:
+    e, reader = engine(HashModel(lambda chunk: chunk.start > 20)), Reader()
+    e.submit(request("bad", range(40)), reader)
+    finish(e)
+    assert reader.ends("bad") == ["error"]
+    assert e.stats()["num_cached_blocks"] == e.stats()["num_snapshots"] == 0
+    assert e.metrics.num_failed_steps > 0
+    assert e.metrics.registry.get_sample_value("plait_requests_total", {"finish_reason": "error"}) == 1
+
+
+@pytest.mark.parametrize("kinds", [(Save, Load), (Save, Load, CopySlot, CopyBlock)])
+def test_moves_that_fail_are_nobodys_fault(kinds: Any) -> None:
+    """Every seventh plan that moves memory so fails, and no reply suffers."""
+    seen = count()
+
+    def breaks(plan: Plan) -> bool:
+        moves = any(isinstance(move, kinds) for move in plan.moves)
+        return moves and next(seen) % 7 == 0
+
+    model = HashModel(moves_break=breaks)
+    e, reader = engine(model, blocks=26, length=70, cache=HOST, max_num_seqs=3), Reader()
+    given = prompts(8)
+    for i, prompt in enumerate(given):
+        e.submit(request(f"r{i}", prompt, max_tokens=20), reader)
+    finish(e)
+    assert e.metrics.num_failed_steps > 0
+    for i, prompt in enumerate(given):
+        assert reader.tokens(f"r{i}") == oracle(prompt, 20)
+
+
+class Costs(StepCosts):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+        self.moved: list[int] = []
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        self.steps.append(num_tokens)
+        super().observe(num_tokens, seconds)
+
+    def observe_moved(self, nbytes: int, seconds: float) -> None:
+        self.moved.append(nbytes)
+        super().observe_moved(nbytes, seconds)
+
+
+def test_texts_are_the_same_when_sequences_are_swapped_out_and_in_and_costs_are_learned() -> None:
+    costs = Costs()
+    costs.moved_s = lambda nbytes: 0.0  # type: ignore[method-assign]
+    e, reader = engine(blocks=26, length=70, cache=HOST, costs=costs), Reader()
+    given = prompts(20)
+    for i, prompt in enumerate(given):
+        e.submit(request(f"r{i}", prompt, max_tokens=20), reader)
+    finish(e)
+    for i, prompt in enumerate(given):
+        assert reader.tokens(f"r{i}") == oracle(prompt, 20)
+    assert e.stats()["num_swaps"] > 0
+    plans = e.runner.plans  # type: ignore[attr-defined]
+    saves = [any(type(move).__name__ in {"Save", "Load"} for move in plan.moves) for plan in plans]
+    assert len(costs.moved) == sum(saves) > 0
+    assert all(nbytes > 0 for nbytes in costs.moved)
+    assert costs.steps == [plan.num_tokens for plan, moves in zip(plans, saves, strict=True) if not moves]
+    assert e.metrics.num_steps == len(plans)
+    assert sum(trace.num_preemptions for trace in e.traces) == e.stats()["num_preemptions"]
+
+
+class Teacher:
+    """Guesses from the oracle's text; every so many tokens it is wrong. `forgotten`: ids that ended."""
+
+    def __init__(self, prompts: Mapping[int, Sequence[int]], wrong_every: int) -> None:
+        self.texts = {seq_id: [*p, *oracle(p, 40)] for seq_id, p in prompts.items()}
+        self.wrong_every, self.forgotten = wrong_every, list[int]()
+
+    def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]:
+        found = {}
+        for one in wanted:
+            start = len(one.token_ids)
+            text = self.texts[one.seq_id][start : start + one.limit]
+            found[one.seq_id] = tuple(
+                (t + 1) % VOCAB if (start + i) % self.wrong_every == 0 else t for i, t in enumerate(text)
+            )
+        return found
+
+    def forget(self, seq_id: int) -> None:
+        self.forgotten.append(seq_id)
+
+
+def speculating(given: Sequence[Sequence[int]], wrong_every: int, **limits: Any) -> tuple[Any, Teacher]:
+    costs = StepCosts()
+    teacher = Teacher(dict(enumerate(given, 1)), wrong_every)
+    speculation = Speculation(teacher, costs, 4, replays=True)
+    e = engine(costs=costs, options={"speculation": speculation}, slots=10, **limits)
+    e.scheduler.costs = costs
+    costs.observe = lambda num_tokens, seconds: None  # type: ignore[method-assign]  # costs stay unknown
+    return e, teacher
+
+
+@pytest.mark.parametrize("wrong_every", [2, 3, 5, 1000])
+def test_texts_are_the_same_when_tokens_are_guessed_ahead(wrong_every: int) -> None:
+    given = prompts(6)
+    (e, teacher), reader = speculating(given, wrong_every), Reader()
+    for i, prompt in enumerate(given):
+        e.submit(request(f"r{i}", prompt, max_tokens=25), reader)
+    finish(e)
+    for i, prompt in enumerate(given):
+        assert reader.tokens(f"r{i}") == oracle(prompt, 25)
+        assert reader.ends(f"r{i}") == ["length"]
+    assert sorted(teacher.forgotten) == [1, 2, 3, 4, 5, 6]
+    metrics = e.metrics
+    assert metrics.num_output_tokens == 25 * 6
+    assert metrics.num_drafted_tokens == sum(trace.num_drafted_tokens for trace in e.traces) > 0
+    assert metrics.num_accepted_tokens == sum(trace.num_accepted_tokens for trace in e.traces)
+    assert metrics.num_accepted_tokens < metrics.num_drafted_tokens or wrong_every == 1000
+    assert metrics.registry.get_sample_value("plait_inter_token_latency_seconds_count") == 24 * 6
+    if wrong_every == 1000:
+        assert metrics.num_accepted_tokens > 0
+        assert max(len(event.token_ids) for event in reader.events["r0", 0]) > 1
+
+
+@pytest.mark.parametrize("cut", range(6))
+def test_an_end_inside_a_right_guess_cuts_the_rest(cut: int) -> None:
+    prompt = [3, 1, 4]
+    expected = oracle(prompt, 20)
+    stop = expected[8 + cut]
+    first = expected.index(stop)
+    (e, _), reader = speculating([prompt], 1000), Reader()
+    e.submit(request("r", prompt, frozenset({stop}), max_tokens=20), reader)
+    finish(e)
+    assert reader.tokens("r") == expected[:first]
+    assert (reader.last("r").finish_reason, reader.last("r").stop_token_id) == ("stop", stop)
+    assert e.traces[-1].num_output_tokens == first
+
+
+def test_speculation_that_fails_is_switched_off_and_costs_no_reply(caplog: pytest.LogCaptureFixture) -> None:
+    given = prompts(3)
+    (e, teacher), reader = speculating(given, 1000), Reader()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the draft model is gone")
+
+    teacher.forget = broken  # type: ignore[method-assign,assignment]
+    for i, prompt in enumerate(given):
+        e.submit(request(f"r{i}", prompt, max_tokens=4 + i), reader)
+    with caplog.at_level(logging.ERROR, "plait.engine"):
+        finish(e)
+    for i, prompt in enumerate(given):
+        assert reader.tokens(f"r{i}") == oracle(prompt, 4 + i)
+    assert e.speculation is None
+    assert ["speculation failed" in r.getMessage() for r in caplog.records] == [True]
+
+
+def test_wrong_books_are_mended_told_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    e, reader = engine(), Reader()
+    assert e.audit() == []
+    e.submit(request("r", range(20)), reader)
+    e.step()
+    e.scheduler.memory.pools.blocks[0].take(3)  # held by nobody
+    with caplog.at_level(logging.ERROR, "plait.engine"):
+        assert e.audit()
+    assert e.metrics.num_repairs == 1
+    assert any("books were wrong" in r.getMessage() for r in caplog.records)
+    e.scheduler.check()
+    finish(e)
+    assert reader.tokens("r") == oracle(range(20), 5)
+    assert e.audit() == []

@@ -20,7 +20,7 @@ STATS = dict(
     num_slots=8,
     num_free_slots=1,
     num_snapshots=4,
-    num_saved_nbytes=4096,
+    host_nbytes=4096,
     num_preemptions=5,
     num_swaps=2,
 )

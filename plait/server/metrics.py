@@ -1,0 +1,20 @@
+"""GET /metrics: the engine's numbers in Prometheus's text format."""
+
+from __future__ import annotations
+
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import Response
+
+from plait.server.loading import Loading
+from plait.server.problems import NotReady
+
+
+def exposition(loading: Loading) -> Response:
+    """The numbers as they are now; also while the server stops, for requests still run then.
+
+    Raises NotReady while the model loads: there is no engine that could have any.
+    """
+    if loading.front is None:
+        raise NotReady("the model is loading, and has no metrics yet; /health says how far it is")
+    text = generate_latest(loading.front.loop.registry)
+    return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST, "Cache-Control": "no-store"})

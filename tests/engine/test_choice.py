@@ -1,0 +1,201 @@
+"""What is known of a request's life: its trace, and how far it got when its time was over."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from plait.engine.core import NUM_TRACES, Engine
+from plait.errors import CapacityError, DeadlineExceeded, EngineError
+from plait.request import Event
+from plait.schedule.plan import Plan, Sampled, SamplingBatch
+from tests.engine.hash_model import HashModel, Reader, engine, finish, oracle, request
+
+SHARED = [5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Timed(HashModel):
+    """Takes a second for every step."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+        self.clock.now += 1.0
+        return super().execute(plan, sampling)
+
+
+def timed(**options: Any) -> tuple[Engine, Clock, Reader]:
+    clock = Clock()
+    return engine(Timed(clock), options={"clock": clock}, **options), clock, Reader()
+
+
+def test_the_last_event_tells_where_the_time_went() -> None:
+    e, _, reader = timed(max_num_seqs=1)
+    e.submit(request("first", [1, 2, 3]), reader)
+    e.submit(request("second", [4, 5]), reader, 99.0)
+    finish(e)
+    assert [event.trace for event in reader.events["second", 0][:-1]] == [None] * 4
+    trace = reader.last("second").trace
+    assert trace is not None
+    assert (trace.request_id, trace.index, trace.finish_reason) == ("second", 0, "length")
+    times = (trace.arrival_s, trace.first_scheduled_s, trace.first_token_s, trace.finish_s)
+    assert times == (99.0, 105.0, 106.0, 110.0)
+    assert (trace.num_prompt_tokens, trace.num_output_tokens, trace.num_steps) == (2, 5, 5)
+    assert (trace.num_preemptions, trace.num_drafted_tokens, trace.num_accepted_tokens) == (0, 0, 0)
+    assert [t.request_id for t in e.traces] == ["first", "second"]
+    sample = e.metrics.registry.get_sample_value
+    assert sample("plait_queue_time_seconds_sum") == 6.0
+    assert sample("plait_time_to_first_token_seconds_sum") == 1.0 + 7.0
+    assert sample("plait_inter_token_latency_seconds_sum") == 8.0
+    assert sample("plait_request_latency_seconds_sum") == 5.0 + 11.0
+    assert sample("plait_step_seconds_sum") == sample("plait_steps_total") == 10.0
+
+
+def test_every_choice_has_a_trace_of_its_own() -> None:
+    e, _, reader = timed()
+    e.submit(request("r", [1, 2, 3], n=3), reader)
+    finish(e)
+    assert [reader.last("r", i).trace.index for i in range(3)] == [0, 1, 2]
+    assert e.metrics.registry.get_sample_value("plait_requests_total", {"finish_reason": "length"}) == 3
+    assert e.metrics.registry.get_sample_value("plait_prompt_tokens_total") == 3
+
+
+def test_what_was_known_already_is_told_with_every_event() -> None:
+    e, _, reader = timed()
+    e.submit(request("a", SHARED), reader)
+    finish(e)
+    e.submit(request("b", [*SHARED, 50, 51]), reader)
+    e.submit(request("salted", [*SHARED, 50, 51], more={"cache_salt": "other"}), reader)
+    finish(e)
+    assert {event.num_cached_tokens for event in reader.events["b", 0]} == {16}
+    trace, salted = reader.last("b").trace, reader.last("salted").trace
+    assert trace is not None
+    assert salted is not None
+    assert trace.num_cached_tokens == 16
+    assert (salted.num_cached_tokens, salted.miss_cause) == (0, "new")
+    assert reader.tokens("b") == reader.tokens("salted") == oracle([*SHARED, 50, 51], 5)
+    assert e.metrics.num_cached_tokens == 16
+    assert e.metrics.registry.get_sample_value("plait_prefix_cache_lookups_total", {"cause": "new"}) == 2
+
+
+def test_a_request_that_was_never_run_says_so() -> None:
+    e, clock, reader = timed()
+    e.submit(request("r", [1]), reader)
+    clock.now += 3
+    e.cancel("r")
+    trace = reader.last("r").trace
+    assert trace is not None
+    assert (trace.first_scheduled_s, trace.first_token_s, trace.num_steps) == (None, None, 0)
+    assert trace.finish_s - trace.arrival_s == 3
+    assert trace.finish_reason == "cancelled"
+
+
+def test_a_dead_engine_leaves_traces_too() -> None:
+    e, _, reader = timed()
+    e.submit(request("r", [1]), reader)
+    e.step()
+    e.fail_all(EngineError("gone"))
+    assert reader.last("r").trace is e.traces[-1]
+    assert e.traces[-1].finish_reason == "error"
+
+
+def test_traces_are_kept_for_a_while_and_logged_without_what_was_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    e, _, reader = timed()
+    with caplog.at_level(logging.DEBUG, "plait.trace"):
+        for i in range(NUM_TRACES + 3):
+            e.submit(request(f"r{i}", [91, 92, 93], max_tokens=1), reader)
+            finish(e)
+    assert len(e.traces) == NUM_TRACES
+    assert e.traces[0].request_id == "r3"
+    records = [r.getMessage() for r in caplog.records if r.name == "plait.trace"]
+    assert len(records) == NUM_TRACES + 3
+    assert "request_id='r7'" in records[7]
+    assert not any("91" in text or "token_ids" in text for text in records[:80])
+
+
+def limited(name: str, timeout_s: float, prompt: Any = (1, 2, 3), **params: Any) -> Any:
+    return request(name, prompt, more={"timeout_s": timeout_s}, **params)
+
+
+def refusal(event: Event) -> str:
+    assert event.finish_reason == "error"
+    assert isinstance(event.error, DeadlineExceeded)
+    assert isinstance(event.error, CapacityError)
+    assert event.error.status == 504
+    assert event.error.code == "deadline_exceeded"
+    return str(event.error)
+
+
+def test_a_deadline_ends_a_reply_and_what_was_said_stays_said() -> None:
+    e, _, reader = timed()
+    e.submit(limited("late", 2.5, max_tokens=50), reader)
+    e.submit(request("other", [7], max_tokens=9), reader)
+    finish(e)
+    text = refusal(reader.last("late"))
+    assert "timeout_s (2.5 s)" in text
+    assert "3 tokens were generated until then and have been delivered" in text
+    assert reader.tokens("late") == oracle([1, 2, 3], 3)
+    assert reader.tokens("other") == oracle([7], 9)
+    assert e.traces[0].finish_reason == "error"
+
+
+def test_a_deadline_ends_a_request_that_still_waits() -> None:
+    e, _, reader = timed(max_num_seqs=1)
+    e.submit(request("first", [1], max_tokens=20), reader)
+    e.submit(limited("late", 3), reader)
+    finish(e)
+    assert "it was still waiting for its turn" in refusal(reader.last("late"))
+    assert e.traces[0].finish_s == 103.0
+    assert reader.tokens("first") == oracle([1], 20)
+
+
+def test_a_deadline_ends_a_request_while_its_prompt_is_computed() -> None:
+    e, _, reader = timed(max_num_batched_tokens=4)
+    e.submit(limited("late", 2, list(range(40))), reader)
+    finish(e)
+    assert "its prompt of 40 tokens was still being computed" in refusal(reader.last("late"))
+
+
+def test_a_deadline_is_for_every_choice_and_counts_from_the_arrival() -> None:
+    e, clock, reader = timed(max_num_seqs=1)
+    e.submit(limited("r", 5, n=3), reader, clock.now - 5)
+    assert e.step()
+    assert not e.step()
+    assert reader.ends("r") == ["error"] * 3
+    assert not e.open_requests
+    assert not e.has_work
+
+
+def test_who_is_done_in_time_never_hears_of_it() -> None:
+    e, _, reader = timed()
+    e.submit(limited("r", 5.5), reader)
+    finish(e)
+    assert reader.ends("r") == ["length"]
+
+
+def test_a_reader_may_cancel_the_others_when_one_choice_expires() -> None:
+    e, clock, seen = engine(), Clock(), []
+    e.clock = clock
+
+    def on_event(event: Event) -> None:
+        seen.append((event.index, event.finish_reason))
+        e.cancel("r")
+
+    e.submit(limited("r", 1, n=2), on_event)
+    clock.now += 2
+    finish(e)
+    assert sorted(seen) == [(0, "error"), (1, "cancelled")]
