@@ -31,8 +31,7 @@ class ReasoningFormat:
     def starts_open(self, prompt: str) -> bool:
         """Whether a prompt, decoded with its control tokens, ends inside a block of thinking.
 
-        The last opening marker decides: nothing but white space may follow it, for a marker further up
-        belongs to an earlier message or is only spoken of.
+        Only white space may follow the opening marker: further up it belongs to another message.
         """
         return any(prompt.rstrip().endswith(pair.opening) for pair in self.pairs)
 

@@ -66,6 +66,10 @@ class Cursor:
                 return False
             yield
 
+    def is_cut(self, literal: str) -> bool:
+        """Whether the text ends here, inside `literal`."""
+        return self.ended and literal.startswith(self.text[self.at :])
+
     def skip(self, literal: str) -> Reading[bool]:
         """Takes `literal` if it comes next; says whether it did."""
         found = yield from self.sees(literal)

@@ -149,6 +149,8 @@ def _raw(cursor: Cursor, sink: Sink) -> Reading[bool]:
         for closing in ("\n</parameter>", "</parameter>") if char in "\n<" else ():
             if (yield from cursor.skip(closing)):
                 return True
+            if cursor.is_cut(closing):
+                return False
         sink(cursor.run(_PLAIN) or cursor.take(1))
     return False
 
@@ -165,8 +167,12 @@ def converted(text: str, types: frozenset[str]) -> str:
     if is_json(bare):
         return bare
     pieces: list[str] = []
-    as_python = read_whole(bare, lambda cursor: python_value(cursor, pieces.append))
+    as_python = read_whole(bare + " ", lambda cursor: _python(cursor, pieces.append))
     return "".join(pieces) if as_python else json.dumps(text, ensure_ascii=False)
+
+
+def _python(cursor: Cursor, sink: Sink) -> Reading[bool]:
+    return (yield from python_value(cursor, sink)) and (yield from cursor.skip(" "))
 
 
 def _types(schema: Mapping[str, Any], key: str) -> frozenset[str]:

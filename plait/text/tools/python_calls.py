@@ -157,7 +157,7 @@ def _item(cursor: Cursor, sink: Sink, closers: list[str]) -> Reading[bool | None
     if char and char in "'\"":
         return False if (yield from _string(cursor, sink)) else None
     atom = yield from cursor.ahead(_ATOM)
-    text = _number(atom)
+    text = "" if cursor.is_cut(atom) else _number(atom)  # at the end of the text it may lack its own end
     if not text:
         return None
     cursor.take(len(atom))
@@ -196,7 +196,7 @@ def _string(cursor: Cursor, sink: Sink) -> Reading[bool]:
     sink('"')
     while not (yield from cursor.skip(end)):
         char = yield from cursor.peek()
-        if not char:
+        if cursor.is_cut(end):
             return False
         if char != "\\":
             sink(_escaped(cursor.run(_PLAIN) or cursor.take(1)))

@@ -1,0 +1,125 @@
+"""Thinking is told apart from content however the text is cut, and calls inside it are thinking too."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.errors import ConfigError
+from plait.text.reasoning import REASONING, reasoning_format
+from plait.text.tools import OutputParser, Reasoning
+from tests.text.replies import Read, gathered, parser, pieces, read_every_way
+
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+THOUGHT = st.text(alphabet="ab <>/\nthink", max_size=20).filter(lambda t: "</think>" not in t)
+CUTS = st.lists(st.integers(0, 100), max_size=6)
+
+
+def think(text: str, *, starts_open: bool = False) -> Read:
+    return read_every_way("hermes", text, reasoning=REASONING["think"], starts_open=starts_open)
+
+
+@given(THOUGHT, st.sampled_from(["", "Hi.", "a < b"]), CUTS, st.booleans())
+def test_thinking_and_content_are_apart_however_they_are_cut(
+    thought: str, answer: str, cuts: list[int], starts_open: bool
+) -> None:
+    reader = OutputParser(reasoning=REASONING["think"], starts_open=starts_open)
+    text = f"{'' if starts_open else '<think>'}\n{thought}\n</think>\n\n{answer}"
+    found = gathered([*(d for part in pieces(text, cuts) for d in reader.push(part)), *reader.finish()])
+    assert found.reasoning == thought.strip(" \t\r\n")
+    assert found.content == answer
+    assert reader.num_reasoning_chars == len(found.reasoning)
+
+
+@pytest.mark.parametrize("name", REASONING)
+def test_every_family_has_its_markers(name: str) -> None:
+    for pair in REASONING[name].pairs:
+        reader = OutputParser(reasoning=REASONING[name])
+        found = gathered([*reader.push(f"{pair.opening}why{pair.closing}so"), *reader.finish()])
+        assert (found.reasoning, found.content) == ("why", "so")
+        assert {pair.opening, pair.closing} <= reader.markers == REASONING[name].markers
+
+
+def test_a_call_after_thinking_is_a_call_and_one_inside_it_is_thinking() -> None:
+    found = think(f"<think>maybe {CALL}?</think>\n{CALL}")
+    assert found.reasoning == f"maybe {CALL}?"
+    assert (found.calls, found.content) == ([("f", {})], "")
+
+
+def test_markers_of_thinking_inside_arguments_stay_there() -> None:
+    found = think('<tool_call>{"name": "f", "arguments": {"a": "<think>x</think>"}}</tool_call>')
+    assert found.calls == [("f", {"a": "<think>x</think>"})]
+    assert found.reasoning == ""
+
+
+def test_a_bare_call_may_follow_thinking() -> None:
+    text = '<think>x</think>\n\n{"name": "f", "parameters": {}}'
+    assert read_every_way("llama_json", text, reasoning=REASONING["think"]).calls == [("f", {})]
+
+
+def test_thinking_that_the_token_limit_cuts_is_thinking_to_its_end() -> None:
+    found = think("still at </thi", starts_open=True)
+    assert (found.reasoning, found.content) == ("still at </thi", "")
+    assert think("<think>word ").reasoning == "word "
+
+
+def test_a_closing_marker_without_an_opening_one_is_content() -> None:
+    assert think("a </think> b").content == "a </think> b"
+
+
+def test_blocks_of_thinking_are_numbered() -> None:
+    reader = OutputParser(reasoning=REASONING["agent"])
+    told = [*reader.push("<|think|>a<|/think|>b<|plan|>c<|/plan|>"), *reader.finish()]
+    assert [d for d in told if isinstance(d, Reasoning)] == [Reasoning("a", 0), Reasoning("c", 1)]
+
+
+def test_tokens_and_characters_of_thinking_are_counted_for_a_budget() -> None:
+    reader = parser("hermes", reasoning=REASONING["think"])
+    for token in ("<think>", "one", " two", " ", "</think>", "three"):
+        reader.push(token)
+    assert (reader.num_reasoning_tokens, reader.num_reasoning_chars) == (4, len("one two"))
+    assert not reader.is_reasoning
+    reader = OutputParser(reasoning=REASONING["think"], starts_open=True)
+    assert reader.is_reasoning
+    reader.push("a b", num_tokens=2)
+    assert reader.num_reasoning_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "name"),
+    [
+        ("{% if '</think>' in content %}", (), "think"),
+        ("[THINK]...[/THINK]", (), "mistral"),
+        ("{{ messages }}", ("<think>", "</think>"), "think"),
+        ("{{ messages }}", ("<think>",), None),
+        ("", ("<|think|>", "<|/think|>", "<|plan|>", "<|/plan|>"), "agent"),
+        ("{{ messages }}", (), None),
+    ],
+)
+def test_the_markers_are_found_in_the_template_then_in_the_vocabulary(
+    template: str, tokens: tuple[str, ...], name: str | None
+) -> None:
+    found = reasoning_format(template, tokens)
+    assert (found and found.name) == name
+
+
+def test_a_reasoning_format_can_be_named_or_refused() -> None:
+    assert reasoning_format("<think></think>", (), "mistral") is REASONING["mistral"]
+    assert reasoning_format("<think></think>", (), "none") is None
+    with pytest.raises(ConfigError, match="'deep' is not known; there are think, agent"):
+        reasoning_format("", (), "deep")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_open"),
+    [
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("<|im_start|>assistant\n", False),
+        ("what is <think>?<|im_start|>assistant\n", False),
+        ("", False),
+    ],
+)
+def test_a_prompt_that_ends_with_an_opening_marker_starts_open(prompt: str, is_open: bool) -> None:
+    assert REASONING["think"].starts_open(prompt) is is_open
