@@ -172,7 +172,7 @@ class Rows:
         if not index:
             return []
         if self._arrays is None:
-            return [_pinned(tensor[list(index)]) for tensor in self._tensors]
+            return [_to_host(tensor[list(index)]) for tensor in self._tensors]
         return [torch.from_numpy(array.take(index, 0)) for array in self._arrays]
 
     def load(self, index: Sequence[int], saved: Sequence[Tensor]) -> None:
@@ -212,9 +212,10 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(rows, width).view(torch.uint8)
 
 
-def _pinned(tensor: Tensor) -> Tensor:
-    """A copy in host memory that the device reads and writes directly; the copy may still be on its way."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, which a GPU reads and writes directly: it may still be on its way."""
+    found = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return found.copy_(tensor, non_blocking=True)
 
 
 def dtype_of(name: str, model: torch.dtype) -> torch.dtype:

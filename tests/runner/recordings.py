@@ -105,11 +105,11 @@ def loaded(folder: Path, **options: Any) -> Iterator[Loaded]:
         made.front.close(drain=False)
 
 
-def memory(model: Loaded) -> StateStore:
-    """Room for the walk, of its own."""
+def memory(model: Loaded, num_slots: int = SEQS + 2, length: int = LONGEST) -> StateStore:
+    """Room for as many sequences of this length as a walk has, of its own."""
     states, dtype = model.runner.decoder.states, model.target.dtype
-    blocks = {group.name: 2 + SEQS * LONGEST // BLOCK for group in model.runner.groups}
-    return StateStore(states, blocks, SEQS + 2, model.runner.store.block_size, torch.device("cpu"), dtype)
+    blocks = {group.name: 2 + SEQS * -(-length // BLOCK) for group in model.runner.groups}
+    return StateStore(states, blocks, num_slots, model.runner.store.block_size, torch.device("cpu"), dtype)
 
 
 def walk(groups: Sequence[BlockGroup], vocab_size: int) -> Iterator[Plan]:

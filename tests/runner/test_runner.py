@@ -1,0 +1,248 @@
+"""Plans that verify drafts and move memory: every row of logits is the one of a plain decode, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.engine.load import Loaded
+from plait.memory import has_slots
+from plait.runner.graphs import Capacity
+from plait.runner.runner import ModelRunner
+from plait.schedule.plan import (
+    Chunk,
+    CopyBlock,
+    CopySlot,
+    Drop,
+    Load,
+    Move,
+    Plan,
+    Sampled,
+    SamplingBatch,
+    Save,
+)
+from tests.runner.recordings import BLOCK, SEQS, loaded, memory
+from tests.runner.test_graphs import checkpoints as checkpoints
+from tests.runner.test_graphs import folder_of, options_of
+
+# Shared heads, windows alone and beside full attention, MLA with experts, Mamba1, 2 and 3, hybrids of them.
+NAMES = (
+    "llama", "mistral", "gemma3", "deepseek_v3", "mamba2", "bamba", "nemotron_h",
+    "oxidizr_hybrid", "oxidizr_mamba1", "oxidizr_mamba3_mimo_conv",
+)  # fmt: skip
+MOST = 9  # tokens of a later chunk
+
+
+class Keeper:
+    """A sampler that keeps the logits."""
+
+    def __init__(self) -> None:
+        self.logits = torch.empty(0)
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
+        self.logits = logits.clone()
+        return []
+
+
+@dataclass
+class Life:
+    """A sequence: what it says, the logits after each token, and where its memory is."""
+
+    ids: tuple[int, ...]
+    want: Tensor
+    tables: list[list[int]] = field(default_factory=list)
+    slot: int = 0
+    done: int = 0
+    saved: int = 0
+
+
+class World:
+    """Sequences that are swapped, moved and guessed wrongly, beside each other in one memory."""
+
+    def __init__(self, model: Loaded, seed: int, length: int, piece: int) -> None:
+        """Each of `length` tokens, of which the first step takes up to `piece`."""
+        self.rng, self.model = random.Random(seed), model
+        engine, decoder = model.runner, model.runner.decoder
+        self.keeper, self.groups = Keeper(), engine.groups
+        self.length, self.piece = length, piece
+        num_blocks, num_slots = -(-length // BLOCK), 2 * SEQS + 2
+        tokens = SEQS * max(piece, MOST)
+        sizes = Capacity(tokens, tokens + 1, SEQS, num_blocks)
+        store = memory(model, num_slots, length)
+        sampler: Any = self.keeper
+        self.runner = ModelRunner(
+            decoder, store, sampler, engine.device, executor=engine.executor, capacity=sizes
+        )
+        self.has_slots = has_slots(decoder.states)
+        self.free = [self._shuffled(SEQS * num_blocks + 2) for _ in self.groups]
+        self.slots = self._shuffled(num_slots)
+        self.handles, self.moves = 0, list[Move]()
+        self.counts: dict[str, int] = {}
+        vocab = decoder.spec.vocab_size
+        self.lives = []
+        for _ in range(SEQS):
+            ids = tuple(self.rng.randrange(1, vocab) for _ in range(length))
+            self.lives.append(Life(ids, self._decoded(ids)))
+
+    def _shuffled(self, count: int) -> list[int]:
+        return self.rng.sample(range(1, count), count - 1)
+
+    def _decoded(self, ids: tuple[int, ...]) -> Tensor:
+        """Logits after each token, which are given one by one."""
+        tables = tuple(tuple(range(1, -(-self.length // BLOCK) + 1)) for _ in self.groups)
+        rows = []
+        for i, token in enumerate(ids):
+            plan = Plan(0, (Chunk(0, i, (token,), tables, 1, 1),), fresh=() if i else (1,))
+            self.runner.execute(plan, SamplingBatch(()))
+            rows.append(self.keeper.logits)
+        return torch.cat(rows)
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def step(self) -> None:
+        """One plan, and its logits compared."""
+        self.moves, chunks, wanted, fresh = [], [], [], []
+        for life in self.rng.sample(self.lives, SEQS):
+            self._move(life)
+            if life.saved or life.done == self.length or self.rng.random() < 0.1:
+                continue
+            if life.done == 0 and self.has_slots:
+                life.slot = life.slot or self.slots.pop()
+                fresh.append(life.slot)
+            chunk, good, scratch = self._chunk(life)
+            chunks.append(chunk)
+            wanted.append((life, chunk, good, scratch))
+        plan = Plan(0, tuple(chunks), tuple(self.moves), tuple(fresh))
+        self.runner.execute(plan, SamplingBatch(()))
+        row = 0
+        for life, chunk, good, scratch in wanted:
+            got = self.keeper.logits[row : row + chunk.num_logits]
+            row += chunk.num_logits
+            assert torch.equal(got[:good], life.want[chunk.start : chunk.start + good]), chunk
+            self._settle(life, chunk.start + good, scratch)
+
+    def _chunk(self, life: Life) -> tuple[Chunk, int, int]:
+        """(the chunk, how many of its tokens are right, the slot to go back to after a wrong guess)."""
+        count = self.rng.choice((1, 1, 2, 5, MOST)) if life.done else self.rng.randint(1, self.piece)
+        count = min(count, self.length - life.done)
+        good, ids, scratch = count, list(life.ids[life.done : life.done + count]), 0
+        if life.done and count > 1 and self.rng.random() < 0.5:
+            good = self.rng.randrange(1, count)
+            ids[good] = 1 + ids[good] % 7  # never the same
+            self.count("wrong guesses")
+            if life.slot:
+                scratch = self.slots.pop()
+                self.moves.append(CopySlot(life.slot, scratch))
+        end = life.done + count
+        life.tables = life.tables or [[] for _ in self.groups]
+        for g, table in enumerate(life.tables):
+            table += [self.free[g].pop() for _ in range(-(-end // BLOCK) - len(table))]
+        tables = tuple(map(tuple, life.tables))
+        return Chunk(0, life.done, tuple(ids), tables, life.slot, count), good, scratch
+
+    def _settle(self, life: Life, end: int, scratch: int) -> None:
+        """What the chunk has reached; behind a wrong guess a slot's tokens are computed again."""
+        if scratch:
+            self.slots.insert(0, life.slot)
+            life.slot = scratch
+        else:
+            life.done = end
+        for g, group in enumerate(self.groups):  # what lies wholly behind the window goes back
+            behind = max(life.done - group.window + 1, 0) // BLOCK if group.window else 0
+            for i, block in enumerate(life.tables[g][:behind]):
+                if block:
+                    self.free[g].insert(0, block)
+                    life.tables[g][i] = 0
+
+    def _move(self, life: Life) -> None:
+        chance = self.rng.random()
+        if life.saved:
+            if chance < 0.5:
+                self._load(life)
+        elif 0 < life.done < self.length and chance < 0.2:
+            self._save(life)
+        elif 0 < life.done < self.length and chance < 0.5:
+            self._move_house(life)
+
+    def _save(self, life: Life) -> None:
+        self.handles += 1
+        self.count("swaps")
+        blocks = tuple(tuple(block for block in table if block) for table in life.tables)
+        self.moves.append(Save(self.handles, blocks, life.slot))
+        life.saved = self.handles
+        for g, some in enumerate(blocks):
+            self.free[g] = [*some, *self.free[g]]
+        if life.slot:
+            self.slots.insert(0, life.slot)
+
+    def _load(self, life: Life) -> None:
+        life.tables = [
+            [self.free[g].pop() if block else 0 for block in table] for g, table in enumerate(life.tables)
+        ]
+        life.slot = self.slots.pop() if self.has_slots else 0
+        blocks = tuple(tuple(block for block in table if block) for table in life.tables)
+        self.moves += [Load(life.saved, blocks, life.slot), Drop(life.saved)]
+        life.saved = 0
+
+    def _move_house(self, life: Life) -> None:
+        """Another slot and other blocks: any of them, in the middle too."""
+        self.count("moves")
+        for g, table in enumerate(life.tables):
+            for i in [i for i, block in enumerate(table) if block and self.rng.random() < 0.7]:
+                if self.free[g]:
+                    new = self.free[g].pop()
+                    self.moves.append(CopyBlock(g, table[i], new))
+                    self.free[g].insert(0, table[i])
+                    table[i] = new
+        if life.slot:
+            new = self.slots.pop()
+            self.moves.append(CopySlot(life.slot, new))
+            self.slots.insert(0, life.slot)
+            life.slot = new
+
+
+def assert_walked(model: Loaded, seed: int, length: int = 45, piece: int = 14) -> None:
+    world = World(model, seed, length, piece)
+    assert world.runner.is_recorded, world.runner.step_kind
+    for _ in range(20 * length):
+        if all(life.done == length for life in world.lives):
+            break
+        world.step()
+    assert all(life.done == length for life in world.lives)
+    assert world.runner.store.nbytes_saved == 0
+    assert len(world.counts) == 3, world.counts
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def model(request: pytest.FixtureRequest, checkpoints: Path) -> Iterator[Loaded]:
+    with loaded(folder_of(request.param, checkpoints), **options_of(request.param)) as found:
+        yield found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_and_moves_change_no_bit(model: Loaded, seed: int) -> None:
+    assert_walked(model, seed)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "nemotron_h"])
+@pytest.mark.parametrize("options", [{"quantize": "q8_0", "kv_dtype": "bfloat16"}, {"quantize": "q4_1"}])
+def test_nor_do_they_with_quantized_weights(name: str, options: dict[str, Any], checkpoints: Path) -> None:
+    with loaded(folder_of(name, checkpoints), **options_of(name), **options) as model:
+        assert_walked(model, 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "bamba"])
+def test_nor_do_they_in_long_sequences(name: str, checkpoints: Path) -> None:
+    """Attention adds up the past in spans of 256 tokens, MLA of 128; a scan takes long pieces another way."""
+    longer = {"set": ("max_position_embeddings=512",), "max_model_len": 512}
+    with loaded(folder_of(name, checkpoints), **longer) as model:
+        for seed in range(2):
+            assert_walked(model, seed, length=300, piece=247)
