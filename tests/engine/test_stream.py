@@ -226,6 +226,12 @@ def test_every_split_of_a_reply_ends_at_the_same_place(
         asked = request(stop=stops, include_stop_str_in_output=include, logprobs=1)
         wanted = told(asked, one_by_one(ids, "length"))
         assert wanted.text == text
+        starts = [
+            len(b"".join(PIECES[i] for i in ids[:at] if i != 9).decode(errors="ignore")) for at in range(8)
+        ]
+        begun = [i for i, start in zip(ids, starts, strict=True) if start < len(text) or not stops]
+        assert list(wanted.token_ids) == begun
+        assert [lp.token_id for lp in wanted.logprobs] == begun  # type: ignore[attr-defined]
         for cuts in product([False, True], repeat=len(ids) - 1):
             for with_tokens in (False, True):
                 assert told(asked, cut(ids, cuts, "length", with_tokens)) == wanted
