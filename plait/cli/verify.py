@@ -32,7 +32,6 @@ HAPPENED = {
     "preemptions": "preemptions",
     "swaps": "swaps",
     "hit_tokens": "tokens from the cache",
-    "accepted": "guessed tokens accepted",
 }
 NOTHING = {
     "failed_steps": "no step failed",
@@ -40,6 +39,7 @@ NOTHING = {
     "swaps": "nothing was swapped",
     "hit_tokens": "nothing came from the cache",
     "drafted": "nothing was guessed",
+    "accepted": "no guess was right",
 }
 
 
@@ -172,6 +172,8 @@ def row(result: Result, width: int) -> str:
     """One cell of the matrix."""
     counts = result.counts
     happened = [f"{counts[key]} {text}" for key, text in HAPPENED.items() if counts.get(key)]
+    if counts.get("drafted"):
+        happened.append(f"{counts.get('accepted', 0)} of {counts['drafted']} guessed tokens right")
     if not result.happened:
         happened = [f"{NOTHING.get(result.proof or '', 'it did not come about')}: this shows nothing"]
     numbers = f"{result.num_replies:7}  {result.num_tokens:6}"

@@ -16,17 +16,18 @@ from plait.engine.core import Engine
 from plait.engine.device import free_memory
 from plait.engine.load import Loaded, engine_over, facts_for_sizing, loose_ops
 from plait.engine.sizing import Sizing, size_state
+from plait.engine.verify_doubles import CheapMoves, CheapRows, FailingRunner, KnownReplies
 from plait.engine.verify_matrix import PLAIN, Cell, cells
 from plait.engine.verify_prompts import Asked, Prompt, default_prompts, first_turns, second_turns
 from plait.engine.verify_trace import Digests, OneRow, Parting, Place, Trace, TracedRunner, place_of, watched
 from plait.errors import EngineError
+from plait.memory import has_slots
 from plait.request import Event, TokenLogprobs
-from plait.schedule.plan import Plan, Sampled, SamplingBatch
+from plait.schedule.speculate import NgramProposer, Proposer, Speculation
 
 Value = TypeVar("Value")
 # Differences that are followed down to an op, of tokens and of rounding each: it runs a cell again, slowly.
 MOST_TRACED = 2
-FAILS_EVERY = 5  # steps, where steps fail on purpose
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ class Difference:
     expected: int | None
     found: int | None
     gap: float | None = None
-    off_by: float | None = None  # between the log-probabilities of the same token
+    off_by: float | None = None  # the log-probabilities of the same token, or of those beside it
     place: Place | None = None
     note: str = ""
 
@@ -118,21 +119,6 @@ class Arithmetic:
     def is_promised(self) -> bool:
         """Whether Plait promises the same bits for every cell."""
         return not self.loose
-
-
-class FailingRunner:
-    """Every few steps that several sequences share fail after they ran."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._runner, self._shared, self.num_failed = engine.runner, 0, 0
-
-    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
-        answers = self._runner.execute(plan, sampling)
-        self._shared += len(plan.chunks) > 1
-        if len(plan.chunks) > 1 and self._shared % FAILS_EVERY == 0:
-            self.num_failed += 1
-            raise EngineError("this step fails on purpose")
-        return answers
 
 
 class Verification:
@@ -207,6 +193,9 @@ class Verification:
         runner, sampler = self.loaded.runner, self.loaded.runner.sampler
         target, decoder = self.loaded.target, runner.decoder
         _, engine = engine_over(decoder, sampler, target, config, sizing, records=trace is None)
+        if cell.swaps:
+            engine.scheduler.costs = CheapMoves()
+        engine.speculation = guesses = self._speculation(cell) if cell.guesses else None
         failing = FailingRunner(engine) if cell.fails else None
         engine.runner = failing or engine.runner
         if trace is None:
@@ -215,7 +204,21 @@ class Verification:
             engine.runner = TracedRunner(engine.runner, trace.trace)
             with watched(decoder, trace.trace.watch):
                 replies = _drive(engine, waves, trace)
-        return Ran(replies, _counts(engine) | {"failed_steps": failing.num_failed if failing else 0})
+        counts = _counts(engine) | {"failed_steps": failing.num_failed if failing else 0}
+        if guesses:
+            counts |= {"drafted": guesses.num_drafted, "accepted": guesses.num_accepted}
+        return Ran(replies, counts)
+
+    def _speculation(self, cell: Cell) -> Speculation:
+        """Guesses wherever it can, whether it pays or not."""
+        decoder = self.loaded.runner.decoder
+        proposer: Proposer = NgramProposer()
+        if cell.guesses == "known":
+            plain = self.plain.items()
+            known = [(*self.asked[name].request.prompt_token_ids, *r.token_ids) for name, r in plain]
+            proposer = KnownReplies(known, decoder.spec.vocab_size)
+        num_tokens, replays = self.loaded.config.num_draft_tokens, has_slots(decoder.states)
+        return Speculation(proposer, CheapRows(), num_tokens, replays=replays)
 
     def _settings(self, cell: Cell, waves: Sequence[Sequence[Asked]]) -> tuple[EngineConfig, Sizing]:
         """Options and memory of a cell: no longer than its own requests."""
@@ -236,6 +239,11 @@ class Verification:
         facts = facts_for_sizing(self.loaded.runner.decoder, self.loaded.target)
         free = free_memory(self.loaded.target.device)
         sizing = size_state(facts, config, free_memory=free)
+        if config.prefix_cache and not cell.spared:  # room for what everybody leaves
+            most = max(len(waves[0]), config.max_num_seqs)
+            tokens = max(most, config.max_num_batched_tokens)
+            roomy = replace(config, max_num_seqs=most, max_num_batched_tokens=tokens)
+            sizing = size_state(facts, roomy, free_memory=free)
         if cell.spared:
             alone = size_state(facts, replace(config, max_num_seqs=1, prefix_cache=False), free_memory=free)
             groups = zip(sizing.groups, alone.groups, strict=True)
@@ -251,7 +259,7 @@ class Verification:
             want, got = _at(plain.logprobs, i), _at(reply.logprobs, i)
             if expected == found and want == got:
                 continue
-            off_by = abs(want.logprob - got.logprob) if want and got and expected == found else None
+            off_by = _off_by(want, got) if want and got and expected == found else None
             note = f"the request failed: {reply.error}" if reply.error else ""
             position = asked.prompt_len + i
             return Difference(
@@ -305,16 +313,30 @@ def _drive(
                 traced.trace.seq_id = ids[0]
         while engine.step():
             pass
+        if engine.open_requests:
+            raise EngineError(f"the engine stopped before {engine.open_requests[0]!r} had ended")
+        engine.scheduler.check()
     return replies
 
 
 def _counts(engine: Engine) -> dict[str, int]:
-    stats = engine.stats()
-    return {"preemptions": stats["num_preemptions"], "steps": stats["num_steps"]}
+    stats, hits = engine.stats(), engine.scheduler.cache_counts
+    return {
+        "steps": stats["num_steps"],
+        "preemptions": stats["num_preemptions"],
+        "swaps": stats["num_swaps"],
+        "hit_tokens": hits.get("hit_tokens", 0),
+        "asked_tokens": hits.get("asked_tokens", 0),
+    }
 
 
 def _at(values: Sequence[Value], index: int) -> Value | None:
     return values[index] if index < len(values) else None
+
+
+def _off_by(want: TokenLogprobs, got: TokenLogprobs) -> float:
+    pairs = zip(want.top, got.top, strict=False)
+    return max(abs(want.logprob - got.logprob), *(abs(a - b) for (_, a), (_, b) in pairs))
 
 
 def _gap(chosen: TokenLogprobs | None) -> float | None:

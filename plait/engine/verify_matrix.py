@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from plait.config import GIB
 
@@ -20,8 +20,9 @@ class Cell:
     piece, nothing is kept and nothing guessed. `waves`: requests that arrive together; 1 stands for the first
     turn of every conversation, 2 for its second. `only`: that many shortest prompts. `spared`: memory
     for little more than the longest. `swaps`: moving memory counts as cheap, so that what must make room is
-    moved and not computed again. `fails`: some steps fail after they ran. `proof`: a number of `Ran.counts`
-    that is above zero if what the cell is there for has happened.
+    moved and not computed again. `fails`: some steps fail after they ran. `guesses`: who guesses tokens
+    ahead: prompt lookup, or one who knows the plain replies and is often right and often wrong. `proof`: a
+    number of `Ran.counts` that is above zero if what the cell is there for has happened.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Cell:
     spared: bool = False
     swaps: bool = False
     fails: bool = False
+    guesses: Literal["ngram", "known"] | None = None
     proof: str | None = None
 
     @property
@@ -54,12 +56,11 @@ def cells(batch: int, block_size: int, *, causal: bool = True) -> Iterator[Cell]
     yield from _cut(batch, block_size)
     yield from _kept(batch, block_size)
     yield from _driven_out(batch, block_size)
-    guess = {"speculate": "ngram"}
-    yield Cell("guessed tokens, alone", guess, proof="drafted")
-    yield Cell("guessed tokens, together", guess | {"max_num_seqs": batch}, proof="drafted")
+    yield from _guessed(batch, block_size)
     keeps = {"prefix_cache": True, "snapshot_interval": block_size, "swap_memory": GIB}
     pieces = {"max_num_seqs": batch, "max_num_batched_tokens": max(block_size + 1, batch)}
-    yield Cell("all of it at once", {**guess, **keeps, **pieces}, (1, 1, 2), spared=True, swaps=True)
+    waves = (1, 1, 2)
+    yield Cell("all of it at once", keeps | pieces, waves, spared=True, swaps=True, guesses="known")
 
 
 def _cut(batch: int, block_size: int) -> Iterator[Cell]:
@@ -93,3 +94,13 @@ def _driven_out(batch: int, block_size: int) -> Iterator[Cell]:
     swap = seqs | {"swap_memory": GIB}
     yield Cell("preempted, swapped out and in", swap, spared=True, swaps=True, proof="swaps")
     yield Cell("steps that fail", seqs | keeps, fails=True, proof="failed_steps")
+
+
+def _guessed(batch: int, block_size: int) -> Iterator[Cell]:
+    """Tokens guessed ahead and checked."""
+    yield Cell("prompt lookup, alone", guesses="ngram", proof="drafted")
+    yield Cell("right and wrong guesses, alone", guesses="known", proof="accepted")
+    together = {"max_num_seqs": batch}
+    yield Cell("right and wrong guesses, together", together, guesses="known", proof="accepted")
+    keeps = together | {"prefix_cache": True, "snapshot_interval": block_size}
+    yield Cell("prompt lookup, with a prefix cache", keeps, (1, 2), guesses="ngram", proof="drafted")

@@ -1,0 +1,78 @@
+"""Determinism as a contract: a reply depends on its request alone, to the bit, whatever the engine does.
+
+Every kind of model under the whole matrix of `plait verify`: batches, prompts in pieces, the prefix cache,
+preemption by swap and by computing again, guessed tokens, steps that fail.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.config import EngineConfig
+from plait.engine.load import load
+from plait.engine.verify import Result, Verification
+from plait.memory import PagedState
+from tests.families import tiny
+from tests.runner import recordings
+
+# Grouped queries; windows; latents and experts; Mamba2 alone; and beside attention, experts, or in one layer.
+KINDS = ("llama", "gemma3", "deepseek_v3", "mamba2", "bamba", "granite", "falcon_h1", "nemotron_h")
+# With weights in blocks activations are rounded to int8, 32 neighbours at a time.
+QUANTIZED = ("llama_biases", "qwen2_moe", "granite")
+OTHERS = [name for name in tiny.VARIANTS if name not in KINDS and name != "llama_dynamic"]
+
+
+def checkpoint(name: str, root: Path) -> Path:
+    folder = root / name
+    if name in tiny.VARIANTS:
+        tiny.write(name, folder)
+    else:
+        recordings.write(recordings.OXIDIZR[name.removeprefix("oxidizr_")], folder)
+    return folder
+
+
+def matrix(folder: Path, *, batch: int, max_tokens: int, **options: Any) -> tuple[list[Result], bool]:
+    """What `plait verify` finds, and whether the model has memory in blocks, which can run out."""
+    config = EngineConfig(device="cpu", threads=2, max_num_seqs=1, max_model_len=96, **options)
+    loaded = load(str(folder), config)
+    try:
+        made = Verification(loaded, batch=batch, max_tokens=max_tokens)
+        assert made.arithmetic.is_promised
+        states = loaded.runner.decoder.states.values()
+        return [*made.results()], any(isinstance(state, PagedState) for state in states)
+    finally:
+        loaded.front.close(drain=False)
+
+
+def assert_same(results: list[Result], has_blocks: bool) -> None:
+    found = [str(d) for result in results for d in result.differences]
+    assert not found, "\n".join(found)
+    # Where no memory is in blocks, nothing runs out of it.
+    idle = {r.cell for r in results if not r.happened and (has_blocks or not r.cell.startswith("preempted"))}
+    assert not idle, f"these settings showed nothing: {idle}"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_reply_depends_on_its_request_alone(name: str, tmp_path: Path) -> None:
+    assert_same(*matrix(checkpoint(name, tmp_path), batch=3, max_tokens=8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*OTHERS, "oxidizr_hybrid", "oxidizr_zoo", "oxidizr_mamba3_mimo_conv"])
+def test_every_other_family_keeps_it_too(name: str, tmp_path: Path) -> None:
+    assert_same(*matrix(checkpoint(name, tmp_path), batch=3, max_tokens=8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_weights_in_blocks_keep_it_too(name: str, tmp_path: Path) -> None:
+    assert_same(*matrix(checkpoint(name, tmp_path), batch=3, max_tokens=8, quantize="q8_0"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_large_batches_and_long_replies_keep_it_too(name: str, tmp_path: Path) -> None:
+    assert_same(*matrix(checkpoint(name, tmp_path), batch=9, max_tokens=20))
