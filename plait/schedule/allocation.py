@@ -167,8 +167,10 @@ class Allocation:
 
     def reserve(self, seq: TokenSequence, length: int) -> bool:
         """Blocks for the first `length` tokens, in every group or in none."""
-        missing = [max(-(-length // self.block_size) - len(table), 0) for table in seq.tables]
-        pools = self.pools.blocks
+        blocks, pools = -(-length // self.block_size), self.pools.blocks
+        if all(len(table) >= blocks for table in seq.tables):
+            return True
+        missing = [max(blocks - len(table), 0) for table in seq.tables]
         if any(n > pool.num_available for n, pool in zip(missing, pools, strict=True)):
             return False
         for n, pool, table in zip(missing, pools, seq.tables, strict=True):
@@ -209,14 +211,18 @@ class Allocation:
         if not self._caches:
             return
         self._record(seq)
-        marks = {mark for mark in seq.marks if begin < mark <= end}
-        seq.marks -= marks
-        if not self.has_slots:
-            for mark in marks:
-                self._snapshot(seq, mark, is_spare=False)
-        elif end in marks or not end % self.options.snapshot_interval:
-            self._snapshot(seq, end, is_spare=end not in marks)
+        self._take_snapshots(seq, begin, end)
         self._trim(seq)
+
+    def _take_snapshots(self, seq: TokenSequence, begin: int, end: int) -> None:
+        marks = {mark for mark in seq.marks if begin < mark <= end} if seq.marks else set[int]()
+        seq.marks -= marks
+        if self.has_slots:
+            if end in marks or not end % self.options.snapshot_interval:
+                self._snapshot(seq, end, is_spare=end not in marks)
+            return
+        for mark in marks:
+            self._snapshot(seq, mark, is_spare=False)
 
     def _record(self, seq: TokenSequence) -> None:
         whole = seq.num_computed_tokens // self.block_size

@@ -267,12 +267,12 @@ class Scheduler:
     def _add_drafts(self, shares: dict[int, int], drafts: Mapping[int, tuple[int, ...]]) -> None:
         """Guesses ride along where there is room for them; nobody makes room for a guess."""
         budget = self.limits.max_num_batched_tokens - sum(shares.values())
-        for seq in self.running:
-            if shares.get(seq.id) != 1 or seq.is_prefilling:
+        for seq in self.running if drafts else ():
+            if seq.id not in drafts or shares.get(seq.id) != 1 or seq.is_prefilling:
                 continue
             # The last sampled token is never computed, and a chunk ends where a snapshot is wanted.
             most = min(budget, seq.max_len - seq.num_tokens - 1, self.memory.until_mark(seq) - 1)
-            draft = drafts.get(seq.id, ())[: max(most, 0)]
+            draft = drafts[seq.id][: max(most, 0)]
             length = seq.num_computed_tokens + 1 + len(draft)
             if draft and self.memory.reserve(seq, length) and self.memory.branch(seq):
                 seq.draft = draft
