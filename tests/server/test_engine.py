@@ -84,3 +84,15 @@ def test_stopping_ends_what_takes_too_long_with_an_error() -> None:
     assert (whole[0].status, whole[0].error["code"]) == (503, "not_ready")
     connection.close()
     assert running.raised == []
+
+
+def test_a_request_that_takes_longer_than_its_timeout_ends_with_an_error() -> None:
+    asked: dict[str, Any] = {"ignore_eos": True, "max_tokens": 1500, "timeout_s": 0.2}
+    with serving(engine_front(step_s=0.01)) as client:
+        whole = client.complete("Long", **asked)
+        assert (whole.status, whole.error["code"]) == (504, "deadline_exceeded")
+        *chunks, last = client.chat("Long", stream=True, **asked).events
+        assert last["error"]["code"] == "deadline_exceeded"
+        assert chunks, "what was generated in time is delivered"
+        assert client.complete("Short", max_tokens=2, timeout_s=60).status == 200
+        assert wait_until(lambda: held(client) == (0, 0, 0, 0))
