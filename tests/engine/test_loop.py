@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 
 from plait.engine.core import Engine
 from plait.engine.loop import EngineLoop
-from plait.errors import EngineError, InvalidField, QueueFull
+from plait.errors import DeadlineExceeded, EngineError, InvalidField, QueueFull
 from plait.request import Event, Request, SamplingParams
 from plait.schedule.allocation import Allocation
 from plait.schedule.plan import Plan, Sampled, SamplingBatch
@@ -226,3 +227,100 @@ def test_a_hanging_step_is_seen_from_outside(monkeypatch: pytest.MonkeyPatch) ->
         model.gate.set()
         until(lambda: not loop.has_work)
         until(lambda: loop.healthy)
+
+
+def test_the_time_of_a_request_counts_from_when_it_was_handed_over() -> None:
+    with running() as (loop, model):
+        model.gate.clear()
+        boxes = [Mailbox(), Mailbox()]
+        loop.submit(request("first"), boxes[0])
+        assert model.entered.wait(PATIENCE_S)
+        loop.submit(request("second"), boxes[1])
+        handed_over = time.monotonic()
+        time.sleep(0.005)
+        model.gate.set()
+        trace = boxes[1].wait()[-1].trace
+        assert trace is not None
+        assert trace.first_scheduled_s is not None
+        assert trace.arrival_s <= handed_over < trace.first_scheduled_s
+
+
+def test_a_deadline_passes_while_the_engine_is_busy_with_others() -> None:
+    with running(max_num_seqs=1) as (loop, _):
+        boxes = [Mailbox(), Mailbox()]
+        loop.submit(request("long", max_tokens=90_000), boxes[0])
+        late = Request("late", (1, 2, 3), SamplingParams(max_tokens=5, temperature=0.0), timeout_s=0.02)
+        loop.submit(late, boxes[1])
+        assert isinstance(boxes[1].wait()[-1].error, DeadlineExceeded)
+        loop.cancel("long")
+        assert boxes[0].wait()[-1].finish_reason == "cancelled"
+
+
+def test_books_are_checked_once_after_work_and_not_while_nothing_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("plait.engine.loop.AUDIT_AFTER_S", 0.01)
+    with running() as (loop, _):
+        threads: list[str] = []
+        check = loop.engine.scheduler.check
+
+        def counted() -> None:
+            threads.append(threading.current_thread().name)
+            check()
+
+        monkeypatch.setattr(loop.engine.scheduler, "check", counted)
+        for rounds in (1, 2):
+            box = Mailbox()
+            loop.submit(request("r"), box)
+            box.wait()
+            until(lambda expected=rounds: len(threads) == expected)  # type: ignore[misc]
+            time.sleep(0.05)
+            assert threads == ["plait-engine"] * rounds
+        assert loop.engine.metrics.num_repairs == 0
+
+
+def test_wrong_books_are_mended_in_an_idle_moment_and_the_engine_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("plait.engine.loop.AUDIT_AFTER_S", 0.01)
+    with running(max_num_seqs=2) as (loop, _):
+        slots = loop.engine.scheduler.memory.pools.slots
+        assert slots is not None
+        slots.take(1)  # held by nobody
+        for name in ("a", "b"):
+            box = Mailbox()
+            loop.submit(request(name), box)
+            assert box.wait()[-1].finish_reason == "length"
+            until(lambda: loop.engine.metrics.num_repairs == 1)
+        stats = loop.stats()
+        assert stats["num_free_slots"] + stats["num_snapshots"] == stats["num_slots"] == 2
+        assert loop.healthy
+    assert any(r.name == "plait.engine" and r.levelname == "ERROR" for r in caplog.records)
+
+
+def test_books_that_cannot_be_mended_end_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> list[str]:
+        raise RuntimeError("torn beyond repair")
+
+    monkeypatch.setattr("plait.engine.loop.AUDIT_AFTER_S", 0.01)
+    with running() as (loop, _):
+        monkeypatch.setattr(loop.engine.scheduler, "check", broken)
+        monkeypatch.setattr(loop.engine.scheduler, "repair", broken)
+        for name in ("a", "b"):
+            box = Mailbox()
+            loop.submit(request(name), box)
+            assert box.wait()[-1].finish_reason == "length"
+            until(lambda: "could not be mended" in caplog.text)
+        assert loop.healthy
+
+
+def test_metrics_can_be_scraped_while_it_runs_and_after_its_end() -> None:
+    with running() as (loop, _):
+        box = Mailbox()
+        loop.submit(request("r", max_tokens=500), box)
+        while not box.events or box.events[-1].finish_reason is None:
+            assert b"plait_output_tokens_total" in generate_latest(loop.registry)
+        until(lambda: not loop.has_work)
+    assert b"plait_output_tokens_total 500.0" in generate_latest(loop.registry)
