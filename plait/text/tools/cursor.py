@@ -50,6 +50,10 @@ class Cursor:
             self._held.append(piece)
         return piece
 
+    def here(self) -> str:
+        """The next character if it has come already, else ""."""
+        return self.text[self.at : self.at + 1]
+
     def peek(self, count: int = 1) -> Reading[str]:
         """The next `count` characters without taking them; fewer at the end."""
         while len(self.text) - self.at < count and not self.ended:

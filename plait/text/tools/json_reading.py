@@ -20,6 +20,7 @@ MAX_DEPTH = 128
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _WORDS = {"t": "true", "f": "false", "n": "null"}
+_WHOLE_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?(?=[ \t\r\n,\]}])")
 _DIGIT, _NONZERO = "0123456789", "123456789"
 _NUMBER: dict[str, tuple[tuple[str, str], ...]] = {
     "start": (("-", "minus"), ("0", "zero"), (_NONZERO, "whole")),
@@ -34,6 +35,9 @@ _NUMBER: dict[str, tuple[tuple[str, str], ...]] = {
 }
 _COMPLETE = frozenset({"zero", "whole", "fraction", "power"})
 _MAY_CLOSE = frozenset({"first key", "first item", "comma"})
+_CLOSERS = {"{": "}", "[": "]"}
+_MARKS = {"colon": ":", "comma": ","}
+_SPACE_OR_NOTHING = frozenset({*SPACE, ""})
 _MAY_OPEN = frozenset({"value", "first item"})
 _KEYS = frozenset({"first key", "key"})
 
@@ -46,46 +50,42 @@ def json_value(cursor: Cursor, sink: Sink) -> Reading[bool]:
     closers: list[str] = []
     expects = "value"
     while True:
-        if closers:
+        if closers and cursor.here() in _SPACE_OR_NOTHING:
             sink((yield from cursor.space()))
-        char = yield from cursor.peek()
-        if not char:
-            return False
-        if char == ("".join(closers[-1:]) or None) and expects in _MAY_CLOSE:
+        char = cursor.here() or (yield from cursor.peek())
+        closer = closers[-1] if closers else "none"
+        if char == closer and expects in _MAY_CLOSE:
             sink(cursor.take(1))
             closers.pop()
             expects = "comma"
-        elif char in "{[" and expects in _MAY_OPEN:
-            if len(closers) == MAX_DEPTH:
+        elif expects in _MARKS:
+            if char != _MARKS[expects]:
                 return False
             sink(cursor.take(1))
-            closers.append("}" if char == "{" else "]")
-            expects = "first key" if char == "{" else "first item"
-        else:
-            expects = yield from _inside(cursor, sink, expects, "".join(closers[-1:]))
-            if not expects:
+            expects = "key" if expects == "comma" and closer == "}" else "value"
+        elif char in _CLOSERS and expects in _MAY_OPEN:
+            if len(closers) == MAX_DEPTH:
                 return False
+            closers.append(_CLOSERS[cursor.take(1)])
+            sink(char)
+            expects = "first key" if char == "{" else "first item"
+        elif (yield from _scalar(cursor, sink, expects in _KEYS)):
+            expects = "colon" if expects in _KEYS else "comma"
+        else:
+            return False
         if not closers:
             return True
 
 
-def _inside(cursor: Cursor, sink: Sink, expects: str, closer: str) -> Reading[str]:
-    """What is expected after the next scalar or mark; "" if that is not what is expected now."""
-    char = yield from cursor.peek()
-    if expects in _KEYS:
-        return "colon" if char == '"' and (yield from json_string(cursor, sink)) else ""
-    if expects in _MAY_OPEN:
-        return "comma" if (yield from _scalar(cursor, sink)) else ""
-    if char != {"colon": ":", "comma": ","}[expects]:
-        return ""
-    sink(cursor.take(1))
-    return "key" if expects == "comma" and closer == "}" else "value"
-
-
-def _scalar(cursor: Cursor, sink: Sink) -> Reading[bool]:
-    char = yield from cursor.peek()
+def _scalar(cursor: Cursor, sink: Sink, is_key: bool) -> Reading[bool]:
+    char = cursor.here()
     if char == '"':
         return (yield from json_string(cursor, sink))
+    if is_key:
+        return False
+    if number := cursor.run(_WHOLE_NUMBER):
+        sink(number)
+        return True
     for expected in _WORDS.get(char, ""):
         if (yield from cursor.peek()) != expected:
             return False
@@ -96,7 +96,7 @@ def _scalar(cursor: Cursor, sink: Sink) -> Reading[bool]:
 def _number(cursor: Cursor, sink: Sink) -> Reading[bool]:
     state = "start"
     while True:
-        char = yield from cursor.peek()
+        char = cursor.here() or (yield from cursor.peek())
         following = next((then for chars, then in _NUMBER[state] if char and char in chars), None)
         if following is None:
             return state in _COMPLETE
@@ -108,7 +108,7 @@ def json_string(cursor: Cursor, sink: Sink) -> Reading[bool]:
     """Reads a string that begins here, quotes included; False at the first character that is not valid."""
     sink(cursor.take(1))
     while True:
-        char = yield from cursor.peek()
+        char = cursor.here() or (yield from cursor.peek())
         if char == '"':
             sink(cursor.take(1))
             return True

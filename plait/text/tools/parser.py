@@ -57,6 +57,9 @@ class Markers:
     def __init__(self, markers: Iterable[str]) -> None:
         texts = sorted(set(markers), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._starts = (
+            re.compile("[" + "".join(re.escape(text[0]) for text in texts) + "]") if texts else None
+        )
         self._beginnings = {text[:n] for text in texts for n in range(1, len(text))}
         self._longest = max(map(len, self._beginnings), default=0)
 
@@ -67,10 +70,13 @@ class Markers:
 
     def safe(self, text: str, start: int) -> int:
         """Where the end of `text` begins that may become a marker."""
-        for n in range(min(self._longest, len(text) - start), 0, -1):
-            if text[-n:] in self._beginnings:
-                return len(text) - n
-        return len(text)
+        end = len(text)
+        at = max(start, end - self._longest)
+        while self._starts and (found := self._starts.search(text, at)):
+            if text[found.start() :] in self._beginnings:
+                return found.start()
+            at = found.end()
+        return end
 
 
 class OutputParser:

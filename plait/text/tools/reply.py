@@ -57,13 +57,12 @@ def merged(deltas: Iterable[Delta]) -> list[Delta]:
     """The same deltas, neighbours of one kind joined and empty ones left out."""
     out: list[Delta] = []
     for _, group in groupby(deltas, key=_stream):
-        members = list(group)
-        text = "".join(m.text for m in members if isinstance(m, Content | Reasoning | Arguments))
-        first = members[0]
-        if isinstance(first, CallStart | CallEnd):
+        first, *more = group
+        if more and not isinstance(first, CallStart | CallEnd):
+            text = "".join(m.text for m in (first, *more) if not isinstance(m, CallStart | CallEnd))
+            first = replace(first, text=text)
+        if isinstance(first, CallStart | CallEnd) or first.text:
             out.append(first)
-        elif text:
-            out.append(replace(first, text=text))
     return out
 
 
