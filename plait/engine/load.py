@@ -197,7 +197,11 @@ def engine_over(
     with out_of_memory(f"making room for sequences ({gib(sizing.nbytes)})"):
         store = _store(decoder, sizing, target)
     capacity = Capacity.of(
-        config.max_num_batched_tokens, config.max_num_seqs, sizing.max_model_len, sizing.block_size
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
+        sizing.max_model_len,
+        sizing.block_size,
+        num_draft_tokens=0 if config.speculate == "off" else config.num_draft_tokens,
     )
     runner = ModelRunner(
         decoder,

@@ -37,9 +37,16 @@ class Capacity:
 
     @classmethod
     def of(
-        cls, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
+        cls,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_draft_tokens: int = 0,
     ) -> Capacity:
-        logits = max_num_seqs + 1
+        """A row of logits for every sequence and each token of its draft, and one more."""
+        rows = min(max_num_seqs * (1 + num_draft_tokens), max_num_batched_tokens)
+        logits = max(rows, max_num_seqs) + 1
         # A recording tells tokens and rows of logits apart by their number.
         logits += logits == max_num_batched_tokens
         blocks = -(-max_model_len // block_size)
@@ -112,7 +119,9 @@ class StaticBatch:
     def fits(self, plan: Plan) -> bool:
         c, chunks = self.capacity, plan.chunks
         logits = sum(chunk.num_logits for chunk in chunks)
-        return len(chunks) <= c.seqs and plan.num_tokens <= c.tokens and logits <= c.logits
+        blocks = max((len(table) for chunk in chunks for table in chunk.blocks), default=0)
+        sizes = (len(chunks), c.seqs), (plan.num_tokens, c.tokens), (logits, c.logits), (blocks, c.blocks)
+        return all(size <= limit for size, limit in sizes)
 
     def fill(self, plan: Plan) -> tuple[int, int]:
         """Write a plan down. Returns how many tokens and how many rows of logits it has."""

@@ -212,13 +212,18 @@ def test_tokens_and_rows_of_logits_are_never_the_same_number(seqs: int) -> None:
     assert Capacity.of(9, seqs, 0, 16).blocks == 1
 
 
+@pytest.mark.parametrize(("tokens", "logits"), [(1024, 37), (37, 38), (36, 37), (20, 21), (4, 5)])
+def test_every_sequence_has_rows_of_logits_for_its_draft(tokens: int, logits: int) -> None:
+    assert Capacity.of(tokens, 4, 33, 16, num_draft_tokens=8).logits == logits
+
+
 STATES = {"a": PagedState({"k": (2,)}), "b": PagedState({"k": (2,)}, window=6)}
 GROUPS = block_groups(STATES)
 SMALL = Capacity(tokens=24, logits=9, seqs=4, blocks=24)
 
 
 def lives(rng: random.Random, size: int, steps: int) -> Iterator[Plan]:
-    """Sequences come, grow, change rows, lose blocks behind their window, and end."""
+    """Sequences come, grow, change rows, slots and blocks, lose what is behind a window, shrink, and end."""
     running: dict[int, int] = {}  # sequence -> tokens so far
     blocks: dict[tuple[int, int], list[int]] = {}
     slots: dict[int, int] = {}
@@ -232,7 +237,12 @@ def lives(rng: random.Random, size: int, steps: int) -> Iterator[Plan]:
                 blocks[g, s] = rng.sample(range(1, 99), SMALL.blocks)
         room, left, chunks = SMALL.tokens - len(running), SMALL.logits - len(running), []
         for s in rng.sample(list(running), rng.randint(1, len(running))):
-            start = running[s]
+            if rng.random() < 0.2:  # swapped in again, or a block that was shared is now its own
+                slots[s] = rng.randrange(1, 9)
+                for g in range(len(GROUPS)):
+                    for i in rng.sample(range(SMALL.blocks), rng.randint(1, SMALL.blocks)):
+                        blocks[g, s][i] = rng.randrange(1, 99)
+            start = running[s] = rng.randrange(running[s] + 1) if rng.random() < 0.1 else running[s]
             more = rng.randint(0, min(room, 8)) if start == 0 or rng.random() < 0.3 else 0
             room, end = room - more, start + 1 + more
             tables = tuple(table_of(blocks[g, s], start, end, size, x.window) for g, x in enumerate(GROUPS))
@@ -290,3 +300,6 @@ def test_what_does_not_fit() -> None:
     assert not static.fits(plan((25, 1)))
     assert not static.fits(plan((12, 5), (12, 5)))
     assert not static.fits(plan(*[(1, 1)] * 5))
+    wide = Chunk(0, 0, (7,), (tuple(range(1, 8)), tuple(range(1, 26))), 1, 1)
+    assert not static.fits(Plan(0, (wide,)))
+    assert static.fits(Plan(0, ()))

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,6 +149,8 @@ def test_greedy_takes_the_largest_and_the_lowest_id_among_equals() -> None:
 
 def random_row(rng: random.Random) -> SamplingRow:
     history = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 20)))
+    num_logits = rng.randrange(1, 6)
+    num_samples = rng.randrange(1, num_logits + 1)
     return row(
         temperature=rng.choice([0.0, 0.5, 1.0]),
         top_k=rng.choice([0, 3, 40, 1000]),
@@ -161,12 +164,73 @@ def random_row(rng: random.Random) -> SamplingRow:
         prompt_logprobs=3,
         seed=rng.randrange(1000),
         position=rng.randrange(1000),
-        history=history,
+        history=rng.choice([(), history]),
         prompt_len=rng.randrange(len(history) + 1),
         stop_token_ids=rng.choice([frozenset(), frozenset({0, 1})]),
-        num_logits=(n := rng.randrange(1, 4)),
-        prompt_targets=history[: n - 1],
+        num_stopless=rng.randrange(num_samples + 1),
+        num_logits=num_logits,
+        num_samples=num_samples,
+        draft=tuple(rng.randrange(VOCAB) for _ in range(num_samples - 1)),
+        prompt_targets=history[: num_logits - num_samples],
     )
+
+
+def singly(asked: SamplingRow, i: int) -> SamplingRow:
+    """One of a row's samples, asked for when the tokens before it are known."""
+    return replace(
+        asked,
+        num_logits=1,
+        num_samples=1,
+        position=asked.position + i,
+        prompt_targets=(),
+        draft=(),
+        history=(*asked.history, *asked.draft[:i]) if asked.history else (),
+        num_stopless=int(i < asked.num_stopless),
+    )
+
+
+@pytest.mark.parametrize("choice", ["auto", "reference"])
+@pytest.mark.parametrize("seed", range(30))
+def test_samples_behind_a_draft_are_those_of_single_steps(cpu: Any, seed: int, choice: str) -> None:
+    rng = random.Random(seed)
+    rows = [random_row(rng) for _ in range(rng.randrange(1, 6))]
+    logits = random_logits(sum(r.num_logits for r in rows), seed) / 2
+    sampler = Sampler(VOCAB, banned=(2, 48, 49), ops=choice, executor=cpu)
+    for sampled, asked, part in zip(
+        answer(logits, *rows, sampler=sampler), rows, logits.split([r.num_logits for r in rows]), strict=True
+    ):
+        ids, scores = [], []
+        for i in range(asked.num_samples):
+            at = asked.num_logits - asked.num_samples + i
+            (one,) = answer(part[at : at + 1], singly(asked, i), sampler=sampler)
+            ids += one.token_ids
+            scores += one.logprobs or ()
+        assert sampled.token_ids == tuple(ids)
+        assert sampled.logprobs == (tuple(scores) or None)
+        assert len(sampled.prompt_logprobs) == len(asked.prompt_targets)
+
+
+def test_a_draft_counts_for_penalties_only_behind_it() -> None:
+    logits = torch.tensor([[0.0, 1.5, 1.0, 0.5]] * 3)
+    asked = row(num_logits=3, num_samples=3, draft=(1, 2), history=(0,), prompt_len=1, presence_penalty=2.0)
+    assert answer(logits, asked)[0].token_ids == (1, 2, 3)
+
+
+def test_stop_ids_are_forbidden_for_the_first_samples_only() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0]] * 4)
+    asked = row(num_logits=4, num_samples=4, draft=(1, 1, 1), stop_token_ids=frozenset({2}), num_stopless=2)
+    assert answer(logits, asked)[0].token_ids == (1, 1, 2, 2)
+
+
+def test_the_last_rows_are_sampled_and_the_first_are_scored() -> None:
+    logits = torch.eye(5)[[4, 3, 2, 1]] * 9
+    asked = row(num_logits=4, num_samples=2, draft=(2,), prompt_logprobs=0, prompt_targets=(4, 3), logprobs=0)
+    (sampled,) = answer(logits, asked)
+    assert sampled.token_ids == (2, 1)
+    assert sampled.logprobs is not None
+    assert [p.token_id for p in sampled.logprobs] == [2, 1]
+    assert [p.token_id for p in sampled.prompt_logprobs] == [4, 3]
+    assert min(p.logprob for p in (*sampled.logprobs, *sampled.prompt_logprobs)) > -0.01
 
 
 @pytest.mark.parametrize("seed", range(20))
