@@ -156,9 +156,10 @@ class TokenLogprobs:
 class Request:
     """One request as the engine sees it. `stop_token_ids` already holds every end-of-generation token.
 
-    `boundaries`: prompt positions where other requests are likely to part ways (ends of messages), where state
-    is worth keeping. `cache_salt`: only requests with the same salt share what was computed. `priority`: lower
-    runs first. `timeout_s`: ends with an error when it is not done by then, counted from its arrival.
+    `boundaries`: prompt positions where other requests are likely to part ways (ends of messages), where
+    state is worth keeping. `cache_salt`: only requests with the same salt share what was computed.
+    `priority`: lower runs first. `timeout_s`: ends with an error when it is not done by then, counted from its
+    arrival.
     """
 
     id: str
@@ -175,10 +176,10 @@ class Request:
 class RequestTrace:
     """Where the time of one choice of a request went. Holds no text and no token.
 
-    Times are seconds on the engine's clock, which only ever grows; None: it never came so far. `num_cached_tokens`
-    of the prompt were there already when it first ran; `miss_cause` says why not more ("hit": there was no more
-    to have). `num_steps`: steps that computed something of it. Of `num_drafted_tokens` that were guessed ahead,
-    `num_accepted_tokens` were right.
+    Times are seconds on the engine's clock, which only ever grows; None: it never came so far.
+    `num_cached_tokens` of the prompt were there already when it first ran; `miss_cause` says why not more
+    ("hit": there was no more to have). `num_steps`: steps that computed something of it. Of the
+    `num_drafted_tokens` that were guessed ahead, `num_accepted_tokens` were right.
     """
 
     request_id: str
@@ -205,7 +206,8 @@ class Event:
     `prompt_logprobs` (first event of a request that asked): one entry per prompt token after the first.
     `token_ids` does not hold the end-of-generation token that stopped it; `stop_token_id` does.
     `num_cached_tokens`: tokens of the prompt that were not computed again. `error`: the exception behind
-    finish_reason "error". `trace`: comes with the finish_reason, unless the request was never taken.
+    finish_reason "error". `trace`: comes with the finish_reason, unless the request was never taken; events
+    that differ in it alone are equal.
     """
 
     request_id: str
@@ -217,4 +219,4 @@ class Event:
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     error: Exception | None = None
-    trace: RequestTrace | None = None
+    trace: RequestTrace | None = field(default=None, compare=False)
