@@ -158,8 +158,8 @@ class Request:
 
     `boundaries`: prompt positions where other requests are likely to part ways (ends of messages), where
     state is worth keeping. `cache_salt`: only requests with the same salt share what was computed.
-    `priority`: lower runs first. `timeout_s`: ends with an error when it is not done by then, counted from its
-    arrival.
+    `priority`: lower runs first. `timeout_s`: ends with an error when it is not done by then, counted from
+    its arrival.
     """
 
     id: str
@@ -177,8 +177,8 @@ class RequestTrace:
     """Where the time of one choice of a request went. Holds no text and no token.
 
     Times are seconds on the engine's clock, which only ever grows; None: it never came so far.
-    `num_cached_tokens` of the prompt were there already when it first ran; `miss_cause` says why not more
-    ("hit": there was no more to have). `num_steps`: steps that computed something of it. Of the
+    `num_cached_tokens` of the prompt were there already when it first ran; `miss_cause` is "hit" then, else
+    why there were none ("": it never ran). `num_steps`: steps that computed something of it. Of the
     `num_drafted_tokens` that were guessed ahead, `num_accepted_tokens` were right.
     """
 

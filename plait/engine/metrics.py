@@ -180,7 +180,7 @@ class Metrics(Collector):
         yield _labelled(CounterMetricFamily("plait_preemptions", about, labels=["kind"]), kinds)
 
     def _cache_counters(self, counts: Mapping[str, int]) -> Iterator[Metric]:
-        about = "Prompts looked up in the prefix cache, by what limited the hit."
+        about = "Prompts looked up in the prefix cache: hit, or why nothing was found."
         family = CounterMetricFamily("plait_prefix_cache_lookups", about, labels=["cause"])
         yield _labelled(family, {cause: counts.get(cause, 0) for cause in CAUSES})
         for name, about in (("asked", "Tokens looked up in"), ("hit", "Tokens found in")):
