@@ -199,3 +199,15 @@ def test_a_stop_string_leaves_a_trace_too(llm: LLM) -> None:
     stop = whole.outputs[0].text[10:14]
     params = SamplingParams(max_tokens=30, temperature=0.0, stop=(stop,))
     assert llm.generate("And it came to pass", params)[0].outputs[0].trace is not None
+
+
+def test_conversations_share_the_system_message_and_those_of_other_tenants_do_not(llm: LLM) -> None:
+    system = {"role": "system", "content": "You are a prophet of old. " * 8}
+    asked = [[system, {"role": "user", "content": text}] for text in ("Who are you?", "Is it far?")]
+    first, second = (llm.front.prepare_chat(messages, GREEDY) for messages in asked)
+    shared = first.boundaries[0]
+    assert first.prompt_token_ids[:shared] == second.prompt_token_ids[:shared]
+    assert first.prompt_token_ids[shared] != second.prompt_token_ids[shared]
+    for salt in ("one tenant", "another"):
+        cached = [llm.chat(messages, GREEDY, cache_salt=salt)[0].num_cached_tokens for messages in asked]
+        assert cached == [0, shared]
