@@ -1,0 +1,48 @@
+"""What a reply must look like: a description, as a client sends it, and the limits on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["json_schema", "regex", "choice", "lark", "gbnf"]
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """One description of what a reply must be, from its first to its last byte.
+
+    `source` is the JSON text of a schema, a regular expression (Rust's syntax, anchored at both ends), the
+    JSON text of a list of strings, or a grammar in Lark's or llama.cpp's notation. `param` is the request's
+    field that it came from, for messages; two grammars that differ in nothing else are equal.
+    """
+
+    kind: Kind
+    source: str
+    param: str | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """What one grammar may cost.
+
+    `max_bytes`: of its source. `cpu_s`, `memory_bytes`, `stack_bytes`: of the process that tries it out;
+    `timeout_s`: how long that may take by the clock, on a busy machine; `start_s`: for that process to come
+    up, which is nobody's fault. `trial_steps`: how many bytes of a reply are tried. `max_row_items` and
+    `max_step_items` (in the parser), `step_fuel` and `max_lexer_states` (in the lexer, of 1 to 2 kB each) bound
+    each token of a reply. `remembered_bytes`: of verdicts on recent grammars.
+    """
+
+    max_bytes: int = 256 << 10
+    cpu_s: float = 2.0
+    memory_bytes: int = 512 * _MIB
+    stack_bytes: int = _MIB
+    timeout_s: float = 10.0
+    start_s: float = 60.0
+    trial_steps: int = 128
+    max_row_items: int = 2_000
+    max_step_items: int = 50_000
+    step_fuel: int = 200_000
+    max_lexer_states: int = 50_000
+    remembered_bytes: int = 4 * _MIB

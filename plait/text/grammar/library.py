@@ -1,0 +1,70 @@
+"""llguidance, as Plait uses it: a table of tokens, a compiled grammar, and its complaints made readable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from plait.text.grammar.grammar import GrammarLimits
+
+CONTROL_MARKER = b"\xff"
+"""The library's mark at the head of control tokens; no valid UTF-8 holds that byte."""
+_LINE, _SHOWN = 120, 500
+
+
+class _Words:
+    """What the library asks of a tokenizer."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special: list[int], eos: int) -> None:
+        self.tokens = tokens
+        self.special_token_ids = special
+        self.eos_token_id = eos
+
+    def __call__(self, text: str) -> list[int]:
+        """Never asked: the grammars that we compile force nothing."""
+        raise NotImplementedError("no grammar may depend on how a text is cut into tokens")
+
+
+def token_table(tokens: Sequence[bytes], special: Sequence[int], ends: Sequence[int]) -> Any:
+    """The library's index of a vocabulary. `special`: control tokens, which no text matches; `ends` is not
+    empty. An id without bytes is never allowed."""
+    import llguidance
+
+    # A token that begins with the marker would pass for a control token.
+    hidden = set(special)
+    kept = [
+        b"" if t[:1] == CONTROL_MARKER and len(t) > 1 and i not in hidden else t for i, t in enumerate(tokens)
+    ]
+    words: Any = _Words(kept, list(special), ends[0])
+    table = llguidance.LLTokenizer(words, eos_token=list(ends))
+    words.tokens = []  # it has its own copy
+    return table
+
+
+def compiled(table: Any, form: str, limits: GrammarLimits) -> Any:
+    """A matcher at the beginning of a reply; one that `is_error()` if the grammar could not be compiled."""
+    import llguidance
+
+    bounds = llguidance.LLParserLimits(
+        max_items_in_row=limits.max_row_items,
+        step_max_items=limits.max_step_items,
+        step_lexer_fuel=limits.step_fuel,
+        max_lexer_states=limits.max_lexer_states,
+        precompute_large_lexemes=False,
+        verbose_errors=False,
+    )
+    return llguidance.LLMatcher(table, form, log_level=0, limits=bounds)
+
+
+def readable(complaint: str) -> str:
+    """A complaint of the library in one line of bounded length: it quotes the grammar, and draws arrows."""
+    lines = complaint.split("\n<backtrace>")[0].replace("<non-verbose/>", "").split("\n")
+    kept = [_cut(" ".join(line[:2000].split()), _LINE) for line in lines if line.strip(" ^")]
+    return _cut("; ".join(kept).replace(":;", ":"), _SHOWN) or "no reason given"
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"

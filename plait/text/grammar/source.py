@@ -1,0 +1,114 @@
+"""A grammar in the form that llguidance compiles, or why it cannot be honoured.
+
+Runs in the trial process: what follows is pure Python over a stranger's text, some of it quadratic.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llguidance import regex_to_lark
+
+from plait.text.grammar.gbnf import lark_from_gbnf
+
+# A space between tokens is any white space, but not for ever: small models get lost in it.
+_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+# The outer grammar is ours, so that no inner one can switch forcing on: with it a mask would depend on how a
+# text is cut into tokens, and the library would call Python back from threads of its own.
+_OUTER = '%llguidance {"no_forcing": true}\nstart: @reply'
+_LARK_NOISE = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*')
+_LARK_REFUSED = re.compile(r"\b(temperature|stop|max_tokens)\s*=")
+_UNHEEDED = {
+    "nullable": 'write "type": [..., "null"]',
+    "dependencies": "leave it out",
+    "$dynamicRef": "use $ref",
+    "$recursiveRef": "use $ref",
+    "x-guidance": "leave it out",
+}
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
+_ONES = ("items", "additionalProperties", "additionalItems")
+
+
+def library_form(kind: str, source: str) -> str:
+    """llguidance's serialized grammar. Raises ValueError with the reason."""
+    match kind:
+        case "json_schema":
+            inner: dict[str, Any] = {"json_schema": _schema(source)}
+        case "regex":
+            inner = {"lark_grammar": f"start: {_regex(source)}"}
+        case "choice":
+            options = " | ".join(json.dumps(option, ensure_ascii=False) for option in json.loads(source))
+            inner = {"lark_grammar": f"start: CHOICE\nCHOICE: {options}"}
+        case "gbnf":
+            inner = {"lark_grammar": lark_from_gbnf(source)}
+        case "lark":
+            inner = {"lark_grammar": _lark(source)}
+        case _:
+            raise ValueError(f"{kind!r} is not a kind of grammar")
+    grammars = [{"lark_grammar": _OUTER}, {"name": "reply", **inner}]
+    form = json.dumps({"grammars": grammars}, ensure_ascii=False)
+    if any("\ud800" <= c <= "\udfff" for c in form):
+        raise ValueError("it holds half of a surrogate pair, which is not a character")
+    return form
+
+
+def _regex(source: str) -> str:
+    if not source:
+        raise ValueError("the regular expression is empty, and so would be every reply")
+    return f"/{regex_to_lark(source, '')}/"
+
+
+def _lark(source: str) -> str:
+    refused = _LARK_REFUSED.search(_LARK_NOISE.sub("", source))
+    if refused:
+        raise ValueError(f"the rule option {refused.group(1)!r} cannot be honoured; leave it out")
+    return source
+
+
+def _schema(source: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(source)
+    except RecursionError as error:
+        raise ValueError("the schema is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"the schema is not JSON: {error}") from error
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError("the schema is not an object; one that allows something is needed")
+    for part in _subschemas(schema):
+        _check(part)
+    return {**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
+
+
+def _subschemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The schema and every schema in it; what is in `enum`, `const` or an unknown keyword is not one."""
+    waiting: list[Any] = [schema]
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, dict):
+            continue
+        yield part
+        for name, value in part.items():
+            if name in _MAPS and isinstance(value, dict):
+                waiting += value.values()
+            elif name in _LISTS + _ONES:
+                waiting += value if isinstance(value, list) else [value]
+
+
+def _check(part: Mapping[str, Any]) -> None:
+    """Refuses what the library would pass over in silence; the rest it refuses by itself."""
+    for name, instead in _UNHEEDED.items():
+        if part.get(name) not in (None, False):
+            raise ValueError(f"the schema keyword {name!r} is not supported; {instead}")
+    least, required = part.get("minProperties", 0), part.get("required", [])
+    enough = len(required) if isinstance(required, list) else 0
+    if isinstance(least, int) and least > max(1, enough):
+        raise ValueError(
+            "the schema keyword 'minProperties' is not supported above the number of required properties: "
+            "a key that stands twice would count as two; name the keys in 'required'"
+        )

@@ -1,0 +1,142 @@
+"""How far a reply has come in its grammar, and which tokens may follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from plait.errors import BadGrammar, EngineError
+from plait.text.grammar.library import CONTROL_MARKER, readable
+from plait.text.grammar.vocabulary import Mask, Vocabulary
+
+
+class CompiledGrammar:
+    """A grammar at the beginning of a reply. It never changes; every reply gets a state of its own."""
+
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, param: str | None = None) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._param = param
+
+    def state(self) -> GrammarState:
+        """A reply without a token yet."""
+        return GrammarState(self._matcher.deep_copy(), self._vocabulary, self._param)
+
+
+class GrammarState:
+    """One reply. Not for two threads at once; different states, of the same grammar too, do not meet.
+
+    A method raises BadGrammar once the grammar has become too complex to follow; the reply must then fail,
+    and never go on without its grammar.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, param: str | None, ended: bool = False) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._param = param
+        self._ended = ended
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the reply is complete as it is: exactly then an end of generation is allowed."""
+        return self._ended or bool(self._matcher.is_accepting())
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the reply is complete and nothing but an end of generation may follow."""
+        return self._ended or bool(self._matcher.is_stopped() and not self._matcher.is_error())
+
+    def fill(self, row: Mask) -> None:
+        """Writes which tokens may come next: [num_words] uint32, contiguous. Releases the interpreter."""
+        vocabulary = self._vocabulary
+        if row.shape != vocabulary.usable.shape or row.dtype != np.uint32 or not row.flags.c_contiguous:
+            raise EngineError(
+                f"a mask is {vocabulary.num_words} contiguous uint32, not {list(row.shape)} of {row.dtype}"
+            )
+        if self._ended:
+            row[:] = vocabulary.usable & ~vocabulary.usable_inside
+            return
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._check()
+        # The library lets a grammar name any id: an end in the middle, or one that stands for nothing.
+        within = vocabulary.usable if self._matcher.is_accepting() else vocabulary.usable_inside
+        np.bitwise_and(row, within, out=row)
+        if not row.any():
+            raise BadGrammar("the grammar allows no token here that the model could write", self._param)
+
+    def masks(self, draft: Sequence[int] = ()) -> tuple[bytes, ...]:
+        """Masks of the next token and of those after each token of `draft`, as far as they are allowed.
+
+        So a draft of which k tokens may stand gives k + 1 masks; the rest of it must be cut off. A mask is the
+        bytes of `fill`'s row. The state stays where it is.
+        """
+        row = np.empty(self._vocabulary.num_words, np.uint32)
+        found, taken = [], 0
+        try:
+            for token_id in (*draft, None):
+                self.fill(row)
+                found.append(row.tobytes())
+                if token_id is None or token_id in self._vocabulary.ends or not allows(row, token_id):
+                    break
+                self._step(token_id)
+                taken += 1
+        finally:
+            if taken and not self._matcher.rollback(taken):
+                self._check()
+        return tuple(found)
+
+    def accepts(self, draft: Sequence[int]) -> int:
+        """How many of the tokens may come next, one after the other."""
+        return len(self.masks(draft)) - 1
+
+    def accept(self, token_id: int) -> None:
+        """The reply has this token now. Raises EngineError for one that was not allowed."""
+        if token_id in self._vocabulary.ends:
+            self._check()
+            if not self.may_stop:
+                raise EngineError(f"token {token_id} ends a reply that its grammar does not let end here")
+            self._ended = True
+        elif self._ended:
+            raise EngineError(f"token {token_id} follows the end of its reply")
+        else:
+            self._step(token_id)
+
+    def _step(self, token_id: int) -> None:
+        if not self._matcher.consume_token(token_id):
+            if self._matcher.stop_reason() in ("ParserTooComplex", "LexerTooComplex"):
+                self._check()
+            raise EngineError(
+                f"token {token_id} was chosen where its grammar does not allow it: "
+                f"{readable(self._matcher.get_error())}"
+            )
+
+    def forced(self) -> tuple[int, ...]:
+        """Tokens of the text that must come next, where there is no choice: a draft that is never wrong.
+
+        It need not be how the model itself would cut that text.
+        """
+        if self._ended or self._matcher.is_stopped():
+            return ()
+        # A copy is asked: the library takes the forced text for written, and then masks no control token.
+        forced = self._matcher.deep_copy().compute_ff_bytes()
+        try:
+            text = forced.partition(CONTROL_MARKER)[0].decode()
+        except UnicodeDecodeError:  # it begins or ends within a character
+            return ()
+        return self._vocabulary.ids(text) if text else ()
+
+    def copy(self) -> GrammarState:
+        """Another reply with the same beginning."""
+        return GrammarState(self._matcher.deep_copy(), self._vocabulary, self._param, self._ended)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = readable(self._matcher.get_error())
+            raise BadGrammar(f"the grammar cannot be followed any further: {reason}", self._param)
+
+
+def allows(row: Mask, token_id: int) -> bool:
+    """Whether a mask has this token's bit."""
+    return 0 <= token_id < row.size * 32 and bool(row[token_id >> 5] >> np.uint32(token_id & 31) & 1)
