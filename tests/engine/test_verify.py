@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from torch import Tensor
 from plait.config import EngineConfig
 from plait.engine.load import Loaded, load
 from plait.engine.verify import Arithmetic, Difference, Result, Verification
+from plait.engine.verify_doubles import FAILS_EVERY, FailingRunner, KnownReplies
 from plait.engine.verify_matrix import PLAIN, Cell, cells
 from plait.engine.verify_prompts import default_prompts, first_turns, second_turns
 from plait.engine.verify_trace import Trace, digest, op_names, op_of, watched
-from plait.errors import ContextTooLong
+from plait.errors import ContextTooLong, EngineError
 from plait.kernels.load import load as load_kernels
 from plait.model.decoder import Decoder
 from plait.ops.activation import combine
@@ -25,7 +27,9 @@ from plait.ops.attention import paged_attention
 from plait.ops.linear import Packing, dense
 from plait.ops.registry import Op, Variant
 from plait.ops.ssm import mamba2_scan
-from plait.schedule.plan import Chunk, Plan
+from plait.request import SamplingParams
+from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
+from plait.schedule.speculate import Wanted
 from tests.families import tiny
 
 MAX_TOKENS = 4
@@ -252,3 +256,27 @@ def test_other_bits_are_no_other_token() -> None:
     other = Difference("c", "r", 0, 0, 3, expected=5, found=6)
     result = Result("c", 2, 2, (rounded, other), {})
     assert (result.num_different, result.num_rounded) == (1, 1)
+
+
+def test_known_replies_are_guessed_with_a_wrong_token_now_and_then() -> None:
+    guesser = KnownReplies([[1, 2, 3, 4, 5, 6, 7]], vocab_size=10)
+    wanted = Wanted(3, [1, 2], 9, SamplingParams(), 0)
+    assert guesser.propose([wanted]) == {3: (3, 4, 6, 6, 7)}
+    assert guesser.propose([replace(wanted, token_ids=[2, 2])]) == {3: ()}
+
+
+def test_only_steps_that_several_share_fail() -> None:
+    class Runner:
+        def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+            return []
+
+    failing = FailingRunner(SimpleNamespace(runner=Runner()))  # type: ignore[arg-type]
+    alone = Plan(1, (_chunk(1, 0, (5,)),))
+    shared = Plan(1, (_chunk(1, 0, (5,)), _chunk(2, 0, (5,))))
+    for _ in range(3 * FAILS_EVERY):
+        failing.execute(alone, SamplingBatch(()))
+    for _ in range(FAILS_EVERY - 1):
+        failing.execute(shared, SamplingBatch(()))
+    with pytest.raises(EngineError, match="on purpose"):
+        failing.execute(shared, SamplingBatch(()))
+    assert failing.num_failed == 1
