@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.engine.load import Loaded
+from plait.errors import EngineError
 from plait.memory import has_slots
 from plait.runner.graphs import Capacity
 from plait.runner.runner import ModelRunner
@@ -246,3 +247,64 @@ def test_nor_do_they_in_long_sequences(name: str, checkpoints: Path) -> None:
     with loaded(folder_of(name, checkpoints), **longer) as model:
         for seed in range(2):
             assert_walked(model, seed, length=300, piece=247)
+
+
+def test_nor_do_they_in_a_trained_hybrid(nano_hybrid: Path) -> None:
+    with loaded(nano_hybrid) as model:
+        assert_walked(model, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+@pytest.mark.parametrize("precise", [False, True])
+def test_nor_do_they_in_real_models(name: str, precise: bool, request: pytest.FixtureRequest) -> None:
+    with loaded(request.getfixturevalue(name), precise=precise, max_model_len=512) as model:
+        assert_walked(model, 0, length=300, piece=247)
+
+
+@pytest.fixture(scope="module")
+def one(checkpoints: Path) -> Iterator[Loaded]:
+    with loaded(folder_of("bamba", checkpoints)) as found:
+        yield found
+
+
+class Order:
+    """A store that writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.calls.append(
+            (name, *(a if isinstance(a, int | tuple) else list(a) for a in arguments))
+        )
+
+
+def test_moves_are_made_in_order_and_before_fresh_slots_are_zeroed(one: Loaded) -> None:
+    """Neighbours of one kind in one call; a plan that only moves has no pass and no answers."""
+    engine = one.runner
+    runner = ModelRunner(engine.decoder, engine.store, engine.sampler, engine.device)
+    store: Any = Order()
+    runner.store = store
+    moves = (
+        CopySlot(1, 2), CopySlot(2, 3), CopyBlock(0, 4, 5), CopyBlock(0, 5, 6), CopyBlock(1, 7, 8),
+        CopySlot(3, 4), Save(9, ((1, 2), ()), 3), Drop(9), Load(8, ((3,), (4,)), 0), CopyBlock(0, 1, 2),
+    )  # fmt: skip
+    assert runner.execute(Plan(1, (), moves, fresh=(4,)), SamplingBatch(())) == []
+    assert store.calls == [
+        ("copy_slots", [(1, 2), (2, 3)]),
+        ("copy_blocks", 0, [(4, 5), (5, 6)]),
+        ("copy_blocks", 1, [(7, 8)]),
+        ("copy_slots", [(3, 4)]),
+        ("save", 9, ((1, 2), ()), 3),
+        ("drop", 9),
+        ("load", 8, ((3,), (4,)), 0),
+        ("copy_blocks", 0, [(1, 2)]),
+        ("zero_slots", (4,)),
+    ]
+
+
+def test_a_plan_that_loads_what_was_never_saved_fails_by_name(one: Loaded) -> None:
+    moves = (Load(404, tuple(() for _ in one.runner.groups), 0),)
+    with pytest.raises(EngineError, match="nothing is saved as 404"):
+        one.runner.execute(Plan(1, (), moves), SamplingBatch(()))
