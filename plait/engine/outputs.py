@@ -28,7 +28,7 @@ TokenLogprobs = dict[int, Logprob]  # by token id; the token itself is always th
 class CompletionOutput:
     """One choice of a finished request. `logprobs`: one entry per token of `token_ids`, if asked for.
 
-    `trace`: where its time went; None if the engine never took it.
+    `trace`: where its time went; None if the engine never took it. Equal choices say the same, whenever.
     """
 
     index: int
@@ -37,7 +37,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    trace: RequestTrace | None = None
+    trace: RequestTrace | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)
