@@ -316,6 +316,23 @@ def test_books_that_cannot_be_mended_end_nobody(
         assert loop.healthy
 
 
+def test_work_that_cannot_go_on_yet_is_tried_again() -> None:
+    with running() as (loop, _):
+        plan, refused = loop.engine.scheduler.plan, []
+
+        def later(*drafts: Any) -> Plan | None:
+            if len(refused) < 3:
+                refused.append(1)
+                return None
+            return plan(*drafts)
+
+        loop.engine.scheduler.plan = later  # type: ignore[method-assign]
+        box = Mailbox()
+        loop.submit(request("r"), box)
+        assert box.wait()[-1].finish_reason == "length"
+        assert len(refused) == 3
+
+
 def test_metrics_can_be_scraped_while_it_runs_and_after_its_end() -> None:
     with running() as (loop, _):
         box = Mailbox()
