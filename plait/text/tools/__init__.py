@@ -1,6 +1,7 @@
 """Tool calls and thinking in a reply: `tool_format` finds a model's way, `ToolFormat.parser` reads it."""
 
-from plait.text.tools.formats import FORMATS, ToolFormat, tool_format, tool_schemas
+from plait.text.tools.formats import FORMATS, ToolFormat, call_grammar, tool_format, tool_schemas
+from plait.text.tools.lark import as_lark
 from plait.text.tools.parser import CallSyntax, OutputParser
 from plait.text.tools.reply import Arguments, CallEnd, CallStart, Content, Delta, Reasoning
 
@@ -15,6 +16,8 @@ __all__ = [
     "OutputParser",
     "Reasoning",
     "ToolFormat",
+    "as_lark",
+    "call_grammar",
     "tool_format",
     "tool_schemas",
 ]

@@ -12,6 +12,7 @@ from typing import Any
 
 from plait.errors import ConfigError, InvalidField
 from plait.text.reasoning import ReasoningFormat
+from plait.text.tools.call_grammar import Frame, Structure, chosen_tools, framed, json_frame, thinking_first
 from plait.text.tools.json_calls import one_or_list
 from plait.text.tools.marked_calls import DEEPSEEK, deepseek, function_tag, mistral, xml_or_json
 from plait.text.tools.parser import CallSyntax, OutputParser
@@ -25,12 +26,14 @@ Tool = Mapping[str, Any]
 class ToolFormat:
     """One way of writing tool calls.
 
-    `signs`: groups of texts; a chat template that holds all of a group is of this kind. `tokens`: control
-    tokens that mean this kind where no template says more.
+    `syntax` is how its calls are read, `frame` how one that is demanded is written. `signs`: groups of texts;
+    a chat template that holds all of a group is of this kind. `tokens`: control tokens that mean this kind
+    where no template says more.
     """
 
     name: str
     syntax: CallSyntax
+    frame: Frame
     signs: tuple[tuple[str, ...], ...] = ()
     tokens: tuple[str, ...] = ()
 
@@ -87,6 +90,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         ToolFormat(
             "agent",
             CallSyntax(_object_or_list, ("<|function|>",), ("<|/function|>",)),
+            frame=json_frame(separator="\n", tag="<|function|>"),
             signs=(("<|function|>",),),
             tokens=("<|function|>", "<|/function|>"),
         ),
@@ -98,65 +102,121 @@ FORMATS: Mapping[str, ToolFormat] = {
                 (DEEPSEEK["close"],),
                 (DEEPSEEK["call"], DEEPSEEK["separator"], DEEPSEEK["end"]),
             ),
-            signs=((DEEPSEEK["begin"],),),
+            frame=Frame(
+                before=f"{DEEPSEEK['call']}function{DEEPSEEK['separator']}",
+                between="\n```json\n",
+                after=f"\n```{DEEPSEEK['end']}",
+                opening=DEEPSEEK["begin"],
+                separator="\n",
+                closing=DEEPSEEK["close"],
+            ),
+            signs=((DEEPSEEK["begin"], "```json"),),
             tokens=(DEEPSEEK["begin"],),
+        ),
+        ToolFormat(
+            "deepseek_v31",
+            CallSyntax(
+                deepseek,
+                (DEEPSEEK["begin"],),
+                (DEEPSEEK["close"],),
+                (DEEPSEEK["call"], DEEPSEEK["separator"], DEEPSEEK["end"]),
+            ),
+            frame=Frame(
+                before=DEEPSEEK["call"],
+                between=DEEPSEEK["separator"],
+                after=DEEPSEEK["end"],
+                opening=DEEPSEEK["begin"],
+                closing=DEEPSEEK["close"],
+            ),
+            signs=((DEEPSEEK["begin"],),),
+        ),
+        ToolFormat(
+            "mistral_args",
+            CallSyntax(mistral, ("[TOOL_CALLS]",), (), ("[ARGS]", "[CALL_ID]")),
+            frame=Frame("[TOOL_CALLS]", "[ARGS]", ""),
+            signs=(("[TOOL_CALLS]", "[ARGS]"),),
+            tokens=("[TOOL_CALLS]", "[ARGS]"),
         ),
         ToolFormat(
             "mistral",
             CallSyntax(mistral, ("[TOOL_CALLS]",), (), ("[ARGS]", "[CALL_ID]")),
+            frame=json_frame("[TOOL_CALLS] [", "]"),
             signs=(("[TOOL_CALLS]",),),
             tokens=("[TOOL_CALLS]",),
         ),
         ToolFormat(
             "qwen_xml",
             CallSyntax(xml_or_json, ("<tool_call>",), ("</tool_call>",)),
+            frame=Frame(
+                "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", separator="\n", style="xml"
+            ),
             signs=(("<tool_call>", "<function="),),
         ),
         ToolFormat(
             "hermes",
             CallSyntax(xml_or_json, ("<tool_call>",), ("</tool_call>",)),
+            frame=json_frame(separator="\n", tag="<tool_call>"),
             signs=(("<tool_call>",),),
         ),
         ToolFormat(
             "lfm2",
             CallSyntax(call_list(), ("<|tool_call_start|>",), ("<|tool_call_end|>",)),
+            frame=Frame(
+                before="",
+                between="(",
+                after=")",
+                opening="<|tool_call_start|>[",
+                separator=", ",
+                closing="]<|tool_call_end|>",
+                style="python",
+            ),
             signs=(("<|tool_call_start|>",),),
             tokens=("<|tool_call_start|>",),
         ),
         ToolFormat(
             "granite",
             CallSyntax(_object_or_list, ("<|tool_call|>", "<tool_call>"), ("<|/tool_call|>", "</tool_call>")),
+            frame=json_frame("<|tool_call|>[", "]"),
             signs=(("<|tool_call|>",),),
             tokens=("<|tool_call|>",),
         ),
         ToolFormat(
             "nemotron",
             CallSyntax(_object_or_list, ("<TOOLCALL>",), ("</TOOLCALL>",)),
+            frame=json_frame("<TOOLCALL>[", "]</TOOLCALL>"),
             signs=(("<TOOLCALL>",),),
         ),
         ToolFormat(
             "jamba",
             CallSyntax(_object_or_list, ("<tool_calls>",), ("</tool_calls>",)),
+            frame=json_frame("<tool_calls>[", "]</tool_calls>"),
             signs=(("<tool_calls>",),),
         ),
         ToolFormat(
             "function_tag",
             CallSyntax(function_tag, ("<function=",), ("</function>",)),
+            frame=Frame("<function=", ">", "</function>"),
             signs=(("<function=", "</function>"),),
         ),
         ToolFormat(
             "pythonic",
             CallSyntax(call_list(known_only=True), ("<|python_start|>",), ("<|python_end|>",), bare="["),
+            frame=Frame("", "(", ")", opening="[", separator=", ", closing="]", style="python"),
             signs=(("[func_name1(",), ("<|python_start|>",)),
             tokens=("<|python_start|>",),
         ),
         ToolFormat(
             "llama_json",
             CallSyntax(call_list(known_only=True), ("<|python_tag|>",), bare="{"),
+            frame=json_frame(separator="; ", key="parameters"),
             signs=(("<|python_tag|>",), ('"parameters":', "<|start_header_id|>")),
             tokens=("<|python_tag|>",),
         ),
-        ToolFormat("json", CallSyntax(one_or_list(known_only=True), ("```json",), ("```",), bare="{[")),
+        ToolFormat(
+            "json",
+            CallSyntax(one_or_list(known_only=True), ("```json",), ("```",), bare="{["),
+            json_frame(separator="\n"),
+        ),
     )
 }
 
@@ -182,3 +242,26 @@ def tool_format(
         if form.tokens and all(token in special_tokens for token in form.tokens):
             return form
     return FORMATS["json"] if "tools" in template else None
+
+
+def call_grammar(
+    form: ToolFormat,
+    tools: Sequence[Tool],
+    choice: Any,
+    *,
+    parallel: bool = True,
+    reasoning: ReasoningFormat | None = None,
+    starts_open: bool = False,
+) -> Structure | None:
+    """What a reply must be under `tool_choice`; None where no call is demanded.
+
+    "required": one call or, if `parallel`, several, of any tool; a named function: one call of it. Thinking
+    may come first. Raises InvalidField for a choice that cannot be honoured.
+    """
+    schemas = tool_schemas(tools)
+    names = chosen_tools(schemas, choice)
+    if not names:
+        return None
+    several = parallel and choice == "required"
+    calls = framed(form.frame, form.markers, {name: schemas[name] for name in names}, several)
+    return (*thinking_first(reasoning, starts_open), *calls)

@@ -1,0 +1,211 @@
+"""What a reply must look like when a call is demanded (`tool_choice`), as plain data.
+
+A structure is a tuple of parts, one after the other. It says nothing of how it is enforced; `lark` writes it
+for llguidance.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from plait.errors import InvalidField
+from plait.text.reasoning import ReasoningFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Exactly this text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """A marker of the format: one control token where the vocabulary has it as one, else its text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Json:
+    """A JSON text that this schema allows."""
+
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FreeUntil:
+    """Any text up to and with the first occurrence of `end`, which may be a marker."""
+
+    end: Marker | Text
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of several structures; an empty one makes it optional."""
+
+    options: tuple[Structure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """This structure any number of times, or not at all."""
+
+    parts: Structure
+
+
+Part = Text | Marker | Json | FreeUntil | OneOf | Repeated
+Structure = tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """How a format writes calls: `opening`, then calls with `separator` between them, then `closing`.
+
+    A call is `before`, its name, `between`, its arguments written as `style`, `after`. `name_in_json`: the
+    name stands inside a JSON string.
+    """
+
+    before: str
+    between: str
+    after: str
+    opening: str = ""
+    separator: str = ""
+    closing: str = ""
+    style: Literal["json", "python", "xml"] = "json"
+    name_in_json: bool = False
+
+
+def json_frame(
+    opening: str = "", closing: str = "", separator: str = ", ", *, key: str = "arguments", tag: str = ""
+) -> Frame:
+    """Calls as JSON objects, `tag` and what closes it around each."""
+    ends = {"<tool_call>": "\n</tool_call>", "<|function|>": "<|/function|>"}
+    begin = tag + "\n" if ends.get(tag, "").startswith("\n") else tag
+    return Frame(
+        before=f'{begin}{{"name": "',
+        between=f'", "{key}": ',
+        after="}" + ends.get(tag, ""),
+        opening=opening,
+        separator=separator,
+        closing=closing,
+        name_in_json=True,
+    )
+
+
+def chosen_tools(schemas: Mapping[str, Mapping[str, Any]], choice: Any) -> tuple[str, ...]:
+    """The tools of which one must be called under OpenAI's `tool_choice`; none where none must be.
+
+    Raises InvalidField (`tool_choice`) for a choice that is not known, and for a function that is not there.
+    """
+    if choice is None or choice in ("auto", "none"):
+        return ()
+    if choice == "required":
+        if not schemas:
+            raise InvalidField("tool_choice: 'required', but there are no tools; send some", "tool_choice")
+        return tuple(schemas)
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or choice.get("type", "function") != "function":
+        raise InvalidField(
+            "tool_choice: it is not 'none', 'auto', 'required' or "
+            '{"type": "function", "function": {"name": …}}',
+            "tool_choice",
+        )
+    if name not in schemas:
+        known = ", ".join(schemas) or "none"
+        raise InvalidField(f"tool_choice: there is no tool {name!r}; the tools are: {known}", "tool_choice")
+    return (name,)
+
+
+def framed(
+    frame: Frame, markers: Iterable[str], schemas: Mapping[str, Mapping[str, Any]], parallel: bool
+) -> Structure:
+    """A call of one of these tools; `parallel`: further ones may follow."""
+    cut = [re.escape(marker) for marker in sorted(markers, key=len, reverse=True)]
+
+    def parts(text: str) -> Structure:
+        pieces = re.split(f"({'|'.join(cut)})", text) if cut else [text]
+        return tuple(Marker(p) if n % 2 else Text(p) for n, p in enumerate(pieces) if p)
+
+    calls = tuple(
+        (
+            *parts(frame.before),
+            Text(json.dumps(name, ensure_ascii=False)[1:-1] if frame.name_in_json else name),
+            *parts(frame.between),
+            *_STYLES[frame.style](schema),
+            *parts(frame.after),
+        )
+        for name, schema in schemas.items()
+    )
+    call = OneOf(calls)
+    more: Structure = (Repeated((*parts(frame.separator), call)),) if parallel else ()
+    return (*parts(frame.opening), call, *more, *parts(frame.closing))
+
+
+def thinking_first(reasoning: ReasoningFormat | None, starts_open: bool) -> Structure:
+    """A block of thinking that may stand before a demanded call, or that the prompt has opened."""
+    if reasoning is None:
+        return ()
+    first = reasoning.pairs[0]
+    rest: Structure = (FreeUntil(Marker(first.closing)), OneOf(((Text("\n\n"),), (Text("\n"),), ())))
+    return rest if starts_open else (OneOf(((Marker(first.opening), *rest), ())),)
+
+
+def _as_json(schema: Mapping[str, Any]) -> Structure:
+    return (Json(schema if schema.get("type") == "object" else {"type": "object", **schema}),)
+
+
+def _properties(schema: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """(required, optional) parameters with their schemas, in the order of the schema.
+
+    A part's schema keeps the definitions of the whole, for its references.
+    """
+    properties = schema.get("properties")
+    required = schema.get("required")
+    names = set(required) if isinstance(required, Sequence) and not isinstance(required, str) else set()
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    found = [
+        (name, {**one, **shared} if isinstance(one, Mapping) else one)
+        for name, one in (properties.items() if isinstance(properties, Mapping) else ())
+    ]
+    return [p for p in found if p[0] in names], [p for p in found if p[0] not in names]
+
+
+def _as_python(schema: Mapping[str, Any]) -> Structure:
+    """`a=1, b="x"`: required ones first, for the order of keywords is free and a comma needs a left side."""
+    required, optional = _properties(schema)
+    written = [(Text(f"{name}="), Json(one)) for name, one in required]
+    head: list[Part] = []
+    for pair in written:
+        head += [*([Text(", ")] if head else []), *pair]
+    tails = [OneOf(((Text(f", {name}="), Json(one)), ())) for name, one in optional]
+    if required:
+        return (*head, *tails)
+    begins: list[Structure] = [
+        (Text(f"{name}="), Json(one), *tails[n + 1 :]) for n, (name, one) in enumerate(optional)
+    ]
+    return (OneOf((*begins, ())),) if begins else ()
+
+
+def _as_xml(schema: Mapping[str, Any]) -> Structure:
+    required, optional = _properties(schema)
+    rows: list[Part] = [part for name, one in required for part in _row(name, one)]
+    return (*rows, *(OneOf((_row(name, one), ())) for name, one in optional))
+
+
+def _row(name: str, schema: Any) -> Structure:
+    opening, end = Text(f"<parameter={name}>\n"), "\n</parameter>"
+    allowed = schema.get("enum") if isinstance(schema, Mapping) else None
+    if isinstance(schema, Mapping) and schema.get("type") == "string":
+        if allowed:
+            return (opening, OneOf(tuple((Text(str(value)),) for value in allowed)), Text(f"{end}\n"))
+        return (opening, FreeUntil(Text(end)), Text("\n"))
+    return (opening, Json(schema), Text(f"{end}\n"))
+
+
+_STYLES = {"json": _as_json, "python": _as_python, "xml": _as_xml}

@@ -1,0 +1,50 @@
+"""The structure of a demanded call in llguidance's grammar notation."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from plait.text.tools.call_grammar import FreeUntil, Json, Marker, OneOf, Part, Repeated, Structure, Text
+
+_REGEX_MARKS = re.compile(r"[\\^$.|?*+()\[\]{}/]")
+
+
+def as_lark(structure: Structure, special_ids: Mapping[str, int]) -> str:
+    """Lark source whose `start` is the structure.
+
+    `special_ids`: text → id of the vocabulary's control tokens; a marker that is none is written as text.
+    """
+    rules: list[str] = []
+    start = _sequence(structure, special_ids, rules)
+    return "\n".join([f"start: {start}", *rules]) + "\n"
+
+
+def _sequence(structure: Structure, special_ids: Mapping[str, int], rules: list[str]) -> str:
+    return " ".join(_written(part, special_ids, rules) for part in structure) or '""'
+
+
+def _written(part: Part, special_ids: Mapping[str, int], rules: list[str]) -> str:
+    match part:
+        case Marker(text) if text in special_ids:
+            return f"<[{special_ids[text]}]>"
+        case Text(text) | Marker(text):
+            return json.dumps(text, ensure_ascii=False)
+        case Json(schema):
+            return _rule(rules, f": %json {json.dumps(schema, ensure_ascii=False)}")
+        case FreeUntil(Marker(text)) if text in special_ids:
+            return f"{_rule(rules, ': /(?s:.*)/')} <[{special_ids[text]}]>"
+        case FreeUntil(end):
+            ending = _REGEX_MARKS.sub(r"\\\g<0>", end.text).replace("\n", "\\n")
+            return _rule(rules, f"[lazy]: /(?s:.*){ending}/")
+        case Repeated(parts):
+            return f"{_rule(rules, ': ' + _sequence(parts, special_ids, rules))}*"
+        case OneOf(options):
+            return _rule(rules, ": " + " | ".join(_sequence(o, special_ids, rules) for o in options))
+
+
+def _rule(rules: list[str], body: str) -> str:
+    name = f"part{len(rules)}"
+    rules.append(name + body)
+    return name
