@@ -19,35 +19,31 @@ from plait.errors import Cancelled
 from plait.server import chat, completions, models, validate
 from plait.server.body import linger, read_object
 from plait.server.edge import Edge
+from plait.server.endpoint import Endpoint
 from plait.server.loading import Loading
 from plait.server.metrics import exposition
 from plait.server.problems import BodyTooLarge, http_problem, json_response, problem
-from plait.server.reply import Reply, respond
-from plait.server.schema import DetokenizeRequest, TokenizeRequest, field_names, present
+from plait.server.reply import respond
+from plait.server.schema import present
 
 if TYPE_CHECKING:
     from plait.engine.front import Front
 
 IGNORED_HEADER = "x-plait-ignored"
 Handler = Callable[[Request], Awaitable[Response]]
-Plan = Callable[["Front", str, Mapping[str, Any]], Reply]
-Answer = Callable[["Front", Mapping[str, Any]], dict[str, Any]]
+ENDPOINTS = (*completions.ENDPOINTS, *chat.ENDPOINTS, *models.ENDPOINTS)
 
 
 def create_app(front: Front | Loading, config: ServerConfig) -> Starlette:
     """The application over a model, or over one that is still loading."""
     service = Service(front if isinstance(front, Loading) else Loading(front), config)
-    tokenize, detokenize = field_names(TokenizeRequest), field_names(DetokenizeRequest)
     routes = [
         _route("/health", service.health, "GET"),
         _route("/version", service.version, "GET"),
         _route("/metrics", service.metrics, "GET"),
         _route("/v1/models", service.list_models, "GET"),
         _route("/v1/models/{id:path}", service.get_model, "GET"),
-        _route("/v1/completions", service.generates(completions.plan, completions.FIELDS), "POST"),
-        _route("/v1/chat/completions", service.generates(chat.plan, chat.FIELDS), "POST"),
-        _route("/tokenize", service.computes(models.tokenize, tokenize), "POST"),
-        _route("/detokenize", service.computes(models.detokenize, detokenize), "POST"),
+        *(_route(endpoint.path, service.serves(endpoint), "POST") for endpoint in ENDPOINTS),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
     app.router.redirect_slashes = False
@@ -84,24 +80,18 @@ class Service:
         models.check(request.path_params["id"], self.served(front))
         return json_response(models.card(front, self.served(front)))
 
-    def generates(self, plan: Plan, fields: frozenset[str]) -> Handler:
-        """A handler that generates what `plan` makes of the body."""
+    def serves(self, endpoint: Endpoint) -> Handler:
+        """A handler that generates what `plan` makes of the body, or computes `answer` in a thread."""
 
         async def handle(request: Request) -> Response:
             front, body = await self._read(request)
-            served = self.served(front)
-            response = await respond(request.receive, front, lambda: plan(front, served, body))
-            return _reporting(response, body, fields)
-
-        return handle
-
-    def computes(self, answer: Answer, fields: frozenset[str]) -> Handler:
-        """A handler that answers at once, in a thread."""
-
-        async def handle(request: Request) -> Response:
-            front, body = await self._read(request)
-            found = await asyncio.to_thread(answer, front, body)
-            return _reporting(json_response(found), body, fields)
+            served, plan, answer = self.served(front), endpoint.plan, endpoint.answer
+            if plan is not None:
+                response = await respond(request.receive, front, lambda: plan(front, served, body))
+            else:
+                assert answer is not None
+                response = json_response(await asyncio.to_thread(answer, front, served, body))
+            return _reporting(response, body, endpoint.fields)
 
         return handle
 

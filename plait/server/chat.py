@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from plait.engine import ranking
 from plait.request import Request
 from plait.server import validate
+from plait.server.endpoint import Endpoint
 from plait.server.generation import new_id
 from plait.server.reply import Head, best, finite
 from plait.server.schema import ChatRequest, field_names, typed
@@ -120,3 +121,6 @@ class _Choice:
 
 def _one(lp: TextLogprob) -> dict[str, Any]:
     return {"token": lp.token, "logprob": finite(lp.logprob), "bytes": list(lp.bytes)}
+
+
+ENDPOINTS = (Endpoint("/v1/chat/completions", FIELDS, plan=plan),)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from plait.engine import ranking
 from plait.request import Request
 from plait.server import validate
+from plait.server.endpoint import Endpoint
 from plait.server.generation import new_id
 from plait.server.reply import Head, best, finite
 from plait.server.schema import CompletionRequest, field_names, typed
@@ -225,3 +226,6 @@ def _bytes_text(data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+ENDPOINTS = (Endpoint("/v1/completions", FIELDS, plan=plan),)

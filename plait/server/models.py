@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from plait.errors import InvalidField, ModelNotFound
 from plait.server.chat import render
-from plait.server.schema import DetokenizeRequest, TokenizeRequest, typed
+from plait.server.endpoint import Endpoint
+from plait.server.schema import DetokenizeRequest, TokenizeRequest, field_names, typed
 
 if TYPE_CHECKING:
     from plait.engine.front import Front
@@ -34,7 +35,7 @@ def card(front: Front, served: str) -> dict[str, Any]:
     }
 
 
-def tokenize(front: Front, body: Mapping[str, Any]) -> dict[str, Any]:
+def tokenize(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Token ids of a prompt or of messages. Raises InvalidField and BadTemplate."""
     asked = typed(body, TokenizeRequest)
     if (asked.prompt is None) == (asked.messages is None):
@@ -50,7 +51,7 @@ def tokenize(front: Front, body: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def detokenize(front: Front, body: Mapping[str, Any]) -> dict[str, Any]:
+def detokenize(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """The text of token ids, control tokens included. Raises InvalidField."""
     asked, limit = typed(body, DetokenizeRequest), front.spec.vocab_size
     if bad := [i for i in asked.tokens if not 0 <= i < limit]:
@@ -63,3 +64,9 @@ def _tokenizer(front: Front) -> Tokenizer:
     if front.tokenizer is None:
         raise InvalidField(f"{front.name} has no tokenizer; name a vocabulary with --vocab")
     return front.tokenizer
+
+
+ENDPOINTS = (
+    Endpoint("/tokenize", field_names(TokenizeRequest), answer=tokenize),
+    Endpoint("/detokenize", field_names(DetokenizeRequest), answer=detokenize),
+)

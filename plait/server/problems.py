@@ -63,6 +63,7 @@ _TYPES = {
     499: "cancelled",
     500: "server_error",
     503: "server_error",
+    504: "server_error",
 }
 _BY_STATUS = {404: "not_found", 405: "method_not_allowed"}
 

@@ -1,0 +1,29 @@
+"""A route that takes a JSON object: what a module of endpoints hands to the application."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from plait.server.reply import Reply
+
+if TYPE_CHECKING:
+    from plait.engine.front import Front
+
+Plan = Callable[["Front", str, Mapping[str, Any]], Reply]
+Answer = Callable[["Front", str, Mapping[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """`POST path`, whose known body fields are `fields`: others are accepted, and reported as ignored.
+
+    Called with the model, the name it is served under, and the body without its nulls. `plan` makes a reply
+    that is generated, whole or streamed; `answer` computes a JSON object, in a thread. One of both is there.
+    """
+
+    path: str
+    fields: frozenset[str]
+    plan: Plan | None = None
+    answer: Answer | None = None
