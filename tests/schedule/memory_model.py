@@ -31,6 +31,7 @@ from plait.schedule.sequence import Sequence as TokenSequence
 from plait.schedule.sequence import num_computed
 
 VOCAB_SIZE = 5
+BLOCK_NBYTES, SLOT_NBYTES = 64, 96  # in host memory
 ZEROED, POISON = 0, -1  # what a fresh slot holds, and what memory holds that nobody may read
 Entries = list[int]  # one block: a digest for each of its positions
 
@@ -156,7 +157,7 @@ class ModelMemory:
     """Runs plans on dictionaries and asserts, before anything is computed, that a plan is right.
 
     `blocks`: one dictionary per group, from a block to its entries; `slots`: what each has seen; `host`: what
-    was saved. `unsure`: saved copies that a failed step may have made or dropped.
+    was saved. `has_failed`: nothing was run since a step failed, and what it saved or dropped is not certain.
     """
 
     groups: tuple[BlockGroup, ...]
@@ -164,10 +165,11 @@ class ModelMemory:
     block_size: int
     num_slots: int
     limits: Limits
+    host_nbytes: int = 0
     blocks: tuple[dict[int, Entries], ...] = ()
     slots: dict[int, int] = field(default_factory=dict)
     host: dict[int, tuple[tuple[tuple[Entries, ...], ...], int]] = field(default_factory=dict)
-    unsure: set[int] = field(default_factory=set)
+    has_failed: bool = False
     num_moves: dict[type[Move], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -184,6 +186,7 @@ class ModelMemory:
         self._check_shape(plan, stories)
         for move in plan.moves:
             self._move(move)
+        self.has_failed = False
         for slot in plan.fresh:
             assert slot in self.slots
             self.slots[slot] = ZEROED
@@ -203,7 +206,7 @@ class ModelMemory:
         """The step dies after that many moves; what the device held is lost, what the host holds is not."""
         for move in plan.moves[:num_moves]:
             self._move(move)
-        self.unsure |= {m.handle for m in plan.moves if isinstance(m, Save | Drop)}
+        self.has_failed = True
         self.poison()
 
     def _move(self, move: Move) -> None:
@@ -222,11 +225,19 @@ class ModelMemory:
                 assert handle not in self.host, f"{handle} is saved twice"
                 saved = [tuple(list(held[b]) for b in table) for held, table in self._tables(blocks)]
                 self.host[handle] = tuple(saved), self.slots[slot] if slot else POISON
+                assert self.saved_nbytes <= self.host_nbytes, "more is saved than there is room for"
             case Load(handle, blocks, slot):
                 self._load(handle, blocks, slot)
             case Drop(handle):
-                assert handle in self.host or handle in self.unsure, f"{handle} is dropped and not there"
+                assert handle in self.host or self.has_failed, f"{handle} is dropped and not there"
                 self.host.pop(handle, None)
+
+    @property
+    def saved_nbytes(self) -> int:
+        return sum(
+            sum(map(len, tables)) * BLOCK_NBYTES + (seen != POISON) * SLOT_NBYTES
+            for tables, seen in self.host.values()
+        )
 
     def _load(self, handle: int, blocks: tuple[tuple[int, ...], ...], slot: int) -> None:
         assert handle in self.host, f"{handle} is loaded and not there"

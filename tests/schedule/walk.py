@@ -7,15 +7,28 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import pytest
+
+from plait.errors import EngineError
 from plait.memory import BlockGroup
 from plait.request import SamplingParams
-from plait.schedule.allocation import Allocation, CacheOptions
+from plait.schedule.allocation import Allocation
 from plait.schedule.plan import Drop, Plan, SamplingBatch, Save
+from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Limits, Scheduler
 from plait.schedule.sequence import Sequence as TokenSequence
 from plait.schedule.sequence import Update
 from plait.state.prefix import PrefixIndex, extend
-from tests.schedule.memory_model import POISON, VOCAB_SIZE, Ask, ModelMemory, Story, prompt_scores
+from tests.schedule.memory_model import (
+    BLOCK_NBYTES,
+    POISON,
+    SLOT_NBYTES,
+    VOCAB_SIZE,
+    Ask,
+    ModelMemory,
+    Story,
+    prompt_scores,
+)
 
 FULL = BlockGroup("full", None, ("a",))
 WINDOW = BlockGroup("window:6", 6, ("b",))
@@ -100,19 +113,23 @@ class World:
             cache=CacheOptions(
                 shares=size.shares and size.causal,
                 snapshot_interval=size.snapshot_interval,
-                block_nbytes=(64,) * len(shape.groups),
-                slot_nbytes=96 if shape.has_slots else 0,
+                block_nbytes=(BLOCK_NBYTES,) * len(shape.groups),
+                slot_nbytes=SLOT_NBYTES if shape.has_slots else 0,
                 host_nbytes=size.host_nbytes,
             ),
         )
         self.now = 0.0
         self.s = Scheduler(self.limits, self.memory, clock=lambda: self.now)
-        self.device = ModelMemory(shape.groups, num_blocks, size.block_size, num_slots, self.limits)
+        self.device = ModelMemory(
+            shape.groups, num_blocks, size.block_size, num_slots, self.limits, size.host_nbytes
+        )
         self.stories: dict[int, Story] = {}
         self.wishes: dict[int, Wish] = {}
         self.told: list[tuple[int, ...]] = []  # whole texts, prompts included: conversations that may go on
         self.plan: Plan | None = None
+        self.plans: list[Plan] = []
         self.counts: Counter[str] = Counter()
+        self.suspects: set[int] = set()
         self._batch = SamplingBatch(())
         self._planned: dict[int, Story] = {}
         self._sequences: dict[int, TokenSequence] = {}
@@ -164,13 +181,18 @@ class World:
         """The scheduler decides; there is always something to do for open sequences."""
         for seq_id, story in self.stories.items():
             story.draft = (drafts or {}).get(seq_id, ())
+        had_work = self.s.has_work
         self.plan = self.s.plan(drafts or {})
+        assert (self.plan is not None) == had_work
         if self.plan is None:
             assert not self.stories, "there is work and nobody works"
             return
+        self.plans.append(self.plan)
         self._batch = self.s.sampling(self.plan)
         self._planned = {c.seq_id: self.stories[c.seq_id] for c in self.plan.chunks}
         self._name_blocks()
+        self.suspects &= self.stories.keys()
+        assert not self.suspects or len(self.plan.chunks) <= 1, "who may have failed a step is not alone"
         for chunk in self.plan.chunks:
             self.starts.setdefault(chunk.seq_id, chunk.start)
         self._check_sharing(self.plan)
@@ -181,6 +203,9 @@ class World:
         plan, self.plan = self.plan, None
         sampled = self.device.execute(plan, self._batch, self._planned)
         self._check_claims()
+        if sampled:
+            with pytest.raises(EngineError):  # and nothing is changed
+                self.s.commit(plan, sampled[1:])
         for update in self.s.commit(plan, sampled):
             self._learn(update)
         self._name_blocks()
@@ -194,6 +219,7 @@ class World:
         self.device.fail(plan, num_moves)
         if len(plan.chunks) == 1 and plan.chunks[0].seq_id in self.stories:
             self.cancel(plan.chunks[0].seq_id)
+        self.suspects |= {chunk.seq_id for chunk in plan.chunks}
         self.s.isolate()
         self.counts["failed"] += 1
 
@@ -237,15 +263,16 @@ class World:
         assert stats["num_free_slots"] + stats["num_snapshots"] == stats["num_slots"]
         index = self.index
         cached = {s.handle for places in index.snapshots.values() for s in places if s.handle}
-        assert self.device.host.keys() - self.device.unsure <= cached, "host memory is held by nobody"
+        assert self.device.host.keys() <= cached, "host memory is held by nobody"
 
     @property
     def index(self) -> PrefixIndex:
-        return self.memory.index
+        return self.memory.pools.index
 
     def _learn(self, update: Update) -> None:
         """What a client is told is what a sequence alone would have said."""
         story = self.stories[update.seq_id]
+        self.suspects.discard(update.seq_id)
         said, reply = story.num_output_tokens, story.reply
         assert update.token_ids == reply.token_ids[said : said + len(update.token_ids)]
         if story.ask.params.logprobs is not None:
@@ -352,6 +379,8 @@ def wander(
         world.make_plan(world.drafts(rng) if rng.random() < 0.7 else None)
         while world.stories and rng.random() < 0.04:
             world.cancel(rng.choice(sorted(world.stories)))
+        if rng.random() < 0.05:
+            world.submit(any_wish(world, rng))
         if world.plan is not None and rng.random() < faults:
             world.fail(rng.randint(0, len(world.plan.moves)))
         elif world.plan is not None:
