@@ -18,15 +18,26 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The markers of one family. The first pair is the one that a template may open by itself."""
+    """The markers of one family. The first pair is the one that a template may open by itself.
+
+    `signs`: a chat template that holds all of them is of this kind; `tokens`: control tokens that mean it
+    where no template does. `wrappers` stand around content and are passed over. `between`: what a model may
+    write after its thinking.
+    """
 
     name: str
     pairs: tuple[Pair, ...]
+    signs: tuple[str, ...]
+    tokens: tuple[str, ...] = ()
+    wrappers: tuple[str, ...] = ()
+    between: tuple[str, ...] = ("\n\n", "\n", "")
 
     @property
     def markers(self) -> frozenset[str]:
-        """Every marker that must stand in the text: see `OutputParser.markers`."""
-        return frozenset(marker for pair in self.pairs for marker in (pair.opening, pair.closing))
+        """Every marker that must stand in the text: see `OutputParser.shown`."""
+        return frozenset(self.wrappers) | {
+            text for pair in self.pairs for text in (pair.opening, pair.closing)
+        }
 
     def starts_open(self, prompt: str) -> bool:
         """Whether a prompt, decoded with its control tokens, ends inside a block of thinking.
@@ -36,17 +47,53 @@ class ReasoningFormat:
         return any(prompt.rstrip().endswith(pair.opening) for pair in self.pairs)
 
 
+_THINK = Pair("<think>", "</think>")
 REASONING: Mapping[str, ReasoningFormat] = {
     form.name: form
     for form in (
-        ReasoningFormat("think", (Pair("<think>", "</think>"),)),
-        ReasoningFormat("agent", (Pair("<|think|>", "<|/think|>"), Pair("<|plan|>", "<|/plan|>"))),
-        ReasoningFormat("mistral", (Pair("[THINK]", "[/THINK]"),)),
-        ReasoningFormat("seed", (Pair("<seed:think>", "</seed:think>"),)),
-        ReasoningFormat("thinking", (Pair("<|thinking_start|>", "<|thinking_end|>"),)),
+        ReasoningFormat(
+            "agent",
+            (Pair("<|think|>", "<|/think|>"), Pair("<|plan|>", "<|/plan|>")),
+            signs=("<|/think|>",),
+            tokens=("<|think|>", "<|/think|>", "<|plan|>", "<|/plan|>"),
+        ),
+        ReasoningFormat(
+            "granite",
+            (_THINK,),
+            signs=("</think>", "<response>"),
+            wrappers=("<response>", "</response>"),
+        ),
+        ReasoningFormat("think", (_THINK,), signs=("</think>",), tokens=("<think>", "</think>")),
+        ReasoningFormat(
+            "mistral",
+            (Pair("[THINK]", "[/THINK]"),),
+            signs=("[/THINK]",),
+            tokens=("[THINK]", "[/THINK]"),
+        ),
+        ReasoningFormat(
+            "said",
+            (Pair("Here is my thought process:", "Here is my response:"),),
+            signs=("Here is my thought process:", "Here is my response:"),
+        ),
+        ReasoningFormat("seed", (Pair("<seed:think>", "</seed:think>"),), signs=("</seed:think>",)),
+        ReasoningFormat(
+            "harmony",
+            (Pair("<|channel|>analysis<|message|>", "<|end|>"),),
+            signs=("<|channel|>", "analysis", "<|message|>"),
+            tokens=("<|channel|>", "<|message|>", "<|constrain|>"),
+            wrappers=(
+                "<|start|>assistant",
+                "<|channel|>final<|message|>",
+                "<|channel|>commentary<|message|>",
+                "<|end|>",
+                "<|return|>",
+            ),
+            between=("<|start|>assistant",),
+        ),
     )
 }
-"""`think`: DeepSeek, Qwen, Granite, Nemotron, Falcon; `agent`: the agent tokens of oxidizr's vocabularies."""
+"""`think`: DeepSeek, Qwen, Nemotron, Falcon and most others; `agent`: the agent tokens of oxidizr's
+vocabularies; `granite`: Granite 3.3, and `said` 3.2; `harmony`: gpt-oss, as the tool format of that name."""
 
 
 def reasoning_format(
@@ -54,8 +101,8 @@ def reasoning_format(
 ) -> ReasoningFormat | None:
     """The way a model marks its thinking, or None. `name` chooses one; "none" chooses none.
 
-    Found in the chat template's text; failing that in the vocabulary, where only markers that mean nothing
-    else count. Raises ConfigError for an unknown name.
+    Found in the chat template's text; failing that by the control tokens of the vocabulary. Raises
+    ConfigError for an unknown name.
     """
     if name == "none":
         return None
@@ -66,9 +113,9 @@ def reasoning_format(
             )
         return REASONING[name]
     for form in REASONING.values():
-        if any(pair.closing in template for pair in form.pairs):
+        if all(part in template for part in form.signs):
             return form
     for form in REASONING.values():
-        if all(marker in special_tokens for marker in form.markers):
+        if form.tokens and all(token in special_tokens for token in form.tokens):
             return form
     return None

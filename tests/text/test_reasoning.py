@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.errors import ConfigError
@@ -20,6 +20,7 @@ def think(text: str, *, starts_open: bool = False) -> Read:
     return read_every_way("hermes", text, reasoning=REASONING["think"], starts_open=starts_open)
 
 
+@settings(deadline=None)
 @given(THOUGHT, st.sampled_from(["", "Hi.", "a < b"]), CUTS, st.booleans())
 def test_thinking_and_content_are_apart_however_they_are_cut(
     thought: str, answer: str, cuts: list[int], starts_open: bool
@@ -35,10 +36,11 @@ def test_thinking_and_content_are_apart_however_they_are_cut(
 @pytest.mark.parametrize("name", REASONING)
 def test_every_family_has_its_markers(name: str) -> None:
     for pair in REASONING[name].pairs:
+        assert {pair.opening, pair.closing} <= REASONING[name].markers
         reader = OutputParser(reasoning=REASONING[name])
         found = gathered([*reader.push(f"{pair.opening}why{pair.closing}so"), *reader.finish()])
         assert (found.reasoning, found.content) == ("why", "so")
-        assert {pair.opening, pair.closing} <= reader.markers == REASONING[name].markers
+        assert reader.markers == REASONING[name].markers
 
 
 def test_a_call_after_thinking_is_a_call_and_one_inside_it_is_thinking() -> None:
@@ -68,6 +70,34 @@ def test_a_closing_marker_without_an_opening_one_is_content() -> None:
     assert think("a </think> b").content == "a </think> b"
 
 
+def test_wrappers_of_content_are_passed_over() -> None:
+    text = "<think>why</think><response>so </response>"
+    found = read_every_way("hermes", text, reasoning=REASONING["granite"])
+    assert (found.reasoning, found.content) == ("why", "so")
+
+
+@settings(max_examples=20, deadline=None)
+@given(CUTS)
+def test_the_channels_of_a_harmony_reply(cuts: list[int]) -> None:
+    text = (
+        "<|channel|>analysis<|message|>Let me see.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I look it up.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+        '{"city": "Rome"}<|call|>'
+        "<|start|>assistant to=functions.search<|channel|>commentary json<|message|>{}<|call|>"
+        "<|start|>assistant<|channel|>final<|message|>Done.<|return|>"
+    )
+    found = read_every_way("harmony", text, cuts, reasoning=REASONING["harmony"])
+    assert (found.reasoning, found.content) == ("Let me see.", "I look it up.Done.")
+    assert found.calls == [("f", {"city": "Rome"}), ("search", {})]
+
+
+def test_the_control_tokens_to_show_are_those_inside_markers() -> None:
+    reader = parser("harmony", reasoning=REASONING["harmony"])
+    vocabulary = {"<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|endoftext|>", "<|untrusted|>"}
+    assert reader.shown(vocabulary) == {"<|start|>", "<|channel|>", "<|message|>", "<|call|>"}
+
+
 def test_blocks_of_thinking_are_numbered() -> None:
     reader = OutputParser(reasoning=REASONING["agent"])
     told = [*reader.push("<|think|>a<|/think|>b<|plan|>c<|/plan|>"), *reader.finish()]
@@ -93,7 +123,9 @@ def test_tokens_and_characters_of_thinking_are_counted_for_a_budget() -> None:
         ("[THINK]...[/THINK]", (), "mistral"),
         ("{{ messages }}", ("<think>", "</think>"), "think"),
         ("{{ messages }}", ("<think>",), None),
-        ("", ("<|think|>", "<|/think|>", "<|plan|>", "<|/plan|>"), "agent"),
+        ("<think></think><response>", (), "granite"),
+        ("", ("<|channel|>", "<|message|>", "<|constrain|>", "<|call|>"), "harmony"),
+        ("", ("<think>", "</think>", "<|think|>", "<|/think|>", "<|plan|>", "<|/plan|>"), "agent"),
         ("{{ messages }}", (), None),
     ],
 )
@@ -107,7 +139,7 @@ def test_the_markers_are_found_in_the_template_then_in_the_vocabulary(
 def test_a_reasoning_format_can_be_named_or_refused() -> None:
     assert reasoning_format("<think></think>", (), "mistral") is REASONING["mistral"]
     assert reasoning_format("<think></think>", (), "none") is None
-    with pytest.raises(ConfigError, match="'deep' is not known; there are think, agent"):
+    with pytest.raises(ConfigError, match="'deep' is not known; there are agent, granite, think"):
         reasoning_format("", (), "deep")
 
 

@@ -156,6 +156,11 @@ def test_one_call_at_most_where_parallel_calls_are_forbidden() -> None:
     assert (found.names, found.content) == (["f"], "")
 
 
+def test_a_fence_after_a_bare_call_is_content() -> None:
+    found = read_every_way("json", '{"name": "f", "arguments": {}}\nSee:\n```python\n1\n```')
+    assert (found.names, found.content) == (["f"], "See:\n```python\n1\n```")
+
+
 def test_without_tools_the_markers_are_ordinary_text() -> None:
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert read_every_way("hermes", text, tools=[]).content == text
@@ -173,7 +178,10 @@ def test_the_markers_that_must_be_shown_are_named() -> None:
         ("{{ '<tool_call>' }}", (), "hermes"),
         ("<tool_call>\n<function=example>", (), "qwen_xml"),
         ("[TOOL_CALLS]", (), "mistral"),
-        (f"{DS['begin']} tools", (), "deepseek"),
+        (f"{DS['begin']} ```json", (), "deepseek"),
+        (f"{DS['begin']} tools", (), "deepseek_v31"),
+        ("[TOOL_CALLS] [ARGS]", (), "mistral_args"),
+        ("<|channel|> to=functions.", (), "harmony"),
         ("<|tool_call|> tools", (), "granite"),
         ("<|python_tag|>", (), "llama_json"),
         ("<|tool_call_start|>", (), "lfm2"),

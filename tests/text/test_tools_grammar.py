@@ -51,6 +51,7 @@ WRITTEN = {
     "nemotron": f'<TOOLCALL>[{{"name": "weather", "arguments": {ONE}}}]</TOOLCALL>',
     "jamba": f'<tool_calls>[{{"name": "weather", "arguments": {ONE}}}]</tool_calls>',
     "function_tag": f"<function=weather>{ONE}</function>",
+    "harmony": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ONE}<|call|>",
     "pythonic": '[weather(city="Rom\\"e", days=2)]',
     "llama_json": f'{{"name": "weather", "parameters": {ONE}}}',
     "json": f'{{"name": "weather", "arguments": {ONE}}}',

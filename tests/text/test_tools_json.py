@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from plait.text.tools.cursor import Cursor
@@ -86,6 +86,7 @@ def can_go_on(text: str) -> bool:
     return any(parses(text + ending + closers) for ending in endings)
 
 
+@settings(deadline=None)
 @given(GARBAGE)
 @example('{"a":1,}')
 @example("[1,]")
@@ -101,6 +102,7 @@ def test_what_json_accepts_is_accepted_and_nothing_else(text: str) -> None:
     assert is_json(text) == parses(text)
 
 
+@settings(deadline=None)
 @given(GARBAGE, st.integers(1, 5))
 def test_only_the_beginning_of_a_valid_text_is_passed_on(text: str, step: int) -> None:
     whole, told = read([text[i : i + step] for i in range(0, len(text), step)])
@@ -108,6 +110,7 @@ def test_only_the_beginning_of_a_valid_text_is_passed_on(text: str, step: int) -
     assert parses(told) if whole else can_go_on(told)
 
 
+@settings(deadline=None)
 @given(VALUE, st.sampled_from([None, 1]), st.booleans(), st.integers(1, 7))
 def test_a_value_passes_character_by_character_as_it_was_written(
     value: Any, indent: int | None, ascii_only: bool, step: int
@@ -116,6 +119,7 @@ def test_a_value_passes_character_by_character_as_it_was_written(
     assert read([*(text[i : i + step] for i in range(0, len(text), step)), "  rest"]) == (True, text)
 
 
+@settings(deadline=None)
 @given(VALUE.map(json.dumps), st.data())
 def test_a_cut_value_is_the_beginning_of_the_whole_one(text: str, data: st.DataObject) -> None:
     _, told = read([text[: data.draw(st.integers(0, len(text)))]])

@@ -25,7 +25,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A marker of the format: one control token where the vocabulary has it as one, else its text."""
+    """A marker of the format: what in it is a control token of the vocabulary must be that token."""
 
     text: str
 
@@ -152,7 +152,8 @@ def thinking_first(reasoning: ReasoningFormat | None, starts_open: bool) -> Stru
     if reasoning is None:
         return ()
     first = reasoning.pairs[0]
-    rest: Structure = (FreeUntil(Marker(first.closing)), OneOf(((Text("\n\n"),), (Text("\n"),), ())))
+    between = OneOf(tuple((Marker(text),) if text else () for text in reasoning.between))
+    rest: Structure = (FreeUntil(Marker(first.closing)), between)
     return rest if starts_open else (OneOf(((Marker(first.opening), *rest), ())),)
 
 

@@ -14,7 +14,7 @@ from plait.errors import ConfigError, InvalidField
 from plait.text.reasoning import ReasoningFormat
 from plait.text.tools.call_grammar import Frame, Structure, chosen_tools, framed, json_frame, thinking_first
 from plait.text.tools.json_calls import one_or_list
-from plait.text.tools.marked_calls import DEEPSEEK, deepseek, function_tag, mistral, xml_or_json
+from plait.text.tools.marked_calls import DEEPSEEK, deepseek, function_tag, harmony, mistral, xml_or_json
 from plait.text.tools.parser import CallSyntax, OutputParser
 from plait.text.tools.python_calls import call_list
 
@@ -39,7 +39,7 @@ class ToolFormat:
 
     @property
     def markers(self) -> frozenset[str]:
-        """Every marker that must stand in the text: see `OutputParser.markers`."""
+        """Every marker that must stand in the text: see `OutputParser.shown`."""
         return frozenset(self.syntax.markers)
 
     def parser(
@@ -197,6 +197,22 @@ FORMATS: Mapping[str, ToolFormat] = {
             CallSyntax(function_tag, ("<function=",), ("</function>",)),
             frame=Frame("<function=", ">", "</function>"),
             signs=(("<function=", "</function>"),),
+        ),
+        ToolFormat(
+            "harmony",
+            CallSyntax(
+                harmony,
+                (
+                    "<|channel|>commentary to=functions.",
+                    "<|channel|>analysis to=functions.",
+                    "<|start|>assistant to=functions.",
+                ),
+                ("<|call|>",),
+                ("<|constrain|>", "<|message|>"),
+            ),
+            frame=Frame("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>"),
+            signs=(("<|channel|>", "to=functions."), ("<|channel|>", "<|constrain|>")),
+            tokens=("<|channel|>", "<|constrain|>", "<|call|>"),
         ),
         ToolFormat(
             "pythonic",

@@ -14,7 +14,7 @@ _REGEX_MARKS = re.compile(r"[\\^$.|?*+()\[\]{}/]")
 def as_lark(structure: Structure, special_ids: Mapping[str, int]) -> str:
     """Lark source whose `start` is the structure.
 
-    `special_ids`: text → id of the vocabulary's control tokens; a marker that is none is written as text.
+    `special_ids`: text → id of the vocabulary's control tokens; what else stands in a marker is text.
     """
     rules: list[str] = []
     start = _sequence(structure, special_ids, rules)
@@ -27,10 +27,10 @@ def _sequence(structure: Structure, special_ids: Mapping[str, int], rules: list[
 
 def _written(part: Part, special_ids: Mapping[str, int], rules: list[str]) -> str:
     match part:
-        case Marker(text) if text in special_ids:
-            return f"<[{special_ids[text]}]>"
-        case Text(text) | Marker(text):
-            return json.dumps(text, ensure_ascii=False)
+        case Marker(text):
+            return _marker(text, special_ids)
+        case Text(text):
+            return _literal(text)
         case Json(schema):
             return _rule(rules, f": %json {json.dumps(schema, ensure_ascii=False)}")
         case FreeUntil(Marker(text)) if text in special_ids:
@@ -42,6 +42,21 @@ def _written(part: Part, special_ids: Mapping[str, int], rules: list[str]) -> st
             return f"{_rule(rules, ': ' + _sequence(parts, special_ids, rules))}*"
         case OneOf(options):
             return _rule(rules, ": " + " | ".join(_sequence(o, special_ids, rules) for o in options))
+
+
+def _marker(text: str, special_ids: Mapping[str, int]) -> str:
+    """A marker may be one control token, hold some, or be ordinary text."""
+    inside = sorted((token for token in special_ids if token and token in text), key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, inside))})", text) if inside else [text]
+    texts = (piece for piece in pieces if piece)
+    written = (
+        f"<[{special_ids[t]}]>" if t in special_ids else json.dumps(t, ensure_ascii=False) for t in texts
+    )
+    return " ".join(written)
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _rule(rules: list[str], body: str) -> str:

@@ -69,6 +69,18 @@ def deepseek(reply: Reply) -> Reading[bool]:
     return reply.num_calls > 0 and not (yield from cursor.sees(DEEPSEEK["call"]))
 
 
+def harmony(reply: Reply) -> Reading[bool]:
+    """`name`, its channel and constraint in either order of writing, `<|message|>` and JSON."""
+    cursor = reply.cursor
+    name = yield from cursor.word(_NAME)
+    for literal in ("<|channel|>", "commentary", "analysis", "<|constrain|>", "json"):
+        yield from cursor.skip(literal)
+        yield from cursor.space()
+    found = name and (yield from cursor.skip("<|message|>"))
+    yield from cursor.space()
+    return bool(found) and (yield from call_arguments(reply, name))
+
+
 def xml_or_json(reply: Reply) -> Reading[bool]:
     """`<function=name><parameter=key>…</parameter></function>`, or JSON: both stand in `<tool_call>`."""
     yield from reply.cursor.space()

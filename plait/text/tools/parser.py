@@ -13,8 +13,8 @@ What holds for every way of cutting the text into pieces:
   the model wrote from the first wrong character on is content, without the closing marker.
 - Nothing raises, and the time is linear in the text.
 
-The text must hold the markers. Detokenizers leave control tokens out, and markers often are control tokens:
-the caller must show those named in `OutputParser.markers` (and only those) when it detokenizes.
+The text must hold the markers. Detokenizers leave control tokens out, and markers often are control tokens or
+hold some: the caller must show those that `OutputParser.shown` names (and only those) when it detokenizes.
 """
 
 from __future__ import annotations
@@ -63,10 +63,12 @@ class Markers:
         self._beginnings = {text[:n] for text in texts for n in range(1, len(text))}
         self._longest = max(map(len, self._beginnings), default=0)
 
-    def find(self, text: str, start: int) -> tuple[int, int] | None:
-        """(start, end) of the first one."""
+    def find(self, text: str, start: int, ended: bool) -> tuple[int, int] | None:
+        """(start, end) of the first one; None while a longer one may still come of it."""
         found = self._pattern.search(text, start) if self._pattern else None
-        return found.span() if found else None
+        if not found or (not ended and text[found.start() :] in self._beginnings):
+            return None
+        return found.span()
 
     def safe(self, text: str, start: int) -> int:
         """Where the end of `text` begins that may become a marker."""
@@ -99,14 +101,15 @@ class OutputParser:
     ) -> None:
         self._calls = calls if tools else None
         self._ends = {pair.opening: pair.closing for pair in reasoning.pairs} if reasoning else {}
+        self._passed = frozenset(reasoning.wrappers if reasoning else ())
         self._most = most_calls
         opens = self._calls.opens if self._calls else ()
         closes = self._calls.closes if self._calls else ()
-        self.markers = frozenset(self._calls.markers if self._calls else ()) | frozenset(
-            marker for pair in self._ends.items() for marker in pair
+        self.markers = frozenset(self._calls.markers if self._calls else ()) | (
+            reasoning.markers if reasoning else frozenset()
         )
-        self._first = Markers((*opens, *self._ends))
-        self._after = Markers((*opens, *self._ends, *closes))
+        self._first = Markers((*opens, *self._ends, *self._passed))
+        self._after = Markers((*opens, *self._ends, *self._passed, *closes))
         self._reply = Reply(tools or {}, make_id, most_calls)
         self._may_be_bare = bool(self._calls and self._calls.bare)
         self._may_close = False
@@ -124,6 +127,10 @@ class OutputParser:
     def has_enough(self) -> bool:
         """Whether as many calls as were allowed have ended, so that the rest will not be told."""
         return self._most is not None and self.num_calls >= self._most
+
+    def shown(self, special_tokens: Iterable[str]) -> frozenset[str]:
+        """The control tokens, of these, that must stand in the text."""
+        return frozenset(token for token in special_tokens if any(token in marker for marker in self.markers))
 
     def push(self, text: str, num_tokens: int = 1) -> list[Delta]:
         """More of the reply, and how many tokens it was (for `num_reasoning_tokens`)."""
@@ -164,7 +171,7 @@ class OutputParser:
                 if first and first in self._calls.bare:
                     return first
             markers = self._after if self._may_close else self._first
-            found = markers.find(cursor.text, cursor.at)
+            found = markers.find(cursor.text, cursor.at, cursor.ended)
             reply.say(cursor.take((found[0] if found else self._safe(markers)) - cursor.at))
             self._may_be_bare = self._may_be_bare and not reply.has_content
             if found and not self._closed(marker := cursor.text[slice(*found)]):
@@ -175,12 +182,12 @@ class OutputParser:
                 yield
 
     def _closed(self, marker: str) -> bool:
-        """Takes a closing marker that belongs to a call."""
+        """Takes a closing marker that belongs to a call, or one that only wraps content."""
         if marker in self._ends or (self._calls and marker in self._calls.opens):
             return False
         self._reply.cursor.take(len(marker))
         self._reply.leave_content()
-        self._may_close = False
+        self._may_close = self._may_close and marker in self._passed
         return True
 
     def _think(self, closing: str) -> Reading[None]:
@@ -190,7 +197,7 @@ class OutputParser:
         reply.leave_content()
         yield from cursor.space()
         while not found:
-            found = end.find(cursor.text, cursor.at)
+            found = end.find(cursor.text, cursor.at, cursor.ended)
             safe = found[0] if found else self._safe(end)
             self.num_reasoning_chars += reply.think(cursor.take(safe - cursor.at))
             if not found and cursor.ended:
@@ -211,11 +218,11 @@ class OutputParser:
         before = reply.num_calls
         self._may_be_bare = False
         cursor.hold()
-        if marker in calls.opens:
-            cursor.take(len(marker))
+        marked = marker in calls.opens
+        cursor.take(len(marker) if marked else 0)
         whole = yield from calls.body(reply)
         held = cursor.release()
-        self._may_close = self._may_close or whole or reply.num_calls > before
+        self._may_close = self._may_close or (marked and (whole or reply.num_calls > before))
         if whole:
             reply.leave_content()
             while (yield from cursor.peek()) == "}":
