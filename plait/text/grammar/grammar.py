@@ -30,8 +30,8 @@ class GrammarLimits:
     `max_bytes`: of its source. `cpu_s`, `memory_bytes`, `stack_bytes`: of the process that tries it out;
     `timeout_s`: how long that may take by the clock, on a busy machine; `start_s`: for that process to come
     up, which is nobody's fault. `trial_steps`: how many bytes of a reply are tried. `max_row_items` and
-    `max_step_items` (in the parser), `step_fuel` and `max_lexer_states` (in the lexer, of 1 to 2 kB each) bound
-    each token of a reply. `remembered_bytes`: of verdicts on recent grammars.
+    `max_step_items` (in the parser), `step_fuel` and `max_lexer_states` (in the lexer; 1 to 2 kB each)
+    bound each token of a reply. `remembered_bytes`: of verdicts on recent grammars.
     """
 
     max_bytes: int = 256 << 10

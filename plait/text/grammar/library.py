@@ -9,7 +9,7 @@ from plait.text.grammar.grammar import GrammarLimits
 
 CONTROL_MARKER = b"\xff"
 """The library's mark at the head of control tokens; no valid UTF-8 holds that byte."""
-_LINE, _SHOWN = 120, 500
+_LINE, _SHOWN = 240, 600
 
 
 class _Words:

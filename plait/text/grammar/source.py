@@ -41,7 +41,7 @@ def library_form(kind: str, source: str) -> str:
         case "regex":
             inner = {"lark_grammar": f"start: {_regex(source)}"}
         case "choice":
-            options = " | ".join(json.dumps(option, ensure_ascii=False) for option in json.loads(source))
+            options = " | ".join(_literal(option) for option in json.loads(source))
             inner = {"lark_grammar": f"start: CHOICE\nCHOICE: {options}"}
         case "gbnf":
             inner = {"lark_grammar": lark_from_gbnf(source)}
@@ -54,6 +54,11 @@ def library_form(kind: str, source: str) -> str:
     if any("\ud800" <= c <= "\udfff" for c in form):
         raise ValueError("it holds half of a surrogate pair, which is not a character")
     return form
+
+
+def _literal(text: str) -> str:
+    """As Lark writes it: like JSON, but for the one control character that JSON does not escape."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _regex(source: str) -> str:

@@ -69,8 +69,8 @@ class GrammarState:
     def masks(self, draft: Sequence[int] = ()) -> tuple[bytes, ...]:
         """Masks of the next token and of those after each token of `draft`, as far as they are allowed.
 
-        So a draft of which k tokens may stand gives k + 1 masks; the rest of it must be cut off. A mask is the
-        bytes of `fill`'s row. The state stays where it is.
+        So a draft of which k tokens may stand gives k + 1 masks; the rest of it must be cut off. A mask is
+        the bytes of `fill`'s row. The state stays where it is.
         """
         row = np.empty(self._vocabulary.num_words, np.uint32)
         found, taken = [], 0

@@ -48,7 +48,8 @@ class Trial:
             try:
                 answer = json.loads(child.ask(line, self._limits.timeout_s))
             except (OSError, ValueError) as error:
-                raise BadGrammar(_refusal(self._drop(), self._limits), grammar.param) from error
+                self._child = None
+                raise BadGrammar(_refusal(child.ended(), self._limits), grammar.param) from error
         if "error" in answer:
             raise BadGrammar(f"the grammar cannot be honoured: {readable(answer['error'])}", grammar.param)
         form: str = answer["form"]
@@ -73,10 +74,10 @@ class Trial:
             self._child = child
         return self._child
 
-    def _drop(self) -> int:
-        """The exit status of the process; negative for the signal that ended it."""
-        child, self._child = self._child, None
-        return 0 if child is None else child.stop_and_say()
+    def _drop(self) -> None:
+        if self._child is not None:
+            self._child.stop()
+        self._child = None
 
 
 class _Child:
@@ -112,8 +113,8 @@ class _Child:
             raise BrokenPipeError("the process ended")
         return answer
 
-    def stop_and_say(self) -> int:
-        """Ends it. How it had ended by itself, or -SIGKILL."""
+    def ended(self) -> int:
+        """The exit status of a process that closed its pipe; negative for the signal that ended it."""
         try:
             status = self._process.wait(1)  # its pipe closes a moment before it is gone
         except subprocess.TimeoutExpired:

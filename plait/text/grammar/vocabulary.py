@@ -58,8 +58,8 @@ def vocabulary_of(
 ) -> Vocabulary:
     """Builds the table of tokens: 0.2 s for 49k of them, 1.5 s for 262k, most of it holding the interpreter.
 
-    `vocab_size`: how many logits the model has, if not as many as the tokenizer has ids. `ends`: more ids that
-    end a reply. Raises BadGrammar for a vocabulary in which nothing ends a reply.
+    `vocab_size`: how many logits the model has, if not as many as the tokenizer has ids. `ends`: more ids
+    that end a reply. Raises BadGrammar for a vocabulary in which nothing ends a reply.
     """
     size = tokenizer.vocab_size if vocab_size is None else vocab_size
     last = frozenset(i for i in tokenizer.eos_token_ids | set(ends) if 0 <= i < size)
