@@ -164,7 +164,10 @@ def test_a_fence_after_a_bare_call_is_content() -> None:
 def test_without_tools_the_markers_are_ordinary_text() -> None:
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert read_every_way("hermes", text, tools=[]).content == text
-    assert not parser("hermes", tools=[]).markers
+    reader = parser("hermes", tools=[])
+    assert not reader.markers
+    assert reader.push("a \n") == [Content("a \n")], "nothing needs to be held back"
+    assert reader.push("") == []
 
 
 def test_the_markers_that_must_be_shown_are_named() -> None:
@@ -219,3 +222,22 @@ def test_a_tool_that_is_none_is_refused_by_name(tools: list[Any], param: str) ->
     with pytest.raises(InvalidField) as error:
         tool_schemas(tools)
     assert error.value.param == param
+
+
+def test_mistral_takes_ids_of_nine_letters_and_digits_back() -> None:
+    call = {"id": "call_0123456789", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call, {**call, "id": "abcdefgh1"}]},
+        {"role": "tool", "tool_call_id": "call_0123456789", "content": "1"},
+        {"role": "tool", "tool_call_id": "abcdefgh1", "content": "2"},
+    ]
+    fitted = FORMATS["mistral"].history(messages)
+    first, second = fitted[0]["tool_calls"]
+    assert first["id"] == fitted[1]["tool_call_id"] != second["id"]
+    assert second["id"] == fitted[2]["tool_call_id"] == "abcdefgh1"
+    assert len(first["id"]) == 9
+    assert first["id"].isalnum()
+    assert messages[0]["tool_calls"] == [call, {**call, "id": "abcdefgh1"}], "the client's own were changed"
+    assert FORMATS["hermes"].history(messages) is messages
+    odd = [{"role": "assistant", "tool_calls": "none"}, {"role": "assistant", "tool_calls": [1]}, 3]
+    assert FORMATS["mistral"].history(odd) == odd

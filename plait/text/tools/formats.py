@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.errors import ConfigError, InvalidField
+from plait.text.chat import Message
 from plait.text.reasoning import ReasoningFormat
 from plait.text.tools.call_grammar import Frame, Structure, chosen_tools, framed, json_frame, thinking_first
+from plait.text.tools.history import with_short_ids
 from plait.text.tools.json_calls import one_or_list
 from plait.text.tools.marked_calls import DEEPSEEK, deepseek, function_tag, harmony, mistral, xml_or_json
 from plait.text.tools.parser import CallSyntax, OutputParser
@@ -28,7 +30,7 @@ class ToolFormat:
 
     `syntax` is how its calls are read, `frame` how one that is demanded is written. `signs`: groups of texts;
     a chat template that holds all of a group is of this kind. `tokens`: control tokens that mean this kind
-    where no template says more.
+    where no template says more. `id_length`: of the ids that its templates take.
     """
 
     name: str
@@ -36,6 +38,7 @@ class ToolFormat:
     frame: Frame
     signs: tuple[tuple[str, ...], ...] = ()
     tokens: tuple[str, ...] = ()
+    id_length: int | None = None
 
     @property
     def markers(self) -> frozenset[str]:
@@ -63,6 +66,10 @@ class ToolFormat:
             starts_open=starts_open,
             most_calls=None if parallel else 1,
         )
+
+    def history(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The conversation as templates of this kind take it: see `with_short_ids`."""
+        return messages if self.id_length is None else with_short_ids(messages, self.id_length)
 
 
 def tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
@@ -136,6 +143,7 @@ FORMATS: Mapping[str, ToolFormat] = {
             frame=Frame("[TOOL_CALLS]", "[ARGS]", ""),
             signs=(("[TOOL_CALLS]", "[ARGS]"),),
             tokens=("[TOOL_CALLS]", "[ARGS]"),
+            id_length=9,
         ),
         ToolFormat(
             "mistral",
@@ -143,6 +151,7 @@ FORMATS: Mapping[str, ToolFormat] = {
             frame=json_frame("[TOOL_CALLS] [", "]"),
             signs=(("[TOOL_CALLS]",),),
             tokens=("[TOOL_CALLS]",),
+            id_length=9,
         ),
         ToolFormat(
             "qwen_xml",

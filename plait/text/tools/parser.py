@@ -27,7 +27,7 @@ from typing import Any
 from plait.text.reasoning import ReasoningFormat
 from plait.text.tools.cursor import SPACE, Reading
 from plait.text.tools.json_calls import Body
-from plait.text.tools.reply import Delta, Reply
+from plait.text.tools.reply import Content, Delta, Reply
 
 _LEFT_OVER = SPACE + "}],;`"
 
@@ -136,6 +136,8 @@ class OutputParser:
         """More of the reply, and how many tokens it was (for `num_reasoning_tokens`)."""
         if self.is_reasoning:
             self.num_reasoning_tokens += num_tokens
+        if not self.markers:
+            return [Content(text)] if text else []
         self._reply.cursor.push(text)
         self._advance()
         return self._reply.collect()
