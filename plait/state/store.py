@@ -60,31 +60,34 @@ class StateStore:
                         for key, (shape, kind) in state.tensors.items()
                     }
                     slots += self._tensors[name].values()
-        self._slots, self._blocks = Rows(slots), [Rows(tensors) for tensors in blocks.values()]
+        self._pins = device.type == "cuda"
+        self._rows = [*map(Rows, blocks.values()), Rows(slots)]  # of each block group, then of slots
 
     def __getitem__(self, name: str) -> dict[str, Tensor]:
         return self._tensors[name]
 
     def zero_slots(self, slots: Iterable[int]) -> None:
         """Make slots as a new sequence expects them: a one-token prompt must never read the last owner."""
-        self._slots.zero(slots)
+        self._rows[-1].zero(slots)
 
     def copy_slots(self, pairs: Pairs) -> None:
         """Copy slot states, (from, to), one after the other: snapshot, restore, fork."""
-        self._slots.copy(pairs)
+        self._rows[-1].copy(pairs)
 
     def copy_blocks(self, group: int, pairs: Pairs) -> None:
         """Copy blocks of one group, (from, to), one after the other."""
-        self._blocks[group].copy(pairs)
+        self._rows[group].copy(pairs)
 
     def save(self, handle: int, blocks: Sequence[Sequence[int]], slot: int) -> None:
         """Copy blocks (a sequence per group) and a slot (0: none) to host memory, over what had that name."""
         self._check_groups(blocks)
         self._saved.pop(handle, None)
-        tables = tuple(map(len, blocks))
-        parts = [rows.save(table) for rows, table in zip(self._blocks, blocks, strict=True)]
-        parts.append(self._slots.save([slot] if slot else []))
-        self._saved[handle] = Saved(tables, bool(slot), tuple(parts))
+        index = (*blocks, (slot,) if slot else ())
+        nbytes = sum(len(some) * rows.nbytes for rows, some in zip(self._rows, index, strict=True))
+        saved = Saved(tuple(map(len, blocks)), bool(slot), host_memory(nbytes, pinned=self._pins))
+        for rows, some, room in self._parts(index, saved.content):
+            rows.save(some, room)
+        self._saved[handle] = saved
 
     def load(self, handle: int, blocks: Sequence[Sequence[int]], slot: int) -> None:
         """What was saved, back to as many blocks and a slot (0: none was saved); the copy stays.
@@ -100,9 +103,8 @@ class StateStore:
                 f"{saved.tables} blocks and {int(saved.has_slot)} slots are saved as {handle}, not the "
                 f"{asked[0]} blocks and {int(asked[1])} slots that are to be loaded"
             )
-        for rows, table, part in zip(self._blocks, blocks, saved.parts[:-1], strict=True):
-            rows.load(table, part)
-        self._slots.load([slot] if slot else [], saved.parts[-1])
+        for rows, some, room in self._parts((*blocks, (slot,) if slot else ()), saved.content):
+            rows.load(some, room)
 
     def drop(self, handle: int) -> None:
         """Free a saved copy; one that is not there (a step failed before it was saved) is free already."""
@@ -116,22 +118,30 @@ class StateStore:
     @property
     def nbytes_saved(self) -> int:
         """Of the copies in host memory."""
-        return sum(t.nbytes for saved in self._saved.values() for part in saved.parts for t in part)
+        return sum(saved.content.nbytes for saved in self._saved.values())
+
+    def _parts(
+        self, index: Sequence[Sequence[int]], content: Tensor
+    ) -> Iterator[tuple[Rows, Sequence[int], Tensor]]:
+        """The rows of every group and of slots, and where a saved copy has them."""
+        at = 0
+        for rows, some in zip(self._rows, index, strict=True):
+            nbytes = len(some) * rows.nbytes
+            yield rows, some, content[at : at + nbytes]
+            at += nbytes
 
     def _check_groups(self, blocks: Sequence[Sequence[int]]) -> None:
-        if len(blocks) != len(self._blocks):
-            raise EngineError(
-                f"blocks of {len(blocks)} groups are named and the model has {len(self._blocks)}"
-            )
+        if len(blocks) != (groups := len(self._rows) - 1):
+            raise EngineError(f"blocks of {len(blocks)} groups are named and the model has {groups}")
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A copy in host memory: blocks in each group, whether a slot; the rows of each group, then of slots."""
+    """A copy in host memory: blocks of each group, whether a slot, and the bytes of all in one piece."""
 
     tables: tuple[int, ...]
     has_slot: bool
-    parts: tuple[list[Tensor], ...]
+    content: Tensor
 
 
 class Rows:
@@ -143,6 +153,7 @@ class Rows:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [_bytes(tensor) for tensor in tensors]
+        self.nbytes = sum(tensor.shape[1] for tensor in self._tensors)  # of one row
         self._arrays: list[Bytes] | None = None
         if all(tensor.device.type == "cpu" for tensor in tensors):
             self._arrays = [tensor.numpy() for tensor in self._tensors]
@@ -167,25 +178,33 @@ class Rows:
             for array in self._arrays:
                 array[target] = array[source]
 
-    def save(self, index: Sequence[int]) -> list[Tensor]:
-        """Rows, in host memory: a tensor for each of ours, [len(index), bytes]; none without an index."""
-        if not index:
-            return []
+    def save(self, index: Sequence[int], content: Tensor) -> None:
+        """Rows into host memory, [len(index) * nbytes] uint8. From a GPU they may still be on their way."""
         if self._arrays is None:
-            return [_to_host(tensor[list(index)]) for tensor in self._tensors]
-        return [torch.from_numpy(array.take(index, 0)) for array in self._arrays]
+            for tensor, part in zip(self._tensors, self._split(content, len(index)), strict=True):
+                part.copy_(tensor[list(index)], non_blocking=True)
+            return
+        for array, part in zip(self._arrays, self._split(content, len(index)), strict=True):
+            for kept, row in zip(part.numpy(), index, strict=True):
+                kept[:] = array[row]
 
-    def load(self, index: Sequence[int], saved: Sequence[Tensor]) -> None:
+    def load(self, index: Sequence[int], content: Tensor) -> None:
         """What `save` gave, back into rows."""
-        if not index:
-            return
         if self._arrays is None:
-            for tensor, rows in zip(self._tensors, saved, strict=True):
-                tensor[list(index)] = rows.to(tensor.device, non_blocking=True)
+            for tensor, part in zip(self._tensors, self._split(content, len(index)), strict=True):
+                tensor[list(index)] = part.to(tensor.device, non_blocking=True)
             return
-        for array, rows in zip(self._arrays, saved, strict=True):
-            for row, content in zip(index, rows.numpy(), strict=True):
-                array[row] = content
+        for array, part in zip(self._arrays, self._split(content, len(index)), strict=True):
+            for kept, row in zip(part.numpy(), index, strict=True):
+                array[row] = kept
+
+    def _split(self, content: Tensor, count: int) -> Iterator[Tensor]:
+        """Each tensor's rows of what was saved, [count, bytes]; nothing is saved of no rows."""
+        at = 0
+        for tensor in self._tensors:
+            nbytes = count * tensor.shape[1]
+            yield content[at : at + nbytes].view(count, tensor.shape[1])
+            at += nbytes
 
     def _copy_at_once(self, pairs: Pairs) -> None:
         for batch in _independent(pairs):
@@ -212,10 +231,11 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(rows, width).view(torch.uint8)
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, which a GPU reads and writes directly: it may still be on its way."""
-    found = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return found.copy_(tensor, non_blocking=True)
+def host_memory(nbytes: int, *, pinned: bool) -> Tensor:
+    """Bytes that are not initialised. `pinned`: a GPU reads and writes them directly."""
+    if pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.from_numpy(np.empty(nbytes, np.uint8))  # numpy asks for huge pages, torch does not
 
 
 def dtype_of(name: str, model: torch.dtype) -> torch.dtype:

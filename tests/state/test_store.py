@@ -35,7 +35,7 @@ def store_of(states: Mapping[str, State], way: str = "rows") -> StateStore:
     slots = SLOTS if any(isinstance(state, SlotState) for state in states.values()) else 0
     store = StateStore(states, groups, slots, SIZE, device, torch.float32)
     if way == "at once":
-        for rows in (store._slots, *store._blocks):
+        for rows in store._rows:
             rows._arrays = None
     noise = np.random.default_rng(0)
     for name in states:
