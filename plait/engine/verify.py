@@ -233,7 +233,7 @@ class Verification:
             "max_step_ms": 0,
             "prefix_cache": False,
             "swap_memory": 0,
-            "speculate": "off",
+            "speculate": "ngram" if cell.guesses else "off",  # room for rows of logits
         }
         config = replace(self.loaded.config, **plain | dict(cell.options))
         facts = facts_for_sizing(self.loaded.runner.decoder, self.loaded.target)

@@ -37,23 +37,24 @@ def checkpoint(name: str, root: Path) -> Path:
 def matrix(
     folder: Path, *, batch: int, max_tokens: int, threads: int = 2, **options: Any
 ) -> tuple[list[Result], bool]:
-    """What `plait verify` finds, and whether the model has memory in blocks, which can run out."""
-    config = EngineConfig(device="cpu", threads=threads, max_num_seqs=1, max_model_len=96, **options)
+    """What `plait verify` finds, and whether the model has memory that grows and can run out."""
+    config = EngineConfig(device="cpu", threads=threads, max_num_seqs=1, **options)
     loaded = load(str(folder), config)
     try:
         made = Verification(loaded, batch=batch, max_tokens=max_tokens)
         assert made.arithmetic.is_promised
         states = loaded.runner.decoder.states.values()
-        return [*made.results()], any(isinstance(state, PagedState) for state in states)
+        return [*made.results()], any(isinstance(s, PagedState) and s.window is None for s in states)
     finally:
         loaded.front.close(drain=False)
 
 
-def assert_same(results: list[Result], has_blocks: bool) -> None:
+def assert_same(results: list[Result], grows: bool) -> None:
     found = [str(d) for result in results for d in result.differences]
     assert not found, "\n".join(found)
-    # Where no memory is in blocks, nothing runs out of it.
-    idle = {r.cell for r in results if not r.happened and (has_blocks or not r.cell.startswith("preempted"))}
+    # Random weights seldom repeat what prompt lookup could find.
+    may_be_idle = ("prompt lookup",) if grows else ("prompt lookup", "preempted")
+    idle = [r.cell for r in results if not r.happened and not r.cell.startswith(may_be_idle)]
     assert not idle, f"these settings showed nothing: {idle}"
 
 
