@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from plait.request import SamplingParams
-from plait.schedule.costs import NUM_REMEMBERED, StepCosts, median
+from plait.schedule.costs import NUM_BELIEVED, NUM_REMEMBERED, StepCosts, median
 from plait.schedule.sequence import Sequence as TokenSequence
 
 log = logging.getLogger("plait")
@@ -27,6 +27,9 @@ PROBE = 4  # tokens guessed to see whether it would pay by now
 FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # tokens between two such probes
 DECAY, OVERALL_DECAY = 0.94, 0.99  # of what is known about acceptance, for each guess that was checked
 TRUST = 4.0  # guesses that the acceptance of all sequences counts for in a new one
+CONVINCED = 0.9  # acceptance at which another probe in a row would tell nothing new
+STUBBORN = 16  # of so many probes that cannot pay one is made all the same
+FREE = 0.02  # of a step's time, below which the time of a guess is not looked at closely
 GAIN = 1.02  # of tokens per second, below which guessing is not worth it
 PATIENCE = 8  # guesses more that are tried on paper when one more did not help
 
@@ -211,6 +214,7 @@ class Speculation:
     error: Exception | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    _num_put_off: int = 0
     _records: dict[int, _Record] = field(default_factory=dict)
     _overall: _Record = field(default_factory=lambda: _Record(4.0, 8.0))
     _proposing: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))  # s per token
@@ -223,9 +227,11 @@ class Speculation:
         if self.error is not None:
             return {}
         choices = [choice for seq in sequences if (choice := self._choice(seq))]
-        self._choose(choices, num_rows, len(sequences))
-        for choice in choices:
-            _watch(choice)
+        # Of the whole step: every sequence brings a token, every row is computed, nothing is guessed.
+        plain = _Outlook(float(len(sequences)), float(num_rows), 0.0)
+        self._choose(choices, plain)
+        if due := [choice for choice in choices if _is_due(choice)]:
+            self._probe(due, choices, plain)
         wanted = [
             Wanted(c.seq.id, c.seq.token_ids, c.length, c.seq.params, c.seq.seed) for c in choices if c.length
         ]
@@ -245,8 +251,8 @@ class Speculation:
         if (record := self._records.get(seq_id)) is None:
             return
         record.observe(drafted, accepted, DECAY)
-        if record.is_probing and accepted == drafted:
-            record.due, record.pause = 0, FIRST_PAUSE
+        if record.is_probing and accepted == drafted and record.acceptance < CONVINCED:
+            record.due = 0
 
     def forget(self, seq_id: int) -> None:
         """A sequence has ended."""
@@ -268,14 +274,31 @@ class Speculation:
             record = self._records[seq.id] = _Record(TRUST * self._overall.acceptance, TRUST)
         return _Choice(seq, record, limit)
 
-    def _choose(self, choices: Sequence[_Choice], num_rows: int, num_seqs: int) -> None:
-        """Set every choice's length: guesses are added, the most promising first, while that helps."""
+    def _choose(self, choices: Sequence[_Choice], plain: _Outlook) -> None:
+        """Set every choice's length to what gives the most tokens per second, 0 if that is nobody's."""
+        knows = self.costs.step_s(1) is not None
+        longest = self.num_draft_tokens if knows else MODEST
+        worth = self._tokens_per_s(plain) * GAIN
+        best, lengths = worth, [0] * len(choices)
+        # Guesses made pass by pass, for all side by side, are as many for each; free ones go to the best.
+        is_free = self._guess_s() < FREE * (self.costs.step_s(plain.rows) or 0.0)
+        for most in [longest] if is_free or not knows else range(1, longest + 1):
+            found, value = self._most_promising(choices, plain, most)
+            if value <= best and best > worth:
+                break
+            if value > best:
+                best, lengths = value, found
+        for choice, length in zip(choices, lengths, strict=True):
+            choice.length = length
+
+    def _most_promising(
+        self, choices: Sequence[_Choice], plain: _Outlook, most: int
+    ) -> tuple[list[int], float]:
+        """(lengths up to `most`, tokens per second): guesses are added, the surest first, while it helps."""
         now = [c.outlook(0, replays=self.replays) for c in choices]
-        # Of the whole step: every sequence brings a token, every row is computed, nothing is guessed.
-        step = _Outlook(float(num_seqs), float(num_rows), 0.0)
-        best, waited = self._tokens_per_s(step) * GAIN, 0
+        step, best, waited = plain, 0.0, 0
         lengths, tried = [0] * len(choices), [0] * len(choices)
-        for i in self._by_promise(choices):
+        for i in _by_promise(choices, most):
             tried[i] += 1
             longer = choices[i].outlook(tried[i], replays=self.replays)
             step, now[i] = step.exchanged(now[i], longer), longer
@@ -283,30 +306,46 @@ class Speculation:
             waited += 1
             if value > best:
                 best, lengths, waited = value, [*tried], 0
-            elif waited >= PATIENCE:
+            elif waited >= max(PATIENCE, len(choices)):
                 break
-        for choice, length in zip(choices, lengths, strict=True):
-            choice.length = length
+        return lengths, best
 
-    def _by_promise(self, choices: Sequence[_Choice]) -> Iterator[int]:
-        """Indexes of choices, one for each guess that could be added, by the chance that it is right."""
-        knows = self.costs.step_s(1) is not None
-        heap = [(-c.record.acceptance, i, 1) for i, c in enumerate(choices)]
-        heapq.heapify(heap)
-        while heap:
-            chance, i, length = heapq.heappop(heap)
-            yield i
-            if length < min(choices[i].limit, self.num_draft_tokens if knows else MODEST):
-                heapq.heappush(heap, (chance * choices[i].record.acceptance, i, length + 1))
+    def _probe(self, due: Sequence[_Choice], choices: Sequence[_Choice], plain: _Outlook) -> None:
+        """A few guesses for those whose turn it is, unless no guess could be right enough to pay."""
+        if not self._could_pay(choices, plain):
+            self._num_put_off += 1
+            if self._num_put_off % STUBBORN:  # the time that guessing takes may have been measured wrong
+                for choice in due:
+                    choice.record.due = choice.seq.num_tokens + LONGEST_PAUSE
+                return
+        for choice in due:
+            choice.record.is_probing = True
+            choice.length = min(PROBE, choice.limit)
+
+    def _could_pay(self, choices: Sequence[_Choice], plain: _Outlook) -> bool:
+        """Whether it would if all guesses were right, for one of these sequences or for all of them."""
+        if 0 < len(self._proposing) < NUM_BELIEVED:
+            return True
+        best = self._tokens_per_s(plain) * GAIN
+        added = (
+            _Outlook(plain.tokens + n * length, plain.rows + n * length, float(length))
+            for n in (1, len(choices))
+            for length in range(1, self.num_draft_tokens + 1)
+        )
+        return any(self._tokens_per_s(step) > best for step in added)
 
     def _tokens_per_s(self, step: _Outlook) -> float:
         """Tokens of all sequences by the time of a step; without measured costs in an arbitrary unit."""
         seconds = self.costs.step_s(step.rows)
         if seconds is None:
             seconds = StepCosts.assumed(step.rows)
-        elif self._proposing:
-            seconds += median(self._proposing) * step.drafted
+        else:
+            seconds += self._guess_s() * step.drafted
         return step.tokens / seconds
+
+    def _guess_s(self) -> float:
+        """Seconds that one guess takes, for all sequences side by side."""
+        return median(self._proposing) if self._proposing else 0.0
 
     def _propose(self, wanted: Sequence[Wanted]) -> dict[int, tuple[int, ...]]:
         started = self.clock()
@@ -326,14 +365,23 @@ class Speculation:
         return {seq_id: draft for seq_id, draft in drafts.items() if draft}
 
 
-def _watch(choice: _Choice) -> None:
-    """Note whether guessing pays for this sequence; where it does not, probe when it is time."""
+def _by_promise(choices: Sequence[_Choice], most: int) -> Iterator[int]:
+    """Indexes of choices, one for each guess that could be added, by the chance that it is right."""
+    heap = [(-c.record.acceptance, i, 1) for i, c in enumerate(choices)]
+    heapq.heapify(heap)
+    while heap:
+        chance, i, length = heapq.heappop(heap)
+        yield i
+        if length < min(choices[i].limit, most):
+            heapq.heappush(heap, (chance * choices[i].record.acceptance, i, length + 1))
+
+
+def _is_due(choice: _Choice) -> bool:
+    """Note whether guessing pays for this sequence; if it does not, whether it is time for a probe."""
     record = choice.record
     record.is_probing = False
     if choice.length:
         record.due, record.pause = None, FIRST_PAUSE
     elif record.due is None:
         record.due = choice.seq.num_tokens + record.pause
-    elif choice.seq.num_tokens >= record.due:
-        record.is_probing = True
-        choice.length = min(PROBE, choice.limit)
+    return record.due is not None and choice.seq.num_tokens >= record.due

@@ -259,6 +259,46 @@ def test_the_time_that_guessing_takes_counts() -> None:
     assert drafted[0] < drafted[1] / 5
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_proposer_that_is_always_right_and_too_slow_is_hardly_asked(count: int) -> None:
+    """A probe that was right and did not pay was once followed by another at every step."""
+    now = [0.0]
+
+    class Slow(Oracle):
+        def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]:
+            now[0] += 0.010 * max(w.limit for w in wanted)
+            return super().propose(wanted)
+
+    text = {n: random_text(3000, n) for n in range(count)}
+    speculation = Speculation(Slow(text, 1.0), measured(steep), 8, clock=lambda: now[0])
+    sequences = [sequence(text[n][:10], n) for n in range(count)]
+    for _ in range(400):
+        advance(speculation, sequences, text)
+    early = speculation.num_drafted
+    assert early <= count * 40
+    for _ in range(1600):
+        advance(speculation, sequences, text)
+    assert speculation.num_drafted - early <= count * 30
+
+
+def test_guesses_side_by_side_pay_though_the_first_few_do_not() -> None:
+    """One pass of a draft model serves all sequences: it is worth it for many of them, not for a few."""
+    now = [0.0]
+
+    class Batched(Oracle):
+        def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]:
+            now[0] += 0.006 * max(w.limit for w in wanted)
+            return super().propose(wanted)
+
+    text = {n: random_text(2500, n) for n in range(16)}
+    costs = measured(lambda tokens: 0.010 + 0.0001 * tokens)
+    speculation = Speculation(Batched(text, 0.9), costs, 8, clock=lambda: now[0])
+    sequences = [sequence(text[n][:10], n) for n in range(16)]
+    for _ in range(300):
+        drafts = advance(speculation, sequences, text)
+    assert len(drafts) == 16
+
+
 def test_replays_make_guesses_dearer() -> None:
     text = {1: random_text(3000)}
     costs = measured(lambda tokens: 1.0 + 0.2 * tokens)
