@@ -51,6 +51,12 @@ WRITTEN = {
     "nemotron": f'<TOOLCALL>[{{"name": "weather", "arguments": {ONE}}}]</TOOLCALL>',
     "jamba": f'<tool_calls>[{{"name": "weather", "arguments": {ONE}}}]</tool_calls>',
     "function_tag": f"<function=weather>{ONE}</function>",
+    "kimi": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+        f"{ONE}<|tool_call_end|><|tool_calls_section_end|>"
+    ),
+    "olmo": '<function_calls>\nweather(city="Rom\\"e", days=2)\n</function_calls>',
+    "phi": f'functools[{{"name": "weather", "arguments": {ONE}}}]',
     "harmony": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ONE}<|call|>",
     "pythonic": '[weather(city="Rom\\"e", days=2)]',
     "llama_json": f'{{"name": "weather", "parameters": {ONE}}}',

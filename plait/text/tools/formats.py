@@ -16,9 +16,18 @@ from plait.text.reasoning import ReasoningFormat
 from plait.text.tools.call_grammar import Frame, Structure, chosen_tools, framed, json_frame, thinking_first
 from plait.text.tools.history import with_short_ids
 from plait.text.tools.json_calls import one_or_list
-from plait.text.tools.marked_calls import DEEPSEEK, deepseek, function_tag, harmony, mistral, xml_or_json
+from plait.text.tools.marked_calls import (
+    DEEPSEEK,
+    KIMI,
+    deepseek,
+    function_tag,
+    harmony,
+    kimi,
+    mistral,
+    xml_or_json,
+)
 from plait.text.tools.parser import CallSyntax, OutputParser
-from plait.text.tools.python_calls import call_list
+from plait.text.tools.python_calls import call_lines, call_list
 
 Tool = Mapping[str, Any]
 """A tool as requests name it: `{"type": "function", "function": {"name": …, "parameters": …}}`."""
@@ -208,6 +217,41 @@ FORMATS: Mapping[str, ToolFormat] = {
             signs=(("<function=", "</function>"),),
         ),
         ToolFormat(
+            "kimi",
+            CallSyntax(
+                kimi, (KIMI["begin"],), (KIMI["close"],), (KIMI["call"], KIMI["separator"], KIMI["end"])
+            ),
+            frame=Frame(
+                before=f"{KIMI['call']}functions.",
+                between=f":0{KIMI['separator']}",
+                after=KIMI["end"],
+                opening=KIMI["begin"],
+                closing=KIMI["close"],
+            ),
+            signs=((KIMI["begin"],),),
+            tokens=(KIMI["begin"],),
+        ),
+        ToolFormat(
+            "olmo",
+            CallSyntax(call_lines, ("<function_calls>",), ("</function_calls>",)),
+            frame=Frame(
+                before="",
+                between="(",
+                after=")",
+                opening="<function_calls>\n",
+                separator="\n",
+                closing="\n</function_calls>",
+                style="python",
+            ),
+            signs=(("<function_calls>",),),
+        ),
+        ToolFormat(
+            "phi",
+            CallSyntax(_object_or_list, ("functools",)),
+            frame=json_frame("functools[", "]"),
+            signs=(("functools[",),),
+        ),
+        ToolFormat(
             "harmony",
             CallSyntax(
                 harmony,
@@ -234,7 +278,7 @@ FORMATS: Mapping[str, ToolFormat] = {
             "llama_json",
             CallSyntax(call_list(known_only=True), ("<|python_tag|>",), bare="{"),
             frame=json_frame(separator="; ", key="parameters"),
-            signs=(("<|python_tag|>",), ('"parameters":', "<|start_header_id|>")),
+            signs=(("<|python_tag|>",), ('"parameters": dictionary',)),
             tokens=("<|python_tag|>",),
         ),
         ToolFormat(

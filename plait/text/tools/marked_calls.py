@@ -49,6 +49,7 @@ def deepseek(reply: Reply) -> Reading[bool]:
     """Calls between DeepSeek's tokens: V3 fences its JSON, V3.1 does not."""
     cursor = reply.cursor
     yield from cursor.space()
+    found = False
     while (yield from cursor.skip(DEEPSEEK["call"])):
         name = yield from cursor.word(_NAME)
         if not (yield from cursor.skip(DEEPSEEK["separator"])):
@@ -58,7 +59,8 @@ def deepseek(reply: Reply) -> Reading[bool]:
             yield from cursor.space()
             yield from cursor.skip("```json")
             yield from cursor.space()
-        if not name or not (yield from call_arguments(reply, name)):
+        found = bool(name) and (yield from call_arguments(reply, name))
+        if not found:
             return False
         yield from cursor.space()
         yield from cursor.skip("```")
@@ -66,7 +68,36 @@ def deepseek(reply: Reply) -> Reading[bool]:
         if not (yield from cursor.skip(DEEPSEEK["end"])):
             return False
         yield from cursor.space()
-    return reply.num_calls > 0 and not (yield from cursor.sees(DEEPSEEK["call"]))
+    return found
+
+
+KIMI = {
+    "begin": "<|tool_calls_section_begin|>",
+    "call": "<|tool_call_begin|>",
+    "separator": "<|tool_call_argument_begin|>",
+    "end": "<|tool_call_end|>",
+    "close": "<|tool_calls_section_end|>",
+}
+
+
+def kimi(reply: Reply) -> Reading[bool]:
+    """Calls between Kimi's tokens: `functions.name:index` ⟨separator⟩ JSON."""
+    cursor = reply.cursor
+    yield from cursor.space()
+    found = False
+    while (yield from cursor.skip(KIMI["call"])):
+        yield from cursor.space()
+        name = (yield from cursor.word(_NAME)).removeprefix("functions.").rsplit(":", 1)[0]
+        yield from cursor.space()
+        if not name or not (yield from cursor.skip(KIMI["separator"])):
+            return False
+        yield from cursor.space()
+        found = yield from call_arguments(reply, name)
+        yield from cursor.space()
+        if not found or not (yield from cursor.skip(KIMI["end"])):
+            return False
+        yield from cursor.space()
+    return found
 
 
 def harmony(reply: Reply) -> Reading[bool]:

@@ -45,6 +45,16 @@ def call_list(known_only: bool = False) -> Body:
     return body
 
 
+def call_lines(reply: Reply) -> Reading[bool]:
+    """`f(a=1)` and further calls on lines of their own, without a list around them."""
+    yield from reply.cursor.space()
+    while (yield from _call(reply, known_only=False)):
+        yield from reply.cursor.space()
+        if not _NAME.match((yield from reply.cursor.peek())):
+            return True
+    return False
+
+
 def _calls(reply: Reply, known_only: bool) -> Reading[bool]:
     """Calls up to the list's closing bracket."""
     cursor = reply.cursor
