@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from plait.memory import BlockGroup
-from plait.schedule.plan import CopySlot, Plan
+from plait.schedule.plan import CopySlot, Move, Plan
 from plait.schedule.pools import CacheOptions, Pools
 from plait.schedule.sequence import Sequence as TokenSequence
 from plait.state.blocks import GARBAGE
@@ -268,12 +268,21 @@ class Allocation:
         """Bytes that a plan moves to or from host memory."""
         return self.pools.moved_nbytes(plan)
 
+    def saved_nbytes(self, seq: TokenSequence) -> int:
+        """What a running sequence weighs in host memory."""
+        return self.pools.nbytes(self._computed(seq))
+
     def can_save(self, seq: TokenSequence) -> bool:
-        return self.pools.can_save(seq.tables)
+        return self.pools.can_save(self._computed(seq))
 
     def save(self, seq: TokenSequence) -> None:
         """Copy a running sequence's state to host memory, where `can_save`; then it can be released."""
-        seq.saved = self.pools.save(seq.tables, seq.slot, seq.num_computed_tokens)
+        seq.saved = self.pools.save(self._computed(seq), seq.slot, seq.num_computed_tokens)
+
+    def _computed(self, seq: TokenSequence) -> list[list[int]]:
+        """Its block tables without what was reserved for tokens to come."""
+        blocks = -(-seq.num_computed_tokens // self.block_size)
+        return [table[:blocks] for table in seq.tables]
 
     def release(self, seq: TokenSequence) -> None:
         """Give back the blocks and the slot of a sequence; what is known of it stays cached."""
@@ -301,9 +310,9 @@ class Allocation:
         partial = tuple(table[at] for table in seq.tables) if place[1] else ()
         self.pools.keep(Snapshot(*place, seq.slot, partial))
 
-    def forget(self) -> None:
-        """Nothing that was computed can be trusted any more."""
-        self.pools.forget()
+    def forget(self, moves: Sequence[Move]) -> None:
+        """Nothing that was computed can be trusted any more. `moves`: those of the step that failed."""
+        self.pools.forget(moves)
         self._computing.clear()
 
     # Invariants

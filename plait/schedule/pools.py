@@ -198,8 +198,11 @@ class Pools:
             del self._spilled[snapshot.handle]
             self.drop(snapshot.handle)
 
-    def forget(self) -> None:
-        """Nothing that is cached can be trusted any more, here or in host memory."""
+    def forget(self, moves: Iterable[Move]) -> None:
+        """Nothing that is cached can be trusted any more, here or in host memory.
+
+        Of the `moves` of a failed step nobody knows which were made: what they were to drop is dropped again.
+        """
         for g, pool in enumerate(self.blocks):
             for block in self.index.kept(g):
                 pool.drop(block)
@@ -208,7 +211,8 @@ class Pools:
             self.slots.drop(slot)
         self.index.clear()
         self._spilled.clear()
-        self.moves = [Drop(handle) for handle in sorted(self.host.handles)]
+        dropped = {move.handle for move in [*moves, *self.moves] if isinstance(move, Drop)}
+        self.moves = [Drop(handle) for handle in sorted(dropped | self.host.handles)]
         self.host.clear()
 
     # Invariants

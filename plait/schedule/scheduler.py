@@ -18,7 +18,7 @@ from plait.errors import CapacityError, ContextTooLong, QueueFull
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import StepCosts
 from plait.schedule.outcome import answers_by_id, kept, num_right
-from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
+from plait.schedule.plan import Chunk, Move, Plan, Sampled, SamplingBatch
 from plait.schedule.sequence import Phase, Update, num_computed
 from plait.schedule.sequence import Sequence as TokenSequence
 from plait.state.prefix import Hit
@@ -66,6 +66,7 @@ class Scheduler:
         self.num_preemptions = self.num_swaps = 0
         self._by_id: dict[int, TokenSequence] = {}
         self._suspects: list[TokenSequence] = []
+        self._moves: tuple[Move, ...] = ()  # of the last plan
         self._step = self._arrivals = 0
 
     def add(self, *sequences: TokenSequence) -> None:
@@ -141,13 +142,13 @@ class Scheduler:
             self._admit_waiting(shares)
             self._add_drafts(shares, drafts)
         chunks = [self._chunk(seq, shares[seq.id]) for seq in self.running if shares.get(seq.id)]
-        moves, self.memory.pools.moves = tuple(self.memory.pools.moves), []
-        if not chunks and not moves:
+        self._moves, self.memory.pools.moves = tuple(self.memory.pools.moves), []
+        if not chunks and not self._moves:
             return None
         chunks.sort(key=lambda c: not (len(c.token_ids) == 1 and c.start > 0))  # stable: in line within
         fresh = tuple(c.slot for c in chunks if c.start == 0 and c.slot)
         self._step += 1
-        return Plan(self._step, tuple(chunks), moves, fresh)
+        return Plan(self._step, tuple(chunks), self._moves, fresh)
 
     def sampling(self, plan: Plan) -> SamplingBatch:
         """What the sampler must know about a plan that was just made."""
@@ -174,7 +175,7 @@ class Scheduler:
             self._preempt(seq)
         for seq in self.waiting:
             seq.saved = None
-        self.memory.forget()
+        self.memory.forget(self._moves)
         self._suspects = sorted(suspects, key=self._place)
 
     @property
@@ -324,7 +325,7 @@ class Scheduler:
         """To host memory with a sequence that makes room, unless it is quicker to compute it again."""
         if not self.limits.causal or not seq.num_computed_tokens or not self.memory.can_save(seq):
             return
-        moved = self.costs.moved_s(2 * self.memory.pools.nbytes(seq.tables))
+        moved = self.costs.moved_s(2 * self.memory.saved_nbytes(seq))
         again = self.costs.step_s(seq.num_computed_tokens)
         if moved is None or again is None or moved < again:
             self.memory.save(seq)
