@@ -26,7 +26,8 @@ OWN = (
     *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "memory_limit", "max_step_ms"),
     *("prefix_cache", "snapshot_interval", "swap_memory", "speculate", "chat_template"),
 )
-FEWEST_SHOWN = 5  # differences, without --verbose's sake; --json has them all
+MOST_SHOWN = 5  # differences, where people read; --json has them all
+NEAR = 1e-3  # between two logits: rounding in float32 may make either the larger
 HAPPENED = {
     "failed_steps": "steps failed",
     "preemptions": "preemptions",
@@ -136,10 +137,10 @@ def run_as_text(model: str, made: Verification) -> Sequence[Result]:
     differences = [d for result in results for d in result.differences]
     if differences:
         say("", heading("differences"))
-    for difference in sorted(differences, key=lambda d: not d.place)[:FEWEST_SHOWN]:
+    for difference in sorted(differences, key=lambda d: not d.place)[:MOST_SHOWN]:
         say(*difference_lines(difference, made.loaded.front.tokenizer))
-    if len(differences) > FEWEST_SHOWN:
-        say(f"  … and {len(differences) - FEWEST_SHOWN} more (--json has them all)")
+    if len(differences) > MOST_SHOWN:
+        say(f"  … and {len(differences) - MOST_SHOWN} more (--json has them all)")
     say("", *verdict(results, made.arithmetic))
     return results
 
@@ -184,7 +185,8 @@ def row(result: Result, width: int) -> str:
 def difference_lines(found: Difference, tokenizer: Tokenizer | None) -> list[str]:
     """One difference, and where it comes from if that was looked for."""
     where = f"  {found.cell}: {found.request}, token {found.index + 1} (position {found.position})"
-    gap = "" if found.gap is None else f"; the best two logits were {found.gap:.3g} apart"
+    near = "a near tie, " if found.gap is not None and found.gap < NEAR else ""
+    gap = "" if found.gap is None else f"; {near}the best two logits were {found.gap:.3g} apart"
     if found.is_token:
         names = [named(token_id, tokenizer) for token_id in (found.found, found.expected)]
         what = f"{names[0]} instead of {names[1]}{gap}"

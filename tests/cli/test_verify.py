@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,8 @@ def test_a_difference_says_both_tokens_and_the_place() -> None:
         "    layer 3, attn: paged_attention differs first, at position 17 (max |d| = 1.5e-07), "
         "in a step of 4 tokens",
     ]
+    tie = replace(other, gap=1e-6, place=None)
+    assert difference_lines(tie, None)[0].endswith("a near tie, the best two logits were 1e-06 apart")
     rounded = Difference("pieces", "prompt 1", 0, 0, 3, 5, 5, off_by=1e-7, note="look elsewhere")
     first, note = difference_lines(rounded, None)
     assert first.endswith("the same token, its log-probability off by 1e-07")

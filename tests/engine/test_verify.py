@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +30,7 @@ from plait.ops.ssm import mamba2_scan
 from plait.request import SamplingParams
 from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
 from plait.schedule.speculate import Wanted
+from plait.state.store import StateStore
 from tests.families import tiny
 
 MAX_TOKENS = 4
@@ -79,9 +80,9 @@ def off_in_company(out: Tensor) -> Tensor:
     return out + 1e-3 if out.shape[0] > 1 else out
 
 
-def verified(loaded: Loaded, name: str) -> Result:
+def verified(loaded: Loaded, name: str, *, batch: int = 2, max_tokens: int = MAX_TOKENS) -> Result:
     """The result of one cell."""
-    made = Verification(loaded, batch=2, max_tokens=MAX_TOKENS)
+    made = Verification(loaded, batch=batch, max_tokens=max_tokens)
     made.__class__ = type("Only", (Verification,), {"cells": [c for c in made.cells if c.name == name]})
     (result,) = made.results()
     return result
@@ -107,6 +108,23 @@ def test_a_broken_scan_is_found_where_a_prompt_is_cut(
     result = verified(opened(bamba), "pieces of 7")
     (place, *_) = [d.place for d in result.differences if d.place]
     assert (place.where, place.op, place.position) == ("layer 0, ssm", "mamba2_scan", 0)
+
+
+def test_memory_that_comes_back_wrong_shows_in_the_op_that_reads_it(
+    llama: Path, opened: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = StateStore.load
+
+    def broken(store: StateStore, handle: int, blocks: Sequence[Sequence[int]], slot: int) -> None:
+        sound(store, handle, blocks, slot)
+        store["layers.1.attn"]["v"][list(blocks[0])] *= 2
+
+    monkeypatch.setattr(StateStore, "load", broken)
+    result = verified(opened(llama), "preempted, swapped out and in", batch=3, max_tokens=8)
+    assert result.counts["swaps"] > 0
+    assert result.differences
+    places = {(d.place.where, d.place.op) for d in result.differences if d.place}
+    assert places == {("layer 1, attn", "paged_attention")}
 
 
 def test_the_difference_says_what_was_expected_and_how_near_the_best_two_were(
