@@ -9,7 +9,15 @@ from dataclasses import replace
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.device import choose_dtype, free_memory, out_of_memory
-from plait.engine.load import Opened, Progress, _banned, _decoder, _kv_dtype, _stored_dtypes, open_model
+from plait.engine.opening import (
+    Opened,
+    Progress,
+    banned_ids,
+    kv_dtype,
+    load_decoder,
+    open_model,
+    stored_dtypes,
+)
 from plait.engine.sizing import gib
 from plait.errors import ConfigError, OutOfMemory
 from plait.memory import PagedState, SlotState, State, block_groups, has_slots
@@ -18,6 +26,7 @@ from plait.runner.draft import DraftMemory, DraftModel
 from plait.runner.graphs import Capacity
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
+from plait.schedule.speculate import NgramProposer, Proposer
 from plait.spec import ModelSpec
 from plait.state.store import StateStore
 from plait.text.tokenizer import Tokenizer
@@ -27,6 +36,31 @@ step_log = logging.getLogger("plait.step")
 SHARE = 4  # the state of drafts takes at most this part of what the state of sequences may
 PROBE_TEXT = "It's 12:34:56 now…\n\n\tdef naïve(x): return {'Ω': x**2, \"日本\": -0.5}  # ABC_def 🙂\r\n"
 PROBE_IDS = 499  # tokens, spread over the vocabulary, whose texts are compared; a prime
+
+
+def proposer_for(
+    spec: ModelSpec,
+    config: EngineConfig,
+    target: Target,
+    max_model_len: int,
+    tokenizer: Tokenizer | None,
+    report: Progress,
+) -> Proposer | None:
+    """Who guesses for a model that is loaded, as `config.speculate` says; None if nobody does.
+
+    Raises what `open_draft` and `load_draft` do, and ConfigError for a model that is not causal.
+    """
+    if config.speculate == "off":
+        return None
+    if not spec.causal:
+        raise ConfigError(
+            f"speculate: {config.speculate} was asked for, and this model computes a whole sequence in every "
+            "step, so that guesses save nothing; leave the option out, or use --ssm-mode ssd"
+        )
+    if config.speculate == "ngram":
+        return NgramProposer()
+    opened = open_draft(config, spec, tokenizer)
+    return load_draft(opened, config, target, max_model_len, tokenizer, report)
 
 
 def load_draft(
@@ -43,14 +77,14 @@ def load_draft(
     the same device and threads, which it never closes. Raises CheckpointError, ConfigError, OutOfMemory.
     """
     spec = opened.resolved.spec
-    stored = _stored_dtypes(opened)
+    stored = stored_dtypes(opened)
     dtype = choose_dtype(config.dtype, target.device, stored)
     longest = min(max_model_len, spec.max_len)
     own = Target(target.device, dtype, longest, spec.hidden_size, config.ops, block_size=config.block_size)
     own.executor, own.activations, own.quantize = target.executor, target.activations, config.quantize
-    own.kv_dtype = _kv_dtype(config, stored, dtype)
+    own.kv_dtype = kv_dtype(config, stored, dtype)
     with out_of_memory(f"loading the weights of the draft model {opened.files.name} ({gib(opened.nbytes)})"):
-        decoder = _decoder(opened, own, report)
+        decoder = load_decoder(opened, own, report)
     if not any(isinstance(state, PagedState) for state in decoder.states.values()):
         longest = max_model_len  # state of fixed size has no longest sequence
     memory = _memory(decoder, config, own, longest)
@@ -60,7 +94,7 @@ def load_draft(
         )
     sampler = Sampler(
         spec.vocab_size,
-        banned=_banned(tokenizer, spec.vocab_size),
+        banned=banned_ids(tokenizer, spec.vocab_size),
         device=own.device.type,
         ops=config.ops,
         executor=own.executor,

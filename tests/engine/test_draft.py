@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from plait.config import EngineConfig
-from plait.engine.draft import load_draft, open_draft, place_nbytes
+from plait.engine.draft import load_draft, open_draft, place_nbytes, proposer_for
 from plait.engine.load import Loaded, load
 from plait.errors import BadFile, ConfigError, OutOfMemory
 from plait.request import SamplingParams
 from plait.runner.draft import DraftModel
 from plait.schedule.plan import SamplingBatch, SamplingRow
-from plait.schedule.speculate import Wanted
+from plait.schedule.speculate import NgramProposer, Wanted
 from tests.families import tiny
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -35,11 +35,15 @@ def hybrid(nano_hybrid: Path) -> Iterator[Loaded]:
     made.front.close(drain=False)
 
 
+def quietly(what: str, done: int, total: int) -> None:
+    """Nobody wants to know."""
+
+
 def drafting(model: Loaded, **changes: Any) -> DraftModel:
     config, tokenizer = replace(model.config, **changes), model.opened.tokenizer()
     opened = open_draft(config, model.runner.decoder.spec, tokenizer)
     length = model.sizing.max_model_len
-    return load_draft(opened, config, model.target, length, tokenizer, lambda what, done, total: None)
+    return load_draft(opened, config, model.target, length, tokenizer, quietly)
 
 
 def alone(model: Loaded, tokens: list[int], count: int, params: SamplingParams) -> tuple[int, ...]:
@@ -153,3 +157,22 @@ def test_options_about_the_files_of_the_model_are_not_for_the_draft(tmp_path: Pa
         assert draft.memory.max_len == 64
     finally:
         made.front.close(drain=False)
+
+
+@pytest.mark.parametrize(("word", "kind"), [("off", type(None)), ("ngram", NgramProposer), ("", DraftModel)])
+def test_the_option_says_who_guesses(hybrid: Loaded, word: str, kind: type) -> None:
+    config = replace(hybrid.config, speculate=word or hybrid.config.speculate)
+    spec, length = hybrid.runner.decoder.spec, hybrid.sizing.max_model_len
+    made = proposer_for(spec, config, hybrid.target, length, hybrid.opened.tokenizer(), quietly)
+    assert isinstance(made, kind)
+
+
+@pytest.mark.parametrize("word", ["ngram", "/nowhere"])
+def test_a_model_that_computes_whole_sequences_takes_no_guesses(hybrid: Loaded, word: str) -> None:
+    config, spec = replace(hybrid.config, speculate=word), replace(hybrid.runner.decoder.spec, causal=False)
+    with pytest.raises(
+        ConfigError, match=f"^speculate: {word} was asked for, and this model computes a whole"
+    ):
+        proposer_for(spec, config, hybrid.target, 64, None, quietly)
+    off = replace(config, speculate="off")
+    assert proposer_for(spec, off, hybrid.target, 64, None, quietly) is None
