@@ -176,7 +176,7 @@ def check(schema: Any, reply: bytes) -> None:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_random_replies_of_a_real_vocabulary_satisfy_their_schema(smollm: Words, name: str) -> None:
-    for seed in range(6):
+    for seed in range(3):
         check(SCHEMAS[name], smollm.walk(smollm.state(guided_json=SCHEMAS[name]), random.Random(seed)))
 
 
@@ -246,8 +246,7 @@ def test_an_end_that_is_not_allowed_and_a_wrong_token_are_our_own_fault(tiny: Wo
     wrong = tiny.split(b"b", random.Random(0))[0]
     with pytest.raises(EngineError, match=f"token {wrong} was chosen where its grammar does not allow it"):
         state.accept(wrong)
-    with pytest.raises(BadGrammar, match="cannot be followed"):  # and it never goes on without a grammar
-        tiny.allowed(state)
+    assert tiny.allowed(state) == tiny.allowed(tiny.state(guided_regex="ab"))  # it stayed where it was
     ended = tiny.state(guided_regex="a?")
     ended.accept(min(tiny.vocabulary.ends))
     with pytest.raises(EngineError, match="follows the end"):
@@ -355,11 +354,11 @@ def test_states_of_one_grammar_do_not_disturb_each_other_across_threads(smollm: 
     compiled = smollm.compiler.compile(grammar)
 
     def walk(seed: int) -> bytes:
-        return smollm.walk(compiled.state(), random.Random(seed), 80)
+        return smollm.walk(compiled.state(), random.Random(seed), 30)
 
-    alone = [walk(seed) for seed in range(8)]
+    alone = [walk(seed) for seed in range(6)]
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(walk, range(8))) == alone
+        assert list(pool.map(walk, range(6))) == alone
 
 
 def test_a_control_token_comes_only_where_a_grammar_names_it(smollm: Words) -> None:

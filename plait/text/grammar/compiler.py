@@ -51,7 +51,7 @@ class GrammarCompiler:
         if matcher.is_error():
             reason = readable(matcher.get_error())
             raise BadGrammar(f"the grammar cannot be honoured: {reason}", grammar.param)
-        return CompiledGrammar(matcher, vocabulary, grammar.param)
+        return CompiledGrammar(matcher, vocabulary, self.limits, grammar.param)
 
     def close(self) -> None:
         """Ends the trying process. A later grammar starts a new one."""

@@ -31,7 +31,8 @@ class GrammarLimits:
     `timeout_s`: how long that may take by the clock, on a busy machine; `start_s`: for that process to come
     up, which is nobody's fault. `trial_steps`: how many bytes of a reply are tried. `max_row_items` and
     `max_step_items` (in the parser), `step_fuel` and `max_lexer_states` (in the lexer; 1 to 2 kB each)
-    bound each token of a reply. `remembered_bytes`: of verdicts on recent grammars.
+    bound each token of a reply in memory; its masks may take `reply_s` of the processor in all, and `token_s`
+    more for each of them. `remembered_bytes`: of verdicts on recent grammars.
     """
 
     max_bytes: int = 256 << 10
@@ -41,8 +42,10 @@ class GrammarLimits:
     timeout_s: float = 10.0
     start_s: float = 60.0
     trial_steps: int = 128
-    max_row_items: int = 2_000
+    max_row_items: int = 1_000
     max_step_items: int = 50_000
     step_fuel: int = 200_000
     max_lexer_states: int = 50_000
+    reply_s: float = 0.5
+    token_s: float = 0.002
     remembered_bytes: int = 4 * _MIB

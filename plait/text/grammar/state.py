@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from plait.errors import BadGrammar, EngineError
+from plait.text.grammar.grammar import GrammarLimits
 from plait.text.grammar.library import CONTROL_MARKER, readable
 from plait.text.grammar.vocabulary import Mask, Vocabulary
 
@@ -15,28 +17,35 @@ from plait.text.grammar.vocabulary import Mask, Vocabulary
 class CompiledGrammar:
     """A grammar at the beginning of a reply. It never changes; every reply gets a state of its own."""
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary, param: str | None = None) -> None:
+    def __init__(
+        self, matcher: Any, vocabulary: Vocabulary, limits: GrammarLimits, param: str | None = None
+    ) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._limits = limits
         self._param = param
 
     def state(self) -> GrammarState:
         """A reply without a token yet."""
-        return GrammarState(self._matcher.deep_copy(), self._vocabulary, self._param)
+        return GrammarState(self._matcher.deep_copy(), self._vocabulary, self._limits, self._param)
 
 
 class GrammarState:
     """One reply. Not for two threads at once; different states, of the same grammar too, do not meet.
 
-    A method raises BadGrammar once the grammar has become too complex to follow; the reply must then fail,
-    and never go on without its grammar.
+    A method raises BadGrammar once the grammar has become too complex or too slow to follow; the reply must
+    then fail, and never go on without its grammar.
     """
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary, param: str | None, ended: bool = False) -> None:
+    def __init__(
+        self, matcher: Any, vocabulary: Vocabulary, limits: GrammarLimits, param: str | None = None
+    ) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._limits = limits
         self._param = param
-        self._ended = ended
+        self._ended = False
+        self._left_s = limits.reply_s
 
     @property
     def may_stop(self) -> bool:
@@ -58,7 +67,9 @@ class GrammarState:
         if self._ended:
             row[:] = vocabulary.usable & ~vocabulary.usable_inside
             return
+        began = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._left_s += self._limits.token_s - (time.thread_time() - began)
         self._check()
         # The library lets a grammar name any id: an end in the middle, or one that stands for nothing.
         within = vocabulary.usable if self._matcher.is_accepting() else vocabulary.usable_inside
@@ -104,13 +115,11 @@ class GrammarState:
             self._step(token_id)
 
     def _step(self, token_id: int) -> None:
-        if not self._matcher.consume_token(token_id):
-            if self._matcher.stop_reason() in ("ParserTooComplex", "LexerTooComplex"):
-                self._check()
-            raise EngineError(
-                f"token {token_id} was chosen where its grammar does not allow it: "
-                f"{readable(self._matcher.get_error())}"
-            )
+        if not self._matcher.validate_tokens([token_id]):
+            self._check()
+            raise EngineError(f"token {token_id} was chosen where its grammar does not allow it")
+        self._matcher.consume_token(token_id)
+        self._check()
 
     def forced(self) -> tuple[int, ...]:
         """Tokens of the text that must come next, where there is no choice: a draft that is never wrong.
@@ -129,12 +138,20 @@ class GrammarState:
 
     def copy(self) -> GrammarState:
         """Another reply with the same beginning."""
-        return GrammarState(self._matcher.deep_copy(), self._vocabulary, self._param, self._ended)
+        twin = GrammarState(self._matcher.deep_copy(), self._vocabulary, self._limits, self._param)
+        twin._ended, twin._left_s = self._ended, self._left_s
+        return twin
 
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = readable(self._matcher.get_error())
             raise BadGrammar(f"the grammar cannot be followed any further: {reason}", self._param)
+        if self._left_s < 0:  # an ambiguous grammar costs more with every token, and everybody waits for it
+            raise BadGrammar(
+                f"the grammar takes more than {self._limits.token_s * 1e3:g} ms for a token, and "
+                f"{self._limits.reply_s:g} s in all; make it less ambiguous",
+                self._param,
+            )
 
 
 def allows(row: Mask, token_id: int) -> bool:
