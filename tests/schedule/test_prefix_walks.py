@@ -207,5 +207,9 @@ def test_the_same_calls_lead_to_the_same_plans(shape: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_hundred_thousand_steps(shape: str) -> None:
-    counts = sum((life(shape, seed, 1000) for seed in range(1000, 1017)), Counter())
-    assert counts["steps"] > 15_000
+    """One sixth of them for each shape."""
+    counts, seed = Counter[str](), 1000
+    while counts["steps"] < 17_000:
+        counts, seed = counts + life(shape, seed, 1000), seed + 1
+    assert counts["finished"] > 5000
+    assert counts["failed"] > 50
