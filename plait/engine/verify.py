@@ -21,13 +21,14 @@ from plait.engine.verify_matrix import PLAIN, Cell, cells
 from plait.engine.verify_prompts import Asked, Prompt, default_prompts, first_turns, second_turns
 from plait.engine.verify_trace import Digests, OneRow, Parting, Place, Trace, TracedRunner, place_of, watched
 from plait.errors import EngineError
-from plait.memory import has_slots
+from plait.memory import PagedState, has_slots
 from plait.request import Event, TokenLogprobs
 from plait.schedule.speculate import NgramProposer, Proposer, Speculation
 
 Value = TypeVar("Value")
 # Differences that are followed down to an op, of tokens and of rounding each: it runs a cell again, slowly.
 MOST_TRACED = 2
+SPARED = (0, 2, 3, 4)  # blocks beside those of the longest sequence, tried until something must make room
 
 
 @dataclass(slots=True)
@@ -162,9 +163,8 @@ class Verification:
 
     def results(self) -> Iterator[Result]:
         """Every cell, as it is done."""
-        for cell in self.cells:
-            waves = self._waves(cell)
-            ran = self._ran(cell, waves)
+        for planned in self.cells:
+            cell, ran = self._shown(planned)
             found = [self._difference(cell, *key, reply) for key, reply in ran.replies.items()]
             differences = [self._followed(cell, d) for d in found if d]
             yield Result(
@@ -175,6 +175,20 @@ class Verification:
                 counts=ran.counts,
                 proof=cell.proof,
             )
+
+    def _shown(self, cell: Cell) -> tuple[Cell, Ran]:
+        """Run a cell so that it shows something; how little memory that takes depends on the prompts."""
+        waves = self._waves(cell)
+        ran = self._ran(cell, waves)
+        states = self.loaded.runner.decoder.states.values()
+        if cell.spared is None or not any(isinstance(s, PagedState) and s.window is None for s in states):
+            return cell, ran
+        for spared in SPARED:
+            if cell.proof is None or ran.counts.get(cell.proof):
+                break
+            cell = replace(cell, spared=spared)
+            ran = self._ran(cell, waves)
+        return cell, ran
 
     def _waves(self, cell: Cell) -> list[list[Asked]]:
         """The requests of each wave; a wave of second turns may be empty."""
@@ -239,15 +253,17 @@ class Verification:
         facts = facts_for_sizing(self.loaded.runner.decoder, self.loaded.target)
         free = free_memory(self.loaded.target.device)
         sizing = size_state(facts, config, free_memory=free)
-        if config.prefix_cache and not cell.spared:  # room for what everybody leaves
+        if config.prefix_cache and cell.spared is None:  # room for what everybody leaves
             most = max(len(waves[0]), config.max_num_seqs)
             tokens = max(most, config.max_num_batched_tokens)
             roomy = replace(config, max_num_seqs=most, max_num_batched_tokens=tokens)
             sizing = size_state(facts, roomy, free_memory=free)
-        if cell.spared:
+        if cell.spared is not None:
             alone = size_state(facts, replace(config, max_num_seqs=1, prefix_cache=False), free_memory=free)
             groups = zip(sizing.groups, alone.groups, strict=True)
-            spared = [replace(g, num_blocks=min(g.num_blocks, one.num_blocks + 1)) for g, one in groups]
+            spared = [
+                replace(g, num_blocks=min(g.num_blocks, one.num_blocks + cell.spared)) for g, one in groups
+            ]
             sizing = replace(sizing, groups=tuple(spared))
         return config, sizing
 

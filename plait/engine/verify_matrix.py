@@ -18,18 +18,19 @@ class Cell:
 
     `options`: what differs in EngineConfig from a plain run, where sequences run alone, each prompt in one
     piece, nothing is kept and nothing guessed. `waves`: requests that arrive together; 1 stands for the first
-    turn of every conversation, 2 for its second. `only`: that many shortest prompts. `spared`: memory
-    for little more than the longest. `swaps`: moving memory counts as cheap, so that what must make room is
-    moved and not computed again. `fails`: some steps fail after they ran. `guesses`: who guesses tokens
-    ahead: prompt lookup, or one who knows the plain replies and is often right and often wrong. `proof`: a
-    number of `Ran.counts` that is above zero if what the cell is there for has happened.
+    turn of every conversation, 2 for its second. `only`: that many shortest prompts. `spared`: memory for
+    the longest sequence and no more than so many blocks beside it. `swaps`: moving memory counts as cheap, so
+    that what must make room is moved and not computed again. `fails`: some steps fail after they ran.
+    `guesses`: who guesses tokens ahead: prompt lookup, or one who knows the plain replies and is often right
+    and often wrong. `proof`: a number of `Ran.counts` that is above zero if what the cell is there for has
+    happened.
     """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     waves: tuple[int, ...] = (1,)
     only: int | None = None
-    spared: bool = False
+    spared: int | None = None
     swaps: bool = False
     fails: bool = False
     guesses: Literal["ngram", "known"] | None = None
@@ -60,7 +61,7 @@ def cells(batch: int, block_size: int, *, causal: bool = True) -> Iterator[Cell]
     keeps = {"prefix_cache": True, "snapshot_interval": block_size, "swap_memory": GIB}
     pieces = {"max_num_seqs": batch, "max_num_batched_tokens": max(block_size + 1, batch)}
     waves = (1, 1, 2)
-    yield Cell("all of it at once", keeps | pieces, waves, spared=True, swaps=True, guesses="known")
+    yield Cell("all of it at once", keeps | pieces, waves, spared=1, swaps=True, guesses="known")
 
 
 def _cut(batch: int, block_size: int) -> Iterator[Cell]:
@@ -89,10 +90,10 @@ def _driven_out(batch: int, block_size: int) -> Iterator[Cell]:
     seqs = {"max_num_seqs": batch}
     keeps = {"prefix_cache": True, "snapshot_interval": block_size}
     again = seqs | {"swap_memory": 0}
-    yield Cell("preempted, computed again", again, spared=True, proof="preemptions")
-    yield Cell("preempted, with a prefix cache", again | keeps, spared=True, proof="preemptions")
+    yield Cell("preempted, computed again", again, spared=1, proof="preemptions")
+    yield Cell("preempted, with a prefix cache", again | keeps, spared=1, proof="preemptions")
     swap = seqs | {"swap_memory": GIB}
-    yield Cell("preempted, swapped out and in", swap, spared=True, swaps=True, proof="swaps")
+    yield Cell("preempted, swapped out and in", swap, spared=1, swaps=True, proof="swaps")
     yield Cell("steps that fail", seqs | keeps, fails=True, proof="failed_steps")
 
 
