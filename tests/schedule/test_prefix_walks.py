@@ -153,6 +153,51 @@ def test_blocks_that_a_wrong_draft_had_need_no_room_when_its_sequence_comes_back
     assert world.s.stats()["num_swaps"] > 0
 
 
+@pytest.mark.parametrize("shape", ["full", "windows"])
+def test_blocks_that_wrong_drafts_had_are_there_for_the_next_request(shape: str) -> None:
+    world = World(SHAPES[shape], Size(num_blocks=8, num_seqs=4, budget=40, block_size=8))
+    for trunk in range(3):
+        world.submit(Wish(branch(trunk, 24, 0, 5), 10))
+    for _ in range(2):
+        world.make_plan({seq.id: (VOCAB_SIZE,) * 6 for seq in world.s.drafting()})
+        world.execute()
+    (late,) = world.submit(Wish(branch(4, 24, 0, 20), 4))
+    world.make_plan()
+    assert world.plan is not None
+    assert late in {chunk.seq_id for chunk in world.plan.chunks}
+    world.check()
+    world.drain()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_books_that_were_spoiled_are_mended_and_no_text_is_wrong(shape: str) -> None:
+    rng = random.Random(shape)
+    world = World(SHAPES[shape], Size(num_blocks=16, host_nbytes=1000))
+    spoiled = 0
+    for _ in range(30):
+        wander(world, rng, 10, busy=0.4, faults=0.0)
+        pools = world.memory.pools
+        pool = rng.choice([*pools.blocks, *([pools.slots] if pools.slots else [])])
+        held = [block for block in range(1, pool.num_blocks) if pool.refs(block)]
+        match rng.randrange(4):
+            case 0 if held:
+                pool._refs[rng.choice(held)] += 1
+            case 1 if pool._free:
+                pool._free.pop()
+            case 2 if pool._free:
+                pool._free.append(pool._free[0])
+            case 3 if pool._cached:
+                pool._cached.popitem()
+            case _:
+                continue
+        assert world.s.repair()
+        world.check()
+        assert not world.s.repair()
+        spoiled += 1
+    world.drain()
+    assert spoiled > 10
+
+
 def test_after_a_failed_step_what_was_saved_before_it_is_not_trusted_either() -> None:
     world = World(SHAPES["full"], Size(num_blocks=8, num_seqs=2, host_nbytes=100_000))
     for trunk in (0, 1):
