@@ -1,0 +1,228 @@
+/** The open conversation: what is sent, how replies arrive, and what can be done with each message. */
+
+import { events, askJson } from "./api.js";
+import { make, say } from "./dom.js";
+import { MessageView } from "./message.js";
+import { chatBody, sampling, textBody } from "./request.js";
+import { Reply, emptyReply } from "./reply.js";
+import * as store from "./store.js";
+
+const NEAR_PX = 80, TITLE_CHARS = 60;
+
+export class Chat {
+  /** `hooks`: settings() -> values, changed() after every change, busy(bool), refused(ApiError), rate(tok/s). */
+  constructor(scroll, transcript, hooks) {
+    this.scroll = scroll;
+    this.transcript = transcript;
+    this.hooks = hooks;
+    this.running = null;
+    this.conversation = store.newConversation("chat");
+  }
+
+  get isBusy() { return this.running !== null; }
+  get isEmpty() { return this.conversation.messages.length === 0; }
+
+  /** Show a conversation; one that was being written to is stopped first. */
+  open(conversation) {
+    if (this.isBusy) {
+      this.stop();
+      this.running = null;
+      this.hooks.busy(false);
+    }
+    this.conversation = conversation;
+    this.render();
+    this.follow(true);
+    this.hooks.changed();
+  }
+
+  render() {
+    const { messages, mode } = this.conversation;
+    this.transcript.className = `transcript ${mode}`;
+    this.views = new Map(messages.map((message) => [message, this.view(message)]));
+    this.transcript.replaceChildren(...[...this.views.values()].map((view) => view.node));
+  }
+
+  /** Send what was written; in a completion, nothing written means: go on. */
+  async send(text) {
+    if (this.isBusy) return;
+    const { messages, mode } = this.conversation;
+    if (text === "" && (mode === "chat" || messages.length === 0)) return;
+    if (text !== "") this.push({ role: "user", content: text });
+    await this.reply();
+  }
+
+  stop() {
+    this.running?.abort();
+  }
+
+  /** Write the reply again: it and everything after it goes. */
+  async again(message) {
+    if (this.isBusy) return;
+    this.cut(message);
+    await this.reply();
+  }
+
+  async edit(message, text) {
+    if (this.isBusy) return;
+    const { conversation } = this;
+    if (conversation.mode === "text") {
+      conversation.messages = text ? [{ role: "user", content: text }] : [];
+      this.render();
+      this.keep();
+      return;
+    }
+    this.cut(message);
+    this.push({ role: "user", content: text });
+    await this.reply();
+  }
+
+  /** The results of tool calls, in their order. */
+  async answer(message, results) {
+    if (this.isBusy) return;
+    message.answered = true;
+    this.views.get(message).update(false);
+    message.tool_calls.forEach((call, i) => this.push({ role: "tool", tool_call_id: call.id, content: results[i] }));
+    await this.reply();
+  }
+
+  /** Go on from another token than the one taken: what stood before it stays, and the model continues. */
+  async fork(message, at, text) {
+    if (this.isBusy) return;
+    const kept = message.tokens.slice(0, at);
+    const forked = { ...emptyReply(), content: kept.map((one) => one.text).join("") + text };
+    const taken = message.tokens[at].top.find((one) => one.text === text);
+    forked.tokens = [...kept, { ...message.tokens[at], text, p: taken.p }];
+    this.cut(message);
+    await this.run(forked, async (settings, before) => {
+      if (this.conversation.mode === "text") return ["v1/completions", textBody([...before, forked], settings)];
+      return ["v1/completions", await continued(before, forked.content, settings)];
+    });
+  }
+
+  async reply() {
+    const isText = this.conversation.mode === "text";
+    await this.run(emptyReply(), async (settings, before) => (
+      isText ? ["v1/completions", textBody(before, settings)] : ["v1/chat/completions", chatBody(before, settings)]
+    ));
+  }
+
+  /** Fill `message` from a stream. `plan(settings, messages before it)` -> [path, body]. */
+  async run(message, plan) {
+    const before = [...this.conversation.messages], conversation = this.conversation;
+    const abort = this.running = new AbortController(), reply = new Reply(message, performance.now());
+    this.push(message);
+    this.hooks.busy(true);
+    say("The model is replying");
+    try {
+      const [path, body] = await plan(this.hooks.settings(), before);
+      reply.begun = performance.now();
+      for await (const event of events(path, body, abort.signal)) {
+        reply.add(event, performance.now());
+        this.refresh(message, reply);
+      }
+      reply.close();
+    } catch (error) {
+      reply.close(abort.signal.aborted);
+      if (!abort.signal.aborted) this.failed(message, error);
+    }
+    if (this.running === abort) { // else another conversation was opened, and this one ended unseen
+      this.running = null;
+      this.hooks.busy(false);
+    }
+    this.views.get(message)?.update(false);
+    this.follow();
+    this.keep(conversation);
+    say(message.error ?? `Reply: ${message.content.slice(0, 1000)}`);
+  }
+
+  failed(message, error) {
+    if (error instanceof SyntaxError) message.error = `The tools in the settings are not JSON: ${error.message}`;
+    else message.error = error.message;
+    this.hooks.refused(error);
+  }
+
+  /** At most one drawing per frame, however fast tokens come. */
+  refresh(message, reply) {
+    if (this.frame) return;
+    this.frame = requestAnimationFrame(() => {
+      this.frame = null;
+      if (!this.isBusy) return;
+      const isNear = this.isNear();
+      this.views.get(message)?.update(true);
+      this.hooks.rate(reply.rate());
+      if (isNear) this.follow(true);
+    });
+  }
+
+  push(message) {
+    const { conversation } = this;
+    conversation.messages.push(message);
+    if (!conversation.title && message.role === "user") conversation.title = titled(message.content);
+    const view = this.view(message);
+    this.views ??= new Map();
+    this.views.set(message, view);
+    this.transcript.append(view.node);
+    if (message.role === "assistant") view.update(true);
+    this.follow(true);
+    this.keep();
+  }
+
+  cut(message) {
+    const { messages } = this.conversation;
+    for (const gone of messages.splice(messages.indexOf(message))) {
+      this.views.get(gone)?.node.remove();
+      this.views.delete(gone);
+    }
+    const last = messages.at(-1);
+    if (last?.answered && last.role === "assistant") last.answered = false;
+  }
+
+  view(message) {
+    const canFork = !message.reasoning && !message.tool_calls?.length && !this.hooks.settings().tools?.trim();
+    return new MessageView(message, this.conversation.mode, {
+      again: (one) => this.again(one),
+      edit: (one, text) => this.edit(one, text),
+      answer: (one, results) => this.answer(one, results),
+      fork: canFork ? (one, at, text) => this.fork(one, at, text) : null,
+      whole: () => this.conversation.messages.map((one) => one.content).join(""),
+    });
+  }
+
+  /** Keep the conversation in the browser; a browser without room says so, and the talk goes on. */
+  keep(conversation = this.conversation) {
+    if (conversation.isGone) return;
+    conversation.updated = Date.now();
+    try {
+      store.save(conversation);
+    } catch (error) {
+      if (error.name !== "QuotaExceededError") throw error;
+      this.transcript.append(make("p", { class: "notice", role: "alert" },
+        "This browser has no room for more conversations; delete some to keep this one."));
+    }
+    this.hooks.changed();
+  }
+
+  isNear() {
+    const { scrollTop, scrollHeight, clientHeight } = this.scroll;
+    return scrollHeight - scrollTop - clientHeight < NEAR_PX;
+  }
+
+  follow(always = false) {
+    if (always || this.isNear()) this.scroll.scrollTop = this.scroll.scrollHeight;
+  }
+}
+
+/** The body that continues a reply from `begun`: the conversation's tokens and those of the beginning, as a prompt. */
+async function continued(before, begun, settings) {
+  const { messages } = chatBody(before, settings);
+  const prompt = await askJson("tokenize", { body: { messages } });
+  const more = await askJson("tokenize", { body: { prompt: begun, add_special_tokens: false } });
+  const room = prompt.max_model_len - prompt.tokens.length - more.tokens.length;
+  const body = { ...textBody([], settings), prompt: [...prompt.tokens, ...more.tokens] };
+  return { ...body, max_tokens: sampling(settings).max_tokens ?? Math.max(room, 1) };
+}
+
+function titled(text) {
+  const line = text.trim().split("\n")[0];
+  return line.length > TITLE_CHARS ? `${line.slice(0, TITLE_CHARS - 1)}…` : line;
+}

@@ -1,0 +1,221 @@
+/** The page: what is where, and who tells whom. */
+
+import { askJson, health, keepKey } from "./api.js";
+import { drawBraid } from "./braid.js";
+import { Chat } from "./chat.js";
+import { byId, iconButton, make, placeIcons } from "./dom.js";
+import { Engine } from "./engine.js";
+import { Panels } from "./panels.js";
+import { Settings } from "./settings.js";
+import { whole } from "./plot.js";
+import * as store from "./store.js";
+
+const SOON_MS = 400, LATER_MS = 5000;
+const WORDS = {
+  chat: {
+    label: "Message", title: "What shall we talk about?", text: "Every word is computed on this server.",
+    ideas: ["Why is the sky blue? Answer in two sentences.", "Write a haiku about a river.", "Explain recursion to a child."],
+  },
+  text: {
+    label: "Text to continue", title: "Begin, and the model goes on.", text: "It continues whatever stands on the page.",
+    ideas: ["Once upon a time", "And it came to pass", "The sea is"],
+  },
+};
+
+class Page {
+  constructor() {
+    placeIcons(document);
+    for (const svg of document.querySelectorAll(".braid")) drawBraid(svg);
+    this.hasChat = true;
+    this.state = "away";
+    this.settings = new Settings(byId("settings"), () => this.meet());
+    this.engine = new Engine(byId("engine"), (sample) => this.sampled(sample));
+    this.panels = new Panels((open) => this.engine.watch(open === "engine" && this.state === "ok"));
+    this.chat = new Chat(byId("scroll"), byId("transcript"), {
+      settings: () => this.settings.values,
+      changed: () => this.changed(),
+      busy: (isBusy) => this.showBusy(isBusy),
+      refused: (error) => this.refused(error),
+      rate: (rate) => this.showRate(rate),
+    });
+    this.listen();
+    this.chat.open(store.load(store.look().conversation) ?? this.chat.conversation);
+    this.check();
+  }
+
+  listen() {
+    const draft = byId("draft");
+    byId("composer").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
+    draft.addEventListener("keydown", (event) => this.typed(event));
+    draft.addEventListener("input", () => this.fit());
+    byId("stop").addEventListener("click", () => this.chat.stop());
+    byId("new").addEventListener("click", () => this.start(this.chat.conversation.mode));
+    byId("mode").addEventListener("change", (event) => this.start(event.target.value));
+    byId("latest").addEventListener("click", () => this.chat.follow(true));
+    byId("scroll").addEventListener("scroll", () => { byId("latest").hidden = this.chat.isEmpty || this.chat.isNear(); }, { passive: true });
+    byId("key-save").addEventListener("click", () => this.giveKey());
+    byId("key").addEventListener("keydown", (event) => {
+      if (event.key === "Enter") { event.preventDefault(); this.giveKey(); }
+    });
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !event.defaultPrevented && !this.panels.escape()) this.chat.stop();
+    });
+    addEventListener("pagehide", () => { if (this.chat.isBusy) this.chat.keep(); });
+    store.onChange(() => this.list());
+  }
+
+  /** Enter sends where there is a keyboard to break lines with Shift; text that is continued has lines of its own. */
+  typed(event) {
+    if (event.key !== "Enter" || event.isComposing) return;
+    const isPlain = !event.shiftKey && !event.altKey && this.chat.conversation.mode === "chat" && matchMedia("(pointer: fine)").matches;
+    if (!isPlain && !event.ctrlKey && !event.metaKey) return;
+    event.preventDefault();
+    this.send();
+  }
+
+  send() {
+    if (this.state !== "ok" || this.chat.isBusy) return;
+    const draft = byId("draft"), text = this.chat.conversation.mode === "chat" ? draft.value.trim() : draft.value;
+    draft.value = "";
+    this.fit();
+    this.chat.send(text);
+  }
+
+  start(mode) {
+    this.chat.open(store.newConversation(this.hasChat ? mode : "text"));
+    this.panels.closeSidebarIfOver();
+    byId("draft").focus();
+  }
+
+  /** Ask how the server is: often until it is there, then now and then. */
+  async check() {
+    const found = await health();
+    const before = this.state;
+    this.state = found.status;
+    if (found.status === "ok" && before !== "ok") await this.meet();
+    if (found.status !== before || found.status !== "ok") this.showState(found);
+    setTimeout(() => this.check(), found.status === "ok" ? LATER_MS : SOON_MS);
+  }
+
+  /** Learn the model's name, its context, and whether it has a chat template. */
+  async meet() {
+    if (this.state !== "ok") return;
+    try {
+      const [model] = (await askJson("v1/models")).data;
+      this.hasChat = await canChat();
+      byId("model").textContent = model.id;
+      byId("model-facts").textContent = `${whole(model.max_model_len)} tokens of context`;
+      document.title = `${model.id} · Plait`;
+      byId("version").textContent = (await askJson("version")).version;
+      byId("key-row").hidden = true;
+    } catch (error) {
+      this.refused(error);
+    }
+    if (!this.hasChat && this.chat.isEmpty) this.chat.conversation.mode = "text";
+    this.changed();
+  }
+
+  refused(error) {
+    if (error.status !== 401) return;
+    byId("key-row").hidden = false;
+    byId("key").focus();
+  }
+
+  giveKey() {
+    keepKey(byId("key").value.trim());
+    byId("key").value = "";
+    this.settings.render();
+    this.meet();
+  }
+
+  showState({ status, progress = {} }) {
+    const isOk = status === "ok", bar = byId("loading-bar");
+    byId("dot").className = `dot ${status}`;
+    byId("dot").title = status;
+    const titles = { loading: "The model is loading", stopping: "The server is stopping", unhealthy: "The engine is not well", away: "The server does not answer" };
+    byId("loading-title").textContent = titles[status] ?? status;
+    byId("loading-text").textContent = progress.text ?? (status === "away" ? "This page goes on by itself when it is back." : "");
+    bar.hidden = status !== "loading";
+    if (progress.total) { bar.max = progress.total; bar.value = progress.done; } else bar.removeAttribute("value");
+    this.engine.watch(isOk && this.panels.open === "engine");
+    this.changed();
+  }
+
+  /** Everything that depends on the conversation and the server's state. */
+  changed() {
+    const { conversation, isEmpty } = this.chat, words = WORDS[conversation.mode], isOk = this.state === "ok";
+    byId("loading").hidden = isOk || !isEmpty;
+    byId("welcome").hidden = !isOk || !isEmpty;
+    byId("welcome-title").textContent = words.title;
+    byId("welcome-text").textContent = words.text;
+    byId("suggestions").replaceChildren(...words.ideas.map((idea) => make("button", { type: "button", onclick: () => this.chat.send(idea) }, idea)));
+    byId("draft-label").textContent = words.label;
+    byId("draft").placeholder = conversation.mode === "chat" ? "Message" : isEmpty ? "Text to continue" : "More text, or nothing: just go on";
+    byId("hint").textContent = conversation.mode === "chat" ? "" : "Ctrl + Enter";
+    byId("send").disabled = !isOk;
+    for (const radio of byId("mode").querySelectorAll("input")) {
+      radio.checked = radio.value === conversation.mode;
+      radio.disabled = radio.value === "chat" && !this.hasChat;
+      radio.parentElement.title = radio.disabled ? "This model has no chat template" : "";
+    }
+    if (!isEmpty) store.saveLook({ conversation: conversation.id });
+    this.list();
+  }
+
+  list() {
+    const current = this.chat.conversation.id;
+    byId("conversations").replaceChildren(...store.conversations().map(({ id, title }) => {
+      const open = make("button", { type: "button", class: "entry", "aria-current": id === current ? "true" : null, onclick: () => this.open(id) }, title || "Untitled");
+      return make("li", {}, open, iconButton("trash", `Delete ${title || "Untitled"}`, () => this.remove(id)));
+    }));
+  }
+
+  open(id) {
+    const found = store.load(id);
+    if (found) this.chat.open(found);
+    this.panels.closeSidebarIfOver();
+  }
+
+  remove(id) {
+    if (id === this.chat.conversation.id) {
+      this.chat.conversation.isGone = true; // a reply that ends later must not bring it back
+      this.start(this.chat.conversation.mode);
+    }
+    store.forget(id);
+    this.list();
+    byId("new").focus();
+  }
+
+  showBusy(isBusy) {
+    byId("send").hidden = isBusy;
+    byId("stop").hidden = !isBusy;
+    if (!isBusy) this.showRate(null);
+  }
+
+  showRate(rate) {
+    byId("rate").textContent = rate ? `${whole(rate)} tok/s` : "";
+  }
+
+  sampled({ running, rate }) {
+    if (!this.chat.isBusy) this.showRate(running ? rate : null);
+  }
+
+  fit() {
+    const draft = byId("draft");
+    draft.style.height = "auto";
+    draft.style.height = `${Math.min(draft.scrollHeight, innerHeight * 0.4)}px`;
+  }
+}
+
+/** Whether the model has a chat template: only that refusal means no. */
+async function canChat() {
+  try {
+    await askJson("tokenize", { body: { messages: [{ role: "user", content: "Hello" }] } });
+    return true;
+  } catch (error) {
+    if (error.status === 401) throw error;
+    return error.code !== "bad_template";
+  }
+}
+
+new Page();

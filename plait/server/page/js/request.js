@@ -1,0 +1,56 @@
+/** What is sent: a conversation and the settings as the body of a request. Settings that are empty are not sent. */
+
+const NUMBERS = [
+  "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed",
+  "repetition_penalty", "presence_penalty", "frequency_penalty",
+];
+
+/** The settings that mean the same to both kinds of request. */
+export function sampling(settings) {
+  const body = {};
+  for (const name of NUMBERS) {
+    const value = settings[name];
+    if (value !== undefined && value !== "" && Number.isFinite(Number(value))) body[name] = Number(value);
+  }
+  const stops = (settings.stop ?? "").split("\n").filter((line) => line !== "");
+  if (stops.length) body.stop = stops;
+  return body;
+}
+
+/** The body of /v1/chat/completions. Raises SyntaxError if the tools are not JSON. */
+export function chatBody(messages, settings) {
+  const body = { messages: history(messages, settings.system ?? ""), ...sampling(settings), ...streamed() };
+  if (settings.probabilities) Object.assign(body, { logprobs: true, top_logprobs: alternatives(settings) });
+  const tools = (settings.tools ?? "").trim();
+  if (tools) body.tools = JSON.parse(tools);
+  return body;
+}
+
+/** The body of /v1/completions: everything written so far is the prompt. */
+export function textBody(messages, settings) {
+  const prompt = messages.map((message) => message.content).join("");
+  const body = { prompt, ...sampling(settings), ...streamed() };
+  if (settings.probabilities) body.logprobs = alternatives(settings);
+  return body;
+}
+
+const streamed = () => ({ stream: true, stream_options: { include_usage: true } });
+const alternatives = (settings) => Number(settings.top_logprobs) || 5;
+
+function history(messages, system) {
+  const sent = messages.map(plain);
+  return system.trim() ? [{ role: "system", content: system }, ...sent] : sent;
+}
+
+/** A message as the API has it. Templates drop earlier reasoning, so it is not sent again. */
+function plain(message) {
+  if (message.role === "tool") return { role: "tool", tool_call_id: message.tool_call_id, content: message.content };
+  if (message.role !== "assistant") return { role: message.role, content: message.content };
+  const found = { role: "assistant", content: message.content };
+  if (message.tool_calls?.length) {
+    found.tool_calls = message.tool_calls.map(({ id, name, arguments: given }) => (
+      { id, type: "function", function: { name, arguments: given } }
+    ));
+  }
+  return found;
+}

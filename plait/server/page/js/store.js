@@ -1,0 +1,58 @@
+/** What stays in this browser: conversations, each under a key of its own so that tabs do not undo each other. */
+
+const PREFIX = "plait.conversation.", SETTINGS = "plait.settings", LOOK = "plait.look";
+
+/** A name nobody else has; without crypto.randomUUID, which plain HTTP does not offer. */
+export function newId() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(8)), (b) => b.toString(16).padStart(2, "0")).join("");
+}
+
+export const newConversation = (mode) => ({ id: newId(), title: "", mode, updated: Date.now(), messages: [] });
+
+/** Every conversation's id, title and time, latest first. */
+export function conversations() {
+  const found = [];
+  for (let i = 0; i < localStorage.length; i++) {
+    const key = localStorage.key(i);
+    if (!key.startsWith(PREFIX)) continue;
+    const one = read(key, null);
+    if (one?.id) found.push({ id: one.id, title: one.title, updated: one.updated });
+  }
+  return found.sort((a, b) => b.updated - a.updated);
+}
+
+/** The conversation, or null if it is not here. */
+export const load = (id) => read(PREFIX + id, null);
+
+/** Keep a conversation. Raises QuotaExceededError when the browser has no room; probabilities are not kept. */
+export function save(conversation) {
+  localStorage.setItem(PREFIX + conversation.id, JSON.stringify(conversation, lasting));
+}
+
+export const forget = (id) => localStorage.removeItem(PREFIX + id);
+
+export const settings = () => read(SETTINGS, {});
+export const saveSettings = (values) => localStorage.setItem(SETTINGS, JSON.stringify(values));
+
+/** How the page was left: open panel, last conversation. */
+export const look = () => read(LOOK, {});
+export const saveLook = (change) => localStorage.setItem(LOOK, JSON.stringify({ ...look(), ...change }));
+
+/** Call back when another tab changed the list. */
+export function onChange(callback) {
+  addEventListener("storage", (event) => {
+    if (event.key === null || event.key.startsWith(PREFIX)) callback();
+  });
+}
+
+const lasting = (key, value) => (key === "tokens" ? undefined : value);
+
+function read(key, otherwise) {
+  const text = localStorage.getItem(key);
+  if (text === null) return otherwise;
+  try {
+    return JSON.parse(text);
+  } catch {
+    return otherwise; // not ours, or written half: as good as absent
+  }
+}
