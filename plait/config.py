@@ -55,7 +55,7 @@ class EngineConfig:
         200, "prompts are cut so that no running reply waits longer for a token, as measured; 0: never"
     )
     speculate: str = option(
-        "off", "guess tokens and check several at once, same text: off, ngram (prompt lookup) or a draft model"
+        200, "prompts are cut so that no running reply waits longer for a token, measured; 0: never"
     )
     num_draft_tokens: int = option(8, "the most tokens guessed at a time")
     threads: int | None = option(None, "CPU threads; default: the physical cores this process may use")

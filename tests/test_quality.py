@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from plait.config import EngineConfig
-from plait.engine.load import open_model
+from plait.engine.opening import open_model
 from plait.kernels.load import load
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from plait.checkpoint.names import Derived, UnknownName
 from plait.config import EngineConfig
-from plait.engine.load import Opened, open_model
+from plait.engine.opening import Opened, open_model
 from plait.spec import Moe
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from plait.cli.options import common_options, engine_options, engine_settings, m
 from plait.config import EngineConfig
 
 if TYPE_CHECKING:
-    from plait.engine.load import Opened
+    from plait.engine.opening import Opened
     from plait.memory import State
     from plait.ops.registry import Binding
 
@@ -42,7 +42,7 @@ def info(model: str, as_json: bool, show_ops: bool, **given: Any) -> None:
 
 def model_facts(model: str, config: EngineConfig) -> Facts:
     """Everything `info` says, as plain values. Raises CheckpointError, UnsupportedModel."""
-    from plait.engine.load import open_model
+    from plait.engine.opening import open_model
     from plait.engine.outline import model_states
 
     opened = open_model(model, config)

@@ -20,7 +20,7 @@ def find_tokenizer(model: str | None, vocab: str | None) -> Tokenizer:
         tokenizer: Tokenizer | None = load_tokenizer(vocab=vocab)
     else:
         from plait.config import EngineConfig
-        from plait.engine.load import open_model
+        from plait.engine.opening import open_model
 
         tokenizer = open_model(model, EngineConfig(vocab=vocab)).tokenizer()
     if tokenizer is None:
