@@ -52,10 +52,10 @@ class EngineConfig:
         None, "bytes of host memory for sequences and snapshots that had to make room; default: by need"
     )
     max_step_ms: int = option(
-        200, "prompts are cut so that no running reply waits longer for a token, as measured; 0: never"
+        200, "prompts are cut so that no running reply waits longer for a token; 0: never"
     )
     speculate: str = option(
-        200, "prompts are cut so that no running reply waits longer for a token, measured; 0: never"
+        "off", "guess tokens and check several at once, same text: off, ngram (prompt lookup) or a model"
     )
     num_draft_tokens: int = option(8, "the most tokens guessed at a time")
     threads: int | None = option(None, "CPU threads; default: the physical cores this process may use")
