@@ -1,14 +1,18 @@
-"""llama.cpp's grammar notation (GBNF) in Lark's, by llguidance's converter, with what it gets wrong mended.
+"""llama.cpp's grammar notation (GBNF) in Lark's, read by llguidance's own converter.
 
-The converter writes `.` as one that stops at a line's end and cuts zeros off `\\u0041`; and a class goes to a
-regular expression as it stands, where `&&` and `~~` would mean sets. So these are spelled differently first.
+The converter makes words of whatever it can, and a word takes all the text it can get: `ws ::= [ \\n]*` would
+leave nothing to a line's end after it. llama.cpp goes by single characters, so here every word is one, which
+costs milliseconds for a mask in a long string rather than microseconds. The converter also writes `.` as one
+that stops at a line's end, cuts the zeros off `\\u0041`, and hands a class to a regular expression where `&&`
+and `~~` would mean sets; these are spelled differently before it reads them.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 
-from llguidance.gbnf_to_lark import gbnf_to_lark
+from llguidance.gbnf_to_lark import ASTNode, GbnfToLarkError, GrammarParser, RuleNode, RuleRefNode
 
 _PIECE = re.compile(
     r"""
@@ -20,6 +24,7 @@ _PIECE = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
+_CHARACTER = re.compile(r"\\x[0-9a-fA-F]{2}|\\.|.", re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 _ANY_CHARACTER = "[\\x00-\U0010ffff]"
 _OPERATORS = {"&": "\\x26", "~": "\\x7e"}
@@ -29,11 +34,33 @@ def lark_from_gbnf(text: str) -> str:
     """The same grammar for Lark. Raises ValueError saying what is wrong and where."""
     mended = "".join(_mended(piece) for piece in _PIECE.finditer(text))
     try:
-        return str(gbnf_to_lark(mended))
+        rules: dict[str, RuleNode] = GrammarParser().parse(mended)
+        return _lark(rules)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    except Exception as error:  # the converter raises bare Exception, and IndexError at a text's end
+    except (GbnfToLarkError, IndexError) as error:  # IndexError: an escape that the text's end cuts off
         raise ValueError(f"not a grammar in llama.cpp's notation: {error}") from error
+
+
+def _lark(rules: Mapping[str, RuleNode]) -> str:
+    """Names in lower case are rules to Lark; in upper case they would be words."""
+    if "root" not in rules:
+        raise ValueError("not a grammar in llama.cpp's notation: there is no rule 'root'")
+    for n, rule in enumerate(rules.values()):
+        for node in _nodes(rule):
+            if isinstance(node, RuleRefNode):
+                if node.name not in rules:
+                    raise ValueError(f"there is no rule {node.name!r}")
+                node.target = rules[node.name]
+        rule.name = "start" if rule.name == "root" else f"rule_{n}"
+        rule.alternatives = rule.alternatives.simplify()
+    return "\n".join(map(str, rules.values()))
+
+
+def _nodes(node: ASTNode) -> Iterator[ASTNode]:
+    yield node
+    for child in node.children():
+        yield from _nodes(child)
 
 
 def _mended(piece: re.Match[str]) -> str:
@@ -44,7 +71,9 @@ def _mended(piece: re.Match[str]) -> str:
         case "any":
             return _ANY_CHARACTER
         case "string":
-            return _ESCAPE.sub(_escape, text)
+            characters = _CHARACTER.findall(_ESCAPE.sub(_escape, text[1:-1]))
+            spelled = " ".join(f'"{c}"' for c in characters) or '""'
+            return f"({spelled})" if len(characters) > 1 else spelled
         case "set":
             spelled = _ESCAPE.sub(_escape, text)
             return "".join(_OPERATORS.get(c, c) for c in spelled)

@@ -46,6 +46,6 @@ class GrammarLimits:
     max_step_items: int = 50_000
     step_fuel: int = 200_000
     max_lexer_states: int = 50_000
-    reply_s: float = 0.5
-    token_s: float = 0.002
+    reply_s: float = 1.0
+    token_s: float = 0.02
     remembered_bytes: int = 4 * _MIB
