@@ -44,7 +44,10 @@ class GrammarCompiler:
         return self._parts()[0]
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises BadGrammar, with the reason, for one that is wrong, not supported or too costly."""
+        """Raises BadGrammar, with the reason, for one that is wrong, not supported or too costly.
+
+        CapacityError when it could not be tried out just now.
+        """
         self._check_size(grammar)
         vocabulary, trial = self._parts()
         matcher = compiled(vocabulary.table, self._form(grammar, trial), self.limits)

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from plait.errors import BadGrammar
+from plait.errors import BadGrammar, CapacityError
 from plait.text.grammar.grammar import Grammar, GrammarLimits
 from plait.text.grammar.library import readable
 
@@ -41,7 +41,10 @@ class Trial:
             self._ready()
 
     def run(self, grammar: Grammar) -> str:
-        """The form of a grammar that the library compiles. Raises BadGrammar with the reason."""
+        """The form of a grammar that the library compiles. Raises BadGrammar with the reason.
+
+        CapacityError when that is no fault of the grammar: the machine is too busy to try it.
+        """
         line = json.dumps({"kind": grammar.kind, "source": grammar.source}) + "\n"
         with self._lock:
             child = self._ready()
@@ -49,7 +52,13 @@ class Trial:
                 answer = json.loads(child.ask(line, self._limits.timeout_s))
             except (OSError, ValueError) as error:
                 self._child = None
-                raise BadGrammar(_refusal(child.ended(), self._limits), grammar.param) from error
+                status = child.ended()
+                if status == -signal.SIGKILL:
+                    raise CapacityError(
+                        f"the grammar could not be tried out within {self._limits.timeout_s:g} s, as the "
+                        "machine is busy; try again later, or make it simpler"
+                    ) from error
+                raise BadGrammar(_refusal(status, self._limits), grammar.param) from error
         if "error" in answer:
             raise BadGrammar(f"the grammar cannot be honoured: {readable(answer['error'])}", grammar.param)
         form: str = answer["form"]
@@ -68,8 +77,9 @@ class Trial:
                 child.ask(self._setup, self._limits.start_s)
             except OSError as error:
                 child.stop()
-                raise BadGrammar(
-                    f"the process that tries grammars out did not start within {self._limits.start_s:g} s"
+                raise CapacityError(
+                    "the process that tries grammars out did not start within "
+                    f"{self._limits.start_s:g} s; try again"
                 ) from error
             self._child = child
         return self._child
@@ -126,8 +136,6 @@ class _Child:
 def _refusal(status: int, limits: GrammarLimits) -> str:
     if status == -signal.SIGPROF:
         return f"the grammar takes more than {limits.cpu_s:g} s to compile; make it simpler"
-    if status == -signal.SIGKILL:
-        return f"the grammar could not be compiled within {limits.timeout_s:g} s; make it simpler"
     return (
         "the grammar is too large or its references too deep to compile in "
         f"{limits.memory_bytes // _MIB} MiB of memory and {limits.stack_bytes / _MIB:g} MiB of stack; "
