@@ -159,8 +159,8 @@ class Request:
     `boundaries`: prompt positions where other requests are likely to part ways (ends of messages), where
     state is worth keeping. `cache_salt`: only requests with the same salt share what was computed.
     `priority`: lower runs first. `timeout_s`: ends with an error when it is not done by then, counted from
-    its arrival. `resumed`, of a request that goes on in a new engine: the output tokens of each choice so far,
-    None for one that has ended; (): it is new. It gets the tokens that it would have had in the old one.
+    its arrival. `resumed`, of a request that goes on in a new engine: the output tokens of each choice so
+    far, None for one that has ended; (): it is new. It gets the tokens that it would have had in the old one.
     """
 
     id: str

@@ -15,9 +15,10 @@ from dataclasses import replace
 from itertools import count
 from typing import Protocol, TypeVar
 
+from plait.engine.admission import check, max_len
 from plait.engine.choice import Choice, OnEvent, OpenRequest
 from plait.engine.metrics import Metrics
-from plait.errors import ContextTooLong, DeadlineExceeded, EngineError, InvalidField, PlaitError
+from plait.errors import DeadlineExceeded, EngineError, InvalidField, PlaitError
 from plait.ops.seed import choice_seed
 from plait.request import Event, Request, RequestTrace
 from plait.schedule.plan import Load, Plan, Sampled, SamplingBatch, Save
@@ -81,34 +82,16 @@ class Engine:
         self.scheduler.add(*sequences)
         entry = self._requests[request.id] = OpenRequest(request, on_event)
         for seq in sequences:
-            entry.open[seq.index] = self._choices[seq.id] = Choice(entry, seq, arrived)
-        self.metrics.count_request(len(request.prompt_token_ids))
+            choice = entry.open[seq.index] = self._choices[seq.id] = Choice(entry, seq, arrived)
+            if seq.num_output_tokens:  # it has begun, and its start was counted, in another engine
+                choice.first_scheduled_s = choice.first_token_s = choice.last_token_s = self.clock()
+        if not request.resumed:
+            self.metrics.count_request(len(request.prompt_token_ids))
 
     def validate(self, request: Request) -> None:
         """Every check that does not depend on who else is there; safe from any thread."""
-        params, length = request.params, len(request.prompt_token_ids)
-        if not length:
-            raise InvalidField("prompt: it has no tokens; send at least one", "prompt")
-        bad = next((i for i in request.prompt_token_ids if not 0 <= i < self.vocab_size), None)
-        if bad is not None:
-            raise InvalidField(f"prompt: token id {bad} is outside 0..{self.vocab_size - 1}", "prompt")
-        bad = next((i for i in params.logit_bias if not 0 <= i < self.vocab_size), None)
-        if bad is not None:
-            raise InvalidField(
-                f"logit_bias: token id {bad} is outside 0..{self.vocab_size - 1}", "logit_bias"
-            )
-        if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-            raise InvalidField(
-                f"min_tokens: {params.min_tokens} is more than max_tokens ({params.max_tokens})", "min_tokens"
-            )
-        needed = length + (0 if params.max_tokens == 0 else max(params.min_tokens, 1))
-        if needed > self.max_model_len:
-            raise ContextTooLong(
-                f"the prompt has {length} tokens and at least {needed - length} must follow; the context is "
-                f"{self.max_model_len} tokens: shorten the prompt, or start with a larger --max-model-len",
-                "prompt",
-            )
-        self.scheduler.check_fits(length, self._max_len(request))
+        check(request, self.vocab_size, self.max_model_len)
+        self.scheduler.check_fits(len(request.prompt_token_ids), max_len(request, self.max_model_len))
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one choice of it, in any phase: what it holds is free at once.
@@ -176,6 +159,11 @@ class Engine:
             for index, choice in entry.open.items():
                 self._emit(entry, self._last(choice, _failure(entry.request.id, index, error)))
 
+    def requests_in(self, plan: Plan) -> list[str]:
+        """The ids of the requests that a plan computes something of, each once."""
+        choices = (self._choices.get(chunk.seq_id) for chunk in plan.chunks)
+        return list(dict.fromkeys(choice.entry.request.id for choice in choices if choice is not None))
+
     @property
     def open_requests(self) -> Sequence[str]:
         return tuple(self._requests)
@@ -196,30 +184,27 @@ class Engine:
     def _sequences(self, request: Request, arrived: float) -> list[TokenSequence]:
         params, timeout_s = request.params, request.timeout_s
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        prompt = request.prompt_token_ids
         return [
             TokenSequence(
                 id=next(self._ids),
                 request_id=request.id,
                 index=index,
-                token_ids=list(request.prompt_token_ids),
+                token_ids=[*prompt, *so_far],
+                prompt_len=len(prompt),
                 params=params,
                 stop_token_ids=request.stop_token_ids,
-                max_len=self._max_len(request),
+                max_len=max_len(request, self.max_model_len),
                 seed=choice_seed(seed, index),
-                wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
+                wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0 and not so_far,
                 cache_salt=request.cache_salt,
                 boundaries=request.boundaries,
                 priority=request.priority,
                 deadline=None if timeout_s is None else arrived + timeout_s,
             )
-            for index in range(params.n)
+            for index, so_far in enumerate(request.resumed or ((),) * params.n)
+            if so_far is not None
         ]
-
-    def _max_len(self, request: Request) -> int:
-        """Tokens a choice of this request has when it must end."""
-        if request.params.max_tokens is None:
-            return self.max_model_len
-        return min(len(request.prompt_token_ids) + request.params.max_tokens, self.max_model_len)
 
     def _expire(self) -> bool:
         """End the choices whose time is over. Whether there were any."""

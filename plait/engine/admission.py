@@ -1,0 +1,40 @@
+"""What can be said of a request without an engine: the checks that need two numbers of the model.
+
+Made by the engine for every request, and by the process in front of it, which can refuse at once.
+"""
+
+from __future__ import annotations
+
+from plait.errors import ContextTooLong, InvalidField
+from plait.request import Request
+
+
+def check(request: Request, vocab_size: int, max_model_len: int) -> None:
+    """Raises InvalidField for token ids the model does not have, ContextTooLong for too many of them."""
+    params, length = request.params, len(request.prompt_token_ids)
+    if not length:
+        raise InvalidField("prompt: it has no tokens; send at least one", "prompt")
+    for name, ids in (("prompt", request.prompt_token_ids), ("logit_bias", params.logit_bias)):
+        bad = next((i for i in ids if not 0 <= i < vocab_size), None)
+        if bad is not None:
+            raise InvalidField(f"{name}: token id {bad} is outside 0..{vocab_size - 1}", name)
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise InvalidField(
+            f"min_tokens: {params.min_tokens} is more than max_tokens ({params.max_tokens})", "min_tokens"
+        )
+    needed = length + (0 if params.max_tokens == 0 else max(params.min_tokens, 1))
+    if needed > max_model_len:
+        raise ContextTooLong(
+            f"the prompt has {length} tokens and at least {needed - length} must follow; the context is "
+            f"{max_model_len} tokens: shorten the prompt, or start with a larger --max-model-len",
+            "prompt",
+        )
+    if request.resumed and len(request.resumed) != params.n:
+        raise InvalidField(f"resumed: {len(request.resumed)} choices of {params.n}", "resumed")
+
+
+def max_len(request: Request, max_model_len: int) -> int:
+    """Tokens a choice of this request has when it must end."""
+    if request.params.max_tokens is None:
+        return max_model_len
+    return min(len(request.prompt_token_ids) + request.params.max_tokens, max_model_len)
