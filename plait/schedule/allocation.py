@@ -204,6 +204,15 @@ class Allocation:
             seq.scratch = GARBAGE
         if accepted or not self.has_slots:
             self._advance(seq, end)
+        if not accepted:
+            self._give_back_guesses(seq)
+
+    def _give_back_guesses(self, seq: TokenSequence) -> None:
+        """Blocks behind all known tokens were reserved for a guess that was wrong."""
+        needed = -(-seq.num_tokens // self.block_size)
+        for pool, table in zip(self.pools.blocks, seq.tables, strict=True):
+            pool.give(block for block in reversed(table[needed:]) if block)
+            del table[needed:]
 
     def _advance(self, seq: TokenSequence, end: int) -> None:
         """The first `end` tokens are computed: others may share them; what is out of sight is given back."""
@@ -321,9 +330,10 @@ class Allocation:
         """Every held block, slot and saved copy is explained; AssertionError if not."""
         self.pools.check(*self._holders(running), {seq.saved.handle for seq in waiting if seq.saved})
 
-    def rebuild(self, running: Iterable[TokenSequence]) -> None:
-        """Count again from what the running sequences hold; nothing stays cached."""
-        self.pools.rebuild(*self._holders(running))
+    def rebuild(self, running: Iterable[TokenSequence], waiting: Iterable[TokenSequence]) -> None:
+        """Count again from what the sequences hold; nothing stays cached."""
+        saved = {seq.saved.handle: seq.saved.nbytes for seq in waiting if seq.saved}
+        self.pools.rebuild(*self._holders(running), saved)
         self._computing.clear()
 
     def _holders(self, running: Iterable[TokenSequence]) -> tuple[list[Counter[int]], Counter[int]]:

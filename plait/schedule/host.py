@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 
 class HostSpace:
@@ -55,7 +55,11 @@ class HostSpace:
         self.num_used_bytes -= self._sizes.pop(handle)
         self._spare.pop(handle, None)
 
-    def clear(self) -> None:
-        self._sizes.clear()
+    def rebuild(self, sizes: Mapping[int, int]) -> None:
+        """Start again with these handles and their bytes, all of them needed."""
+        self._sizes = dict(sizes)
         self._spare.clear()
-        self.num_used_bytes = 0
+        self.num_used_bytes = sum(sizes.values())
+
+    def clear(self) -> None:
+        self.rebuild({})

@@ -7,7 +7,7 @@ goes to host memory if there is room. `moves` are what the device has to copy, i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from plait.schedule.host import HostSpace
@@ -140,7 +140,7 @@ class Pools:
         blocks = tuple(tuple(b for b in table if b) for table in tables)
         holes = tuple(len(table) - len(b) for table, b in zip(tables, blocks, strict=True))
         self.moves.append(Save(handle, blocks, slot))
-        return Saved(handle, length, holes, tuple(map(len, blocks)))
+        return Saved(handle, length, self.nbytes(tables), holes, tuple(map(len, blocks)))
 
     def load(self, saved: Saved) -> tuple[tuple[list[int], ...], int]:
         """Block tables and a slot with what was saved."""
@@ -227,12 +227,13 @@ class Pools:
         assert self.host.handles == handles | self._spilled.keys(), "a saved copy is lost"
         assert not handles & self._spilled.keys(), "a saved copy is a sequence's and a snapshot's"
 
-    def rebuild(self, held: Sequence[Counter[int]], slots: Counter[int]) -> None:
-        """Count again from who holds what; nothing stays cached."""
+    def rebuild(self, held: Sequence[Counter[int]], slots: Counter[int], handles: Mapping[int, int]) -> None:
+        """Count again from who holds what; nothing stays cached. `handles`: bytes of what was saved."""
         self.index.clear()
-        for handle in [*self._spilled]:
-            self.drop(handle)
         self._spilled.clear()
+        lost = self.host.handles - handles.keys()
+        self.moves += [Drop(handle) for handle in sorted(lost)]
+        self.host.rebuild(handles)
         for pool, refs in zip(self.blocks, held, strict=True):
             pool.rebuild(refs, set())
         if self.slots:

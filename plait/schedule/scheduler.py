@@ -217,7 +217,7 @@ class Scheduler:
         try:
             self.check()
         except AssertionError as error:
-            self.memory.rebuild(self.running)
+            self.memory.rebuild(self.running, self.waiting)
             return [str(error)]
         return []
 

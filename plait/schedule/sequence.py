@@ -25,6 +25,7 @@ class Saved:
 
     handle: int
     length: int
+    nbytes: int
     holes: tuple[int, ...]
     num_blocks: tuple[int, ...]
 

@@ -113,7 +113,7 @@ class HashModel:
                 if slot:
                     self.slots[slot] = state
             case _:
-                del self.host[move.handle]
+                self.host.pop(move.handle, None)  # what was never saved is dropped already
 
     def _block(self, group: int, block: int) -> list[int | None]:
         return [self.pages.get((group, block * BLOCK + i)) for i in range(BLOCK)]
