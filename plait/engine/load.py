@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,21 @@ MIXING = {"linear", "paged_attention", "paged_latent_attention", "map_heads", "e
 
 
 @dataclass(frozen=True, slots=True)
+class Built:
+    """A model with its engine, which nobody runs yet."""
+
+    opened: Opened
+    runner: ModelRunner
+    engine: Engine
+    sizing: Sizing
+    target: Target
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.runner.decoder.spec
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """A model that answers, and what it was made of."""
 
@@ -57,39 +73,60 @@ class Loaded:
 
 
 def load(model: str, config: EngineConfig, on_progress: Progress | None = None) -> Loaded:
-    """Everything, until the first request can be answered. Raises what `open_model` does, and OutOfMemory."""
-    report = on_progress or _silent
+    """Everything, until the first request can be answered. Raises what `build` and `Opened.language` do."""
+    found: list[Language] = []
+
+    def on_open(opened: Opened) -> Tokenizer | None:
+        found.append(opened.language())
+        return found[0].tokenizer
+
+    built = build(model, config, on_progress or _silent, on_open)
+    loop = EngineLoop(built.engine, on_end=built.runner.close)
+    name, longest = built.opened.files.name, built.sizing.max_model_len
+    front = Front(name, built.spec, longest, loop, found[0], prefix_cache=config.prefix_cache)
+    return Loaded(built.opened, config, built.runner, built.sizing, built.target, front)
+
+
+def build(
+    model: str, config: EngineConfig, report: Progress, on_open: Callable[[Opened], Tokenizer | None]
+) -> Built:
+    """A model and an engine over it. `on_open` is told of the headers and finds the tokenizer.
+
+    Raises what `open_model` and `on_open` do, ConfigError and OutOfMemory.
+    """
     report("reading headers", 0, 1)
     opened = open_model(model, config)
     device, why = choose_device(config.device)
     log.info("device: %s (%s)", device, why)
     target = _target(opened, device)
     try:
-        return _load(opened, config, target, report)
+        log.info("activations: %s, keys and values: %s", target.activations, target.kv_dtype)
+        report("loading the tokenizer", 0, 1)
+        return _build(opened, target, on_open(opened), report)
     except BaseException:
         if target.executor:
             target.executor.close()
         raise
 
 
-def _load(opened: Opened, config: EngineConfig, target: Target, report: Progress) -> Loaded:
-    device = target.device
-    log.info("activations: %s, keys and values: %s", target.activations, target.kv_dtype)
-    report("loading the tokenizer", 0, 1)
-    language = opened.language()
-    draft = _draft(config, opened.resolved.spec, language)
+def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: Progress) -> Built:
+    config = opened.config
+    draft = _draft(config, opened.resolved.spec, tokenizer)
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, target, report)
     sizing = _size(opened, decoder, target)
-    spec = decoder.spec
-    _check_vocabulary(config.vocab, language.tokenizer, spec.vocab_size)
-    banned = banned_ids(language.tokenizer, spec.vocab_size)
+    vocab_size = decoder.spec.vocab_size
+    _check_vocabulary(config.vocab, tokenizer, vocab_size)
     sampler = Sampler(
-        spec.vocab_size, banned=banned, device=device.type, ops=config.ops, executor=target.executor
+        vocab_size,
+        banned=banned_ids(tokenizer, vocab_size),
+        device=target.device.type,
+        ops=config.ops,
+        executor=target.executor,
     )
     target.bound.extend(sampler.bindings)
     report("preparing the step (the first start compiles kernels)", 0, 1)
-    proposer = _proposer(draft, opened, target, sizing, language, report)
+    proposer = _proposer(draft, opened, target, sizing, tokenizer, report)
     runner, engine = engine_over(decoder, sampler, target, config, sizing, proposer=proposer)
     step_log.info("step: %s", runner.step_kind)
     target.bound.append(
@@ -100,11 +137,7 @@ def _load(opened: Opened, config: EngineConfig, target: Target, report: Progress
     if config.deterministic:
         _check_deterministic(target)
     report("ready", 1, 1)  # before there is a thread: who is told may raise, to say that nobody waits
-    loop = EngineLoop(engine, on_end=runner.close)
-    front = Front(
-        opened.files.name, spec, sizing.max_model_len, loop, language, prefix_cache=config.prefix_cache
-    )
-    return Loaded(opened, config, runner, sizing, target, front)
+    return Built(opened, runner, engine, sizing, target)
 
 
 def engine_over(
@@ -149,17 +182,22 @@ def engine_over(
     )
 
 
-def _draft(config: EngineConfig, spec: ModelSpec, language: Language) -> Opened | None:
+def _draft(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | None) -> Opened | None:
     """The draft model's headers, if one is asked for: refused before anything large is loaded."""
     if config.speculate in ("off", "ngram"):
         return None
     from plait.engine.draft import open_draft
 
-    return open_draft(config, spec, language.tokenizer)
+    return open_draft(config, spec, tokenizer)
 
 
 def _proposer(
-    draft: Opened | None, opened: Opened, target: Target, sizing: Sizing, language: Language, report: Progress
+    draft: Opened | None,
+    opened: Opened,
+    target: Target,
+    sizing: Sizing,
+    tokenizer: Tokenizer | None,
+    report: Progress,
 ) -> Proposer | None:
     """Who guesses tokens, if anybody does."""
     config = opened.config
@@ -169,7 +207,7 @@ def _proposer(
         return NgramProposer()
     from plait.engine.draft import load_draft
 
-    return load_draft(draft, config, target, sizing.max_model_len, language.tokenizer, report)
+    return load_draft(draft, config, target, sizing.max_model_len, tokenizer, report)
 
 
 def _target(opened: Opened, device: torch.device) -> Target:

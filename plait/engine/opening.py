@@ -16,13 +16,11 @@ from plait.checkpoint.safetensors import SafetensorsFiles
 from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig
 from plait.engine.front import Language
-from plait.errors import BadFile, InvalidField
+from plait.engine.text_source import TextSource
 from plait.families.resolve import resolve
 from plait.families.resolved import Resolved
 from plait.model.decoder import Decoder
 from plait.quant.weight import as_tensor
-from plait.request import SamplingParams
-from plait.text.load import load_chat_template, load_generation_config, load_tokenizer
 from plait.text.tokenizer import Tokenizer
 
 HELD_NBYTES = 64 << 20  # of a file's pages, while its weights are packed one after the other
@@ -53,39 +51,27 @@ class Opened:
         """Bytes of all tensors as they are stored."""
         return sum(self.checkpoint.nbytes(name) for name in self.checkpoint.names())
 
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer that belongs to it, if one can be found."""
-        return load_tokenizer(
-            directory=self.text_directory,
-            metadata=self.metadata,
-            vocab=self.config.vocab,
+    def text_source(self) -> TextSource:
+        """Where its tokenizer and template come from."""
+        config, metadata = self.resolved.config, self.metadata
+        return TextSource(
+            name=self.files.name,
             vocab_size=self.resolved.spec.vocab_size,
-            config=self.resolved.config,
+            directory=None if self.text_directory is None else str(self.text_directory),
+            metadata=metadata and {k: v for k, v in metadata.items() if k.startswith("tokenizer.")},
+            config={key: config[key] for key in ("tokenizer_vocab", "eos_token_id") if key in config},
+            vocab=self.config.vocab,
+            chat_template=self.config.chat_template,
             oxidizr=self.is_oxidizr,
         )
 
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that belongs to it, if one can be found."""
+        return self.text_source().tokenizer()
+
     def language(self) -> Language:
         """Its whole text side."""
-        tokenizer = self.tokenizer()
-        generation_config = load_generation_config(self.text_directory)
-        try:
-            SamplingParams().resolved(generation_config)
-        except InvalidField as error:
-            raise BadFile(f"generation_config.json of {self.files.name}: {error}") from error
-        template = load_chat_template(
-            directory=self.text_directory,
-            metadata=self.metadata,
-            option=self.config.chat_template,
-            tokenizer=tokenizer,
-            oxidizr=self.is_oxidizr,
-        )
-        stops = tokenizer.eos_token_ids if tokenizer else _listed(generation_config.get("eos_token_id"))
-        return Language(
-            tokenizer,
-            template,
-            generation_config,
-            stops | (template.stop_token_ids if template else frozenset()),
-        )
+        return self.text_source().language()
 
 
 def open_model(model: str, config: EngineConfig) -> Opened:
@@ -159,7 +145,3 @@ def _resolve(
         ssm_mode=config.ssm_mode,
         a_source=config.a_source,
     )
-
-
-def _listed(value: int | list[int] | None) -> frozenset[int]:
-    return frozenset([value] if isinstance(value, int) else value or [])
