@@ -96,7 +96,7 @@ class Conversation:
         asked = [*system, *self.messages, {"role": "user", "content": text}]
         front = self._llm.front
         try:
-            request = front.prepare(front.render_chat(asked), self._params, add_special=False)
+            request = front.prepare_chat(asked, self._params)
         except RequestError as error:
             if not self.messages and not sys.stdin.isatty():
                 raise

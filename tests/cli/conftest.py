@@ -60,9 +60,9 @@ class FakeEngine:
         self.params.append(params)
         return Request("r", (1, 2, 3), params)
 
-    def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def prepare_chat(self, messages: list[dict[str, str]], params: SamplingParams) -> Request:
         self.chats.append(messages)
-        return [1, 2, 3]
+        return self.prepare([1, 2, 3], params)
 
     def submit(self, request: Request) -> FakeStream:
         return FakeStream(self)

@@ -59,10 +59,10 @@ def test_quiet_shows_replies_only(talk: Run, engine: Any) -> None:
 def test_a_model_without_a_template_is_an_error_in_a_pipe(
     talk: Run, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(messages: object) -> list[int]:
+    def refuse(messages: object, params: object) -> list[int]:
         raise BadTemplate("m has no chat template")
 
-    monkeypatch.setattr(engine, "render_chat", refuse)
+    monkeypatch.setattr(engine, "prepare_chat", refuse)
     result = talk("Hi\n", "--quiet")
     assert (result.code, result.err) == (2, "plait: m has no chat template\n")
     assert engine.closed == 1
