@@ -64,7 +64,8 @@ export async function* events(path, body, signal) {
 }
 
 async function* frames(stream) {
-  const reader = stream.getReader(), decoder = new TextDecoder();
+  const reader = stream.getReader(),
+    decoder = new TextDecoder();
   let rest = "";
   try {
     for (;;) {

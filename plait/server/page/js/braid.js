@@ -2,7 +2,11 @@
 
 import { draw } from "./dom.js";
 
-const WIDTH = 240, MIDDLE = 32, REACH = 19, PIECES = 54, TURNS = 2.5;
+const WIDTH = 240,
+  MIDDLE = 32,
+  REACH = 19,
+  PIECES = 54,
+  TURNS = 2.5;
 
 /** Fill an SVG of 240 by 64 with a braid. Pieces lie in the order of their depth, each with a rim under it. */
 export function drawBraid(svg) {
@@ -12,7 +16,10 @@ export function drawBraid(svg) {
   }
   pieces.sort((a, b) => a.depth - b.depth);
   for (const { path, strand } of pieces) {
-    svg.append(draw("path", { d: path, class: "rim" }), draw("path", { d: path, class: `strand s${strand}` }));
+    svg.append(
+      draw("path", { d: path, class: "rim" }),
+      draw("path", { d: path, class: `strand s${strand}` }),
+    );
   }
 }
 

@@ -4,9 +4,14 @@ import { make, icon } from "./dom.js";
 
 /** A list of calls. `onAnswer(message, results)` is offered while the calls wait for results. */
 export function toolCalls(message, isLive, onAnswer) {
-  const calls = message.tool_calls.map((call) => make("details", { class: "call", open: true },
-    make("summary", {}, icon("tool"), make("code", {}, call.name || "…")),
-    make("pre", { tabindex: "0" }, make("code", {}, pretty(call.arguments)))));
+  const calls = message.tool_calls.map((call) =>
+    make(
+      "details",
+      { class: "call", open: true },
+      make("summary", {}, icon("tool"), make("code", {}, call.name || "…")),
+      make("pre", { tabindex: "0" }, make("code", {}, pretty(call.arguments))),
+    ),
+  );
   const node = make("div", { class: "calls" }, ...calls);
   if (!isLive && !message.answered && onAnswer) node.append(form(message, onAnswer));
   return node;
@@ -17,10 +22,17 @@ function form(message, onAnswer) {
   const fields = message.tool_calls.map((call, i) => make("label", {}, `Result of ${call.name}`, areas[i]));
   const answer = (event) => {
     event.preventDefault();
-    onAnswer(message, areas.map((area) => area.value));
+    onAnswer(
+      message,
+      areas.map((area) => area.value),
+    );
   };
-  return make("form", { class: "answers", onsubmit: answer }, ...fields,
-    make("button", { type: "submit", class: "primary" }, "Send results"));
+  return make(
+    "form",
+    { class: "answers", onsubmit: answer },
+    ...fields,
+    make("button", { type: "submit", class: "primary" }, "Send results"),
+  );
 }
 
 /** JSON with indentation; what is not JSON yet as it is. */

@@ -7,7 +7,8 @@ import { chatBody, sampling, textBody } from "./request.js";
 import { Reply, emptyReply } from "./reply.js";
 import * as store from "./store.js";
 
-const NEAR_PX = 80, TITLE_CHARS = 60;
+const NEAR_PX = 80,
+  TITLE_CHARS = 60;
 
 export class Chat {
   /** `hooks`: settings() -> values, changed() after every change, busy(bool), refused(ApiError), rate(tok/s). */
@@ -19,8 +20,12 @@ export class Chat {
     this.conversation = store.newConversation("chat");
   }
 
-  get isBusy() { return this.running !== null; }
-  get isEmpty() { return this.conversation.messages.length === 0; }
+  get isBusy() {
+    return this.running !== null;
+  }
+  get isEmpty() {
+    return this.conversation.messages.length === 0;
+  }
 
   /** Show a conversation; one that was being written to is stopped first. */
   open(conversation) {
@@ -81,7 +86,9 @@ export class Chat {
     if (this.isBusy) return;
     message.answered = true;
     this.views.get(message).update(false);
-    message.tool_calls.forEach((call, i) => this.push({ role: "tool", tool_call_id: call.id, content: results[i] }));
+    message.tool_calls.forEach((call, i) =>
+      this.push({ role: "tool", tool_call_id: call.id, content: results[i] }),
+    );
     await this.reply();
   }
 
@@ -94,22 +101,27 @@ export class Chat {
     forked.tokens = [...kept, { ...message.tokens[at], text, p: taken.p }];
     this.cut(message);
     await this.run(forked, async (settings, before) => {
-      if (this.conversation.mode === "text") return ["v1/completions", textBody([...before, forked], settings)];
+      if (this.conversation.mode === "text")
+        return ["v1/completions", textBody([...before, forked], settings)];
       return ["v1/completions", await continued(before, forked.content, settings)];
     });
   }
 
   async reply() {
     const isText = this.conversation.mode === "text";
-    await this.run(emptyReply(), async (settings, before) => (
-      isText ? ["v1/completions", textBody(before, settings)] : ["v1/chat/completions", chatBody(before, settings)]
-    ));
+    await this.run(emptyReply(), async (settings, before) =>
+      isText
+        ? ["v1/completions", textBody(before, settings)]
+        : ["v1/chat/completions", chatBody(before, settings)],
+    );
   }
 
   /** Fill `message` from a stream. `plan(settings, messages before it)` -> [path, body]. */
   async run(message, plan) {
-    const before = [...this.conversation.messages], conversation = this.conversation;
-    const abort = this.running = new AbortController(), reply = new Reply(message, performance.now());
+    const before = [...this.conversation.messages],
+      conversation = this.conversation;
+    const abort = (this.running = new AbortController()),
+      reply = new Reply(message, performance.now());
     this.push(message);
     this.hooks.busy(true);
     say("The model is replying");
@@ -125,7 +137,8 @@ export class Chat {
       reply.close(abort.signal.aborted);
       if (!abort.signal.aborted) this.failed(message, error);
     }
-    if (this.running === abort) { // else another conversation was opened, and this one ended unseen
+    if (this.running === abort) {
+      // else another conversation was opened, and this one ended unseen
       this.running = null;
       this.hooks.busy(false);
     }
@@ -136,7 +149,8 @@ export class Chat {
   }
 
   failed(message, error) {
-    if (error instanceof SyntaxError) message.error = `The tools in the settings are not JSON: ${error.message}`;
+    if (error instanceof SyntaxError)
+      message.error = `The tools in the settings are not JSON: ${error.message}`;
     else message.error = error.message;
     this.hooks.refused(error);
   }
@@ -196,8 +210,13 @@ export class Chat {
       store.save(conversation);
     } catch (error) {
       if (error.name !== "QuotaExceededError") throw error;
-      this.transcript.append(make("p", { class: "notice", role: "alert" },
-        "This browser has no room for more conversations; delete some to keep this one."));
+      this.transcript.append(
+        make(
+          "p",
+          { class: "notice", role: "alert" },
+          "This browser has no room for more conversations; delete some to keep this one.",
+        ),
+      );
     }
     this.hooks.changed();
   }

@@ -78,5 +78,7 @@ export async function copy(text) {
 export function say(text) {
   const place = byId("said");
   place.textContent = "";
-  setTimeout(() => { place.textContent = text; }, 50);
+  setTimeout(() => {
+    place.textContent = text;
+  }, 50);
 }

@@ -2,15 +2,19 @@
 
 import { make } from "./dom.js";
 
-const MAX_DEPTH = 5, MAX_LINK = 2048;
+const MAX_DEPTH = 5,
+  MAX_LINK = 2048;
 // Each alternative ends at its own closing mark or at a line's end of search, so a match is found in linear time.
 const MARK = /`+|\*\*|__|\*|_|~~|\[|https?:\/\/[^\s<>"'`]{1,2000}|\\[\\`*_{}[\]()#+\-.!|~>]/g;
 const WRAPS = { "**": "strong", __: "strong", "*": "em", _: "em", "~~": "del" };
 
 /** Nodes for one paragraph's text; its line breaks stay. */
 export function inline(text, depth = 0) {
-  const nodes = [], marks = new RegExp(MARK), missing = new Set();
-  let from = 0, found;
+  const nodes = [],
+    marks = new RegExp(MARK),
+    missing = new Set();
+  let from = 0,
+    found;
   while (depth < MAX_DEPTH && (found = marks.exec(text))) {
     const made = mark(text, found, depth, missing);
     if (!made) continue;
@@ -24,11 +28,17 @@ export function inline(text, depth = 0) {
 
 /** What begins at a mark, or null. A mark that has no partner is remembered: nobody looks for it twice. */
 function mark(text, found, depth, missing) {
-  const [sign] = found, at = found.index;
+  const [sign] = found,
+    at = found.index;
   if (sign[0] === "\\") return { node: sign[1], end: at + 2 };
   if (sign[0] === "h") return address(sign, at);
   if (missing.has(sign)) return null;
-  const made = sign[0] === "`" ? code(text, sign, at) : sign === "[" ? link(text, at, depth) : wrap(text, sign, at, depth);
+  const made =
+    sign[0] === "`"
+      ? code(text, sign, at)
+      : sign === "["
+        ? link(text, at, depth)
+        : wrap(text, sign, at, depth);
   if (made === undefined) missing.add(sign);
   return made ?? null;
 }
@@ -40,7 +50,8 @@ function code(text, sign, at) {
 }
 
 function wrap(text, sign, at, depth) {
-  const begin = at + sign.length, before = text[at - 1] ?? " ";
+  const begin = at + sign.length,
+    before = text[at - 1] ?? " ";
   if (/\s/.test(text[begin] ?? " ") || (sign[0] === "_" && /\w/.test(before))) return null;
   let end = text.indexOf(sign, begin + 1);
   if (end < 0) return undefined;
@@ -55,7 +66,10 @@ function link(text, at, depth) {
   if (middle < 0) return undefined;
   const end = text.indexOf(")", middle);
   if (end < 0) return undefined;
-  const target = text.slice(middle + 2, end).trim().split(/\s/)[0];
+  const target = text
+    .slice(middle + 2, end)
+    .trim()
+    .split(/\s/)[0];
   const label = text.slice(at + 1, middle);
   if (label.includes("[") || !isSafe(target)) return null;
   return { node: anchor(target, inline(label, depth + 1)), end: end + 1 };
@@ -66,7 +80,8 @@ function address(found, at) {
   return isSafe(target) ? { node: anchor(target, [target]), end: at + target.length } : null;
 }
 
-const anchor = (href, inner) => make("a", { href, rel: "noopener noreferrer nofollow", target: "_blank" }, ...inner);
+const anchor = (href, inner) =>
+  make("a", { href, rel: "noopener noreferrer nofollow", target: "_blank" }, ...inner);
 
 /** Only addresses of the web: never script, data, files, or a path of this server. */
 export function isSafe(target) {

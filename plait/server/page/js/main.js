@@ -10,14 +10,23 @@ import { Settings } from "./settings.js";
 import { whole } from "./plot.js";
 import * as store from "./store.js";
 
-const SOON_MS = 400, LATER_MS = 5000;
+const SOON_MS = 400,
+  LATER_MS = 5000;
 const WORDS = {
   chat: {
-    label: "Message", title: "What shall we talk about?", text: "Every word is computed on this server.",
-    ideas: ["Why is the sky blue? Answer in two sentences.", "Write a haiku about a river.", "Explain recursion to a child."],
+    label: "Message",
+    title: "What shall we talk about?",
+    text: "Every word is computed on this server.",
+    ideas: [
+      "Why is the sky blue? Answer in two sentences.",
+      "Write a haiku about a river.",
+      "Explain recursion to a child.",
+    ],
   },
   text: {
-    label: "Text to continue", title: "Begin, and the model goes on.", text: "It continues whatever stands on the page.",
+    label: "Text to continue",
+    title: "Begin, and the model goes on.",
+    text: "It continues whatever stands on the page.",
     ideas: ["Once upon a time", "And it came to pass", "The sea is"],
   },
 };
@@ -45,29 +54,47 @@ class Page {
 
   listen() {
     const draft = byId("draft");
-    byId("composer").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
+    byId("composer").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.send();
+    });
     draft.addEventListener("keydown", (event) => this.typed(event));
     draft.addEventListener("input", () => this.fit());
     byId("stop").addEventListener("click", () => this.chat.stop());
     byId("new").addEventListener("click", () => this.start(this.chat.conversation.mode));
     byId("mode").addEventListener("change", (event) => this.start(event.target.value));
     byId("latest").addEventListener("click", () => this.chat.follow(true));
-    byId("scroll").addEventListener("scroll", () => { byId("latest").hidden = this.chat.isEmpty || this.chat.isNear(); }, { passive: true });
+    byId("scroll").addEventListener(
+      "scroll",
+      () => {
+        byId("latest").hidden = this.chat.isEmpty || this.chat.isNear();
+      },
+      { passive: true },
+    );
     byId("key-save").addEventListener("click", () => this.giveKey());
     byId("key").addEventListener("keydown", (event) => {
-      if (event.key === "Enter") { event.preventDefault(); this.giveKey(); }
+      if (event.key === "Enter") {
+        event.preventDefault();
+        this.giveKey();
+      }
     });
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && !event.defaultPrevented && !this.panels.escape()) this.chat.stop();
     });
-    addEventListener("pagehide", () => { if (this.chat.isBusy) this.chat.keep(); });
+    addEventListener("pagehide", () => {
+      if (this.chat.isBusy) this.chat.keep();
+    });
     store.onChange(() => this.list());
   }
 
   /** Enter sends where there is a keyboard to break lines with Shift; text that is continued has lines of its own. */
   typed(event) {
     if (event.key !== "Enter" || event.isComposing) return;
-    const isPlain = !event.shiftKey && !event.altKey && this.chat.conversation.mode === "chat" && matchMedia("(pointer: fine)").matches;
+    const isPlain =
+      !event.shiftKey &&
+      !event.altKey &&
+      this.chat.conversation.mode === "chat" &&
+      matchMedia("(pointer: fine)").matches;
     if (!isPlain && !event.ctrlKey && !event.metaKey) return;
     event.preventDefault();
     this.send();
@@ -75,7 +102,8 @@ class Page {
 
   send() {
     if (this.state !== "ok" || this.chat.isBusy) return;
-    const draft = byId("draft"), text = this.chat.conversation.mode === "chat" ? draft.value.trim() : draft.value;
+    const draft = byId("draft"),
+      text = this.chat.conversation.mode === "chat" ? draft.value.trim() : draft.value;
     draft.value = "";
     this.fit();
     this.chat.send(text);
@@ -111,7 +139,7 @@ class Page {
     } catch (error) {
       this.refused(error);
     }
-    if (!this.hasChat && this.chat.isEmpty) this.chat.conversation.mode = "text";
+    if (!this.hasChat && this.chat.isEmpty) this.chat.open(store.newConversation("text"));
     this.changed();
   }
 
@@ -129,28 +157,49 @@ class Page {
   }
 
   showState({ status, progress = {} }) {
-    const isOk = status === "ok", bar = byId("loading-bar");
-    byId("dot").className = `dot ${status}`;
+    const isOk = status === "ok",
+      bar = byId("loading-bar");
+    byId("dot").className = `dot is-${status}`;
     byId("dot").title = status;
-    const titles = { loading: "The model is loading", stopping: "The server is stopping", unhealthy: "The engine is not well", away: "The server does not answer" };
+    const titles = {
+      loading: "The model is loading",
+      stopping: "The server is stopping",
+      unhealthy: "The engine is not well",
+      away: "The server does not answer",
+    };
     byId("loading-title").textContent = titles[status] ?? status;
-    byId("loading-text").textContent = progress.text ?? (status === "away" ? "This page goes on by itself when it is back." : "");
+    byId("loading-text").textContent =
+      progress.text ?? (status === "away" ? "This page goes on by itself when it is back." : "");
     bar.hidden = status !== "loading";
-    if (progress.total) { bar.max = progress.total; bar.value = progress.done; } else bar.removeAttribute("value");
+    if (progress.total) {
+      bar.max = progress.total;
+      bar.value = progress.done;
+    } else bar.removeAttribute("value");
     this.engine.watch(isOk && this.panels.open === "engine");
     this.changed();
   }
 
   /** Everything that depends on the conversation and the server's state. */
   changed() {
-    const { conversation, isEmpty } = this.chat, words = WORDS[conversation.mode], isOk = this.state === "ok";
+    const { conversation, isEmpty } = this.chat,
+      words = WORDS[conversation.mode],
+      isOk = this.state === "ok";
     byId("loading").hidden = isOk || !isEmpty;
     byId("welcome").hidden = !isOk || !isEmpty;
     byId("welcome-title").textContent = words.title;
     byId("welcome-text").textContent = words.text;
-    byId("suggestions").replaceChildren(...words.ideas.map((idea) => make("button", { type: "button", onclick: () => this.chat.send(idea) }, idea)));
+    byId("suggestions").replaceChildren(
+      ...words.ideas.map((idea) =>
+        make("button", { type: "button", onclick: () => this.chat.send(idea) }, idea),
+      ),
+    );
     byId("draft-label").textContent = words.label;
-    byId("draft").placeholder = conversation.mode === "chat" ? "Message" : isEmpty ? "Text to continue" : "More text, or nothing: just go on";
+    byId("draft").placeholder =
+      conversation.mode === "chat"
+        ? "Message"
+        : isEmpty
+          ? "Text to continue"
+          : "More text, or nothing: just go on";
     byId("hint").textContent = conversation.mode === "chat" ? "" : "Ctrl + Enter";
     byId("send").disabled = !isOk;
     for (const radio of byId("mode").querySelectorAll("input")) {
@@ -164,10 +213,26 @@ class Page {
 
   list() {
     const current = this.chat.conversation.id;
-    byId("conversations").replaceChildren(...store.conversations().map(({ id, title }) => {
-      const open = make("button", { type: "button", class: "entry", "aria-current": id === current ? "true" : null, onclick: () => this.open(id) }, title || "Untitled");
-      return make("li", {}, open, iconButton("trash", `Delete ${title || "Untitled"}`, () => this.remove(id)));
-    }));
+    byId("conversations").replaceChildren(
+      ...store.conversations().map(({ id, title }) => {
+        const open = make(
+          "button",
+          {
+            type: "button",
+            class: "entry",
+            "aria-current": id === current ? "true" : null,
+            onclick: () => this.open(id),
+          },
+          title || "Untitled",
+        );
+        return make(
+          "li",
+          {},
+          open,
+          iconButton("trash", `Delete ${title || "Untitled"}`, () => this.remove(id)),
+        );
+      }),
+    );
   }
 
   open(id) {

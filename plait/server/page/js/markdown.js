@@ -18,12 +18,21 @@ const TABLE_RULE = /^ *\|?(?: *:?-+:? *\|)+(?: *:?-+:? *)?$/;
 
 /** The blocks of a text: {kind, raw, ...}. Equal `raw` means an equal block, which need not be drawn again. */
 export function blocks(text) {
-  const lines = text.split("\n"), found = [];
+  const lines = text.split("\n"),
+    found = [];
   let at = 0;
   while (at < lines.length) {
-    if (lines[at].trim() === "") { at++; continue; }
-    const block = fenced(lines, at) ?? single(lines, at) ?? quoted(lines, at) ?? listed(lines, at)
-      ?? tabled(lines, at) ?? paragraph(lines, at);
+    if (lines[at].trim() === "") {
+      at++;
+      continue;
+    }
+    const block =
+      fenced(lines, at) ??
+      single(lines, at) ??
+      quoted(lines, at) ??
+      listed(lines, at) ??
+      tabled(lines, at) ??
+      paragraph(lines, at);
     block.raw = block.kind + lines.slice(at, block.end).join("\n");
     found.push(block);
     at = block.end;
@@ -53,13 +62,20 @@ export class Markdown {
 
 function drawn(block, depth) {
   switch (block.kind) {
-    case "code": return code(block);
-    case "heading": return make(`h${Math.min(block.level + 2, 6)}`, {}, ...inline(block.text));
-    case "rule": return make("hr");
-    case "quote": return make("blockquote", {}, ...nested(block.text, depth));
-    case "list": return list(block, depth);
-    case "table": return table(block);
-    default: return make("p", {}, ...inline(block.text));
+    case "code":
+      return code(block);
+    case "heading":
+      return make(`h${Math.min(block.level + 2, 6)}`, {}, ...inline(block.text));
+    case "rule":
+      return make("hr");
+    case "quote":
+      return make("blockquote", {}, ...nested(block.text, depth));
+    case "list":
+      return list(block, depth);
+    case "table":
+      return table(block);
+    default:
+      return make("p", {}, ...inline(block.text));
   }
 }
 
@@ -70,7 +86,12 @@ function nested(text, depth) {
 
 function code({ text, language }) {
   const button = iconButton("copy", "Copy code", () => copy(text));
-  const head = make("div", { class: "code-head" }, make("span", { class: "small" }, language || "code"), button);
+  const head = make(
+    "div",
+    { class: "code-head" },
+    make("span", { class: "small" }, language || "code"),
+    button,
+  );
   return make("div", { class: "code" }, head, make("pre", { tabindex: "0" }, make("code", {}, text)));
 }
 
@@ -85,11 +106,12 @@ function list({ items, start, isLoose }, depth) {
 }
 
 function table({ head, rows, aligned }) {
-  const cells = (name, row) => head.map((_, i) => {
-    const cell = make(name, {}, ...inline(row[i] ?? ""));
-    if (aligned[i]) cell.classList.add(aligned[i]);
-    return cell;
-  });
+  const cells = (name, row) =>
+    head.map((_, i) => {
+      const cell = make(name, {}, ...inline(row[i] ?? ""));
+      if (aligned[i]) cell.classList.add(aligned[i]);
+      return cell;
+    });
   const body = rows.map((row) => make("tr", {}, ...cells("td", row)));
   const top = make("thead", {}, make("tr", {}, ...cells("th", head)));
   return make("div", { class: "table", tabindex: "0" }, make("table", {}, top, make("tbody", {}, ...body)));
@@ -128,15 +150,22 @@ function quoted(lines, at) {
 function listed(lines, at) {
   const first = ITEM.exec(lines[at]);
   if (!first) return null;
-  const indent = first[1].length, isNumbered = /\d/.test(first[2]), items = [];
-  let end = at, isLoose = false;
+  const indent = first[1].length,
+    isNumbered = /\d/.test(first[2]),
+    items = [];
+  let end = at,
+    isLoose = false;
   while (end < lines.length) {
     const item = ITEM.exec(lines[end]);
     if (!item || item[1].length !== indent || /\d/.test(item[2]) !== isNumbered) break;
     const inner = [item[4]];
     let next = end + 1;
-    for (; next < lines.length && belongs(lines, next, indent); next++) inner.push(outdented(lines[next], item));
-    while (inner.length && inner.at(-1).trim() === "") { inner.pop(); isLoose ||= Boolean(ITEM.test(lines[next] ?? "")); }
+    for (; next < lines.length && belongs(lines, next, indent); next++)
+      inner.push(outdented(lines[next], item));
+    while (inner.length && inner.at(-1).trim() === "") {
+      inner.pop();
+      isLoose ||= Boolean(ITEM.test(lines[next] ?? ""));
+    }
     items.push(inner.join("\n"));
     end = next;
   }
@@ -145,7 +174,8 @@ function listed(lines, at) {
 
 function belongs(lines, at, indent) {
   const line = lines[at];
-  if (line.trim() === "") return at + 1 < lines.length && (depthOf(lines[at + 1]) > indent || ITEM.test(lines[at + 1]));
+  if (line.trim() === "")
+    return at + 1 < lines.length && (depthOf(lines[at + 1]) > indent || ITEM.test(lines[at + 1]));
   return depthOf(line) > indent || (!ITEM.test(line) && lines[at - 1].trim() !== "" && !FENCE.test(line));
 }
 
@@ -159,14 +189,22 @@ function outdented(line, item) {
 function tabled(lines, at) {
   if (!lines[at].includes("|") || !TABLE_RULE.test(lines[at + 1] ?? "")) return null;
   const head = cellsOf(lines[at]);
-  const aligned = cellsOf(lines[at + 1]).map((mark) => (mark.endsWith(":") ? (mark[0] === ":" ? "middle" : "end") : ""));
+  const aligned = cellsOf(lines[at + 1]).map((mark) =>
+    mark.endsWith(":") ? (mark[0] === ":" ? "middle" : "end") : "",
+  );
   let end = at + 2;
   const rows = [];
   for (; end < lines.length && lines[end].includes("|"); end++) rows.push(cellsOf(lines[end]));
   return { kind: "table", head, rows, aligned, end };
 }
 
-const cellsOf = (line) => line.trim().replace(/^\|/, "").replace(/\|$/, "").split("|").map((cell) => cell.trim());
+const cellsOf = (line) =>
+  line
+    .trim()
+    .replace(/^\|/, "")
+    .replace(/\|$/, "")
+    .split("|")
+    .map((cell) => cell.trim());
 
 function paragraph(lines, at) {
   let end = at + 1;
@@ -174,5 +212,9 @@ function paragraph(lines, at) {
   return { kind: "text", text: lines.slice(at, end).join("\n"), end };
 }
 
-const interrupts = (line) => FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line)
-  || /^ {0,3}(?:[-*+]|1[.)]) /.test(line);
+const interrupts = (line) =>
+  FENCE.test(line) ||
+  HEADING.test(line) ||
+  RULE.test(line) ||
+  QUOTE.test(line) ||
+  /^ {0,3}(?:[-*+]|1[.)]) /.test(line);

@@ -13,7 +13,9 @@ export class MessageView {
     this.actions = actions;
     this.body = make("div", { class: "body" });
     this.foot = make("footer", { class: "foot" });
-    const who = { user: mode === "text" ? "Your text" : "You", assistant: "Reply", tool: "Tool result" }[message.role];
+    const who = { user: mode === "text" ? "Your text" : "You", assistant: "Reply", tool: "Tool result" }[
+      message.role
+    ];
     const name = make("h2", { class: "unseen" }, who);
     this.node = make("article", { class: `message ${message.role} ${mode}` }, name, this.body, this.foot);
     this.showsTokens = true;
@@ -92,7 +94,11 @@ export class MessageView {
       buttons.push(iconButton("edit", "Edit", () => this.edit()));
     }
     const error = message.error ? this.failure(message.error) : null;
-    this.foot.replaceChildren(...(error ? [error] : []), make("div", { class: "acts" }, ...buttons), facts(message.stats));
+    this.foot.replaceChildren(
+      ...(error ? [error] : []),
+      make("div", { class: "acts" }, ...buttons),
+      facts(message.stats),
+    );
   }
 
   tokensButton() {
@@ -112,7 +118,11 @@ export class MessageView {
   }
 
   failure(text) {
-    const retry = make("button", { type: "button", onclick: () => this.actions.again(this.message) }, "Try again");
+    const retry = make(
+      "button",
+      { type: "button", onclick: () => this.actions.again(this.message) },
+      "Try again",
+    );
     return make("div", { class: "failure", role: "alert" }, make("span", {}, text), retry);
   }
 
@@ -126,19 +136,35 @@ export class MessageView {
   edit() {
     const area = make("textarea", { class: "editor", "aria-label": "Edit the message" });
     area.value = this.mode === "text" ? this.actions.whole() : this.message.content;
-    const done = (text) => { this.actions.edit(this.message, text); };
-    const cancel = () => { form.replaceWith(this.body); this.foot.hidden = false; };
+    const done = (text) => {
+      this.actions.edit(this.message, text);
+    };
+    const cancel = () => {
+      form.replaceWith(this.body);
+      this.foot.hidden = false;
+    };
     const sends = this.mode === "chat";
-    const form = make("form", {
-      class: "edit",
-      onsubmit: (event) => { event.preventDefault(); done(area.value); },
-      onkeydown: (event) => {
-        if (event.key === "Escape") cancel();
-        if (event.key === "Enter" && (event.metaKey || event.ctrlKey)) form.requestSubmit();
+    const form = make(
+      "form",
+      {
+        class: "edit",
+        onsubmit: (event) => {
+          event.preventDefault();
+          done(area.value);
+        },
+        onkeydown: (event) => {
+          if (event.key === "Escape") cancel();
+          if (event.key === "Enter" && (event.metaKey || event.ctrlKey)) form.requestSubmit();
+        },
       },
-    }, area, make("div", { class: "edit-row" },
-      make("button", { type: "button", onclick: cancel }, "Cancel"),
-      make("button", { type: "submit", class: "primary" }, sends ? "Send" : "Keep")));
+      area,
+      make(
+        "div",
+        { class: "edit-row" },
+        make("button", { type: "button", onclick: cancel }, "Cancel"),
+        make("button", { type: "submit", class: "primary" }, sends ? "Send" : "Keep"),
+      ),
+    );
     this.body.replaceWith(form);
     this.foot.hidden = true;
     area.style.setProperty("--rows", String(Math.min(area.value.split("\n").length + 1, 16)));
@@ -150,12 +176,17 @@ export class MessageView {
 function facts(stats = {}) {
   const found = [];
   const add = (text, title) => found.push(make("span", { title }, text));
-  if (stats.rate) add(`${stats.rate.toFixed(stats.rate < 10 ? 1 : 0)} tok/s`, "Output tokens per second, after the first");
-  if (stats.first_ms > 0) add(`first ${seconds(stats.first_ms)}`, "Time to first token, as this browser saw it");
+  if (stats.rate)
+    add(`${stats.rate.toFixed(stats.rate < 10 ? 1 : 0)} tok/s`, "Output tokens per second, after the first");
+  if (stats.first_ms > 0)
+    add(`first ${seconds(stats.first_ms)}`, "Time to first token, as this browser saw it");
   if (stats.tokens) add(`${stats.tokens} tok`, "Output tokens");
   if (stats.prompt) {
     const cached = stats.cached ? `, ${stats.cached} cached` : "";
-    add(`prompt ${stats.prompt}${cached}`, "Tokens of the prompt, and how many did not have to be computed again");
+    add(
+      `prompt ${stats.prompt}${cached}`,
+      "Tokens of the prompt, and how many did not have to be computed again",
+    );
   }
   const ends = { length: "cut at the limit", stopped: "stopped", content_filter: "filtered" };
   if (ends[stats.finish]) add(ends[stats.finish], "Why it ended");

@@ -3,7 +3,8 @@
 import { byId } from "./dom.js";
 import * as store from "./store.js";
 
-const NARROW = matchMedia("(max-width: 760px)"), TIGHT = matchMedia("(max-width: 1100px)");
+const NARROW = matchMedia("(max-width: 760px)"),
+  TIGHT = matchMedia("(max-width: 1100px)");
 
 export class Panels {
   /** `onOpen(name)`: "settings", "engine", or null, whenever it changes. */
@@ -21,7 +22,7 @@ export class Panels {
     NARROW.addEventListener("change", () => this.showSidebar(!NARROW.matches));
     TIGHT.addEventListener("change", () => this.veil());
     this.showSidebar(!NARROW.matches && store.look().sidebar !== false);
-    this.show(TIGHT.matches ? null : store.look().panel ?? null);
+    this.show(TIGHT.matches ? null : (store.look().panel ?? null));
   }
 
   show(name, returnsFocus = false) {

@@ -2,7 +2,9 @@
 
 import { draw, make } from "./dom.js";
 
-const WIDTH = 300, HEIGHT = 56, PAD = 3;
+const WIDTH = 300,
+  HEIGHT = 56,
+  PAD = 3;
 
 /** Lines over time. `lines`: [{name, kind}], kind a class; the first is filled. `unit(value)` -> text. */
 export class Plot {
@@ -13,14 +15,31 @@ export class Plot {
     this.paths = lines.map(({ kind }) => draw("path", { class: `line ${kind}` }));
     this.area = draw("path", { class: `area ${lines[0].kind}` });
     this.cursor = draw("path", { class: "cursor" });
-    this.svg = draw("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", class: "plot" },
-      this.area, ...this.paths, this.cursor);
+    this.svg = draw(
+      "svg",
+      { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", class: "plot" },
+      this.area,
+      ...this.paths,
+      this.cursor,
+    );
     this.values = lines.map(() => make("strong", { class: "num" }, "–"));
     this.top = make("span", { class: "top-mark num quiet" });
-    const names = lines.map(({ name, kind }, i) => make("span", { class: `key ${kind}` }, name, " ", this.values[i]));
+    const names = lines.map(({ name, kind }, i) =>
+      make("span", { class: `key ${kind}` }, name, " ", this.values[i]),
+    );
     this.title = title;
-    const head = make("div", { class: "plot-head" }, make("h4", {}, title), make("div", { class: "keys" }, ...names));
-    this.node = make("figure", { class: "plot-box" }, head, make("div", { class: "plot-frame" }, this.svg, this.top));
+    const head = make(
+      "div",
+      { class: "plot-head" },
+      make("h4", {}, title),
+      make("div", { class: "keys" }, ...names),
+    );
+    this.node = make(
+      "figure",
+      { class: "plot-box" },
+      head,
+      make("div", { class: "plot-frame" }, this.svg, this.top),
+    );
     this.svg.addEventListener("pointermove", (event) => this.point(event));
     this.svg.addEventListener("pointerleave", () => this.point(null));
   }
@@ -54,14 +73,24 @@ export class Plot {
     });
   }
 
-  text(value) { return value === null || value === undefined ? "–" : this.unit(value); }
-  x(at) { return ((at / (this.length - 1)) * WIDTH).toFixed(1); }
-  y(value) { return (HEIGHT - PAD - (value / (this.most || 1)) * (HEIGHT - 2 * PAD)).toFixed(1); }
+  text(value) {
+    return value === null || value === undefined ? "–" : this.unit(value);
+  }
+  x(at) {
+    return ((at / (this.length - 1)) * WIDTH).toFixed(1);
+  }
+  y(value) {
+    return (HEIGHT - PAD - (value / (this.most || 1)) * (HEIGHT - 2 * PAD)).toFixed(1);
+  }
 
   path(values) {
-    let text = "", pen = "M";
+    let text = "",
+      pen = "M";
     values.forEach((value, i) => {
-      if (value === null) { pen = "M"; return; }
+      if (value === null) {
+        pen = "M";
+        return;
+      }
       text += `${pen}${this.x(this.length - values.length + i)} ${this.y(value)}`;
       pen = "L";
     });
@@ -79,13 +108,24 @@ export class Plot {
 export class Bar {
   constructor(title, parts) {
     this.title = title;
-    this.parts = parts.map(({ name, kind }) => ({ name, kind, node: make("span", { class: `part ${kind}` }), number: make("strong", { class: "num" }) }));
+    this.parts = parts.map(({ name, kind }) => ({
+      name,
+      kind,
+      node: make("span", { class: `part ${kind}` }),
+      number: make("strong", { class: "num" }),
+    }));
     this.bar = make("div", { class: "stack", role: "img" }, ...this.parts.map((part) => part.node));
     this.total = make("span", { class: "num quiet small" });
-    const keys = this.parts.map(({ name, kind, number }) => make("span", { class: `key ${kind}` }, name, " ", number));
-    this.node = make("div", { class: "bar-box" },
+    const keys = this.parts.map(({ name, kind, number }) =>
+      make("span", { class: `key ${kind}` }, name, " ", number),
+    );
+    this.node = make(
+      "div",
+      { class: "bar-box" },
       make("div", { class: "plot-head" }, make("h4", {}, title), this.total),
-      this.bar, make("div", { class: "keys" }, ...keys));
+      this.bar,
+      make("div", { class: "keys" }, ...keys),
+    );
   }
 
   show(counts) {
@@ -97,7 +137,10 @@ export class Bar {
       node.style.setProperty("--share", String(all ? count / all : 0));
       number.textContent = whole(count);
     }
-    this.bar.setAttribute("aria-label", `${this.title}: ${this.parts.map(({ name }) => `${counts[name] ?? 0} ${name}`).join(", ")}`);
+    this.bar.setAttribute(
+      "aria-label",
+      `${this.title}: ${this.parts.map(({ name }) => `${counts[name] ?? 0} ${name}`).join(", ")}`,
+    );
   }
 }
 
@@ -109,7 +152,19 @@ function ceiling(value) {
 }
 
 export const whole = (value) => Math.round(value).toLocaleString("en").replaceAll(",", "\u202f");
-export const time = (s) => (s < 0.001 ? `${(s * 1e6).toFixed(0)} µs` : s < 0.01 ? `${(s * 1000).toFixed(1)} ms`
-  : s < 1 ? `${(s * 1000).toFixed(0)} ms` : `${s.toFixed(s < 10 ? 2 : 0)} s`);
-export const bytes = (n) => (n < 1024 ? `${n} B` : n < 2 ** 20 ? `${(n / 1024).toFixed(0)} KiB`
-  : n < 2 ** 30 ? `${(n / 2 ** 20).toFixed(0)} MiB` : `${(n / 2 ** 30).toFixed(1)} GiB`);
+export const time = (s) =>
+  s < 0.001
+    ? `${(s * 1e6).toFixed(0)} µs`
+    : s < 0.01
+      ? `${(s * 1000).toFixed(1)} ms`
+      : s < 1
+        ? `${(s * 1000).toFixed(0)} ms`
+        : `${s.toFixed(s < 10 ? 2 : 0)} s`;
+export const bytes = (n) =>
+  n < 1024
+    ? `${n} B`
+    : n < 2 ** 20
+      ? `${(n / 1024).toFixed(0)} KiB`
+      : n < 2 ** 30
+        ? `${(n / 2 ** 20).toFixed(0)} MiB`
+        : `${(n / 2 ** 30).toFixed(1)} GiB`;

@@ -23,25 +23,29 @@ export const total = (scrape, name) => (scrape.get(name) ?? []).reduce((sum, one
 /** A metric's samples by one label: {value of the label: number}. */
 export function byLabel(scrape, name, label) {
   const found = {};
-  for (const { labels, value } of scrape.get(name) ?? []) found[labels[label]] = (found[labels[label]] ?? 0) + value;
+  for (const { labels, value } of scrape.get(name) ?? [])
+    found[labels[label]] = (found[labels[label]] ?? 0) + value;
   return found;
 }
 
 /** A histogram: ascending [bound, number of values up to it], the last bound Infinity. */
 export function buckets(scrape, name) {
   const samples = scrape.get(`${name}_bucket`) ?? [];
-  return samples.map(({ labels, value }) => [labels.le === "+Inf" ? Infinity : Number(labels.le), value])
+  return samples
+    .map(({ labels, value }) => [labels.le === "+Inf" ? Infinity : Number(labels.le), value])
     .sort((a, b) => a[0] - b[0]);
 }
 
 /** The buckets of what came between two scrapes. */
-export const between = (newer, older) => newer.map(([bound, count], i) => [bound, count - (older[i]?.[1] ?? 0)]);
+export const between = (newer, older) =>
+  newer.map(([bound, count], i) => [bound, count - (older[i]?.[1] ?? 0)]);
 
 /** The value below which a share of the values lies, evenly spread in its bucket; null if there are none. */
 export function quantile(found, share) {
   const all = found.at(-1)?.[1] ?? 0;
   if (all <= 0) return null;
-  let low = 0, below = 0;
+  let low = 0,
+    below = 0;
   for (const [bound, count] of found) {
     if (count >= share * all) {
       if (bound === Infinity) return low;

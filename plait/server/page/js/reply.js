@@ -1,7 +1,14 @@
 /** A reply as it grows: chunks of either kind of stream are folded into one message, and timed. */
 
 /** A message that nobody has written yet. */
-export const emptyReply = () => ({ role: "assistant", content: "", reasoning: "", tool_calls: [], tokens: [], stats: {} });
+export const emptyReply = () => ({
+  role: "assistant",
+  content: "",
+  reasoning: "",
+  tool_calls: [],
+  tokens: [],
+  stats: {},
+});
 
 /** Folds chunks into `message`. `now` in milliseconds, from a clock that never goes back. */
 export class Reply {
@@ -79,7 +86,12 @@ export class Reply {
   }
 }
 
-const chatToken = (one) => scored(one.token, one.logprob, (one.top_logprobs ?? []).map((t) => [t.token, t.logprob]));
+const chatToken = (one) =>
+  scored(
+    one.token,
+    one.logprob,
+    (one.top_logprobs ?? []).map((t) => [t.token, t.logprob]),
+  );
 
 /** A token, its probability, and what else could have stood there, most likely first. */
 function scored(text, logprob, top) {

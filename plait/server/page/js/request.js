@@ -1,8 +1,15 @@
 /** What is sent: a conversation and the settings as the body of a request. Settings that are empty are not sent. */
 
 const NUMBERS = [
-  "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed",
-  "repetition_penalty", "presence_penalty", "frequency_penalty",
+  "temperature",
+  "top_p",
+  "top_k",
+  "min_p",
+  "max_tokens",
+  "seed",
+  "repetition_penalty",
+  "presence_penalty",
+  "frequency_penalty",
 ];
 
 /** The settings that mean the same to both kinds of request. */
@@ -37,20 +44,31 @@ export function textBody(messages, settings) {
 const streamed = () => ({ stream: true, stream_options: { include_usage: true } });
 const alternatives = (settings) => Number(settings.top_logprobs) || 5;
 
+/**
+ * What the model is told of the conversation. A question that got no reply goes with its failure: sent again it would
+ * fail again, and templates want questions and replies in turn.
+ */
 function history(messages, system) {
-  const sent = messages.map(plain);
+  const sent = messages
+    .filter((message, i) => !isEmpty(message) && !(message.role === "user" && isEmpty(messages[i + 1])))
+    .map(plain);
   return system.trim() ? [{ role: "system", content: system }, ...sent] : sent;
 }
 
+const isEmpty = (message) => message?.role === "assistant" && !message.content && !message.tool_calls?.length;
+
 /** A message as the API has it. Templates drop earlier reasoning, so it is not sent again. */
 function plain(message) {
-  if (message.role === "tool") return { role: "tool", tool_call_id: message.tool_call_id, content: message.content };
+  if (message.role === "tool")
+    return { role: "tool", tool_call_id: message.tool_call_id, content: message.content };
   if (message.role !== "assistant") return { role: message.role, content: message.content };
   const found = { role: "assistant", content: message.content };
   if (message.tool_calls?.length) {
-    found.tool_calls = message.tool_calls.map(({ id, name, arguments: given }) => (
-      { id, type: "function", function: { name, arguments: given } }
-    ));
+    found.tool_calls = message.tool_calls.map(({ id, name, arguments: given }) => ({
+      id,
+      type: "function",
+      function: { name, arguments: given },
+    }));
   }
   return found;
 }

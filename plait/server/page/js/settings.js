@@ -28,18 +28,34 @@ export class Settings {
   }
 
   render() {
-    const reset = make("button", { type: "button", onclick: () => this.reset() }, "Reset to the model's defaults");
+    const reset = make(
+      "button",
+      { type: "button", onclick: () => this.reset() },
+      "Reset to the model's defaults",
+    );
     this.form.replaceChildren(
-      group("System prompt", [this.area("system", "System prompt", 3, "How the model should behave (chat only)", true)]),
+      group("System prompt", [
+        this.area("system", "System prompt", 3, "How the model should behave (chat only)", true),
+      ]),
       group("Sampling", [
         make("div", { class: "numbers" }, ...NUMBERS.map((row) => this.number(...row))),
         this.area("stop", "Stop strings, one per line", 2, ""),
       ]),
       group("Probabilities", [
-        this.check("probabilities", "Show each token's alternatives", "Click a token to see what else it could have been. Costs a little speed."),
-        make("div", { class: "numbers" }, this.number("top_logprobs", "Alternatives", "per token", 1, 20, 1, "5")),
+        this.check(
+          "probabilities",
+          "Show each token's alternatives",
+          "Click a token to see what else it could have been. Costs a little speed.",
+        ),
+        make(
+          "div",
+          { class: "numbers" },
+          this.number("top_logprobs", "Alternatives", "per token", 1, 20, 1, "5"),
+        ),
       ]),
-      group("Tools", [this.area("tools", "Tools, as a JSON list", 3, '[{"type": "function", "function": {"name": …}}]')]),
+      group("Tools", [
+        this.area("tools", "Tools, as a JSON list", 3, '[{"type": "function", "function": {"name": …}}]'),
+      ]),
       group("API key", [this.key()]),
       reset,
     );
@@ -67,14 +83,33 @@ export class Settings {
   number(name, label, hint, min, max, step, placeholder = "default") {
     // Whole numbers need another keyboard than fractions; `any` lets a value stand between two steps.
     const mode = step === 1 ? "numeric" : "decimal";
-    const settings = { type: "number", name, min, max, step: step === 1 ? 1 : "any", placeholder, inputmode: mode };
+    const settings = {
+      type: "number",
+      name,
+      min,
+      max,
+      step: step === 1 ? 1 : "any",
+      placeholder,
+      inputmode: mode,
+    };
     const input = make("input", settings);
     input.value = this.values[name] ?? "";
-    return make("label", { class: "field", title: hint }, make("span", {}, label), input, make("small", { class: "quiet" }, hint));
+    return make(
+      "label",
+      { class: "field", title: hint },
+      make("span", {}, label),
+      input,
+      make("small", { class: "quiet" }, hint),
+    );
   }
 
   area(name, label, rows, placeholder, isTitled = false) {
-    const area = make("textarea", { name, rows, placeholder, spellcheck: name === "system" ? "true" : "false" });
+    const area = make("textarea", {
+      name,
+      rows,
+      placeholder,
+      spellcheck: name === "system" ? "true" : "false",
+    });
     area.value = this.values[name] ?? "";
     return make("label", { class: "field" }, make("span", { class: isTitled ? "unseen" : "" }, label), area);
   }
@@ -82,14 +117,29 @@ export class Settings {
   check(name, label, hint) {
     const box = make("input", { type: "checkbox", name });
     box.checked = Boolean(this.values[name]);
-    return make("label", { class: "check" }, box, make("span", {}, label, make("small", { class: "quiet" }, hint)));
+    return make(
+      "label",
+      { class: "check" },
+      box,
+      make("span", {}, label, make("small", { class: "quiet" }, hint)),
+    );
   }
 
   key() {
-    const input = make("input", { type: "password", name: "key", autocomplete: "off", placeholder: "only if the server asks for one" });
+    const input = make("input", {
+      type: "password",
+      name: "key",
+      autocomplete: "off",
+      placeholder: "only if the server asks for one",
+    });
     input.value = knownKey();
-    return make("label", { class: "field" }, make("span", { class: "unseen" }, "API key"), input,
-      make("small", { class: "quiet" }, "Kept until this tab closes."));
+    return make(
+      "label",
+      { class: "field" },
+      make("span", { class: "unseen" }, "API key"),
+      input,
+      make("small", { class: "quiet" }, "Kept until this tab closes."),
+    );
   }
 }
 

@@ -1,13 +1,23 @@
 /** What stays in this browser: conversations, each under a key of its own so that tabs do not undo each other. */
 
-const PREFIX = "plait.conversation.", SETTINGS = "plait.settings", LOOK = "plait.look";
+const PREFIX = "plait.conversation.",
+  SETTINGS = "plait.settings",
+  LOOK = "plait.look";
 
 /** A name nobody else has; without crypto.randomUUID, which plain HTTP does not offer. */
 export function newId() {
-  return Array.from(crypto.getRandomValues(new Uint8Array(8)), (b) => b.toString(16).padStart(2, "0")).join("");
+  return Array.from(crypto.getRandomValues(new Uint8Array(8)), (b) => b.toString(16).padStart(2, "0")).join(
+    "",
+  );
 }
 
-export const newConversation = (mode) => ({ id: newId(), title: "", mode, updated: Date.now(), messages: [] });
+export const newConversation = (mode) => ({
+  id: newId(),
+  title: "",
+  mode,
+  updated: Date.now(),
+  messages: [],
+});
 
 /** Every conversation's id, title and time, latest first. */
 export function conversations() {

@@ -12,17 +12,27 @@ export class TokenView {
     this.card = null;
     node.addEventListener("click", (event) => this.choose(event.target.closest(".token")));
     node.addEventListener("keydown", (event) => this.move(event));
+    node.addEventListener("focusout", (event) => {
+      // Gone to somewhere else on the page: what lies over the text closes.
+      if (event.relatedTarget && !node.contains(event.relatedTarget)) this.close(false);
+    });
   }
 
   /** Show the tokens; those that are there already stay. */
   show(tokens) {
     this.tokens = tokens;
-    for (; this.count < tokens.length; this.count++) this.node.append(this.token(tokens[this.count], this.count));
+    for (; this.count < tokens.length; this.count++)
+      this.node.append(this.token(tokens[this.count], this.count));
   }
 
   token({ text, p }, at) {
     const name = `${visible(text)}, ${percent(p)}`;
-    const settings = { class: `token p${shade(p)}`, role: "button", tabindex: at ? "-1" : "0", "aria-label": name };
+    const settings = {
+      class: `token p${shade(p)}`,
+      role: "button",
+      tabindex: at ? "-1" : "0",
+      "aria-label": name,
+    };
     const node = make("span", { ...settings, title: percent(p) }, text);
     node.dataset.at = at;
     return node;
@@ -59,7 +69,18 @@ export class TokenView {
     node.classList.add("chosen");
     this.card = this.alternatives(Number(node.dataset.at));
     node.after(this.card);
-    this.card.querySelector("button")?.focus({ preventScroll: true });
+    this.place(node);
+    this.card.querySelector("button:not(:disabled)")?.focus({ preventScroll: true });
+    this.card.scrollIntoView({ block: "nearest" });
+  }
+
+  /** Under the token's first line, and never beyond the right edge of the text. */
+  place(node) {
+    const box = (this.card.offsetParent ?? this.node).getBoundingClientRect(),
+      line = node.getClientRects()[0];
+    const left = Math.min(line.left - box.left, box.width - this.card.offsetWidth);
+    this.card.style.left = `${Math.max(left, 0)}px`;
+    this.card.style.top = `${line.bottom - box.top + 6}px`;
   }
 
   close(returnsFocus) {
@@ -74,14 +95,28 @@ export class TokenView {
     const known = top.some((one) => one.text === text) ? top : [...top, { text, p }];
     const rows = known.map((one) => this.row(one, one.text === text, at));
     const rest = 1 - known.reduce((sum, one) => sum + one.p, 0);
-    const more = make("div", { class: "quiet small" }, `Everything else ${percent(Math.max(rest, 0))}`);
-    return make("div", { class: "alternatives", role: "group", "aria-label": "What could have stood here" }, ...rows, more);
+    const more = make(
+      "div",
+      { class: "quiet small" },
+      `Everything else ${percent(Math.max(rest, 0))}`,
+      this.onFork ? ". Choose one to go on from it." : "",
+    );
+    return make(
+      "div",
+      { class: "alternatives", role: "group", "aria-label": "What could have stood here" },
+      ...rows,
+      more,
+    );
   }
 
   row({ text, p }, isTaken, at) {
     const bar = make("span", { class: "bar" });
     bar.style.setProperty("--share", p.toFixed(4));
-    const parts = [bar, make("span", { class: "alt-text" }, visible(text)), make("span", { class: "num alt-p" }, percent(p))];
+    const parts = [
+      bar,
+      make("span", { class: "alt-text" }, visible(text)),
+      make("span", { class: "num alt-p" }, percent(p)),
+    ];
     const canFork = this.onFork && !isTaken && isWhole(text);
     const settings = { type: "button", class: isTaken ? "alt taken" : "alt", disabled: !canFork };
     const hint = isTaken ? "the token that was taken" : canFork ? "Go on from this one instead" : "";
@@ -94,8 +129,14 @@ export function visible(text) {
   return text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "∅";
 }
 
-export const percent = (p) => (p >= 0.9995 ? "100 %" : p >= 0.1 ? `${(100 * p).toFixed(0)} %`
-  : p >= 0.001 ? `${(100 * p).toFixed(1)} %` : "< 0.1 %");
+export const percent = (p) =>
+  p >= 0.9995
+    ? "100 %"
+    : p >= 0.1
+      ? `${(100 * p).toFixed(0)} %`
+      : p >= 0.001
+        ? `${(100 * p).toFixed(1)} %`
+        : "< 0.1 %";
 
 const isWhole = (text) => text !== "" && !text.includes("\ufffd") && !text.startsWith("bytes:");
 const shade = (p) => (p > 0.9 ? 0 : p > 0.6 ? 1 : p > 0.3 ? 2 : p > 0.1 ? 3 : 4);

@@ -1,0 +1,410 @@
+"""The page in a real browser: skipped where Playwright or a Chromium is not installed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from plait.config import ServerConfig
+from plait.engine.front import Front
+from tests.e2e.conftest import NANO_HYBRID, serve
+from tests.server.conftest import serving, start, wait_until
+from tests.server.fake import EchoLoop, fake_front
+from tests.server.real_engine import engine_front
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs `pip install playwright`")
+BROWSER = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
+    None,
+)
+if BROWSER is None:
+    pytest.skip("needs Chromium or Chrome on the path", allow_module_level=True)
+
+expect = playwright.expect
+HEIGHT = 720
+HOSTILE = (
+    '<img src=x onerror="window.hurt = 1"> <script>window.hurt = 1</script> '
+    "[a](javascript:window.hurt=1) **b**"
+)
+TEXT = """# Title
+
+Some **bold** and *soft* words, `code` and [a link](https://example.org/a).
+
+- one
+- two
+  1. inner
+
+```python
+print("<b>")
+```
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+"""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(chromium: Any) -> Iterator[Any]:
+    """A fresh tab; whatever its scripts raise, or its policy refuses, fails the test."""
+    context = chromium.new_context(viewport={"width": 1200, "height": HEIGHT})
+    tab, said = context.new_page(), []
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab.on(
+        "console", lambda message: said.append(message.text) if "Security Policy" in message.text else None
+    )
+    yield tab
+    context.close()
+    assert said == []
+
+
+@pytest.fixture(scope="module")
+def front() -> Front:
+    return fake_front()
+
+
+@pytest.fixture(scope="module")
+def url(front: Front) -> Iterator[str]:
+    with serving(front) as client:
+        yield client.base_url + "/"
+
+
+def opened(page: Any, url: str) -> Any:
+    page.goto(url)
+    expect(page.locator("#send")).to_be_enabled()
+    expect(page.locator("#version")).not_to_be_empty()
+    return page
+
+
+def said(page: Any, text: str, key: str = "Enter") -> Any:
+    """Send a text and wait for the end of the reply; returns the newest message."""
+    page.fill("#draft", text)
+    page.press("#draft", key)
+    expect(page.locator("#stop")).to_be_hidden()
+    expect(page.locator(".message.live")).to_have_count(0)
+    return page.locator(".message").last
+
+
+def streamed(*deltas: dict[str, Any], finish: str = "stop") -> str:
+    """A stream of chat chunks, as the wire has it."""
+    choices: list[dict[str, Any]] = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices.append({"index": 0, "delta": {}, "finish_reason": finish})
+    frames = [json.dumps({"choices": [choice]}) for choice in choices]
+    return "".join(f"data: {frame}\n\n" for frame in [*frames, "[DONE]"])
+
+
+def answers(page: Any, *bodies: str) -> list[dict[str, Any]]:
+    """Have chats answered by these streams, in turn; returns the list of what was sent."""
+    sent: list[dict[str, Any]] = []
+
+    def answer(route: Any) -> None:
+        sent.append(json.loads(route.request.post_data))
+        body = bodies[min(len(sent), len(bodies)) - 1]
+        route.fulfill(content_type="text/event-stream", body=body)
+
+    page.route("**/v1/chat/completions", answer)
+    return sent
+
+
+def test_a_message_gets_a_reply_with_its_numbers(page: Any, url: str) -> None:
+    reply = said(opened(page, url), "Hello you")
+    expect(reply.locator(".prose")).to_have_text("Hello you")
+    expect(reply.locator(".facts")).to_contain_text("tok/s")
+    expect(reply.locator(".facts")).to_contain_text("first")
+    expect(page.locator("#said")).to_contain_text("Hello you")
+
+
+def test_stop_ends_the_request(page: Any, url: str, front: Front) -> None:
+    loop = front.loop
+    assert isinstance(loop, EchoLoop)
+    opened(page, url).fill("#draft", "SLOW " + "a long story " * 60)
+    page.press("#draft", "Enter")
+    expect(page.locator(".message.assistant .prose")).to_contain_text("SLOW")
+    page.click("#stop")
+    expect(page.locator(".facts").last).to_contain_text("stopped")
+    assert wait_until(lambda: not any(loop.open.values()))
+    expect(page.locator("#send")).to_be_visible()
+
+
+def test_what_a_model_writes_is_never_markup(page: Any, url: str) -> None:
+    reply = said(opened(page, url), HOSTILE)
+    expect(reply.locator(".prose")).to_contain_text("<script>window.hurt = 1</script>")
+    expect(reply.locator(".prose strong")).to_have_text("b")
+    assert page.locator(".message img, .message script, .message a").count() == 0
+    assert page.evaluate("window.hurt") is None
+
+
+def test_markdown_becomes_what_it_says(page: Any, url: str) -> None:
+    answers(opened(page, url), streamed(*({"content": TEXT[i : i + 7]} for i in range(0, len(TEXT), 7))))
+    reply = said(page, "Markdown, please")
+    assert reply.locator("h3").inner_text() == "Title"
+    assert reply.locator("ul > li").count() == 2
+    assert reply.locator("ul ol li").inner_text() == "inner"
+    assert reply.locator("pre code").inner_text() == 'print("<b>")'
+    assert reply.locator("td.end").inner_text() == "2"
+    link = reply.locator("a")
+    assert link.get_attribute("href") == "https://example.org/a"
+    assert "noopener" in (link.get_attribute("rel") or "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 20000,
+        "**" * 20000,
+        "> " * 5000,
+        "`a" * 20000,
+        "- " * 5000,
+        "| a " * 5000 + "\n|-|",
+        "_a " * 20000,
+        "[](" * 20000,
+    ],
+)
+def test_markdown_written_to_be_slow_is_drawn(page: Any, url: str, text: str) -> None:
+    script = """async (text) => {
+        const { Markdown } = await import("/page/js/markdown.js");
+        const node = document.createElement("div");
+        new Markdown(node).show(text);
+        return node.childNodes.length;
+    }"""
+    assert opened(page, url).evaluate(script, text) > 0
+
+
+def test_a_token_shows_what_else_it_could_have_been_and_the_reply_goes_on_from_it(
+    page: Any, url: str
+) -> None:
+    opened(page, url).click("#panel-settings")
+    page.check("input[name=probabilities]")
+    reply = said(page, "abc")
+    expect(reply.locator(".token")).to_have_count(3)
+    reply.locator(".token").first.press("ArrowRight")
+    page.keyboard.press("Enter")
+    rows = page.locator(".alternatives .alt")
+    expect(rows).to_have_count(5)
+    expect(rows.first).to_contain_text("c")
+    expect(rows.first).to_contain_text("90 %")
+    rows.first.click()
+    expect(page.locator(".message.live")).to_have_count(0)
+    expect(page.locator(".message.assistant .token").nth(1)).to_have_text("c")
+    assert page.locator(".message.assistant .token").count() > 2
+
+
+def test_a_reply_is_written_again_and_a_question_edited(page: Any, url: str) -> None:
+    said(opened(page, url), "First")
+    said(page, "Second")
+    page.locator(".message.user").first.hover()
+    page.locator(".message.user").first.get_by_role("button", name="Edit").click()
+    page.fill(".editor", "Third")
+    page.press(".editor", "Control+Enter")
+    expect(page.locator(".message")).to_have_count(2)
+    expect(page.locator(".message").last.locator(".prose")).to_have_text("Third")
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(".message").last.locator(".facts")).to_contain_text("tok")
+    expect(page.locator(".message")).to_have_count(2)
+
+
+def test_conversations_are_kept_in_the_browser_until_they_are_deleted(page: Any, url: str) -> None:
+    said(opened(page, url), "Remember me")
+    page.click("#new")
+    expect(page.locator(".message")).to_have_count(0)
+    said(page, "Another")
+    opened(page, url)
+    expect(page.locator(".entry")).to_have_text(["Another", "Remember me"])
+    page.click("text=Remember me")
+    expect(page.locator(".message.assistant .prose")).to_have_text("Remember me")
+    page.locator("#conversations li").last.hover()
+    page.get_by_role("button", name="Delete Remember me").click()
+    expect(page.locator(".entry")).to_have_text(["Another"])
+    expect(page.locator(".message")).to_have_count(0)
+
+
+def test_settings_that_are_set_are_sent_and_no_others(page: Any, url: str) -> None:
+    sent = answers(opened(page, url), streamed({"content": "Yes."}))
+    said(page, "One")
+    page.click("#panel-settings")
+    page.fill("textarea[name=system]", "Be brief.")
+    page.fill("input[name=temperature]", "0.3")
+    page.fill("textarea[name=stop]", "A\nB")
+    said(page, "Two")
+    plain, full = sent
+    assert set(plain) == {"messages", "stream", "stream_options"}
+    assert full["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert [message["role"] for message in full["messages"]] == ["system", "user", "assistant", "user"]
+    assert (full["temperature"], full["stop"]) == (0.3, ["A", "B"])
+
+
+def test_reasoning_is_folded_and_tool_calls_wait_for_their_results(page: Any, url: str) -> None:
+    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "weather", "arguments": ""}}
+    more = {"index": 0, "function": {"arguments": '{"city": "Rome"}'}}
+    first = streamed(
+        {"reasoning_content": "Look it "},
+        {"reasoning_content": "up."},
+        {"tool_calls": [call]},
+        {"tool_calls": [more]},
+        finish="tool_calls",
+    )
+    sent = answers(opened(page, url), first, streamed({"content": "Sunny."}))
+    reply = said(page, "The weather?")
+    expect(reply.locator(".reasoning .prose")).to_be_hidden()
+    reply.locator(".reasoning summary").click()
+    expect(reply.locator(".reasoning .prose")).to_have_text("Look it up.")
+    expect(reply.locator(".call summary")).to_have_text("weather")
+    expect(reply.locator(".call pre")).to_contain_text('"city": "Rome"')
+    reply.get_by_label("Result of weather").fill("25 degrees")
+    reply.get_by_role("button", name="Send results").click()
+    expect(page.locator(".message").last.locator(".prose")).to_have_text("Sunny.")
+    *_, asked, result = sent[1]["messages"]
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    assert asked["tool_calls"] == [{"id": "c1", "type": "function", "function": function}]
+    assert result == {"role": "tool", "tool_call_id": "c1", "content": "25 degrees"}
+
+
+def test_a_refusal_says_why_and_can_be_tried_again(page: Any, url: str) -> None:
+    reply = said(opened(page, url), "UNSAYABLE")
+    expect(reply.locator(".failure")).to_contain_text("does not say UNSAYABLE")
+    expect(reply.get_by_role("button", name="Try again")).to_be_visible()
+    broken = said(page, "BOOM and more")
+    expect(broken.locator(".failure")).to_contain_text("the engine failed here")
+    expect(broken.locator(".prose")).to_have_text("BOO")
+
+
+def test_a_server_that_wants_a_key_is_given_one(page: Any, url: str) -> None:
+    error = {
+        "error": {
+            "message": "no key",
+            "type": "authentication_error",
+            "param": None,
+            "code": "invalid_api_key",
+        }
+    }
+
+    def guard(route: Any) -> None:
+        if route.request.headers.get("authorization") == "Bearer secret":
+            route.continue_()
+        else:
+            route.fulfill(status=401, json={"error": error})
+
+    page.route(re.compile("/(v1/.*|tokenize)$"), guard)
+    page.goto(url)
+    page.get_by_label("This server asks for an API key").fill("secret")
+    page.click("#key-save")
+    expect(page.locator("#key-row")).to_be_hidden()
+    expect(said(page, "Hello").locator(".prose")).to_have_text("Hello")
+    assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
+
+
+def test_a_model_without_a_chat_template_completes_text(page: Any) -> None:
+    front = fake_front()
+    front.chat_template = None
+    with serving(front) as client:
+        opened(page, client.base_url + "/")
+        expect(page.get_by_role("radio", name="Complete")).to_be_checked()
+        expect(page.get_by_role("radio", name="Chat")).to_be_disabled()
+        said(page, "ab", "Control+Enter")
+        expect(page.locator("#transcript .plain")).to_have_text(["ab", "ab"])
+        said(page, "c", "Control+Enter")
+        expect(page.locator("#transcript .plain").last).to_have_text("ababc")
+
+
+def test_the_page_waits_for_the_model_and_then_goes_on_by_itself(page: Any) -> None:
+    go = threading.Event()
+
+    def load(report: Any) -> Front:
+        report("reading weights", 3, 8)
+        go.wait(20)
+        return fake_front()
+
+    running = start(load, ServerConfig(port=0))
+    try:
+        page.goto(running.url + "/")
+        expect(page.locator("#loading")).to_contain_text("reading weights")
+        assert page.locator("#loading-bar").evaluate("bar => [bar.value, bar.max]") == [3, 8]
+        expect(page.locator("#send")).to_be_disabled()
+        go.set()
+        expect(page.locator("#welcome")).to_be_visible()
+        expect(page.locator("#send")).to_be_enabled()
+    finally:
+        go.set()
+        page.close()
+        running.stop()
+
+
+def test_the_engine_is_seen_at_work(page: Any) -> None:
+    with serving(engine_front(step_s=0.005)) as client:
+        opened(page, client.base_url + "/").click("#panel-engine")
+        page.click("#panel-settings")
+        page.fill("input[name=max_tokens]", "600")
+        page.click("#panel-engine")
+        page.fill("#draft", "Hello")
+        page.press("#draft", "Enter")
+        expect(page.locator(".figure").first).to_contain_text("1")
+        expect(page.locator(".plot-box").first.locator(".key.a strong")).not_to_have_text(
+            re.compile("^(–|0.0)$")
+        )
+        expect(page.locator(".plot-box").nth(2).locator(".key.b strong")).to_contain_text("ms")
+        expect(page.locator(".bar-box").first).to_contain_text(re.compile("held.*cached.*free"))
+        page.click("#stop")
+        page.close()  # no more scrapes of a server that ends
+
+
+@pytest.mark.parametrize("width", [320, 768, 1440])
+def test_nothing_sticks_out_at_the_side(page: Any, url: str, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": HEIGHT})
+    answers(opened(page, url), streamed({"content": TEXT + "x" * 300}))
+    said(page, "y" * 300)
+    for opener in (None, "#panel-settings", "#tab-engine"):
+        if opener:
+            page.click(opener)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.locator("#scroll").evaluate("all => all.scrollWidth - all.clientWidth") <= 0
+
+
+def test_a_phone_reaches_conversations_settings_and_engine(page: Any, url: str) -> None:
+    page.set_viewport_size({"width": 320, "height": 640})
+    said(opened(page, url), "Small")
+    expect(page.locator("#sidebar")).to_be_hidden()
+    page.get_by_role("button", name="Conversations").click()
+    expect(page.locator(".entry")).to_be_in_viewport()
+    page.keyboard.press("Escape")
+    expect(page.locator("#sidebar")).to_be_hidden()
+    page.get_by_role("button", name="Engine").click()
+    expect(page.locator("#engine")).to_be_in_viewport()
+    page.keyboard.press("Escape")
+    expect(page.locator("#panel")).to_be_hidden()
+    expect(page.locator("#panel-engine")).to_be_focused()
+
+
+def test_everything_that_can_be_used_has_a_name(page: Any, url: str) -> None:
+    said(opened(page, url), "Named")
+    page.click("#panel-settings")
+    script = """() => [...document.querySelectorAll("button, input, textarea, [role=img], nav, aside")]
+        .filter((node) => node.checkVisibility() && !node.labels?.length && !node.innerText?.trim()
+            && !node.getAttribute("aria-label") && !node.getAttribute("aria-labelledby"))
+        .map((node) => node.outerHTML)"""
+    assert page.evaluate(script) == []
+
+
+@pytest.mark.slow
+def test_a_hybrid_of_mamba_and_mla_is_served_to_a_browser(page: Any) -> None:
+    with serve(NANO_HYBRID) as server:
+        opened(page, server.url + "/").get_by_text("Complete", exact=True).click()
+        said(page, "And it came to pass", "Control+Enter")
+        assert len(page.locator("#transcript .plain").last.inner_text()) > 20
+        page.click("#panel-engine")
+        expect(page.locator(".bar-box").nth(1)).to_contain_text("Slots and snapshots")
+        expect(page.locator(".totals").last).to_contain_text("Replies ended by length")
+        page.close()
