@@ -41,6 +41,7 @@ class Allocation:
         self.groups, self.block_size, self.max_step_len = tuple(groups), block_size, max_step_len
         self.windows = tuple(group.window if trims else None for group in self.groups)
         self.options, self._caches = cache or CacheOptions(), trims
+        self._trims = any(window is not None for window in self.windows)
         self.pools = Pools(self.windows, num_blocks, num_slots, block_size, self.options)
         self.has_slots = num_slots > 0
         self._computing: dict[bytes, TokenSequence] = {}
@@ -167,9 +168,14 @@ class Allocation:
 
     def reserve(self, seq: TokenSequence, length: int) -> bool:
         """Blocks for the first `length` tokens, in every group or in none."""
-        blocks, pools = -(-length // self.block_size), self.pools.blocks
-        if all(len(table) >= blocks for table in seq.tables):
-            return True
+        blocks = -(-length // self.block_size)
+        for table in seq.tables:
+            if len(table) < blocks:
+                return self._lengthen(seq, blocks)
+        return True
+
+    def _lengthen(self, seq: TokenSequence, blocks: int) -> bool:
+        pools = self.pools.blocks
         missing = [max(blocks - len(table), 0) for table in seq.tables]
         if any(n > pool.num_available for n, pool in zip(missing, pools, strict=True)):
             return False
@@ -219,12 +225,18 @@ class Allocation:
         begin, seq.num_computed_tokens = seq.num_computed_tokens, end
         if not self._caches:
             return
-        self._record(seq)
+        if end // self.block_size != seq.num_recorded:
+            self._record(seq)
         self._take_snapshots(seq, begin, end)
-        self._trim(seq)
+        if self._trims:
+            self._trim(seq)
 
     def _take_snapshots(self, seq: TokenSequence, begin: int, end: int) -> None:
-        marks = {mark for mark in seq.marks if begin < mark <= end} if seq.marks else set[int]()
+        if not seq.marks:  # most of the time
+            if self.has_slots and not end % self.options.snapshot_interval:
+                self._snapshot(seq, end, is_spare=True)
+            return
+        marks = {mark for mark in seq.marks if begin < mark <= end}
         seq.marks -= marks
         if self.has_slots:
             if end in marks or not end % self.options.snapshot_interval:
@@ -235,8 +247,6 @@ class Allocation:
 
     def _record(self, seq: TokenSequence) -> None:
         whole = seq.num_computed_tokens // self.block_size
-        if whole == seq.num_recorded:
-            return
         self._extend(seq)
         index = self.pools.index
         for i in range(seq.num_recorded, whole):

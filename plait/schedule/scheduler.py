@@ -131,15 +131,15 @@ class Scheduler:
 
     def plan(self, drafts: Mapping[int, tuple[int, ...]] = NOTHING) -> Plan | None:
         """The next step, or None if there is nothing to do. `drafts`: guesses by id, of those `drafting`."""
-        self.running.sort(key=self._place)  # one that did not have to wait for others is out of line
         suspect = self._next_suspect()
         if suspect is not None:
             shares = {suspect.id: self._share(suspect, self.limits.max_num_batched_tokens)}
         else:
             shares = self._shares()
         self._reserve(shares)
-        if not self._suspects:
+        if self.waiting and not self._suspects:
             self._admit_waiting(shares)
+        if drafts and not self._suspects:
             self._add_drafts(shares, drafts)
         chunks = [self._chunk(seq, shares[seq.id]) for seq in self.running if shares.get(seq.id)]
         self._moves, self.memory.pools.moves = tuple(self.memory.pools.moves), []
@@ -208,6 +208,7 @@ class Scheduler:
         self.memory.check(self.running, self.waiting)
         assert {seq.id for seq in [*self.running, *self.waiting]} == set(self._by_id)
         assert len(self.running) <= self.limits.max_num_seqs
+        assert self.running == sorted(self.running, key=self._place), "somebody runs out of line"
         assert all(seq.phase is Phase.RUNNING and seq.num_left > 0 for seq in self.running)
         assert all(seq.phase is Phase.WAITING and not seq.num_computed_tokens for seq in self.waiting)
         assert all(seq.id in self._by_id for seq in self._suspects)
@@ -268,7 +269,7 @@ class Scheduler:
     def _add_drafts(self, shares: dict[int, int], drafts: Mapping[int, tuple[int, ...]]) -> None:
         """Guesses ride along where there is room for them; nobody makes room for a guess."""
         budget = self.limits.max_num_batched_tokens - sum(shares.values())
-        for seq in self.running if drafts else ():
+        for seq in self.running:
             if seq.id not in drafts or shares.get(seq.id) != 1 or seq.is_prefilling:
                 continue
             # The last sampled token is never computed, and a chunk ends where a snapshot is wanted.
@@ -304,7 +305,7 @@ class Scheduler:
         self.waiting.remove(seq)
         self.memory.open(seq, hit)
         seq.phase = Phase.RUNNING
-        self.running.append(seq)
+        insort(self.running, seq, key=self._place)
         if not seq.miss_cause:  # not when it resumes
             seq.num_cached_tokens, seq.miss_cause = hit.length, hit.cause
             self.cache_counts.update({hit.cause: 1, "asked_tokens": seq.prompt_len, "hit_tokens": hit.length})
@@ -352,14 +353,13 @@ class Scheduler:
     # What a step brings
 
     def _chunk(self, seq: TokenSequence, share: int) -> Chunk:
-        start = seq.num_computed_tokens
-        end = start + share
+        start, end = seq.num_computed_tokens, seq.num_computed_tokens + share
         seq.in_step = True
         return Chunk(
             seq_id=seq.id,
             start=start,
             token_ids=(*seq.token_ids[start:end], *seq.draft),
-            blocks=tuple(tuple(table) for table in seq.tables),
+            blocks=tuple(map(tuple, seq.tables)),
             slot=seq.slot,
             num_logits=seq.num_logits(start, end),
         )
@@ -373,7 +373,7 @@ class Scheduler:
             self._settle(seq, end, accepted=True)
             return None
         new, logprobs = (answer.token_ids, answer.logprobs) if answer else ((), None)
-        num_accepted = num_right(draft, new)
+        num_accepted = num_right(draft, new) if draft else 0
         tokens, reason = kept(seq, new[: num_accepted + 1])
         seq.token_ids += tokens  # before the memory learns of them: it names blocks by their tokens
         self._settle(seq, end + num_accepted, accepted=num_accepted == len(draft))

@@ -76,8 +76,12 @@ class Sequence:
     miss_cause: str = ""
     num_preemptions: int = 0
     scored: list[TokenLogprobs] = field(default_factory=list)
+    is_penalized: bool = field(init=False)  # whether its sampler must know what came before
 
     def __post_init__(self) -> None:
+        params = self.params
+        penalties = (params.repetition_penalty or 1, params.presence_penalty, params.frequency_penalty)
+        self.is_penalized = penalties != (1, 0, 0)
         self.prompt_len = self.prompt_len or len(self.token_ids)
         self.chain = [root(self.cache_salt)]
 
@@ -96,41 +100,40 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        return self.num_left > 1 or self.num_computed_tokens == 0
+        computed = self.num_computed_tokens
+        return len(self.token_ids) - computed > 1 or computed == 0
 
     def samples_after(self, end: int) -> bool:
         """Whether a token is sampled once the tokens before `end` are computed."""
-        return end == self.num_tokens and self.max_len > self.prompt_len
+        return end == len(self.token_ids) and self.max_len > self.prompt_len
 
     def num_logits(self, start: int, end: int) -> int:
         """Rows of logits that a chunk start..end must give: to sample from, and to score the prompt.
 
         Tokens of a draft are not part of start..end, and have one row each.
         """
-        last = int(end == self.num_tokens)
+        last = int(end == len(self.token_ids))
         if not self.wants_prompt_logprobs or len(self.scored) >= self.prompt_len - 1:
             return last + len(self.draft)
         return max(end - max(start, len(self.scored)), last)
 
     def sampling_row(self, start: int, end: int) -> SamplingRow:
         """What the sampler must know about the chunk start..end, behind which the draft follows."""
-        params, num_logits = self.params, self.num_logits(start, end)
-        first = end - num_logits
+        params, num_logits, num_tokens = self.params, self.num_logits(start, end), len(self.token_ids)
         targets: tuple[int, ...] = ()
         if self.wants_prompt_logprobs and len(self.scored) < self.prompt_len - 1:
-            targets = tuple(self.token_ids[first + 1 : min(end + 1, self.prompt_len)])
-        penalties = (params.repetition_penalty or 1, params.presence_penalty, params.frequency_penalty)
+            targets = tuple(self.token_ids[end - num_logits + 1 : min(end + 1, self.prompt_len)])
         samples = self.samples_after(end)
-        num_stopless = max(params.min_tokens - self.num_output_tokens, 0)
+        num_stopless = max(params.min_tokens + self.prompt_len - num_tokens, 0) if params.min_tokens else 0
         return SamplingRow(
             params=params,
             num_logits=num_logits,
             num_samples=(1 + len(self.draft)) * samples,
-            position=self.num_tokens,
+            position=num_tokens,
             seed=self.seed,
             prompt_targets=targets,
             draft=self.draft,
-            history=tuple(self.token_ids) if penalties != (1, 0, 0) else (),
+            history=tuple(self.token_ids) if self.is_penalized else (),
             prompt_len=self.prompt_len,
             stop_token_ids=self.stop_token_ids if num_stopless else frozenset(),
             num_stopless=num_stopless,
