@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from openai import OpenAI
@@ -19,81 +16,10 @@ from openai import OpenAI
 from plait.config import ServerConfig
 from plait.engine.front import Front
 from plait.server.run import Load, Server, serve_front
+from tests.contract.wire import Answer, Client
 from tests.server.fake import EchoLoop, fake_front
 
-
-@dataclass
-class Answer:
-    """One HTTP response, read to its end."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def error(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.json["error"]
-        assert set(found) == {"message", "type", "param", "code"}
-        assert isinstance(found["message"], str)
-        assert isinstance(found["type"], str)
-        assert found["param"] is None or isinstance(found["param"], str)
-        assert found["code"] is None or isinstance(found["code"], str)
-        return found
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """The JSON of a stream's events; the stream must be framed exactly and end with [DONE], once."""
-        *frames, end = self.body.decode().split("\n\n")
-        assert end == ""
-        frames = [frame for frame in frames if not frame.startswith(":")]
-        assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames)
-        assert frames[-1] == "data: [DONE]"
-        return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-1]]
-
-
-@dataclass
-class Client:
-    """Plain HTTP on one connection per call."""
-
-    base_url: str
-    model: str = ""
-    headers: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        parts = urlsplit(self.base_url)
-        assert parts.hostname is not None
-        assert parts.port is not None
-        return parts.hostname, parts.port
-
-    def request(
-        self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
-    ) -> Answer:
-        connection = http.client.HTTPConnection(*self.address, timeout=60)
-        with contextlib.closing(connection):
-            connection.request(method, path, body, {**self.headers, **(headers or {})})
-            response = connection.getresponse()
-            found = {name.lower(): value for name, value in response.getheaders()}
-            return Answer(response.status, found, response.read())
-
-    def get(self, path: str) -> Answer:
-        return self.request("GET", path)
-
-    def post(self, path: str, body: Any, **headers: str) -> Answer:
-        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        sent = {"Content-Type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}}
-        return self.request("POST", path, raw, sent)
-
-    def complete(self, prompt: Any = "Hello there", **more: Any) -> Answer:
-        return self.post("/v1/completions", {"prompt": prompt, "temperature": 0, **more})
-
-    def chat(self, content: Any = "Hello there", **more: Any) -> Answer:
-        messages = [{"role": "user", "content": content}]
-        return self.post("/v1/chat/completions", {"messages": messages, "temperature": 0, **more})
+__all__ = ["Answer", "Client", "Running", "serving", "start", "wait_until"]
 
 
 @dataclass
@@ -165,7 +91,7 @@ def engine(front: Front) -> EchoLoop:
 
 @pytest.fixture(scope="session")
 def base_url(front: Front) -> Iterator[str]:
-    """Where the contract is checked; another conftest may put a real model behind it."""
+    """A server over the fake model."""
     with serving(front) as client:
         yield client.base_url
 

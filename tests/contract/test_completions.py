@@ -260,7 +260,7 @@ def test_an_unknown_model_is_404_and_none_is_the_served_one(client: Any) -> None
     assert client.complete(model=5).status == 400
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/v1/completions/x", "/../etc/passwd", "/%00"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/nothing", "/v1/completions/x", "/../etc/passwd", "/%00"])
 def test_an_unknown_path_is_404_in_json(client: Any, path: str) -> None:
     answer = client.get(path)
     assert answer.status == 404
