@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from plait import __version__
 from plait.config import ServerConfig
 from plait.errors import Cancelled
-from plait.server import assets, chat, completions, models, validate
+from plait.server import assets, chat, completions, models, openapi, validate
 from plait.server.body import linger, read_object
 from plait.server.edge import Edge
 from plait.server.endpoint import Endpoint
@@ -45,6 +45,7 @@ def create_app(front: Front | Loading, config: ServerConfig) -> Starlette:
         _route("/v1/models/{id:path}", service.get_model, "GET"),
         *(_route(endpoint.path, service.serves(endpoint), "POST") for endpoint in ENDPOINTS),
         *assets.routes(),
+        *openapi.routes(ENDPOINTS),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
     app.router.redirect_slashes = False

@@ -31,15 +31,15 @@ KINDS = {
 class Asset:
     """One file, as an ASGI endpoint. A browser that has it already is told so (304)."""
 
-    def __init__(self, body: bytes, kind: str) -> None:
-        self._body, self._kind = body, kind
+    def __init__(self, body: bytes, kind: str, policy: str = POLICY) -> None:
+        self._body, self._kind, self._policy = body, kind, policy
         self._tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_known = self._tag in Headers(scope=scope).get("if-none-match", "")
         headers = {
             "Content-Type": self._kind,
-            "Content-Security-Policy": POLICY,
+            "Content-Security-Policy": self._policy,
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
             "Cross-Origin-Opener-Policy": "same-origin",

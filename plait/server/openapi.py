@@ -1,0 +1,160 @@
+"""The API as an OpenAPI 3.1 document, made of the types that requests and replies have, and a page of it.
+
+`python -m plait.server.openapi` prints the document; `docs/openapi.json` is that output. An endpoint that is
+not in the tables below is in the document all the same, with the fields it reads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.routing import Route
+
+from plait import __version__
+from plait.server import replies, schema
+from plait.server.assets import Asset
+from plait.server.docs import POLICY, page
+from plait.server.endpoint import Endpoint
+
+SCHEMA = "#/components/schemas/{name}"
+TITLE = "Plait"
+ABOUT = (
+    "An inference engine for hybrid language models, behind OpenAI's API. In requests a null equals "
+    "absence; unknown fields are accepted and named in the header x-plait-ignored; a known field that cannot "
+    "be honoured is refused by name."
+)
+Struct = type[msgspec.Struct]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What the document says of one path. `chunk`: what the events of its stream hold."""
+
+    summary: str
+    reply: Struct | None = None
+    body: Struct | None = None
+    chunk: Struct | None = None
+
+
+GETS: Mapping[str, Operation] = {
+    "/health": Operation("Whether the server can serve; 503: not now", replies.Health),
+    "/version": Operation("The version of Plait", replies.Version),
+    "/metrics": Operation("The engine's numbers, in Prometheus's text format"),
+    "/v1/models": Operation("The models that are served", replies.ModelList),
+    "/v1/models/{id}": Operation("One model", replies.ModelCard),
+}
+POSTS: Mapping[str, Operation] = {
+    "/v1/completions": Operation(
+        "Text that follows a prompt", replies.Completion, schema.CompletionRequest, replies.Completion
+    ),
+    "/v1/chat/completions": Operation(
+        "The reply to a conversation", replies.ChatCompletion, schema.ChatRequest, replies.ChatChunk
+    ),
+    "/tokenize": Operation("Text or messages as token ids", replies.Tokens, schema.TokenizeRequest),
+    "/detokenize": Operation("Token ids as text", replies.Text, schema.DetokenizeRequest),
+}
+
+
+def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
+    """The OpenAPI document of the fixed GET routes and of `endpoints`."""
+    paths: dict[str, Any] = {path: {"get": _get(path, told)} for path, told in GETS.items()}
+    told_of = [*GETS.values()]
+    for endpoint in endpoints:
+        told = POSTS.get(endpoint.path, Operation(f"POST {endpoint.path}"))
+        told_of.append(told)
+        paths[endpoint.path] = {"post": _post(endpoint, told)}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": TITLE, "version": __version__, "description": ABOUT},
+        "paths": paths,
+        "components": {
+            "schemas": _schemas(told_of),
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+        "security": [{}, {"bearer": []}, {"x-api-key": []}],
+    }
+
+
+def routes(endpoints: Iterable[Endpoint]) -> list[Route]:
+    """GET /openapi.json, and GET /docs: the same to read, in one page that loads nothing."""
+    found = document(endpoints)
+    return [
+        Route("/openapi.json", Asset(_encoded(found), "application/json"), methods=["GET"]),
+        Route("/docs", Asset(page(found), "text/html; charset=utf-8", POLICY), methods=["GET"]),
+    ]
+
+
+def _get(path: str, told: Operation) -> dict[str, Any]:
+    found = _operation(path, told)
+    if "{id}" in path:
+        found["parameters"] = [
+            {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},
+        ]
+    if told.reply is replies.Health:
+        found["responses"]["503"] = {"description": "Not now", "content": _json(_ref(told.reply))}
+    return found
+
+
+def _post(endpoint: Endpoint, told: Operation) -> dict[str, Any]:
+    if told.body is not None:
+        body = _ref(told.body)
+    else:
+        body = {"type": "object", "properties": {name: {} for name in sorted(endpoint.fields)}}
+    return {
+        **_operation(endpoint.path, told),
+        "requestBody": {"required": True, "content": _json(body)},
+    }
+
+
+def _operation(path: str, told: Operation) -> dict[str, Any]:
+    content = _json(_ref(told.reply)) if told.reply else {"*/*": {}}
+    if told.chunk is not None:
+        name = told.chunk.__name__
+        text = f"With stream: events of one line each, `data: ` and a {name}; the last is `data: [DONE]`."
+        content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
+    refusal = {"description": "A refusal that says why", "content": _json(_ref(replies.ErrorBody))}
+    return {
+        "operationId": "_".join(part.strip("{}") for part in path.split("/") if part),
+        "summary": told.summary,
+        "responses": {
+            "200": {"description": "Done", "content": content},
+            "4XX": refusal,
+            "5XX": {**refusal, "description": "The server's fault, or no room now"},
+        },
+    }
+
+
+def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
+    kinds = [kind for told in operations for kind in (told.body, told.reply, told.chunk) if kind]
+    _, found = msgspec.json.schema_components([*kinds, replies.ErrorBody], ref_template=SCHEMA)
+    return dict(sorted(found.items()))
+
+
+def _ref(kind: Struct) -> dict[str, Any]:
+    return {"$ref": SCHEMA.format(name=kind.__name__)}
+
+
+def _json(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": found}}
+
+
+def _encoded(found: Mapping[str, Any]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n"
+
+
+def main() -> None:
+    """Print the document of this version."""
+    from plait.server.app import ENDPOINTS
+
+    sys.stdout.buffer.write(_encoded(document(ENDPOINTS)))
+
+
+if __name__ == "__main__":
+    main()

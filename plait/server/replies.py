@@ -1,0 +1,224 @@
+"""What clients get, typed: the document at /openapi.json is made of it, and tests hold every reply to it.
+
+Replies are built as plain objects where they are made; nothing here runs when a request is served.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Logprob = Annotated[float, msgspec.Meta(le=0)]
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ErrorObject(msgspec.Struct, kw_only=True, frozen=True):
+    """OpenAI's error object, with all four keys."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, kw_only=True, frozen=True):
+    """The body of every answer that is not a 2xx."""
+
+    error: ErrorObject
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
+    """`cached_tokens`: how many of the prompt's tokens were found computed already."""
+
+    cached_tokens: Count
+
+
+class Usage(msgspec.Struct, kw_only=True, frozen=True):
+    """Each prompt counts once, every generated choice counts."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True, frozen=True):
+    """Parallel lists; offsets are in characters of `text`."""
+
+    tokens: list[str]
+    token_logprobs: list[Logprob | None]
+    top_logprobs: list[dict[str, Logprob] | None]
+    text_offset: list[Count]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
+    """One choice; in a stream, the next piece of one. `finish_reason` is null until it ends."""
+
+    index: Count
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[Count] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True, frozen=True):
+    """The reply of /v1/completions, and each event of its stream."""
+
+    id: Annotated[str, msgspec.Meta(pattern="^cmpl-[A-Za-z0-9_-]+$")]
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class AlternativeToken(msgspec.Struct, kw_only=True, frozen=True):
+    """A token with its log-probability; `bytes` are its own, also when they are half a character."""
+
+    token: str
+    logprob: Logprob
+    bytes: list[Annotated[int, msgspec.Meta(ge=0, le=255)]]
+
+
+class ChosenToken(AlternativeToken, kw_only=True, frozen=True):
+    """A token of the reply, and the most likely ones in its place, best first."""
+
+    top_logprobs: list[AlternativeToken]
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True, frozen=True):
+    content: list[ChosenToken]
+    refusal: None
+
+
+class FunctionCall(msgspec.Struct, kw_only=True, frozen=True):
+    """`arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True, frozen=True):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, frozen=True):
+    """`content` is null if there are calls and nothing else; without calls the key `tool_calls` is absent."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(msgspec.Struct, kw_only=True, frozen=True):
+    index: Count
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    token_ids: list[Count] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True, frozen=True):
+    """The reply of /v1/chat/completions."""
+
+    id: Annotated[str, msgspec.Meta(pattern="^chatcmpl-[A-Za-z0-9_-]+$")]
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class FunctionCallDelta(msgspec.Struct, kw_only=True, frozen=True):
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True, frozen=True):
+    """`id`, `type` and the name come in the first delta of a call, and only there."""
+
+    index: Count
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+    function: FunctionCallDelta
+
+
+class ChatDelta(msgspec.Struct, kw_only=True, frozen=True):
+    """The next piece of a message; empty in the last chunk of a choice."""
+
+    role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallDelta] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True, frozen=True):
+    index: Count
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[Count] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True, frozen=True):
+    """One event of a chat's stream. With include_usage, the last one has no choices and has the usage."""
+
+    id: Annotated[str, msgspec.Meta(pattern="^chatcmpl-[A-Za-z0-9_-]+$")]
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: Count
+
+
+class ModelList(msgspec.Struct, kw_only=True, frozen=True):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(msgspec.Struct, kw_only=True, frozen=True):
+    """The reply of /tokenize."""
+
+    count: Count
+    max_model_len: Count
+    tokens: list[Count]
+    token_strs: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Text(msgspec.Struct, kw_only=True, frozen=True):
+    """The reply of /detokenize."""
+
+    prompt: str
+
+
+class Health(msgspec.Struct, kw_only=True, frozen=True):
+    """`engine`: numbers as they are now; `totals`: numbers that only grow; `progress`: while it loads."""
+
+    status: Literal["ok", "loading", "unhealthy", "stopping"]
+    engine: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    totals: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    progress: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Version(msgspec.Struct, kw_only=True, frozen=True):
+    version: str
