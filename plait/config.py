@@ -19,6 +19,8 @@ Isa = Literal["native", "avx512", "avx2", "generic"]
 Quantize = Literal["q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0"]
 ASource = Literal["auto", "trainer", "saved"]
 SsmMode = Literal["ssd", "exact"]
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -139,15 +141,56 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network")
     port: int = option(8080, "port to listen on; 0: any free one")
     served_model_name: str | None = option(None, "name clients ask for; default: the model's own name")
+    root_path: str = option("", "a prefix that paths may have, as a proxy sends them: /llm")
+    api_key: tuple[str, ...] = option((), "a key that clients must send: KEY or NAME:KEY; may be repeated")
+    api_key_file: str | None = option(None, "a file of keys, one a line, each with its limits if it has any")
+    requests_per_minute: int | None = option(None, "POST requests a minute for each key; default: no limit")
+    tokens_per_minute: int | None = option(None, "prompt and output tokens a minute for each key")
+    max_requests_per_key: int | None = option(None, "requests that each key may have open at the same time")
+    metrics_public: bool = option(False, "answer /metrics without a key")
+    metrics_vllm_names: bool = option(False, "add the names of vLLM's metrics to /metrics")
+    cors_origin: tuple[str, ...] = option(
+        (), "a web origin whose pages may call the server, or *; may be repeated; default: none"
+    )
+    allowed_host: tuple[str, ...] = option(
+        (), "a name that Host may have; may be repeated; default: local names on loopback, else any"
+    )
+    tls_cert: str | None = option(None, "serve https with this chain of certificates, a PEM file")
+    tls_key: str | None = option(None, "the certificate's private key, a PEM file")
     max_body_bytes: int = option(8 * MIB, "largest request body")
+    max_connections: int = option(4096, "open connections; one more is closed at once")
     shutdown_timeout_s: float = option(30.0, "seconds that open requests get to finish when the server stops")
+    log_format: LogFormat = option("text", "text: key=value; json: an object a line")
+    log_level: LogLevel = option("info", "what is logged: from this level on")
+    otlp_endpoint: str | None = option(None, "send a trace of each request there, over OTLP and HTTP")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
+        for name in ("api_key", "cors_origin", "allowed_host"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        _check_count("port", self.port, 0)
+        if self.port > 65535:
             raise ConfigError(f"port: {self.port} is outside 0..65535")
-        _check_count("max_body_bytes", self.max_body_bytes, 1)
+        for name in _POSITIVE:
+            _check_count(name, getattr(self, name), 1)
         if not 0 <= self.shutdown_timeout_s < math.inf:
             raise ConfigError(f"shutdown_timeout_s: {self.shutdown_timeout_s} is not a number of seconds")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert and tls_key: give both, or none of them")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(f"root_path: {self.root_path!r} must begin with / and not end with one")
+        for name, words in (("log_format", get_args(LogFormat)), ("log_level", get_args(LogLevel))):
+            if getattr(self, name) not in words:
+                raise ConfigError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(words)}")
+
+
+_POSITIVE = (
+    "max_body_bytes",
+    "max_connections",
+    "requests_per_minute",
+    "tokens_per_minute",
+    "max_requests_per_key",
+)
 
 
 def option_names(cls: type) -> tuple[str, ...]:

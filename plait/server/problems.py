@@ -6,6 +6,7 @@ A client's fault is never a 5xx: OpenAI's clients retry those.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,27 @@ class TooManyRequests(CapacityError):
     code = "too_many_requests"
 
 
+class HeadTooLarge(RequestError):
+    status = 431
+    code = "headers_too_large"
+
+
+class InvalidKey(RequestError):
+    status = 401
+    code = "invalid_api_key"
+
+
+class RateLimited(CapacityError):
+    """A key has used what it may use. `wait_s`: when to come again; `headers`: what it may use."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, wait_s: float, headers: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.wait_s, self.headers = wait_s, headers
+
+
 class NotReady(CapacityError):
     """The model is not there yet, or the server is stopping."""
 
@@ -91,6 +113,10 @@ def problem(error: BaseException) -> Problem:
     match error:
         case ModelNotFound():
             return Problem(404, str(error), error.param or "model", error.code)
+        case InvalidKey():
+            return Problem(401, str(error), None, error.code, {"WWW-Authenticate": "Bearer"})
+        case RateLimited():
+            return Problem(429, str(error), None, error.code, _later(error.wait_s, error.headers))
         case RequestError():
             return Problem(error.status, str(error), error.param, error.code, _closing(error.status))
         case CapacityError():
@@ -117,4 +143,10 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 def _closing(status: int) -> Mapping[str, str]:
     # The rest of such a body is not read, so the connection cannot carry another request.
-    return {"Connection": "close"} if status in {408, 413} else {}
+    return {"Connection": "close"} if status in {408, 413, 431} else {}
+
+
+def _later(wait_s: float, headers: Mapping[str, str]) -> Mapping[str, str]:
+    """OpenAI's clients read milliseconds where there are any; others read whole seconds."""
+    wait = {"Retry-After": str(max(1, math.ceil(wait_s))), "retry-after-ms": str(math.ceil(wait_s * 1000))}
+    return {**headers, **wait}

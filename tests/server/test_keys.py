@@ -1,0 +1,92 @@
+"""Keys: how they are written and read, who gets in with them, and what their names keep apart."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.config import ServerConfig
+from plait.errors import ConfigError
+from plait.server.keys import Allowance, Keyring, read_keys
+
+
+def ring(tmp_path: Path, text: str, **config: Any) -> Keyring:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    return read_keys(ServerConfig(api_key_file=str(file), **config))
+
+
+def test_keys_are_written_plain_or_as_digests_with_names_and_limits(tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"third").hexdigest()
+    text = f"# keys\n\nfirst\nbob: second rpm=5 open=2\ncarol: sha256:{digest} tpm=100\n"
+    keys = ring(tmp_path, text, requests_per_minute=60).keys
+    assert [key.name for key in keys][1:] == ["bob", "carol"]
+    assert keys[0].name.startswith("key-")
+    assert keys[0].allowance == Allowance(requests_per_minute=60)
+    assert keys[1].allowance == Allowance(requests_per_minute=5, max_requests=2)
+    assert keys[2].allowance == Allowance(requests_per_minute=60, tokens_per_minute=100)
+    assert keys[2].digest == hashlib.sha256(b"third").digest()
+
+
+def test_a_key_without_a_name_is_called_the_same_wherever_it_stands() -> None:
+    one, other = read_keys(ServerConfig(api_key=("a-key", "b-key"))), read_keys(ServerConfig(api_key="b-key"))
+    assert one.keys[1].name == other.keys[0].name != one.keys[0].name
+    assert "b-key" not in other.keys[0].name
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["a b", "no/name: x", "bob:", "bob: sha256:123", "bob: x rpm=0", "bob: x tpm=-1", "bob: x rpm=many"],
+)
+def test_a_line_that_cannot_be_read_is_refused_by_its_number_alone(tmp_path: Path, line: str) -> None:
+    with pytest.raises(ConfigError, match="line 2") as found:
+        ring(tmp_path, f"# one\n{line}\n")
+    assert line not in str(found.value)
+
+
+@pytest.mark.parametrize("text", ["", "# none\n"])
+def test_a_file_without_keys_lets_nobody_in(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="holds no key"):
+        ring(tmp_path, text)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_keys(ServerConfig(api_key_file=str(tmp_path / "missing")))
+
+
+@pytest.mark.parametrize("keys", [("same", "same"), ("x:one", "x:two")])
+def test_two_keys_that_are_one_are_refused(keys: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="key"):
+        read_keys(ServerConfig(api_key=keys))
+
+
+@pytest.mark.parametrize(
+    ("headers", "name"),
+    [
+        ({"authorization": "Bearer one"}, "a"),
+        ({"authorization": "bearer one"}, "a"),
+        ({"authorization": "BEARER   two "}, "b"),
+        ({"x-api-key": "two"}, "b"),
+        ({"authorization": "Bearer wrong", "x-api-key": "two"}, "b"),
+        ({"authorization": "Bearer sk-ü".encode().decode("latin-1")}, "c"),
+        ({}, None),
+        ({"authorization": "Bearer"}, None),
+        ({"authorization": "Basic one"}, None),
+        ({"authorization": "one"}, None),
+        ({"x-api-key": "On"}, None),
+        ({"x-api-key": "one "}, "a"),
+        ({"x-api-key": "ones"}, None),
+    ],
+)
+def test_a_key_is_found_in_either_header(headers: dict[str, str], name: str | None) -> None:
+    found = read_keys(ServerConfig(api_key=("a:one", "b:two", "c:sk-ü"))).find(headers)
+    assert (found.name if found else None) == name
+
+
+def test_without_keys_anybody_is_served_with_one_allowance() -> None:
+    keyring = read_keys(ServerConfig(requests_per_minute=3))
+    found = keyring.find({})
+    assert not keyring
+    assert found is not None
+    assert found.allowance.requests_per_minute == 3
