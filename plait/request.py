@@ -10,6 +10,7 @@ from typing import Any, Literal
 from plait.errors import InvalidField
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+Pooling = Literal["last", "mean"]
 MAX_LOGPROBS = 20
 MAX_N = 128
 DEFAULT_TEMPERATURE, DEFAULT_TOP_P, DEFAULT_TOP_K = 0.7, 0.9, 40
@@ -197,6 +198,8 @@ class RequestTrace:
     num_output_tokens: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
+    `grammar`: what every choice must be; `thinking`: how much of it may be thinking.
+    `pooling`: what is wanted is the hidden state after the last norm, of the last token or the mean of all.
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
 
@@ -208,8 +211,11 @@ class Event:
     `prompt_logprobs` (first event of a request that asked): one entry per prompt token after the first.
     `token_ids` does not hold the end-of-generation token that stopped it; `stop_token_id` does.
     `num_cached_tokens`: tokens of the prompt that were not computed again. `error`: the exception behind
+    grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
+    pooling: Pooling | None = None
     finish_reason "error". `trace`: comes with the finish_reason, unless the request was never taken; events
-    that differ in it alone are equal.
+    that differ in it alone are equal. `embedding` (last event of a request with `pooling`): the hidden state.
     """
 
     request_id: str
@@ -222,3 +228,4 @@ class Event:
     num_cached_tokens: int = 0
     error: Exception | None = None
     trace: RequestTrace | None = field(default=None, compare=False)
+    embedding: tuple[float, ...] | None = None

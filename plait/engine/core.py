@@ -22,6 +22,7 @@ from plait.errors import DeadlineExceeded, EngineError, InvalidField, PlaitError
 from plait.ops.seed import choice_seed
 from plait.request import Event, Request, RequestTrace
 from plait.schedule.plan import Load, Plan, Sampled, SamplingBatch, Save
+from plait.schedule.pooling import Pool
 from plait.schedule.scheduler import Scheduler
 from plait.schedule.sequence import Sequence as TokenSequence
 from plait.schedule.sequence import Update
@@ -201,6 +202,7 @@ class Engine:
                 boundaries=request.boundaries,
                 priority=request.priority,
                 deadline=None if timeout_s is None else arrived + timeout_s,
+                pool=Pool(request.pooling) if request.pooling else None,
             )
             for index, so_far in enumerate(request.resumed or ((),) * params.n)
             if so_far is not None
@@ -266,6 +268,7 @@ class Engine:
             finish_reason=update.finish_reason,
             stop_token_id=update.stop_token_id,
             num_cached_tokens=update.num_cached_tokens,
+            embedding=update.embedding,
         )
         if update.finish_reason is not None:
             self._end(choice, event)

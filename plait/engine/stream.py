@@ -37,6 +37,7 @@ class Delta:
 
     `logprobs` are of exactly the tokens whose text starts in this delta. `stop_reason`: the stop string or
     the token id that ended it. `num_tokens`: output tokens so far, end-of-generation not counted.
+    `embedding`: the hidden state, in the one delta of a request that asked for it.
     """
 
     index: int
@@ -49,6 +50,7 @@ class Delta:
     num_cached_tokens: int = 0
     num_tokens: int = 0
     error: Exception | None = None
+    embedding: tuple[float, ...] | None = None
 
 
 class Choice:
@@ -120,6 +122,7 @@ class Choice:
             num_cached_tokens=event.num_cached_tokens,
             num_tokens=self._num_tokens,
             error=event.error if matched is None else None,
+            embedding=event.embedding,
         )
 
     def _text_logprob(self, lp: TokenLogprobs) -> TextLogprob:

@@ -59,9 +59,17 @@ class Decoder:
 
     def __call__(self, batch: Batch, store: StateStore) -> Tensor:
         """Logits of the wanted rows, [L, vocab] float32; the state of every sequence moves on."""
+        return self.logits(self.hidden(batch, store), batch)
+
+    def hidden(self, batch: Batch, store: StateStore) -> Tensor:
+        """What the model makes of every token, after the last norm: [T, hidden]. The states move on."""
         x, delta = self.embed(batch.token_ids), None
         for branch in self.branches:
             x, h = branch.enter(x, delta)
             delta = branch(h, batch, store)
         _, h = self.norm.add(x, delta)
+        return h
+
+    def logits(self, h: Tensor, batch: Batch) -> Tensor:
+        """h: [T, hidden] -> logits of the wanted rows, [L, vocab] float32."""
         return self.head(self._take_rows(h, batch.logit_rows))

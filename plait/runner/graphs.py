@@ -7,7 +7,7 @@ buffers: one program serves every batch, decodes and pieces of prompts alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,13 +159,17 @@ class StaticBatch:
 
 
 class Program:
-    """The decoder's step as one native call. Raises CannotRecord, naming the op that is in the way."""
+    """The decoder's step as one native call. Raises CannotRecord, naming the op that is in the way.
+
+    `hidden`: what the last call left of each token, [tokens, hidden].
+    """
 
     def __init__(self, decoder: Decoder, store: StateStore, executor: Any, static: StaticBatch) -> None:
         self._executor, self._static = executor, static
         capacity = static.capacity
         with executor.recording(capacity.tokens, capacity.logits) as self._program, ViewsOnly():
-            self._logits = decoder(static.batch, store)
+            self.hidden = decoder.hidden(static.batch, store)  # held, so that nothing takes its place
+            self._logits = decoder.logits(self.hidden, static.batch)
 
     @property
     def launches(self) -> Sequence[str]:
@@ -192,7 +196,7 @@ def recorded(
     executor: Any,
     groups: Sequence[BlockGroup],
     capacity: Capacity,
-) -> tuple[Callable[[Plan], Tensor] | None, StaticBatch | None, str]:
+) -> tuple[Program | None, StaticBatch | None, str]:
     """(replay, its buffers, what was done or why it could not be)."""
     if executor is None:
         return None, None, "there is no executor of native kernels"

@@ -13,6 +13,7 @@ from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.runner.graphs import Capacity, recorded
 from plait.runner.inputs import build_batch
+from plait.runner.pooling import with_pooled
 from plait.runner.sampler import Sampler
 from plait.schedule.plan import (
     Chunk,
@@ -63,12 +64,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
-        """One step: the answer to every chunk that wants logits, in the plan's order."""
+        """One step: the answer to every chunk that has one, in the plan's order."""
         self._move(plan.moves)
         self.store.zero_slots(plan.fresh)
         if not plan.chunks:
             return []
-        return self.sampler.sample(self._logits(plan), sampling)
+        hidden, logits = self._computed(plan)
+        return with_pooled(plan, hidden, self.sampler.sample(logits, sampling))
 
     def _move(self, moves: Sequence[Move]) -> None:
         """In their order; neighbours that copy the same kind of memory go to the store together."""
@@ -101,10 +103,14 @@ class ModelRunner:
         if self.executor:
             self.executor.close()
 
-    def _logits(self, plan: Plan) -> Tensor:
+    def _computed(self, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Hidden states, [at least the plan's tokens, hidden], and logits of the wanted rows."""
         if self._replay and self._static and self._static.fits(plan):
-            return self._replay(plan)
-        return self.decoder(build_batch(plan, self.groups, self.store.block_size, self.device), self.store)
+            logits = self._replay(plan)
+            return self._replay.hidden, logits
+        batch = build_batch(plan, self.groups, self.store.block_size, self.device)
+        hidden = self.decoder.hidden(batch, self.store)
+        return hidden, self.decoder.logits(hidden, batch)
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], chunk_size: int) -> Tensor:

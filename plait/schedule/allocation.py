@@ -91,7 +91,7 @@ class Allocation:
         if not self._caches:
             return Hit()
         self._extend(seq)
-        if seq.wants_prompt_logprobs and len(seq.scored) < seq.prompt_len - 1:
+        if seq.needs_all_tokens:
             return Hit()
         return self.pools.index.lookup(seq.chain, seq.token_ids, seq.num_tokens - 1)
 

@@ -17,9 +17,9 @@ def answers_by_id(
 
     Raises EngineError if there are more or fewer.
     """
-    chunks = [c for c in plan.chunks if c.num_logits]
+    chunks = [c for c in plan.chunks if c.has_answer]
     if len(chunks) != len(sampled):
-        raise EngineError(f"step {plan.step}: {len(sampled)} answers for {len(chunks)} chunks with logits")
+        raise EngineError(f"step {plan.step}: {len(sampled)} answers for {len(chunks)} chunks that have one")
     for chunk, answer in zip(chunks, sampled, strict=True):
         seq = sequences.get(chunk.seq_id)
         if seq is None or not seq.in_step:

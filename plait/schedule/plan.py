@@ -15,6 +15,7 @@ class Chunk:
 
     `blocks`: one block table per block group, in the groups' order; `slot`: its place for fixed-size state.
     `num_logits`: the last that many tokens' logits are wanted (0: a piece in the middle of a prompt).
+    `num_pooled`: the sum of the last that many tokens' hidden states is wanted.
     """
 
     seq_id: int
@@ -23,10 +24,16 @@ class Chunk:
     blocks: tuple[Table, ...]
     slot: int
     num_logits: int
+    num_pooled: int = 0
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether the runner answers it: with tokens, log-probabilities or hidden states."""
+        return self.num_logits > 0 or self.num_pooled > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +126,19 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """One row for each chunk of a plan that has logits, in the plan's order."""
+    """One row for each chunk of a plan that has an answer, in the plan's order."""
 
     rows: tuple[SamplingRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The sampler's answer to one `SamplingRow`: one token per sample; `logprobs` as many, or None."""
+    """The answer to one `SamplingRow`: one token per sample; `logprobs` as many, or None.
+
+    `pooled`: the sum of the hidden states that its chunk asked for, one number per dimension.
+    """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    pooled: tuple[float, ...] = ()

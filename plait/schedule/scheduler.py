@@ -152,7 +152,7 @@ class Scheduler:
 
     def sampling(self, plan: Plan) -> SamplingBatch:
         """What the sampler must know about a plan that was just made."""
-        wanted = [(self._by_id[c.seq_id], c) for c in plan.chunks if c.num_logits]
+        wanted = [(self._by_id[c.seq_id], c) for c in plan.chunks if c.has_answer]
         return SamplingBatch(tuple(seq.sampling_row(c.start, c.end - len(seq.draft)) for seq, c in wanted))
 
     def commit(self, plan: Plan, sampled: Sequence[Sampled]) -> list[Update]:
@@ -314,13 +314,9 @@ class Scheduler:
     def _next_suspect(self) -> TokenSequence | None:
         """The suspect that must run alone now; None also when it has to wait for memory."""
         suspect = next(iter(self._suspects), None)
-        if (
-            suspect is None
-            or suspect.phase is Phase.RUNNING
-            or self._admit(suspect, self.memory.lookup(suspect))
-        ):
+        if suspect is None or suspect.phase is Phase.RUNNING:
             return suspect
-        return None
+        return suspect if self._admit(suspect, self.memory.lookup(suspect)) else None
 
     def _save_if_cheaper(self, seq: TokenSequence) -> None:
         """To host memory with a sequence that makes room, unless it is quicker to compute it again."""
@@ -362,13 +358,14 @@ class Scheduler:
             blocks=tuple(map(tuple, seq.tables)),
             slot=seq.slot,
             num_logits=seq.num_logits(start, end),
+            num_pooled=seq.num_pooled(start, end) if seq.pool else 0,
         )
 
     def _advance(self, seq: TokenSequence, chunk: Chunk, answer: Sampled | None) -> Update | None:
         draft, seq.draft, seq.in_step = seq.draft, (), False
         end, is_scoring = chunk.end - len(draft), seq.wants_prompt_logprobs and not seq.num_output_tokens
         if answer:
-            seq.scored.extend(answer.prompt_logprobs)
+            seq.take(answer, end)
         if end < seq.num_tokens:
             self._settle(seq, end, accepted=True)
             return None
@@ -393,6 +390,7 @@ class Scheduler:
             num_cached_tokens=seq.num_cached_tokens,
             num_drafted=len(draft),
             num_accepted=num_accepted,
+            embedding=seq.pool.vector() if seq.pool else None,
         )
 
     def _settle(self, seq: TokenSequence, end: int, *, accepted: bool) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from plait.request import FinishReason, SamplingParams, TokenLogprobs
-from plait.schedule.plan import SamplingRow
+from plait.schedule.plan import Sampled, SamplingRow
+from plait.schedule.pooling import Pool
 from plait.state.prefix import root
 
 
@@ -36,7 +37,8 @@ class Sequence:
 
     `token_ids`: prompt and output; `num_computed_tokens` of them are in the state that `tables` (one block
     table per group) and `slot` point to. `max_len`: where it must end, in tokens. `scored`: log-probabilities
-    of prompt tokens so far, the first of them for the second token. `deadline`: on the scheduler's clock.
+    of prompt tokens so far, the first of them for the second token. `pool`: its hidden states, if those are
+    wanted instead of tokens. `deadline`: on the scheduler's clock.
 
     `chain` and `num_recorded`: its hashes, and how many of its blocks the prefix cache knows. `marks`:
     positions where a snapshot is wanted. `in_step`: a step was planned with it and is not committed; `draft`:
@@ -76,6 +78,7 @@ class Sequence:
     miss_cause: str = ""
     num_preemptions: int = 0
     scored: list[TokenLogprobs] = field(default_factory=list)
+    pool: Pool | None = None
     is_penalized: bool = field(init=False)  # whether its sampler must know what came before
 
     def __post_init__(self) -> None:
@@ -112,10 +115,29 @@ class Sequence:
 
         Tokens of a draft are not part of start..end, and have one row each.
         """
+        if self.pool:
+            return 0
         last = int(end == len(self.token_ids))
         if not self.wants_prompt_logprobs or len(self.scored) >= self.prompt_len - 1:
             return last + len(self.draft)
         return max(end - max(start, len(self.scored)), last)
+
+    def num_pooled(self, start: int, end: int) -> int:
+        """Hidden states that a chunk start..end must give."""
+        return self.pool.wanted(start, end, len(self.token_ids)) if self.pool else 0
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether each of its tokens must be computed, also those whose state is known already."""
+        if self.pool:
+            return self.pool.needs_all_tokens
+        return self.wants_prompt_logprobs and len(self.scored) < self.prompt_len - 1
+
+    def take(self, answer: Sampled, end: int) -> None:
+        """What a step said about the tokens before `end`, beside what follows them."""
+        self.scored.extend(answer.prompt_logprobs)
+        if self.pool and answer.pooled:
+            self.pool.add(answer.pooled, end)
 
     def sampling_row(self, start: int, end: int) -> SamplingRow:
         """What the sampler must know about the chunk start..end, behind which the draft follows."""
@@ -149,7 +171,8 @@ def num_computed(prompt_len: int, max_len: int) -> int:
 class Update:
     """What one step added to a sequence, and why it ended if it did.
 
-    `num_accepted` of the `num_drafted` tokens that were guessed before the step were right.
+    `num_accepted` of the `num_drafted` tokens that were guessed before the step were right. `embedding`: the
+    pooled hidden state, once, at the end of a sequence that was asked for it.
     """
 
     seq_id: int
@@ -163,3 +186,4 @@ class Update:
     num_cached_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    embedding: tuple[float, ...] | None = None
