@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -118,7 +119,10 @@ class Sampler:
         edits = [
             at
             for at, (row, i) in enumerate(draws)
-            if row.history or row.params.logit_bias or (row.stop_token_ids and i < row.num_stopless)
+            if row.history
+            or row.params.logit_bias
+            or row.masks
+            or (row.stop_token_ids and i < row.num_stopless)
         ]
         if not edits and not len(self.holes):
             return logits
@@ -134,15 +138,29 @@ class Sampler:
         return logits
 
     def _edit(self, logits: Tensor, draw: Draw, past: Tensor | None) -> None:
-        """In place, [vocab]: first what must not stop yet, then biases, then penalties (vLLM's order)."""
+        """In place, [vocab]: first masks and what must not stop yet, then biases, then penalties."""
         row, i = draw
         params = row.params
-        if i < row.num_stopless and (forbidden := [t for t in row.stop_token_ids if 0 <= t < self.limit]):
-            logits[forbidden] = -torch.inf
+        early = [t for t in row.stop_token_ids if 0 <= t < self.limit] if i < row.num_stopless else []
+        if row.masks:
+            allowed = self._mask(row.masks[i])
+            logits.masked_fill_(~allowed, -torch.inf)
+            allowed[early] = False
+            early = early if allowed.any() else []  # what the mask demands cannot wait
+        if early:
+            logits[early] = -torch.inf
         if bias := {t: b for t, b in params.logit_bias.items() if t < self.limit}:
             logits[list(bias)] += torch.tensor(list(bias.values()), device=logits.device)
         if past is not None:
             _penalise(logits, past, row.prompt_len, params)
+
+    def _mask(self, words: bytes) -> Tensor:
+        """Which tokens may be sampled, [limit] bool."""
+        bits = np.unpackbits(np.frombuffer(words, np.uint8), count=self.limit, bitorder="little")
+        allowed = torch.from_numpy(bits.view(np.bool_)).to(self.holes.device)
+        if len(self.holes):
+            allowed[self.holes] = False
+        return allowed
 
     def _logprobs_of(
         self, logits: Tensor, draws: Sequence[Draw], ids: Sequence[int]

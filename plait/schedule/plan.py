@@ -108,7 +108,9 @@ class SamplingRow:
     number is a function of `seed` and its position alone. `draft` holds the tokens that the second row and
     those after it took for granted: row i stands behind `history` + `draft[:i]`. `history` is the prompt
     (`prompt_len` tokens) and the output so far, empty where no penalty needs it. None of the first
-    `num_stopless` samples may be one of `stop_token_ids` (min_tokens).
+    `num_stopless` samples may be one of `stop_token_ids` (min_tokens). `masks`: what each sample may be, one
+    bit per token id in little-endian uint32 words, the lowest first; (): anything. Where a mask leaves nothing
+    but what `num_stopless` forbids, the mask counts.
     """
 
     params: SamplingParams
@@ -122,6 +124,7 @@ class SamplingRow:
     prompt_len: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     num_stopless: int = 0
+    masks: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

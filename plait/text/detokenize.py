@@ -15,12 +15,18 @@ class StreamDecoder:
 
     The law: `decode(prefix + ids) == decode(prefix) + push(ids[0]) + … + flush()`, for a prefix that ends
     with a whole character. A prefix that ends inside one hands its bytes on, so the character appears.
+    `shown`: control tokens whose text appears although the others' does not.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special: bool = True, prefix_ids: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        skip_special: bool = True,
+        prefix_ids: Sequence[int] = (),
+        shown: frozenset[int] = frozenset(),
     ) -> None:
-        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_ids - shown if skip_special else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         tail = self._tail(prefix_ids)
         self._at_start = tokenizer.strips_first_space and not tail
@@ -38,7 +44,7 @@ class StreamDecoder:
         return self._utf8.decode(b"", final=True)
 
     def _shown(self, token_id: int) -> bytes:
-        if self._skip_special and token_id in self._tokenizer.special_ids:
+        if token_id in self._hidden:
             return b""
         return self._tokenizer.token_bytes(token_id)
 

@@ -113,3 +113,15 @@ def test_offsets_say_where_each_token_begins() -> None:
     assert text[offsets[-1] :] == "b"
     assert offsets == sorted(offsets)
     assert offsets.count(text.index("😀")) == 4
+
+
+def test_control_tokens_that_are_to_be_seen_are_and_the_others_are_not() -> None:
+    tokenizer = TOKENIZERS["cl100k_base"]
+    seen, hidden = sorted(tokenizer.special_ids)[:2]
+    ids = [*tokenizer.encode("a"), seen, *tokenizer.encode("b"), hidden, *tokenizer.encode("c")]
+    shown = frozenset({seen})
+    assert stream(tokenizer, ids, shown=shown) == f"a{tokenizer.token_text(seen)}bc"
+    assert stream(tokenizer, ids) == "abc"
+    assert stream(tokenizer, ids, skip_special=False, shown=shown) == tokenizer.decode(
+        ids, skip_special=False
+    )

@@ -1,26 +1,13 @@
-"""What a reply must look like: a description, as a client sends it, and the limits on it."""
+"""What a reply must look like: `Grammar`, as a client describes it, and the limits on one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
-Kind = Literal["json_schema", "regex", "choice", "lark", "gbnf"]
+from plait.request import Grammar, GrammarKind
+
+__all__ = ["Grammar", "GrammarKind", "GrammarLimits"]
 _MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """One description of what a reply must be, from its first to its last byte.
-
-    `source` is the JSON text of a schema, a regular expression (Rust's syntax, anchored at both ends), the
-    JSON text of a list of strings, or a grammar in Lark's or llama.cpp's notation. `param` is the request's
-    field that it came from, for messages; two grammars that differ in nothing else are equal.
-    """
-
-    kind: Kind
-    source: str
-    param: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
