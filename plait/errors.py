@@ -22,6 +22,8 @@ PlaitError
 │   ├── BadGrammar         400
 │   └── Cancelled          499
 └── EngineError            500      our own fault; belongs to one request or to a dead engine
+    ├── EngineKilled                engines end when they work on this request; it is not tried again
+    ├── EngineLost                  the engine's process ended too often and is not started any more
     └── CannotRecord                a step that must run op by op; told, never shown as a fault
 """
 
@@ -134,6 +136,18 @@ class Cancelled(RequestError):
 
 class EngineError(PlaitError):
     code = "engine_error"
+
+
+class EngineKilled(EngineError):
+    """A request was in the last step of two engines that ended. It is to blame, and is not tried again."""
+
+    code = "engine_killed"
+
+
+class EngineLost(EngineError):
+    """The engine's process ended again and again, and no request is to blame. Nothing can be served."""
+
+    code = "engine_lost"
 
 
 class CannotRecord(EngineError):

@@ -10,9 +10,11 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
-from plait.engine.loop import EngineLoop
+from prometheus_client import CollectorRegistry
+
+from plait.engine.choice import OnEvent
 from plait.engine.stream import Stream
 from plait.engine.terms import NO_TERMS, Terms
 from plait.errors import BadTemplate, ContextTooLong, InvalidField
@@ -34,6 +36,19 @@ class Language:
     stop_token_ids: frozenset[int]
 
 
+class Loop(Protocol):
+    """An engine that runs: `EngineLoop` in this process, `EngineProcess` in another. Safe from any thread."""
+
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def registry(self) -> CollectorRegistry: ...
+    def submit(self, request: Request, on_event: OnEvent) -> None: ...
+    def cancel(self, request_id: str, index: int | None = None) -> None: ...
+    def stats(self) -> Mapping[str, int]: ...
+    def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool: ...
+
+
 class Front:
     """A loaded model behind its engine. Every method is safe from any thread.
 
@@ -45,7 +60,7 @@ class Front:
         name: str,
         spec: ModelSpec,
         max_model_len: int,
-        loop: EngineLoop,
+        loop: Loop,
         language: Language,
         prefix_cache: bool = True,
     ) -> None:

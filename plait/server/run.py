@@ -37,9 +37,9 @@ def serve(model: str, engine: EngineConfig, server: ServerConfig) -> None:
     """Serve a model until SIGTERM or SIGINT. Raises ConfigError for a taken port, and what loading raises."""
 
     def load(report: Report) -> Front:
-        from plait.engine.load import load as load_model
+        from plait.engine.process import load_process
 
-        return load_model(model, engine, report).front
+        return load_process(model, engine, report)
 
     _log_to_stderr()
     serve_front(load, server)

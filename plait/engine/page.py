@@ -1,0 +1,107 @@
+"""A page of memory that an engine's process shares with the front: what it is doing, readable after its end.
+
+Written by one thread of the child (the signs of life by a second one), read by the front at any time. Every
+value is eight bytes, stored at once. Shared memory outlives any way to die and costs nothing to write.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from array import array
+from collections.abc import Collection, Sequence
+
+NUM_STATS = 64
+ALIVE, BUSY, ARRIVING, NUM_PLANNED = range(4)
+STATS = 4
+PLANNED = STATS + NUM_STATS
+
+
+class Page:
+    """Times are seconds on the clock that all processes share (`time.monotonic`).
+
+    `alive_s`: when a thread of the child last ran; frozen and dying processes let it stand. `busy_since_s`:
+    since when the engine's thread is at its present round; 0: it waits for something to do. `arriving`: the
+    key of the request it is taking. `planned`: keys of the requests in the last step that began.
+    """
+
+    def __init__(self, fd: int, max_planned: int) -> None:
+        """Over a file from `new_page`, which is closed."""
+        self._max_planned = max_planned
+        self._memory = mmap.mmap(fd, nbytes(max_planned))
+        os.close(fd)
+        self._times = memoryview(self._memory).cast("d")
+        self._numbers = memoryview(self._memory).cast("q")
+
+    @property
+    def alive_s(self) -> float:
+        return self._times[ALIVE]
+
+    def beat(self) -> None:
+        """The process runs."""
+        self._times[ALIVE] = time.monotonic()
+
+    @property
+    def busy_since_s(self) -> float:
+        return self._times[BUSY]
+
+    def begin(self) -> None:
+        """A round begins: something is to be done."""
+        self._times[BUSY] = time.monotonic()
+
+    def rest(self) -> None:
+        """There is nothing to do."""
+        self._times[BUSY] = 0.0
+
+    @property
+    def arriving(self) -> int:
+        return self._numbers[ARRIVING]
+
+    @arriving.setter
+    def arriving(self, key: int) -> None:
+        self._numbers[ARRIVING] = key
+
+    @property
+    def planned(self) -> tuple[int, ...]:
+        count = min(max(self._numbers[NUM_PLANNED], 0), self._max_planned)
+        return tuple(self._numbers[PLANNED : PLANNED + count])
+
+    @planned.setter
+    def planned(self, keys: Collection[int]) -> None:
+        # Nobody is blamed for a list that is half written.
+        self._numbers[NUM_PLANNED] = 0
+        self._numbers[PLANNED : PLANNED + len(keys)] = memoryview(array("q", keys))
+        self._numbers[NUM_PLANNED] = len(keys)
+
+    def stats(self, count: int) -> tuple[int, ...]:
+        """The first `count` numbers of those `put_stats` wrote."""
+        return tuple(self._numbers[STATS : STATS + count])
+
+    def put_stats(self, values: Sequence[int]) -> None:
+        """At most `NUM_STATS` numbers, in an order that both sides know."""
+        for i, value in enumerate(values):
+            self._numbers[STATS + i] = value
+
+    def close(self) -> None:
+        """Give the memory back. May be called twice."""
+        self._times.release()
+        self._numbers.release()
+        self._memory.close()
+
+
+def nbytes(max_planned: int) -> int:
+    """Bytes of a page for steps of at most so many requests."""
+    return 8 * (PLANNED + max_planned)
+
+
+def new_page(max_planned: int) -> int:
+    """The descriptor of memory for a `Page`: all zero, without a name, gone with its last user."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("plait-engine")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.truncate(fd, nbytes(max_planned))
+    return fd

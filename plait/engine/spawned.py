@@ -1,0 +1,108 @@
+"""A child process with an engine in it, as the front process holds it: started, spoken to, ended for good."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+
+from plait.engine.page import Page, new_page
+from plait.engine.wire import Frames, FromChild, FromFront, Hello, frame
+
+PIECE = 1 << 18  # bytes read at a time
+# Signals for a whole group (Ctrl-C in a terminal, a service that is stopped) are the front's to answer.
+_RUN = (
+    "import signal as s; s.signal(s.SIGINT, s.SIG_IGN); s.signal(s.SIGTERM, s.SIG_IGN); import json, sys; "
+    "sys.path[:] = json.loads(sys.argv[1]); from plait.engine.child import main; main()"
+)
+
+
+class Spawned:
+    """One process, its socket and its page. Everything from the thread that made it: when that ends, so does
+    the process. Raises OSError if the system cannot start it.
+    """
+
+    def __init__(self, hello: Hello, max_planned: int) -> None:
+        self._frames: Frames[FromChild] = Frames(FromChild)
+        self._outbox: deque[memoryview] = deque()
+        self.socket, theirs = socket.socketpair()
+        page = new_page(max_planned)
+        try:
+            numbers = (theirs.fileno(), page, max_planned, os.getpid())
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _RUN, json.dumps(sys.path), *map(str, numbers)],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # whatever a library prints there belongs to the log
+                pass_fds=numbers[:2],
+            )
+        except BaseException:
+            self.socket.close()
+            os.close(page)
+            raise
+        finally:
+            theirs.close()
+        self.page = Page(page, max_planned)
+        self.page.beat()
+        self.socket.setblocking(False)
+        self.send(hello)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: FromFront) -> None:
+        """Queue a message; `pump` sends it. Raises EngineError for one that is too long."""
+        self._outbox.append(memoryview(frame(message)))
+
+    @property
+    def has_outbox(self) -> bool:
+        return bool(self._outbox)
+
+    def pump(self) -> None:
+        """Send what the socket takes now. Raises OSError when the child has gone."""
+        while self._outbox:
+            try:
+                num_sent = self.socket.send(self._outbox[0])
+            except BlockingIOError:
+                return
+            if num_sent < len(self._outbox[0]):
+                self._outbox[0] = self._outbox[0][num_sent:]
+            else:
+                self._outbox.popleft()
+
+    def receive(self) -> Iterator[FromChild]:
+        """Messages that are there now. Raises EOFError or OSError when the child has gone, and BadFrame."""
+        try:
+            piece = self.socket.recv(PIECE)
+        except BlockingIOError:
+            return
+        if not piece:
+            raise EOFError("the engine's process has gone")
+        yield from self._frames.feed(piece)
+
+    def end(self, timeout_s: float = 0.0) -> str:
+        """How it ended; it is killed unless it ends by itself within `timeout_s`. Frees the socket."""
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            code = None
+        self.socket.close()
+        if code is None:
+            return "it was ended"
+        if code < 0:
+            return f"it was ended by {_signal_name(-code)}"
+        return f"it exited with code {code}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,281 @@
+"""What the front process and the engine's child say to each other: msgpack in frames with a length.
+
+Nothing that arrives is code. A frame is four bytes of length, big-endian, and one message; what is longer
+than `MAX_FRAME_NBYTES` or no message of the other side is a `BadFrame`, and the sender's end.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+
+from plait import errors, spec
+from plait.config import MIB, EngineConfig
+from plait.errors import BadFile, EngineError, OutOfMemory, PlaitError, RequestError
+from plait.request import Event, FinishReason, Request, RequestTrace, TokenLogprobs
+from plait.spec import ModelSpec
+
+MAX_FRAME_NBYTES = 256 * MIB  # log-probabilities of a long prompt, with alternatives, are tens of megabytes
+LENGTH = struct.Struct(">I")
+Scores = tuple[tuple[int, float, tuple[tuple[int, float], ...]], ...]  # fields of `TokenLogprobs`
+M = TypeVar("M")
+
+
+class BadFrame(EngineError):
+    """What arrived is too long, or not one of the other side's messages."""
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True):
+    """A message is an array: its tag, then its fields."""
+
+
+class Hello(Message, frozen=True, tag=1):
+    """The first word to a child: what to load, with whose function, and how much to log."""
+
+    builder: str
+    model: str
+    config: EngineConfig
+    log_levels: dict[str, int]
+
+
+class Submit(Message, frozen=True, tag=2):
+    """Start a request, or go on with it; its events carry `key`. `arrival_s` is on the common clock."""
+
+    key: int
+    request: Request
+    arrival_s: float
+
+
+class Cancel(Message, frozen=True, tag=3):
+    """End a request, or one of its choices."""
+
+    key: int
+    index: int | None
+
+
+class Count(Message, frozen=True, tag=4):
+    """Asks for the engine's metrics: `Counted` with the same number answers."""
+
+    number: int
+
+
+class Close(Message, frozen=True, tag=5):
+    """End what is open, say so, and exit."""
+
+
+class Progress(Message, frozen=True, tag=1):
+    """How far loading is: `done` of `total` of what `text` says."""
+
+    text: str
+    done: int
+    total: int
+
+
+class Headers(Message, frozen=True, tag=2):
+    """A model's headers are read: the JSON of its `TextSource`."""
+
+    source: bytes
+
+
+class Ready(Message, frozen=True, tag=3):
+    """Requests are taken. `spec`: see `packed`; `longest`: the longest sequence whose state fits."""
+
+    spec: Any
+    max_model_len: int
+    longest: int
+    stat_names: tuple[str, ...]
+
+
+class Spoken(Message, frozen=True, gc=False):
+    """An `Event` of the request `key`. `error`: see `told`."""
+
+    key: int
+    index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_token_id: int | None
+    num_cached_tokens: int
+    logprobs: Scores | None
+    prompt_logprobs: Scores | None
+    error: tuple[str, str, str | None] | None
+    trace: RequestTrace | None
+
+
+class Events(Message, frozen=True, tag=4):
+    """All that a step brought."""
+
+    spoken: tuple[Spoken, ...]
+
+
+class Counted(Message, frozen=True, tag=5):
+    """The engine's metrics: families as (name, help, type, samples), a sample as (name, labels, value)."""
+
+    number: int
+    families: tuple[tuple[str, str, str, tuple[tuple[str, dict[str, str], float], ...]], ...]
+
+
+class Logged(Message, frozen=True, tag=6):
+    """A record of the child's log."""
+
+    name: str
+    level: int
+    text: str
+
+
+class Fault(Message, frozen=True, tag=7):
+    """The child ends, for this reason; see `told`."""
+
+    error: tuple[str, str, str | None]
+
+
+FromFront = Hello | Submit | Cancel | Count | Close
+FromChild = Progress | Headers | Ready | Events | Counted | Logged | Fault
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: Message) -> bytes:
+    """A message as it is sent. Raises EngineError if it is too long for a frame."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_NBYTES:
+        raise EngineError(
+            f"a {type(message).__name__} of {len(body)} bytes is more than the engine's process takes "
+            f"({MAX_FRAME_NBYTES})"
+        )
+    return LENGTH.pack(len(body)) + body
+
+
+class Frames(Generic[M]):
+    """Bytes as they arrive, cut into the messages of one side."""
+
+    def __init__(self, kinds: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kinds)
+        self._rest = bytearray()
+
+    def feed(self, piece: bytes) -> Iterator[M]:
+        """The messages that are complete with this piece. Raises BadFrame."""
+        rest = self._rest
+        rest += piece
+        start = 0
+        while len(rest) - start >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(rest, start)
+            if length > MAX_FRAME_NBYTES:
+                raise BadFrame(f"a frame of {length} bytes; the limit is {MAX_FRAME_NBYTES}")
+            end = start + LENGTH.size + length
+            if len(rest) < end:
+                break
+            body, start = bytes(memoryview(rest)[start + LENGTH.size : end]), end
+            try:
+                message = self._decoder.decode(body)
+            except (msgspec.MsgspecError, PlaitError) as error:
+                raise BadFrame(f"a frame that is no message: {error}") from error
+            yield cast("M", message)
+        del rest[:start]
+
+
+def spoken(key: int, event: Event) -> Spoken:
+    """An event as it is sent."""
+    return Spoken(
+        key,
+        event.index,
+        event.token_ids,
+        event.finish_reason,
+        event.stop_token_id,
+        event.num_cached_tokens,
+        _flat(event.logprobs),
+        _flat(event.prompt_logprobs),
+        None if event.error is None else told(event.error),
+        event.trace,
+    )
+
+
+def _flat(scores: tuple[TokenLogprobs, ...] | None) -> Scores | None:
+    return None if scores is None else tuple((lp.token_id, lp.logprob, lp.top) for lp in scores)
+
+
+def heard(request_id: str, said: Spoken) -> Event:
+    """The event that `said` stands for."""
+    logprobs, prompt = said.logprobs, said.prompt_logprobs
+    return Event(
+        request_id,
+        said.index,
+        said.token_ids,
+        None if logprobs is None else tuple(TokenLogprobs(*one) for one in logprobs),
+        None if prompt is None else tuple(TokenLogprobs(*one) for one in prompt),
+        said.finish_reason,
+        said.stop_token_id,
+        said.num_cached_tokens,
+        None if said.error is None else raised(*said.error),
+        said.trace,
+    )
+
+
+def told(error: BaseException) -> tuple[str, str, str | None]:
+    """(class, message, param) of an exception; what is not ours is told in the words of ours."""
+    text = " ".join(str(error).split())
+    match error:
+        case PlaitError():
+            param = error.param if isinstance(error, RequestError) else None
+            return _public(type(error)).__name__, str(error), param
+        case MemoryError():
+            message = "out of memory; choose a smaller --max-model-len, --max-num-seqs or model"
+            return OutOfMemory.__name__, message, None
+        case OSError(filename=name) if name is not None:
+            return BadFile.__name__, f"{name}: {error.strerror}", None
+    if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text:
+        hint = "choose a smaller --max-model-len or --max-num-seqs"
+        return OutOfMemory.__name__, f"out of memory: {text[:200]}; {hint}", None
+    return EngineError.__name__, f"the engine stopped: {type(error).__name__}: {text}", None
+
+
+def raised(kind: str, message: str, param: str | None) -> PlaitError:
+    """The exception that `told` told of."""
+    cls = getattr(errors, kind, None)
+    if not (isinstance(cls, type) and issubclass(cls, PlaitError)):
+        return EngineError(f"{kind}: {message}")
+    return cls(message, param) if issubclass(cls, RequestError) else cls(message)
+
+
+def _public(cls: type) -> type:
+    """The nearest class that both sides know: `plait.errors` has it."""
+    known: type = next(c for c in cls.__mro__ if getattr(errors, c.__name__, None) is c)
+    return known
+
+
+def packed(value: Any) -> Any:
+    """A spec as plain values: a dataclass is a map of its fields, with its class under ""."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"": type(value).__name__, **{f.name: packed(getattr(value, f.name)) for f in fields(value)}}
+    if isinstance(value, list | tuple):
+        return [packed(item) for item in value]
+    return {key: packed(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def unpacked(value: Any) -> Any:
+    """What `packed` packed, of the classes in `plait.spec`."""
+    if isinstance(value, list | tuple):
+        return tuple(unpacked(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    items = {key: unpacked(item) for key, item in value.items() if key}
+    return getattr(spec, value[""])(**items) if "" in value else items
+
+
+def unpacked_spec(value: Any) -> ModelSpec:
+    """A whole model. Raises BadFrame if it is none."""
+    try:
+        found = unpacked(value)
+    except (AttributeError, TypeError) as error:
+        raise BadFrame(f"a spec that cannot be read: {error}") from error
+    if not isinstance(found, ModelSpec):
+        raise BadFrame(f"a spec was expected, not {found!r:.100}")
+    return found
+
+
+def to_json(value: Any) -> bytes:
+    """The JSON of a dataclass of plain values. Strings of files need not be Unicode; JSON can say those."""
+    return json.dumps({f.name: getattr(value, f.name) for f in fields(value)}, default=list).encode()
