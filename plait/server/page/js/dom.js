@@ -61,7 +61,7 @@ export function placeIcons(root) {
 }
 
 /** Copy text, also where the clipboard is closed because the page did not come over HTTPS. */
-export async function copy(text) {
+async function copy(text) {
   if (navigator.clipboard && window.isSecureContext) {
     await navigator.clipboard.writeText(text);
     return;
@@ -72,6 +72,17 @@ export async function copy(text) {
   area.select();
   document.execCommand("copy");
   area.remove();
+}
+
+/** A button that copies what `text()` returns, and says that it did. */
+export function copyButton(label, text) {
+  const button = iconButton("copy", label, async () => {
+    await copy(text());
+    button.replaceChildren(icon("check"));
+    say("Copied");
+    setTimeout(() => button.replaceChildren(icon("copy")), 1200);
+  });
+  return button;
 }
 
 /** Have a screen reader say something, without moving the focus. */

@@ -15,6 +15,7 @@ const SOON_MS = 400,
 const WORDS = {
   chat: {
     label: "Message",
+    hint: "",
     title: "What shall we talk about?",
     text: "Every word is computed on this server.",
     ideas: [
@@ -25,10 +26,18 @@ const WORDS = {
   },
   text: {
     label: "Text to continue",
+    hint: "Ctrl + Enter",
     title: "Begin, and the model goes on.",
     text: "It continues whatever stands on the page.",
     ideas: ["Once upon a time", "And it came to pass", "The sea is"],
   },
+};
+
+const STATES = {
+  loading: "The model is loading",
+  stopping: "The server is stopping",
+  unhealthy: "The engine is not well",
+  away: "The server does not answer",
 };
 
 class Page {
@@ -132,7 +141,7 @@ class Page {
       const [model] = (await askJson("v1/models")).data;
       this.hasChat = await canChat();
       byId("model").textContent = model.id;
-      byId("model-facts").textContent = `${whole(model.max_model_len)} tokens of context`;
+      this.context = model.max_model_len;
       document.title = `${model.id} · Plait`;
       byId("version").textContent = (await askJson("version")).version;
       byId("key-row").hidden = true;
@@ -161,13 +170,7 @@ class Page {
       bar = byId("loading-bar");
     byId("dot").className = `dot is-${status}`;
     byId("dot").title = status;
-    const titles = {
-      loading: "The model is loading",
-      stopping: "The server is stopping",
-      unhealthy: "The engine is not well",
-      away: "The server does not answer",
-    };
-    byId("loading-title").textContent = titles[status] ?? status;
+    byId("loading-title").textContent = STATES[status] ?? status;
     byId("loading-text").textContent =
       progress.text ?? (status === "away" ? "This page goes on by itself when it is back." : "");
     bar.hidden = status !== "loading";
@@ -200,7 +203,9 @@ class Page {
         : isEmpty
           ? "Text to continue"
           : "More text, or nothing: just go on";
-    byId("hint").textContent = conversation.mode === "chat" ? "" : "Ctrl + Enter";
+    byId("hint").textContent = isOk ? words.hint : (STATES[this.state] ?? this.state);
+    byId("hint").classList.toggle("typing", isOk);
+    this.showContext();
     byId("send").disabled = !isOk;
     for (const radio of byId("mode").querySelectorAll("input")) {
       radio.checked = radio.value === conversation.mode;
@@ -209,6 +214,13 @@ class Page {
     }
     if (!isEmpty) store.saveLook({ conversation: conversation.id });
     this.list();
+  }
+
+  /** How much of the context the conversation has filled, as its last reply counted. */
+  showContext() {
+    const last = this.chat.conversation.messages.findLast((message) => message.stats?.prompt);
+    const used = last ? `${whole(last.stats.prompt + last.stats.tokens)} of ` : "";
+    byId("model-facts").textContent = this.context ? `${used}${whole(this.context)} tokens` : "";
   }
 
   list() {

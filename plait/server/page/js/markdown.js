@@ -5,7 +5,7 @@
  * depth, so a reply that was written to be slow to read is not.
  */
 
-import { make, copy, iconButton } from "./dom.js";
+import { make, copyButton } from "./dom.js";
 import { inline } from "./inline.js";
 
 const MAX_DEPTH = 6;
@@ -85,7 +85,7 @@ function nested(text, depth) {
 }
 
 function code({ text, language }) {
-  const button = iconButton("copy", "Copy code", () => copy(text));
+  const button = copyButton("Copy code", () => text);
   const head = make(
     "div",
     { class: "code-head" },

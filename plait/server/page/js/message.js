@@ -1,6 +1,6 @@
 /** One message on the page. A view is made once and then told what changed. */
 
-import { make, icon, iconButton, copy, say } from "./dom.js";
+import { make, iconButton, copyButton } from "./dom.js";
 import { Markdown } from "./markdown.js";
 import { TokenView } from "./tokens.js";
 import { toolCalls } from "./calls.js";
@@ -85,7 +85,7 @@ export class MessageView {
 
   close() {
     const { message, actions } = this;
-    const buttons = [iconButton("copy", "Copy", (event) => this.copied(event.currentTarget))];
+    const buttons = [copyButton("Copy", () => message.content)];
     if (message.role === "assistant") {
       buttons.push(iconButton("again", "Regenerate", () => actions.again(message)));
       if (message.tokens?.length) buttons.push(this.tokensButton());
@@ -124,13 +124,6 @@ export class MessageView {
       "Try again",
     );
     return make("div", { class: "failure", role: "alert" }, make("span", {}, text), retry);
-  }
-
-  async copied(button) {
-    await copy(this.message.content);
-    button.replaceChildren(icon("check"));
-    say("Copied");
-    setTimeout(() => button.replaceChildren(icon("copy")), 1200);
   }
 
   edit() {

@@ -35,10 +35,10 @@ export class Panels {
       byId(`tab-${each}`).tabIndex = each === name ? 0 : -1;
       byId(`panel-${each}`).setAttribute("aria-expanded", String(each === name));
     }
+    this.veil();
     if (returnsFocus && before) byId(`panel-${before}`).focus();
     if (name && name !== before && TIGHT.matches) byId(`tab-${name}`).focus();
     store.saveLook({ panel: name });
-    this.veil();
     this.onOpen(name);
   }
 
@@ -46,9 +46,9 @@ export class Panels {
     this.hasSidebar = isShown;
     byId("sidebar").hidden = !isShown;
     byId("sidebar-toggle").setAttribute("aria-expanded", String(isShown));
+    this.veil();
     if (!NARROW.matches) store.saveLook({ sidebar: isShown });
     else if (isShown) byId("new").focus();
-    this.veil();
   }
 
   closeSidebarIfOver() {
@@ -76,7 +76,12 @@ export class Panels {
     byId(`tab-${other}`).focus();
   }
 
+  /** What lies under something else cannot be reached, by no means. */
   veil() {
-    byId("veil").hidden = !((NARROW.matches && this.hasSidebar) || (TIGHT.matches && this.open));
+    const isSidebarOver = NARROW.matches && this.hasSidebar;
+    const isPanelOver = TIGHT.matches && this.open !== null;
+    byId("veil").hidden = !isSidebarOver && !isPanelOver;
+    byId("main").inert = isSidebarOver || isPanelOver;
+    byId("sidebar").inert = isPanelOver;
   }
 }
