@@ -153,6 +153,42 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+GrammarKind = Literal["json_schema", "regex", "choice", "lark", "gbnf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """One description of what a reply must be, from its first to its last byte.
+
+    `source` is the JSON text of a schema, a regular expression (Rust's syntax, anchored at both ends), the
+    JSON text of a list of strings, or a grammar in Lark's or llama.cpp's notation. `param` is the request's
+    field that it came from, for messages; two grammars that differ in nothing else are equal.
+
+    `lead` and `instead` are Lark sources of the server's own, "" for none: what comes before the described
+    reply (a block of thinking), and what may stand in its place (calls of tools).
+    """
+
+    kind: GrammarKind
+    source: str
+    param: str | None = field(default=None, compare=False)
+    lead: str = ""
+    instead: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """At most `num_tokens` tokens of thinking in a reply; `closing_ids` are written then.
+
+    Thinking stands between the texts `opening` and `closing`. `is_open`: the prompt ends inside of it.
+    """
+
+    num_tokens: int
+    opening: str
+    closing: str
+    closing_ids: tuple[int, ...]
+    is_open: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request as the engine sees it. `stop_token_ids` already holds every end-of-generation token.
@@ -162,6 +198,8 @@ class Request:
     `priority`: lower runs first. `timeout_s`: ends with an error when it is not done by then, counted from
     its arrival. `resumed`, of a request that goes on in a new engine: the output tokens of each choice so
     far, None for one that has ended; (): it is new. It gets the tokens that it would have had in the old one.
+    `grammar`: what every choice must be; `thinking`: how much of it may be thinking.
+    `pooling`: what is wanted is the hidden state after the last norm, of the last token or the mean of all.
     """
 
     id: str
@@ -173,6 +211,9 @@ class Request:
     priority: int = 0
     timeout_s: float | None = None
     resumed: tuple[tuple[int, ...] | None, ...] = ()
+    grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +239,6 @@ class RequestTrace:
     num_output_tokens: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
-    `grammar`: what every choice must be; `thinking`: how much of it may be thinking.
-    `pooling`: what is wanted is the hidden state after the last norm, of the last token or the mean of all.
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
 
@@ -211,9 +250,6 @@ class Event:
     `prompt_logprobs` (first event of a request that asked): one entry per prompt token after the first.
     `token_ids` does not hold the end-of-generation token that stopped it; `stop_token_id` does.
     `num_cached_tokens`: tokens of the prompt that were not computed again. `error`: the exception behind
-    grammar: Grammar | None = None
-    thinking: ThinkingBudget | None = None
-    pooling: Pooling | None = None
     finish_reason "error". `trace`: comes with the finish_reason, unless the request was never taken; events
     that differ in it alone are equal. `embedding` (last event of a request with `pooling`): the hidden state.
     """
