@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 from click.core import ParameterSource
 
+from plait.cli.bench_serve import serve
 from plait.cli.options import TokenIds, common_options, engine_options, engine_settings, model_option
 from plait.config import DType, EngineConfig
 from plait.errors import ConfigError
@@ -89,7 +90,7 @@ def model(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
-        model_report(result, _console())
+        model_report(result, console())
 
 
 def _job(model: str, given: dict[str, Any]) -> Job:
@@ -154,11 +155,14 @@ def op(name: str | None, as_json: bool, **given: Any) -> None:
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
-        ops_report(result, _console())
+        ops_report(result, console())
     if wrong := [row for row in result["rows"] if row["wrong"]]:
         first = wrong[0]
         where = f"{first['op']} {first['variant']} ({first['case']})"
         raise WrongOutput(f"{len(wrong)} rows are wrong, the first is {where}: {first['wrong']}")
+
+
+bench.add_command(serve)
 
 
 def say(text: str) -> None:
@@ -167,7 +171,7 @@ def say(text: str) -> None:
         print(f"\r\x1b[K{text} …", end="", file=sys.stderr, flush=True)
 
 
-def _console() -> Any:
+def console() -> Any:
     from rich.console import Console
 
     if sys.stderr.isatty():

@@ -1,0 +1,266 @@
+"""`plait bench serve`: a load on a server that runs, or on one that is started for it."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from plait.cli.options import common_options, engine_options, engine_settings, options
+from plait.errors import ConfigError
+
+if TYPE_CHECKING:
+    from plait.bench.serve import ServeJob, Started
+    from plait.bench.serve_client import Target
+    from plait.bench.serve_work import Workload
+
+PLAIN: dict[str, Any] = {"show_default": True}
+WHO = options(
+    [
+        click.option(
+            "--base-url",
+            "base_urls",
+            multiple=True,
+            metavar="URL",
+            help="an OpenAI server that runs, with or without /v1; several are measured in turns",
+        ),
+        click.option(
+            "--compare",
+            multiple=True,
+            metavar="OPTIONS",
+            help='beside MODEL, in turns: another server of it with these options, like "--threads 1"',
+        ),
+        click.option("--model", metavar="NAME", help="the model's name there [default: the first it lists]"),
+        click.option("--api-key", help="sent as a bearer token"),
+    ]
+)
+LOAD = options(
+    [
+        click.option(
+            "--num-prompts", type=click.IntRange(1), help="requests [default: 100, or till --duration-s]"
+        ),
+        click.option("--duration-s", type=float, help="begin no request after so many seconds"),
+        click.option(
+            "--request-rate", type=float, default=math.inf, help="a second, Poisson [default: all at once]"
+        ),
+        click.option(
+            "--burstiness", type=float, default=1.0, **PLAIN, help="below 1: heaps; above 1: more even"
+        ),
+        click.option(
+            "--burst", type=click.IntRange(1), default=1, **PLAIN, help="so many come at the same moment"
+        ),
+        click.option(
+            "--concurrency",
+            "--max-concurrency",
+            type=click.IntRange(1),
+            help="the most at once; without a rate, one begins when another ends",
+        ),
+        click.option(
+            "--repeats", type=click.IntRange(1), default=1, **PLAIN, help="turns; numbers are medians"
+        ),
+        click.option(
+            "--warm-up", type=click.IntRange(0), default=2, **PLAIN, help="requests that do not count"
+        ),
+    ]
+)
+TEXTS = options(
+    [
+        click.option(
+            "--input-len", default="128", **PLAIN, metavar="LEN", help="tokens: 128, 16-512 or sharegpt"
+        ),
+        click.option(
+            "--output-len",
+            metavar="LEN",
+            help="tokens: 64, 16-512 or sharegpt [default: 64, or the dataset's]",
+        ),
+        click.option(
+            "--dataset",
+            type=click.Path(path_type=Path, dir_okay=False),
+            help="chats as JSON lines or a list, in ShareGPT's or OpenAI's form, instead of made texts",
+        ),
+        click.option(
+            "--prefix-share", type=float, default=0.0, **PLAIN, help="part of a text its group shares"
+        ),
+        click.option("--prefix-groups", type=int, default=1, **PLAIN, help="groups of shared prefixes"),
+        click.option(
+            "--turns", type=int, default=1, **PLAIN, help="requests of one chat, each with all before it"
+        ),
+        click.option(
+            "--cancel-rate", type=float, default=0.0, **PLAIN, help="part of the clients that leave early"
+        ),
+        click.option(
+            "--max-len", type=int, help="the context to stay within [default: what the server says]"
+        ),
+        click.option("--seed", type=int, default=0, **PLAIN, help="of texts, lengths, moments and cancels"),
+    ]
+)
+ASKED = options(
+    [
+        click.option(
+            "--endpoint",
+            type=click.Choice(("chat", "completions")),
+            default="chat",
+            **PLAIN,
+            help="what is asked",
+        ),
+        click.option(
+            "--stream/--no-stream", default=True, **PLAIN, help="whole replies have only an end to time"
+        ),
+        click.option(
+            "--ignore-eos/--stop-at-eos", default=True, **PLAIN, help="write all tokens that are asked for"
+        ),
+        click.option("--temperature", type=float, default=0.0, **PLAIN),
+        click.option("--extra-body", metavar="JSON", help="fields to add to every request"),
+        click.option("--timeout-s", type=float, default=600.0, **PLAIN, help="of one request"),
+        click.option(
+            "--goodput",
+            multiple=True,
+            metavar="NAME:MS",
+            help='count requests within limits: ttft:500, tpot:50, e2el:9000; "ttft:500 tpot:50" for both',
+        ),
+    ]
+)
+
+
+@click.command()
+@click.argument("model_path", metavar="[MODEL]", required=False)
+@WHO
+@LOAD
+@TEXTS
+@ASKED
+@click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
+@click.option("--detailed", is_flag=True, help="in the JSON: also every request")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="also a page (.html) or a .png")
+@engine_options()
+@common_options()
+def serve(as_json: bool, plot: Path | None, **given: Any) -> None:
+    """Latencies, throughput and goodput of a server under load, and what it refused.
+
+    \b
+    plait bench serve model.gguf --concurrency 16
+    plait bench serve model.gguf --compare "--speculate ngram" --turns 5 --input-len 64
+    plait bench serve --base-url http://host:8080 --request-rate 4 --input-len sharegpt --output-len sharegpt
+    plait bench serve --base-url http://a:8080 --base-url http://b:8000 --goodput "ttft:500 tpot:50"
+
+    MODEL starts `plait serve` with the engine's options; otherwise name servers. Texts, lengths, moments and
+    cancels depend on --seed alone; turn t has those of seed + t, the same on all sides. Lengths are in tokens
+    of the first server, about. Names in the JSON are those of `vllm bench serve` where it has one.
+    """
+    from plait.bench.serve import bench_serve
+    from plait.bench.serve_report import serve_report, write_serve_plot
+    from plait.cli.bench import console, say
+
+    result = bench_serve(_job(given), say)
+    if plot is not None:
+        write_serve_plot(result, plot)
+    if as_json:
+        say("")
+        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+    else:
+        serve_report(result, console())
+
+
+def _job(given: dict[str, Any]) -> ServeJob:
+    from plait.bench.serve import ServeJob
+    from plait.bench.serve_drive import Arrivals
+    from plait.bench.serve_score import parse_goodput
+
+    target = _target(given)
+    if bool(given["model_path"]) == bool(given["base_urls"]):
+        raise ConfigError("name either a MODEL to serve, or servers that run with --base-url")
+    if given["compare"] and not given["model_path"]:
+        raise ConfigError(
+            "--compare starts another server of MODEL; beside --base-url give another --base-url"
+        )
+    number = given["num_prompts"]
+    return ServeJob(
+        sides=_started(given) if given["model_path"] else _running(given["base_urls"], target),
+        target=target,
+        workload=_workload(given),
+        arrivals=Arrivals(
+            rate=given["request_rate"],
+            concurrency=given["concurrency"],
+            burst=given["burst"],
+            burstiness=given["burstiness"],
+            num_prompts=100 if number is None and given["duration_s"] is None else number,
+            duration_s=given["duration_s"],
+        ),
+        repeats=given["repeats"],
+        warm_up=given["warm_up"],
+        limits=parse_goodput(given["goodput"]),
+        is_detailed=given["detailed"],
+    )
+
+
+def _workload(given: dict[str, Any]) -> Workload:
+    from plait.bench.serve_work import Workload, parse_length, read_records
+
+    records = read_records(given["dataset"]) if given["dataset"] else None
+    wanted = given["output_len"] or (None if records else "64")
+    same = ("seed", "prefix_share", "prefix_groups", "turns", "cancel_rate", "max_len")
+    return Workload(
+        input_len=parse_length(given["input_len"]),
+        output_len=parse_length(wanted) if wanted else None,
+        records=records,
+        **{name: given[name] for name in same},
+    )
+
+
+def _target(given: dict[str, Any]) -> Target:
+    from plait.bench.serve_client import Target
+
+    try:
+        extra = json.loads(given["extra_body"] or "{}")
+    except ValueError as error:
+        raise ConfigError(f"--extra-body: it is not JSON: {error}") from error
+    if not isinstance(extra, dict):
+        raise ConfigError("--extra-body: it must be a JSON object")
+    return Target(
+        name="",
+        base_url="",
+        model=given["model"] or "",
+        api_key=given["api_key"] or "",
+        chat=given["endpoint"] == "chat",
+        stream=given["stream"],
+        ignore_eos=given["ignore_eos"],
+        temperature=given["temperature"],
+        timeout_s=given["timeout_s"],
+        extra=extra,
+    )
+
+
+def _running(urls: Sequence[str], target: Target) -> list[Target]:
+    from dataclasses import replace
+
+    names = _unique([url.removeprefix("http://").removesuffix("/").removesuffix("/v1") for url in urls])
+    return [replace(target, name=name, base_url=url) for name, url in zip(names, urls, strict=True)]
+
+
+def _started(given: dict[str, Any]) -> list[Started]:
+    from plait.bench.serve import Started
+    from plait.bench.serve_process import flags
+    from plait.cli.bench import changed, parse_options
+
+    settings = changed(engine_settings(given))
+    words = [("plait", settings)] + [(text, settings | parse_options(text)) for text in given["compare"]]
+    names = _unique([name for name, _ in words])
+    return [
+        Started(name, given["model_path"], flags(found))
+        for name, (_, found) in zip(names, words, strict=True)
+    ]
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """The same name twice gets a number."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return found
