@@ -53,7 +53,7 @@ from plait.request import Event, Request
 from plait.schedule.plan import Plan, Sampled, SamplingBatch
 from plait.spec import ModelSpec
 
-BEAT_S = 1.0
+BEAT_S = 0.25
 STATS_S = 0.05  # the numbers of an engine at work are this old at most, or as old as its step
 AUDIT_AFTER_S = 0.5  # of idleness
 RETRY_S = 0.001  # when there is work and nothing can be done: what it waits for is on its way

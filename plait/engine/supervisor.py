@@ -22,6 +22,7 @@ from plait.engine.wire import (
     BadFrame,
     Cancel,
     Close,
+    Count,
     Counted,
     Events,
     Fault,
@@ -40,7 +41,8 @@ TICK_S = 1.0  # between two looks at the signs of life
 MAX_DEATHS = 6  # of engines in a row, with no token between them and no request to blame
 BACKOFF_S = 0.5  # before the third start; twice as long before each further one
 LONGEST_BACKOFF_S = 10.0
-STABLE_S = 60.0  # an engine that has run so long has not died in a row with the last one
+STABLE_S = 60.0  # an engine that has run so long, or has said a token, begins a new row
+COUNTS_S = 5.0  # what was counted since is lost with an engine
 FAREWELL_S = 5.0  # a last step may still be running when the time to drain is over
 LOGGERS = ("plait", "plait.engine", "plait.step", "plait.trace")
 GONE = "its end of the socket is closed"
@@ -116,7 +118,7 @@ class Supervisor:
         self.engine: Spawned | None = None
         self.num_restarts = 0
         self._up_since: float | None = None  # None: it is loading
-        self._progress_s = 0.0
+        self._progress_s = self._counted_s = 0.0
         self._was_up = self._has_spoken = False
         self._reported: PlaitError | None = None  # why the process says that it ends
         self._close_at: float | None = None
@@ -192,6 +194,7 @@ class Supervisor:
                 return GONE
             except BadFrame as error:
                 return f"it sent {error}"
+            self._count(engine)
             if overdue := self._overdue(engine):
                 return overdue
 
@@ -204,6 +207,12 @@ class Supervisor:
                 self.ledger.fail(entry, error)
         while self.ledger.unread:
             engine.send(Cancel(self.ledger.unread.pop(), None))
+
+    def _count(self, engine: Spawned) -> None:
+        """Ask an engine at work for its metrics, now and then: its totals must outlive it."""
+        if self.is_up and len(self.ledger) and time.monotonic() - self._counted_s > COUNTS_S:
+            self._counted_s = time.monotonic()
+            engine.send(Count(0))
 
     def _listen(self, engine: Spawned) -> None:
         for message in engine.receive():
@@ -264,7 +273,7 @@ class Supervisor:
     def _bury(self, engine: Spawned) -> None:
         is_blamed = self.ledger.bury(engine.page.planned, engine.page.arriving)
         stood = self._up_since is not None and time.monotonic() - self._up_since > STABLE_S
-        self._num_in_row = 1 if stood else self._num_in_row + 1
+        self._num_in_row = 1 if stood or self._has_spoken else self._num_in_row + 1
         if self._has_spoken or is_blamed:
             self._num_unexplained = 0
         else:
@@ -310,9 +319,8 @@ class Supervisor:
         return at is not None and (not len(self.ledger) or time.monotonic() >= at)
 
     def _wait_s(self) -> float:
-        if self._close_at is None:
-            return TICK_S
-        return min(max(self._close_at - time.monotonic(), 0.0), TICK_S)
+        tick = min(TICK_S, self._patience.frozen_s / 4)
+        return tick if self._close_at is None else min(max(self._close_at - time.monotonic(), 0.0), tick)
 
     def _end(self, lost: PlaitError | None) -> None:
         self._watcher.on_end(lost)

@@ -12,7 +12,9 @@ from plait.server.problems import NotReady
 if TYPE_CHECKING:
     from plait.engine.front import Front
 
-TOTALS = frozenset({"num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions"})
+TOTALS = frozenset(
+    {"num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_swaps", "num_restarts"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,14 @@ class Loading:
         if self.front is None:
             raise NotReady(f"the model is loading ({self.progress.text}); try again soon")
         return self.front
+
+    def readiness(self) -> tuple[int, str]:
+        """The HTTP status of /ready and why: 200 if a request that came now would be taken."""
+        if self.stopping:
+            return 503, "stopping"
+        if self.front is None:
+            return 503, "loading"
+        return (200, "ready") if self.front.healthy else (503, "unhealthy")
 
     def health(self) -> tuple[int, Mapping[str, Any]]:
         """The HTTP status of /health and its body: `engine` is as it is now, `totals` only grow."""

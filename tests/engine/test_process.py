@@ -1,0 +1,369 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.exposition import generate_latest
+
+from plait.config import EngineConfig
+from plait.engine.process import EngineProcess
+from plait.engine.supervisor import Patience
+from plait.errors import (
+    BadFile,
+    CapacityError,
+    ConfigError,
+    ContextTooLong,
+    DeadlineExceeded,
+    EngineError,
+    EngineKilled,
+    EngineLost,
+    InvalidField,
+    OutOfMemory,
+    QueueFull,
+)
+from plait.ops.seed import choice_seed
+from tests.engine.hash_model import Reader, oracle, prompts, request
+from tests.engine.process_engines import GARBAGE, LONG, POISON, STALL
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILDER = "tests.engine.process_engines:build"
+SETTINGS = EngineConfig(max_num_seqs=16, max_num_batched_tokens=64)
+ORPHAN = """
+import time
+from tests.engine.test_process import BUILDER, SETTINGS
+from plait.engine.process import EngineProcess
+process = EngineProcess("fine", SETTINGS, builder=BUILDER)
+process.ready(lambda *_: None)
+print(process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def running(
+    model: str = "fine", settings: EngineConfig = SETTINGS, **options: Any
+) -> Iterator[EngineProcess]:
+    process = EngineProcess(model, settings, builder=BUILDER, **options)
+    try:
+        process.ready(lambda *_: None)
+        yield process
+    finally:
+        assert process.close(drain=False)
+
+
+def kill(process: EngineProcess, number: int = signal.SIGKILL) -> None:
+    pid, restarts = process.pid, process.num_restarts
+    assert pid is not None
+    os.kill(pid, number)
+    if number != signal.SIGSTOP:
+        until(lambda: process.num_restarts == restarts + 1)
+
+
+def done(reader: Reader, *names: str, choices: int = 1) -> Callable[[], bool]:
+    return lambda: all(len(reader.ends(name)) == choices for name in names)
+
+
+def test_streams_of_an_engine_that_is_killed_go_on_with_the_same_tokens() -> None:
+    given, reader = prompts(16), Reader()
+    with running() as process:
+        for i, prompt in enumerate(given):
+            process.submit(request(f"r{i}", prompt, max_tokens=150, seed=i, n=1 + i % 2), reader)
+        until(lambda: all(len(reader.tokens(f"r{i}")) > 5 for i in range(16)))
+        kill(process)
+        assert not process.healthy or process.num_restarts == 1
+        until(lambda: all(len(reader.ends(f"r{i}")) == 1 + i % 2 for i in range(16)))
+        assert process.healthy
+    for i, prompt in enumerate(given):
+        for index in range(1 + i % 2):
+            assert reader.tokens(f"r{i}", index) == oracle(prompt, 150, choice_seed(i, index))
+            assert [e.finish_reason for e in reader.events[f"r{i}", index] if e.finish_reason] == ["length"]
+            trace = reader.last(f"r{i}", index).trace
+            assert trace is not None
+            assert trace.first_token_s is not None
+            assert trace.arrival_s < trace.first_token_s < trace.finish_s
+            assert trace.num_output_tokens == 150
+
+
+def test_what_was_told_of_a_prompt_is_told_once_and_limits_count_from_the_prompt() -> None:
+    reader, prompt = Reader(), [3, 5, 7, 11] * 6
+    told = oracle(prompt, 120)
+    stops = frozenset([told[10], told[100]])
+    with running() as process:
+        process.submit(request("scored", prompt, max_tokens=100, prompt_logprobs=1), reader)
+        process.submit(request("stopped", prompt, stops, max_tokens=300, min_tokens=95), reader)
+        until(lambda: len(reader.tokens("scored")) > 20 and len(reader.tokens("stopped")) > 20)
+        kill(process)
+        until(done(reader, "scored", "stopped"))
+    scored = [e for e in reader.events["scored", 0] if e.prompt_logprobs is not None]
+    assert [len(e.prompt_logprobs or ()) for e in scored] == [len(prompt) - 1]
+    assert reader.tokens("scored") == told[:100]
+    first = next(i for i in range(95, 120) if told[i] in stops)
+    assert reader.tokens("stopped") == told[:first]
+    assert reader.last("stopped").stop_token_id == told[first]
+
+
+def test_what_was_cached_of_a_prompt_stays_what_it_was() -> None:
+    reader, prompt = Reader(), [3, 5, 7, 11] * 6
+    with running() as process:
+        process.submit(request("first", prompt, max_tokens=2), reader)
+        until(done(reader, "first"))
+        process.submit(request("second", prompt, max_tokens=200), reader)
+        until(lambda: len(reader.tokens("second")) > 20)
+        kill(process)
+        until(done(reader, "second"))
+    cached = {e.num_cached_tokens for e in reader.events["second", 0]}
+    assert len(cached) == 1
+    assert 0 < cached.pop() < len(prompt)
+
+
+def test_a_request_that_ends_engines_is_failed_after_two_and_nobody_else_is() -> None:
+    given, reader = prompts(12, seed=4), Reader()
+    given = [[t for t in prompt if t not in (1, POISON)] + [2] for prompt in given]
+    with running() as process:
+        for i, prompt in enumerate(given):
+            process.submit(request(f"r{i}", prompt, max_tokens=150), reader)
+        until(lambda: all(len(reader.tokens(f"r{i}")) > 5 for i in range(12)))
+        process.submit(request("poison", [POISON, 1], max_tokens=5), reader)
+        until(done(reader, "poison", *(f"r{i}" for i in range(12))))
+        error = reader.last("poison").error
+        assert isinstance(error, EngineKilled)
+        assert "2 engines have ended" in str(error)
+        assert process.num_restarts == 2
+        process.submit(request("after", [5], max_tokens=5), reader)
+        until(done(reader, "after"))
+    assert [reader.tokens(f"r{i}") for i in range(12)] == [oracle(prompt, 150) for prompt in given]
+
+
+def test_a_process_that_is_frozen_is_replaced() -> None:
+    reader = Reader()
+    with running(patience=Patience(frozen_s=2.0)) as process:
+        process.submit(request("r", [5], max_tokens=300), reader)
+        until(lambda: len(reader.tokens("r")) > 5)
+        kill(process, signal.SIGSTOP)
+        until(lambda: not process.healthy)
+        until(done(reader, "r"))
+        assert process.num_restarts == 1
+    assert reader.tokens("r") == oracle([5], 300)
+
+
+@pytest.mark.parametrize("token", [STALL, GARBAGE, LONG])
+def test_a_step_that_hangs_and_frames_that_are_none_are_faults_of_the_process(token: int) -> None:
+    reader = Reader()
+    with running(patience=Patience(stalled_s=1.0)) as process:
+        process.submit(request("r", [5], max_tokens=300), reader)
+        process.submit(request("bad", [token, token], max_tokens=300), reader)
+        until(done(reader, "r", "bad"))
+        assert isinstance(reader.last("bad").error, EngineKilled)
+        assert process.num_restarts == 2
+    assert reader.tokens("r") == oracle([5], 300)
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_an_idle_engine_that_ends_is_replaced_again_and_again_and_nothing_is_left_behind(times: int) -> None:
+    reader = Reader()
+    with running() as process:
+        kill(process)
+        until(lambda: process.healthy)
+        fds, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+        for i in range(times):
+            process.submit(request(f"r{i}", [5], max_tokens=3), reader)
+            until(done(reader, f"r{i}"))
+            kill(process)
+            until(lambda: process.healthy)
+        assert len(os.listdir("/proc/self/fd")) == fds
+        assert threading.active_count() == threads
+        assert process.stats()["num_restarts"] == times + 1
+        assert process.stats()["num_output_tokens"] == 3 * times
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "says"),
+    [
+        ("bad option", ConfigError, "there is no such vocabulary"),
+        ("bad file", BadFile, "the file ends early"),
+        ("no memory", OutOfMemory, "out of memory; choose a smaller"),
+        ("killed", OutOfMemory, "killed while the model was loading"),
+        ("crashed", EngineError, "exited with code 7"),
+        ("broken", EngineError, "ZeroDivisionError: a fault of ours"),
+    ],
+)
+def test_what_goes_wrong_while_loading_is_raised_as_it_was_there(
+    model: str, error: type[Exception], says: str
+) -> None:
+    process = EngineProcess(model, SETTINGS, builder=BUILDER)
+    with pytest.raises(error, match=says) as caught:
+        process.ready(lambda *_: None)
+    assert type(caught.value) is error
+    assert process.close()
+    assert not process.healthy
+    with pytest.raises(EngineError):
+        process.submit(request("late", [5]), Reader())
+
+
+def test_whoever_waits_for_a_model_is_told_how_it_gets_on_and_may_leave() -> None:
+    said: list[str] = []
+
+    def report(text: str, done: int, total: int) -> None:
+        said.append(text)
+        if said.count("reading headers") == 2:
+            raise InterruptedError
+
+    process = EngineProcess("waits", SETTINGS, builder=BUILDER)
+    assert process.source(report).metadata == {"tokenizer.odd": "\udcff"}
+    with pytest.raises(InterruptedError):
+        process.ready(report)
+    assert process.close(drain=False)
+
+
+def test_an_engine_that_cannot_be_started_again_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.engine.supervisor.BACKOFF_S", 0.01)
+    monkeypatch.setattr("plait.engine.supervisor.MAX_DEATHS", 2)
+    damage, reader = tmp_path / "damage", Reader()
+    with running(str(damage)) as process:
+        process.submit(request("r", [5], max_tokens=300), reader)
+        until(lambda: len(reader.tokens("r")) > 5)
+        damage.touch()
+        kill(process)
+        until(done(reader, "r"))
+        error = reader.last("r").error
+        assert isinstance(error, EngineLost)
+        assert "cannot be read any more" in str(error)
+        assert not process.healthy
+        with pytest.raises(EngineError, match="stopped after a fault"):
+            process.submit(request("late", [5]), reader)
+        assert process.stats()["num_running"] == 0
+        assert b"plait_engine_up 0.0" in generate_latest(process.registry)
+    so_far = reader.tokens("r")
+    assert so_far == oracle([5], len(so_far))
+
+
+def test_requests_that_come_while_there_is_no_engine_wait_for_it_and_may_leave() -> None:
+    reader = Reader()
+    with running() as process:
+        pid = process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: process.pid is None)
+        process.submit(request("waits", [5], max_tokens=5), reader)
+        process.submit(request("leaves", [5], max_tokens=5), reader)
+        process.submit(request("late", [5], max_tokens=5, more={"timeout_s": 0.01}), reader)
+        process.cancel("leaves")
+        process.cancel("nobody")
+        until(done(reader, "waits", "leaves", "late"))
+    assert reader.tokens("waits") == oracle([5], 5)
+    assert reader.ends("leaves") == ["cancelled"]
+    assert isinstance(reader.last("late").error, DeadlineExceeded)
+
+
+def test_what_can_be_refused_at_once_is_and_the_rest_arrives_as_events() -> None:
+    settings, reader = EngineConfig(max_num_seqs=1, max_waiting=1), Reader()
+    with running(settings=settings) as process:
+        for wrong, error in (
+            (request("a", [500]), InvalidField),
+            (request("b", [5] * 500), ContextTooLong),
+            (request("c", [5], max_tokens=2, min_tokens=3), InvalidField),
+        ):
+            with pytest.raises(error):
+                process.submit(wrong, reader)
+        process.submit(request("r0", [5], max_tokens=300), reader)
+        process.submit(request("r1", [5], max_tokens=2), reader)
+        with pytest.raises(QueueFull):
+            process.submit(request("r2", [5]), reader)
+        process.cancel("r0")
+        until(done(reader, "r0", "r1"))
+        process.submit(request("r3", [5], max_tokens=300), reader)
+        process.submit(request("r3", [5], max_tokens=300), reader)
+        until(done(reader, "r3"))
+    assert isinstance(reader.last("r3").error, InvalidField)
+    assert reader.ends("r0") == ["cancelled"]
+
+
+def test_a_sequence_that_can_never_fit_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as process:
+        assert process._ready is not None
+        assert process._ready.longest == 400
+        smaller = type(process._ready)(process._ready.spec, 400, 100, process._ready.stat_names)
+        monkeypatch.setattr(process, "_ready", smaller)
+        with pytest.raises(CapacityError, match="the longest that does has 100"):
+            process.submit(request("r", [5], max_tokens=200), Reader())
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_closing_with_drain_finishes_what_is_open_and_without_cancels_it(drain: bool) -> None:
+    reader = Reader()
+    process = EngineProcess("fine", SETTINGS, builder=BUILDER)
+    process.ready(lambda *_: None)
+    pid = process.pid
+    process.submit(request("r", [5], max_tokens=200), reader)
+    until(lambda: len(reader.tokens("r")) > 5)
+    assert process.close(drain=drain)
+    assert reader.ends("r") == ["length" if drain else "cancelled"]
+    assert reader.last("r").trace is not None
+    assert not Path(f"/proc/{pid}").exists()
+    process.cancel("r")
+    with pytest.raises(EngineError, match="takes no more"):
+        process.submit(request("late", [5]), reader)
+
+
+def test_a_reader_that_fails_has_its_own_request_ended() -> None:
+    reader = Reader()
+
+    def broken(event: Any) -> None:
+        raise ValueError("a reader's fault")
+
+    with running() as process:
+        process.submit(request("bad", [5], max_tokens=300), broken)
+        process.submit(request("good", [5], max_tokens=20), reader)
+        until(done(reader, "good"))
+        until(lambda: process.stats()["num_running"] == 0)
+    assert reader.tokens("good") == oracle([5], 20)
+
+
+def test_totals_go_on_when_an_engine_is_replaced() -> None:
+    reader = Reader()
+    with running() as process:
+        process.submit(request("a", [5], max_tokens=20), reader)
+        until(done(reader, "a"))
+        assert b"plait_output_tokens_total 20.0" in generate_latest(process.registry)
+        kill(process)
+        assert b"plait_output_tokens_total 20.0" in generate_latest(process.registry)
+        until(lambda: process.healthy)
+        process.submit(request("b", [5], max_tokens=22), reader)
+        until(done(reader, "b"))
+        text = generate_latest(process.registry).decode()
+        assert "plait_output_tokens_total 42.0" in text
+        assert 'plait_request_output_tokens_bucket{le="+Inf"} 2.0' in text
+        assert "plait_engine_restarts_total 1.0" in text
+        assert "plait_requests_running 0.0" in text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the child sees it at its next message")
+def test_an_engine_ends_with_the_process_in_front_of_it() -> None:
+    front = subprocess.Popen([sys.executable, "-c", ORPHAN], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert front.stdout is not None
+    pid = int(front.stdout.readline())
+    try:
+        assert Path(f"/proc/{pid}").exists()
+    finally:
+        front.kill()
+        front.wait()
+        front.stdout.close()
+    until(lambda: not Path(f"/proc/{pid}").exists())
