@@ -148,6 +148,12 @@ def test_everything_the_page_loads_exists(markup: Markup) -> None:
             assert (path.parent / target).is_file(), f"{name(path)} imports {target}"
 
 
+def test_every_link_of_the_page_leads_somewhere(client: Client) -> None:
+    targets = re.findall(r'<a [^>]*href="([^"#]+)"', (PAGE / "index.html").read_text(encoding="utf-8"))
+    assert targets
+    assert all(client.get(f"/{target}").status == 200 for target in targets)
+
+
 def test_everything_scripts_look_for_is_on_the_page(markup: Markup) -> None:
     assert len(markup.ids) == len(set(markup.ids))
     wanted = {
@@ -228,6 +234,7 @@ def test_a_reply_can_go_on_from_another_token(client: Client) -> None:
 
 def test_every_metric_the_page_reads_is_there() -> None:
     wanted = set(re.findall(r'"(plait_\w+)"', (PAGE / "js" / "engine.js").read_text(encoding="utf-8")))
+    wanted.remove("plait_engine_restarts_total")  # only an engine in a process of its own can be replaced
     with serving(engine_front()) as client:
         assert client.complete("Hello", max_tokens=3, ignore_eos=True).status == 200
         families = list(text_string_to_metric_families(client.get("/metrics").body.decode()))

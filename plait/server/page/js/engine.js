@@ -232,6 +232,7 @@ export class Engine {
     for (const [name, metric] of [
       ["Failed steps", "plait_failed_steps_total"],
       ["Repairs", "plait_repairs_total"],
+      ["Engines replaced", "plait_engine_restarts_total"],
     ]) {
       if (total(scrape, metric)) rows.push([name, whole(total(scrape, metric))]);
     }
