@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from plait.cli.options import (
     common_options,
@@ -14,20 +18,56 @@ from plait.cli.options import (
     model_option,
     server_settings,
 )
-from plait.config import EngineConfig, ServerConfig
+from plait.config import EngineConfig, ServerConfig, option_names
+from plait.errors import ConfigError
+
+TABLES: Mapping[str, type] = {"server": ServerConfig, "engine": EngineConfig}
 
 
 @click.command()
 @model_option()
+@click.option("--config", metavar="FILE", help="a TOML file of these options, in [server] and [engine]")
 @config_options(ServerConfig)
 @engine_options()
 @common_options()
-def serve(model: str, **given: Any) -> None:
+@click.pass_context
+def serve(ctx: click.Context, /, model: str, config: str | None, **given: Any) -> None:
     """Serve a model over the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models, /health.
 
     Ctrl-C (or SIGTERM) stops it; requests that are running get --shutdown-timeout-s seconds to finish.
+    SIGHUP has it read --config, --api-key-file and the certificate again. What is given here wins over
+    --config.
     """
-    engine, server = EngineConfig(**engine_settings(given)), ServerConfig(**server_settings(given))
+    explicit = {name for name in given if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT}
+
+    def server_config() -> ServerConfig:
+        return ServerConfig(**merged(server_settings(given), explicit, read_table(config, "server")))
+
+    engine = EngineConfig(**merged(engine_settings(given), explicit, read_table(config, "engine")))
+    server = server_config()
     from plait.server.run import serve as run_server
 
-    run_server(model, engine, server)
+    run_server(model, engine, server, reread=server_config)
+
+
+def merged(settings: Mapping[str, Any], explicit: set[str], table: Mapping[str, Any]) -> dict[str, Any]:
+    """A command's settings, with those of a file where none was given."""
+    fixed = explicit | ({"device"} if "cpu" in explicit else set())
+    return {**settings, **{name: value for name, value in table.items() if name not in fixed}}
+
+
+def read_table(path: str | None, name: str) -> dict[str, Any]:
+    """One table of the file, with the fields of its config. Raises ConfigError for what is not one."""
+    if path is None:
+        return {}
+    try:
+        tables = tomllib.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config: {path} cannot be read: {error}") from error
+    known = {f"[{table}]": set(option_names(kind)) for table, kind in TABLES.items()}
+    for table, values in tables.items():
+        if table not in TABLES or not isinstance(values, dict):
+            raise ConfigError(f"config: {path} has {table!r}; it holds the tables {' and '.join(known)} only")
+        if unknown := sorted({key.replace("-", "_") for key in values} - known[f"[{table}]"]):
+            raise ConfigError(f"config: {path}: [{table}] has no option {unknown[0]!r}")
+    return {key.replace("-", "_"): value for key, value in tables.get(name, {}).items()}

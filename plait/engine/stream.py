@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -182,6 +182,12 @@ class Stream:
         with self._lock:
             self._lock.wait_for(lambda: index in self._traces, LAST_WORD_S)
             return self._traces.get(index)
+
+    @property
+    def traces(self) -> Mapping[int, RequestTrace | None]:
+        """What `trace` knows already, by choice."""
+        with self._lock:
+            return {**self._traces}
 
     @property
     def done(self) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -18,27 +19,33 @@ from plait.config import ServerConfig
 from plait.errors import Cancelled
 from plait.server import assets, chat, completions, models, openapi, validate
 from plait.server.body import linger, read_object
-from plait.server.edge import Edge
+from plait.server.edge import REQUEST_ID_HEADER, Edge
 from plait.server.endpoint import Endpoint
+from plait.server.exchange import SCOPE_KEY, Exchange, called
 from plait.server.loading import Loading
 from plait.server.metrics import exposition
 from plait.server.problems import BodyTooLarge, http_problem, json_response, problem
 from plait.server.reply import respond
 from plait.server.schema import present
+from plait.server.traffic import Traffic
 
 if TYPE_CHECKING:
     from plait.engine.front import Front
 
 IGNORED_HEADER = "x-plait-ignored"
+EXPOSED_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "retry-after", "retry-after-ms")  # to pages elsewhere
 Handler = Callable[[Request], Awaitable[Response]]
 ENDPOINTS = (*completions.ENDPOINTS, *chat.ENDPOINTS, *models.ENDPOINTS)
 
 
-def create_app(front: Front | Loading, config: ServerConfig) -> Starlette:
+def create_app(front: Front | Loading, config: ServerConfig, traffic: Traffic | None = None) -> Starlette:
     """The application over a model, or over one that is still loading."""
-    service = Service(front if isinstance(front, Loading) else Loading(front), config)
+    loading = front if isinstance(front, Loading) else Loading(front)
+    traffic = traffic or Traffic(config)
+    service = Service(loading, config, traffic)
     routes = [
         _route("/health", service.health, "GET"),
+        _route("/ready", service.ready, "GET"),
         _route("/version", service.version, "GET"),
         _route("/metrics", service.metrics, "GET"),
         _route("/v1/models", service.list_models, "GET"),
@@ -49,15 +56,23 @@ def create_app(front: Front | Loading, config: ServerConfig) -> Starlette:
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
     app.router.redirect_slashes = False
-    app.add_middleware(Edge, host=config.host)
+    app.add_middleware(Edge, traffic=traffic, loading=loading, routes=routes)
+    if config.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origin,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED_HEADERS,
+        )
     return app
 
 
 class Service:
     """What the handlers share: the model, once it is there, and the server's limits."""
 
-    def __init__(self, loading: Loading, config: ServerConfig) -> None:
-        self._loading, self._config = loading, config
+    def __init__(self, loading: Loading, config: ServerConfig, traffic: Traffic) -> None:
+        self._loading, self._config, self._traffic = loading, config, traffic
 
     def served(self, front: Front) -> str:
         """The name clients ask for."""
@@ -65,10 +80,16 @@ class Service:
 
     async def health(self, request: Request) -> Response:
         status, body = self._loading.health()
+        if self._traffic.keyring.find(request.headers) is None:
+            body = {"status": body["status"]}  # how busy the engine is, is for those who have a key
         return json_response(body, status, {"Cache-Control": "no-store"})
 
+    async def ready(self, request: Request) -> Response:
+        status, why = self._loading.readiness()
+        return json_response({"status": why}, status, {"Cache-Control": "no-store"})
+
     async def metrics(self, request: Request) -> Response:
-        return await asyncio.to_thread(exposition, self._loading)
+        return await asyncio.to_thread(exposition, self._loading, self._traffic)
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": __version__})
@@ -101,7 +122,10 @@ class Service:
         body = present(await read_object(request, self._config.max_body_bytes))
         front = self._loading.ready()
         models.check(body.get("model"), self.served(front))
-        return front, body
+        exchange: Exchange | None = request.scope.get(SCOPE_KEY)
+        if exchange is not None:
+            exchange.model = self.served(front)
+        return called(front, exchange), body
 
 
 class _Endpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from typing import Any
 
 import msgspec
@@ -13,7 +14,8 @@ from plait.errors import Cancelled
 from plait.server.problems import BadBody, BodyTimeout, BodyTooLarge, UnsupportedMedia
 
 MAX_DEPTH = 64
-BODY_TIMEOUT_S = 30.0  # between two pieces of a body
+BODY_TIMEOUT_S = 30.0  # between two pieces of a body, and before it must have come at least so fast:
+MIN_BODY_RATE = 1024  # bytes per second
 INLINE_BYTES = 64 * 1024  # larger bodies are decoded in a thread
 LINGER_S, LINGER_BYTES = 1.0, 64 * 1024 * 1024
 
@@ -80,9 +82,11 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     pieces: list[bytes] = []
     size = 0
     stream = aiter(request.stream())
+    began = time.monotonic()
     try:
         while True:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
+            slowest = began + BODY_TIMEOUT_S + size / MIN_BODY_RATE - time.monotonic()
+            async with asyncio.timeout(min(BODY_TIMEOUT_S, slowest)):
                 piece = await anext(stream, None)
             if piece is None:
                 return b"".join(pieces)
@@ -91,7 +95,8 @@ async def _read(request: Request, max_bytes: int) -> bytes:
             if size > max_bytes:
                 raise _too_large(max_bytes)
     except TimeoutError:
-        raise BodyTimeout(f"no more of the body came for {BODY_TIMEOUT_S:g} s") from None
+        text = f"the body stopped for {BODY_TIMEOUT_S:g} s or came slower than {MIN_BODY_RATE} bytes/s"
+        raise BodyTimeout(text) from None
     except ClientDisconnect:
         raise Cancelled("the client went away") from None
 

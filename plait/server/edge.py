@@ -1,4 +1,4 @@
-"""The outermost layer: paths in one spelling, request ids, allowed hosts, a bound on open requests.
+"""The outermost layer: paths in one spelling, request ids, hosts, keys, bounds; and an end for each request.
 
 `//` counts as `/`, and a trailing slash is as good as none: never a redirect that loses a body.
 """
@@ -7,60 +7,139 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from plait.config import KIB
+from plait.errors import PlaitError
+from plait.server.exchange import SCOPE_KEY, Exchange
 from plait.server.generation import new_id
-from plait.server.problems import HostRefused, TooManyRequests, problem
+from plait.server.loading import Loading
+from plait.server.problems import HeadTooLarge, HostRefused, NotReady, TooManyRequests, problem
+from plait.server.traffic import Traffic
 
-MAX_OPEN_REQUESTS = 2048
+MAX_OPEN_REQUESTS = 2048  # each has a task, a body in memory and perhaps a thread
+MAX_HEAD_BYTES = 16 * KIB  # request line and headers; browsers and clients send less than 4 KiB
+MAX_HEADERS = 100
+MAX_LOGGED_PATH = 200
 REQUEST_ID_HEADER = "x-request-id"
+PUBLIC = frozenset(
+    {"/health", "/ready", "/", "/docs", "/openapi.json"}
+)  # and /page/…: the same for everybody
+WHILE_STOPPING = frozenset({"/health", "/ready", "/metrics"})
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LOCAL_NAMES = frozenset({"localhost", "testserver"})
 
 
 class Edge:
-    """Wraps the application. `host`: the address the server is bound to."""
+    """Wraps the application, whose `routes` are known."""
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
-        self._app, self._host, self._local = app, host, is_loopback(host)
-        self._open = 0
+    def __init__(
+        self, app: ASGIApp, traffic: Traffic, loading: Loading, routes: Iterable[BaseRoute] = ()
+    ) -> None:
+        self._app, self._traffic, self._loading = app, traffic, loading
+        self._routes = [route for route in routes if isinstance(route, Route)]
+        self._exact = {route.path for route in self._routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        path = self._inside(one_spelling(scope["path"]))
+        exchange = self._exchange(scope, headers, path)
+        scope = {**scope, "path": path, "raw_path": path.encode(), SCOPE_KEY: exchange}
+        self._traffic.begin()
+        try:
+            app: ASGIApp = self._app
+            try:
+                self._check(scope, headers, exchange)
+                if not self._loading.stopping:
+                    self._traffic.work(exchange)
+            except PlaitError as error:
+                app = problem(error).response()
+            await app(scope, receive, self._named(exchange, send))
+        finally:
+            self._traffic.end(exchange)
+
+    def _exchange(self, scope: Scope, headers: Headers, path: str) -> Exchange:
         given = headers.get(REQUEST_ID_HEADER, "")
-        request_id = given if _SANE_ID.fullmatch(given) else new_id("req")
+        return Exchange(
+            given if _SANE_ID.fullmatch(given) else new_id("req"),
+            scope["method"],
+            path[:MAX_LOGGED_PATH],
+            headers.get("traceparent", ""),
+            route=self._route(path),
+        )
+
+    def _named(self, exchange: Exchange, send: Send) -> Send:
+        """`send` with what every answer's headers have."""
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+                exchange.status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID_HEADER] = exchange.id
+                if exchange.account is not None:
+                    headers.update(exchange.account.headers())
+                if self._loading.stopping:
+                    headers["Connection"] = "close"
             await send(message)
 
-        path = one_spelling(scope["path"])
-        scope = {**scope, "path": path, "raw_path": path.encode()}
-        self._open += 1
-        try:
-            await self._chosen(headers)(scope, receive, named)
-        finally:
-            self._open -= 1
+        return named
 
-    def _chosen(self, headers: Headers) -> ASGIApp:
-        host = headers.get("host")
-        if self._local and host and not self._allowed(host):
-            text = f"Host is {host[:200]!r}; a server on the loopback address answers to localhost only"
-            return problem(HostRefused(text, "host")).response()
-        if self._open > MAX_OPEN_REQUESTS:
-            text = f"{MAX_OPEN_REQUESTS} requests are open already; try again later"
-            return problem(TooManyRequests(text)).response()
-        return self._app
+    def _check(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
+        """Raises what a request is refused with that nobody needs to look into."""
+        self._check_host(headers.get("host"))
+        _check_head(scope)
+        path = scope["path"]
+        if self._traffic.num_open > MAX_OPEN_REQUESTS:
+            raise TooManyRequests(f"{MAX_OPEN_REQUESTS} requests are open already; try again later")
+        if self._loading.stopping and path not in WHILE_STOPPING:
+            raise NotReady("the server is stopping and takes no more requests")
+        if not self._is_public(path, exchange.method):
+            self._traffic.recognize(exchange, headers)
+            if exchange.method == "POST":
+                self._traffic.admit(exchange)
 
-    def _allowed(self, host: str) -> bool:
+    def _is_public(self, path: str, method: str) -> bool:
+        if path == "/metrics" and self._traffic.config.metrics_public:
+            return True
+        return method == "OPTIONS" or path in PUBLIC or path.startswith("/page/")
+
+    def _check_host(self, host: str | None) -> None:
+        config = self._traffic.config
+        if not host or (not config.allowed_host and not is_loopback(config.host)):
+            return
         name = host_name(host)
-        return name in _LOCAL_NAMES or name == self._host.lower() or is_loopback(name)
+        if name in {allowed.lower() for allowed in config.allowed_host}:
+            return
+        if is_loopback(config.host) and (
+            name in _LOCAL_NAMES or name == config.host.lower() or is_loopback(name)
+        ):
+            return
+        raise HostRefused(
+            f"Host is {host[:200]!r}; this server answers to localhost and the names of --allowed-host only",
+            "host",
+        )
+
+    def _inside(self, path: str) -> str:
+        """Without the prefix that a proxy may have left on it."""
+        prefix = self._traffic.config.root_path
+        if prefix and (path == prefix or path.startswith(prefix + "/")):
+            return path[len(prefix) :] or "/"
+        return path
+
+    def _route(self, path: str) -> str:
+        """One of few names, for metrics."""
+        if path.startswith("/page/"):
+            return "/page"
+        if path in self._exact:
+            return path
+        return next((route.path for route in self._routes if route.path_regex.match(path)), "other")
 
 
 def one_spelling(path: str) -> str:
@@ -84,3 +163,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _check_head(scope: Scope) -> None:
+    headers = scope["headers"]
+    if len(headers) > MAX_HEADERS:
+        raise HeadTooLarge(f"the request has {len(headers)} headers; send at most {MAX_HEADERS}")
+    query = scope.get("query_string", b"")
+    line = len(scope["method"]) + len(scope["raw_path"]) + (len(query) + 1 if query else 0) + 12
+    size = line + sum(len(name) + len(value) + 4 for name, value in headers) + 2
+    if size > MAX_HEAD_BYTES:
+        raise HeadTooLarge(f"the request's headers take {size} bytes; send at most {MAX_HEAD_BYTES}")

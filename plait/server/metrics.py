@@ -1,4 +1,4 @@
-"""GET /metrics: the engine's numbers in Prometheus's text format."""
+"""GET /metrics: the numbers of the engine and of HTTP in Prometheus's text format."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from starlette.responses import Response
 
 from plait.server.loading import Loading
 from plait.server.problems import NotReady
+from plait.server.traffic import Traffic
+from plait.server.vllm_names import aliases
 
 
-def exposition(loading: Loading) -> Response:
+def exposition(loading: Loading, traffic: Traffic) -> Response:
     """The numbers as they are now; also while the server stops, for requests still run then.
 
     Raises NotReady while the model loads: there is no engine that could have any.
     """
     if loading.front is None:
         raise NotReady("the model is loading, and has no metrics yet; /health says how far it is")
-    text = generate_latest(loading.front.loop.registry)
+    text = generate_latest(loading.front.loop.registry) + generate_latest(traffic.registry)
+    if traffic.config.metrics_vllm_names:
+        name = traffic.config.served_model_name or loading.front.name
+        text += generate_latest(aliases(loading.front.loop.registry, name))
     return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST, "Cache-Control": "no-store"})

@@ -4,52 +4,69 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from plait.config import KIB, EngineConfig, ServerConfig
+from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
+from plait.server import edge, tls, tracing
 from plait.server.app import create_app
 from plait.server.connection import Connection
 from plait.server.loading import Loading
+from plait.server.log import log_to_stderr
+from plait.server.traffic import Traffic
 
 if TYPE_CHECKING:
     from plait.engine.front import Front
 
 logger = logging.getLogger("plait.server")
-MAX_HEADER_BYTES = 16 * KIB
-KEEP_ALIVE_S = 5
+KEEP_ALIVE_S = 5  # an idle connection's; a client that asks again opens another in a millisecond
+CERTIFICATE_TICKS = 20  # of 0.1 s, between looks at the certificate's files
 BACKLOG = 2048
 LOADING_ENDS_S = 20.0  # a thread inside torch when Python ends would abort the process
+SPARE_FILES = 512  # weights, kernels, sockets of the engine
 CLOSING_S = 5.0  # after the time to finish: to tell open streams that the server stops
 Report = Callable[[str, int, int], None]
 Load = Callable[[Report], "Front"]
+Reread = Callable[[], ServerConfig]
 
 
-def serve(model: str, engine: EngineConfig, server: ServerConfig) -> None:
-    """Serve a model until SIGTERM or SIGINT. Raises ConfigError for a taken port, and what loading raises."""
+def serve(model: str, engine: EngineConfig, server: ServerConfig, reread: Reread | None = None) -> None:
+    """Serve a model until SIGTERM or SIGINT. Raises ConfigError for a taken port, and what loading raises.
+
+    `reread`: the server's options as they are now, for SIGHUP; raises ConfigError.
+    """
 
     def load(report: Report) -> Front:
         from plait.engine.process import load_process
 
         return load_process(model, engine, report)
 
-    _log_to_stderr()
-    serve_front(load, server)
+    log_to_stderr(server)
+    allow_files(server.max_connections + SPARE_FILES)
+    serve_front(load, server, reread=reread)
 
 
-def serve_front(load: Load, config: ServerConfig, on_listen: Callable[[Server], None] | None = None) -> None:
+def serve_front(
+    load: Load,
+    config: ServerConfig,
+    on_listen: Callable[[Server], None] | None = None,
+    reread: Reread | None = None,
+) -> None:
     """Serve what `load(report)` returns, which runs in a thread of its own while HTTP answers already."""
     sock = listen(config.host, config.port)
     loading = Loading()
-    server = Server(loading, config, sock)
+    server = Server(loading, config, sock, reread)
     thread = threading.Thread(target=server.load, args=(load,), name="plait-load", daemon=True)
     logger.info("listening on %s; the model is loading", server.url)
     thread.start()
@@ -66,6 +83,21 @@ def serve_front(load: Load, config: ServerConfig, on_listen: Callable[[Server], 
         raise server.fault
 
 
+def allow_files(wanted: int) -> None:
+    """Let the process open so many files, as far as its hard limit lets it: each connection is one."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        logger.warning("%d open files are allowed and %d may be needed: see `ulimit -n`", soft, wanted)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0: any free one. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -77,26 +109,43 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with our own end: what runs gets its time, then is told; a second signal hurries."""
+    """uvicorn with our own end: what runs gets its time, then is told; a second signal hurries.
 
-    def __init__(self, loading: Loading, config: ServerConfig, sock: socket.socket) -> None:
+    SIGHUP has it take the options of `reread()` that can change while it runs, the keys and the certificate.
+    """
+
+    def __init__(
+        self,
+        loading: Loading,
+        config: ServerConfig,
+        sock: socket.socket,
+        reread: Reread | None = None,
+    ) -> None:
         self._loading, self._timeout_s = loading, config.shutdown_timeout_s
         self._served_name = config.served_model_name
+        self._reread: Reread = reread or (lambda: config)
+        self._should_reload = False
         self.fault: BaseException | None = None
+        self.traffic = Traffic(config, tracing.recorder(config))
+        self._certificate = tls.certificate(config)
         host = f"[{config.host}]" if ":" in config.host else config.host
-        self.url = f"http://{host}:{sock.getsockname()[1]}"
+        scheme = "https" if self._certificate else "http"
+        self.url = f"{scheme}://{host}:{sock.getsockname()[1]}"
         settings: dict[str, Any] = {
-            "http": Connection,
-            "h11_max_incomplete_event_size": MAX_HEADER_BYTES,
+            "http": functools.partial(Connection, max_connections=config.max_connections),
+            "h11_max_incomplete_event_size": edge.MAX_HEAD_BYTES,
             "ws": "none",
             "lifespan": "off",
             "log_config": None,
             "access_log": False,
             "server_header": False,
             "timeout_keep_alive": KEEP_ALIVE_S,
-            "timeout_graceful_shutdown": max(1, round(config.shutdown_timeout_s + CLOSING_S)),
+            "timeout_graceful_shutdown": round(CLOSING_S),
         }
-        super().__init__(uvicorn.Config(create_app(loading, config), **settings))
+        super().__init__(uvicorn.Config(create_app(loading, config, self.traffic), **settings))
+        if self._certificate is not None:
+            self.config.load()
+            self.config.ssl = self._certificate.context
 
     def load(self, load: Load) -> None:
         """Runs in its own thread. A failure ends the server, and `fault` says why."""
@@ -118,31 +167,72 @@ class Server(uvicorn.Server):
         self.force_exit = self.should_exit
         self.should_exit = True
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """uvicorn's, and SIGHUP where there is one."""
+        hangup = getattr(signal, "SIGHUP", None)
+        if hangup is None or threading.current_thread() is not threading.main_thread():
+            with super().capture_signals():
+                yield
+            return
+        before = signal.signal(hangup, self.ask_reload)
+        try:
+            with super().capture_signals():
+                yield
+        finally:
+            signal.signal(hangup, before)
+
+    def ask_reload(self, sig: int = 0, frame: FrameType | None = None) -> None:
+        """Reload soon. From any thread, and from a signal."""
+        self._should_reload = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: reload when asked to, and take a new certificate when its files changed."""
+        if self._should_reload:
+            self._should_reload = False
+            self._reload()
+        if self._certificate is not None and counter % CERTIFICATE_TICKS == 0:
+            self._certificate.reload_changed()
+        return await super().on_tick(counter)
+
+    def _reload(self) -> None:
+        try:
+            self.traffic.reload(self._reread())
+            if self._certificate is not None:
+                self._certificate.reload()
+        except ConfigError as error:
+            logger.error("reload: %s; what was in use stays", error)
+            return
+        log_to_stderr(self.traffic.config)
+        logger.info("reloaded: keys, limits, hosts, log level and certificate")
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, let open requests finish, and end those that take too long with an error."""
+        """Let open requests finish while new ones get 503, end those that take too long, stop listening."""
         self._loading.stop()
-        if self._loading.front is not None and self.server_state.tasks:
-            logger.info("stopping; open requests get %g s to finish", self._timeout_s)
+        if self.traffic.num_working:
+            logger.info("stopping; %d open requests get %g s", self.traffic.num_working, self._timeout_s)
         ending = asyncio.ensure_future(self._end_streams())
         try:
+            await self._finish()
             await super().shutdown(sockets)
         finally:
             ending.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await ending
+            self.traffic.flush()
+
+    async def _finish(self) -> None:
+        """Until no request works, or a second signal came, or time is over."""
+        for connection in [*self.server_state.connections]:
+            connection.shutdown()
+        deadline = time.monotonic() + self._timeout_s + CLOSING_S
+        while self.traffic.num_working and not self.force_exit and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        if self.force_exit:
+            for connection in [*self.server_state.connections]:
+                connection.transport.abort()
 
     async def _end_streams(self) -> None:
         await asyncio.sleep(self._timeout_s)
         if self._loading.front is not None:
             await asyncio.to_thread(self._loading.front.close, drain=False)
-
-
-def _log_to_stderr() -> None:
-    """Our own messages, and uvicorn's warnings, one line each."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name, level in (("plait", logging.INFO), ("uvicorn", logging.WARNING)):
-        log = logging.getLogger(name)
-        log.setLevel(level)
-        log.propagate = False
-        log.handlers = [handler]

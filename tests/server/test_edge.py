@@ -120,7 +120,7 @@ def test_headers_are_bounded(client: Client) -> None:
         # Little enough to be read in one piece: closing over unread bytes would reset the connection.
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 20_000)
         answer = b"".join(iter(lambda: sock.recv(4096), b""))
-    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.startswith(b"HTTP/1.1 431 ")
     assert b'"type":"invalid_request_error"' in answer
 
 
@@ -150,10 +150,15 @@ def test_idle_connections_do_not_keep_others_out(client: Client) -> None:
         assert client.complete("Hi", max_tokens=2).status == 200
 
 
-def test_a_connection_too_many_is_closed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 0)
-    with socket.create_connection(client.address, timeout=20) as sock:
-        assert sock.recv(10) == b""
+def test_a_connection_too_many_is_closed() -> None:
+    with serving(fake_front(), max_connections=2) as client, contextlib.ExitStack() as stack:
+        first, second, third = (
+            stack.enter_context(socket.create_connection(client.address, timeout=20)) for _ in range(3)
+        )
+        assert third.recv(10) == b""
+        for sock in (first, second):
+            sock.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert sock.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
 def test_depth_is_counted_outside_strings_only() -> None:
