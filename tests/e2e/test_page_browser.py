@@ -282,6 +282,24 @@ def test_a_refusal_says_why_and_can_be_tried_again(page: Any, url: str) -> None:
     expect(broken.locator(".prose")).to_have_text("BOO")
 
 
+def test_tools_that_are_no_json_are_not_sent(page: Any, url: str) -> None:
+    sent = answers(opened(page, url), streamed({"content": "Yes."}))
+    page.click("#panel-settings")
+    page.fill("textarea[name=tools]", "[{")
+    expect(said(page, "Hello").locator(".failure")).to_contain_text("not JSON")
+    assert sent == []
+
+
+def test_what_another_version_stored_does_no_harm(page: Any, url: str) -> None:
+    opened(page, url).evaluate("""() => {
+        localStorage["plait.conversation.old"] = '{"id": "old", "title": "Old"}';
+        localStorage["plait.conversation.cut"] = '{"id": "c';
+        localStorage["plait.look"] = '{"conversation": "old", "panel": "none"}';
+    }""")
+    expect(said(opened(page, url), "Hello").locator(".prose")).to_have_text("Hello")
+    expect(page.locator(".entry")).to_have_text(["Hello"])
+
+
 def test_a_server_that_wants_a_key_is_given_one(page: Any, url: str) -> None:
     error = {
         "error": {

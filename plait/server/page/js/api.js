@@ -78,6 +78,9 @@ async function* frames(stream) {
         if (frame.startsWith("data: ")) yield frame.slice(6);
       }
     }
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The connection was lost in the middle of the reply.", 0);
   } finally {
     reader.releaseLock();
   }

@@ -149,9 +149,7 @@ export class Chat {
   }
 
   failed(message, error) {
-    if (error instanceof SyntaxError)
-      message.error = `The tools in the settings are not JSON: ${error.message}`;
-    else message.error = error.message;
+    message.error = error.message;
     this.hooks.refused(error);
   }
 

@@ -6,12 +6,14 @@ import * as store from "./store.js";
 const NARROW = matchMedia("(max-width: 760px)"),
   TIGHT = matchMedia("(max-width: 1100px)");
 
+const NAMES = ["settings", "engine"];
+
 export class Panels {
   /** `onOpen(name)`: "settings", "engine", or null, whenever it changes. */
   constructor(onOpen) {
     this.onOpen = onOpen;
     this.open = null;
-    for (const name of ["settings", "engine"]) {
+    for (const name of NAMES) {
       byId(`panel-${name}`).addEventListener("click", () => this.show(this.open === name ? null : name));
       byId(`tab-${name}`).addEventListener("click", () => this.show(name));
       byId(`tab-${name}`).addEventListener("keydown", (event) => this.turn(event));
@@ -22,14 +24,15 @@ export class Panels {
     NARROW.addEventListener("change", () => this.showSidebar(!NARROW.matches));
     TIGHT.addEventListener("change", () => this.veil());
     this.showSidebar(!NARROW.matches && store.look().sidebar !== false);
-    this.show(TIGHT.matches ? null : (store.look().panel ?? null));
+    const panel = store.look().panel;
+    this.show(!TIGHT.matches && NAMES.includes(panel) ? panel : null);
   }
 
   show(name, returnsFocus = false) {
     const before = this.open;
     this.open = name;
     byId("panel").hidden = name === null;
-    for (const each of ["settings", "engine"]) {
+    for (const each of NAMES) {
       byId(each).hidden = each !== name;
       byId(`tab-${each}`).setAttribute("aria-selected", String(each === name));
       byId(`tab-${each}`).tabIndex = each === name ? 0 : -1;

@@ -24,13 +24,21 @@ export function sampling(settings) {
   return body;
 }
 
-/** The body of /v1/chat/completions. Raises SyntaxError if the tools are not JSON. */
+/** The body of /v1/chat/completions. Raises an Error that says so if the tools are not JSON. */
 export function chatBody(messages, settings) {
   const body = { messages: history(messages, settings.system ?? ""), ...sampling(settings), ...streamed() };
   if (settings.probabilities) Object.assign(body, { logprobs: true, top_logprobs: alternatives(settings) });
   const tools = (settings.tools ?? "").trim();
-  if (tools) body.tools = JSON.parse(tools);
+  if (tools) body.tools = parsed(tools);
   return body;
+}
+
+function parsed(tools) {
+  try {
+    return JSON.parse(tools);
+  } catch (error) {
+    throw new Error(`The tools in the settings are not JSON: ${error.message}`);
+  }
 }
 
 /** The body of /v1/completions: everything written so far is the prompt. */

@@ -26,13 +26,22 @@ export function conversations() {
     const key = localStorage.key(i);
     if (!key.startsWith(PREFIX)) continue;
     const one = read(key, null);
-    if (one?.id) found.push({ id: one.id, title: one.title, updated: one.updated });
+    if (isWhole(one)) found.push({ id: one.id, title: one.title, updated: one.updated });
   }
   return found.sort((a, b) => b.updated - a.updated);
 }
 
 /** The conversation, or null if it is not here. */
-export const load = (id) => read(PREFIX + id, null);
+export function load(id) {
+  const found = read(PREFIX + id, null);
+  return isWhole(found) ? found : null;
+}
+
+/** Whether what was stored is a conversation: another version of this page may have written it. */
+function isWhole(found) {
+  const isKnown = found?.mode === "chat" || found?.mode === "text";
+  return isKnown && typeof found.id === "string" && Array.isArray(found.messages);
+}
 
 /** Keep a conversation. Raises QuotaExceededError when the browser has no room; probabilities are not kept. */
 export function save(conversation) {
