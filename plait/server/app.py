@@ -17,14 +17,14 @@ from starlette.types import Receive, Scope, Send
 from plait import __version__
 from plait.config import ServerConfig
 from plait.errors import Cancelled
-from plait.server import assets, chat, completions, models, openapi, validate
+from plait.server import assets, chat, completions, embeddings, models, openapi, outcome, scores, validate
 from plait.server.body import linger, read_object
 from plait.server.edge import REQUEST_ID_HEADER, Edge
 from plait.server.endpoint import Endpoint
 from plait.server.exchange import SCOPE_KEY, Exchange, called
 from plait.server.loading import Loading
 from plait.server.metrics import exposition
-from plait.server.problems import BodyTooLarge, http_problem, json_response, problem
+from plait.server.problems import BodyTooLarge, Problem, http_problem, json_response, problem
 from plait.server.reply import respond
 from plait.server.schema import present
 from plait.server.traffic import Traffic
@@ -35,7 +35,14 @@ if TYPE_CHECKING:
 IGNORED_HEADER = "x-plait-ignored"
 EXPOSED_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "retry-after", "retry-after-ms")  # to pages elsewhere
 Handler = Callable[[Request], Awaitable[Response]]
-ENDPOINTS = (*completions.ENDPOINTS, *chat.ENDPOINTS, *models.ENDPOINTS)
+Refusal = Callable[[Problem], Mapping[str, Any]]
+ENDPOINTS = (
+    *completions.ENDPOINTS,
+    *chat.ENDPOINTS,
+    *embeddings.ENDPOINTS,
+    *scores.ENDPOINTS,
+    *models.ENDPOINTS,
+)
 
 
 def create_app(front: Front | Loading, config: ServerConfig, traffic: Traffic | None = None) -> Starlette:
@@ -50,7 +57,7 @@ def create_app(front: Front | Loading, config: ServerConfig, traffic: Traffic | 
         _route("/metrics", service.metrics, "GET"),
         _route("/v1/models", service.list_models, "GET"),
         _route("/v1/models/{id:path}", service.get_model, "GET"),
-        *(_route(endpoint.path, service.serves(endpoint), "POST") for endpoint in ENDPOINTS),
+        *(_route(e.path, service.serves(e), "POST", e.refusal) for e in ENDPOINTS),
         *assets.routes(),
         *openapi.routes(ENDPOINTS),
     ]
@@ -104,13 +111,16 @@ class Service:
         return json_response(models.card(front, self.served(front)))
 
     def serves(self, endpoint: Endpoint) -> Handler:
-        """A handler that generates what `plan` makes of the body, or computes `answer` in a thread."""
+        """A handler of what `plan` or `outcome` make of the body, or of `answer`, computed in a thread."""
 
         async def handle(request: Request) -> Response:
             front, body = await self._read(request)
             served, plan, answer = self.served(front), endpoint.plan, endpoint.answer
+            shape, receive = endpoint.outcome, request.receive
             if plan is not None:
-                response = await respond(request.receive, front, lambda: plan(front, served, body))
+                response = await respond(receive, front, lambda: plan(front, served, body))
+            elif shape is not None:
+                response = await outcome.respond(receive, front, lambda: shape(front, served, body))
             else:
                 assert answer is not None
                 response = json_response(await asyncio.to_thread(answer, front, served, body))
@@ -131,25 +141,25 @@ class Service:
 class _Endpoint:
     """An ASGI endpoint: a handler whose every exception becomes the error object."""
 
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
+    def __init__(self, handler: Handler, refusal: Refusal | None) -> None:
+        self._handler, self._refusal = handler, refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
         try:
             response = await self._handler(request)
         except BodyTooLarge as error:
-            await _refuse_body(request, error, send)
+            await _refuse_body(request, problem(error).response(self._refusal), send)
             return
         except Exception as error:
-            response = problem(error).response()
+            response = problem(error).response(self._refusal)
             if isinstance(error, Cancelled):
                 response.headers["Connection"] = "close"
         await response(scope, receive, send)
 
 
-def _route(path: str, handler: Handler, method: str) -> Route:
-    return Route(path, _Endpoint(handler), methods=[method])
+def _route(path: str, handler: Handler, method: str, refusal: Refusal | None = None) -> Route:
+    return Route(path, _Endpoint(handler, refusal), methods=[method])
 
 
 def _reporting(response: Response, body: Mapping[str, Any], fields: frozenset[str]) -> Response:
@@ -158,9 +168,8 @@ def _reporting(response: Response, body: Mapping[str, Any], fields: frozenset[st
     return response
 
 
-async def _refuse_body(request: Request, error: BodyTooLarge, send: Send) -> None:
+async def _refuse_body(request: Request, response: Response, send: Send) -> None:
     """Answer first and end the response a moment later: closing on a body in flight would lose the answer."""
-    response = problem(error).response()
     await send(
         {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
     )

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from plait.server.outcome import Outcome
+from plait.server.problems import Problem
 from plait.server.reply import Reply
 
 if TYPE_CHECKING:
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 
 Plan = Callable[["Front", str, Mapping[str, Any]], Reply]
 Answer = Callable[["Front", str, Mapping[str, Any]], dict[str, Any]]
+Shape = Callable[["Front", str, Mapping[str, Any]], Outcome]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +23,14 @@ class Endpoint:
     """`POST path`, whose known body fields are `fields`: others are accepted, and reported as ignored.
 
     Called with the model, the name it is served under, and the body without its nulls. `plan` makes a reply
-    that is generated, whole or streamed; `answer` computes a JSON object, in a thread. One of both is there.
+    that is generated, whole or streamed, and `outcome` one of another shape than OpenAI's completions;
+    `answer` computes a JSON object, in a thread. One of the three is there. `refusal`: the body of an error,
+    if it is not OpenAI's.
     """
 
     path: str
     fields: frozenset[str]
     plan: Plan | None = None
     answer: Answer | None = None
+    outcome: Shape | None = None
+    refusal: Callable[[Problem], dict[str, Any]] | None = None

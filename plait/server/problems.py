@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,8 +104,9 @@ class Problem:
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        return json_response(self.body(), self.status, self.headers)
+    def response(self, shape: Callable[[Problem], Mapping[str, Any]] | None = None) -> Response:
+        """`shape`: makes the body, where it is not OpenAI's error object."""
+        return json_response(shape(self) if shape else self.body(), self.status, self.headers)
 
 
 def problem(error: BaseException) -> Problem:

@@ -88,7 +88,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
     tokens: list[int]
 
 
-S = TypeVar("S", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 def typed(body: Mapping[str, Any], kind: type[S]) -> S:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from plait.server.generation import disconnected, stopped
-from plait.server.problems import problem
+from plait.server.problems import Problem, problem
 
 logger = logging.getLogger("plait.server")
 PING_S = 15.0  # silence after which a comment keeps proxies from closing the connection
@@ -27,6 +28,27 @@ def frame(body: Any) -> bytes:
     return b"data: " + _ENCODE(body) + b"\n\n"
 
 
+def named_frame(body: Mapping[str, Any]) -> bytes:
+    """One event under its own name, which is its `type`."""
+    return b"event: " + str(body["type"]).encode() + b"\n" + frame(body)
+
+
+def _failure(found: Problem) -> Iterable[Any]:
+    return (found.body(),)
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How a stream is written: one event, the events that tell of a failure, and the very end."""
+
+    frame: Callable[[Any], bytes] = frame
+    failed: Callable[[Problem], Iterable[Any]] = _failure
+    done: bytes = DONE
+
+
+CHUNKS = Framing()
+
+
 class EventStream(Response):
     """A response of events. `close` is awaited at its end, however it ends: done, failed, client gone."""
 
@@ -37,9 +59,10 @@ class EventStream(Response):
         bodies: AsyncIterator[Any],
         close: Callable[[], Awaitable[None]],
         headers: Mapping[str, str] | None = None,
+        framing: Framing = CHUNKS,
     ) -> None:
         self.status_code, self.body, self.background = 200, b"", None
-        self._bodies, self._close, self._last_sent = bodies, close, 0.0
+        self._bodies, self._close, self._framing, self._last_sent = bodies, close, framing, 0.0
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
 
@@ -61,12 +84,14 @@ class EventStream(Response):
     async def _pump(self, send: Send) -> None:
         try:
             async for body in self._bodies:
-                await self._send(send, frame(body))
+                await self._send(send, self._framing.frame(body))
         except TimeoutError:
             raise
         except Exception as error:
-            await self._send(send, frame(problem(error).body()))
-        await self._send(send, DONE)
+            for body in self._framing.failed(problem(error)):
+                await self._send(send, self._framing.frame(body))
+        if self._framing.done:
+            await self._send(send, self._framing.done)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 from plait.engine.front import Front, Language
 from plait.errors import BadTemplate, CapacityError, EngineError, QueueFull
-from plait.request import Event, Request, TokenLogprobs
+from plait.request import Event, Pooling, Request, TokenLogprobs
 from plait.spec import ModelSpec, Norm
 from plait.text.chat import normalized
 
 BOS, EOS, TURN = 256, 257, 258
-VOCAB_SIZE, CONTEXT = 259, 2048
+VOCAB_SIZE, CONTEXT, HIDDEN_SIZE = 259, 2048, 8
 NAMES = {BOS: "<bos>", EOS: "<eos>", TURN: "<turn>"}
 
 
@@ -129,6 +129,9 @@ class EchoLoop:
         if text.startswith(b"REFUSE"):
             error: Exception = CapacityError("its state can never fit")
             return Event(request.id, index, finish_reason="error", error=error)
+        if request.pooling and not text.startswith((b"HANG", b"REFUSE")):
+            vector = embedding(ids, request.pooling)
+            return Event(request.id, index, finish_reason="length", embedding=vector)
         if text.startswith(b"BOOM") and step == 3:
             return Event(
                 request.id, index, finish_reason="error", error=EngineError("the engine failed here")
@@ -158,6 +161,12 @@ class EchoLoop:
 def _said(request: Request) -> bytes:
     ids = list(request.prompt_token_ids)
     while any(i in NAMES for i in ids):
+def embedding(ids: Sequence[int], pooling: Pooling) -> tuple[float, ...]:
+    """Which bits the last token has, or how often all of them have each."""
+    tokens = ids if pooling == "mean" else ids[-1:]
+    return tuple(sum(i >> bit & 1 for i in tokens) / len(tokens) for bit in range(HIDDEN_SIZE))
+
+
         ids = ids[next(n for n, i in enumerate(ids) if i in NAMES) + 1 :]
     return bytes(ids)
 
@@ -175,7 +184,7 @@ def _scored(token_id: int, num_top: int) -> TokenLogprobs:
 
 def fake_front(tokenizer: bool = True) -> Front:
     """A real Front over `EchoLoop`; without a tokenizer only token ids go in and out."""
-    spec = ModelSpec("fake", 8, VOCAB_SIZE, (), Norm(), CONTEXT)
+    spec = ModelSpec("fake", HIDDEN_SIZE, VOCAB_SIZE, (), Norm(), CONTEXT)
     language = Language(
         ByteTokenizer() if tokenizer else None,
         TurnTemplate() if tokenizer else None,

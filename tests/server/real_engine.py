@@ -11,11 +11,13 @@ from plait.engine.front import Front, Language
 from plait.engine.loop import EngineLoop
 from plait.memory import BlockGroup
 from plait.runner.sampler import Sampler
+from plait.runner.pooling import with_pooled
 from plait.schedule.allocation import Allocation
 from plait.schedule.plan import Plan, Sampled, SamplingBatch
 from plait.schedule.scheduler import Limits, Scheduler
 from plait.spec import ModelSpec, Norm
-from tests.server.fake import CONTEXT, EOS, NAMES, VOCAB_SIZE, ByteTokenizer, TurnTemplate
+from plait.text.grammar.compiler import GrammarCompiler
+from tests.server.fake import CONTEXT, EOS, HIDDEN_SIZE, NAMES, VOCAB_SIZE, ByteTokenizer, TurnTemplate
 
 BLOCK, NUM_BLOCKS = 16, 2000
 
@@ -38,7 +40,9 @@ class Bigrams:
             for i, token in enumerate(chunk.token_ids)
             if i >= len(chunk.token_ids) - chunk.num_logits
         ]
-        return self._sampler.sample(self._table[rows], sampling)
+        hidden = self._table[[row for row, _ in tokens]][:, :HIDDEN_SIZE]
+        answers = self._sampler.sample(self._table[[row for row, wanted in tokens if wanted]], sampling)
+        return with_pooled(plan, hidden, answers)
 
 
 def engine_front(step_s: float = 0.0) -> Front:
@@ -49,7 +53,11 @@ def engine_front(step_s: float = 0.0) -> Front:
     groups = (BlockGroup("full", None, ("a",)),)
     memory = Allocation(groups, [NUM_BLOCKS], BLOCK, num_slots=9, max_step_len=256, trims=True)
     scheduler = Scheduler(limits, memory)
-    engine = Engine(Bigrams(step_s), scheduler, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
-    spec = ModelSpec("bigrams", 8, VOCAB_SIZE, (), Norm(), CONTEXT)
-    language = Language(ByteTokenizer(), TurnTemplate(), {}, frozenset({EOS}))
-    return Front("bigrams", spec, CONTEXT, EngineLoop(engine), language)
+    tokenizer = ByteTokenizer()
+    guides = Guides(lambda ends: GrammarCompiler(tokenizer, VOCAB_SIZE, ends=ends), VOCAB_SIZE)
+    engine = Engine(
+        Bigrams(step_s), scheduler, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT, guided=guides.open
+    )
+    spec = ModelSpec("bigrams", HIDDEN_SIZE, VOCAB_SIZE, (), Norm(), CONTEXT)
+    language = Language(tokenizer, TurnTemplate(), {}, frozenset({EOS}))
+    return Front("bigrams", spec, CONTEXT, EngineLoop(engine, on_end=guides.close), language)

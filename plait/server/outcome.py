@@ -1,0 +1,117 @@
+"""A response of any shape: what endpoints beside OpenAI's completions make of the same generation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive
+
+from plait.request import Request
+from plait.server.generation import Generation, until_disconnect
+from plait.server.problems import Problem, json_response
+from plait.server.reply import Usage
+from plait.server.sse import EventStream, Framing, named_frame
+
+if TYPE_CHECKING:
+    from plait.engine.front import Front
+    from plait.engine.stream import Delta
+
+AT_ONCE = 64  # requests of one call that the engine has at a time: a list of inputs must not fill its queue
+Event = Mapping[str, Any]  # `type` is its name
+
+
+class Outcome(Protocol):
+    """One response as deltas arrive. `stream`: as named events; there is one request then."""
+
+    @property
+    def requests(self) -> Sequence[Request]: ...
+    @property
+    def stream(self) -> bool: ...
+
+    def add(self, i: int, delta: Delta) -> None:
+        """Keep this delta of request `i` for `body`."""
+        ...
+
+    def body(self, usage: Usage) -> dict[str, Any]:
+        """The whole response."""
+        ...
+
+    def begin(self) -> Iterable[Event]:
+        """The events before the first delta."""
+        ...
+
+    def events(self, delta: Delta) -> Iterable[Event]:
+        """The events that this delta brings."""
+        ...
+
+    def end(self, usage: Usage) -> Iterable[Event]:
+        """The events after the last delta."""
+        ...
+
+    def failed(self, problem: Problem) -> Iterable[Event]:
+        """The last events of a stream that fails."""
+        ...
+
+
+class Whole:
+    """The half of `Outcome` that a response without a stream needs not think about."""
+
+    stream = False
+
+    def begin(self) -> Iterable[Event]:
+        return ()
+
+    def events(self, delta: Delta) -> Iterable[Event]:
+        return ()
+
+    def end(self, usage: Usage) -> Iterable[Event]:
+        return ()
+
+    def failed(self, problem: Problem) -> Iterable[Event]:
+        return ()
+
+
+async def respond(receive: Receive, front: Front, plan: Callable[[], Outcome]) -> Response:
+    """Run what `plan` (called in a thread: it tokenizes) asks for. Raises Cancelled if the client leaves."""
+    return await until_disconnect(receive, _respond(front, plan))
+
+
+async def _respond(front: Front, plan: Callable[[], Outcome]) -> Response:
+    outcome = await asyncio.to_thread(plan)
+    usage = Usage(outcome.requests)
+    if outcome.stream:
+        return await _streamed(front, outcome, usage)
+    for first in range(0, len(outcome.requests), AT_ONCE):
+        generation = Generation.start(front, outcome.requests[first : first + AT_ONCE])
+        try:
+            async for i, delta in generation:
+                usage.add(first + i, delta)
+                outcome.add(first + i, delta)
+        finally:
+            await generation.close()
+    return json_response(await asyncio.to_thread(outcome.body, usage))
+
+
+async def _streamed(front: Front, outcome: Outcome, usage: Usage) -> Response:
+    generation = Generation.start(front, outcome.requests)
+    try:
+        await generation.peek()
+    except BaseException:
+        await generation.close()
+        raise
+    framing = Framing(named_frame, outcome.failed, b"")
+    return EventStream(_events(outcome, generation, usage), generation.close, framing=framing)
+
+
+async def _events(outcome: Outcome, generation: Generation, usage: Usage) -> AsyncIterator[Event]:
+    for event in outcome.begin():
+        yield event
+    async for i, delta in generation:
+        usage.add(i, delta)
+        for event in outcome.events(delta):
+            yield event
+    for event in outcome.end(usage):
+        yield event
