@@ -20,7 +20,7 @@ from plait.bench import machine
 from plait.bench.measure import rounded
 from plait.bench.serve_client import Outcome, Target
 from plait.bench.serve_drive import Arrivals, Run, drive
-from plait.bench.serve_process import ServerProcess, census
+from plait.bench.serve_process import ServerProcess, census, family
 from plait.bench.serve_score import details, score
 from plait.bench.serve_work import WORDS, Workload
 from plait.errors import ConfigError, EngineError
@@ -188,7 +188,8 @@ def _warm_up(job: ServeJob, side: ServeSide, workload: Workload, say: Say) -> No
 def _one(job: ServeJob, side: ServeSide, workload: Workload, on_done: Callable[[Outcome], None]) -> Facts:
     """One turn of one side."""
     pids = [side.process.pid] if side.process else []
-    foreign, before = machine.Foreign([os.getpid(), *pids]), _census(side)
+    everyone = [one for pid in pids for one in family(pid)]
+    foreign, before = machine.Foreign([os.getpid(), *everyone]), _census(side)
     run: Run = drive(side.target, workload, job.arrivals, on_done)
     facts = score(run.outcomes, run.duration_s, job.limits) | {"client": run.client()}
     if pids:

@@ -50,11 +50,11 @@ def headline(result: Facts) -> Iterator[str]:
     heaps = f", {load['burst']} at a time" if load["burst"] > 1 else ""
     yield (
         f"{size}, {load['request_rate']} a second{heaps}{most}; {load['input_len']} tokens in, "
-        f"{load['output_len']} out; {load['turns']} turns; seed {load['seed']}"
+        f"{load['output_len']} out; {load['turns']} to a chat; seed {load['seed']}"
     )
     yield (
         f"{percent(load['prefix_share'])} of each text shared in {load['prefix_groups']} groups; "
-        f"{percent(load['cancel_rate'])} of the clients leave early; {load['repeats']} turns of measuring"
+        f"{percent(load['cancel_rate'])} of the clients leave early; measured {load['repeats']} times"
     )
 
 
