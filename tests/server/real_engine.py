@@ -34,11 +34,10 @@ class Bigrams:
 
     def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
         time.sleep(self._step_s)
-        rows = [
-            (token + chunk.start + i) % 64
+        tokens = [
+            ((token + chunk.start + i) % 64, i >= len(chunk.token_ids) - chunk.num_logits)
             for chunk in plan.chunks
             for i, token in enumerate(chunk.token_ids)
-            if i >= len(chunk.token_ids) - chunk.num_logits
         ]
         hidden = self._table[[row for row, _ in tokens]][:, :HIDDEN_SIZE]
         answers = self._sampler.sample(self._table[[row for row, wanted in tokens if wanted]], sampling)
