@@ -26,7 +26,9 @@ class SamplingParams:
     are reported beside the chosen token (0: the chosen one only); raw model log-probabilities, natural log,
     before penalties and temperature. `best_of`: how many choices are generated, of which the `n` with the
     highest log-probability per token are returned, best first (None: `n`, in their order); OpenAI's meaning,
-    where vLLM's V0 took the sum, which favours short replies. Raises InvalidField, naming the field.
+    where vLLM's V0 took the sum, which favours short replies. `structured_outputs`: what the reply must be,
+    in vLLM's shape: one of `json` (a schema), `regex`, `choice`, `grammar` and `json_object`. Raises
+    InvalidField, naming the field.
     """
 
     n: int = 1
@@ -49,6 +51,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _listed("stop", self.stop))

@@ -39,6 +39,11 @@ class Choice:
     num_accepted_tokens: int = 0
     num_failures: int = 0
 
+    @property
+    def misguided_by(self) -> Exception | None:
+        """Why what it must be cannot be followed any more."""
+        return None if self.sequence.guide is None else self.sequence.guide.error
+
     def trace(self, finish_s: float, finish_reason: FinishReason) -> RequestTrace:
         """What is known of it at its end."""
         seq = self.sequence

@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 
 from plait.engine.admission import check, max_len
 from plait.engine.choice import Choice, OnEvent, OpenRequest
+from plait.engine.guide import Guide, unguided
 from plait.engine.metrics import Metrics
 from plait.errors import DeadlineExceeded, EngineError, InvalidField, PlaitError
 from plait.ops.seed import choice_seed
@@ -30,6 +31,7 @@ from plait.schedule.speculate import Speculation
 
 T = TypeVar("T")
 NUM_TRACES = 256
+MAX_FORCED = 8  # tokens that must come, computed as a draft
 MAX_TRIES = 3  # of a sequence whose steps fail, when it may be for what they move
 log = logging.getLogger("plait.engine")
 trace_log = logging.getLogger("plait.trace")
@@ -46,7 +48,8 @@ class Engine:
 
     Events are delivered during `step` and `cancel`, on the caller's thread. An `on_event` that raises has its
     request cancelled; the last of such faults are in `reader_faults` as (request id, exception). `traces` has
-    the last choices that ended. `clock` gives seconds that only ever grow, the same as the scheduler's.
+    the last choices that ended. `guided` makes what holds each choice of a request to its grammar. `clock`
+    gives seconds that only ever grow, the same as the scheduler's.
     """
 
     def __init__(
@@ -57,10 +60,11 @@ class Engine:
         vocab_size: int,
         max_model_len: int,
         speculation: Speculation | None = None,
+        guided: Callable[[Request], Sequence[Guide | None]] = unguided,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.scheduler, self.speculation, self.clock = runner, scheduler, speculation, clock
-        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self.vocab_size, self.max_model_len, self.guided = vocab_size, max_model_len, guided
         self.metrics = Metrics(scheduler)
         self.traces: deque[RequestTrace] = deque(maxlen=NUM_TRACES)
         self.reader_faults: deque[tuple[str, Exception]] = deque(maxlen=16)
@@ -108,10 +112,10 @@ class Engine:
 
     def step(self) -> bool:
         """Plan, run and commit one step. False if there was nothing to do."""
-        has_expired = self._expire()
+        has_ended = any([self._expire(), self._part_with_misguided()])
         plan = self.scheduler.plan(self._drafts())
         if plan is None:
-            return has_expired
+            return has_ended
         began = self.clock()
         self._note_start(plan, began)
         try:
@@ -183,7 +187,7 @@ class Engine:
         }
 
     def _sequences(self, request: Request, arrived: float) -> list[TokenSequence]:
-        params, timeout_s = request.params, request.timeout_s
+        params, timeout_s, guides = request.params, request.timeout_s, self.guided(request)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         prompt = request.prompt_token_ids
         return [
@@ -200,6 +204,7 @@ class Engine:
                 wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0 and not so_far,
                 cache_salt=request.cache_salt,
                 boundaries=request.boundaries,
+                guide=guides[index],
                 priority=request.priority,
                 deadline=None if timeout_s is None else arrived + timeout_s,
                 pool=Pool(request.pooling) if request.pooling else None,
@@ -217,13 +222,23 @@ class Engine:
                 self._fail(choice, DeadlineExceeded(choice.overdue()))
         return bool(expired)
 
+    def _part_with_misguided(self) -> bool:
+        """End the choices whose guide cannot be followed. Whether there were any."""
+        lost = [(choice, error) for choice in self._choices.values() if (error := choice.misguided_by)]
+        for choice, error in lost:
+            self._fail(choice, error)
+        return bool(lost)
+
     def _drafts(self) -> Mapping[int, tuple[int, ...]]:
         """Tokens guessed ahead, by sequence id."""
         if self.speculation is None or not (drafting := self.scheduler.drafting()):
             return {}
         num_left = sum(seq.num_left for seq in self.scheduler.running)
         num_rows = min(num_left, self.scheduler.limits.max_num_batched_tokens)
-        return self._ask(lambda speculation: speculation.drafts(drafting, num_rows), {})
+        none: Mapping[int, tuple[int, ...]] = {}
+        found = self._ask(lambda speculation: speculation.drafts(drafting, num_rows), none)
+        guided = [(seq.id, seq.guide) for seq in drafting if seq.guide is not None]
+        return {**found, **{i: forced for i, guide in guided if (forced := guide.forced()[:MAX_FORCED])}}
 
     def _ask(self, call: Callable[[Speculation], T], otherwise: T) -> T:
         """What speculation says. It must cost nobody a request: if it fails, it is off from then on."""
@@ -257,6 +272,9 @@ class Engine:
     def _deliver(self, update: Update, now: float) -> None:
         choice = self._choices.get(update.seq_id)
         if choice is None:  # cancelled by an event of the same step
+            return
+        if choice.misguided_by:  # in this very step: nothing that came of it may be told
+            self._fail(choice, choice.misguided_by)
             return
         self._count(choice, update, now)
         event = Event(

@@ -17,10 +17,12 @@ from prometheus_client import CollectorRegistry
 from plait.engine.choice import OnEvent
 from plait.engine.stream import Stream
 from plait.engine.terms import NO_TERMS, Terms
-from plait.errors import BadTemplate, ContextTooLong, InvalidField
-from plait.request import Request, SamplingParams
+from plait.errors import BadGrammar, BadTemplate, ContextTooLong, InvalidField
+from plait.request import Grammar, Request, SamplingParams, ThinkingBudget
 from plait.spec import Mamba1, Mamba2, Mamba3, ModelSpec
 from plait.text.chat import ChatTemplate, boundaries
+from plait.text.grammar.compiler import GrammarCompiler
+from plait.text.grammar.fields import grammar_from
 from plait.text.tokenizer import Tokenizer
 
 MAX_CHARS_PER_TOKEN = 64  # longer text cannot fit the context and is refused before it is tokenized
@@ -69,6 +71,9 @@ class Front:
         self.tokenizer, self.chat_template = language.tokenizer, language.chat_template
         self.generation_config, self.stop_token_ids = language.generation_config, language.stop_token_ids
         self.created = int(time.time())
+        self.grammars = None
+        if self.tokenizer:
+            self.grammars = GrammarCompiler(self.tokenizer, spec.vocab_size, ends=self.stop_token_ids)
         self._seeds = random.SystemRandom()
 
     @property
@@ -87,11 +92,13 @@ class Front:
 
         With `best_of` the engine generates that many choices, with log-probabilities: the request's `n` is
         `best_of`, and whoever reads its stream ranks them by `params`. Raises InvalidField (token ids the
-        model does not have, an empty prompt, text without a tokenizer) and ContextTooLong with both numbers.
+        model does not have, an empty prompt, text without a tokenizer), ContextTooLong with both numbers, and
+        BadGrammar.
         """
         ids = self._token_ids(prompt, add_special)
         self._check_ids(ids)
-        params = params.resolved(self.generation_config)
+        grammar = grammar_from({"structured_outputs": params.structured_outputs})
+        params = replace(params.resolved(self.generation_config), structured_outputs=None)
         self._check_settings(params)
         params = replace(params, max_tokens=self._max_tokens(len(ids), params.max_tokens))
         if params.seed is None:
@@ -99,7 +106,7 @@ class Front:
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= self.stop_token_ids
-        return Request(
+        request = Request(
             f"req-{uuid.uuid4().hex}",
             ids,
             _generated(params),
@@ -108,6 +115,22 @@ class Front:
             priority=terms.priority,
             timeout_s=terms.timeout_s,
         )
+        return self.held(request, grammar)
+
+    def held(
+        self, request: Request, grammar: Grammar | None, thinking: ThinkingBudget | None = None
+    ) -> Request:
+        """The same request, every choice of which must be what `grammar` says and think no longer.
+
+        Compiles the grammar, which takes a moment. Raises BadGrammar: why it cannot be honoured.
+        """
+        if grammar is not None:
+            if self.grammars is None:
+                raise BadGrammar(f"{self.name} has no tokenizer, so no grammar can be kept", grammar.param)
+            self.grammars.compile(grammar)
+        # A reply ends where its grammar does, even with ignore_eos.
+        stops = request.stop_token_ids | self.stop_token_ids if grammar else request.stop_token_ids
+        return replace(request, grammar=grammar, thinking=thinking, stop_token_ids=stops)
 
     def prepare_chat(
         self,
@@ -152,6 +175,8 @@ class Front:
         self.loop.close(drain=drain, timeout_s=timeout_s)
         if self.chat_template:
             self.chat_template.close()
+        if self.grammars:
+            self.grammars.close()
 
     def _token_ids(self, prompt: str | Sequence[int], add_special: bool) -> tuple[int, ...]:
         if not isinstance(prompt, str):

@@ -14,6 +14,7 @@ from plait.config import EngineConfig
 from plait.engine.core import Engine
 from plait.engine.device import choose_device, choose_dtype, cores, free_memory, out_of_memory
 from plait.engine.front import Front, Language
+from plait.engine.guide import Guides
 from plait.engine.loop import EngineLoop
 from plait.engine.opening import (
     Opened,
@@ -25,7 +26,7 @@ from plait.engine.opening import (
     stored_dtypes,
 )
 from plait.engine.sizing import ModelFacts, Sizing, gib, size_state
-from plait.errors import ConfigError
+from plait.errors import BadGrammar, ConfigError
 from plait.kernels.load import executor
 from plait.kernels.load import load as load_kernels
 from plait.memory import has_slots
@@ -37,6 +38,7 @@ from plait.runner.sampler import Sampler
 from plait.schedule.speculate import NgramProposer, Proposer, Speculation
 from plait.spec import ModelSpec
 from plait.state.store import StateStore
+from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
@@ -54,10 +56,16 @@ class Built:
     engine: Engine
     sizing: Sizing
     target: Target
+    guides: Guides
 
     @property
     def spec(self) -> ModelSpec:
         return self.runner.decoder.spec
+
+    def close(self) -> None:
+        """Give back the threads. The engine must not step any more."""
+        self.runner.close()
+        self.guides.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,7 @@ def load(model: str, config: EngineConfig, on_progress: Progress | None = None) 
         return found[0].tokenizer
 
     built = build(model, config, on_progress or _silent, on_open)
-    loop = EngineLoop(built.engine, on_end=built.runner.close)
+    loop = EngineLoop(built.engine, on_end=built.close)
     name, longest = built.opened.files.name, built.sizing.max_model_len
     front = Front(name, built.spec, longest, loop, found[0], prefix_cache=config.prefix_cache)
     return Loaded(built.opened, config, built.runner, built.sizing, built.target, front)
@@ -128,6 +136,8 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     report("preparing the step (the first start compiles kernels)", 0, 1)
     proposer = _proposer(draft, opened, target, sizing, tokenizer, report)
     runner, engine = engine_over(decoder, sampler, target, config, sizing, proposer=proposer)
+    guides = Guides(_compiler(opened, tokenizer, vocab_size), vocab_size)
+    engine.guided = guides.open
     step_log.info("step: %s", runner.step_kind)
     target.bound.append(
         Binding("step", "recorded", runner.step_kind, ())
@@ -137,7 +147,21 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     if config.deterministic:
         _check_deterministic(target)
     report("ready", 1, 1)  # before there is a thread: who is told may raise, to say that nobody waits
-    return Built(opened, runner, engine, sizing, target)
+    return Built(opened, runner, engine, sizing, target, guides)
+
+
+def _compiler(
+    opened: Opened, tokenizer: Tokenizer | None, vocab_size: int
+) -> Callable[[frozenset[int]], GrammarCompiler]:
+    """What makes the compiler of a model's grammars. Its tokenizer is loaded then, if it is not there."""
+
+    def find(ends: frozenset[int]) -> GrammarCompiler:
+        words = tokenizer or opened.tokenizer()
+        if words is None:
+            raise BadGrammar(f"{opened.files.name} has no tokenizer, so no grammar can be kept")
+        return GrammarCompiler(words, vocab_size, ends=ends)
+
+    return find
 
 
 def engine_over(

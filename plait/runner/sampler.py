@@ -142,7 +142,7 @@ class Sampler:
         row, i = draw
         params = row.params
         early = [t for t in row.stop_token_ids if 0 <= t < self.limit] if i < row.num_stopless else []
-        if row.masks:
+        if row.masks and row.masks[i]:
             allowed = self._mask(row.masks[i])
             logits.masked_fill_(~allowed, -torch.inf)
             allowed[early] = False

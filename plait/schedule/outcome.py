@@ -43,8 +43,18 @@ def kept(seq: TokenSequence, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...
     if seq.max_len <= seq.prompt_len:
         return (), "length"
     for i, token_id in enumerate(token_ids):
-        if token_id in seq.stop_token_ids and seq.num_output_tokens + i >= seq.params.min_tokens:
+        # An end that comes before min_tokens was the only thing that its guide allowed.
+        is_due = seq.guide is not None or seq.num_output_tokens + i >= seq.params.min_tokens
+        if token_id in seq.stop_token_ids and is_due:
             return token_ids[:i], "stop"
+        if seq.guide is not None and seq.guide.accept(token_id):
+            return token_ids[: i + 1], "stop"
         if seq.num_tokens + i + 1 >= seq.max_len:
             return token_ids[: i + 1], "length"
     return token_ids, None
+
+
+def stop_token(seq: TokenSequence, sampled: Sequence[int], kept: Sequence[int]) -> int | None:
+    """The token that ended a sequence; None where its guide did, which waits for no token."""
+    is_guides = len(kept) == len(sampled) or (seq.guide is not None and seq.guide.is_finished)
+    return None if is_guides else sampled[len(kept)]

@@ -109,8 +109,8 @@ class SamplingRow:
     those after it took for granted: row i stands behind `history` + `draft[:i]`. `history` is the prompt
     (`prompt_len` tokens) and the output so far, empty where no penalty needs it. None of the first
     `num_stopless` samples may be one of `stop_token_ids` (min_tokens). `masks`: what each sample may be, one
-    bit per token id in little-endian uint32 words, the lowest first; (): anything. Where a mask leaves nothing
-    but what `num_stopless` forbids, the mask counts.
+    bit per token id in little-endian uint32 words, the lowest first; () or an empty one: anything. Where a
+    mask leaves nothing but what `num_stopless` forbids, the mask counts.
     """
 
     params: SamplingParams

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from plait.errors import CapacityError, ContextTooLong, QueueFull
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import StepCosts
-from plait.schedule.outcome import answers_by_id, kept, num_right
+from plait.schedule.outcome import answers_by_id, kept, num_right, stop_token
 from plait.schedule.plan import Chunk, Move, Plan, Sampled, SamplingBatch
 from plait.schedule.sequence import Phase, Update, num_computed
 from plait.schedule.sequence import Sequence as TokenSequence
@@ -274,7 +274,7 @@ class Scheduler:
                 continue
             # The last sampled token is never computed, and a chunk ends where a snapshot is wanted.
             most = min(budget, seq.max_len - seq.num_tokens - 1, self.memory.until_mark(seq) - 1)
-            draft = drafts[seq.id][: max(most, 0)]
+            draft = seq.allowed(drafts[seq.id][: max(most, 0)])
             length = seq.num_computed_tokens + 1 + len(draft)
             if draft and self.memory.reserve(seq, length) and self.memory.branch(seq):
                 seq.draft = draft
@@ -286,7 +286,7 @@ class Scheduler:
         budget = self._budget(sum(1 for seq in self.running if shares.get(seq.id) and not seq.is_prefilling))
         budget -= sum(n for seq_id, n in shares.items() if self._by_id[seq_id].is_prefilling)
         room = self.limits.max_num_seqs - len(self.running)
-        for seq in self.waiting[: 2 * room]:
+        for seq in [seq for seq in self.waiting if seq.is_ready][: 2 * room]:
             hit = self.memory.lookup(seq)
             if self.memory.leader(seq, hit):
                 continue  # what it begins with is being computed
@@ -386,7 +386,7 @@ class Scheduler:
             logprobs=logprobs[: len(tokens)] if logprobs and tokens else None,
             prompt_logprobs=tuple(seq.scored) if is_scoring else None,
             finish_reason=reason,
-            stop_token_id=new[len(tokens)] if reason == "stop" else None,
+            stop_token_id=stop_token(seq, new, tokens) if reason == "stop" else None,
             num_cached_tokens=seq.num_cached_tokens,
             num_drafted=len(draft),
             num_accepted=num_accepted,

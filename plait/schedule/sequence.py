@@ -4,11 +4,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from plait.request import FinishReason, SamplingParams, TokenLogprobs
 from plait.schedule.plan import Sampled, SamplingRow
 from plait.schedule.pooling import Pool
 from plait.state.prefix import root
+
+
+class Guide(Protocol):
+    """What the tokens of one sequence may be. Nothing raises: `error` says why it cannot be followed."""
+
+    @property
+    def error(self) -> Exception | None: ...
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing but the end may follow."""
+        ...
+
+    def masks(self, draft: tuple[int, ...] = ()) -> tuple[bytes, ...]:
+        """Masks (see `SamplingRow`) of the next token, and of those behind each token that may stand."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """The sequence has this token now; whether it must end with it."""
+        ...
+
+    def forced(self) -> tuple[int, ...]:
+        """Tokens that are likely to come next, where the text that must come is known."""
+        ...
 
 
 class Phase(Enum):
@@ -43,7 +71,7 @@ class Sequence:
     `chain` and `num_recorded`: its hashes, and how many of its blocks the prefix cache knows. `marks`:
     positions where a snapshot is wanted. `in_step`: a step was planned with it and is not committed; `draft`:
     tokens guessed behind its last one in that step; `scratch`: the slot with the state before them. `saved`:
-    its state while it waits, if that is in host memory.
+    its state while it waits, if that is in host memory. `guide`: what its tokens may be, None for anything.
     `num_cached_tokens` of the prompt were not computed when it first ran, and `miss_cause` says why not more.
     """
 
@@ -74,6 +102,7 @@ class Sequence:
     num_recorded: int = 0
     marks: set[int] = field(default_factory=set)
     saved: Saved | None = None
+    guide: Guide | None = None
     num_cached_tokens: int = 0
     miss_cause: str = ""
     num_preemptions: int = 0
@@ -91,6 +120,15 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may run: what its tokens may be is known."""
+        return self.guide is None or self.guide.is_ready
+
+    def allowed(self, draft: tuple[int, ...]) -> tuple[int, ...]:
+        """As much of a draft as may stand."""
+        return draft if self.guide is None else draft[: max(len(self.guide.masks(draft)) - 1, 0)]
 
     @property
     def num_left(self) -> int:
@@ -159,6 +197,7 @@ class Sequence:
             prompt_len=self.prompt_len,
             stop_token_ids=self.stop_token_ids if num_stopless else frozenset(),
             num_stopless=num_stopless,
+            masks=self.guide.masks(self.draft) if self.guide is not None and samples else (),
         )
 
 

@@ -32,6 +32,9 @@ class ByteTokenizer:
     def encode(self, text: str, *, add_special: bool = True, allow_special: bool = False) -> list[int]:
         return ([BOS] if add_special else []) + list(text.encode())
 
+    def encode_parts(self, parts: Sequence[int | str]) -> list[int]:
+        return [i for part in parts for i in ([part] if isinstance(part, int) else part.encode())]
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         shown = (i for i in ids if not (skip_special and i in NAMES))
         return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
@@ -126,12 +129,12 @@ class EchoLoop:
 
     def _event(self, request: Request, text: bytes, step: int, index: int) -> Event:
         params, ids = request.params, request.prompt_token_ids
-        if text.startswith(b"REFUSE"):
-            error: Exception = CapacityError("its state can never fit")
-            return Event(request.id, index, finish_reason="error", error=error)
         if request.pooling and not text.startswith((b"HANG", b"REFUSE")):
             vector = embedding(ids, request.pooling)
             return Event(request.id, index, finish_reason="length", embedding=vector)
+        if text.startswith(b"REFUSE"):
+            error: Exception = CapacityError("its state can never fit")
+            return Event(request.id, index, finish_reason="error", error=error)
         if text.startswith(b"BOOM") and step == 3:
             return Event(
                 request.id, index, finish_reason="error", error=EngineError("the engine failed here")
@@ -158,15 +161,15 @@ class EchoLoop:
         )
 
 
-def _said(request: Request) -> bytes:
-    ids = list(request.prompt_token_ids)
-    while any(i in NAMES for i in ids):
 def embedding(ids: Sequence[int], pooling: Pooling) -> tuple[float, ...]:
     """Which bits the last token has, or how often all of them have each."""
     tokens = ids if pooling == "mean" else ids[-1:]
     return tuple(sum(i >> bit & 1 for i in tokens) / len(tokens) for bit in range(HIDDEN_SIZE))
 
 
+def _said(request: Request) -> bytes:
+    ids = list(request.prompt_token_ids)
+    while any(i in NAMES for i in ids):
         ids = ids[next(n for n, i in enumerate(ids) if i in NAMES) + 1 :]
     return bytes(ids)
 

@@ -8,10 +8,11 @@ import torch
 
 from plait.engine.core import Engine
 from plait.engine.front import Front, Language
+from plait.engine.guide import Guides
 from plait.engine.loop import EngineLoop
 from plait.memory import BlockGroup
-from plait.runner.sampler import Sampler
 from plait.runner.pooling import with_pooled
+from plait.runner.sampler import Sampler
 from plait.schedule.allocation import Allocation
 from plait.schedule.plan import Plan, Sampled, SamplingBatch
 from plait.schedule.scheduler import Limits, Scheduler

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 
 from plait.errors import BadGrammar
 from plait.text.grammar.grammar import Grammar, GrammarLimits
-from plait.text.grammar.library import compiled, readable
+from plait.text.grammar.library import compiled, readable, with_parts
 from plait.text.grammar.state import CompiledGrammar
 from plait.text.grammar.trial import Trial
 from plait.text.grammar.vocabulary import Vocabulary, vocabulary_of
@@ -30,7 +31,7 @@ class GrammarCompiler:
         limits: GrammarLimits | None = None,
     ) -> None:
         self.limits = limits or GrammarLimits()
-        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, frozenset(ends)
+        self.tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, frozenset(ends)
         self._lock = threading.Lock()
         self._made: tuple[Vocabulary, Trial] | None = None
         self._verdicts = _Verdicts(self.limits.remembered_bytes)
@@ -65,7 +66,7 @@ class GrammarCompiler:
     def _parts(self) -> tuple[Vocabulary, Trial]:
         with self._lock:
             if self._made is None:
-                vocabulary = vocabulary_of(self._tokenizer, self._vocab_size, self._ends)
+                vocabulary = vocabulary_of(self.tokenizer, self._vocab_size, self._ends)
                 described = {
                     "size": vocabulary.size,
                     "special": dict(vocabulary.special),
@@ -87,7 +88,12 @@ class GrammarCompiler:
             )
 
     def _form(self, grammar: Grammar, trial: Trial) -> str:
-        """What the library compiles. A grammar is tried once; the verdict is remembered."""
+        """What the library compiles. A grammar is tried once; the verdict is remembered.
+
+        It is tried without what the server put beside it: no trial would get through a block of thinking.
+        """
+        beside = {"lead": grammar.lead, "instead": grammar.instead}
+        grammar = replace(grammar, lead="", instead="")
         verdict = self._verdicts.get(grammar)
         if verdict is None:
             try:
@@ -98,7 +104,7 @@ class GrammarCompiler:
         good, text = verdict
         if not good:
             raise BadGrammar(text, grammar.param)
-        return text
+        return with_parts(text, **beside)
 
 
 Verdict = tuple[bool, str]

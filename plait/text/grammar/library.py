@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,20 @@ def compiled(table: Any, form: str, limits: GrammarLimits) -> Any:
         verbose_errors=False,
     )
     return llguidance.LLMatcher(table, form, log_level=0, limits=bounds)
+
+
+def with_parts(form: str, lead: str, instead: str) -> str:
+    """A serialized grammar of two, the outer of which asks for `@reply`, with Lark sources beside it.
+
+    `lead` comes before the reply and `instead` may stand in its place; "": neither.
+    """
+    if not lead and not instead:
+        return form
+    outer, reply = json.loads(form)["grammars"]
+    start = "( @reply | @instead )" if instead else "@reply"
+    outer["lark_grammar"] = outer["lark_grammar"].replace("@reply", f"@lead {start}" if lead else start)
+    parts = [{"name": n, "lark_grammar": s} for n, s in (("lead", lead), ("instead", instead)) if s]
+    return json.dumps({"grammars": [outer, reply, *parts]}, ensure_ascii=False)
 
 
 def readable(complaint: str) -> str:

@@ -1,0 +1,50 @@
+"""How long a reply may think: its tokens watched, and the end of thinking demanded when the time has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+
+from plait.request import ThinkingBudget
+
+
+class ThinkingWatch:
+    """Follows one reply, token by token. `token_bytes`: what a token stands for."""
+
+    def __init__(self, budget: ThinkingBudget, token_bytes: Callable[[int], bytes]) -> None:
+        self._budget, self._token_bytes = budget, token_bytes
+        self._opening, self._closing = budget.opening.encode(), budget.closing.encode()
+        self._is_open, self._used, self._tail = budget.is_open, 0, b""
+        self._due: tuple[int, ...] = ()
+        self._demand()
+
+    @property
+    def due(self) -> tuple[int, ...]:
+        """The tokens that must come now, one after the other; none while the reply is free."""
+        return self._due
+
+    def push(self, token_id: int) -> None:
+        """The reply has this token now."""
+        self._due = self._due[1:] if self._due[:1] == (token_id,) else ()
+        self._used += self._is_open
+        self._tail += self._token_bytes(token_id)
+        while self._turn():
+            pass
+        self._tail = self._tail[-max(len(self._opening), len(self._closing)) :]
+        if not self._due:
+            self._demand()
+
+    def copy(self) -> ThinkingWatch:
+        """Another reply with the same beginning."""
+        return copy(self)
+
+    def _turn(self) -> bool:
+        """Take the next marker out of the text, if it is there: thinking begins or ends."""
+        _, marker, rest = self._tail.partition(self._closing if self._is_open else self._opening)
+        if marker:
+            self._is_open, self._tail = not self._is_open, rest
+        return bool(marker)
+
+    def _demand(self) -> None:
+        if self._is_open and self._used >= self._budget.num_tokens:
+            self._due = self._budget.closing_ids
