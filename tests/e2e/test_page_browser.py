@@ -300,29 +300,18 @@ def test_what_another_version_stored_does_no_harm(page: Any, url: str) -> None:
     expect(page.locator(".entry")).to_have_text(["Hello"])
 
 
-def test_a_server_that_wants_a_key_is_given_one(page: Any, url: str) -> None:
-    error = {
-        "error": {
-            "message": "no key",
-            "type": "authentication_error",
-            "param": None,
-            "code": "invalid_api_key",
-        }
-    }
-
-    def guard(route: Any) -> None:
-        if route.request.headers.get("authorization") == "Bearer secret":
-            route.continue_()
-        else:
-            route.fulfill(status=401, json={"error": error})
-
-    page.route(re.compile("/(v1/.*|tokenize)$"), guard)
-    page.goto(url)
-    page.get_by_label("This server asks for an API key").fill("secret")
-    page.click("#key-save")
-    expect(page.locator("#key-row")).to_be_hidden()
-    expect(said(page, "Hello").locator(".prose")).to_have_text("Hello")
-    assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
+def test_a_server_that_wants_a_key_is_given_one(page: Any) -> None:
+    with serving(fake_front(), api_key=("not-for-everybody",)) as client:
+        page.goto(client.base_url + "/")
+        page.get_by_label("This server asks for an API key").fill("wrong")
+        page.click("#key-save")
+        expect(page.locator("#key-row")).to_contain_text("not one of this server's")
+        page.get_by_label("This server asks for an API key").fill("not-for-everybody")
+        page.click("#key-save")
+        expect(page.locator("#key-row")).to_be_hidden()
+        expect(said(page, "Hello").locator(".prose")).to_have_text("Hello")
+        assert "not-for-everybody" not in page.evaluate("JSON.stringify(localStorage)")
+        page.close()
 
 
 def test_a_model_without_a_chat_template_completes_text(page: Any) -> None:

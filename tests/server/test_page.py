@@ -73,6 +73,16 @@ def test_every_file_is_served_as_what_it_is(client: Client, path: Path) -> None:
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
+def test_the_page_needs_no_key_and_what_it_asks_for_does() -> None:
+    with serving(fake_front(), api_key=("not-for-everybody",)) as client:
+        assert {client.get(address(path)).status for path in FILES} == {200}
+        assert client.get("/v1/models").status == 401
+        assert (
+            client.request("GET", "/v1/models", headers={"Authorization": "Bearer not-for-everybody"}).status
+            == 200
+        )
+
+
 def test_the_policy_lets_nothing_in_from_outside(client: Client) -> None:
     answer = client.get("/")
     policy = {

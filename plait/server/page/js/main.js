@@ -1,6 +1,6 @@
 /** The page: what is where, and who tells whom. */
 
-import { askJson, health, keepKey } from "./api.js";
+import { askJson, health, keepKey, knownKey } from "./api.js";
 import { drawBraid } from "./braid.js";
 import { Chat } from "./chat.js";
 import { byId, iconButton, make, placeIcons } from "./dom.js";
@@ -155,6 +155,7 @@ class Page {
   refused(error) {
     if (error.status !== 401) return;
     byId("key-row").hidden = false;
+    byId("key-said").textContent = knownKey() ? error.message : "";
     byId("key").focus();
   }
 
