@@ -12,6 +12,7 @@ ASK: Any = [{"role": "user", "content": "Say something with é and 漢字."}]
 
 
 def test_a_chat_response_has_every_required_key(client: Any) -> None:
+    """Points 18, 19 and 21."""
     found = client.chat(max_tokens=5).json
     assert found["id"].startswith("chatcmpl-")
     assert found["id"].replace("-", "").isalnum()
@@ -29,6 +30,7 @@ def test_a_chat_response_has_every_required_key(client: Any) -> None:
 
 
 def test_usage_adds_up(client: Any) -> None:
+    """Point 22."""
     one, three = client.chat(max_tokens=5).json["usage"], client.chat(max_tokens=5, n=3).json["usage"]
     for usage in (one, three):
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
@@ -38,6 +40,7 @@ def test_usage_adds_up(client: Any) -> None:
 
 
 def test_roles_come_first_and_once(client: Any) -> None:
+    """Points 7, 9, 10 and 14."""
     seen: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for chunk in client.chat(stream=True, n=3, max_tokens=6, temperature=1, seed=1).events:
         (choice,) = chunk["choices"]
@@ -54,6 +57,7 @@ def test_roles_come_first_and_once(client: Any) -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_stream_says_what_the_whole_says(openai: OpenAI, client: Any, n: int) -> None:
+    """Point 13."""
     asked: Any = {"model": client.model, "messages": ASK, "temperature": 0, "n": n, "max_tokens": 24}
     whole = openai.chat.completions.create(**asked)
     said = [""] * n
@@ -77,6 +81,7 @@ async def ask_in_parallel(base_url: str, model: str) -> list[str]:
 
 
 def test_equal_requests_at_once_get_equal_answers(base_url: str, client: Any) -> None:
+    """Point 50."""
     import asyncio
 
     said = asyncio.run(ask_in_parallel(base_url, client.model))
@@ -84,6 +89,7 @@ def test_equal_requests_at_once_get_equal_answers(base_url: str, client: Any) ->
 
 
 def test_one_token_is_role_content_end(client: Any) -> None:
+    """Point 15."""
     choices = [c["choices"][0] for c in client.chat("Hi", stream=True, max_tokens=1).events]
     assert choices[0]["delta"]["role"] == "assistant"
     assert choices[-1]["finish_reason"] in {"length", "stop"}
@@ -91,6 +97,7 @@ def test_one_token_is_role_content_end(client: Any) -> None:
 
 
 def test_logprobs_cover_the_content(client: Any) -> None:
+    """Points 39 and 40."""
     choice = client.chat(max_tokens=6, logprobs=True, top_logprobs=4).json["choices"][0]
     content = choice["logprobs"]["content"]
     assert bytes(b for one in content for b in one["bytes"]).decode() == choice["message"]["content"]
@@ -103,12 +110,14 @@ def test_logprobs_cover_the_content(client: Any) -> None:
 
 
 def test_logprobs_without_alternatives(client: Any) -> None:
+    """Point 39."""
     content = client.chat(max_tokens=3, logprobs=True).json["choices"][0]["logprobs"]["content"]
     assert content
     assert all(one["top_logprobs"] == [] for one in content)
 
 
 def test_a_streams_logprobs_are_those_of_its_text(client: Any) -> None:
+    """Point 41."""
     asked: Any = {"max_tokens": 8, "logprobs": True, "top_logprobs": 2}
     whole = client.chat(**asked).json["choices"][0]
     text, content = "", []
@@ -122,6 +131,7 @@ def test_a_streams_logprobs_are_those_of_its_text(client: Any) -> None:
 
 @pytest.mark.parametrize("wrong", [{"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}])
 def test_top_logprobs_are_refused_by_name(client: Any, wrong: dict[str, Any]) -> None:
+    """Point 41."""
     answer = client.chat(**wrong)
     assert answer.status == 400
     assert answer.error["param"] == "top_logprobs"
@@ -147,6 +157,7 @@ def test_top_logprobs_are_refused_by_name(client: Any, wrong: dict[str, Any]) ->
     ],
 )
 def test_a_wrong_message_is_named(client: Any, message: Any, param: str) -> None:
+    """Point 61."""
     answer = client.post("/v1/chat/completions", {"messages": [message]})
     assert answer.status == 400
     assert answer.error["param"] == param
@@ -154,33 +165,39 @@ def test_a_wrong_message_is_named(client: Any, message: Any, param: str) -> None
 
 @pytest.mark.parametrize("body", [{}, {"messages": []}, {"messages": None}, {"messages": "hi"}])
 def test_messages_are_required(client: Any, body: Any) -> None:
+    """Point 61."""
     answer = client.post("/v1/chat/completions", body)
     assert answer.status == 400
     assert answer.error["param"] == "messages"
 
 
 def test_a_text_part_is_as_good_as_the_text(client: Any) -> None:
+    """Point 62."""
     parts = client.chat([{"type": "text", "text": "Hello there"}], max_tokens=8).json
     assert parts["choices"] == client.chat("Hello there", max_tokens=8).json["choices"]
 
 
 @pytest.mark.parametrize("value", [0, -1])
 def test_no_tokens_at_all_is_refused(client: Any, value: int) -> None:
+    """Point 48."""
     answer = client.chat(max_completion_tokens=value)
     assert answer.status == 400
     assert answer.error["param"] == "max_completion_tokens"
 
 
 def test_max_completion_tokens_wins(client: Any) -> None:
+    """Point 48."""
     usage = client.chat("Hello there", max_completion_tokens=2, max_tokens=7, ignore_eos=True).json["usage"]
     assert usage["completion_tokens"] == 2
 
 
 def test_too_many_tokens_are_clamped_to_the_context(client: Any) -> None:
+    """Point 48."""
     assert client.chat("Hi", max_tokens=10**9, stop=["H", "h", "e", " "]).status == 200
 
 
 def test_the_openai_client_raises_what_it_should(openai: OpenAI, client: Any) -> None:
+    """Points 56 and 65."""
     with pytest.raises(NotFoundError) as missing:
         openai.chat.completions.create(model="nobody", messages=ASK)
     assert missing.value.code == "model_not_found"
@@ -238,17 +255,20 @@ def test_what_cannot_be_honoured_is_refused_by_name(client: Any, extra: dict[str
     ],
 )
 def test_what_changes_nothing_is_accepted(client: Any, extra: dict[str, Any]) -> None:
+    """Points 63 and 64."""
     answer = client.chat(max_tokens=1, **extra)
     assert answer.status == 200, answer.body
 
 
 def test_unread_fields_are_reported(client: Any) -> None:
+    """Point 63."""
     answer = client.chat(max_tokens=1, **{"user": "me", "zzz\r\nSet-Cookie: é": 1, "top_k": 1})
     assert answer.headers["x-plait-ignored"] == "user,zzz??Set-Cookie???"
     assert "x-plait-ignored" not in client.chat(max_tokens=1, top_k=1).headers
 
 
 def test_ids_are_unique(client: Any) -> None:
+    """Point 24."""
     assert len({client.chat(max_tokens=1).json["id"] for _ in range(20)}) == 20
 
 
@@ -262,3 +282,36 @@ def test_best_of_returns_the_most_likely_reply(client: Any) -> None:
     assert choice["message"] == every["choices"][means.index(max(means))]["message"]
     assert (choice["index"], choice["logprobs"]) == (0, None)
     assert found["usage"]["completion_tokens"] == every["usage"]["completion_tokens"]
+
+
+def test_without_a_limit_a_reply_may_use_the_rest_of_the_context(client: Any) -> None:
+    """Points 47 and 48. Not 16 tokens; and the end of the context is `length`."""
+    room = 8
+    limit = client.get("/v1/models").json["data"][0]["max_model_len"]
+    ids = client.post("/tokenize", {"prompt": "Hello"}).json["tokens"][-1:]
+    text = client.post("/detokenize", {"tokens": ids * (limit - 120)}).json["prompt"]
+    used = client.post("/tokenize", {"messages": [{"role": "user", "content": text}]}).json["count"]
+    text += client.post("/detokenize", {"tokens": ids * (limit - used - room)}).json["prompt"]
+    found = client.chat(text, ignore_eos=True).json
+    assert found["usage"]["total_tokens"] == limit
+    assert found["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_a_history_may_hold_reasoning(client: Any, field: str) -> None:
+    """Point 17. Under either name."""
+    messages = [
+        {"role": "user", "content": "Two and two?"},
+        {"role": "assistant", "content": "Four.", field: "2 + 2 = 4"},
+        {"role": "user", "content": "And three?"},
+    ]
+    answer = client.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2})
+    assert answer.status == 200, answer.body
+
+
+def test_joined_parts_are_the_joined_text(client: Any) -> None:
+    """Point 62. Each part is a line of its own, as in vLLM."""
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]
+    found = client.post("/tokenize", {"messages": [{"role": "user", "content": parts}]}).json
+    plain = client.post("/tokenize", {"messages": [{"role": "user", "content": "Hello\nthere"}]}).json
+    assert found == plain
