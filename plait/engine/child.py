@@ -44,6 +44,7 @@ from plait.engine.wire import (
     Submit,
     frame,
     packed,
+    raised,
     spoken,
     to_json,
     told,
@@ -324,7 +325,7 @@ def _tell(link: Link, error: BaseException) -> None:
     if not isinstance(error, PlaitError):
         log.exception("the engine's process ends")
     try:
-        link.send(Fault(told(error)))
+        link.send(Fault(error if isinstance(error, PlaitError) else raised(*told(error))))
     except OSError:
         sys.stderr.write(f"plait: the engine's process ends: {error}\n")
 

@@ -34,6 +34,7 @@ from plait.engine.wire import (
     Ready,
     Submit,
     raised,
+    told,
 )
 from plait.errors import EngineError, EngineLost, OutOfMemory, PlaitError
 
@@ -235,7 +236,7 @@ class Supervisor:
                 if self.num_restarts:
                     log.warning("the engine is back (process %d)", engine.pid)
             case Fault(error):
-                self._reported = raised(*error)
+                self._reported = error if isinstance(error, PlaitError) else raised(*told(error))
             case _:
                 self._progress_s = time.monotonic()
                 self._watcher.on_message(message)

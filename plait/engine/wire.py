@@ -17,12 +17,11 @@ import msgspec
 from plait import errors, spec
 from plait.config import MIB, EngineConfig
 from plait.errors import BadFile, EngineError, OutOfMemory, PlaitError, RequestError
-from plait.request import Event, FinishReason, Request, RequestTrace, TokenLogprobs
+from plait.request import Event, Request
 from plait.spec import ModelSpec
 
 MAX_FRAME_NBYTES = 256 * MIB  # log-probabilities of a long prompt, with alternatives, are tens of megabytes
 LENGTH = struct.Struct(">I")
-Scores = tuple[tuple[int, float, tuple[tuple[int, float], ...]], ...]  # fields of `TokenLogprobs`
 M = TypeVar("M")
 
 
@@ -92,18 +91,13 @@ class Ready(Message, frozen=True, tag=3):
 
 
 class Spoken(Message, frozen=True, gc=False):
-    """An `Event` of the request `key`. `error`: see `told`."""
+    """An `Event` of the request `key`; `more` is all of it, if it has more than the fields before."""
 
     key: int
     index: int
     token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    stop_token_id: int | None
     num_cached_tokens: int
-    logprobs: Scores | None
-    prompt_logprobs: Scores | None
-    error: tuple[str, str, str | None] | None
-    trace: RequestTrace | None
+    more: Event | None
 
 
 class Events(Message, frozen=True, tag=4):
@@ -128,19 +122,18 @@ class Logged(Message, frozen=True, tag=6):
 
 
 class Fault(Message, frozen=True, tag=7):
-    """The child ends, for this reason; see `told`."""
+    """The child ends, for this reason."""
 
-    error: tuple[str, str, str | None]
+    error: Exception
 
 
 FromFront = Hello | Submit | Cancel | Count | Close
 FromChild = Progress | Headers | Ready | Events | Counted | Logged | Fault
-_encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: Message) -> bytes:
     """A message as it is sent. Raises EngineError if it is too long for a frame."""
-    body = _encoder.encode(message)
+    body = msgspec.msgpack.encode(message, enc_hook=_write_error)
     if len(body) > MAX_FRAME_NBYTES:
         raise EngineError(
             f"a {type(message).__name__} of {len(body)} bytes is more than the engine's process takes "
@@ -153,7 +146,7 @@ class Frames(Generic[M]):
     """Bytes as they arrive, cut into the messages of one side."""
 
     def __init__(self, kinds: Any) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kinds)
+        self._decoder = msgspec.msgpack.Decoder(kinds, dec_hook=_read_error)
         self._rest = bytearray()
 
     def feed(self, piece: bytes) -> Iterator[M]:
@@ -171,47 +164,24 @@ class Frames(Generic[M]):
             body, start = bytes(memoryview(rest)[start + LENGTH.size : end]), end
             try:
                 message = self._decoder.decode(body)
-            except (msgspec.MsgspecError, PlaitError) as error:
+            except (msgspec.MsgspecError, PlaitError, TypeError) as error:
                 raise BadFrame(f"a frame that is no message: {error}") from error
             yield cast("M", message)
         del rest[:start]
 
 
 def spoken(key: int, event: Event) -> Spoken:
-    """An event as it is sent."""
-    return Spoken(
-        key,
-        event.index,
-        event.token_ids,
-        event.finish_reason,
-        event.stop_token_id,
-        event.num_cached_tokens,
-        _flat(event.logprobs),
-        _flat(event.prompt_logprobs),
-        None if event.error is None else told(event.error),
-        event.trace,
-    )
-
-
-def _flat(scores: tuple[TokenLogprobs, ...] | None) -> Scores | None:
-    return None if scores is None else tuple((lp.token_id, lp.logprob, lp.top) for lp in scores)
+    """An event as it is sent: most are a token and nothing more."""
+    index, token_ids, num_cached = event.index, event.token_ids, event.num_cached_tokens
+    plain = Event(event.request_id, index, token_ids, num_cached_tokens=num_cached)
+    return Spoken(key, index, token_ids, num_cached, None if event == plain else event)
 
 
 def heard(request_id: str, said: Spoken) -> Event:
     """The event that `said` stands for."""
-    logprobs, prompt = said.logprobs, said.prompt_logprobs
-    return Event(
-        request_id,
-        said.index,
-        said.token_ids,
-        None if logprobs is None else tuple(TokenLogprobs(*one) for one in logprobs),
-        None if prompt is None else tuple(TokenLogprobs(*one) for one in prompt),
-        said.finish_reason,
-        said.stop_token_id,
-        said.num_cached_tokens,
-        None if said.error is None else raised(*said.error),
-        said.trace,
-    )
+    if said.more is not None:
+        return said.more
+    return Event(request_id, said.index, said.token_ids, num_cached_tokens=said.num_cached_tokens)
 
 
 def told(error: BaseException) -> tuple[str, str, str | None]:
@@ -244,6 +214,18 @@ def _public(cls: type) -> type:
     """The nearest class that both sides know: `plait.errors` has it."""
     known: type = next(c for c in cls.__mro__ if getattr(errors, c.__name__, None) is c)
     return known
+
+
+def _write_error(value: object) -> tuple[str, str, str | None]:
+    if isinstance(value, BaseException):
+        return told(value)
+    raise NotImplementedError(f"a {type(value).__name__} is not sent between processes")
+
+
+def _read_error(kind: type, value: Any) -> PlaitError:
+    if issubclass(kind, BaseException):
+        return raised(*value)
+    raise NotImplementedError(f"a {kind.__name__} is not sent between processes")
 
 
 def packed(value: Any) -> Any:

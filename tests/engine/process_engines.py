@@ -31,7 +31,7 @@ class Mortal(HashModel):
     def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
         time.sleep(STEP_S)
         for chunk in plan.chunks:
-            if chunk.start == 0 or len(chunk.token_ids) > 1:
+            if chunk.start == 0:
                 _suffer(chunk)
         return super().execute(plan, sampling)
 
@@ -39,7 +39,7 @@ class Mortal(HashModel):
 def _suffer(chunk: Chunk) -> None:
     """Only prompts can hurt: the model says every token of its vocabulary now and then."""
     match chunk.token_ids[0]:
-        case _ if POISON in chunk.token_ids and 1 in chunk.token_ids and chunk.start == 0:
+        case _ if chunk.token_ids[:2] == (POISON, POISON):
             os.kill(os.getpid(), signal.SIGSEGV)
         case _ if chunk.token_ids[:2] == (STALL, STALL):
             time.sleep(3600)
