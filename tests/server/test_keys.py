@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.routing import Route
 
 from plait.config import ServerConfig
 from plait.errors import ConfigError
+from plait.server.app import create_app
 from plait.server.keys import Allowance, Keyring, read_keys
+from tests.server.conftest import serving
+from tests.server.fake import fake_front
+from tests.server.real_engine import engine_front
 
 
 def ring(tmp_path: Path, text: str, **config: Any) -> Keyring:
@@ -90,3 +95,68 @@ def test_without_keys_anybody_is_served_with_one_allowance() -> None:
     assert not keyring
     assert found is not None
     assert found.allowance.requests_per_minute == 3
+
+
+OPEN = {"/", "/health", "/ready", "/docs", "/openapi.json"}
+
+
+def test_every_route_but_what_is_the_same_for_everybody_asks_for_a_key() -> None:
+    app = create_app(fake_front(), ServerConfig(api_key="k"))
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    assert len(routes) > 8
+    with serving(fake_front(), api_key=("k",)) as client:
+        for route in routes:
+            (method,) = (route.methods or set()) - {"HEAD"}
+            answer = client.request(method, route.path.replace("{id:path}", "fake"))
+            is_open = route.path in OPEN or route.path.startswith("/page/")
+            assert (answer.status != 401) == is_open, route.path
+        assert client.get("/no/such/path").status == 401
+        assert client.request("OPTIONS", "/v1/models").status == 405
+
+
+def test_who_has_no_key_is_told_what_to_send() -> None:
+    with serving(fake_front(), api_key=("alice:one",)) as client:
+        answer = client.complete("Hi")
+        assert (answer.status, answer.error["type"]) == (401, "authentication_error")
+        assert answer.error["code"] == "invalid_api_key"
+        assert "Bearer" in answer.error["message"]
+        assert answer.headers["www-authenticate"] == "Bearer"
+        wrong = client.post("/v1/completions", {"prompt": "Hi"}, Authorization="Bearer nope")
+        assert wrong.status == 401
+        assert "not one of" in wrong.error["message"]
+        assert "nope" not in wrong.body.decode()
+        for header in ({"Authorization": "bearer one"}, {"x-api-key": "one"}):
+            assert client.request("GET", "/v1/models", headers=header).status == 200
+
+
+def test_one_keys_prompts_are_not_found_by_another() -> None:
+    front = fake_front()
+    with serving(front, api_key=("alice:one", "bob:two")) as client:
+        for key, salt in (("one", None), ("one", "x"), ("two", None), ("two", "x")):
+            answer = client.post(
+                "/v1/completions", {"prompt": "Hi", "max_tokens": 1, "cache_salt": salt}, x_api_key=key
+            )
+            assert answer.status == 200
+            assert "x-plait-ignored" not in answer.headers
+    assert [r.cache_salt for r in front.loop.requests] == ["alice/", "alice/x", "bob/", "bob/x"]
+
+
+def test_without_keys_salts_are_as_they_are_sent() -> None:
+    front = fake_front()
+    with serving(front) as client:
+        client.complete("Hi", max_tokens=1, cache_salt="x")
+    assert front.loop.requests[0].cache_salt == "x"
+
+
+def test_strangers_see_that_the_server_is_well_and_no_more() -> None:
+    with serving(fake_front(), api_key=("one",)) as client:
+        assert client.get("/health").json == {"status": "ok"}
+        known = client.request("GET", "/health", headers={"x-api-key": "one"})
+        assert "engine" in known.json
+        assert client.get("/ready").status == 200
+
+
+@pytest.mark.parametrize(("public", "status"), [(True, 200), (False, 401)])
+def test_metrics_are_public_only_if_told_so(public: bool, status: int) -> None:
+    with serving(engine_front(), api_key=("one",), metrics_public=public) as client:
+        assert client.get("/metrics").status == status

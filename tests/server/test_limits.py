@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from plait.server.keys import Allowance, Key
 from plait.server.limits import Account, Bucket, Limits, _span
 from plait.server.problems import RateLimited, problem
+from tests.server.conftest import serving, wait_until
+from tests.server.fake import fake_front
+from tests.server.real_engine import engine_front
+
+ASKED = {"prompt": "Hi", "max_tokens": 1}
 
 
 class Time:
@@ -115,3 +122,48 @@ def test_what_is_not_limited_has_no_headers() -> None:
 )
 def test_spans_are_written_as_openai_writes_them(seconds: float, shown: str) -> None:
     assert _span(seconds) == shown
+
+
+def test_a_key_is_limited_and_the_others_are_not() -> None:
+    with serving(fake_front(), api_key=("a:one rpm=2", "b:two")) as client:
+        answers = [client.post("/v1/completions", ASKED, x_api_key="one") for _ in range(3)]
+        assert [answer.status for answer in answers] == [200, 200, 429]
+        assert answers[0].headers["x-ratelimit-limit-requests"] == "2"
+        assert answers[0].headers["x-ratelimit-remaining-requests"] == "1"
+        refused = answers[2]
+        assert refused.error["code"] == "rate_limit_exceeded"
+        assert 0 < int(refused.headers["retry-after"]) <= 30
+        assert 0 < int(refused.headers["retry-after-ms"]) <= 30_000
+        assert client.request("GET", "/v1/models", headers={"x-api-key": "one"}).status == 200
+        other = client.post("/v1/completions", ASKED, x_api_key="two")
+        assert other.status == 200
+        assert not any(name.startswith("x-ratelimit") for name in other.headers)
+
+
+def test_prompts_and_outputs_are_paid_for() -> None:
+    with serving(engine_front(), tokens_per_minute=1000) as client:
+        asked = {"prompt": "Hello", "max_tokens": 94, "ignore_eos": True, "n": 2}
+        assert client.post("/v1/completions", asked).status == 200
+        left = int(client.post("/v1/completions", ASKED).headers["x-ratelimit-remaining-tokens"])
+        assert 1000 - 200 - 10 <= left <= 1000 - 194 + 10
+
+
+def test_who_owes_tokens_waits() -> None:
+    with serving(engine_front(), tokens_per_minute=50) as client:
+        asked = {"prompt": "Hello", "max_tokens": 90, "ignore_eos": True}
+        assert client.post("/v1/completions", asked).status == 200
+        refused = client.post("/v1/completions", asked)
+        assert refused.status == 429
+        assert "50 tokens a minute" in refused.error["message"]
+
+
+def test_a_key_may_have_so_many_requests_open() -> None:
+    front = fake_front()
+    with serving(front, max_requests_per_key=1) as client:
+        slow = threading.Thread(target=client.complete, args=("SLOW " * 10,), kwargs={"max_tokens": 40})
+        slow.start()
+        assert wait_until(lambda: front.stats()["running"] == 1)
+        refused = client.complete("Hi")
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        slow.join()
+        assert client.complete("Hi", max_tokens=1).status == 200

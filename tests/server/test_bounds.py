@@ -1,0 +1,290 @@
+"""Every bound of a connection, a head, a body and a request, on both sides of its edge, over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from plait.server import body, connection, edge, exchange, sse
+from plait.server.validate import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_TOKEN_IDS, MAX_STOPS
+from tests.server.conftest import Client, serving, wait_until
+from tests.server.fake import EchoLoop, fake_front
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def answer(sock: socket.socket) -> bytes:
+    """Everything until the server closes the connection."""
+    return b"".join(iter(lambda: sock.recv(65536), b""))
+
+
+@contextlib.contextmanager
+def connected(client: Client) -> Iterator[socket.socket]:
+    with socket.create_connection(client.address, timeout=20) as sock:
+        yield sock
+
+
+def head(size: int) -> bytes:
+    """A request whose head has `size` bytes."""
+    start = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX: "
+    return start + b"x" * (size - len(start) - 4) + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize(("more", "status"), [(0, b"200"), (1, b"431")])
+def test_a_head_has_so_many_bytes(client: Client, more: int, status: bytes, pieces: int) -> None:
+    sent = head(edge.MAX_HEAD_BYTES + more)
+    with connected(client) as sock:
+        sock.sendall(sent[: len(sent) // pieces])
+        if pieces == 2:
+            time.sleep(0.02)
+            sock.sendall(sent[len(sent) // 2 :])
+        assert answer(sock).split()[1] == status
+
+
+def test_a_target_counts_like_headers(client: Client) -> None:
+    with connected(client) as sock:
+        sock.sendall(b"GET /version?" + b"x" * edge.MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert answer(sock).startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize(("more", "status"), [(0, b"200"), (1, b"431")])
+def test_a_head_has_so_many_headers(client: Client, more: int, status: bytes) -> None:
+    lines = b"".join(b"X%d: 1\r\n" % i for i in range(edge.MAX_HEADERS - 2 + more))
+    with connected(client) as sock:
+        sock.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + lines + b"\r\n")
+        found = answer(sock)
+    assert found.split()[1] == status
+    assert b"x-request-id: " in found
+
+
+def test_a_megabyte_of_headers_ends_the_connection(client: Client) -> None:
+    with connected(client) as sock:
+        with contextlib.suppress(OSError):  # the server may have gone before all of it was sent
+            sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (1 << 20))
+        with contextlib.suppress(ConnectionResetError):
+            assert not answer(sock).startswith(b"HTTP/1.1 200")
+    assert client.get("/health").status == 200
+
+
+def test_a_body_that_drips_is_408(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.15)
+    monkeypatch.setattr(body, "MIN_BODY_RATE", 1_000_000)
+    with connected(client) as sock:
+        sock.sendall(POST + b"Content-Length: 9999\r\n\r\n{")
+        with contextlib.suppress(OSError):
+            for _ in range(60):
+                sock.sendall(b" ")
+                time.sleep(0.01)
+        assert answer(sock).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_body_that_comes_fast_enough_is_taken(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(body, "MIN_BODY_RATE", 1)
+    sent = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode()
+    with connected(client) as sock:
+        sock.sendall(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(sent))
+        for i in range(0, len(sent), 4):  # together longer than the timeout, each piece in time
+            sock.sendall(sent[i : i + 4])
+            time.sleep(0.07)
+        assert answer(sock).startswith(b"HTTP/1.1 200 ")
+
+
+def test_idle_and_dripping_connections_hold_up_nobody_and_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 1.0)
+    with serving(fake_front()) as client, contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(connected(client)) for _ in range(250)]
+        for i, sock in enumerate(socks):
+            sock.sendall(b"P" if i % 2 else b"")
+        assert client.complete("Hi", max_tokens=2).status == 200
+        for sock in socks[1::2]:
+            with contextlib.suppress(OSError):
+                sock.sendall(b"O")
+        for sock in socks:
+            with contextlib.suppress(ConnectionResetError):
+                assert answer(sock) == b""
+
+
+def unread(client: Client, asked: dict[str, Any]) -> socket.socket:
+    """A request whose answer nobody reads."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    sock.connect(client.address)
+    raw = json.dumps(asked).encode()
+    sock.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(raw) + raw)
+    return sock
+
+
+LARGE = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "logprobs": 20}  # more than half a megabyte
+
+
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> list[connection.Connection]:
+    """Connections that have ended; the kernel keeps little for those who do not read."""
+    found: list[connection.Connection] = []
+    made, ended = connection.Connection.connection_made, connection.Connection.connection_lost
+
+    def connection_made(self: connection.Connection, transport: Any) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, transport)
+
+    def connection_lost(self: connection.Connection, exc: Exception | None) -> None:
+        found.append(self)
+        ended(self, exc)
+
+    monkeypatch.setattr(connection.Connection, "connection_made", connection_made)
+    monkeypatch.setattr(connection.Connection, "connection_lost", connection_lost)
+    return found
+
+
+def test_a_stream_that_nobody_reads_waits_in_a_bounded_buffer_and_is_cut(
+    lost: list[connection.Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "READ_TIMEOUT_S", 0.3)
+    sizes: list[int] = []
+    pause = connection.Connection.pause_writing
+
+    def pause_writing(self: connection.Connection) -> None:
+        sizes.append(self.transport.get_write_buffer_size())
+        pause(self)
+
+    monkeypatch.setattr(connection.Connection, "pause_writing", pause_writing)
+    front = fake_front()
+    with serving(front) as client, unread(client, {**LARGE, "stream": True}):
+        known = len(lost)
+        assert wait_until(lambda: len(sizes) > 0)
+        assert client.complete("Hi", max_tokens=2).status == 200
+        assert wait_until(lambda: len(lost) > known + 1)  # the other client's, too
+        assert wait_until(lambda: front.stats()["running"] == 0)
+        assert client.complete("Hi", max_tokens=2).status == 200
+    assert max(sizes) < connection.WRITE_BUFFER_BYTES + 16 * 1024
+    assert sse.SEND_TIMEOUT_S >= 10  # it was the connection that gave up
+
+
+def test_an_answer_that_nobody_reads_is_cut(
+    lost: list[connection.Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "READ_TIMEOUT_S", 0.2)
+    with serving(fake_front()) as client:
+        known = len(lost)
+        with unread(client, LARGE):
+            assert wait_until(lambda: len(lost) > known)
+
+
+def test_an_answer_that_is_read_slowly_but_read_is_not_cut(
+    lost: list[connection.Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "READ_TIMEOUT_S", 0.5)
+    with serving(fake_front()) as client, unread(client, {**LARGE, "stream": True}) as sock:
+        seen = b""
+        while not seen.endswith(b"0\r\n\r\n"):
+            seen += sock.recv(20_000)
+            time.sleep(0.002)
+    assert b"data: [DONE]" in seen
+
+
+def test_the_end_of_an_answer_that_nobody_reads_does_not_hold_its_connection(
+    lost: list[connection.Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connection, "FLUSH_S", 0.1)
+    with serving(fake_front()) as client:
+        known = len(lost)
+        with unread(client, {**LARGE, "max_tokens": 40}):  # less than the buffer holds
+            assert wait_until(lambda: len(lost) > known)
+
+
+def test_a_client_that_resets_its_connection_disturbs_nobody(client: Client, engine: EchoLoop) -> None:
+    for _ in range(20):
+        sock = unread(client, {"prompt": "SLOW " * 50, "max_tokens": 500, "stream": True})
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.close()
+    assert wait_until(lambda: engine.stats()["running"] == 0)
+    assert client.complete("Hi", max_tokens=2).status == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "most", "value"),
+    [
+        ("stop", MAX_STOPS, lambda n: ["zz"] * n),
+        ("logit_bias", MAX_LOGIT_BIAS, lambda n: {f"{i % 256:04d}{i // 256}": 0 for i in range(n)}),
+        ("stop_token_ids", MAX_STOP_TOKEN_IDS, lambda n: [1] * n),
+        ("prompt", MAX_CHOICES, lambda n: ["x"] * n),
+    ],
+)
+def test_lists_are_bounded_in_number(client: Client, field: str, most: int, value: Any) -> None:
+    asked = {"prompt": "Hi", "max_tokens": 1}
+    assert client.post("/v1/completions", {**asked, field: value(most + 1)}).error["param"] == field
+    if field != "logit_bias":
+        assert client.post("/v1/completions", {**asked, field: value(most)}).status == 200
+
+
+def test_messages_are_bounded_in_number(client: Client) -> None:
+    message = {"role": "user", "content": ""}
+    asked = {"messages": [message] * MAX_MESSAGES, "max_tokens": 1}
+    assert client.post("/v1/chat/completions", asked).error["code"] == "context_length_exceeded"
+    asked["messages"] = [message] * (MAX_MESSAGES + 1)
+    refused = client.post("/v1/chat/completions", asked)
+    assert (refused.status, refused.error["param"]) == (400, "messages")
+
+
+def test_all_choices_together_are_bounded_in_tokens(
+    client: Client, engine: EchoLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "MAX_OUTPUT_TOKENS", 24)
+    known = len(engine.requests)
+    assert client.complete(["a", "b"], n=3, max_tokens=4).status == 200
+    assert len(engine.requests) == known + 2
+    refused = client.complete(["a", "b"], n=3, max_tokens=5)
+    assert (refused.status, refused.error["param"]) == (400, "max_tokens")
+    assert "30 tokens" in refused.error["message"]
+    assert client.chat("Hi", max_tokens=25).error["param"] == "max_tokens"
+    assert len(engine.requests) == known + 2
+
+
+def test_a_prefix_of_a_proxy_is_taken_off() -> None:
+    with serving(fake_front(), root_path="/llm") as client:
+        for path in ("/llm/v1/models", "/llm//v1/models/", "/v1/models", "/llm/v1/models/fake"):
+            assert client.get(path).status == 200, path
+        assert client.get("/llm").headers["content-type"].startswith("text/html")
+        assert client.get("/llmv1/models").status == 404
+        assert client.get("/llm/llm/v1/models").status == 404
+
+
+def test_pipelined_requests_are_answered_in_their_order(client: Client) -> None:
+    get = b"GET /v1/models/%s HTTP/1.1\r\nHost: localhost\r\n%s\r\n"
+    with connected(client) as sock:
+        sock.sendall(get % (b"fake", b"") + get % (b"other", b"") + get % (b"fake", b"Connection: close\r\n"))
+        found = answer(sock)
+    assert [part.split()[0] for part in found.split(b"HTTP/1.1 ")[1:]] == [b"200", b"404", b"200"]
+
+
+def test_http_1_0_gets_whole_answers_and_streams(client: Client) -> None:
+    for stream in (b"false", b"true"):
+        raw = b'{"prompt": "Hi", "max_tokens": 2, "stream": ' + stream + b"}"
+        with connected(client) as sock:
+            sock.sendall(
+                POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Content-Length: %d\r\n\r\n" % len(raw) + raw
+            )
+            found = answer(sock)
+        assert found.split()[1] == b"200"
+        assert (b"data: [DONE]" in found) == (stream == b"true")
+
+
+def test_a_client_that_waits_for_100_is_told_to_go_on(client: Client) -> None:
+    raw = b'{"prompt": "Hi", "max_tokens": 2}'
+    with connected(client) as sock:
+        sock.sendall(
+            POST + b"Connection: close\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(raw)
+        )
+        assert sock.recv(1000).startswith(b"HTTP/1.1 100 ")
+        sock.sendall(raw)
+        assert answer(sock).startswith(b"HTTP/1.1 200 ")
