@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +50,15 @@ class Served:
         return False
 
 
-@dataclass(slots=True)
 class Watch:
     """Samples of a server, one a second, while the context lasts."""
 
-    served: Served
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    _ends: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, served: Served) -> None:
+        self.served, self.samples = served, list[dict[str, Any]]()
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Watch:
-        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         return self
 

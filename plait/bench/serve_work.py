@@ -197,7 +197,8 @@ class Workload:
             raise ConfigError(
                 f"turns: {len(turns)} turns do not fit into a context of {self.max_len} tokens; ask for fewer"
             )
-        return [_cut(turn, room / total) for turn in turns]
+        least = 2 * len(turns)  # a token asked and one said, each turn
+        return [_cut(turn, (room - least) / (total - least)) for turn in turns]
 
     def _leaving(self, random: Random, turn: Turn) -> Leaving | None:
         at, tokens, seconds = random.random(), random.randrange(turn.output_len), random.random()
@@ -205,10 +206,11 @@ class Workload:
 
 
 def _cut(turn: Turn, share: float) -> Turn:
-    kept = max(1, math.floor(turn.input_len * share))
+    """That share of what the turn has beyond one token asked and one said."""
+    kept = 1 + math.floor((turn.input_len - 1) * share)
     words = turn.text.split(" ")
-    text = " ".join(words[: max(1, math.floor(len(words) * share))])
-    return replace(turn, text=text, input_len=kept, output_len=max(1, math.floor(turn.output_len * share)))
+    text = " ".join(words[: max(1, len(words) * kept // turn.input_len)])
+    return replace(turn, text=text, input_len=kept, output_len=1 + math.floor((turn.output_len - 1) * share))
 
 
 def read_records(path: Path) -> list[list[tuple[str, str]]]:

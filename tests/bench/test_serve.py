@@ -1,4 +1,4 @@
-"""`plait bench serve`: the load on a server of this process, and what is counted of it; no time is asserted."""
+"""`plait bench serve`: the load on a server of this process, and what is counted of it. No time counts."""
 
 from __future__ import annotations
 
