@@ -15,7 +15,7 @@ import msgspec
 from starlette.routing import Route
 
 from plait import __version__
-from plait.server import replies, schema
+from plait.server import embeddings, replies, schema, scores
 from plait.server.assets import Asset
 from plait.server.docs import POLICY, page
 from plait.server.endpoint import Endpoint
@@ -42,11 +42,14 @@ class Operation:
 
 GETS: Mapping[str, Operation] = {
     "/health": Operation("Whether the server can serve; 503: not now", replies.Health),
+    "/ready": Operation("Whether new requests are taken; 503: not now", replies.Readiness),
     "/version": Operation("The version of Plait", replies.Version),
     "/metrics": Operation("The engine's numbers, in Prometheus's text format"),
     "/v1/models": Operation("The models that are served", replies.ModelList),
     "/v1/models/{id}": Operation("One model", replies.ModelCard),
 }
+_SCORE = Operation("How near texts are to each other", replies.Scores, scores.ScoreRequest)
+_RERANK = Operation("Documents by how near they are to a query", replies.Ranking, scores.RerankRequest)
 POSTS: Mapping[str, Operation] = {
     "/v1/completions": Operation(
         "Text that follows a prompt", replies.Completion, schema.CompletionRequest, replies.Completion
@@ -54,6 +57,9 @@ POSTS: Mapping[str, Operation] = {
     "/v1/chat/completions": Operation(
         "The reply to a conversation", replies.ChatCompletion, schema.ChatRequest, replies.ChatChunk
     ),
+    "/v1/embeddings": Operation("Texts as vectors", replies.Embeddings, embeddings.EmbeddingRequest),
+    **dict.fromkeys(("/v1/score", "/score"), _SCORE),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANK),
     "/tokenize": Operation("Text or messages as token ids", replies.Tokens, schema.TokenizeRequest),
     "/detokenize": Operation("Token ids as text", replies.Text, schema.DetokenizeRequest),
 }
@@ -97,7 +103,7 @@ def _get(path: str, told: Operation) -> dict[str, Any]:
         found["parameters"] = [
             {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},
         ]
-    if told.reply is replies.Health:
+    if told.reply in {replies.Health, replies.Readiness}:
         found["responses"]["503"] = {"description": "Not now", "content": _json(_ref(told.reply))}
     return found
 

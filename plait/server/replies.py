@@ -222,3 +222,71 @@ class Health(msgspec.Struct, kw_only=True, frozen=True):
 
 class Version(msgspec.Struct, kw_only=True, frozen=True):
     version: str
+
+
+class Readiness(msgspec.Struct, kw_only=True, frozen=True):
+    """Whether new requests are taken, or why not."""
+
+    status: str
+
+
+class PromptUsage(msgspec.Struct, kw_only=True, frozen=True):
+    """Tokens where nothing is generated."""
+
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class Embedding(msgspec.Struct, kw_only=True, frozen=True):
+    """`embedding`: numbers, or with encoding_format base64 their float32 bytes, the low byte first."""
+
+    object: Literal["embedding"]
+    index: Count
+    embedding: list[float] | str
+
+
+class Embeddings(msgspec.Struct, kw_only=True, frozen=True):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: PromptUsage
+
+
+Cosine = Annotated[float, msgspec.Meta(ge=-1, le=1)]
+
+
+class Score(msgspec.Struct, kw_only=True, frozen=True):
+    index: Count
+    object: Literal["score"]
+    score: Cosine
+
+
+class Scores(msgspec.Struct, kw_only=True, frozen=True):
+    id: str
+    object: Literal["list"]
+    model: str
+    method: Literal["cosine"]
+    data: list[Score]
+    usage: PromptUsage
+
+
+class RankedText(msgspec.Struct, kw_only=True, frozen=True):
+    text: str
+
+
+class Ranked(msgspec.Struct, kw_only=True, frozen=True):
+    """`index`: the document's place in the request."""
+
+    index: Count
+    relevance_score: Cosine
+    document: RankedText | msgspec.UnsetType = msgspec.UNSET
+
+
+class Ranking(msgspec.Struct, kw_only=True, frozen=True):
+    """The nearest document first."""
+
+    id: str
+    model: str
+    method: Literal["cosine"]
+    results: list[Ranked]
+    usage: PromptUsage
