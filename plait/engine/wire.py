@@ -244,14 +244,19 @@ def unpacked(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     items = {key: unpacked(item) for key, item in value.items() if key}
-    return getattr(spec, value[""])(**items) if "" in value else items
+    if "" not in value:
+        return items
+    cls = getattr(spec, str(value[""]), None)
+    if not (isinstance(cls, type) and is_dataclass(cls)):
+        raise TypeError(f"{value['']!r} is no part of a spec")
+    return cls(**items)
 
 
 def unpacked_spec(value: Any) -> ModelSpec:
     """A whole model. Raises BadFrame if it is none."""
     try:
         found = unpacked(value)
-    except (AttributeError, TypeError) as error:
+    except TypeError as error:
         raise BadFrame(f"a spec that cannot be read: {error}") from error
     if not isinstance(found, ModelSpec):
         raise BadFrame(f"a spec was expected, not {found!r:.100}")
