@@ -239,12 +239,14 @@ def test_settings_that_are_set_are_sent_and_no_others(page: Any, url: str) -> No
     page.fill("textarea[name=system]", "Be brief.")
     page.fill("input[name=temperature]", "0.3")
     page.fill("textarea[name=stop]", "A\nB")
+    page.select_option("select[name=thinking]", "off")
     said(page, "Two")
     plain, full = sent
     assert set(plain) == {"messages", "stream", "stream_options"}
     assert full["messages"][0] == {"role": "system", "content": "Be brief."}
     assert [message["role"] for message in full["messages"]] == ["system", "user", "assistant", "user"]
     assert (full["temperature"], full["stop"]) == (0.3, ["A", "B"])
+    assert full["chat_template_kwargs"] == {"enable_thinking": False, "thinking": False}
 
 
 def test_reasoning_is_folded_and_tool_calls_wait_for_their_results(page: Any, url: str) -> None:

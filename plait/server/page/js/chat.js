@@ -189,13 +189,20 @@ export class Chat {
     if (last?.answered && last.role === "assistant") last.answered = false;
   }
 
+  /** Whether a reply can be written on as plain text: not if the template or a parser had a part in it. */
+  canFork(message) {
+    const { tools, thinking } = this.hooks.settings();
+    const isPlain = !message.reasoning && !message.tool_calls?.length;
+    return this.conversation.mode === "text" || (isPlain && !tools?.trim() && !thinking);
+  }
+
   view(message) {
-    const canFork = !message.reasoning && !message.tool_calls?.length && !this.hooks.settings().tools?.trim();
     return new MessageView(message, this.conversation.mode, {
       again: (one) => this.again(one),
       edit: (one, text) => this.edit(one, text),
       answer: (one, results) => this.answer(one, results),
-      fork: canFork ? (one, at, text) => this.fork(one, at, text) : null,
+      fork: (one, at, text) => this.fork(one, at, text),
+      canFork: (one) => !this.isBusy && this.canFork(one),
       whole: () => this.conversation.messages.map((one) => one.content).join(""),
     });
   }

@@ -157,6 +157,7 @@ class Page {
     byId("key-row").hidden = false;
     byId("key-said").textContent = knownKey() ? error.message : "";
     byId("key").focus();
+    this.chat.follow(true);
   }
 
   giveKey() {

@@ -5,7 +5,7 @@ import { Markdown } from "./markdown.js";
 import { TokenView } from "./tokens.js";
 import { toolCalls } from "./calls.js";
 
-/** `actions`: {again, edit, answer, fork, whole}: what the reader may want done; see chat.js. */
+/** `actions`: {again, edit, answer, fork, canFork, whole}: what the reader may want done; see chat.js. */
 export class MessageView {
   constructor(message, mode, actions) {
     this.message = message;
@@ -53,8 +53,12 @@ export class MessageView {
   }
 
   tokens() {
-    const fork = this.actions.fork && ((at, text) => this.actions.fork(this.message, at, text));
-    this.shaded ??= new TokenView(this.part(make("div", { class: "tokens" })), fork);
+    const { fork, canFork } = this.actions;
+    this.shaded ??= new TokenView(
+      this.part(make("div", { class: "tokens" })),
+      (at, text) => fork(this.message, at, text),
+      () => canFork(this.message),
+    );
     this.shaded.show(this.message.tokens);
   }
 

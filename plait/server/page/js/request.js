@@ -28,6 +28,10 @@ export function sampling(settings) {
 export function chatBody(messages, settings) {
   const body = { messages: history(messages, settings.system ?? ""), ...sampling(settings), ...streamed() };
   if (settings.probabilities) Object.assign(body, { logprobs: true, top_logprobs: alternatives(settings) });
+  if (settings.thinking) {
+    const isOn = settings.thinking === "on";
+    body.chat_template_kwargs = { enable_thinking: isOn, thinking: isOn };
+  }
   const tools = (settings.tools ?? "").trim();
   if (tools) body.tools = parsed(tools);
   return body;

@@ -16,6 +16,13 @@ const NUMBERS = [
   ["frequency_penalty", "Frequency", "penalty, 0: none", -2, 2, 0.1],
 ];
 
+// What templates of models that reason ask for; others do not look at it.
+const THINKING = [
+  ["", "As the model likes"],
+  ["on", "Think first"],
+  ["off", "Reply at once"],
+];
+
 /** Draws the form into `form`. `onKey()` is called when the key changed. */
 export class Settings {
   constructor(form, onKey) {
@@ -41,6 +48,7 @@ export class Settings {
         make("div", { class: "numbers" }, ...NUMBERS.map((row) => this.number(...row))),
         this.area("stop", "Stop strings, one per line", 2, ""),
       ]),
+      group("Reasoning", [this.choice("thinking", "Whether the model thinks before it replies", THINKING)]),
       group("Probabilities", [
         this.check(
           "probabilities",
@@ -101,6 +109,13 @@ export class Settings {
       input,
       make("small", { class: "quiet" }, hint),
     );
+  }
+
+  choice(name, label, options) {
+    const nodes = options.map(([value, text]) => make("option", { value }, text));
+    const select = make("select", { name }, ...nodes);
+    select.value = this.values[name] ?? "";
+    return make("label", { class: "field" }, make("span", { class: "unseen" }, label), select);
   }
 
   area(name, label, rows, placeholder, isTitled = false) {

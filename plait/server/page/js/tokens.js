@@ -4,9 +4,10 @@ import { make } from "./dom.js";
 
 /** The tokens as nodes in `node`. `onFork(position, text)`: the reader wants another word there. */
 export class TokenView {
-  constructor(node, onFork) {
+  constructor(node, onFork, canFork) {
     this.node = node;
     this.onFork = onFork;
+    this.canFork = canFork; // asked when it matters: a reply that grows may turn out to hold a tool call
     this.count = 0;
     this.chosen = null;
     this.card = null;
@@ -99,7 +100,7 @@ export class TokenView {
       "div",
       { class: "quiet small" },
       `Everything else ${percent(Math.max(rest, 0))}`,
-      this.onFork ? ". Choose one to go on from it." : "",
+      this.canFork() ? ". Choose one to go on from it." : "",
     );
     return make(
       "div",
@@ -117,7 +118,7 @@ export class TokenView {
       make("span", { class: "alt-text" }, visible(text)),
       make("span", { class: "num alt-p" }, percent(p)),
     ];
-    const canFork = this.onFork && !isTaken && isWhole(text);
+    const canFork = this.canFork() && !isTaken && isWhole(text);
     const settings = { type: "button", class: isTaken ? "alt taken" : "alt", disabled: !canFork };
     const hint = isTaken ? "the token that was taken" : canFork ? "Go on from this one instead" : "";
     return make("button", { ...settings, title: hint, onclick: () => this.onFork(at, text) }, ...parts);
