@@ -1,0 +1,115 @@
+"""`plait serve` when its engine is killed: every stream says what it would have said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import NANO_HYBRID, Server, serve
+
+NUM_STREAMS, NUM_TOKENS = 16, 240
+OPENINGS = ["Once upon a time", "The little dog", "One day, a girl", "In the garden"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve(NANO_HYBRID, "--max-num-seqs", str(NUM_STREAMS)) as running:
+        yield running
+
+
+def body(i: int) -> dict[str, Any]:
+    """Half of the streams are greedy, half drawn with a seed, some of these with penalties."""
+    drawn = {"temperature": 1.0, "top_p": 0.95, "seed": i, "frequency_penalty": 0.5 * (i % 4 == 3)}
+    return {
+        "prompt": OPENINGS[i % len(OPENINGS)] + " and" * (i // len(OPENINGS)),
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logprobs": 2 if i % 4 == 1 else None,
+        **(drawn if i % 2 else {"temperature": 0}),
+    }
+
+
+class Stream(threading.Thread):
+    """One completion, read as it comes."""
+
+    def __init__(self, url: str, i: int) -> None:
+        super().__init__()
+        self._url, self._i = url, i
+        self.text, self.num_chunks = "", 0
+        self.logprobs: list[float] = []
+        self.reasons: list[str] = []
+        self.usage: dict[str, Any] = {}
+
+    def run(self) -> None:
+        data = json.dumps(body(self._i)).encode()
+        sent = urllib.request.Request(
+            self._url + "/v1/completions", data, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(sent, timeout=120) as lines:
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    self._take(json.loads(line.removeprefix(b"data: ")))
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        self.num_chunks += 1
+        self.usage = chunk.get("usage") or self.usage
+        for choice in chunk["choices"]:
+            self.text += choice["text"]
+            self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", [])
+            self.reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+
+
+def streams(server: Server, interrupt: Callable[[list[Stream]], None]) -> list[Stream]:
+    """All of them at the same time, to their ends."""
+    found = [Stream(server.url, i) for i in range(NUM_STREAMS)]
+    for stream in found:
+        stream.start()
+    interrupt(found)
+    for stream in found:
+        stream.join(180)
+        assert not stream.is_alive()
+    return found
+
+
+def engine_of(server: Server) -> int:
+    """The process that computes: the largest of the server's children."""
+    tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
+    below = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    return max(below, key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))
+
+
+def test_streams_of_a_killed_engine_say_what_they_would_have_said(server: Server) -> None:
+    calm = streams(server, lambda found: None)
+    assert server.get("/health")["totals"]["num_restarts"] == 0
+
+    def kill(found: list[Stream]) -> None:
+        while min(stream.num_chunks for stream in found) < 5:
+            time.sleep(0.001)
+        os.kill(engine_of(server), signal.SIGKILL)
+
+    killed = streams(server, kill)
+    assert server.get("/health")["totals"]["num_restarts"] == 1
+    for undisturbed, stream in zip(calm, killed, strict=True):
+        assert stream.text == undisturbed.text
+        assert stream.logprobs == undisturbed.logprobs
+        assert stream.reasons == ["length"]
+        assert stream.usage["prompt_tokens"] == undisturbed.usage["prompt_tokens"]
+        assert stream.usage["completion_tokens"] == NUM_TOKENS
+    assert len({stream.text for stream in calm}) > NUM_STREAMS // 2
+
+
+def test_the_process_that_answers_http_holds_no_tensors(server: Server) -> None:
+    for name in ("torch", "numba", "llvmlite"):
+        assert f"/{name}/" in Path(f"/proc/{engine_of(server)}/maps").read_text()
+        assert f"/{name}/" not in Path(f"/proc/{server.process.pid}/maps").read_text()
