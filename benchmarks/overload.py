@@ -57,7 +57,8 @@ def measure(given: argparse.Namespace, served: Served) -> dict[str, Any]:
     before = served.census()
     first = drive(served.target, load_of(given, served, 2), full)
     peak = phase(first, given.probe_seconds)
-    rate = given.factor * peak["request_throughput"]
+    lengths = [one.output_len for one in first.outcomes if one.is_ok]
+    rate = given.factor * peak["tokens_per_s"] / (sum(lengths) / len(lengths))
     flood = Arrivals(rate=rate, num_prompts=None, duration_s=given.seconds)
     with Watch(served) as watch:
         run = drive(served.target, load_of(given, served, 3), flood)
