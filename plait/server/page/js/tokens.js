@@ -100,7 +100,7 @@ export class TokenView {
       "div",
       { class: "quiet small" },
       `Everything else ${percent(Math.max(rest, 0))}`,
-      this.canFork() ? ". Choose one to go on from it." : "",
+      this.canLeave(at) ? ". Choose one to go on from it." : "",
     );
     return make(
       "div",
@@ -108,6 +108,11 @@ export class TokenView {
       ...rows,
       more,
     );
+  }
+
+  /** Whether the text before a token can be said again: half characters have no text of their own. */
+  canLeave(at) {
+    return this.canFork() && this.tokens.slice(0, at).every(({ text }) => text === "" || isWhole(text));
   }
 
   row({ text, p }, isTaken, at) {
@@ -118,7 +123,7 @@ export class TokenView {
       make("span", { class: "alt-text" }, visible(text)),
       make("span", { class: "num alt-p" }, percent(p)),
     ];
-    const canFork = this.canFork() && !isTaken && isWhole(text);
+    const canFork = this.canLeave(at) && !isTaken && isWhole(text);
     const settings = { type: "button", class: isTaken ? "alt taken" : "alt", disabled: !canFork };
     const hint = isTaken ? "the token that was taken" : canFork ? "Go on from this one instead" : "";
     return make("button", { ...settings, title: hint, onclick: () => this.onFork(at, text) }, ...parts);
