@@ -268,7 +268,7 @@ def load_engine(
         return source.tokenizer()
 
     built = build(model, config, report, on_open)
-    return Housed(built.engine, built.spec, built.runner.close)
+    return Housed(built.engine, built.spec, built.close)
 
 
 def serve_link(link: Link, page: Page, hello: Hello) -> None:
