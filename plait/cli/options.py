@@ -93,7 +93,8 @@ def flag(cls: type, field: Field[Any], text: str) -> Decorator[Any]:
         metavar = "KEY=VALUE" if field.name == "set" else "TEXT"
         return click.option(name, field.name, multiple=True, metavar=metavar, **shown)
     if hint is bool:
-        return click.option(name, field.name, is_flag=True, **shown)
+        switch = f"{name}/--no-{name.removeprefix('--')}" if field.default is True else name
+        return click.option(switch, field.name, is_flag=True, **shown)
     return click.option(name, field.name, type=hint, **shown)
 
 

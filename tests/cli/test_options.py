@@ -37,6 +37,11 @@ def test_engine_flags_reach_the_engine(plait: Run, engine: Any) -> None:
     )
 
 
+def test_what_is_on_can_be_switched_off(plait: Run, engine: Any) -> None:
+    assert plait("generate", "--model", "m", "--prompt", "x", "--no-prefix-cache").code == 0
+    assert engine.settings["prefix_cache"] is False
+
+
 def test_sampling_that_is_not_given_stays_open(plait: Run, engine: Any) -> None:
     plait("generate", "--model", "m", "--prompt", "x")
     (params,) = engine.params
