@@ -111,6 +111,7 @@ class _Usage(msgspec.Struct):
 class _Said(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: Any = None
 
 
@@ -186,7 +187,7 @@ async def _exchange(
             await _read_stream(response, turn, outcome, began)
         else:
             body = _decode(await response.read())
-            outcome.text = "".join(map(_text, body.choices))
+            outcome.text = "".join(_content(choice) for choice in body.choices)
             outcome.output_len = 1
             _count(body.usage, outcome)
 
@@ -220,9 +221,8 @@ async def _read_stream(response: ClientResponse, turn: Turn, outcome: Outcome, b
             if body.error is not None:
                 said = body.error if isinstance(body.error, dict) else {"message": body.error}
                 outcome.fail(f"in stream: {said.get('code') or said.get('type')}", said.get("message"))
-            text = "".join(map(_text, body.choices))
-            if text:
-                texts.append(text)
+            if any(map(_says, body.choices)):
+                texts += map(_content, body.choices)
                 before = _note(outcome, began, before, now)
             _count(body.usage, outcome)
         if leaves_after and outcome.output_len >= leaves_after and not is_done:
@@ -252,12 +252,18 @@ def _note(outcome: Outcome, began: float, before: float, now: float) -> float:
     return now
 
 
-def _text(choice: _Choice) -> str:
-    """What a choice says; calls of tools count as text."""
+def _says(choice: _Choice) -> bool:
+    """Whether tokens have come with it: text, thoughts, or a part of a call."""
     said = choice.delta or choice.message
     if said is None:
-        return choice.text or ""
-    return (said.reasoning_content or "") + (said.content or "") + ("…" if said.tool_calls else "")
+        return bool(choice.text)
+    return bool(said.content or said.reasoning_content or said.reasoning or said.tool_calls)
+
+
+def _content(choice: _Choice) -> str:
+    """What the next turn of a chat repeats of it: no thoughts."""
+    said = choice.delta or choice.message
+    return (choice.text if said is None else said.content) or ""
 
 
 def _count(usage: _Usage | None, outcome: Outcome) -> None:
