@@ -17,7 +17,19 @@ from starlette.types import Receive, Scope, Send
 from plait import __version__
 from plait.config import ServerConfig
 from plait.errors import Cancelled
-from plait.server import assets, chat, completions, embeddings, models, openapi, outcome, scores, validate
+from plait.server import (
+    assets,
+    chat,
+    completions,
+    embeddings,
+    messages,
+    models,
+    openapi,
+    outcome,
+    responses,
+    scores,
+    validate,
+)
 from plait.server.body import linger, read_object
 from plait.server.edge import REQUEST_ID_HEADER, Edge
 from plait.server.endpoint import Endpoint
@@ -41,6 +53,8 @@ ENDPOINTS = (
     *chat.ENDPOINTS,
     *embeddings.ENDPOINTS,
     *scores.ENDPOINTS,
+    *responses.ENDPOINTS,
+    *messages.ENDPOINTS,
     *models.ENDPOINTS,
 )
 

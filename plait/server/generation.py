@@ -101,9 +101,9 @@ async def stopped(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def new_id(prefix: str) -> str:
+def new_id(prefix: str, mark: str = "-") -> str:
     """`prefix`-… with 122 random bits, of letters and digits."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}{mark}{uuid.uuid4().hex}"
 
 
 async def _merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Delta], None]:

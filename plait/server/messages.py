@@ -1,0 +1,240 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's way to ask for a chat.
+
+The request becomes a chat, and the chat's chunks become content blocks and named events, so tools and
+reasoning are those of /v1/chat/completions. Errors have Anthropic's shape here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from plait.errors import InvalidField
+from plait.server import chat, validate
+from plait.server.blocks import Block, Blocks, Step
+from plait.server.endpoint import Endpoint
+from plait.server.generation import new_id
+from plait.server.message_blocks import Conversation, chat_tool_choice, chat_tools, conversation
+from plait.server.outcome import Event
+from plait.server.schema import field_names, typed
+from plait.server.wording import in_words_of
+
+if TYPE_CHECKING:
+    from plait.engine.front import Front
+    from plait.engine.stream import Delta
+    from plait.server.problems import Problem
+    from plait.server.reply import Reply, Usage
+
+
+class CountRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /v1/messages/count_tokens."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] = []
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountRequest, kw_only=True, frozen=True):
+    """POST /v1/messages. What a chat takes beside this (`seed`, `min_p`, …) is taken here too."""
+
+    max_tokens: int
+    stop_sequences: list[str] = []
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: dict[str, Any] | None = None
+
+
+# What is the chat's own matter, and said differently here.
+_TRANSLATED = frozenset(
+    {
+        *("messages", "tools", "tool_choice", "parallel_tool_calls", "n", "best_of", "stop", "stream"),
+        *("stream_options", "max_completion_tokens", "logprobs", "top_logprobs", "return_token_ids"),
+    }
+)
+_PASSED = chat.FIELDS - _TRANSLATED
+FIELDS = field_names(MessagesRequest) | _PASSED
+COUNT_FIELDS = field_names(CountRequest)
+_NAMES = {"stop": "stop_sequences", "prompt": "messages"}
+_REFUSED = ("mcp_servers", "container", "context_management")
+_STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def outcome(front: Front, model: str, body: Mapping[str, Any]) -> Messages:
+    """Everything that can be refused before the engine is asked. Renders, tokenizes. Raises RequestErrors."""
+    _refuse(body, FIELDS)
+    asked = typed(body, MessagesRequest)
+    found = conversation(asked.messages, asked.system)
+    sent = {name: value for name, value in body.items() if name in _PASSED}
+    sent |= _translated(asked) | {"stream": asked.stream}
+    if asked.stop_sequences:
+        sent["stop"] = asked.stop_sequences
+    return Messages(model, asked.stream, _planned(front, model, found, sent))
+
+
+def count(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """How long a prompt would be. Raises RequestErrors."""
+    _refuse(body, COUNT_FIELDS)
+    asked = typed(body, CountRequest)
+    found = conversation(asked.messages, asked.system)
+    reply = _planned(front, model, found, {**_translated(asked), "max_tokens": 1})
+    return {"input_tokens": len(reply.requests[0].prompt_token_ids)}
+
+
+def refusal(found: Problem) -> dict[str, Any]:
+    """An error as Anthropic's clients read it."""
+    kind = _KINDS.get(found.status, "api_error" if found.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": found.message}}
+
+
+def _refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
+    for name in _REFUSED:
+        if body.get(name):
+            raise InvalidField(f"{name}: this server cannot honour it; leave it out", name)
+    validate.refuse(body, read)
+
+
+def _planned(front: Front, model: str, found: Conversation, sent: Mapping[str, Any]) -> Reply:
+    last = found.messages[-1]
+    if last["role"] == "assistant":  # the reply goes on with these words
+        sent = {**sent, "continue_final_message": True, "add_generation_prompt": False}
+    with in_words_of(_NAMES, found.places):
+        return chat.plan(front, model, {**sent, "messages": found.messages})
+
+
+def _translated(asked: CountRequest) -> dict[str, Any]:
+    """The fields that a chat calls otherwise."""
+    sent: dict[str, Any] = {}
+    if asked.tools:
+        sent |= {"tools": chat_tools(asked.tools), **chat_tool_choice(asked.tool_choice or {"type": "auto"})}
+    elif asked.tool_choice and asked.tool_choice.get("type") not in ("auto", "none"):
+        raise InvalidField("tool_choice: there are no tools to choose from", "tool_choice")
+    return sent
+
+
+class Messages:
+    """One response, whole or as events; both are the same blocks in the end."""
+
+    def __init__(self, model: str, stream: bool, reply: Reply) -> None:
+        self._model, self._reply, self._blocks = model, reply, Blocks()
+        self.requests, self.stream = reply.requests, stream
+        self._id = new_id("msg", "_")
+
+    def add(self, i: int, delta: Delta) -> None:
+        for _ in self._steps(delta):
+            pass
+
+    def body(self, usage: Usage) -> dict[str, Any]:
+        content = [_content(block) for block in self._blocks.all]
+        return self._message(content, _usage(usage.body()), self._end())
+
+    def begin(self) -> Iterable[Event]:
+        count = len(self.requests[0].prompt_token_ids)
+        usage = {"input_tokens": count, "output_tokens": 0, **_cached(0)}
+        end = {"stop_reason": None, "stop_sequence": None}
+        yield {"type": "message_start", "message": self._message([], usage, end)}
+
+    def events(self, delta: Delta) -> Iterable[Event]:
+        return (_told(step) for step in self._steps(delta))
+
+    def end(self, usage: Usage) -> Iterable[Event]:
+        yield {"type": "message_delta", "delta": self._end(), "usage": _usage(usage.body())}
+        yield {"type": "message_stop"}
+
+    def failed(self, problem: Problem) -> Iterable[Event]:
+        yield refusal(problem)
+
+    def _steps(self, delta: Delta) -> Iterator[Step]:
+        for choice in self._reply.chunks(0, delta):
+            yield from self._blocks.take(choice)
+
+    def _message(self, content: list[Any], usage: dict[str, Any], end: dict[str, Any]) -> dict[str, Any]:
+        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+        return {**head, "content": content, **end, "usage": usage}
+
+    def _end(self) -> dict[str, Any]:
+        """Why it ended: a stop sequence is named, and calls are calls however the chat ended."""
+        reason, matched = self._blocks.finish_reason, self._blocks.stop_reason
+        found = _STOPS.get(reason, "end_turn")
+        if found == "end_turn" and any(block.kind == "call" for block in self._blocks.all):
+            found = "tool_use"
+        if reason == "stop" and isinstance(matched, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+        return {"stop_reason": found, "stop_sequence": None}
+
+
+def _told(step: Step) -> Event:
+    block = step.block
+    match step.what:
+        case "open":
+            # A call's input comes in pieces of JSON after an empty object.
+            found = {**_content(block), "input": {}} if block.kind == "call" else _content(block)
+            return {"type": "content_block_start", "index": block.index, "content_block": found}
+        case "close":
+            return {"type": "content_block_stop", "index": block.index}
+    kind, field = _DELTAS[block.kind]
+    delta = {"type": kind, field: step.piece}
+    return {"type": "content_block_delta", "index": block.index, "delta": delta}
+
+
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+def _content(block: Block) -> dict[str, Any]:
+    match block.kind:
+        case "text":
+            return {"type": "text", "text": block.text, "citations": None}
+        case "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": _arguments(block.text)}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """A call's arguments. Those of a reply that was cut are no JSON, and are given as the text they are."""
+    try:
+        found = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return {"INVALID_JSON": text}
+    return found if isinstance(found, dict) else {"INVALID_JSON": text}
+
+
+def _usage(chat_usage: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens that were found computed are counted apart from the input."""
+    cached = chat_usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": chat_usage["prompt_tokens"] - cached,
+        "output_tokens": chat_usage["completion_tokens"],
+        **_cached(cached),
+    }
+
+
+def _cached(count: int) -> dict[str, int]:
+    return {"cache_read_input_tokens": count, "cache_creation_input_tokens": 0}
+
+
+ENDPOINTS = (
+    Endpoint("/v1/messages", FIELDS, outcome=outcome, refusal=refusal),
+    Endpoint("/v1/messages/count_tokens", COUNT_FIELDS, answer=count, refusal=refusal),
+)
