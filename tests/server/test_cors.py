@@ -1,0 +1,60 @@
+"""Pages of other origins: none may call the server, unless they are named."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.server.conftest import Client, serving
+from tests.server.fake import fake_front
+
+ORIGIN = "https://app.example"
+PREFLIGHT = {
+    "Origin": ORIGIN,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
+
+
+def test_without_the_option_no_page_elsewhere_may_read_an_answer(client: Client) -> None:
+    asked = client.request("GET", "/v1/models", headers={"Origin": ORIGIN})
+    assert asked.status == 200
+    assert "access-control-allow-origin" not in asked.headers
+    preflight = client.request("OPTIONS", "/v1/chat/completions", headers=PREFLIGHT)
+    assert preflight.status == 405
+    assert "access-control-allow-origin" not in preflight.headers
+
+
+@pytest.mark.parametrize(("origin", "allowed"), [(ORIGIN, ORIGIN), ("*", "*")])
+def test_a_named_origin_may_ask_and_read_also_refusals(origin: str, allowed: str) -> None:
+    with serving(fake_front(), cors_origin=(origin,), api_key=("one",)) as client:
+        preflight = client.request("OPTIONS", "/v1/chat/completions", headers=PREFLIGHT)
+        assert preflight.status == 200
+        assert preflight.headers["access-control-allow-origin"] == allowed
+        assert "authorization" in preflight.headers["access-control-allow-headers"]
+        refused = client.request("GET", "/v1/models", headers={"Origin": ORIGIN})
+        assert refused.status == 401
+        assert refused.headers["access-control-allow-origin"] == allowed
+        headers = {"Origin": ORIGIN, "x-api-key": "one"}
+        answer = client.request("GET", "/v1/models", headers=headers)
+        assert answer.headers["access-control-allow-origin"] == allowed
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+def test_another_origin_may_not() -> None:
+    with serving(fake_front(), cors_origin=(ORIGIN,)) as client:
+        headers = {**PREFLIGHT, "Origin": "https://evil.example"}
+        assert client.request("OPTIONS", "/v1/chat/completions", headers=headers).status == 400
+        answer = client.request("GET", "/v1/models", headers={"Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_hosts_that_are_named_are_allowed_and_others_are_not() -> None:
+    with serving(fake_front(), allowed_host=("llm.example",)) as client:
+        for host, status in (("LLM.example:443", 200), ("localhost", 200), ("other.example", 403)):
+            assert client.request("GET", "/version", headers={"Host": host}).status == status
+
+
+def test_named_hosts_are_asked_for_on_the_network_too() -> None:
+    with serving(fake_front(), host="0.0.0.0", allowed_host=("0.0.0.0", "llm.example")) as client:
+        for host, status in (("llm.example", 200), ("other.example", 403), ("localhost", 403)):
+            assert client.request("GET", "/version", headers={"Host": host}).status == status

@@ -1,0 +1,100 @@
+"""A server that stops: what runs ends in peace, what comes is sent elsewhere, and it says so."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from plait.config import ServerConfig
+from plait.engine.front import Front
+from tests.server.conftest import Client, Running, start, wait_until
+from tests.server.fake import fake_front
+
+
+@pytest.fixture
+def running() -> Iterator[tuple[Running, Client, Front]]:
+    front = fake_front()
+    server = start(lambda report: front, ServerConfig(port=0))
+    client = Client(server.url)
+    assert wait_until(lambda: client.get("/ready").status == 200)
+    yield server, client, front
+    server.stop()
+
+
+def stream(client: Client, text: str, max_tokens: int) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(*client.address, timeout=30)
+    asked = {"prompt": text, "stream": True, "ignore_eos": True, "max_tokens": max_tokens}
+    connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+    return connection.getresponse()
+
+
+def test_while_streams_finish_new_requests_are_sent_elsewhere(
+    running: tuple[Running, Client, Front],
+) -> None:
+    server, client, _ = running
+    response = stream(client, "SLOW", 80)
+    server.server.should_exit = True
+    assert wait_until(lambda: client.get("/ready").status == 503)
+    assert client.get("/ready").json == {"status": "stopping"}
+    assert client.get("/health").json == {"status": "stopping"}
+    assert client.get("/metrics").status != 404
+    refused = client.complete("Hi")
+    assert (refused.status, refused.error["code"]) == (503, "not_ready")
+    assert refused.headers["retry-after"] == "1"
+    assert refused.headers["connection"] == "close"
+    events = response.read().decode()
+    assert events.endswith("data: [DONE]\n\n")
+    assert '"finish_reason":"length"' in events
+    server.thread.join(5)
+    assert not server.thread.is_alive()
+
+
+def test_a_flood_of_refused_requests_does_not_hold_the_end(running: tuple[Running, Client, Front]) -> None:
+    server, client, _ = running
+    response = stream(client, "SLOW", 20)
+    over = threading.Event()
+
+    def flood() -> None:
+        while not over.is_set():
+            try:
+                client.complete("Hi")
+            except OSError:
+                return
+
+    threads = [threading.Thread(target=flood) for _ in range(4)]
+    server.server.should_exit = True
+    for thread in threads:
+        thread.start()
+    try:
+        assert response.read().endswith(b"data: [DONE]\n\n")
+        server.thread.join(10)
+        assert not server.thread.is_alive()
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_ready_is_not_health() -> None:
+    may_go_on = threading.Event()
+    front = fake_front()
+
+    def load(report: object) -> Front:
+        assert may_go_on.wait(10)
+        return front
+
+    server = start(load, ServerConfig(port=0))
+    client = Client(server.url)
+    try:
+        assert (client.get("/ready").status, client.get("/ready").json) == (503, {"status": "loading"})
+        may_go_on.set()
+        assert wait_until(lambda: client.get("/ready").status == 200)
+        front.loop.healthy = False
+        assert client.get("/ready").json == {"status": "unhealthy"}
+    finally:
+        may_go_on.set()
+        server.stop()
