@@ -192,6 +192,21 @@ class ThinkingBudget:
     is_open: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyShape:
+    """What is in the text of a reply beside content, for whoever reads it.
+
+    `tools`: those that may be called, as OpenAI writes them; `choice`: its tool_choice. `parallel`: more than
+    one may be. `thinks` False: the model was told not to; `is_open`: the prompt ends inside of thinking.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    choice: Any = None
+    parallel: bool = True
+    thinks: bool = True
+    is_open: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request as the engine sees it. `stop_token_ids` already holds every end-of-generation token.
@@ -201,7 +216,8 @@ class Request:
     `priority`: lower runs first. `timeout_s`: ends with an error when it is not done by then, counted from
     its arrival. `resumed`, of a request that goes on in a new engine: the output tokens of each choice so
     far, None for one that has ended; (): it is new. It gets the tokens that it would have had in the old one.
-    `grammar`: what every choice must be; `thinking`: how much of it may be thinking.
+    `grammar`: what every choice must be; `thinking`: how much of it may be thinking. `shape`: how its text is
+    read; None: all of it is content.
     `pooling`: what is wanted is the hidden state after the last norm, of the last token or the mean of all.
     """
 
@@ -216,6 +232,7 @@ class Request:
     resumed: tuple[tuple[int, ...] | None, ...] = ()
     grammar: Grammar | None = None
     thinking: ThinkingBudget | None = None
+    shape: ReplyShape | None = None
     pooling: Pooling | None = None
 
 

@@ -18,11 +18,12 @@ from plait.engine.choice import OnEvent
 from plait.engine.stream import Stream
 from plait.engine.terms import NO_TERMS, Terms
 from plait.errors import BadGrammar, BadTemplate, ContextTooLong, InvalidField
-from plait.request import Grammar, Request, SamplingParams, ThinkingBudget
+from plait.request import Grammar, ReplyShape, Request, SamplingParams, ThinkingBudget
 from plait.spec import Mamba1, Mamba2, Mamba3, ModelSpec
 from plait.text.chat import ChatTemplate, boundaries
 from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.grammar.fields import grammar_from
+from plait.text.speech import Speech
 from plait.text.tokenizer import Tokenizer
 
 MAX_CHARS_PER_TOKEN = 64  # longer text cannot fit the context and is refused before it is tokenized
@@ -71,6 +72,7 @@ class Front:
         self.tokenizer, self.chat_template = language.tokenizer, language.chat_template
         self.generation_config, self.stop_token_ids = language.generation_config, language.stop_token_ids
         self.created = int(time.time())
+        self.speech = Speech(self.tokenizer, self.chat_template)
         self.grammars = None
         if self.tokenizer:
             self.grammars = GrammarCompiler(self.tokenizer, spec.vocab_size, ends=self.stop_token_ids)
@@ -142,11 +144,19 @@ class Front:
     ) -> Request:
         """A request for the reply to a conversation; `options` as for `render_chat`.
 
+        What `params.structured_outputs` says is meant of the reply behind the model's thinking.
+
         It knows its `boundaries` if the model has state of fixed size: what other models keep can be cut
         anywhere. Raises what `prepare` raises, and BadTemplate.
         """
+        messages = self.speech.history(messages)
         ids = self.render_chat(messages, **options)
-        request = self.prepare(ids, params, add_special=False, terms=terms)
+        free = replace(params, structured_outputs=None)
+        request = self.prepare(ids, free, add_special=False, terms=terms)
+        if params.structured_outputs is not None:
+            wish = grammar_from({"structured_outputs": params.structured_outputs})
+            shape = ReplyShape(is_open=self.speech.is_open(request.prompt_token_ids))
+            request = self.held(request, self.speech.grammar(wish, shape))
         if not self.needs_boundaries or not self.chat_template:
             return request
         return replace(request, boundaries=boundaries(self.chat_template, messages, ids, options))
@@ -158,11 +168,13 @@ class Front:
                 f"{self.name} has no chat template; use /v1/completions or LLM.generate, or give one with "
                 "--chat-template FILE (or a built-in name: oxidizr, blazr, chatml)"
             )
-        return self.chat_template.render(messages, **options)
+        return self.chat_template.render(self.speech.history(messages), **options)
 
     def submit(self, request: Request) -> Stream:
         """Start a request. Raises QueueFull and other CapacityErrors at once."""
-        stream = Stream(request, self.tokenizer, self.loop.cancel)
+        reader = None if request.shape is None else self.speech.reader(request.shape)
+        request = replace(request, shape=None)  # the engine reads no text
+        stream = Stream(request, self.tokenizer, self.loop.cancel, reader)
         self.loop.submit(request, stream.on_event)
         return stream
 

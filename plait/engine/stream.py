@@ -8,14 +8,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from plait.engine.reading import Reading
 from plait.request import Event, FinishReason, Request, RequestTrace, TokenLogprobs
 from plait.text.detokenize import StreamDecoder
-from plait.text.stop import StopMatcher
+from plait.text.speech import Reader
 from plait.text.tokenizer import Tokenizer
+from plait.text.tools import Content
+from plait.text.tools import Delta as Part
+from plait.text.tools.reply import merged
 
 LAST_WORD_S = 60.0  # how long to wait for the engine to say how a choice went that a stop string ended
 
@@ -37,7 +41,9 @@ class Delta:
 
     `logprobs` are of exactly the tokens whose text starts in this delta. `stop_reason`: the stop string or
     the token id that ended it. `num_tokens`: output tokens so far, end-of-generation not counted.
-    `embedding`: the hidden state, in the one delta of a request that asked for it.
+    `embedding`: the hidden state, in the one delta of a request that asked for it. `parts`: content, thinking
+    and calls in their order, of a stream with a reader; `text` is the content. `num_reasoning_tokens`: how
+    many of the output tokens so far were thinking.
     """
 
     index: int
@@ -51,24 +57,27 @@ class Delta:
     num_tokens: int = 0
     error: Exception | None = None
     embedding: tuple[float, ...] | None = None
+    parts: tuple[Part, ...] = ()
+    num_reasoning_tokens: int = 0
 
 
 class Choice:
     """The text of one choice as it grows. Without a tokenizer there are only token ids."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, index: int, request: Request, tokenizer: Tokenizer | None, reader: Reader | None = None
+    ) -> None:
         params = request.params
         self.index, self._tokenizer, self.done = index, tokenizer, False
+        shown = reader.shown if reader else frozenset[int]()
         self._decoder = (
-            StreamDecoder(
-                tokenizer, skip_special=params.skip_special_tokens, prefix_ids=request.prompt_token_ids
-            )
+            StreamDecoder(tokenizer, params.skip_special_tokens, request.prompt_token_ids, shown)
             if tokenizer
             else None
         )
-        self._stop = StopMatcher(params.stop, include=params.include_stop_str_in_output)
-        self._min_tokens = params.min_tokens
-        self._num_tokens = self._decoded = self._shown = 0
+        self._reading = Reading(params, reader.parser() if reader else None)
+        self._is_read = reader is not None
+        self._num_tokens = self._decoded = 0
         self._pending: deque[tuple[int, int, TokenLogprobs | None]] = (
             deque()
         )  # (starts at character, id, logprobs)
@@ -77,52 +86,49 @@ class Choice:
         """What this event adds, or None if nothing can be shown yet."""
         if self.done:
             return None
-        shown, matched = "", None
+        reading, parts = self._reading, []
         for i, token_id in enumerate(event.token_ids):
             self._num_tokens += 1
             logprobs = event.logprobs[i] if event.logprobs else None
             self._pending.append((self._decoded, token_id, logprobs))
             text = self._decoder.push(token_id) if self._decoder else ""
             self._decoded += len(text)
-            piece, matched = self._take(text)
-            shown += piece
-            if matched is not None:
+            parts += reading.push(text)
+            if reading.has_ended:
                 break
         finish = event.finish_reason
-        if matched is None and finish is not None:
-            rest, matched = self._take(self._decoder.flush() if self._decoder else "")
-            shown += rest + (self._stop.flush() if matched is None else "")
-        if not shown and finish is None and matched is None and self._tokenizer and not event.prompt_logprobs:
+        if not reading.has_ended and finish is not None:
+            rest = self._decoder.flush() if self._decoder else ""
+            self._decoded += len(rest)
+            parts += reading.finish(rest)
+        is_end = finish is not None or reading.has_ended
+        if not parts and not is_end and self._tokenizer and not event.prompt_logprobs:
             return None
-        self._shown += len(shown)
-        return self._delta(event, shown, matched)
+        return self._delta(event, merged(parts))
 
-    def _take(self, text: str) -> tuple[str, str | None]:
-        """Through the stop strings, which min_tokens keeps asleep."""
-        if self._num_tokens <= self._min_tokens:
-            return text, None
-        return self._stop.push(text)
-
-    def _delta(self, event: Event, shown: str, matched: str | None) -> Delta:
-        finish: FinishReason | None = "stop" if matched is not None else event.finish_reason
+    def _delta(self, event: Event, parts: Sequence[Part]) -> Delta:
+        reading = self._reading
+        finish: FinishReason | None = "stop" if reading.has_ended else event.finish_reason
         self.done = finish is not None
-        everything = self._tokenizer is None or (self.done and matched is None)
-        ready = []
-        while self._pending and (everything or self._pending[0][0] < self._shown):
+        everything = self._tokenizer is None or (self.done and not reading.has_ended)
+        passed, ready = self._decoded - reading.num_held, []
+        while self._pending and (everything or self._pending[0][0] < passed):
             ready.append(self._pending.popleft())
         logprobs = [entry[2] for entry in ready if entry[2] is not None]
         return Delta(
             index=self.index,
-            text=shown,
+            text="".join(part.text for part in parts if isinstance(part, Content)),
             token_ids=tuple(entry[1] for entry in ready),
             logprobs=tuple(self._text_logprob(lp) for lp in logprobs) if logprobs else None,
             prompt_logprobs=_each(self._text_logprob, event.prompt_logprobs),
             finish_reason=finish,
-            stop_reason=matched if matched is not None else event.stop_token_id,
+            stop_reason=reading.matched if reading.has_ended else event.stop_token_id,
             num_cached_tokens=event.num_cached_tokens,
             num_tokens=self._num_tokens,
-            error=event.error if matched is None else None,
+            error=None if reading.has_ended else event.error,
             embedding=event.embedding,
+            parts=tuple(parts) if self._is_read else (),
+            num_reasoning_tokens=reading.num_reasoning_tokens,
         )
 
     def _text_logprob(self, lp: TokenLogprobs) -> TextLogprob:
@@ -146,14 +152,19 @@ def _each(
 class Stream:
     """The text of one request while it is generated; iterate it, plainly or with `async for`, once.
 
-    Leaving early, or `cancel()`, frees what the request holds within one engine step.
+    Leaving early, or `cancel()`, frees what the request holds within one engine step. `reader` tells content,
+    thinking and calls apart.
     """
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer | None, cancel: Callable[[str, int | None], None]
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        cancel: Callable[[str, int | None], None],
+        reader: Reader | None = None,
     ) -> None:
         self.request, self._cancel_request = request, cancel
-        self._choices = [Choice(i, request, tokenizer) for i in range(request.params.n)]
+        self._choices = [Choice(i, request, tokenizer, reader) for i in range(request.params.n)]
         self._lock = threading.Condition()
         self._waiting: deque[Event] = deque()
         self._sink: Callable[[Event], None] | None = None

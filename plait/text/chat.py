@@ -10,18 +10,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from plait.errors import BadTemplate, InvalidField
+from plait.text.probe import CallsTaken
 
 Message = Mapping[str, Any]
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of thinking in messages of earlier turns
 _HEAD_ROLES = frozenset({"system", "developer"})
 
 
 class ChatTemplate(Protocol):
-    """Renders conversations. `name` says where it came from; `stop_token_ids` end a turn in its format."""
+    """Renders conversations. `name` says where it came from; `stop_token_ids` end a turn in its format.
+
+    `source` is its text, "" if it has none, and `variables` what it reads; `calls`: how it takes calls.
+    """
 
     @property
     def name(self) -> str: ...
     @property
     def stop_token_ids(self) -> frozenset[int]: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def variables(self) -> frozenset[str]: ...
+    @property
+    def calls(self) -> CallsTaken: ...
 
     def render(
         self,
@@ -85,17 +96,18 @@ def _common_len(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def normalized(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: contents are strings, tool arguments are objects.
+def normalized(messages: Sequence[Message], *, calls_as_text: bool = False) -> list[dict[str, Any]]:
+    """Messages as templates expect them: contents are strings, and thinking has each of its names.
 
-    Raises InvalidField, naming the message, for contents that are not text.
+    Arguments of calls are objects, or JSON text. Raises InvalidField, naming the message, for contents that
+    are not text.
     """
     if not messages:
         raise InvalidField("messages: there is none; send at least one", "messages")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [_message(m, f"messages[{i}]", calls_as_text) for i, m in enumerate(messages)]
 
 
-def _message(message: Message, where: str) -> dict[str, Any]:
+def _message(message: Message, where: str, calls_as_text: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidField(f"{where}: {type(message).__name__} is not a message like {{'role': …}}", where)
     role = message.get("role")
@@ -108,8 +120,12 @@ def _message(message: Message, where: str) -> dict[str, Any]:
             at = f"{where}.tool_calls"
             raise InvalidField(f"{at}: {type(message['tool_calls']).__name__} is not a list of calls", at)
         calls = enumerate(message["tool_calls"])
-        plain["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in calls]
-    return plain
+        plain["tool_calls"] = [
+            _tool_call(call, f"{where}.tool_calls[{i}]", calls_as_text) for i, call in calls
+        ]
+        plain["content"] = plain["content"] or ""
+    thought = next((text for name in THOUGHTS if (text := message.get(name))), None)
+    return plain if thought is None else {**plain, **dict.fromkeys(THOUGHTS, thought)}
 
 
 def _content(content: Any, where: str) -> str | None:
@@ -126,17 +142,20 @@ def _content(content: Any, where: str) -> str | None:
     return "\n".join(texts)
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
+def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise InvalidField(f"{where}: a tool call needs a function with a name and arguments", where)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            found = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:
             at = f"{where}.function.arguments"
             raise InvalidField(f"{at}: not JSON ({error})", at) from error
+        arguments = found if not as_text else arguments.strip() or "{}"
+    elif as_text:
+        arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -155,7 +174,7 @@ def refuse_unread(name: str, kwargs: Mapping[str, Any], tools: object, known: fr
 def message_text(message: Mapping[str, Any], i: int) -> str:
     """The content of a message that must be text. Raises BadTemplate."""
     content = message["content"]
-    if content is None:
+    if content is None or message.get("tool_calls"):
         raise BadTemplate(
             f"messages[{i}].content: this chat template has no place for tool calls; send text",
             f"messages[{i}].content",

@@ -13,9 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
+
 from plait.errors import BadTemplate, InvalidField
 from plait.text.chat import Message, normalized, refuse_unread
+from plait.text.probe import TOOL, CallsTaken, calls_taken
 from plait.text.sandbox import Sandbox
+from plait.text.sandbox_child import environment
 from plait.text.tokenizer import Tokenizer
 
 _PRIVATE = range(0xE000, 0xF8FF)
@@ -43,6 +48,32 @@ class JinjaTemplate:
         self._texts = [tokenizer.token_text(i) for i in tokenizer.special_ids]
         self._starts = sorted({text[0] for text in self._texts if text})
         self.stop_token_ids = frozenset[int]()  # the vocabulary knows its own ends
+        self._calls: CallsTaken | None = None
+
+    @property
+    def source(self) -> str:
+        """Every part of it."""
+        return "\n".join(self._sources.values())
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """What any part of it reads. Raises BadTemplate if one is no Jinja."""
+        try:
+            trees = [environment().parse(source) for source in self._sources.values()]
+        except TemplateSyntaxError as error:
+            raise BadTemplate(f"the chat template {self.name!r} is no Jinja: {error}") from error
+        return frozenset(name for tree in trees for name in find_undeclared_variables(tree))
+
+    @property
+    def calls(self) -> CallsTaken:
+        """How it takes calls of tools: some are rendered, once."""
+        if self._calls is None:
+            source = self._source(with_tools=True)
+            values = {**self._variables, "documents": None, "add_generation_prompt": True, "tools": [TOOL]}
+            self._calls = calls_taken(
+                lambda messages: self._sandbox.render(source, {**values, "messages": messages})[0]
+            )
+        return self._calls
 
     def render(
         self,
@@ -54,7 +85,8 @@ class JinjaTemplate:
         **kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation; see `ChatTemplate.render`."""
-        plain = normalized(messages)
+        has_calls = any(isinstance(m, Mapping) and m.get("tool_calls") for m in messages)
+        plain = normalized(messages, calls_as_text=has_calls and self.calls.as_text)
         for i, message in enumerate(plain):
             self._check_role(message["role"], i)
         taken = sorted(set(kwargs) & (_OURS | self._variables.keys()))

@@ -8,6 +8,7 @@ from typing import Any
 
 from plait.errors import BadTemplate, ConfigError
 from plait.text.chat import Message, message_text, normalized, refuse_unread
+from plait.text.probe import CallsTaken
 from plait.text.tokenizer import Tokenizer
 
 _ROLES = ("system", "user", "assistant")
@@ -52,6 +53,8 @@ FORMATS: Mapping[str, Format] = {
 
 class MarkerTemplate:
     """One of the built-in formats over a vocabulary. Raises ConfigError when that lacks its markers."""
+
+    source, variables, calls = "", frozenset[str](), CallsTaken()
 
     def __init__(self, name: str, tokenizer: Tokenizer) -> None:
         self.name, self._format, self._tokenizer = name, FORMATS[name], tokenizer

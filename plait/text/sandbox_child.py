@@ -1,7 +1,7 @@
 """The process that renders chat templates: no network of imports, a memory limit, and nothing worth stealing.
 
-Run as a script, alone (`python -I sandbox_child.py LIMIT`), never imported. It reads one JSON request a line
-on standard input and answers each with one JSON line on standard output:
+Run as a script, alone (`python -I sandbox_child.py LIMIT`); only `environment` is imported, to parse with. It
+reads one JSON request a line on standard input and answers each with one JSON line on standard output:
 `{"template", "values", "max_chars", "timeout_s"}` → `{"text", "variables"}` or `{"error"}`.
 """
 

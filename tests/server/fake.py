@@ -16,6 +16,7 @@ from plait.errors import BadTemplate, CapacityError, EngineError, QueueFull
 from plait.request import Event, Pooling, Request, TokenLogprobs
 from plait.spec import ModelSpec, Norm
 from plait.text.chat import normalized
+from plait.text.probe import CallsTaken
 
 BOS, EOS, TURN = 256, 257, 258
 VOCAB_SIZE, CONTEXT, HIDDEN_SIZE = 259, 2048, 8
@@ -49,7 +50,8 @@ class ByteTokenizer:
 class TurnTemplate:
     """`<turn>` before each message's text; the reply says the last message again."""
 
-    name, stop_token_ids = "turns", frozenset({EOS})
+    name, source, stop_token_ids, calls = "turns", "", frozenset({EOS}), CallsTaken()
+    variables: frozenset[str] = frozenset()
 
     def render(
         self,

@@ -87,6 +87,11 @@ def _schema(source: str) -> dict[str, Any]:
         raise ValueError("the schema is not an object; one that allows something is needed")
     for part in _subschemas(schema):
         _check(part)
+    return with_bounded_space(schema)
+
+
+def with_bounded_space(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema whose texts have no more white space between two tokens than anybody needs."""
     return {**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
 
 

@@ -33,6 +33,11 @@ class Cursor:
         """More text."""
         self.text, self.at = self.text[self.at :] + piece, 0
 
+    @property
+    def num_left(self) -> int:
+        """Characters that are not taken, or kept aside."""
+        return len(self.text) - self.at + sum(map(len, self._held or ()))
+
     def hold(self) -> None:
         """From here on, keep what is taken (and forget what was kept)."""
         self._held = []

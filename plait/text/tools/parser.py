@@ -128,6 +128,11 @@ class OutputParser:
         """Whether as many calls as were allowed have ended, so that the rest will not be told."""
         return self._most is not None and self.num_calls >= self._most
 
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text so far that were not told as anything yet."""
+        return self._reply.num_held
+
     def shown(self, special_tokens: Iterable[str]) -> frozenset[str]:
         """The control tokens, of these, that must stand in the text."""
         return frozenset(token for token in special_tokens if any(token in marker for marker in self.markers))

@@ -96,6 +96,11 @@ class Reply:
         """Whether any text but white space was said."""
         return self._said
 
+    @property
+    def num_held(self) -> int:
+        """Characters that have come and are nothing yet."""
+        return self.cursor.num_left + sum(map(len, (*self._blank, *self._pause)))
+
     def collect(self) -> list[Delta]:
         """What was found since the last time."""
         found, self._out = merged(self._out), []

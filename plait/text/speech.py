@@ -1,0 +1,194 @@
+"""How a model speaks: where its thinking stands, how it calls tools, and what can be shape of both.
+
+One object for each model, made of its chat template and its vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from plait.errors import InvalidField
+from plait.request import Grammar, ReplyShape, ThinkingBudget
+from plait.text.chat import ChatTemplate, Message
+from plait.text.reasoning import ReasoningFormat, reasoning_format
+from plait.text.tokenizer import Tokenizer
+from plait.text.tools import OutputParser, ToolFormat, as_lark, call_grammar, tool_format
+from plait.text.tools.call_grammar import Json, OneOf, Repeated, Structure, thinking_first
+
+SWITCHES = ("enable_thinking", "thinking")  # what templates call it
+_TAIL = 64  # tokens of a prompt in which a marker of thinking may stand
+Tool = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """How the replies to one request are read. `parser` makes one for each choice.
+
+    `shown`: control tokens that must stand in the text.
+    """
+
+    parser: Callable[[], OutputParser]
+    shown: frozenset[int]
+
+
+class Speech:
+    """Of one model. Without a template or a vocabulary it knows of neither tools nor thinking."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        template: ChatTemplate | None,
+        *,
+        tools: str | None = None,
+        reasoning: str | None = None,
+    ) -> None:
+        """`tools`, `reasoning`: names of formats, where the template is not to say. Raises ConfigError."""
+        self._tokenizer, self._template = tokenizer, template
+        self._source = template.source if template else ""
+        ids = tokenizer.special_ids if tokenizer else frozenset[int]()
+        self._special = {tokenizer.token_text(i): i for i in ids} if tokenizer else {}
+        known = template is not None
+        self.tools: ToolFormat | None = tool_format(self._source, self._special, tools) if known else None
+        self.reasoning: ReasoningFormat | None = None
+        if known:
+            self.reasoning = reasoning_format(self._source, self._special, reasoning)
+
+    def history(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Messages as the model's template takes them."""
+        return self.tools.history(messages) if self.tools else messages
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """What the template reads. Raises BadTemplate."""
+        return self._template.variables if self._template else frozenset()
+
+    def switched(self, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+        """Template arguments under the names that the template knows, and whether the model may think."""
+        named = {name: kwargs[name] for name in SWITCHES if name in kwargs}
+        rest = {name: value for name, value in kwargs.items() if name not in SWITCHES}
+        wish = next(iter(named.values()), None)
+        if any(value is not wish for value in named.values()) or not isinstance(wish, bool | None):
+            at = f"chat_template_kwargs.{next(iter(named))}"
+            raise InvalidField(f"{at}: send true or false, once", at)
+        read = {name: wish for name in SWITCHES if named and name in self.variables}
+        if wish and not read and self.reasoning is None:
+            at = f"chat_template_kwargs.{next(iter(named))}"
+            raise InvalidField(f"{at}: this model does not think", at)
+        return {**rest, **read}, wish is not False
+
+    def is_open(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends inside of thinking."""
+        if self.reasoning is None or self._tokenizer is None:
+            return False
+        tail = self._tokenizer.decode(prompt_ids[-_TAIL:], skip_special=False)
+        return self.reasoning.starts_open(tail)
+
+    def reader(self, shape: ReplyShape) -> Reader | None:
+        """How to read the replies; None where there is nothing in them but content.
+
+        Raises InvalidField for tools that are none, and for a model that calls none.
+        """
+        calls = self._calls(shape)
+        if calls is None and self.reasoning is None:
+            return None
+        parallel = self._may_be_several(shape)
+
+        def parser() -> OutputParser:
+            if calls is None:
+                return OutputParser(reasoning=self.reasoning, starts_open=shape.is_open)
+            return calls.parser(
+                shape.tools,
+                _new_id,
+                reasoning=self.reasoning,
+                starts_open=shape.is_open,
+                parallel=parallel,
+            )
+
+        shown = parser().shown(self._special)
+        return Reader(parser, frozenset(self._special[text] for text in shown))
+
+    def grammar(self, wish: Grammar | None, shape: ReplyShape) -> Grammar | None:
+        """What the whole reply must be: thinking, then a call that is demanded, or what is wished for.
+
+        Where calls are possible and not demanded, they may stand in place of what is wished for.
+        """
+        lead = self._lark(self._thinking(shape))
+        forced = self._call(shape, shape.choice)
+        if forced is not None:
+            return Grammar("lark", self._lark(forced), "tool_choice", lead)
+        if wish is None:
+            return None
+        instead = self._call(shape, "required") if shape.tools and shape.choice != "none" else None
+        return Grammar(
+            wish.kind, wish.source, wish.param, lead, "" if instead is None else self._lark(instead)
+        )
+
+    def schemas(self, shape: ReplyShape) -> list[Grammar]:
+        """The schema of each tool that a grammar may hold, to be checked by itself."""
+        found = []
+        for i, tool in enumerate(shape.tools):
+            schema = tool["function"].get("parameters")
+            if schema:
+                text = json.dumps({"type": "object", **schema}, ensure_ascii=False)
+                found.append(Grammar("json_schema", text, f"tools[{i}].function.parameters"))
+        return found
+
+    def budget(self, num_tokens: int | None, shape: ReplyShape) -> ThinkingBudget | None:
+        """`num_tokens` of thinking at most (None: no limit); none at all for a model that was told not to."""
+        num_tokens = num_tokens if shape.thinks else 0
+        if num_tokens is None or self.reasoning is None or self._tokenizer is None:
+            return None
+        pair = self.reasoning.pairs[0]
+        ids = self._tokenizer.encode(pair.closing, add_special=False, allow_special=True)
+        return ThinkingBudget(num_tokens, pair.opening, pair.closing, tuple(ids), shape.is_open)
+
+    def _calls(self, shape: ReplyShape) -> ToolFormat | None:
+        if not shape.tools or shape.choice == "none":
+            return None
+        if self.tools is None:
+            raise InvalidField("tools: this model's chat template has no place for tools", "tools")
+        return self.tools
+
+    def _may_be_several(self, shape: ReplyShape) -> bool:
+        return shape.parallel and (self._template is None or self._template.calls.several)
+
+    def _thinking(self, shape: ReplyShape) -> Structure:
+        """What may come before the reply. Thinking that the prompt has opened must be closed in any case."""
+        return thinking_first(self.reasoning, shape.is_open) if shape.thinks or shape.is_open else ()
+
+    def _call(self, shape: ReplyShape, choice: Any) -> Structure | None:
+        if not shape.tools or choice is None:
+            return None
+        calls = self._calls(shape)
+        parallel = self._may_be_several(shape)
+        found = None if calls is None else call_grammar(calls, shape.tools, choice, parallel=parallel)
+        return None if found is None else _spaced(found)
+
+    def _lark(self, structure: Structure) -> str:
+        return as_lark(structure, self._special) if structure else ""
+
+
+def _new_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _spaced(structure: Structure) -> Structure:
+    """The same, with schemas that let no reply get lost in white space."""
+    from plait.text.grammar.source import with_bounded_space  # a library that most requests need not load
+
+    found = []
+    for part in structure:
+        match part:
+            case Json(schema):
+                part = Json(with_bounded_space(schema)) if isinstance(schema, Mapping) else part
+            case OneOf(options):
+                part = OneOf(tuple(_spaced(option) for option in options))
+            case Repeated(parts):
+                part = Repeated(_spaced(parts))
+        found.append(part)
+    return tuple(found)
