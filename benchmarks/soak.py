@@ -6,6 +6,8 @@ python benchmarks/soak.py --base-url http://127.0.0.1:8080 --server-pid 1234 --m
 In rounds: half a minute of load (chats and completions, streamed and whole, shared prefixes, several
 turns; a third leaves early, some hang up in the middle of a request), then silence, then a look at blocks,
 slots, files, threads, memory. The first round warms up; the second is what the last is held against. JSON.
+The server that is started is small: memory grows until every block of its cache has been used once, and that
+must be over soon.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from plait.bench.serve_process import read_metrics
 from plait.bench.serve_work import Length, Workload
 
 KINDS = ({}, {"chat": False}, {"stream": False}, {"chat": False, "stream": False})
+SMALL = ("--max-model-len", "1024", "--max-num-seqs", "8")  # so that all its memory is used soon
 HELD = ("rss_mib", "fds", "threads", "processes")
 RUDE_S = 0.25  # between two of them
 
@@ -138,7 +141,7 @@ def main() -> None:
     arguments.add_argument("--round-seconds", type=float, default=30.0)
     arguments.add_argument("--clients", type=int, default=12)
     given = parse(arguments)
-    with serving(given) as served:
+    with serving(given, SMALL) as served:
         share, rounds = tokens_per_word(served.target) or 1.0, list[dict[str, Any]]()
         metrics = read_metrics(served.target.base_url)
         ends = time.monotonic() + 60 * given.minutes
@@ -156,6 +159,7 @@ def main() -> None:
                 "rounds": len(rounds),
                 "requests": dict(total),
                 "held": compared(rounds),
+                "rss_mib_by_round": [one.get("rss_mib") for one in rounds],
                 "books_balance": books(rounds[-1]["engine"]),
                 "was_idle_after_every_round": all(one["idle"] for one in rounds),
                 "metrics": {
