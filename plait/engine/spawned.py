@@ -15,9 +15,9 @@ from plait.engine.page import Page, new_page
 from plait.engine.wire import Frames, FromChild, FromFront, Hello, frame
 
 PIECE = 1 << 18  # bytes read at a time
-# Signals for a whole group (Ctrl-C in a terminal, a service that is stopped) are the front's to answer.
+# Signals for a whole group (Ctrl-C, a terminal or a service that goes) are the front's to answer.
 _RUN = (
-    "import signal as s; s.signal(s.SIGINT, s.SIG_IGN); s.signal(s.SIGTERM, s.SIG_IGN); import json, sys; "
+    "import json, sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
     "sys.path[:] = json.loads(sys.argv[1]); from plait.engine.child import main; main()"
 )
 

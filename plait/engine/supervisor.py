@@ -39,6 +39,7 @@ from plait.engine.wire import (
 from plait.errors import EngineError, EngineLost, OutOfMemory, PlaitError
 
 TICK_S = 1.0  # between two looks at the signs of life
+ASLEEP_S = 5.0  # without a look, this process was stopped itself, and perhaps the engine with it
 MAX_DEATHS = 6  # of engines in a row, with no token between them and no request to blame
 BACKOFF_S = 0.5  # before the third start; twice as long before each further one
 LONGEST_BACKOFF_S = 10.0
@@ -120,6 +121,7 @@ class Supervisor:
         self.num_restarts = 0
         self._up_since: float | None = None  # None: it is loading
         self._progress_s = self._counted_s = 0.0
+        self._looked_s = self._awake_s = 0.0
         self._was_up = self._has_spoken = False
         self._reported: PlaitError | None = None  # why the process says that it ends
         self._close_at: float | None = None
@@ -244,13 +246,16 @@ class Supervisor:
     def _overdue(self, engine: Spawned) -> str | None:
         """Why a process that has not ended is taken for dead."""
         now, patience, page = time.monotonic(), self._patience, engine.page
-        if now - page.alive_s > patience.frozen_s:
+        if now - self._looked_s > ASLEEP_S:
+            self._awake_s = now
+        self._looked_s = now
+        if now - max(page.alive_s, self._awake_s) > patience.frozen_s:
             return f"no thread of it has run for {patience.frozen_s:g} s"
         if not self.is_up:
             stands = now - self._progress_s > patience.loading_s
             return f"loading has not got on for {patience.loading_s:g} s" if stands else None
         since = page.busy_since_s
-        if since and now - since > patience.stalled_s:
+        if since and now - max(since, self._awake_s) > patience.stalled_s:
             return f"a step has taken more than {patience.stalled_s:g} s"
         return None
 
