@@ -16,7 +16,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")  # what the library prints is not for who asks
     os.dup2(2, 1)
     llama = Llama(path, n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
-    for line in sys.stdin:
+    for line in iter(sys.stdin.readline, ""):
         asked = json.loads(line)
         if asked["forgets"]:
             llama.reset()
