@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from plait.errors import InvalidField
-
-ALIASES = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+from plait.server.aliases import renamed
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
@@ -102,16 +101,7 @@ def typed(body: Mapping[str, Any], kind: type[S]) -> S:
 
 def present(body: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are not null, under their own names rather than aliases. Raises InvalidField."""
-    found = {name: value for name, value in body.items() if value is not None}
-    for alias, name in ALIASES.items():
-        if alias not in found:
-            continue
-        value = found.pop(alias)
-        if alias == "n_predict" and value == -1:
-            value = None  # llama.cpp's word for: no limit
-        if found.setdefault(name, value) != value:
-            raise InvalidField(f"{alias}: {value!r} contradicts {name}; send one of them", alias)
-    return found
+    return renamed({name: value for name, value in body.items() if value is not None})
 
 
 def field_names(kind: type[S]) -> frozenset[str]:

@@ -1,0 +1,160 @@
+"""Other servers' names for what we take: llama.cpp's, Ollama's and SGLang's, in one table.
+
+Applied to every body before it is validated. A name stands for ours, or is refused because nothing here does
+what it asks; a value that changes nothing is taken and forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from plait.errors import InvalidField
+
+NO_LIMIT = (-1, -2)  # llama.cpp's and Ollama's words for as many tokens as fit
+
+# alias -> our name
+NAMES: Mapping[str, str] = {
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "penalty_repeat": "repetition_penalty",
+    "penalty_present": "presence_penalty",
+    "penalty_freq": "frequency_penalty",
+    "typical": "typical_p",
+    "return_tokens": "return_token_ids",
+    "no_stop_trim": "include_stop_str_in_output",
+    "truncate": "truncate_prompt_tokens",
+    "thinking_budget": "thinking_token_budget",
+}
+
+Harmless = Callable[[Any], bool]
+
+
+def _is(*values: Any) -> Harmless:
+    return lambda value: value in values and isinstance(value, bool) == isinstance(values[0], bool)
+
+
+def _always(_: Any) -> bool:
+    return True
+
+
+def _empty(value: Any) -> bool:
+    return value in ("", [], {})
+
+
+_WHOLE = "; penalties look at the whole text here: send -1, or leave it out"
+_LOADED = "; how a model is loaded is set when the server starts"
+# name -> (which values change nothing, what to do instead)
+REFUSED: Mapping[str, tuple[Harmless, str]] = {
+    "repeat_last_n": (_is(-1), _WHOLE),
+    "penalty_last_n": (_is(-1), _WHOLE),
+    "penalize_nl": (_is(True), "; line breaks are penalised like any token"),
+    "penalize_newline": (_is(True), "; line breaks are penalised like any token"),
+    "min_keep": (_is(0), ""),
+    "n_keep": (_always, ""),  # of a context that is cut, which none is here
+    "num_keep": (_always, ""),
+    "n_discard": (_is(0), "; nothing is ever cut from a context"),
+    "n_indent": (_is(0), ""),
+    "t_max_predict_ms": (_is(0, -1), "; send timeout_s"),
+    "cache_prompt": (_is(True), "; --no-prefix-cache turns the cache off, cache_salt sets a request apart"),
+    "id_slot": (_is(-1), "; sequences have no fixed place here"),
+    "slot_id": (_is(-1), "; sequences have no fixed place here"),
+    "timings_per_token": (_is(False), "; /metrics has timings"),
+    "post_sampling_probs": (_is(False), "; probabilities are the model's own"),
+    "response_fields": (_empty, ""),
+    "system_prompt": (_empty, "; send a system message"),
+    "image_data": (_empty, ""),
+    "multimodal_data": (_empty, ""),
+    "mirostat_tau": (_always, ""),  # of mirostat, which is refused itself
+    "mirostat_eta": (_always, ""),
+    "dry_base": (_always, ""),  # of dry_multiplier, likewise
+    "dry_allowed_length": (_always, ""),
+    "dry_penalty_last_n": (_always, ""),
+    "dry_sequence_breakers": (_always, ""),
+    "xtc_threshold": (_always, ""),  # of xtc_probability
+    "dynatemp_exponent": (_always, ""),  # of dynatemp_range
+    "adaptive_target": (_is(-1, -1.0), ""),
+    "adaptive_decay": (_always, ""),
+    "keep_alive": (_is(-1, "-1"), "; the server keeps its model as long as it runs"),
+    "raw": (_is(False), "; /v1/completions takes a prompt as it is"),
+    "template": (_empty, "; the server's --chat-template sets it"),
+    "images": (_empty, ""),
+    "num_gpu": (_is(-1), _LOADED),
+    "num_thread": (_is(0), _LOADED),
+    "num_batch": (_always, ""),  # changes no text
+    "main_gpu": (_is(0), _LOADED),
+    "use_mmap": (_always, ""),
+    "use_mlock": (_is(False), _LOADED),
+    "numa": (_is(False), _LOADED),
+    "low_vram": (_is(False), _LOADED),
+    "vocab_only": (_is(False), _LOADED),
+    "stop_regex": (_empty, "; send stop"),
+    "custom_logit_processor": (_empty, "; no code is taken from clients"),
+}
+
+
+def renamed(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body under our names, without what changes nothing. Raises InvalidField."""
+    found: dict[str, Any] = {}
+    for name, value in _flat(body).items():
+        if name in REFUSED:
+            harmless, hint = REFUSED[name]
+            if not harmless(value):
+                raise InvalidField(f"{name}: this server cannot honour it{hint or '; leave it out'}", name)
+            continue
+        for ours, meant in _meant(name, value, body).items():
+            if name in body and ours in body and ours != name and body[ours] != meant:
+                raise InvalidField(f"{name}: {value!r:.80} contradicts {ours}; send one of them", name)
+            if found.setdefault(ours, meant) != meant:
+                raise InvalidField(f"{name}: {value!r:.80} contradicts another name of {ours}", name)
+    return found
+
+
+def _flat(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With Ollama's `options` beside the other fields."""
+    options = body.get("options")
+    if options is None:
+        return body
+    if not isinstance(options, dict):
+        raise InvalidField("options: it must be an object", "options")
+    rest = {name: value for name, value in body.items() if name != "options"}
+    for name, value in options.items():
+        if value is not None and rest.setdefault(name, value) != value:
+            raise InvalidField(f"options.{name}: {value!r:.80} contradicts {name}", f"options.{name}")
+    return rest
+
+
+def _meant(name: str, value: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+    """What a field says under our names."""
+    if name == "n_probs":
+        return _n_probs(value, is_chat="messages" in body)
+    if name == "logit_bias" and not isinstance(value, dict):
+        return {name: _bias(value)}
+    ours = NAMES.get(name, name)
+    if ours == "max_tokens" and name != ours and value in NO_LIMIT:
+        value = None
+    return {ours: value}
+
+
+def _n_probs(value: Any, *, is_chat: bool) -> dict[str, Any]:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidField(f"n_probs: {value!r:.80} is not a whole number", "n_probs")
+    if not value:
+        return {}
+    return {"logprobs": True, "top_logprobs": value} if is_chat else {"logprobs": value}
+
+
+def _bias(value: Any) -> dict[str, Any]:
+    """llama.cpp's pairs as OpenAI's object; false is none."""
+    if value is False:
+        return {}
+    pairs = value if isinstance(value, list) else [value]
+    found = {}
+    for i, pair in enumerate(pairs):
+        if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int):
+            at = f"logit_bias[{i}]"
+            raise InvalidField(f"{at}: send an object of token ids, or pairs of an id and a number", at)
+        found[str(pair[0])] = -100.0 if pair[1] is False else pair[1]
+    return found

@@ -1,0 +1,87 @@
+"""Other servers' names for parameters: each stands for ours, or is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.errors import InvalidField
+from plait.server.aliases import NAMES, REFUSED, renamed
+from plait.server.completions import FIELDS
+from plait.server.validate import ignored
+from tests.contract.wire import Client
+from tests.server.fake import EchoLoop
+
+
+@pytest.mark.parametrize(
+    ("body", "want"),
+    [
+        ({"n_predict": 5}, {"max_tokens": 5}),
+        ({"num_predict": 5, "max_tokens": 5}, {"max_tokens": 5}),
+        ({"num_predict": -2}, {"max_tokens": None}),
+        ({"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"options": {"num_predict": 3, "top_k": 7}, "top_k": 7}, {"max_tokens": 3, "top_k": 7}),
+        ({"n_probs": 3}, {"logprobs": 3}),
+        ({"n_probs": 0}, {}),
+        ({"n_probs": 3, "messages": []}, {"logprobs": True, "top_logprobs": 3, "messages": []}),
+        ({"logit_bias": [[5, -1.5], [6, False]]}, {"logit_bias": {"5": -1.5, "6": -100.0}}),
+        ({"logit_bias": False}, {"logit_bias": {}}),
+        ({"repeat_last_n": -1, "cache_prompt": True, "mirostat_tau": 4, "id_slot": -1}, {}),
+        ({"strange": 1}, {"strange": 1}),
+    ],
+)
+def test_names_of_others_stand_for_ours(body: dict[str, Any], want: dict[str, Any]) -> None:
+    assert renamed(body) == want
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"n_predict": 5, "max_tokens": 6}, "n_predict"),
+        ({"max_tokens": 6, "n_predict": 5}, "n_predict"),
+        ({"n_predict": 5, "num_predict": 6}, "num_predict"),
+        ({"n_predict": -1, "max_tokens": 6}, "n_predict"),
+        ({"options": {"top_k": 7}, "top_k": 8}, "options.top_k"),
+        ({"options": 3}, "options"),
+        ({"repeat_last_n": 64}, "repeat_last_n"),
+        ({"cache_prompt": False}, "cache_prompt"),
+        ({"cache_prompt": 1}, "cache_prompt"),
+        ({"keep_alive": "5m"}, "keep_alive"),
+        ({"options": {"num_gpu": 3}}, "num_gpu"),
+        ({"n_probs": True}, "n_probs"),
+        ({"logit_bias": [["word", 1]]}, "logit_bias[0]"),
+        ({"logit_bias": "x"}, "logit_bias[0]"),
+    ],
+)
+def test_contradictions_and_what_nobody_honours_are_refused(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        renamed(body)
+    assert caught.value.param == param
+    assert param.split("[")[0] in str(caught.value)
+
+
+def test_no_name_is_in_two_tables_and_every_alias_leads_to_something_known() -> None:
+    assert not set(NAMES) & set(REFUSED)
+    for name in NAMES.values():
+        unknown = ignored({name: 1}, FIELDS)
+        assert not unknown or name == "thinking_token_budget", f"{name} would be ignored"
+
+
+def test_a_request_in_llama_cpp_s_words(client: Client, engine: EchoLoop) -> None:
+    body = {"n_predict": 4, "repeat_penalty": 1.5, "cache_prompt": True, "n_probs": 2, "min_keep": 0}
+    answer = client.complete("Hello there", **body)
+    assert answer.status == 200, answer.body
+    assert "x-plait-ignored" not in answer.headers
+    params = engine.requests[-1].params
+    assert (params.max_tokens, params.repetition_penalty, params.logprobs) == (4, 1.5, 2)
+
+
+def test_a_request_in_ollama_s_words(client: Client, engine: EchoLoop) -> None:
+    answer = client.chat("Hello there", options={"num_predict": 4, "seed": 9, "stop": ["x"]})
+    assert answer.status == 200, answer.body
+    params = engine.requests[-1].params
+    assert (params.max_tokens, params.seed, params.stop) == (4, 9, ("x",))
+    error = client.chat("Hello there", options={"num_ctx": 4096}).error
+    assert error["param"] == "num_ctx"
+    assert "--max-model-len" in error["message"]
