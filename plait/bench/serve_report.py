@@ -112,8 +112,9 @@ def remarks(result: Facts) -> Iterator[str]:
 def bars_of(result: Facts, key: str, title: str, unit: str) -> Facts:
     """One number of every side, as `plot.chart` has its rows."""
     sides = {s["name"]: {"median": s[key]} for s in result["sides"] if s.get(key) is not None}
-    ratios = {name: found[key] for name, found in result["ratios"].items() if key in found}
-    return {"title": title, "level": key, "unit": unit, "sides": sides, "ratios": ratios}
+    better = [f"{number(found[key])} × {name}" for name, found in result["ratios"].items() if key in found]
+    level = "; ".join([key, *better])
+    return {"title": title, "level": level, "unit": unit, "sides": sides, "ratios": {}}
 
 
 def sections(result: Facts) -> Iterator[tuple[str, list[Facts]]]:
@@ -165,6 +166,7 @@ def _write_png(result: Facts, path: Path) -> None:
     for axes, (head, shown) in zip(figure.subplots(len(found), squeeze=False)[:, 0], found, strict=True):
         _draw(axes, shown, names)
         axes.set_title(head, fontsize=10, loc="left")
+        axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
 
@@ -177,4 +179,3 @@ def _draw(axes: Any, shown: Sequence[Facts], names: Sequence[str]) -> None:
     middle = 0.4 - height / 2
     axes.set_yticks([at + middle for at in range(len(shown))], [row["title"] for row in shown])
     axes.invert_yaxis()
-    axes.legend(fontsize=8)
