@@ -58,14 +58,14 @@ def measured(name: str, measure: Callable[[], Rows]) -> dict[str, Any]:
 
 
 def show(name: str, rows: Rows, console: Console) -> None:
-    """A table of rows that have the same keys."""
+    """A table; what a row does not have stays empty."""
     if not rows:
         return
-    table = Table(title=name)
-    for key in rows[0]:
-        table.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
+    table, keys = Table(title=name), list(dict.fromkeys(key for row in rows for key in row))
+    for key in keys:
+        table.add_column(key, justify="left" if isinstance(rows[0].get(key), str) else "right")
     for row in rows:
-        table.add_row(*(_shown(row.get(key)) for key in rows[0]))
+        table.add_row(*(_shown(row.get(key)) for key in keys))
     console.print(table)
 
 

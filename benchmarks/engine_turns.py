@@ -106,7 +106,7 @@ def chats(
         sides["uncached"] = Plait(stack.enter_context(opened(path, threads, prefix_cache=False)))
         if peer and path.suffix == ".gguf":
             for side, forgets in (("llama.cpp cached", False), ("llama.cpp uncached", True)):
-                process = stack.enter_context(started(peer, path, threads))
+                process = stack.enter_context(started(peer, path, threads, first.front.max_model_len))
                 sides[side] = Peer(process, forgets=forgets)
         new, reply = length - length // 2, length // 2
         found = [chat(sides, texts(first, number, new), reply) for number in range(repeats + 1)][1:]
@@ -124,9 +124,9 @@ def opened(path: Path, threads: int, **options: bool) -> Iterator[Loaded]:
 
 
 @contextmanager
-def started(python: str, path: Path, threads: int) -> Iterator[subprocess.Popen[str]]:
+def started(python: str, path: Path, threads: int, longest: int) -> Iterator[subprocess.Popen[str]]:
     """A process that answers `Peer`."""
-    command = [python, str(HERE / "turns_peer.py"), str(path), str(threads), str(LONGEST)]
+    command = [python, str(HERE / "turns_peer.py"), str(path), str(threads), str(longest)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process
@@ -170,7 +170,7 @@ def _row(
     cached = answers[0]["cached"][2] or 0
     row = {"model": name, "turn": turn + 1, "prompt": prompt, "new": new, "cached": cached}
     row |= {"prefilled": prompt - cached}
-    for side in answers[0]:
+    for side in sorted(answers[0]):  # they answered in turns
         row[f"{side} ms"] = round(1000 * statistics.median(one[side][0] for one in answers), 1)
     return row
 
