@@ -143,6 +143,7 @@ class EngineChild:
         self._is_audited, self._closing = True, False
         self._counted_s = 0.0
         engine.runner = Watched(self, engine.runner)
+        self._show_stats()
 
     def run(self) -> None:
         """Serve. Raises OSError or EOFError when the front has gone, and what escapes the engine."""
@@ -167,12 +168,12 @@ class EngineChild:
             self.flush()
 
     def flush(self) -> None:
-        """Send the events that wait, and show the numbers of this moment, now and then."""
+        """Send the events that wait; before that, now and then and at the end, show the numbers with them."""
+        if not self._engine.has_work or time.monotonic() - self._counted_s > STATS_S:
+            self._show_stats()
         if self._spoken:
             events, self._spoken = tuple(self._spoken), []
             self._link.send(Events(events))
-        if time.monotonic() - self._counted_s > STATS_S:
-            self._show_stats()
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""
@@ -182,7 +183,6 @@ class EngineChild:
         if self._engine.has_work:
             self._page.begin()
             return self._link.receive(0)
-        self._show_stats()
         self._page.rest()
         messages = self._link.receive(None if self._is_audited else AUDIT_AFTER_S)
         self._page.begin()

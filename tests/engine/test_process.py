@@ -177,6 +177,7 @@ def test_a_step_that_hangs_and_frames_that_are_none_are_faults_of_the_process(to
 def test_an_idle_engine_that_ends_is_replaced_again_and_again_and_nothing_is_left_behind(times: int) -> None:
     reader = Reader()
     with running() as process:
+        assert process.stats()["num_free_blocks"] > 0
         kill(process)
         until(lambda: process.healthy)
         fds, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
