@@ -152,14 +152,13 @@ async def ask(
 
     began = time.perf_counter()
     outcome.input_len = turn.input_len
+    leaving = turn.leaving
+    patience = leaving.after_s if leaving and not (leaving.after_tokens and target.stream) else None
     try:
-        if turn.leaving and not turn.leaving.after_tokens:
-            async with asyncio.timeout(turn.leaving.after_s):
-                await _exchange(session, target, messages, turn, outcome)
-        else:
+        async with asyncio.timeout(patience):
             await _exchange(session, target, messages, turn, outcome)
     except TimeoutError as error:
-        if turn.leaving and not turn.leaving.after_tokens:
+        if patience is not None:
             outcome.is_cancelled = True
         else:
             outcome.fail("timeout", error or f"no reply within {target.timeout_s:g} s")

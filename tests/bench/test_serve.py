@@ -137,9 +137,11 @@ def test_a_reply_that_does_not_come_is_a_timeout(target: Target, engine: EchoLoo
     assert wait_until(lambda: engine.stats()["running"] == 0)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_who_leaves_before_the_first_token_cancels(target: Target, engine: EchoLoop, stream: bool) -> None:
-    found = one(replace(target, stream=stream), Turn("HANG", 1, 50, Leaving(0, 0.1)))
+@pytest.mark.parametrize(("stream", "tokens"), [(True, 0), (False, 0), (False, 9)])
+def test_who_leaves_before_any_text_cancels(
+    target: Target, engine: EchoLoop, stream: bool, tokens: int
+) -> None:
+    found = one(replace(target, stream=stream), Turn("HANG", 1, 50, Leaving(tokens, 0.1)))
     assert found.is_cancelled
     assert not found.error
     assert found.output_len == 0
