@@ -31,12 +31,12 @@ from plait.server import (
     validate,
 )
 from plait.server.body import linger, read_object
-from plait.server.edge import REQUEST_ID_HEADER, Edge
+from plait.server.edge import REQUEST_ID_HEADER, Edge, Refusal
 from plait.server.endpoint import Endpoint
 from plait.server.exchange import SCOPE_KEY, Exchange, called
 from plait.server.loading import Loading
 from plait.server.metrics import exposition
-from plait.server.problems import BodyTooLarge, Problem, http_problem, json_response, problem
+from plait.server.problems import BodyTooLarge, http_problem, json_response, problem
 from plait.server.reply import respond
 from plait.server.schema import present
 from plait.server.traffic import Traffic
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 IGNORED_HEADER = "x-plait-ignored"
 EXPOSED_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "retry-after", "retry-after-ms")  # to pages elsewhere
 Handler = Callable[[Request], Awaitable[Response]]
-Refusal = Callable[[Problem], Mapping[str, Any]]
 ENDPOINTS = (
     *completions.ENDPOINTS,
     *chat.ENDPOINTS,
@@ -77,7 +76,8 @@ def create_app(front: Front | Loading, config: ServerConfig, traffic: Traffic | 
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
     app.router.redirect_slashes = False
-    app.add_middleware(Edge, traffic=traffic, loading=loading, routes=routes)
+    refusals = {e.path: e.refusal for e in ENDPOINTS if e.refusal is not None}
+    app.add_middleware(Edge, traffic=traffic, loading=loading, routes=routes, refusals=refusals)
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import BaseRoute, Route
@@ -18,13 +19,14 @@ from plait.errors import PlaitError
 from plait.server.exchange import SCOPE_KEY, Exchange
 from plait.server.generation import new_id
 from plait.server.loading import Loading
-from plait.server.problems import HeadTooLarge, HostRefused, NotReady, TooManyRequests, problem
+from plait.server.problems import HeadTooLarge, HostRefused, NotReady, Problem, TooManyRequests, problem
 from plait.server.traffic import Traffic
 
 MAX_OPEN_REQUESTS = 2048  # each has a task, a body in memory and perhaps a thread
 MAX_HEAD_BYTES = 16 * KIB  # request line and headers; browsers and clients send less than 4 KiB
 MAX_HEADERS = 100
 MAX_LOGGED_PATH = 200
+Refusal = Callable[[Problem], Mapping[str, Any]]
 REQUEST_ID_HEADER = "x-request-id"
 PUBLIC = frozenset(
     {"/health", "/ready", "/", "/docs", "/openapi.json"}
@@ -35,12 +37,18 @@ _LOCAL_NAMES = frozenset({"localhost", "testserver"})
 
 
 class Edge:
-    """Wraps the application, whose `routes` are known."""
+    """Wraps the application, whose `routes` are known. `refusals`: errors of other shapes, by path."""
 
     def __init__(
-        self, app: ASGIApp, traffic: Traffic, loading: Loading, routes: Iterable[BaseRoute] = ()
+        self,
+        app: ASGIApp,
+        traffic: Traffic,
+        loading: Loading,
+        routes: Iterable[BaseRoute] = (),
+        refusals: Mapping[str, Refusal] | None = None,
     ) -> None:
         self._app, self._traffic, self._loading = app, traffic, loading
+        self._refusals = refusals or {}
         self._routes = [route for route in routes if isinstance(route, Route)]
         self._exact = {route.path for route in self._routes}
 
@@ -60,7 +68,7 @@ class Edge:
                 if not self._loading.stopping:
                     self._traffic.work(exchange)
             except PlaitError as error:
-                app = problem(error).response()
+                app = problem(error).response(self._refusals.get(path))
             await app(scope, receive, self._named(exchange, send))
         finally:
             self._traffic.end(exchange)
@@ -139,7 +147,8 @@ class Edge:
             return "/page"
         if path in self._exact:
             return path
-        return next((route.path for route in self._routes if route.path_regex.match(path)), "other")
+        found = (route.path for route in self._routes if route.path_regex.match(path))
+        return next(found, "other").replace(":path}", "}")
 
 
 def one_spelling(path: str) -> str:

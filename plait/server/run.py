@@ -19,9 +19,8 @@ import uvicorn
 
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
-from plait.server import edge, tls, tracing
+from plait.server import connection, edge, tls, tracing
 from plait.server.app import create_app
-from plait.server.connection import Connection
 from plait.server.loading import Loading
 from plait.server.log import log_to_stderr
 from plait.server.traffic import Traffic
@@ -132,7 +131,7 @@ class Server(uvicorn.Server):
         scheme = "https" if self._certificate else "http"
         self.url = f"{scheme}://{host}:{sock.getsockname()[1]}"
         settings: dict[str, Any] = {
-            "http": functools.partial(Connection, max_connections=config.max_connections),
+            "http": functools.partial(connection.Connection, max_connections=config.max_connections),
             "h11_max_incomplete_event_size": edge.MAX_HEAD_BYTES,
             "ws": "none",
             "lifespan": "off",
@@ -143,9 +142,24 @@ class Server(uvicorn.Server):
             "timeout_graceful_shutdown": round(CLOSING_S),
         }
         super().__init__(uvicorn.Config(create_app(loading, config, self.traffic), **settings))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. As uvicorn does, which has no option for the time of a TLS handshake."""
+        await self.lifespan.startup()
+
+        def connect() -> asyncio.Protocol:
+            kind: Any = self.config.http_protocol_class
+            made: asyncio.Protocol = kind(
+                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            return made
+
+        options: dict[str, Any] = {"backlog": BACKLOG}
         if self._certificate is not None:
-            self.config.load()
-            self.config.ssl = self._certificate.context
+            options |= {"ssl": self._certificate.context, "ssl_handshake_timeout": connection.HEAD_TIMEOUT_S}
+        loop = asyncio.get_running_loop()
+        self.servers = [await loop.create_server(connect, sock=sock, **options) for sock in sockets or ()]
+        self.started = True
 
     def load(self, load: Load) -> None:
         """Runs in its own thread. A failure ends the server, and `fault` says why."""
@@ -196,6 +210,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _reload(self) -> None:
+        before = self.traffic.config
         try:
             self.traffic.reload(self._reread())
             if self._certificate is not None:
@@ -203,7 +218,9 @@ class Server(uvicorn.Server):
         except ConfigError as error:
             logger.error("reload: %s; what was in use stays", error)
             return
-        log_to_stderr(self.traffic.config)
+        now = self.traffic.config
+        if (now.log_level, now.log_format) != (before.log_level, before.log_format):
+            log_to_stderr(now)
         logger.info("reloaded: keys, limits, hosts, log level and certificate")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -223,14 +240,14 @@ class Server(uvicorn.Server):
 
     async def _finish(self) -> None:
         """Until no request works, or a second signal came, or time is over."""
-        for connection in [*self.server_state.connections]:
-            connection.shutdown()
+        for one in [*self.server_state.connections]:
+            one.shutdown()
         deadline = time.monotonic() + self._timeout_s + CLOSING_S
         while self.traffic.num_working and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         if self.force_exit:
-            for connection in [*self.server_state.connections]:
-                connection.transport.abort()
+            for one in [*self.server_state.connections]:
+                one.transport.abort()
 
     async def _end_streams(self) -> None:
         await asyncio.sleep(self._timeout_s)

@@ -129,6 +129,14 @@ def test_who_has_no_key_is_told_what_to_send() -> None:
             assert client.request("GET", "/v1/models", headers=header).status == 200
 
 
+def test_a_refusal_has_the_shape_of_its_endpoint() -> None:
+    with serving(fake_front(), api_key=("one",)) as client:
+        answer = client.post("/v1/messages", {})
+        assert answer.status == 401
+        assert answer.json["type"] == "error"
+        assert answer.json["error"]["type"] == "authentication_error"
+
+
 def test_one_keys_prompts_are_not_found_by_another() -> None:
     front = fake_front()
     with serving(front, api_key=("alice:one", "bob:two")) as client:

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from plait.config import ServerConfig
 from plait.engine.front import Front
+from plait.server.vllm_names import RENAMED
 from tests.server.conftest import Answer, Client, serving, start, wait_until
 from tests.server.fake import fake_front
 from tests.server.real_engine import engine_front
@@ -69,3 +70,53 @@ def test_the_route_knows_no_torch() -> None:
 def test_help_loads_no_metrics() -> None:
     code = "import sys, plait.cli.main; sys.exit('prometheus_client' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_http_is_counted_by_route_method_and_status() -> None:
+    with serving(engine_front(), api_key=("one",)) as client:
+        client.headers = {"x-api-key": "one"}
+        client.complete("Hello", max_tokens=2)
+        client.get("/v1/models/bigrams")
+        client.get("/v1/models/other")
+        client.request("BREW", "/no/such/path")
+        client.request("GET", "/v1/models", headers={"x-api-key": "wrong"})
+        found = samples(client.get("/metrics"))
+    assert found["plait_http_requests_total{POST}{/v1/completions}{200}"] == 1
+    assert found["plait_http_requests_total{GET}{/v1/models/{id}}{200}"] == 1
+    assert found["plait_http_requests_total{GET}{/v1/models/{id}}{404}"] == 1
+    assert found["plait_http_requests_total{other}{other}{404}"] == 1
+    assert found["plait_http_requests_total{GET}{/v1/models}{401}"] == 1
+    assert found["plait_http_requests_open"] == 1
+    assert found["plait_http_request_seconds_count{/v1/completions}"] == 1
+
+
+def test_vllms_names_say_what_ours_say() -> None:
+    with serving(engine_front(), metrics_vllm_names=True, served_model_name="m") as client:
+        client.complete("Hello there, you", max_tokens=5, ignore_eos=True)
+        text = client.get("/metrics").body.decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith("vllm:"):
+                assert sample.labels["model_name"] == "m"
+                assert sample.labels["engine"] == "0"
+                rest = [v for k, v in sample.labels.items() if k not in {"model_name", "engine"}]
+                found[sample.name + "".join(f"{{{value}}}" for value in rest)] = sample.value
+    assert found["vllm:generation_tokens_total"] == 5
+    assert found["vllm:prompt_tokens_total"] == len("Hello there, you") + 1
+    assert found["vllm:request_success_total{length}"] == 1
+    assert found["vllm:request_success_total{abort}"] == 0
+    assert found["vllm:time_to_first_token_seconds_count"] == 1
+    assert found["vllm:time_to_first_token_seconds_bucket{+Inf}"] == 1
+    assert found["vllm:num_preemptions_total"] == 0
+    assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
+    assert found["vllm:kv_cache_usage_perc"] == 0
+    assert found["vllm:iteration_tokens_total_count"] >= 5
+    assert found["vllm:prefix_cache_queries_total"] >= 0
+    missing = [name for name in RENAMED.values() if not any(key.startswith(name) for key in found)]
+    assert missing == []
+
+
+def test_vllms_names_are_there_only_if_asked_for() -> None:
+    with serving(engine_front()) as client:
+        assert b"vllm:" not in client.get("/metrics").body

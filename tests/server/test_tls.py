@@ -13,7 +13,7 @@ import pytest
 
 from plait.config import ServerConfig
 from plait.errors import ConfigError
-from plait.server import run
+from plait.server import connection, run
 from plait.server.tls import certificate
 from tests.server.conftest import Running, start, wait_until
 from tests.server.fake import fake_front
@@ -39,14 +39,14 @@ def address(running: Running) -> tuple[str, int]:
 
 
 def served_with(running: Running, name: str) -> bool:
-    connection = http.client.HTTPSConnection(*address(running), timeout=20, context=trusting(name))
+    asking = http.client.HTTPSConnection(*address(running), timeout=20, context=trusting(name))
     try:
-        connection.request("GET", "/version")
-        return connection.getresponse().status == 200
+        asking.request("GET", "/version")
+        return asking.getresponse().status == 200
     except ssl.SSLCertVerificationError:
         return False
     finally:
-        connection.close()
+        asking.close()
 
 
 def test_https_is_served_and_plain_http_is_not(tmp_path: Path) -> None:
@@ -59,6 +59,19 @@ def test_https_is_served_and_plain_http_is_not(tmp_path: Path) -> None:
         with socket.create_connection(address(running), timeout=20) as sock:
             sock.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"200" not in sock.recv(1000)
+    finally:
+        running.stop()
+
+
+def test_a_handshake_that_does_not_come_ends_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    put("one", tmp_path)
+    running = start(lambda report: fake_front(), config(tmp_path))
+    try:
+        with socket.create_connection(address(running), timeout=20) as sock:
+            assert sock.recv(10) == b""
     finally:
         running.stop()
 
