@@ -80,7 +80,7 @@ def parse_length(text: str) -> Length:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A client that leaves after so many tokens; after 0, or if they come all at once: after so many seconds."""
+    """A client that leaves after so many tokens; after 0, or if all come at once, after so many seconds."""
 
     after_tokens: int
     after_s: float
