@@ -159,7 +159,7 @@ def main() -> None:
                 "rounds": len(rounds),
                 "requests": dict(total),
                 "held": compared(rounds),
-                "rss_mib_by_round": [one.get("rss_mib") for one in rounds],
+                "rss_mib_each_by_round": [one.get("rss_mib_each") for one in rounds],
                 "books_balance": books(rounds[-1]["engine"]),
                 "was_idle_after_every_round": all(one["idle"] for one in rounds),
                 "metrics": {

@@ -154,14 +154,17 @@ def family(pid: int) -> list[int]:
 def census(pid: int) -> dict[str, Any]:
     """What a server's processes hold together; zeros where the system does not say.
 
-    rss_mib counts pages that several processes share several times.
+    rss_mib counts pages that several processes share several times; rss_mib_each: the first process, then those
+    below it.
     """
     pids = [one for one in family(pid) if _stat(one)]
     ticks = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
     stats = [fields for one in pids if (fields := _stat(one))]
+    sizes = [round(int(f[21]) * _page() / 2**20, 1) for f in stats]
     return {
         "processes": len(pids),
-        "rss_mib": round(sum(int(f[21]) for f in stats) * _page() / 2**20, 1),
+        "rss_mib": round(sum(sizes), 1),
+        "rss_mib_each": sizes,
         "threads": sum(int(f[17]) for f in stats),
         "fds": sum(map(_num_fds, pids)),
         "cpu_s": round(sum(int(f[11]) + int(f[12]) for f in stats) / ticks, 2),
