@@ -18,11 +18,12 @@ from plait import __version__
 from plait.cli.session import Session
 from plait.errors import PlaitError
 
-# name -> what `plait --help` says; the module is plait.cli.<name>, its command has the same name
+# name -> what `plait --help` says; the module is plait.cli.<name> (- is _), its command has the same name
 COMMANDS = {
     "generate": "Continue a text, streamed as it is written.",
     "chat": "Talk with a model in the terminal.",
     "serve": "Serve a model over the OpenAI API.",
+    "run-batch": "Answer a file of requests, in OpenAI's batch format.",
     "info": "What a model is: layers, sources of every value, memory.",
     "decode": "Token ids to text.",
     "tokenize": "Text to token ids.",
@@ -42,7 +43,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"plait.cli.{name}"), name)
+        word = name.replace("-", "_")
+        command: click.Command = getattr(import_module(f"plait.cli.{word}"), word)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
