@@ -154,8 +154,8 @@ def family(pid: int) -> list[int]:
 def census(pid: int) -> dict[str, Any]:
     """What a server's processes hold together; zeros where the system does not say.
 
-    rss_mib counts pages that several processes share several times; rss_mib_each: the first process, then those
-    below it.
+    rss_mib counts pages that several processes share several times; rss_mib_each: the first process, then
+    those below it.
     """
     pids = [one for one in family(pid) if _stat(one)]
     ticks = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
