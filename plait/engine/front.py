@@ -119,6 +119,22 @@ class Front:
         )
         return self.held(request, grammar)
 
+    def shaped(
+        self, request: Request, shape: ReplyShape, wish: Grammar | None, num_thinking: int | None
+    ) -> Request:
+        """The same request for a reply of this shape, whose content is what is wished for.
+
+        `num_thinking`: tokens of thinking at most. Compiles grammars, which takes a moment. Raises BadGrammar
+        and InvalidField for a wish, tools or a choice of them that cannot be honoured.
+        """
+        grammar = self.speech.grammar(wish, shape)
+        if grammar is not None and self.grammars is not None:
+            for schema in self.speech.schemas(shape):
+                self.grammars.compile(schema)
+        held = self.held(request, grammar, self.speech.budget(num_thinking, shape))
+        is_read = self.speech.reader(shape) is not None
+        return replace(held, shape=shape if is_read else None)
+
     def held(
         self, request: Request, grammar: Grammar | None, thinking: ThinkingBudget | None = None
     ) -> Request:

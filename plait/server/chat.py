@@ -3,33 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from plait.engine import ranking
-from plait.request import Request
+from plait.request import ReplyShape, Request
 from plait.server import validate
 from plait.server.endpoint import Endpoint
 from plait.server.generation import new_id
 from plait.server.reply import Head, best, finite
 from plait.server.schema import ChatRequest, field_names, typed
+from plait.text.grammar.fields import grammar_from
+from plait.text.tools import Arguments, CallEnd, CallStart, Content, Reasoning
+from plait.text.tools import Delta as Part
 
 if TYPE_CHECKING:
     from plait.engine.front import Front
     from plait.engine.stream import Delta, TextLogprob
 
 FIELDS = field_names(ChatRequest)
+REASONING = "reasoning_content"
 
 
 def plan(front: Front, model: str, body: Mapping[str, Any]) -> ChatReply:
     """Everything that can be refused before the engine is asked: renders, tokenizes. Raises RequestErrors."""
     validate.refuse(body, FIELDS)
     asked = typed(body, ChatRequest)
-    params, terms = validate.chat_params(asked), validate.terms(asked)
+    params, terms, wish = validate.chat_params(asked), validate.terms(asked), grammar_from(body)
     validate.check_stream(asked, params)
     validate.check_messages(asked.messages)
     validate.check_template_kwargs(asked.chat_template_kwargs)
-    options = {**asked.chat_template_kwargs, "add_generation_prompt": asked.add_generation_prompt}
+    validate.check_tools(asked.tools, asked.tool_choice)
+    kwargs, thinks = front.speech.switched(asked.chat_template_kwargs, asked.reasoning_effort)
+    # Told that it may call nothing, a model had better not know of what it could call.
+    tools = () if asked.tool_choice == "none" else tuple(asked.tools)
+    options = {**kwargs, "add_generation_prompt": asked.add_generation_prompt, "tools": list(tools) or None}
     request = front.prepare_chat(asked.messages, params, terms, **options)
+    shape = ReplyShape(
+        tools=tools,
+        choice=asked.tool_choice,
+        parallel=asked.parallel_tool_calls,
+        thinks=thinks,
+        is_open=front.speech.is_open(request.prompt_token_ids),
+    )
+    request = front.shaped(request, shape, wish, validate.thinking_budget(asked))
     with_ids = asked.return_token_ids or front.tokenizer is None
     return ChatReply(Head(new_id("chatcmpl"), "chat.completion", model), asked, request, with_ids)
 
@@ -53,21 +70,29 @@ class ChatReply:
         self.include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         self._top = (asked.top_logprobs or 0) if asked.logprobs else None
         self._with_ids = with_ids
-        self._n, self._choices = asked.n, [_Choice() for _ in range(request.params.n)]
+        self._n, self._is_named = asked.n, isinstance(asked.tool_choice, dict)
+        self._shows_reasoning = asked.include_reasoning
+        self._choices = [_Choice() for _ in range(request.params.n)]
         self._begun: set[int] = set()
 
     def chunks(self, i: int, delta: Delta) -> list[dict[str, Any]]:
-        found = []
+        found, choice = [], self._choices[delta.index]
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             found.append(self._chunk(delta, {"role": "assistant", "content": ""}))
-        if delta.text or delta.logprobs or (self._with_ids and delta.token_ids):
-            more = {"token_ids": list(delta.token_ids)} if self._with_ids else {}
-            logprobs = self._logprobs(delta.logprobs or ())
-            found.append({**self._chunk(delta, {"content": delta.text}), "logprobs": logprobs, **more})
+        more = {"token_ids": list(delta.token_ids)} if self._with_ids else {}
+        logprobs = self._logprobs(delta.logprobs or ())
+        pieces = self._pieces(delta)
+        if not pieces and not _is_hidden(delta) and (delta.logprobs or (self._with_ids and delta.token_ids)):
+            pieces = [{"content": ""}]
+        for n, piece in enumerate(pieces):  # the tokens of a delta come with its first chunk
+            mine = {"logprobs": logprobs, **more} if n == 0 else {}
+            found.append({**self._chunk(delta, piece), **mine})
+        choice.count(delta)
         if delta.finish_reason is not None:
-            end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-            found.append({**self._chunk(delta, {}), **end})
+            found.append(
+                {**self._chunk(delta, {}), **self._end(choice, delta.finish_reason, delta.stop_reason)}
+            )
         return found
 
     def add(self, i: int, delta: Delta) -> None:
@@ -78,16 +103,28 @@ class ChatReply:
         kept = ranking.best([c.score for c in self._choices], self._n) if is_ranked else range(self._n)
         return [self._whole(index, self._choices[i]) for index, i in enumerate(kept)]
 
-    def _chunk(self, delta: Delta, content: dict[str, str]) -> dict[str, Any]:
+    def _pieces(self, delta: Delta) -> list[dict[str, Any]]:
+        """What this delta adds to the message, each as a delta of a chunk."""
+        parts = delta.parts or ((Content(delta.text),) if delta.text else ())
+        return [_piece(part) for part in parts if not isinstance(part, CallEnd) and self._shows(part)]
+
+    def _shows(self, part: Part) -> bool:
+        return self._shows_reasoning or not isinstance(part, Reasoning)
+
+    def _end(self, choice: _Choice, reason: str, stop_reason: int | str | None) -> dict[str, Any]:
+        """OpenAI says "stop" when the call was the one that was named."""
+        is_called = reason == "stop" and choice.num_calls > 0 and not self._is_named
+        return {"finish_reason": "tool_calls" if is_called else reason, "stop_reason": stop_reason}
+
+    def _chunk(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
         return {"index": delta.index, "delta": content, "logprobs": None, "finish_reason": None}
 
     def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
         body = {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "message": choice.message(self._shows_reasoning),
             "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
+            **self._end(choice, choice.finish_reason or "stop", choice.stop_reason),
         }
         return {**body, "token_ids": choice.token_ids} if self._with_ids else body
 
@@ -101,10 +138,13 @@ class ChatReply:
 
 
 class _Choice:
-    """One choice, collected."""
+    """One choice, collected. `num_calls`: those that are whole."""
 
     def __init__(self) -> None:
         self.text: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[_Call] = []
+        self.num_calls = 0
         self.logprobs: list[TextLogprob] = []
         self.score = ranking.Score()
         self.token_ids: list[int] = []
@@ -112,11 +152,64 @@ class _Choice:
         self.stop_reason: int | str | None = None
 
     def add(self, delta: Delta) -> None:
+        self.count(delta)
+        for part in delta.parts:
+            match part:
+                case Reasoning(text):
+                    self.reasoning.append(text)
+                case CallStart(_, call_id, name):
+                    self.calls.append(_Call(call_id, name, []))
+                case Arguments(index, text):
+                    self.calls[index].arguments.append(text)
         self.text.append(delta.text)
         self.logprobs += delta.logprobs or ()
         self.score.add(delta.logprobs)
         self.token_ids += delta.token_ids
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    def count(self, delta: Delta) -> None:
+        self.num_calls += sum(isinstance(part, CallEnd) and part.complete for part in delta.parts)
+
+    def message(self, shows_reasoning: bool) -> dict[str, Any]:
+        """Without calls there is no `tool_calls`, and without thinking no `reasoning_content`."""
+        text, reasoning = "".join(self.text), "".join(self.reasoning)
+        found: dict[str, Any] = {"role": "assistant", "content": text or (None if self.calls else "")}
+        found["refusal"] = None
+        if reasoning and shows_reasoning:
+            found[REASONING] = reasoning
+        if self.calls:
+            found["tool_calls"] = [call.body() for call in self.calls]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    id: str
+    name: str
+    arguments: list[str]
+
+    def body(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": "".join(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def _piece(part: Part) -> dict[str, Any]:
+    """A part of a reply as the delta of a chunk: a call's id and name come once, in its first."""
+    match part:
+        case Reasoning(text):
+            return {REASONING: text}
+        case CallStart(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case Arguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+    assert isinstance(part, Content)
+    return {"content": part.text}
+
+
+def _is_hidden(delta: Delta) -> bool:
+    """Whether its tokens are thinking that is not to be seen."""
+    return any(isinstance(part, Reasoning) for part in delta.parts)
 
 
 def _one(lp: TextLogprob) -> dict[str, Any]:

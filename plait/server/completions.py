@@ -13,6 +13,7 @@ from plait.server.generation import new_id
 from plait.server.reply import Head, best, finite
 from plait.server.schema import CompletionRequest, field_names, typed
 from plait.text.detokenize import StreamDecoder, text_offsets
+from plait.text.grammar.fields import grammar_from
 
 if TYPE_CHECKING:
     from plait.engine.front import Front
@@ -27,11 +28,12 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> CompletionReply:
     """Everything that can be refused before the engine is asked. Tokenizes. Raises RequestErrors."""
     validate.refuse(body, FIELDS)
     asked = typed(body, CompletionRequest)
-    params, terms = validate.completion_params(asked), validate.terms(asked)
+    params, terms, wish = validate.completion_params(asked), validate.terms(asked), grammar_from(body)
     validate.check_stream(asked, params)
     prompts = validate.prompts(asked.prompt, params.num_sequences)
     special = asked.add_special_tokens
-    requests = [front.prepare(p, params, add_special=special, terms=terms) for p in prompts]
+    prepared = (front.prepare(p, params, add_special=special, terms=terms) for p in prompts)
+    requests = [front.held(request, wish) for request in prepared]
     return CompletionReply(front.tokenizer, Head(new_id("cmpl"), "text_completion", model), asked, requests)
 
 

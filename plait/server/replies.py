@@ -35,6 +35,12 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
     cached_tokens: Count
 
 
+class CompletionTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
+    """`reasoning_tokens` of the generated ones were thinking."""
+
+    reasoning_tokens: Count
+
+
 class Usage(msgspec.Struct, kw_only=True, frozen=True):
     """Each prompt counts once, every generated choice counts."""
 
@@ -42,6 +48,7 @@ class Usage(msgspec.Struct, kw_only=True, frozen=True):
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True, frozen=True):

@@ -80,10 +80,12 @@ class Usage:
     def __init__(self, requests: Sequence[Request]) -> None:
         self._prompt = sum(len(r.prompt_token_ids) for r in requests)
         self._completion: dict[tuple[int, int], int] = {}
+        self._reasoning: dict[tuple[int, int], int] = {}
         self._cached: dict[int, int] = {}
 
     def add(self, i: int, delta: Delta) -> None:
         self._completion[i, delta.index] = delta.num_tokens
+        self._reasoning[i, delta.index] = delta.num_reasoning_tokens
         if delta.index == 0:
             self._cached[i] = max(self._cached.get(i, 0), delta.num_cached_tokens)
 
@@ -93,6 +95,7 @@ class Usage:
             "prompt_tokens": self._prompt,
             "completion_tokens": completion,
             "total_tokens": self._prompt + completion,
+            "completion_tokens_details": {"reasoning_tokens": sum(self._reasoning.values())},
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
 

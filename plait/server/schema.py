@@ -19,7 +19,8 @@ class Sampling(msgspec.Struct, kw_only=True, frozen=True):
     """What both kinds of generation take. Defaults are what absence means; None: the model decides.
 
     `cache_salt` and `priority` are vLLM's. `timeout_s`, in seconds, is ours: servers have no common field for
-    it, and the `timeout` of OpenAI's clients never leaves the client.
+    it, and the `timeout` of OpenAI's clients never leaves the client. What the reply must be is said in one
+    of the fields from `response_format` on: OpenAI's, vLLM's, llama.cpp's, Ollama's (`text.grammar.fields`).
     """
 
     model: str | None = None
@@ -48,6 +49,15 @@ class Sampling(msgspec.Struct, kw_only=True, frozen=True):
     cache_salt: str | None = None
     priority: int = 0
     timeout_s: float | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    grammar: Any = None
+    json_schema: Any = None
+    format: Any = None
 
 
 class CompletionRequest(Sampling, kw_only=True, frozen=True):
@@ -60,9 +70,20 @@ class CompletionRequest(Sampling, kw_only=True, frozen=True):
 
 
 class ChatRequest(Sampling, kw_only=True, frozen=True):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.
+
+    `reasoning_effort`: "none", or what the model's template knows. `thinking_token_budget`: tokens of
+    thinking, after which its end is written; -1: no limit. `include_reasoning` False: thinking is left out of
+    the answer.
+    """
 
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
+    thinking_token_budget: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
     add_generation_prompt: bool = True

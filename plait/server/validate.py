@@ -7,22 +7,26 @@ knows is accepted, and reported.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from plait.engine.terms import Terms
 from plait.errors import InvalidField
 from plait.request import MAX_LOGPROBS, SamplingParams
 from plait.server.schema import ChatRequest, CompletionRequest, Sampling
+from plait.text.chat import THOUGHTS
+from plait.text.tools import tool_schemas
+from plait.text.tools.call_grammar import chosen_tools
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 1024  # prompts × n of one request
 MAX_MESSAGES = 10_000
+MAX_TOOLS = 1024
 COMPLETION_MAX_TOKENS = 100
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-_TEXT_FIELDS = frozenset({"name", "tool_call_id", "refusal", "reasoning", "reasoning_content"})
+_TEXT_FIELDS = frozenset({"name", "tool_call_id", "refusal", *THOUGHTS})
 MAX_REPORTED, MAX_REPORTED_CHARS = 16, 64
 
 Harmless = Callable[[Any], bool]
@@ -41,22 +45,15 @@ def _never(_: Any) -> bool:
 
 
 _OFF, _ON, _NOTHING, _ONE = _only(False), _only(True), _only(0, 0.0), _only(1, 1.0)
-_TEXT_FORMAT = _only({"type": "text"})
 # Known to OpenAI, vLLM, llama.cpp or Ollama; each with the values that change nothing.
 _REFUSED: Mapping[str, Harmless] = {
     "tools": _empty,
     "tool_choice": _only("none", "auto"),
+    "parallel_tool_calls": lambda value: isinstance(value, bool),
+    "include_reasoning": _ON,
+    "thinking_token_budget": _only(-1),
     "functions": _empty,
     "function_call": _only("none", "auto"),
-    "response_format": _TEXT_FORMAT,
-    "structured_outputs": _empty,
-    "guided_json": _never,
-    "guided_regex": _never,
-    "guided_choice": _never,
-    "guided_grammar": _never,
-    "json_schema": _never,
-    "grammar": _only(""),
-    "format": _only(""),
     "suffix": _only(""),
     "modalities": _only(["text"]),
     "audio": _never,
@@ -94,14 +91,14 @@ _REFUSED: Mapping[str, Harmless] = {
     "timeout": _never,
 }
 _HINTS = {
-    "reasoning_effort": "; chat_template_kwargs reaches the model's template",
+    "functions": "; send tools",
+    "function_call": "; send tool_choice",
+    "tools": "; /v1/chat/completions calls tools",
     "prompt_logprobs": "; /v1/completions with echo and logprobs scores a prompt",
     "num_ctx": "; the server's --max-model-len sets the context",
     "chat_template": "; the server's --chat-template sets it",
     "truncate_prompt_tokens": "; a prompt that is too long is refused, never cut",
-    "tools": "; calling tools is not supported yet",
     "timeout": "; send timeout_s, in seconds",
-    "response_format": "; only {'type': 'text'} is supported yet",
 }
 _KNOWN_STREAM_OPTIONS = frozenset({"include_usage"})
 _RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "chat_template", "tokenize"})
@@ -207,6 +204,26 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
         for name in _TEXT_FIELDS & set(message):
             if not isinstance(message[name], str | None):
                 raise InvalidField(f"{at}.{name}: it must be a string", f"{at}.{name}")
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> None:
+    """Raises InvalidField for too many tools, for what is no named function, and for a wrong choice."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidField(f"tools: {len(tools)} are more than {MAX_TOOLS}", "tools")
+    for i, tool in enumerate(tools):
+        if tool.get("type", "function") != "function":
+            at = f"tools[{i}].type"
+            raise InvalidField(f"{at}: {_short(tool['type'])} tools are not supported, only functions", at)
+    chosen_tools(tool_schemas(tools), choice)
+
+
+def thinking_budget(asked: ChatRequest) -> int | None:
+    """Tokens of thinking at most; None: as many as it takes. Raises InvalidField."""
+    wanted = asked.thinking_token_budget
+    if wanted is not None and wanted < -1:
+        text = f"thinking_token_budget: {_short(wanted)} is less than -1, which means: no limit"
+        raise InvalidField(text, "thinking_token_budget")
+    return None if wanted == -1 else wanted
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:

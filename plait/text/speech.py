@@ -67,19 +67,33 @@ class Speech:
         """What the template reads. Raises BadTemplate."""
         return self._template.variables if self._template else frozenset()
 
-    def switched(self, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """Template arguments under the names that the template knows, and whether the model may think."""
-        named = {name: kwargs[name] for name in SWITCHES if name in kwargs}
+    def switched(self, kwargs: Mapping[str, Any], effort: str | None = None) -> tuple[dict[str, Any], bool]:
+        """Template arguments under the names that the template knows, and whether the model may think.
+
+        `effort`: OpenAI's reasoning_effort; "none": it may not. Raises InvalidField for a wish that the model
+        does not understand.
+        """
         rest = {name: value for name, value in kwargs.items() if name not in SWITCHES}
-        wish = next(iter(named.values()), None)
-        if any(value is not wish for value in named.values()) or not isinstance(wish, bool | None):
-            at = f"chat_template_kwargs.{next(iter(named))}"
-            raise InvalidField(f"{at}: send true or false, once", at)
-        read = {name: wish for name in SWITCHES if named and name in self.variables}
-        if wish and not read and self.reasoning is None:
-            at = f"chat_template_kwargs.{next(iter(named))}"
-            raise InvalidField(f"{at}: this model does not think", at)
-        return {**rest, **read}, wish is not False
+        wishes = {f"chat_template_kwargs.{name}": kwargs[name] for name in SWITCHES if name in kwargs}
+        if effort == "none":
+            wishes["reasoning_effort"] = False
+        elif effort is not None:
+            if "reasoning_effort" not in self.variables:
+                raise InvalidField(
+                    f"reasoning_effort: this model knows no {effort[:40]!r}; send 'none', or "
+                    "thinking_token_budget",
+                    "reasoning_effort",
+                )
+            rest["reasoning_effort"] = effort
+        read = [name for name in SWITCHES if name in self.variables]
+        wish: bool | None = None
+        for at, value in wishes.items():
+            if not isinstance(value, bool) or wish not in (None, value):
+                raise InvalidField(f"{at}: send true or false, and the same for all of its names", at)
+            if value and not read and self.reasoning is None:
+                raise InvalidField(f"{at}: this model does not think", at)
+            wish = value
+        return rest if wish is None else {**rest, **dict.fromkeys(read, wish)}, wish is not False
 
     def is_open(self, prompt_ids: Sequence[int]) -> bool:
         """Whether a prompt ends inside of thinking."""
