@@ -164,3 +164,44 @@ def chat_tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     if choice.get("disable_parallel_tool_use"):
         found["parallel_tool_calls"] = False
     return found
+
+
+def chat_thinking(found: Mapping[str, Any]) -> dict[str, Any]:
+    """`thinking` in the words of a chat. Raises InvalidField."""
+    sent: dict[str, Any] = {}
+    match found.get("type"):
+        case "disabled":
+            sent["reasoning_effort"] = "none"
+        case "enabled":
+            budget = found.get("budget_tokens")
+            if type(budget) is not int or budget < 1:
+                at = "thinking.budget_tokens"
+                raise InvalidField(f"{at}: it must be a whole number of at least 1", at)
+            sent["thinking_token_budget"] = budget
+        case None if found:
+            raise InvalidField("thinking.type: it is required", "thinking.type")
+        case None | "adaptive":
+            pass
+        case other:
+            text = f"thinking.type: {other!r:.80} is not one of enabled, disabled, adaptive"
+            raise InvalidField(text, "thinking.type")
+    if found.get("display") == "omitted":
+        sent["include_reasoning"] = False
+    return sent
+
+
+def chat_output(found: Mapping[str, Any]) -> dict[str, Any]:
+    """`output_config` in the words of a chat. Raises InvalidField."""
+    sent: dict[str, Any] = {}
+    for name, value in found.items():
+        if value is None:
+            continue
+        if name == "effort":
+            sent["reasoning_effort"] = value
+        elif name == "format" and isinstance(value, Mapping) and value.get("type") == "json_schema":
+            schema = {"name": "output", "schema": value.get("schema")}
+            sent["response_format"] = {"type": "json_schema", "json_schema": schema}
+        else:
+            at = f"output_config.{name}"
+            raise InvalidField(f"{at}: this server cannot honour it; leave it out", at)
+    return sent

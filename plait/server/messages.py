@@ -16,7 +16,14 @@ from plait.server import chat, validate
 from plait.server.blocks import Block, Blocks, Step
 from plait.server.endpoint import Endpoint
 from plait.server.generation import new_id
-from plait.server.message_blocks import Conversation, chat_tool_choice, chat_tools, conversation
+from plait.server.message_blocks import (
+    Conversation,
+    chat_output,
+    chat_thinking,
+    chat_tool_choice,
+    chat_tools,
+    conversation,
+)
 from plait.server.outcome import Event
 from plait.server.schema import field_names, typed
 from plait.server.wording import in_words_of
@@ -37,6 +44,7 @@ class CountRequest(msgspec.Struct, kw_only=True, frozen=True):
     tools: list[dict[str, Any]] = []
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True, frozen=True):
@@ -56,12 +64,19 @@ _TRANSLATED = frozenset(
     {
         *("messages", "tools", "tool_choice", "parallel_tool_calls", "n", "best_of", "stop", "stream"),
         *("stream_options", "max_completion_tokens", "logprobs", "top_logprobs", "return_token_ids"),
+        *("response_format", "reasoning_effort", "thinking_token_budget"),
     }
 )
 _PASSED = chat.FIELDS - _TRANSLATED
 FIELDS = field_names(MessagesRequest) | _PASSED
 COUNT_FIELDS = field_names(CountRequest)
-_NAMES = {"stop": "stop_sequences", "prompt": "messages"}
+_NAMES = {
+    "stop": "stop_sequences",
+    "prompt": "messages",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
 _REFUSED = ("mcp_servers", "container", "context_management")
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _KINDS = {
@@ -127,7 +142,7 @@ def _translated(asked: CountRequest) -> dict[str, Any]:
         sent |= {"tools": chat_tools(asked.tools), **chat_tool_choice(asked.tool_choice or {"type": "auto"})}
     elif asked.tool_choice and asked.tool_choice.get("type") not in ("auto", "none"):
         raise InvalidField("tool_choice: there are no tools to choose from", "tool_choice")
-    return sent
+    return sent | chat_thinking(asked.thinking or {}) | chat_output(asked.output_config or {})
 
 
 class Messages:

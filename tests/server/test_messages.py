@@ -10,7 +10,13 @@ import pytest
 from anthropic import Anthropic
 
 from plait.engine.stream import Delta
-from plait.server.message_blocks import chat_tool_choice, chat_tools, conversation
+from plait.server.message_blocks import (
+    chat_output,
+    chat_thinking,
+    chat_tool_choice,
+    chat_tools,
+    conversation,
+)
 from plait.server.messages import Messages
 from plait.server.problems import Problem
 from plait.server.reply import Usage
@@ -150,6 +156,10 @@ def test_count_tokens_takes_what_messages_takes(client: Client) -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "deep"}}, "thinking.type"),
+        ({"output_config": {"effort": "high"}}, "output_config.effort"),
+        ({"output_config": {"speed": "fast"}}, "output_config.speed"),
     ],
 )
 def test_refusals_name_the_field(client: Client, body: dict[str, Any], word: str) -> None:
@@ -201,6 +211,17 @@ def test_blocks_become_messages_and_tools_functions() -> None:
         "parallel_tool_calls": False,
     }
     assert chat_tool_choice({"type": "tool", "name": "look"})["tool_choice"]["function"] == {"name": "look"}
+
+
+def test_thinking_and_output_are_said_in_a_chat_s_words() -> None:
+    assert chat_thinking({"type": "disabled"}) == {"reasoning_effort": "none"}
+    asked = {"type": "enabled", "budget_tokens": 9, "display": "omitted"}
+    assert chat_thinking(asked) == {"thinking_token_budget": 9, "include_reasoning": False}
+    assert chat_thinking({"type": "adaptive"}) == chat_thinking({}) == {}
+    schema = {"type": "object"}
+    found = chat_output({"effort": "low", "format": {"type": "json_schema", "schema": schema}})
+    assert found["reasoning_effort"] == "low"
+    assert found["response_format"]["json_schema"]["schema"] == schema
 
 
 def played(stream: bool, finish_reason: str = "tool_calls") -> Any:
