@@ -21,5 +21,6 @@ def exposition(loading: Loading, traffic: Traffic) -> Response:
     text = generate_latest(loading.front.loop.registry) + generate_latest(traffic.registry)
     if traffic.config.metrics_vllm_names:
         name = traffic.config.served_model_name or loading.front.name
-        text += generate_latest(aliases(loading.front.loop.registry, name))
+        text += generate_latest(aliases(loading.front.loop.registry, name, loading.front.healthy))
+        text += generate_latest(traffic.per_request.registry)
     return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST, "Cache-Control": "no-store"})

@@ -17,6 +17,7 @@ from plait.server.keys import Keyring, read_keys
 from plait.server.limits import Limits
 from plait.server.log import log_request
 from plait.server.problems import InvalidKey
+from plait.server.vllm_names import PerRequest
 
 logger = logging.getLogger("plait.server")
 SETTLE_S, SETTLE_EVERY_S = 2.0, 0.02  # the engine tells of a choice that a stop string ended a step later
@@ -43,6 +44,7 @@ class Traffic:
         self.limits = Limits(_all(self.keyring))
         self.num_open = self.num_working = 0
         self._settling: dict[str, tuple[Exchange, float, int]] = {}
+        self.per_request = PerRequest()
         self.registry = CollectorRegistry()
         self._requests = Counter(
             "plait_http_requests",
@@ -125,6 +127,7 @@ class Traffic:
         if exchange.account is not None:
             exchange.account.pay(sum(trace.num_output_tokens for trace in exchange.traces()))
         log_request(told(exchange, seconds), exchange.route)
+        self.per_request.record(exchange, ended_ns)
         if self._recorder is not None:
             self._recorder.record(exchange, ended_ns)
 

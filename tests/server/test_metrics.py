@@ -113,6 +113,10 @@ def test_vllms_names_say_what_ours_say() -> None:
     assert found["vllm:kv_cache_usage_perc"] == 0
     assert found["vllm:iteration_tokens_total_count"] >= 5
     assert found["vllm:prefix_cache_queries_total"] >= 0
+    assert found["vllm:engine_healthy"] == 1
+    assert found["vllm:request_prefill_time_seconds_count"] == 1
+    assert found["vllm:request_time_per_output_token_seconds_count"] == 1
+    assert found["vllm:request_params_max_tokens_sum"] == 5
     missing = [name for name in RENAMED.values() if not any(key.startswith(name) for key in found)]
     assert missing == []
 
