@@ -21,6 +21,7 @@ from plait.bench.serve_drive import Arrivals, Run, drive
 from plait.bench.serve_score import score
 from plait.bench.serve_work import Workload, parse_length
 
+SMALL = ("--max-model-len", "1024")  # so that the whole cache is used before memory is watched
 SETTLED = 0.2  # of a run, at its begin, in which the batch fills up: no token of it counts
 FACTS = ("completed", "failed", "request_throughput", "median_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "errors")
 REFUSED = ("refused", "p50_refusal_ms", "p90_refusal_ms", "p99_refusal_ms", "error_examples")
@@ -99,7 +100,7 @@ def main() -> None:
     arguments.add_argument("--input-len", default="32-96")
     arguments.add_argument("--output-len", default="32")
     given = parse(arguments)
-    with serving(given, ["--max-waiting", str(given.max_waiting)]) as served:
+    with serving(given, [*SMALL, "--max-waiting", str(given.max_waiting)]) as served:
         show(measure(given, served))
 
 
