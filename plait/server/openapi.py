@@ -15,7 +15,7 @@ import msgspec
 from starlette.routing import Route
 
 from plait import __version__
-from plait.server import embeddings, replies, schema, scores
+from plait.server import embeddings, messages, replies, responses, schema, scores
 from plait.server.assets import Asset
 from plait.server.docs import POLICY, page
 from plait.server.endpoint import Endpoint
@@ -27,17 +27,20 @@ ABOUT = (
     "absence; unknown fields are accepted and named in the header x-plait-ignored; a known field that cannot "
     "be honoured is refused by name."
 )
+ITEM_EVENTS = "With stream: named and numbered events, from response.created to response.completed."
+BLOCK_EVENTS = "With stream: named events, from message_start to message_stop."
 Struct = type[msgspec.Struct]
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What the document says of one path. `chunk`: what the events of its stream hold."""
+    """What the document says of one path. `stream`: what the events of its stream are, if it has one."""
 
     summary: str
     reply: Struct | None = None
     body: Struct | None = None
-    chunk: Struct | None = None
+    stream: Struct | str | None = None
+    refusal: Struct = replies.ErrorBody
 
 
 GETS: Mapping[str, Operation] = {
@@ -60,6 +63,22 @@ POSTS: Mapping[str, Operation] = {
     "/v1/embeddings": Operation("Texts as vectors", replies.Embeddings, embeddings.EmbeddingRequest),
     **dict.fromkeys(("/v1/score", "/score"), _SCORE),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANK),
+    "/v1/responses": Operation(
+        "The reply to a conversation, as items", replies.Response, responses.ResponsesRequest, ITEM_EVENTS
+    ),
+    "/v1/messages": Operation(
+        "The reply to a conversation, as blocks",
+        replies.Message,
+        messages.MessagesRequest,
+        BLOCK_EVENTS,
+        replies.MessageError,
+    ),
+    "/v1/messages/count_tokens": Operation(
+        "How many tokens a conversation has",
+        replies.InputTokens,
+        messages.CountRequest,
+        refusal=replies.MessageError,
+    ),
     "/tokenize": Operation("Text or messages as token ids", replies.Tokens, schema.TokenizeRequest),
     "/detokenize": Operation("Token ids as text", replies.Text, schema.DetokenizeRequest),
 }
@@ -121,11 +140,9 @@ def _post(endpoint: Endpoint, told: Operation) -> dict[str, Any]:
 
 def _operation(path: str, told: Operation) -> dict[str, Any]:
     content = _json(_ref(told.reply)) if told.reply else {"*/*": {}}
-    if told.chunk is not None:
-        name = told.chunk.__name__
-        text = f"With stream: events of one line each, `data: ` and a {name}; the last is `data: [DONE]`."
-        content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
-    refusal = {"description": "A refusal that says why", "content": _json(_ref(replies.ErrorBody))}
+    if told.stream is not None:
+        content["text/event-stream"] = {"schema": {"type": "string", "description": _events(told.stream)}}
+    refusal = {"description": "A refusal that says why", "content": _json(_ref(told.refusal))}
     return {
         "operationId": "_".join(part.strip("{}") for part in path.split("/") if part),
         "summary": told.summary,
@@ -137,9 +154,17 @@ def _operation(path: str, told: Operation) -> dict[str, Any]:
     }
 
 
+def _events(stream: Struct | str) -> str:
+    if isinstance(stream, str):
+        return stream
+    name = stream.__name__
+    return f"With stream: events of one line each, `data: ` and a {name}; the last is `data: [DONE]`."
+
+
 def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
-    kinds = [kind for told in operations for kind in (told.body, told.reply, told.chunk) if kind]
-    _, found = msgspec.json.schema_components([*kinds, replies.ErrorBody], ref_template=SCHEMA)
+    named = ((told.body, told.reply, told.stream, told.refusal) for told in operations)
+    kinds = [kind for kinds in named for kind in kinds if kind is not None and not isinstance(kind, str)]
+    _, found = msgspec.json.schema_components(kinds, ref_template=SCHEMA)
     return dict(sorted(found.items()))
 
 

@@ -297,3 +297,56 @@ class Ranking(msgspec.Struct, kw_only=True, frozen=True):
     method: Literal["cosine"]
     results: list[Ranked]
     usage: PromptUsage
+
+
+class ResponseUsage(msgspec.Struct, kw_only=True, frozen=True):
+    input_tokens: Count
+    output_tokens: Count
+    total_tokens: Count
+
+
+class Response(msgspec.Struct, kw_only=True, frozen=True):
+    """The reply of /v1/responses. `output`: messages, reasoning and calls, as items."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "failed", "in_progress"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: ResponseUsage
+
+
+class MessageUsage(msgspec.Struct, kw_only=True, frozen=True):
+    """Tokens that were found computed already are not among `input_tokens`."""
+
+    input_tokens: Count
+    output_tokens: Count
+    cache_read_input_tokens: Count
+    cache_creation_input_tokens: Count
+
+
+class Message(msgspec.Struct, kw_only=True, frozen=True):
+    """The reply of /v1/messages. `content`: text, thinking and calls, as blocks."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class InputTokens(msgspec.Struct, kw_only=True, frozen=True):
+    """The reply of /v1/messages/count_tokens."""
+
+    input_tokens: Count
+
+
+class MessageError(msgspec.Struct, kw_only=True, frozen=True):
+    """The body of every refusal of /v1/messages."""
+
+    type: Literal["error"]
+    error: dict[str, Any]

@@ -165,7 +165,7 @@ def test_logprobs_0_reports_the_chosen_token_alone(client: Any) -> None:
         *(("presence_penalty", v) for v in (-2.1, 2.1)),
         *(("frequency_penalty", v) for v in (-2.1, 2.1)),
         *(("repetition_penalty", v) for v in (0, -1)),
-        *(("logit_bias", v) for v in ({"x": 1}, {"-1": 1}, {"1": 101}, {"999999999": 1}, {"1" * 99: 1}, [])),
+        *(("logit_bias", v) for v in ({"x": 1}, {"-1": 1}, {"1": 101}, {"999999999": 1}, {"1" * 99: 1}, 5)),
         *(("stop", v) for v in ("", ["a", ""], ["a"] * 17, [1], 5, ["x" * 2000])),
         *(("stop_token_ids", v) for v in (["a"], [1] * 2000)),
         *(("stream", v) for v in ("yes", 1)),

@@ -20,7 +20,7 @@ from tests.contract.wire import Answer, Client
 MOST_TOKENS = 3
 POSITIVE = schemathesis.GenerationMode.POSITIVE
 PATHS = {"/v1/completions", "/v1/chat/completions", "/v1/models/{id}", "/v1/embeddings", "/detokenize"}
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 
 
 def bounded(examples: int) -> settings:
@@ -45,12 +45,16 @@ class Checker:
         """An answer that is no 5xx and has the type that its status promises."""
         assert answer.status < 500, (path, sent, answer.status, answer.body[:300])
         if answer.status >= 400:
-            if method != "HEAD":
+            if path.startswith("/v1/messages"):
+                assert answer.json["type"] == "error", (path, sent)
+            else:
                 assert answer.error["message"], (path, sent)
             return
         kind = answer.headers.get("content-type", "")
         if kind.startswith("text/event-stream"):
-            assert answer.events
+            assert (
+                answer.named_events if path.startswith(("/v1/messages", "/v1/responses")) else answer.events
+            )
         elif kind.startswith("application/json"):
             self._reply(path, method).validate(answer.json)
 
@@ -81,13 +85,16 @@ def short(body: Any) -> Any:
     for name, most in (
         ("max_tokens", MOST_TOKENS),
         ("max_completion_tokens", MOST_TOKENS),
+        ("max_output_tokens", MOST_TOKENS),
         ("n", 4),
         ("best_of", 4),
     ):
         value = found.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and most < value <= 10**6:
             found[name] = most
-    if "max_completion_tokens" not in found and found.get("max_tokens") is None:
+    if "input" in found:
+        found["max_output_tokens"] = found.get("max_output_tokens") or MOST_TOKENS
+    elif "max_completion_tokens" not in found and found.get("max_tokens") is None:
         found["max_tokens"] = MOST_TOKENS
     return found
 

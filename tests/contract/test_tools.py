@@ -127,7 +127,6 @@ def test_a_choice_of_nothing_is_refused(client: Client, choice: Any) -> None:
     assert answer.error["param"].startswith("tool")
 
 
-@pytest.mark.xfail(strict=True, reason="SmolLM2's template adds strings, and gets null as content")
 @pytest.mark.parametrize("arguments", ['{"city": "Paris", "days": 2}', "{}", '{"city": "é\\n"}'])
 def test_a_call_and_its_result_go_back_to_the_model(client: Client, arguments: str) -> None:
     """Point 31."""
