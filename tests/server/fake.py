@@ -27,7 +27,7 @@ class ByteTokenizer:
     """One token per byte, and three control tokens."""
 
     name, vocab_size, bos_token_id = "bytes", VOCAB_SIZE, BOS
-    eos_token_ids, special_ids = frozenset({EOS}), frozenset(NAMES)
+    eos_token_id, eos_token_ids, special_ids = EOS, frozenset({EOS}), frozenset(NAMES)
     add_bos, strips_first_space = True, False
 
     def encode(self, text: str, *, add_special: bool = True, allow_special: bool = False) -> list[int]:
@@ -187,12 +187,12 @@ def _scored(token_id: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(*chosen, top=tuple(best if chosen in best else [*best, chosen]))
 
 
-def fake_front(tokenizer: bool = True) -> Front:
+def fake_front(tokenizer: bool = True, template: TurnTemplate | None = None) -> Front:
     """A real Front over `EchoLoop`; without a tokenizer only token ids go in and out."""
     spec = ModelSpec("fake", HIDDEN_SIZE, VOCAB_SIZE, (), Norm(), CONTEXT)
     language = Language(
         ByteTokenizer() if tokenizer else None,
-        TurnTemplate() if tokenizer else None,
+        (template or TurnTemplate()) if tokenizer else None,
         {},
         frozenset({EOS}),
     )

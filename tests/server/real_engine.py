@@ -45,7 +45,7 @@ class Bigrams:
         return with_pooled(plan, hidden, answers)
 
 
-def engine_front(step_s: float = 0.0) -> Front:
+def engine_front(step_s: float = 0.0, template: TurnTemplate | None = None) -> Front:
     """A Front over a real engine whose steps take at least `step_s` seconds."""
     limits = Limits(
         max_model_len=CONTEXT, causal=True, max_num_seqs=8, max_num_batched_tokens=256, max_waiting=500
@@ -59,5 +59,5 @@ def engine_front(step_s: float = 0.0) -> Front:
         Bigrams(step_s), scheduler, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT, guided=guides.open
     )
     spec = ModelSpec("bigrams", HIDDEN_SIZE, VOCAB_SIZE, (), Norm(), CONTEXT)
-    language = Language(tokenizer, TurnTemplate(), {}, frozenset({EOS}))
+    language = Language(tokenizer, template or TurnTemplate(), {}, frozenset({EOS}))
     return Front("bigrams", spec, CONTEXT, EngineLoop(engine, on_end=guides.close), language)

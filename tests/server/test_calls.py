@@ -1,109 +1,277 @@
-"""Tools and thinking through Responses and Messages: what a chat reads out of a reply, in their words."""
+"""Calls of tools over HTTP: points 20, 21 and 25 to 31 of the wire contract."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
-from anthropic import Anthropic
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from openai import OpenAI
 
-from plait.engine.front import Front, Language
-from plait.spec import ModelSpec, Norm
-from tests.contract.wire import Client
-from tests.server.conftest import serving
-from tests.server.fake import CONTEXT, EOS, HIDDEN_SIZE, VOCAB_SIZE, ByteTokenizer, EchoLoop, TurnTemplate
+from tests.server.conftest import Client, serving
+from tests.server.fake import fake_front
+from tests.server.real_engine import engine_front
+from tests.server.speaking import CLOCK, TOOLS, WEATHER, SpeakingTemplate, said_call
 
-CALL = '<tool_call>{"name": "look", "arguments": {"at": "sea", "n": 2}}</tool_call>'
-SAID = f"<think>let me see</think>I look.{CALL}"
-SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}, "n": {"type": "integer"}}}
-
-
-class CallingTurns(TurnTemplate):
-    """Turns of a model that thinks and calls tools in the most common way."""
-
-    source = "{% if tools %}<tool_call>{name, arguments}</tool_call>{% endif %}<think></think>"
+PARIS = '{"city": "Paris", "days": 2}'
+TWO = f"{said_call('weather', PARIS)}\n{said_call('clock', '{}')}"
 
 
 @pytest.fixture(scope="module")
-def caller() -> Iterator[Client]:
-    """A server of a model that says the last message again."""
-    spec = ModelSpec("calls", HIDDEN_SIZE, VOCAB_SIZE, (), Norm(), CONTEXT)
-    language = Language(ByteTokenizer(), CallingTurns(), {}, frozenset({EOS}))
-    with serving(Front("calls", spec, CONTEXT, EchoLoop(), language)) as found:
-        yield found
+def template() -> SpeakingTemplate:
+    return SpeakingTemplate()
 
 
-def test_a_call_is_an_item_of_a_response(caller: Client) -> None:
-    tools: Any = [{"type": "function", "name": "look", "parameters": SCHEMA, "strict": False}]
-    with OpenAI(base_url=caller.base_url + "/v1", api_key="none", max_retries=0) as client:
-        whole = client.responses.create(model=caller.model, input=SAID, tools=tools)
-        with client.responses.stream(model=caller.model, input=SAID, tools=tools) as stream:
-            events = list(stream)
-            final = stream.get_final_response()
-    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
-    call: Any = whole.output[2]
-    assert (call.name, call.arguments) == ("look", '{"at": "sea", "n": 2}')
-    assert whole.output_text == final.output_text == "I look."
-    assert whole.usage is not None
-    assert whole.usage.output_tokens_details.reasoning_tokens > 0
-    streamed: Any = final.output[2]
-    assert (streamed.name, streamed.arguments) == (call.name, call.arguments)
-    pieces = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
-    assert "".join(pieces) == call.arguments
-    thought = [e.delta for e in events if e.type == "response.reasoning_text.delta"]
-    assert "".join(thought) == "let me see"
+@pytest.fixture(scope="module")
+def base_url(template: SpeakingTemplate) -> Iterator[str]:
+    with serving(fake_front(template=template)) as client:
+        yield client.base_url
 
 
-def test_a_call_is_a_block_of_a_message(caller: Client) -> None:
-    tools: Any = [{"name": "look", "input_schema": SCHEMA}]
-    asked: Any = {"model": caller.model, "max_tokens": 500, "tools": tools}
-    asked["messages"] = [{"role": "user", "content": SAID}]
-    with Anthropic(base_url=caller.base_url, api_key="none", max_retries=0) as client:
-        whole = client.messages.create(**asked)
-        with client.messages.stream(**asked) as stream:
-            final = stream.get_final_message()
-    assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
-    assert whole.stop_reason == final.stop_reason == "tool_use"
-    for found in (whole, final):
-        call: Any = found.content[2]
-        assert (call.name, call.input) == ("look", {"at": "sea", "n": 2})
-        thought: Any = found.content[0]
-        assert thought.thinking == "let me see"
+@pytest.fixture(scope="module")
+def real() -> Iterator[Client]:
+    with serving(engine_front(template=SpeakingTemplate())) as client:
+        yield client
 
 
-def test_what_was_called_and_answered_can_be_said_again(caller: Client) -> None:
-    tools = [{"name": "look", "input_schema": SCHEMA}]
+def whole(client: Client, text: str, **more: Any) -> dict[str, Any]:
+    """The choice of a reply that says `text`."""
+    answer = client.chat(text, **{"tools": TOOLS, **more})
+    assert answer.status == 200, answer.body
+    found: dict[str, Any] = answer.json["choices"][0]
+    return found
+
+
+def told(client: Client, text: str, **more: Any) -> dict[str, Any]:
+    """The same, put together from a stream as clients do, which checks how calls are streamed."""
+    message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+    calls: list[dict[str, Any]] = []
+    finish = None
+    for event in client.chat(text, **{"tools": TOOLS, "stream": True, **more}).events:
+        (choice,) = event["choices"]
+        delta = choice["delta"]
+        assert finish is None
+        finish = choice["finish_reason"]
+        message["content"] += delta.get("content") or ""
+        if "reasoning_content" in delta:
+            assert "content" not in delta
+            message["reasoning_content"] = message.get("reasoning_content", "") + delta["reasoning_content"]
+        for piece in delta.get("tool_calls", ()):
+            if "id" in piece:
+                assert piece["index"] == len(calls)
+                assert piece["type"] == "function"
+                assert piece["function"]["arguments"] == ""
+                calls.append({key: value for key, value in piece.items() if key != "index"})
+            else:
+                assert set(piece) == {"index", "function"}
+                assert set(piece["function"]) == {"arguments"}
+                calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
+    if calls:
+        message |= {"content": message["content"] or None, "tool_calls": calls}
+    return {"message": message, "finish_reason": finish}
+
+
+def without_ids(choice: dict[str, Any]) -> tuple[Any, ...]:
+    message = dict(choice["message"])
+    calls = [call["function"] for call in message.pop("tool_calls", ())]
+    return message, calls, choice["finish_reason"]
+
+
+def test_a_call_is_a_message_without_content(client: Client) -> None:
+    choice = whole(client, said_call("weather", PARIS))
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["message"]["content"] is None
+    assert (call["type"], call["function"]) == ("function", {"name": "weather", "arguments": PARIS})
+    assert call["id"]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_text_before_a_call_is_its_content(client: Client) -> None:
+    choice = whole(client, f"Let me look.\n{said_call('clock', '{}')}")
+    assert choice["message"]["content"] == "Let me look."
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": []}, {"tools": None}])
+def test_without_a_call_there_is_no_such_key(client: Client, more: dict[str, Any]) -> None:
+    for choice in (whole(client, "Just words", **more), told(client, "Just words", **more)):
+        assert "tool_calls" not in choice["message"]
+        assert choice["message"]["content"] == "Just words"
+        assert choice["finish_reason"] == "stop"
+
+
+def test_parallel_calls_have_numbers_and_ids_of_their_own(client: Client) -> None:
+    for choice in (whole(client, TWO), told(client, TWO)):
+        first, second = choice["message"]["tool_calls"]
+        assert first["id"] != second["id"]
+        assert [first["function"]["name"], second["function"]["name"]] == ["weather", "clock"]
+
+
+def test_one_call_at_most_where_parallel_ones_are_forbidden(client: Client) -> None:
+    for choice in (
+        whole(client, TWO, parallel_tool_calls=False),
+        told(client, TWO, parallel_tool_calls=False),
+    ):
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": PARIS}
+        assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+
+
+PIECES = (
+    "Hello",
+    " ",
+    "\n",
+    "é🦜",
+    said_call("weather", PARIS),
+    said_call("clock", "{}"),
+    said_call("weather", '{"city": "}</tool'),
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_ca",
+    "<think>",
+    "</think>",
+    '{"name": "clock", "arguments": {}}',
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    text=st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map("".join),
+    max_tokens=st.one_of(st.none(), st.integers(1, 120)),
+    parallel=st.booleans(),
+)
+def test_what_is_streamed_is_what_is_answered_whole(
+    client: Client, text: str, max_tokens: int | None, parallel: bool
+) -> None:
+    more = {"max_tokens": max_tokens, "parallel_tool_calls": parallel}
+    streamed, answered = told(client, text, **more), whole(client, text, **more)
+    assert without_ids(streamed) == without_ids(answered)
+    for call in answered["message"].get("tool_calls", ()):
+        if answered["finish_reason"] == "tool_calls" and len(answered["message"]["tool_calls"]) == 1:
+            json.loads(call["function"]["arguments"])
+
+
+def test_no_marker_is_ever_in_the_content(client: Client) -> None:
+    for event in client.chat(f"So:\n{TWO}", tools=TOOLS, stream=True).events:
+        assert "tool_call" not in (event["choices"][0]["delta"].get("content") or "")
+
+
+def test_a_call_that_is_cut_off_says_so_and_stays_what_it_was(client: Client) -> None:
+    text = said_call("weather", PARIS)
+    for length in range(1, len(text)):
+        choice = whole(client, text, max_tokens=length)
+        if choice["finish_reason"] == "length":
+            calls = choice["message"].get("tool_calls", [])
+            assert all(PARIS.startswith(call["function"]["arguments"]) for call in calls)
+            assert calls or choice["message"]["content"] == text[:length]
+
+
+def test_none_means_no_call_and_a_model_that_knows_of_no_tools(
+    client: Client, template: SpeakingTemplate
+) -> None:
+    text = said_call("weather", PARIS)
+    choice = whole(client, text, tool_choice="none")
+    assert "tool_calls" not in choice["message"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+    assert template.asked[-1][1]["tools"] is None
+    whole(client, text, tool_choice="auto")
+    assert template.asked[-1][1]["tools"] == TOOLS
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [CLOCK] * 2000}, "tools"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"if": {}}}}],
+                "tool_choice": "required",
+            },
+            "tools[0].function.parameters",
+        ),
+    ],
+)
+def test_a_choice_or_a_tool_that_cannot_be_honoured_is_named(
+    client: Client, more: dict[str, Any], param: str
+) -> None:
+    answer = client.chat("Hello", **{"tools": TOOLS, **more})
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+def test_a_template_without_tools_refuses_them() -> None:
+    with serving(fake_front()) as client:
+        answer = client.chat("Hello", tools=TOOLS)
+        assert (answer.status, answer.error["param"]) == (400, "tools")
+        assert client.chat("Hello", tools=TOOLS, tool_choice="none").status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.2, "seed": 5}])
+def test_a_required_call_is_one_that_its_schema_allows(
+    real: Client, params: dict[str, Any], stream: bool
+) -> None:
+    more = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400, **params}
+    asked = {"tools": [WEATHER], "thinking_token_budget": 0, **more}
+    choice = told(real, "Weather?", **asked) if stream else whole(real, "Weather?", **asked)
+    (call,) = choice["message"]["tool_calls"]
+    jsonschema.validate(json.loads(call["function"]["arguments"]), WEATHER["function"]["parameters"])
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+
+
+def test_a_named_call_is_that_one(real: Client) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    asked = {"tool_choice": named, "max_tokens": 400, "thinking_token_budget": 0}
+    for choice in (whole(real, "Weather?", **asked), told(real, "Weather?", **asked)):
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "weather"
+        jsonschema.validate(json.loads(call["function"]["arguments"]), WEATHER["function"]["parameters"])
+        assert choice["finish_reason"] == "stop"
+
+
+def test_an_answer_goes_back_with_its_call(client: Client, template: SpeakingTemplate) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": PARIS}}
     messages = [
-        {"role": "user", "content": "look"},
-        {
-            "role": "assistant",
-            "content": [{"type": "tool_use", "id": "t1", "name": "look", "input": {"at": "sea"}}],
-        },
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "waves"}]},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "Sunny"},
     ]
-    body = {"model": caller.model, "max_tokens": 50, "tools": tools, "messages": messages}
-    answer = caller.post("/v1/messages", body)
-    assert answer.json["content"][0]["text"] == "waves", answer.body
-    items = [
-        {"role": "user", "content": "look"},
-        {"type": "function_call", "call_id": "t1", "name": "look", "arguments": '{"at": "sea"}'},
-        {"type": "function_call_output", "call_id": "t1", "output": "waves"},
-    ]
-    said = caller.post("/v1/responses", {"model": caller.model, "input": items}).json
-    assert said["output"][0]["content"][0]["text"] == "waves"
+    answer = client.post("/v1/chat/completions", {"messages": messages, "tools": TOOLS})
+    assert answer.status == 200
+    assert answer.json["choices"][0]["message"]["content"] == "Sunny"
+    broken = {**call, "function": {"name": "weather", "arguments": "{"}}
+    messages[1] = {**messages[1], "tool_calls": [broken]}
+    answer = client.post("/v1/chat/completions", {"messages": messages, "tools": TOOLS})
+    assert answer.error["param"] == "messages[1].tool_calls[0].function.arguments"
 
 
-def test_a_tool_that_nobody_knows_is_refused_in_each_one_s_words(caller: Client) -> None:
-    tool = {"type": "function", "name": "look", "parameters": SCHEMA}
-    choice = {"type": "function", "name": "other"}
-    answer = caller.post("/v1/responses", {"input": "x", "tools": [tool], "tool_choice": choice})
-    assert answer.status == 400
-    assert answer.error["param"] == "tool_choice"
-    body = {"max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
-    tools = [{"name": "look", "input_schema": SCHEMA}]
-    named = {"type": "tool", "name": "other"}
-    refused = caller.post("/v1/messages", {**body, "tools": tools, "tool_choice": named})
-    assert refused.status == 400
-    assert "tool_choice" in refused.json["error"]["message"]
+def test_openais_client_reads_calls_whole_and_streamed(openai: OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": TWO}]
+    tools: Any = TOOLS
+    answer = openai.chat.completions.create(model="fake", messages=messages, tools=tools)
+    assert [call.function.arguments for call in answer.choices[0].message.tool_calls or ()] == [PARIS, "{}"]  # type: ignore[union-attr]
+    with openai.chat.completions.stream(model="fake", messages=messages, tools=tools) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_completion().choices[0].message.tool_calls or []
+    assert [call.function.arguments for call in final] == [PARIS, "{}"]
+
+
+@pytest.mark.parametrize("stop", ["Paris", '"', "\n"])
+def test_a_stop_string_ends_content_and_no_call(client: Client, stop: str) -> None:
+    choice = whole(client, said_call("weather", PARIS), stop=stop)
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == PARIS
+    choice = whole(client, f"See Paris.{said_call('weather', PARIS)}", stop="Paris")
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("See ", "stop")
+    assert "tool_calls" not in choice["message"]
