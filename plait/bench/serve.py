@@ -30,11 +30,9 @@ ASK_S = 60.0
 Say = Callable[[str], None]
 Facts = dict[str, Any]
 LESS_IS_BETTER = "_ms"
-RATIOS = (
-    *("request_throughput", "request_goodput", "output_throughput", "total_token_throughput"),
-    *("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "median_itl_ms", "p99_itl_ms"),
-    *("median_e2el_ms", "p99_e2el_ms"),
-)
+RATES = ("request_throughput", "request_goodput", "output_throughput", "total_token_throughput")
+TIMES = ("ttft", "tpot", "itl", "e2el")
+RATIOS = (*RATES, *(f"{kind}_{name}_ms" for name in TIMES for kind in ("p50", "p90", "p95", "p99")))
 
 
 @dataclass(frozen=True, slots=True)
