@@ -26,6 +26,7 @@ from plait.server import (
     models,
     openapi,
     outcome,
+    prompts,
     responses,
     scores,
     validate,
@@ -55,6 +56,7 @@ ENDPOINTS = (
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
     *models.ENDPOINTS,
+    *prompts.ENDPOINTS,
 )
 
 
@@ -70,6 +72,7 @@ def create_app(front: Front | Loading, config: ServerConfig, traffic: Traffic | 
         _route("/metrics", service.metrics, "GET"),
         _route("/v1/models", service.list_models, "GET"),
         _route("/v1/models/{id:path}", service.get_model, "GET"),
+        _route("/tokenizer_info", service.tokenizer_info, "GET"),
         *(_route(e.path, service.serves(e), "POST", e.refusal) for e in ENDPOINTS),
         *assets.routes(),
         *openapi.routes(ENDPOINTS),
@@ -123,6 +126,9 @@ class Service:
         front = self._loading.ready()
         models.check(request.path_params["id"], self.served(front))
         return json_response(models.card(front, self.served(front)))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        return json_response(await asyncio.to_thread(prompts.tokenizer_info, self._loading.ready()))
 
     def serves(self, endpoint: Endpoint) -> Handler:
         """A handler of what `plan` or `outcome` make of the body, or of `answer`, computed in a thread."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from plait.errors import InvalidField
-from plait.server import chat, validate
+from plait.server import chat, prompts, validate
 from plait.server.blocks import Block, Blocks, Step
 from plait.server.endpoint import Endpoint
 from plait.server.generation import new_id
@@ -109,9 +109,11 @@ def count(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """How long a prompt would be. Raises RequestErrors."""
     _refuse(body, COUNT_FIELDS)
     asked = typed(body, CountRequest)
-    found = conversation(asked.messages, asked.system)
-    reply = _planned(front, model, found, {**_translated(asked), "max_tokens": 1})
-    return {"input_tokens": len(reply.requests[0].prompt_token_ids)}
+    found, sent = conversation(asked.messages, asked.system), _translated(asked)
+    seen = {name: value for name, value in sent.items() if name in prompts.FIELDS}
+    with in_words_of(_NAMES, found.places):
+        ids = prompts.prompt_ids(front, prompts.TemplateRequest(messages=found.messages, **seen))
+    return {"input_tokens": len(ids)}
 
 
 def refusal(found: Problem) -> dict[str, Any]:

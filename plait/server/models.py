@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from plait.errors import InvalidField, ModelNotFound
 from plait.server.chat import render
 from plait.server.endpoint import Endpoint
+from plait.server.prompts import tokenizer_of
 from plait.server.schema import DetokenizeRequest, TokenizeRequest, field_names, typed
 
 if TYPE_CHECKING:
     from plait.engine.front import Front
-    from plait.text.tokenizer import Tokenizer
 
 
 def check(asked: object, served: str) -> None:
@@ -40,7 +40,7 @@ def tokenize(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any
     asked = typed(body, TokenizeRequest)
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidField("prompt: send either prompt or messages", "prompt")
-    tokenizer = _tokenizer(front)
+    tokenizer = tokenizer_of(front)
     if asked.messages is not None:
         ids = render(front, asked.messages, asked.add_generation_prompt, {})
     else:
@@ -57,13 +57,7 @@ def detokenize(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, A
     if bad := [i for i in asked.tokens if not 0 <= i < limit]:
         shown = bad[0] if abs(bad[0]) < 1 << 64 else "an id"
         raise InvalidField(f"tokens: {shown} is outside 0..{limit - 1}", "tokens")
-    return {"prompt": _tokenizer(front).decode(asked.tokens, skip_special=False)}
-
-
-def _tokenizer(front: Front) -> Tokenizer:
-    if front.tokenizer is None:
-        raise InvalidField(f"{front.name} has no tokenizer; name a vocabulary with --vocab")
-    return front.tokenizer
+    return {"prompt": tokenizer_of(front).decode(asked.tokens, skip_special=False)}
 
 
 ENDPOINTS = (

@@ -15,7 +15,7 @@ import msgspec
 from starlette.routing import Route
 
 from plait import __version__
-from plait.server import embeddings, messages, replies, responses, schema, scores
+from plait.server import embeddings, messages, prompts, replies, responses, schema, scores
 from plait.server.assets import Asset
 from plait.server.docs import POLICY, page
 from plait.server.endpoint import Endpoint
@@ -49,6 +49,7 @@ GETS: Mapping[str, Operation] = {
     "/version": Operation("The version of Plait", replies.Version),
     "/metrics": Operation("The engine's numbers, in Prometheus's text format"),
     "/v1/models": Operation("The models that are served", replies.ModelList),
+    "/tokenizer_info": Operation("The vocabulary and the chat template"),
     "/v1/models/{id}": Operation("One model", replies.ModelCard),
 }
 _SCORE = Operation("How near texts are to each other", replies.Scores, scores.ScoreRequest)
@@ -63,6 +64,7 @@ POSTS: Mapping[str, Operation] = {
     "/v1/embeddings": Operation("Texts as vectors", replies.Embeddings, embeddings.EmbeddingRequest),
     **dict.fromkeys(("/v1/score", "/score"), _SCORE),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANK),
+    "/apply-template": Operation("A conversation as the model's prompt", body=prompts.TemplateRequest),
     "/v1/responses": Operation(
         "The reply to a conversation, as items", replies.Response, responses.ResponsesRequest, ITEM_EVENTS
     ),

@@ -1,0 +1,90 @@
+"""What a model is given, without a reply: conversations as its template writes them, and its vocabulary.
+
+`/apply-template` is llama.cpp's, `/tokenizer_info` vLLM's: clients that build their prompts themselves, such
+as lm-eval, read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from plait.errors import InvalidField
+from plait.server import validate
+from plait.server.endpoint import Endpoint
+from plait.server.schema import field_names, typed
+
+if TYPE_CHECKING:
+    from plait.engine.front import Front
+    from plait.text.tokenizer import Tokenizer
+
+
+class TemplateRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /apply-template: the fields of a chat that its prompt depends on."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+
+
+FIELDS = field_names(TemplateRequest)
+
+
+def prompt_ids(front: Front, asked: TemplateRequest) -> list[int]:
+    """The prompt of a chat, however long it is. Raises InvalidField and BadTemplate."""
+    validate.check_messages(asked.messages)
+    validate.check_template_kwargs(asked.chat_template_kwargs)
+    validate.check_tools(asked.tools, asked.tool_choice)
+    kwargs, _ = front.speech.switched(asked.chat_template_kwargs, asked.reasoning_effort)
+    tools: Sequence[Any] = () if asked.tool_choice == "none" else asked.tools
+    options = {**kwargs, "add_generation_prompt": asked.add_generation_prompt, "tools": list(tools) or None}
+    return front.render_chat(asked.messages, **options)
+
+
+def apply_template(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """A conversation as the text that the model would get. Raises InvalidField and BadTemplate."""
+    validate.refuse(body, FIELDS)
+    ids = prompt_ids(front, typed(body, TemplateRequest))
+    return {"prompt": tokenizer_of(front).decode(ids, skip_special=False)}
+
+
+def tokenizer_info(front: Front) -> dict[str, Any]:
+    """The vocabulary in the words of a tokenizer_config.json. Raises InvalidField without one."""
+    tokenizer, template = tokenizer_of(front), front.chat_template
+    special = sorted(tokenizer.special_ids)
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "name": tokenizer.name,
+        "vocab_size": front.spec.vocab_size,
+        "model_max_length": front.max_model_len,
+        "bos_token": _text(tokenizer, tokenizer.bos_token_id),
+        "eos_token": _text(tokenizer, tokenizer.eos_token_id),
+        "pad_token": None,
+        "unk_token": None,
+        "add_bos_token": tokenizer.add_bos,
+        "added_tokens_decoder": {
+            str(i): {"content": tokenizer.token_text(i), "special": True} for i in special
+        },
+        "chat_template": (template.source or None) if template else None,
+        "chat_template_name": template.name if template else None,
+    }
+
+
+def tokenizer_of(front: Front) -> Tokenizer:
+    """Raises InvalidField for a model that has none."""
+    if front.tokenizer is None:
+        raise InvalidField(f"{front.name} has no tokenizer; name a vocabulary with --vocab")
+    return front.tokenizer
+
+
+def _text(tokenizer: Tokenizer, token_id: int | None) -> str | None:
+    return None if token_id is None else tokenizer.token_text(token_id)
+
+
+ENDPOINTS = (Endpoint("/apply-template", FIELDS, answer=apply_template),)

@@ -1,0 +1,67 @@
+"""/apply-template and /tokenizer_info: what a model would be given, and the words it is written in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.contract.wire import Client
+from tests.server.conftest import serving
+from tests.server.fake import CONTEXT, VOCAB_SIZE, fake_front
+
+PATH = "/apply-template"
+
+
+def test_a_conversation_as_the_text_that_the_model_gets(client: Client) -> None:
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [{"type": "text", "text": "ho"}]},
+    ]
+    answer = client.post(PATH, {"messages": messages})
+    assert answer.status == 200, answer.body
+    assert answer.json == {"prompt": "<turn>hi<turn>ho"}
+    ids = client.post("/tokenize", {"messages": messages}).json["tokens"]
+    assert client.post("/detokenize", {"tokens": ids}).json == answer.json
+
+
+def test_a_conversation_longer_than_the_context_can_be_looked_at(client: Client) -> None:
+    messages = [{"role": "user", "content": "x" * (2 * CONTEXT)}]
+    assert len(client.post(PATH, {"messages": messages}).json["prompt"]) > CONTEXT
+    counted = client.post("/v1/messages/count_tokens", {"messages": messages})
+    assert counted.json == {"input_tokens": 2 * CONTEXT + 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "UNSAYABLE"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template": "x"}, "chat_template"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tools": 1}},
+            "chat_template_kwargs.tools",
+        ),
+    ],
+)
+def test_what_the_chat_refuses_is_refused_here(client: Client, body: dict[str, Any], param: str) -> None:
+    answer = client.post(PATH, body)
+    assert answer.status == 400
+    assert answer.error["param"] == param
+
+
+def test_the_vocabulary_in_the_words_of_a_tokenizer_config(client: Client) -> None:
+    found = client.get("/tokenizer_info").json
+    assert (found["bos_token"], found["eos_token"], found["pad_token"]) == ("<bos>", "<eos>", None)
+    assert (found["vocab_size"], found["model_max_length"]) == (VOCAB_SIZE, CONTEXT)
+    assert found["added_tokens_decoder"]["258"] == {"content": "<turn>", "special": True}
+    assert found["chat_template_name"] == "turns"
+
+
+def test_a_model_without_a_vocabulary_says_so() -> None:
+    with serving(fake_front(tokenizer=False)) as client:
+        answer = client.get("/tokenizer_info")
+        assert answer.status == 400
+        assert "--vocab" in answer.error["message"]
