@@ -163,7 +163,9 @@ def main() -> None:
                 "books_balance": books(rounds[-1]["engine"]),
                 "was_idle_after_every_round": all(one["idle"] for one in rounds),
                 "metrics": {
-                    name: [metrics.get(name), value] for name, value in last.items() if "bucket" not in name
+                    name: [metrics.get(name), value]
+                    for name, value in last.items()
+                    if "_bucket" not in name and "_created" not in name
                 },
                 **({"every_round": rounds} if given.samples else {}),
             }
