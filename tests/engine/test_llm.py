@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from plait import LLM, SamplingParams
 from plait.engine.outputs import CompletionOutput
 from plait.engine.terms import Terms
-from plait.errors import ConfigError, ContextTooLong, InvalidField
+from plait.errors import BadGrammar, ConfigError, ContextTooLong, InvalidField
 from plait.request import Request
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -211,3 +212,19 @@ def test_conversations_share_the_system_message_and_those_of_other_tenants_do_no
     for salt in ("one tenant", "another"):
         cached = [llm.chat(messages, GREEDY, cache_salt=salt)[0].num_cached_tokens for messages in asked]
         assert cached == [0, shared]
+
+
+def test_a_reply_is_what_was_asked_for(llm: LLM) -> None:
+    asked = SamplingParams(max_tokens=40, temperature=0.0, structured_outputs={"regex": "[a-c]{3}-[0-9]{2}"})
+    (out,) = llm.generate("And the number was", asked)
+    assert re.fullmatch("[a-c]{3}-[0-9]{2}", out.outputs[0].text)
+    assert out.outputs[0].finish_reason == "stop"
+    several = [asked, SamplingParams(max_tokens=12, temperature=0.0)] * 2
+    texts = [found.outputs[0].text for found in llm.generate(["And the number was"] * 4, several)]
+    assert texts == [texts[0], texts[1]] * 2
+    assert texts[0] == out.outputs[0].text
+    with pytest.raises(BadGrammar):
+        llm.generate("x", SamplingParams(structured_outputs={"regex": "("}))
+    choice = SamplingParams(temperature=0.0, structured_outputs={"choice": ["yes", "no"]})
+    (answer,) = llm.chat([{"role": "user", "content": "Is it so?"}], choice)
+    assert answer.outputs[0].text in ("yes", "no")

@@ -1,0 +1,183 @@
+"""What a model's way of speaking makes of a request: switches, grammars with thinking, budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from plait.errors import BadTemplate, InvalidField
+from plait.request import Grammar, ReplyShape
+from plait.text.builtin_tokenizer import builtin_tokenizer
+from plait.text.grammar.compiler import GrammarCompiler
+from plait.text.jinja_chat import JinjaTemplate
+from plait.text.speech import Speech
+from plait.text.thinking import ThinkingWatch
+
+TOKENIZER = builtin_tokenizer("cl100k_base", True)
+THINKS = (
+    "{% if tools %}<tool_call>{{ tools }}{% endif %}{{ messages }}</think>{% if enable_thinking %}{% endif %}"
+)
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}},
+}
+
+
+def speech(source: str = THINKS) -> Speech:
+    return Speech(TOKENIZER, JinjaTemplate("test", {"default": source}, TOKENIZER, {}))
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    found = GrammarCompiler(TOKENIZER)
+    yield found
+    found.close()
+
+
+def accepts(compiler: GrammarCompiler, grammar: Grammar | None, text: str) -> bool:
+    """Whether a whole reply may be this text."""
+    assert grammar is not None
+    state = compiler.compile(grammar).state()
+    ids = TOKENIZER.encode(text, add_special=False, allow_special=True)
+    if state.accepts(ids) < len(ids):
+        return False
+    for token_id in ids:
+        state.accept(token_id)
+    return state.may_stop
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "effort", "wanted"),
+    [
+        ({}, None, ({}, True)),
+        ({"x": 1}, None, ({"x": 1}, True)),
+        ({"enable_thinking": False}, None, ({"enable_thinking": False}, False)),
+        ({"thinking": True}, None, ({"enable_thinking": True}, True)),
+        ({}, "none", ({"enable_thinking": False}, False)),
+    ],
+)
+def test_a_wish_reaches_the_template_under_its_own_name(
+    kwargs: dict[str, Any], effort: str | None, wanted: tuple[dict[str, Any], bool]
+) -> None:
+    assert speech().switched(kwargs, effort) == wanted
+
+
+def test_a_template_without_a_switch_is_told_nothing() -> None:
+    plain = speech("{{ messages }}</think> about thinking")
+    assert plain.switched({"enable_thinking": False}) == ({}, False)
+    assert plain.budget(None, ReplyShape(thinks=False)) is not None
+
+
+def test_levels_are_for_templates_that_know_them() -> None:
+    assert speech("{{ messages }}{{ reasoning_effort }}").switched({}, "low") == (
+        {"reasoning_effort": "low"},
+        True,
+    )
+    with pytest.raises(InvalidField) as refused:
+        speech().switched({}, "low")
+    assert refused.value.param == "reasoning_effort"
+
+
+def test_a_broken_template_is_told_as_one() -> None:
+    with pytest.raises(BadTemplate, match="no Jinja"):
+        speech("{{ messages </think>").switched({})
+
+
+@pytest.mark.parametrize(
+    ("tail", "is_open"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("a", False)]
+)
+def test_a_prompt_may_end_inside_of_thinking(tail: str, is_open: bool) -> None:
+    assert speech().is_open(TOKENIZER.encode("q" * 500 + tail, allow_special=True)) is is_open
+
+
+WISH = Grammar("choice", '["yes", "no"]', "guided_choice")
+
+
+@pytest.mark.parametrize(
+    ("shape", "good", "bad"),
+    [
+        (
+            ReplyShape(),
+            ["yes", "<think>hm</think>\n\nno", "<think></think>yes"],
+            ["maybe", "<think>hm", "hm</think>yes"],
+        ),
+        (ReplyShape(is_open=True), ["hm</think>\n\nyes", "</think>no"], ["yes", "<think>hm</think>"]),
+        (ReplyShape(thinks=False), ["yes"], ["<think>hm</think>yes"]),
+        (ReplyShape(thinks=False, is_open=True), ["hm</think>yes"], ["yes"]),
+    ],
+)
+def test_a_wish_is_about_what_follows_the_thinking(
+    compiler: GrammarCompiler, shape: ReplyShape, good: list[str], bad: list[str]
+) -> None:
+    grammar = speech().grammar(WISH, shape)
+    assert [accepts(compiler, grammar, text) for text in good] == [True] * len(good)
+    assert [accepts(compiler, grammar, text) for text in bad] == [False] * len(bad)
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"n": 5}}\n</tool_call>'
+
+
+def test_a_call_may_stand_in_place_of_what_is_wished_for(compiler: GrammarCompiler) -> None:
+    grammar = speech().grammar(WISH, ReplyShape(tools=(TOOL,)))
+    for text in ("yes", CALL, f"<think>hm</think>\n\n{CALL}", f"{CALL}\n{CALL}"):
+        assert accepts(compiler, grammar, text), text
+    for text in ("hm", f"yes{CALL}", CALL.replace("5", '"x"'), CALL.replace('"f"', '"g"')):
+        assert not accepts(compiler, grammar, text), text
+    assert not accepts(compiler, speech().grammar(WISH, ReplyShape(tools=(TOOL,), choice="none")), CALL)
+
+
+def test_a_demanded_call_takes_the_place_of_what_is_wished_for(compiler: GrammarCompiler) -> None:
+    grammar = speech().grammar(WISH, ReplyShape(tools=(TOOL,), choice="required"))
+    assert accepts(compiler, grammar, CALL)
+    assert not accepts(compiler, grammar, "yes")
+    alone = speech().grammar(None, ReplyShape(tools=(TOOL,), choice="required", parallel=False))
+    assert accepts(compiler, alone, f"<think>hm</think>{CALL}")
+    assert not accepts(compiler, alone, f"{CALL}\n{CALL}")
+
+
+def test_white_space_in_a_demanded_call_has_an_end(compiler: GrammarCompiler) -> None:
+    grammar = speech().grammar(None, ReplyShape(tools=(TOOL,), choice="required"))
+    assert accepts(compiler, grammar, CALL.replace("5", "  5"))
+    assert not accepts(compiler, grammar, CALL.replace(" 5", " " * 200 + "5"))
+
+
+def test_without_a_wish_or_a_demand_there_is_no_grammar() -> None:
+    assert speech().grammar(None, ReplyShape(tools=(TOOL,))) is None
+    assert speech().grammar(None, ReplyShape()) is None
+
+
+def test_a_model_that_calls_nothing_says_so() -> None:
+    template = JinjaTemplate("test", {"default": "{{ messages }}"}, TOKENIZER, {})
+    silent = Speech(TOKENIZER, template, tools="none", reasoning="none")
+    with pytest.raises(InvalidField) as refused:
+        silent.reader(ReplyShape(tools=(TOOL,)))
+    assert refused.value.param == "tools"
+    assert silent.reader(ReplyShape()) is None
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+def test_a_budget_is_spent_by_thinking_alone(num_tokens: int) -> None:
+    budget = speech().budget(num_tokens, ReplyShape())
+    assert budget is not None
+    watch = ThinkingWatch(budget, TOKENIZER.token_bytes)
+    for token_id in TOKENIZER.encode("well, then", add_special=False):
+        watch.push(token_id)
+        assert watch.due == ()
+    thought = TOKENIZER.encode("<think>", add_special=False, allow_special=True)
+    thought += TOKENIZER.encode(" one two three four", add_special=False)
+    so_far: list[int] = []
+    for token_id in thought:
+        if watch.due:
+            break
+        watch.push(token_id)
+        so_far.append(token_id)
+    assert watch.due == budget.closing_ids
+    assert TOKENIZER.decode(so_far).count(" ") == num_tokens
+    for token_id in budget.closing_ids:
+        watch.push(token_id)
+    assert watch.due == ()
+    for token_id in TOKENIZER.encode("done"):
+        watch.push(token_id)
+        assert watch.due == ()
