@@ -13,7 +13,9 @@ import pytest
 from openai import OpenAI
 
 from tests.contract.wire import Client
-from tests.e2e.conftest import NANO_HYBRID, serve
+from tests.e2e.conftest import NANO_HYBRID, ROOT, serve
+
+TEMPLATE = ROOT / "tests" / "text" / "templates" / "qwen.jinja"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +53,17 @@ def smol_url(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Ite
         return
     path: Path = request.getfixturevalue("smollm2")
     with serve(path, "--max-model-len", "2048") as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+def tools_url(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The server that is checked; SmolLM2 with a template for tools and thinking, if none is named."""
+    if option(pytestconfig, "--base-url"):
+        yield request.getfixturevalue("nano_url")
+        return
+    path: Path = request.getfixturevalue("smollm2")
+    with serve(path, "--max-model-len", "1024", "--chat-template", str(TEMPLATE)) as server:
         yield server.url
 
 

@@ -21,7 +21,6 @@ PERSON: dict[str, Any] = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-LATER = pytest.mark.xfail(strict=True, reason="structured output in chat is not there yet")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,6 @@ def said(client: Client, **more: Any) -> tuple[str, str]:
     return choice["message"]["content"], choice["finish_reason"]
 
 
-@LATER
 @pytest.mark.parametrize("more", [{}, {"strict": True}, {"description": "a person"}])
 def test_a_reply_has_the_schema_that_was_asked_for(client: Client, more: dict[str, Any]) -> None:
     """Point 54."""
@@ -55,15 +53,15 @@ def test_a_reply_has_the_schema_that_was_asked_for(client: Client, more: dict[st
     Draft202012Validator(PERSON).validate(json.loads(content))
 
 
-@LATER
 def test_also_when_it_is_sampled_hot(client: Client) -> None:
-    """Point 54. Four choices at temperature 2."""
-    asked: dict[str, Any] = {"n": 4, "temperature": 2, "seed": 3, "max_tokens": 100}
+    """Point 54. Four choices at temperature 2; one that is cut off proves nothing."""
+    asked: dict[str, Any] = {"n": 4, "temperature": 2, "seed": 3, "max_tokens": 200}
     for choice in client.chat("A person", response_format=told(PERSON), **asked).json["choices"]:
+        if choice["finish_reason"] == "length":
+            continue  # much white space
         Draft202012Validator(PERSON).validate(json.loads(choice["message"]["content"]))
 
 
-@LATER
 def test_any_json_object(client: Client) -> None:
     """Point 54. It parses, unless it was cut off."""
     content, reason = said(client, response_format={"type": "json_object"}, max_tokens=60)
@@ -71,7 +69,6 @@ def test_any_json_object(client: Client) -> None:
     assert reason == "length" or isinstance(json.loads(content), dict)
 
 
-@LATER
 @pytest.mark.parametrize("field", ["guided_regex", "structured_outputs"])
 def test_a_pattern(client: Client, field: str) -> None:
     """Points 43 and 54."""
@@ -80,7 +77,6 @@ def test_a_pattern(client: Client, field: str) -> None:
     assert re.fullmatch(pattern, content)
 
 
-@LATER
 @pytest.mark.parametrize("field", ["guided_choice", "structured_outputs"])
 def test_a_choice(client: Client, field: str) -> None:
     """Point 54."""
@@ -106,7 +102,6 @@ def test_what_a_schema_cannot_say_here_is_refused(client: Client, schema: Any) -
     assert answer.error["param"].startswith("response_format")
 
 
-@LATER
 def test_reasons_say_what_cannot_be(client: Client) -> None:
     """Point 54."""
     schema = {"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}}
