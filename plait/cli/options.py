@@ -19,6 +19,7 @@ from plait.request import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P, Sam
 Command = TypeVar("Command", bound=Callable[..., Any])
 Decorator = Callable[[Command], Command]
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+ENVIRONMENT = {"api_key": "PLAIT_API_KEY"}  # what a command line would show to every user of the machine
 BYTES_FIELDS = {"memory_limit", "max_body_bytes"}
 MODEL_DEFAULT = "the model's generation_config.json, else "
 SAMPLING_HELP = {
@@ -84,6 +85,8 @@ def flag(cls: type, field: Field[Any], text: str) -> Decorator[Any]:
         "help": text,
         "default": default,
         "show_default": default not in (None, (), False),
+        "envvar": ENVIRONMENT.get(field.name),
+        "show_envvar": True,
     }
     if field.name in BYTES_FIELDS:
         return click.option(name, field.name, type=Bytes(), metavar="BYTES", **shown)

@@ -16,6 +16,7 @@ from typing import Any
 from plait.config import ServerConfig
 
 access = logging.getLogger("plait.access")
+_OTHERS = (("uvicorn", "WARNING"), ("opentelemetry", "ERROR"))
 QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics", "/", "/page"})  # asked for every second
 _PLAIN = re.compile(r"[!#-<>-\[\]-~]+")  # printable ASCII without space, quotes, = and backslash
 _CONTROLS = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0))} | {
@@ -53,10 +54,10 @@ class JsonFormat(logging.Formatter):
 
 
 def log_to_stderr(config: ServerConfig) -> None:
-    """Our own messages from `log_level` on, and uvicorn's warnings, to stderr. May be called again."""
+    """Our own messages from `log_level` on, and libraries' complaints, to stderr. May be called again."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormat() if config.log_format == "json" else TextFormat())
-    for name, level in (("plait", config.log_level.upper()), ("uvicorn", "WARNING")):
+    for name, level in (*_OTHERS, ("plait", config.log_level.upper())):
         log = logging.getLogger(name)
         log.setLevel(level)
         log.propagate = False

@@ -65,7 +65,11 @@ def serve_front(
     """Serve what `load(report)` returns, which runs in a thread of its own while HTTP answers already."""
     sock = listen(config.host, config.port)
     loading = Loading()
-    server = Server(loading, config, sock, reread)
+    try:
+        server = Server(loading, config, sock, reread)
+    except BaseException:
+        sock.close()
+        raise
     thread = threading.Thread(target=server.load, args=(load,), name="plait-load", daemon=True)
     logger.info("listening on %s; the model is loading", server.url)
     thread.start()

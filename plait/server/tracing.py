@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("plait.server")
 NS = 1_000_000_000
+EXPORT_TIMEOUT_S = 3.0  # the end of the server waits for the last spans so long
 # our name in the log: the attribute, in OpenTelemetry's words where it has them
 ATTRIBUTES = {
     "id": "http.request.id",
@@ -75,7 +76,7 @@ def recorder(config: ServerConfig) -> Tracing | None:
         text = "otlp_endpoint: traces need OpenTelemetry: pip install 'plait[otel]', or leave it out"
         raise ConfigError(text) from error
     logger.info("traces go to %s", config.otlp_endpoint)
-    return Tracing(OTLPSpanExporter(endpoint=config.otlp_endpoint))
+    return Tracing(OTLPSpanExporter(endpoint=config.otlp_endpoint, timeout=EXPORT_TIMEOUT_S))
 
 
 def _attributes(exchange: Exchange, seconds: float) -> dict[str, Any]:

@@ -66,3 +66,15 @@ def test_what_is_not_an_option_is_refused_by_name(
     assert result.code == 2
     assert said in result.err
     assert not served
+
+
+def test_keys_may_come_from_the_environment(
+    plait: Run, served: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "plait.toml"
+    file.write_text('[server]\napi_key = "c:three"\n')
+    monkeypatch.setenv("PLAIT_API_KEY", "a:one b:two")
+    assert plait("serve", "--model", "m", "--config", str(file)).code == 0
+    assert served[2].api_key == ("a:one", "b:two")
+    assert plait("serve", "--model", "m", "--api-key", "d:four").code == 0
+    assert served[6].api_key == ("d:four",)

@@ -122,7 +122,7 @@ def test_a_traceback_is_told_in_both_styles() -> None:
 
 
 def test_the_level_and_the_style_are_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    logs = [logging.getLogger(name) for name in ("plait", "uvicorn")]
+    logs = [logging.getLogger(name) for name in ("plait", "uvicorn", "opentelemetry")]
     before = [(log.level, log.propagate, log.handlers) for log in logs]
     try:
         log_to_stderr(ServerConfig(log_level="warning", log_format="json"))

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ import pytest
 
 from plait.config import ServerConfig
 from plait.errors import ConfigError
+from plait.server.run import serve_front
 from plait.server.traffic import RELOADED, Traffic
 from tests.server.conftest import Client, wait_until
+from tests.server.fake import fake_front
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -124,3 +127,12 @@ def test_a_reload_that_fails_keeps_keys_and_limits(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rpm="):
         traffic.reload(traffic.config)
     assert traffic.keyring is before
+
+
+def test_a_server_whose_keys_cannot_be_read_does_not_start(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    config = ServerConfig(port=port, api_key_file=str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match="api_key_file"):
+        serve_front(lambda report: fake_front(), config)
+    socket.create_server(("127.0.0.1", port)).close()  # nobody listens there
