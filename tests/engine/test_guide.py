@@ -17,6 +17,7 @@ from plait.engine.outputs import RequestOutput, collect
 from plait.errors import BadGrammar, InvalidField
 from plait.request import Grammar, Request, SamplingParams, ThinkingBudget
 from plait.schedule.costs import StepCosts
+from plait.schedule.plan import Plan
 from plait.schedule.speculate import NgramProposer, Speculation
 from plait.text.thinking import ThinkingWatch
 from tests.server.fake import EOS, VOCAB_SIZE
@@ -182,6 +183,43 @@ def test_guesses_are_cut_by_the_grammar_and_change_no_text(params: dict[str, Any
         assert engine.audit() == []
         front.close(drain=False)
     assert texts[0] == texts[1]
+
+
+LONG = {"structured_outputs": {"regex": "([a-z]{10}-[0-9]{3};){12}"}, "max_tokens": 250}
+
+
+def texts_of(front: Front, prompts: list[str]) -> list[str]:
+    """What the prompts become, all at the same time."""
+    params = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=8, **LONG)  # type: ignore[arg-type]
+    streams = [front.submit(front.prepare(prompt, params)) for prompt in prompts]
+    return [collect(stream, None, params).outputs[0].text for stream in streams]
+
+
+def test_who_makes_room_goes_on_where_its_grammar_was(front: Front) -> None:
+    prompts = [f"{name} " * 20 for name in ("one", "two", "six", "ten")]
+    wanted = texts_of(front, prompts)
+    narrow = engine_front(num_blocks=40)
+    assert texts_of(narrow, prompts) == wanted
+    assert narrow.stats()["num_preemptions"] > 0
+    narrow.close(drain=False)
+
+
+def test_a_step_that_fails_costs_a_guided_reply_nothing(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = ["one", "two", "six"]
+    wanted = texts_of(front, prompts)
+    runner, shared = engine_of(front).runner, iter(range(10_000))
+    execute = runner.execute
+
+    def failing(plan: Plan, sampling: Any) -> Any:
+        if len(plan.chunks) > 1 and next(shared) in (7, 60):
+            raise OSError("a step fails")
+        return execute(plan, sampling)
+
+    monkeypatch.setattr(runner, "execute", failing)
+    assert texts_of(front, prompts) == wanted
+    assert engine_of(front).metrics.num_failed_steps == 2
 
 
 def test_a_sequence_whose_grammar_is_compiled_waits_and_others_go_on(front: Front) -> None:

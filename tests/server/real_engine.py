@@ -45,13 +45,15 @@ class Bigrams:
         return with_pooled(plan, hidden, answers)
 
 
-def engine_front(step_s: float = 0.0, template: TurnTemplate | None = None) -> Front:
+def engine_front(
+    step_s: float = 0.0, template: TurnTemplate | None = None, num_blocks: int = NUM_BLOCKS
+) -> Front:
     """A Front over a real engine whose steps take at least `step_s` seconds."""
     limits = Limits(
         max_model_len=CONTEXT, causal=True, max_num_seqs=8, max_num_batched_tokens=256, max_waiting=500
     )
     groups = (BlockGroup("full", None, ("a",)),)
-    memory = Allocation(groups, [NUM_BLOCKS], BLOCK, num_slots=9, max_step_len=256, trims=True)
+    memory = Allocation(groups, [num_blocks], BLOCK, num_slots=9, max_step_len=256, trims=True)
     scheduler = Scheduler(limits, memory)
     tokenizer = ByteTokenizer()
     guides = Guides(lambda ends: GrammarCompiler(tokenizer, VOCAB_SIZE, ends=ends), VOCAB_SIZE)
