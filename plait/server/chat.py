@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from plait.engine.stream import Delta, TextLogprob
 
 FIELDS = field_names(ChatRequest)
-REASONING = "reasoning_content"
 
 
 def plan(front: Front, model: str, body: Mapping[str, Any]) -> ChatReply:
@@ -71,7 +70,7 @@ class ChatReply:
         self._top = (asked.top_logprobs or 0) if asked.logprobs else None
         self._with_ids = with_ids
         self._n, self._is_named = asked.n, isinstance(asked.tool_choice, dict)
-        self._shows_reasoning = asked.include_reasoning
+        self._thoughts = asked.reasoning_field if asked.include_reasoning else None
         self._choices = [_Choice() for _ in range(request.params.n)]
         self._begun: set[int] = set()
 
@@ -106,10 +105,11 @@ class ChatReply:
     def _pieces(self, delta: Delta) -> list[dict[str, Any]]:
         """What this delta adds to the message, each as a delta of a chunk."""
         parts = delta.parts or ((Content(delta.text),) if delta.text else ())
-        return [_piece(part) for part in parts if not isinstance(part, CallEnd) and self._shows(part)]
+        pieces = (self._thought(part) if isinstance(part, Reasoning) else _piece(part) for part in parts)
+        return [piece for piece in pieces if piece]
 
-    def _shows(self, part: Part) -> bool:
-        return self._shows_reasoning or not isinstance(part, Reasoning)
+    def _thought(self, part: Reasoning) -> dict[str, Any]:
+        return {self._thoughts: part.text} if self._thoughts else {}
 
     def _end(self, choice: _Choice, reason: str, stop_reason: int | str | None) -> dict[str, Any]:
         """OpenAI says "stop" when the call was the one that was named."""
@@ -122,7 +122,7 @@ class ChatReply:
     def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
         body = {
             "index": index,
-            "message": choice.message(self._shows_reasoning),
+            "message": choice.message(self._thoughts),
             "logprobs": self._logprobs(choice.logprobs),
             **self._end(choice, choice.finish_reason or "stop", choice.stop_reason),
         }
@@ -170,13 +170,13 @@ class _Choice:
     def count(self, delta: Delta) -> None:
         self.num_calls += sum(isinstance(part, CallEnd) and part.complete for part in delta.parts)
 
-    def message(self, shows_reasoning: bool) -> dict[str, Any]:
-        """Without calls there is no `tool_calls`, and without thinking no `reasoning_content`."""
+    def message(self, thoughts: str | None) -> dict[str, Any]:
+        """Without calls there is no `tool_calls`, without thinking no field `thoughts`; None: never."""
         text, reasoning = "".join(self.text), "".join(self.reasoning)
         found: dict[str, Any] = {"role": "assistant", "content": text or (None if self.calls else "")}
         found["refusal"] = None
-        if reasoning and shows_reasoning:
-            found[REASONING] = reasoning
+        if reasoning and thoughts:
+            found[thoughts] = reasoning
         if self.calls:
             found["tool_calls"] = [call.body() for call in self.calls]
         return found
@@ -194,17 +194,14 @@ class _Call:
 
 
 def _piece(part: Part) -> dict[str, Any]:
-    """A part of a reply as the delta of a chunk: a call's id and name come once, in its first."""
+    """A part of a reply as the delta of a chunk: a call's id and name come once, in its first; {}: none."""
     match part:
-        case Reasoning(text):
-            return {REASONING: text}
         case CallStart(index, call_id, name):
             function = {"name": name, "arguments": ""}
             return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
         case Arguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-    assert isinstance(part, Content)
-    return {"content": part.text}
+    return {"content": part.text} if isinstance(part, Content) else {}
 
 
 def _is_hidden(delta: Delta) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -74,7 +74,7 @@ class ChatRequest(Sampling, kw_only=True, frozen=True):
 
     `reasoning_effort`: "none", or what the model's template knows. `thinking_token_budget`: tokens of
     thinking, after which its end is written; -1: no limit. `include_reasoning` False: thinking is left out of
-    the answer.
+    the answer; `reasoning_field`: what its field is called there.
     """
 
     messages: list[dict[str, Any]]
@@ -83,6 +83,7 @@ class ChatRequest(Sampling, kw_only=True, frozen=True):
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     include_reasoning: bool = True
+    reasoning_field: Literal["reasoning_content", "reasoning"] = "reasoning_content"
     thinking_token_budget: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None

@@ -51,6 +51,7 @@ _REFUSED: Mapping[str, Harmless] = {
     "tool_choice": _only("none", "auto"),
     "parallel_tool_calls": lambda value: isinstance(value, bool),
     "include_reasoning": _ON,
+    "reasoning_field": _only("reasoning_content"),
     "thinking_token_budget": _only(-1),
     "functions": _empty,
     "function_call": _only("none", "auto"),

@@ -89,6 +89,15 @@ def test_thinking_can_be_left_out(client: Client) -> None:
     assert "".join(delta.get("content", "") for delta in found) == "The answer"
 
 
+def test_thinking_can_have_its_other_name(client: Client) -> None:
+    found = message(client, reasoning_field="reasoning")
+    assert found["reasoning"] == "First, hm.\n\nThen."
+    assert "reasoning_content" not in found
+    pieces = deltas(client, reasoning_field="reasoning")
+    assert "".join(delta.get("reasoning", "") for delta in pieces) == found["reasoning"]
+    assert client.chat("Hello", reasoning_field="thoughts").error["param"] == "reasoning_field"
+
+
 def test_usage_counts_thinking(client: Client) -> None:
     usage = client.chat(THOUGHT).json["usage"]
     assert usage["completion_tokens"] == len(THOUGHT)
