@@ -9,12 +9,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from plait.config import EngineConfig, option_names
+from plait.engine.embedding import embedded, unit
 from plait.engine.load import load
 from plait.engine.outputs import RequestOutput, collect
 from plait.engine.stream import Delta, Stream
 from plait.engine.terms import NO_TERMS, Terms
 from plait.errors import ConfigError, InvalidField, QueueFull
-from plait.request import Request, SamplingParams
+from plait.request import Pooling, Request, SamplingParams
 from plait.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -109,6 +110,14 @@ class LLM:
         """Natural-log probability of each prompt token after the first, given those before it."""
         asked = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=0.0)
         return [_prompt_scores(out) for out in self.generate(prompts, asked)]
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", *, normalize: bool = True
+    ) -> list[list[float]]:
+        """One vector for each prompt: the hidden state of its last token, or the mean of all, of length 1."""
+        at_once = max(self._loaded.config.max_waiting, 1)
+        found = embedded(self.front, _as_list(prompts), pooling, at_once)
+        return [unit(vector) if normalize else list(vector) for vector in found]
 
     def logits(self, prompt: Prompt) -> Tensor:
         """Raw logits after every token of a prompt, [tokens, vocab] float32."""

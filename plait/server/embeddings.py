@@ -7,7 +7,6 @@ A model that was not trained for it gives vectors all the same; how much they me
 from __future__ import annotations
 
 import base64
-import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from plait.engine.embedding import NOTHING, unit
 from plait.engine.terms import Terms
 from plait.errors import EngineError, InvalidField, RequestError
-from plait.request import Pooling, Request, SamplingParams
+from plait.request import Pooling, Request
 from plait.server import validate
 from plait.server.endpoint import Endpoint
 from plait.server.outcome import Whole
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from plait.server.reply import Usage
 
 MAX_INPUTS = 2048
-NOTHING = SamplingParams(max_tokens=0)
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, frozen=True):
@@ -148,12 +147,6 @@ class Embeddings(Vectors):
         if array("H", [1]).tobytes() != b"\1\0":  # the wire has the low byte first
             numbers.byteswap()
         return base64.b64encode(numbers.tobytes()).decode()
-
-
-def unit(vector: Sequence[float]) -> list[float]:
-    """The vector with length 1; zeros stay zeros."""
-    length = math.hypot(*vector)
-    return [value / length for value in vector] if length else list(vector)
 
 
 def prompt_usage(usage: Usage) -> dict[str, int]:

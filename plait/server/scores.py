@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from plait.engine.embedding import unit
 from plait.engine.terms import NO_TERMS
 from plait.errors import InvalidField
 from plait.request import Pooling, Request
 from plait.server import validate
-from plait.server.embeddings import MAX_INPUTS, Vectors, embedding_request, prompt_usage, unit
+from plait.server.embeddings import MAX_INPUTS, Vectors, embedding_request, prompt_usage
 from plait.server.endpoint import Endpoint
 from plait.server.generation import new_id
 from plait.server.schema import field_names, typed
