@@ -47,17 +47,6 @@ def nano_url(pytestconfig: pytest.Config) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def smol_url(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Iterator[str]:
-    """The server that is checked; SmolLM2 with its chat template, if none is named."""
-    if option(pytestconfig, "--base-url"):
-        yield request.getfixturevalue("nano_url")
-        return
-    path: Path = request.getfixturevalue("smollm2")
-    with serve(path, "--max-model-len", "2048") as server:
-        yield server.url
-
-
-@pytest.fixture(scope="session")
-def tools_url(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Iterator[str]:
     """The server that is checked; SmolLM2 with a template for tools and thinking, if none is named."""
     if option(pytestconfig, "--base-url"):
         yield request.getfixturevalue("nano_url")

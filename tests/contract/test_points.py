@@ -12,7 +12,7 @@ NUM_POINTS = 70
 # A docstring that begins with 'Points 3, 5 and 70.'
 _NAMED = re.compile(r"Points? ((?:\d+(?:, | and |))+)")
 _ROW = re.compile(r"\| (\d+) \|(.*)\|$")
-NOT_ON_THE_WIRE = {4}  # pings come after 15 s of silence: tests/server/test_pings.py makes the time shorter
+NOT_ON_THE_WIRE = {4}  # pings come after 15 s of silence: tests/server/test_faults.py makes that shorter
 
 
 def points() -> dict[int, list[str]]:

@@ -27,16 +27,23 @@ CLOCK: dict[str, Any] = {
     "type": "function",
     "function": {"name": "now", "parameters": {"type": "object", "properties": {}}},
 }
+QUIET = {"chat_template_kwargs": {"enable_thinking": False}}  # the answer at once
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
 @pytest.fixture(scope="module")
-def base_url(tools_url: str) -> str:
-    return tools_url
+def base_url(smol_url: str) -> str:
+    return smol_url
 
 
 def ask(client: Client, **more: Any) -> Any:
-    asked: dict[str, Any] = {"tools": [WEATHER, CLOCK], "tool_choice": NAMED, "max_tokens": 96, **more}
+    asked: dict[str, Any] = {
+        "tools": [WEATHER, CLOCK],
+        "tool_choice": NAMED,
+        "max_tokens": 96,
+        **QUIET,
+        **more,
+    }
     answer = client.chat("What is the weather in Paris?", **asked)
     assert answer.status == 200, answer.body
     return answer
@@ -84,7 +91,11 @@ def test_streamed_calls_are_those_of_the_whole_reply(client: Client) -> None:
 
 def test_ids_of_calls_differ(client: Client) -> None:
     """Points 24 and 27."""
-    ids = [call["id"] for _ in range(4) for call in ask(client).json["choices"][0]["message"]["tool_calls"]]
+    ids = [
+        call["id"]
+        for _ in range(2)
+        for call in ask(client, parallel_tool_calls=False).json["choices"][0]["message"]["tool_calls"]
+    ]
     assert len(set(ids)) == len(ids)
 
 
