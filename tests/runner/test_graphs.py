@@ -172,8 +172,21 @@ def test_a_step_too_large_for_the_program_runs_op_by_op(checkpoints: Path) -> No
         plans = [Plan(0, (Chunk(0, 0, ids, tables, 1, n),), fresh=(1,)) for n in (1, 6)]
         assert [runner._static is not None and runner._static.fits(plan) for plan in plans] == [True, False]
         with torch.inference_mode():
-            recorded_one, all_six = (runner._logits(plan).clone() for plan in plans)
+            recorded_one, all_six = (runner._computed(plan)[1].clone() for plan in plans)
         assert torch.equal(recorded_one, all_six[-1:])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "granite", "oxidizr_hybrid"])
+def test_hidden_states_outlast_the_program_that_left_them(checkpoints: Path, name: str) -> None:
+    with loaded(folder_of(name, checkpoints), **options_of(name)) as model:
+        runner, ids = model.runner, (1, 5, 2, 9, 3, 7)
+        tables = tuple((1,) for _ in runner.groups)
+        plans = [Plan(0, (Chunk(0, 0, ids, tables, 1, n, 6),), fresh=(1,)) for n in (0, 1, 6)]
+        assert runner.is_recorded
+        with torch.inference_mode():
+            none, one, eager = (runner._computed(plan)[0][:6].clone() for plan in plans)
+        assert torch.equal(none, one)
+        assert torch.equal(one, eager)
 
 
 def test_without_an_executor_nothing_is_recorded(checkpoints: Path) -> None:
