@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import sys
 from typing import Any
 
@@ -17,7 +18,13 @@ logger = logging.getLogger("plait.server")
 HEAD_TIMEOUT_S = 20.0  # from the connection, or from the last response, to the end of a request's headers
 READ_TIMEOUT_S = 60.0  # for a client to read enough that more can be sent: 48 KiB
 FLUSH_S = 10.0  # for a client to read the last of an answer before its connection is cut
+READ_BYTES = (
+    32 * 1024
+)  # parsed in one turn of the loop: a hundred thousand tiny pieces would hold up everybody
 WRITE_BUFFER_BYTES = 64 * 1024  # what is kept for a client that reads slowly; its stream waits then
+
+
+_HEAD_END = re.compile(rb"\n\r?\n")
 
 
 class Connection(H11Protocol):
@@ -33,6 +40,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        if hasattr(transport, "max_size"):  # asyncio's own; uvloop has a bound of its own
+            transport.max_size = READ_BYTES
         if len(self.connections) > self._max_connections:
             logger.warning("more than %d connections are open; one was closed", self._max_connections)
             transport.close()
@@ -56,12 +65,28 @@ class Connection(H11Protocol):
         _stop(self._unread)
         super().resume_writing()
 
+    def handle_events(self) -> None:
+        """uvicorn's, but a head that is too long is refused before it is parsed."""
+        if self.conn.their_state is h11.IDLE:
+            waiting, _ = self.conn.trailing_data
+            limit = self._max_head_bytes
+            if len(waiting) > limit and not _HEAD_END.search(waiting, 0, limit):
+                self._refuse(431, "")
+                return
+        super().handle_events()
+
     def send_400_response(self, msg: str) -> None:
         """The answer to what is not HTTP, and to headers that are too large."""
         # uvicorn calls this while it handles h11's exception, which knows the status.
-        status = getattr(sys.exception(), "error_status_hint", 400)
+        self._refuse(getattr(sys.exception(), "error_status_hint", 400), msg)
+
+    @property
+    def _max_head_bytes(self) -> int:
+        return self.config.h11_max_incomplete_event_size or 0
+
+    def _refuse(self, status: int, msg: str) -> None:
         if status == 431:
-            msg = f"the request's headers take more than {self.config.h11_max_incomplete_event_size} bytes"
+            msg = f"the request's headers take more than {self._max_head_bytes} bytes"
         found = http_problem(status, msg)
         response = found.response()
         more = [(b"connection", b"close"), (b"x-request-id", new_id("req").encode())]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import h11
 import pytest
 
 from plait.server import body, connection, edge, exchange, sse
@@ -72,6 +73,44 @@ def test_a_megabyte_of_headers_ends_the_connection(client: Client) -> None:
         with contextlib.suppress(ConnectionResetError):
             assert not answer(sock).startswith(b"HTTP/1.1 200")
     assert client.get("/health").status == 200
+
+
+@pytest.mark.parametrize("sent", [b"a:\r\n" * 200_000, b"x" * 800_000])
+def test_a_head_that_is_too_long_is_not_parsed(
+    client: Client, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    parsed: list[int] = []
+    real = h11.Connection.next_event
+
+    def next_event(self: h11.Connection) -> Any:
+        parsed.append(len(self.trailing_data[0]))
+        return real(self)
+
+    monkeypatch.setattr(h11.Connection, "next_event", next_event)
+    with connected(client) as sock:
+        with contextlib.suppress(OSError):
+            sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + sent + b"\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert not answer(sock).startswith(b"HTTP/1.1 200")
+    assert max(parsed, default=0) <= edge.MAX_HEAD_BYTES + connection.READ_BYTES
+
+
+def test_a_body_in_tiny_chunks_is_parsed_a_little_at_a_time(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    real = connection.Connection.data_received
+    monkeypatch.setattr(
+        connection.Connection,
+        "data_received",
+        lambda self, data: (sizes.append(len(data)), real(self, data))[1],
+    )
+    sent = b'{"prompt": "Hi", "max_tokens": 1, "user": "' + b"x" * 40_000 + b'"}'
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in sent) + b"0\r\n\r\n"
+    with connected(client) as sock:
+        sock.sendall(POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+        assert answer(sock).startswith(b"HTTP/1.1 200 ")
+    assert max(sizes) <= connection.READ_BYTES
 
 
 def test_a_body_that_drips_is_408(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,11 +219,11 @@ def test_an_answer_that_nobody_reads_is_cut(
 def test_an_answer_that_is_read_slowly_but_read_is_not_cut(
     lost: list[connection.Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "READ_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(connection, "READ_TIMEOUT_S", 2.0)
     with serving(fake_front()) as client, unread(client, {**LARGE, "stream": True}) as sock:
         seen = b""
-        while not seen.endswith(b"0\r\n\r\n"):
-            seen += sock.recv(20_000)
+        while not seen.endswith(b"0\r\n\r\n") and (piece := sock.recv(20_000)):
+            seen += piece
             time.sleep(0.002)
     assert b"data: [DONE]" in seen
 
