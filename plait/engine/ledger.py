@@ -163,7 +163,9 @@ class Ledger:
             timeout_s = entry.request.timeout_s
             if timeout_s is not None and now >= entry.arrival_s + timeout_s:
                 so_far = sum(len(part.token_ids) for part in entry.parts.values())
-                text = f"not done within timeout_s ({timeout_s:g} s), in which the engine had to be replaced"
+                text = f"not done within timeout_s ({timeout_s:g} s)"
+                if entry.num_deaths:
+                    text += ", in which the engine had to be replaced"
                 self.fail(entry, DeadlineExceeded(f"{text}: {so_far} tokens were generated until then"))
 
     def end_all(self, error: Exception | None) -> None:

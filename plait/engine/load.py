@@ -138,6 +138,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     runner, engine = engine_over(decoder, sampler, target, config, sizing, proposer=proposer)
     guides = Guides(_compiler(opened, tokenizer, vocab_size), vocab_size)
     engine.guided = guides.open
+    sampler.prepare()
     step_log.info("step: %s", runner.step_kind)
     target.bound.append(
         Binding("step", "recorded", runner.step_kind, ())

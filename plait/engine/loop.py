@@ -61,15 +61,19 @@ class EngineLoop:
         arrived = self.engine.clock()
         self.engine.validate(request)
         with self._wake:
-            self._check_open()
-            if not self.engine.scheduler.has_room(self._arriving):
-                raise QueueFull(
-                    f"max_waiting ({self.engine.scheduler.limits.max_waiting}) requests wait already; "
-                    "try again later"
-                )
+            self.check_room()
             self._arriving += 1
             self._commands.append(lambda: self._submit(request, on_event, arrived))
             self._wake.notify()
+
+    def check_room(self) -> None:
+        """Raises QueueFull or EngineError if a request that came now would be refused, whatever it asks."""
+        self._check_open()
+        if not self.engine.scheduler.has_room(self._arriving):
+            raise QueueFull(
+                f"max_waiting ({self.engine.scheduler.limits.max_waiting}) requests wait already; "
+                "try again later"
+            )
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its choices, before the next step. Safe after its end, and after close."""

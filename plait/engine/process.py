@@ -92,16 +92,20 @@ class EngineProcess:
         """
         arrived = time.monotonic()
         self._check(request)
-        config = self.config
         with self._changed:
-            self._check_open()
-            if self._num_open >= config.max_waiting + config.max_num_seqs:
-                raise QueueFull(f"max_waiting ({config.max_waiting}) requests wait already; try again later")
+            self.check_room()
             self._num_arriving += 1
         if not self._supervisor.mailbox.put(lambda s: self._submit(s, request, on_event, arrived)):
             with self._changed:
                 self._num_arriving -= 1
             raise EngineError("the engine is closing and takes no more requests")
+
+    def check_room(self) -> None:
+        """Raises QueueFull or EngineError if a request that came now would be refused, whatever it asks."""
+        self._check_open()
+        config = self.config
+        if self._num_open >= config.max_waiting + config.max_num_seqs:
+            raise QueueFull(f"max_waiting ({config.max_waiting}) requests wait already; try again later")
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its choices, before the next step. Safe after its end, and after close."""

@@ -84,6 +84,13 @@ class Sampler:
             answers.append(Sampled(tuple(ids[mine]), scores, prompt))
         return answers
 
+    def prepare(self) -> None:
+        """Choose and draw once, so that no request waits for what is compiled at its first use."""
+        params = [SamplingParams(temperature=temperature, logprobs=1) for temperature in (0.0, 1.0)]
+        rows = tuple(SamplingRow(p, num_logits=1, num_samples=1, position=0, seed=0) for p in params)
+        device = self.holes.device
+        self.sample(torch.zeros(len(rows), self.vocab_size, device=device), SamplingBatch(rows))
+
     def _choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         """logits: [n, vocab], not changed -> n tokens."""
         edited = self._edited(logits[:, : self.limit], draws)

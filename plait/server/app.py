@@ -137,6 +137,8 @@ class Service:
             front, body = await self._read(request)
             served, plan, answer = self.served(front), endpoint.plan, endpoint.answer
             shape, receive = endpoint.outcome, request.receive
+            if plan is not None or shape is not None:
+                front.check_room()  # before templates and tokens cost anything
             if plan is not None:
                 response = await respond(receive, front, lambda: plan(front, served, body))
             elif shape is not None:

@@ -64,7 +64,7 @@ _TRANSLATED = frozenset(
     {
         *("messages", "tools", "tool_choice", "parallel_tool_calls", "n", "best_of", "stop", "stream"),
         *("stream_options", "max_completion_tokens", "logprobs", "top_logprobs", "return_token_ids"),
-        *("response_format", "reasoning_effort", "thinking_token_budget"),
+        *("response_format", "reasoning_effort", "thinking_token_budget", "reasoning_field"),
     }
 )
 _PASSED = chat.FIELDS - _TRANSLATED

@@ -82,6 +82,7 @@ _TRANSLATED = frozenset(
     {
         *("messages", "n", "best_of", "stream", "stream_options", "max_tokens", "max_completion_tokens"),
         *("logprobs", "top_logprobs", "response_format", "reasoning_effort", "return_token_ids"),
+        "reasoning_field",
     }
 )
 _PASSED = chat.FIELDS - _TRANSLATED
