@@ -12,7 +12,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from plait.config import EngineConfig
-from plait.engine.load import Loaded, load
+from plait.engine.load import Loaded, facts_for_sizing, load
+from plait.engine.sizing import size_state
 from plait.engine.stream import Stream
 from plait.request import Request
 from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
@@ -100,8 +101,16 @@ def random_prompts(vocab_size: int) -> list[Ids]:
 def less_memory(loaded: Loaded) -> int | None:
     """Bytes of state in which some sequence must wait for another's blocks; None if none can have to."""
     growing = [size for size in loaded.sizing.groups if size.group.window is None]
-    spared = SPARED * sum(size.nbytes_per_block for size in growing)
-    return loaded.sizing.nbytes - spared if spared else None
+    if not growing:
+        return None
+    facts, limit = facts_for_sizing(loaded.runner.decoder, loaded.target), loaded.sizing.nbytes
+    while True:  # snapshots give way as well, so the limit is looked for
+        limit -= growing[0].nbytes_per_block
+        config = replace(loaded.config, memory_limit=limit)
+        sizing = size_state(facts, config, free_memory=limit)
+        (left, *_) = (size for size in sizing.groups if size.group.window is None)
+        if left.num_blocks <= growing[0].num_blocks - SPARED:
+            return limit
 
 
 def in_one_request(client: Client, prompts: Sequence[Ids]) -> list[Ids]:
