@@ -334,6 +334,8 @@ class Engine:
             return
         del entry.open[event.index]
         self.scheduler.cancel(seq_id)
+        if choice.sequence.guide is not None:
+            choice.sequence.guide.is_wanted = False
         self._ask(lambda speculation: speculation.forget(seq_id), None)
         if not entry.open:
             del self._requests[entry.request.id]
@@ -354,6 +356,7 @@ class Engine:
         except Exception as error:
             # Its reader is broken and cannot be told; nobody else may suffer, and the fault must be seen.
             entry.on_event = _nobody
+            log.exception("the reader of %s failed, and its request is ended", entry.request.id)
             self.reader_faults.append((entry.request.id, error))
             self.cancel(entry.request.id)
 

@@ -26,7 +26,6 @@ from plait.runner.draft import DraftMemory, DraftModel
 from plait.runner.graphs import Capacity
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
-from plait.schedule.speculate import NgramProposer, Proposer
 from plait.spec import ModelSpec
 from plait.state.store import StateStore
 from plait.text.tokenizer import Tokenizer
@@ -36,31 +35,6 @@ step_log = logging.getLogger("plait.step")
 SHARE = 4  # the state of drafts takes at most this part of what the state of sequences may
 PROBE_TEXT = "It's 12:34:56 now…\n\n\tdef naïve(x): return {'Ω': x**2, \"日本\": -0.5}  # ABC_def 🙂\r\n"
 PROBE_IDS = 499  # tokens, spread over the vocabulary, whose texts are compared; a prime
-
-
-def proposer_for(
-    spec: ModelSpec,
-    config: EngineConfig,
-    target: Target,
-    max_model_len: int,
-    tokenizer: Tokenizer | None,
-    report: Progress,
-) -> Proposer | None:
-    """Who guesses for a model that is loaded, as `config.speculate` says; None if nobody does.
-
-    Raises what `open_draft` and `load_draft` do, and ConfigError for a model that is not causal.
-    """
-    if config.speculate == "off":
-        return None
-    if not spec.causal:
-        raise ConfigError(
-            f"speculate: {config.speculate} was asked for, and this model computes a whole sequence in every "
-            "step, so that guesses save nothing; leave the option out, or use --ssm-mode ssd"
-        )
-    if config.speculate == "ngram":
-        return NgramProposer()
-    opened = open_draft(config, spec, tokenizer)
-    return load_draft(opened, config, target, max_model_len, tokenizer, report)
 
 
 def load_draft(

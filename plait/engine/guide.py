@@ -25,11 +25,12 @@ class Guide:
     """Of one sequence; `schedule.sequence.Guide` says what the scheduler asks of it.
 
     Made ready by one thread and used by another. Nothing raises: `error` says why it cannot be followed.
+    `is_wanted` False: its reply has ended, and what it would take to make it ready is not worth doing.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self.error: Exception | None = None
-        self.is_ready = False
+        self.is_ready, self.is_wanted = False, True
         self._num_words = (vocab_size + 31) // 32
         self._grammar: GrammarState | None = None
         self._watch: ThinkingWatch | None = None
@@ -122,11 +123,11 @@ class Guide:
 class Guides:
     """Makes the guides of one model's requests.
 
-    `find` gives the compiler of its grammars, when one is first needed; it is told which tokens end a reply.
-    What it raises is the error of the request that needed it.
+    `find` gives the compiler of its grammars, when one is first needed. What it raises is the error of the
+    request that needed it.
     """
 
-    def __init__(self, find: Callable[[frozenset[int]], GrammarCompiler], vocab_size: int) -> None:
+    def __init__(self, find: Callable[[], GrammarCompiler], vocab_size: int) -> None:
         self._find, self._vocab_size = find, vocab_size
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()
@@ -153,8 +154,10 @@ class Guides:
             self._compiler.close()
 
     def _begin(self, request: Request, guides: Sequence[Guide]) -> None:
+        if not any(guide.is_wanted for guide in guides):
+            return
         try:
-            compiler = self._compiler = self._compiler or self._find(_ends(request))
+            compiler = self._compiler = self._compiler or self._find()
             grammar = None if request.grammar is None else compiler.compile(request.grammar)
             for guide, so_far in zip(guides, request.resumed or ((),) * len(guides), strict=True):
                 budget = request.thinking
@@ -163,11 +166,6 @@ class Guides:
         except Exception as error:
             for guide in guides:
                 guide.fail(error)
-
-
-def _ends(request: Request) -> frozenset[int]:
-    """The tokens that end any reply of the model: without those of this request alone."""
-    return request.stop_token_ids - frozenset(request.params.stop_token_ids)
 
 
 def unguided(request: Request) -> list[Guide | None]:

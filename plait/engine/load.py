@@ -119,7 +119,7 @@ def build(
 
 def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: Progress) -> Built:
     config = opened.config
-    draft = _draft(config, opened.resolved.spec, tokenizer)
+    draft = draft_headers(config, opened.resolved.spec, tokenizer)
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, target, report)
     sizing = _size(opened, decoder, target)
@@ -136,7 +136,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     report("preparing the step (the first start compiles kernels)", 0, 1)
     proposer = _proposer(draft, opened, target, sizing, tokenizer, report)
     runner, engine = engine_over(decoder, sampler, target, config, sizing, proposer=proposer)
-    guides = Guides(_compiler(opened, tokenizer, vocab_size), vocab_size)
+    guides = Guides(_compiler(opened, vocab_size), vocab_size)
     engine.guided = guides.open
     sampler.prepare()
     step_log.info("step: %s", runner.step_kind)
@@ -151,16 +151,16 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     return Built(opened, runner, engine, sizing, target, guides)
 
 
-def _compiler(
-    opened: Opened, tokenizer: Tokenizer | None, vocab_size: int
-) -> Callable[[frozenset[int]], GrammarCompiler]:
-    """What makes the compiler of a model's grammars. Its tokenizer is loaded then, if it is not there."""
+def _compiler(opened: Opened, vocab_size: int) -> Callable[[], GrammarCompiler]:
+    """What makes the compiler of a model's grammars. Its text side is loaded then, and not before."""
 
-    def find(ends: frozenset[int]) -> GrammarCompiler:
-        words = tokenizer or opened.tokenizer()
-        if words is None:
+    def find() -> GrammarCompiler:
+        language = opened.language()
+        if language.chat_template:
+            language.chat_template.close()
+        if language.tokenizer is None:
             raise BadGrammar(f"{opened.files.name} has no tokenizer, so no grammar can be kept")
-        return GrammarCompiler(words, vocab_size, ends=ends)
+        return GrammarCompiler(language.tokenizer, vocab_size, ends=language.stop_token_ids)
 
     return find
 
@@ -207,8 +207,16 @@ def engine_over(
     )
 
 
-def _draft(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | None) -> Opened | None:
-    """The draft model's headers, if one is asked for: refused before anything large is loaded."""
+def draft_headers(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | None) -> Opened | None:
+    """The draft model's headers, if one is asked for: refused before anything large is loaded.
+
+    Raises what `open_draft` does, and ConfigError if nobody can guess for a model of this spec.
+    """
+    if config.speculate != "off" and not spec.causal:
+        raise ConfigError(
+            f"speculate: {config.speculate} was asked for, and this model computes a whole sequence in every "
+            "step, so that guesses save nothing; leave the option out, or use --ssm-mode ssd"
+        )
     if config.speculate in ("off", "ngram"):
         return None
     from plait.engine.draft import open_draft
@@ -226,7 +234,7 @@ def _proposer(
 ) -> Proposer | None:
     """Who guesses tokens, if anybody does."""
     config = opened.config
-    if config.speculate == "off" or not opened.resolved.spec.causal:
+    if config.speculate == "off":
         return None
     if draft is None:
         return NgramProposer()

@@ -162,7 +162,9 @@ class Supervisor:
         try:
             hello = Hello(self._hello.builder, self._hello.model, self._hello.config, levels)
             engine = self.engine = Spawned(hello, hello.config.max_num_seqs)
-        except OSError as error:
+        except OSError as error:  # no memory, no processes, no files left: it may be better later
+            self._num_in_row = max(self._num_in_row, 1) + 1
+            self._num_unexplained += 1
             return f"it could not be started: {error}"
         self._progress_s = time.monotonic()
         death: str | None = None
@@ -308,6 +310,7 @@ class Supervisor:
         return min(BACKOFF_S * 2.0 ** (self._num_in_row - 2), LONGEST_BACKOFF_S)
 
     def _pause(self, seconds: float) -> None:
+        self._obey()
         until = time.monotonic() + seconds
         poll = select.poll()
         poll.register(self.mailbox.fd, select.POLLIN)

@@ -270,18 +270,17 @@ class Verification:
     def _difference(self, cell: Cell, wave: int, name: str, reply: Reply) -> Difference | None:
         """Where a reply parts from the plain one, if it does."""
         asked, plain = self.asked[name], self.plain[name]
-        for i in range(max(len(plain.token_ids), len(reply.token_ids))):
-            expected, found = _at(plain.token_ids, i), _at(reply.token_ids, i)
-            want, got = _at(plain.logprobs, i), _at(reply.logprobs, i)
-            if expected == found and want == got:
-                continue
-            off_by = _off_by(want, got) if want and got and expected == found else None
-            note = f"the request failed: {reply.error}" if reply.error else ""
-            position = asked.prompt_len + i
-            return Difference(
-                cell.name, name, wave, i, position, expected, found, _gap(want), off_by, note=note
-            )
-        return None
+        i = _first_other(plain.token_ids, reply.token_ids)
+        if i is None:  # the same tokens: but perhaps not the same numbers behind them
+            i = _first_other(plain.logprobs, reply.logprobs)
+        if i is None:
+            return None
+        expected, found = _at(plain.token_ids, i), _at(reply.token_ids, i)
+        want, got = _at(plain.logprobs, i), _at(reply.logprobs, i)
+        off_by = _off_by(want, got) if want and got and expected == found else None
+        note = f"the request failed: {reply.error}" if reply.error else ""
+        position = asked.prompt_len + i
+        return Difference(cell.name, name, wave, i, position, expected, found, _gap(want), off_by, note=note)
 
     def _followed(self, cell: Cell, found: Difference) -> Difference:
         """With the op where the numbers part, for the first differences of a run."""
@@ -346,13 +345,19 @@ def _counts(engine: Engine) -> dict[str, int]:
     }
 
 
+def _first_other(plain: Sequence[Value], reply: Sequence[Value]) -> int | None:
+    """Where two rows differ first, or one is longer."""
+    length = max(len(plain), len(reply))
+    return next((i for i in range(length) if _at(plain, i) != _at(reply, i)), None)
+
+
 def _at(values: Sequence[Value], index: int) -> Value | None:
     return values[index] if index < len(values) else None
 
 
 def _off_by(want: TokenLogprobs, got: TokenLogprobs) -> float:
     pairs = zip(want.top, got.top, strict=False)
-    return max(abs(want.logprob - got.logprob), *(abs(a - b) for (_, a), (_, b) in pairs))
+    return max([abs(want.logprob - got.logprob), *(abs(a - b) for (_, a), (_, b) in pairs)])
 
 
 def _gap(chosen: TokenLogprobs | None) -> float | None:

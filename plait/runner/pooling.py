@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from plait.errors import EngineError
 from plait.schedule.plan import Plan, Sampled
 
 
@@ -14,7 +15,7 @@ def with_pooled(plan: Plan, hidden: Tensor, answers: Sequence[Sampled]) -> list[
     """The answers to a plan's chunks, in order, with the sums that they asked for.
 
     hidden: [at least the plan's tokens, hidden]; a sum is computed in float64, so that it does not depend on
-    how a prompt was cut beyond the last bits of float64.
+    how a prompt was cut beyond the last bits of float64. Raises EngineError for one that is not finite.
     """
     if not any(chunk.num_pooled for chunk in plan.chunks):
         return list(answers)
@@ -25,7 +26,11 @@ def with_pooled(plan: Plan, hidden: Tensor, answers: Sequence[Sampled]) -> list[
             continue
         answer = next(given)
         if chunk.num_pooled:
-            rows = hidden[end - chunk.num_pooled : end]
-            answer = replace(answer, pooled=tuple(rows.double().sum(0).tolist()))
+            total = hidden[end - chunk.num_pooled : end].double().sum(0)
+            if not total.isfinite().all():
+                raise EngineError(
+                    "the model computed hidden states that are no numbers; a weight or a state is broken"
+                )
+            answer = replace(answer, pooled=tuple(total.tolist()))
         found.append(answer)
     return found

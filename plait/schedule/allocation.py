@@ -144,7 +144,8 @@ class Allocation:
         if self.has_slots:
             junction = hit.seen if hit.seen + self.block_size < seq.prompt_len else 0
             places = {seq.prompt_len - 1, *seq.boundaries, junction}
-            seq.marks |= {p for p in places if self.block_size <= p < seq.prompt_len}
+            first = max(self.block_size, seq.num_computed_tokens + 1)
+            seq.marks |= {p for p in places if first <= p < seq.prompt_len}
 
     def _is_restored(self, seq: TokenSequence, hit: Hit) -> bool:
         """Whether what was saved of it is more than what is cached."""

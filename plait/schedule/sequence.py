@@ -13,7 +13,12 @@ from plait.state.prefix import root
 
 
 class Guide(Protocol):
-    """What the tokens of one sequence may be. Nothing raises: `error` says why it cannot be followed."""
+    """What the tokens of one sequence may be. Nothing raises: `error` says why it cannot be followed.
+
+    `is_wanted` is set to False when the sequence has ended.
+    """
+
+    is_wanted: bool
 
     @property
     def error(self) -> Exception | None: ...

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from plait.config import EngineConfig
-from plait.engine.draft import load_draft, open_draft, place_nbytes, proposer_for
-from plait.engine.load import Loaded, load
+from plait.engine.draft import load_draft, open_draft, place_nbytes
+from plait.engine.load import Loaded, draft_headers, load
 from plait.errors import BadFile, ConfigError, OutOfMemory
 from plait.request import SamplingParams
 from plait.runner.draft import DraftModel
 from plait.schedule.plan import SamplingBatch, SamplingRow
-from plait.schedule.speculate import NgramProposer, Wanted
+from plait.schedule.speculate import Wanted
 from tests.families import tiny
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -159,20 +159,10 @@ def test_options_about_the_files_of_the_model_are_not_for_the_draft(tmp_path: Pa
         made.front.close(drain=False)
 
 
-@pytest.mark.parametrize(("word", "kind"), [("off", type(None)), ("ngram", NgramProposer), ("", DraftModel)])
-def test_the_option_says_who_guesses(hybrid: Loaded, word: str, kind: type) -> None:
-    config = replace(hybrid.config, speculate=word or hybrid.config.speculate)
-    spec, length = hybrid.runner.decoder.spec, hybrid.sizing.max_model_len
-    made = proposer_for(spec, config, hybrid.target, length, hybrid.opened.tokenizer(), quietly)
-    assert isinstance(made, kind)
-
-
 @pytest.mark.parametrize("word", ["ngram", "/nowhere"])
 def test_a_model_that_computes_whole_sequences_takes_no_guesses(hybrid: Loaded, word: str) -> None:
-    config, spec = replace(hybrid.config, speculate=word), replace(hybrid.runner.decoder.spec, causal=False)
-    with pytest.raises(
-        ConfigError, match=f"^speculate: {word} was asked for, and this model computes a whole"
-    ):
-        proposer_for(spec, config, hybrid.target, 64, None, quietly)
-    off = replace(config, speculate="off")
-    assert proposer_for(spec, off, hybrid.target, 64, None, quietly) is None
+    config, spec = replace(hybrid.config, speculate=word), replace(hybrid.front.spec, causal=False)
+    text = f"^speculate: {word} was asked for, and this model computes a whole"
+    with pytest.raises(ConfigError, match=text):
+        draft_headers(config, spec, None)
+    assert draft_headers(replace(config, speculate="off"), spec, None) is None

@@ -278,7 +278,7 @@ def test_a_budget_and_a_grammar_hold_together(front: Front) -> None:
 
 
 def test_without_a_vocabulary_nothing_is_taken_that_would_need_one() -> None:
-    def find(ends: frozenset[int]) -> Any:
+    def find() -> Any:
         raise BadGrammar("there is no tokenizer")
 
     guides = Guides(find, VOCAB_SIZE)

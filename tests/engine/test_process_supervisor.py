@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from plait.config import EngineConfig
+from plait.engine import supervisor as module
 from plait.engine.supervisor import Mailbox, Patience, Supervisor
 from plait.engine.wire import Hello
 
@@ -37,3 +41,24 @@ def test_a_mailbox_takes_commands_until_it_is_closed_and_loses_none() -> None:
     assert mailbox.put(lambda _: None)
     assert len(mailbox.close()) == 1
     assert not mailbox.put(lambda _: None)
+
+
+def test_a_process_that_cannot_be_started_is_tried_again_with_pauses_and_then_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine without memory for a process made the supervisor spin, deaf to everything."""
+    starts: list[float] = []
+
+    def spawned(*_: object) -> None:
+        starts.append(time.monotonic())
+        raise OSError("Cannot allocate memory")
+
+    ended: list[object] = []
+    monkeypatch.setattr(module, "Spawned", spawned)
+    monkeypatch.setattr(module, "BACKOFF_S", 0.02)
+    watcher: Any = SimpleNamespace(on_down=lambda: None, on_end=ended.append, on_restart=lambda: None)
+    supervisor = Supervisor(Hello("a:b", "m", EngineConfig(), {}), watcher, Patience())
+    supervisor._was_up = True
+    supervisor.run()
+    assert len(starts) == module.MAX_DEATHS
+    assert all(later - earlier > 0.01 for earlier, later in pairwise(starts))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plait.config import EngineConfig
 from plait.engine.load import Loaded, load
-from plait.engine.verify import Arithmetic, Difference, Result, Verification
+from plait.engine.verify import Arithmetic, Difference, Reply, Result, Verification
 from plait.engine.verify_doubles import FAILS_EVERY, FailingRunner, KnownReplies
 from plait.engine.verify_matrix import PLAIN, Cell, cells
 from plait.engine.verify_prompts import default_prompts, first_turns, second_turns
@@ -27,7 +27,7 @@ from plait.ops.attention import paged_attention
 from plait.ops.linear import Packing, dense
 from plait.ops.registry import Op, Variant
 from plait.ops.ssm import mamba2_scan
-from plait.request import SamplingParams
+from plait.request import SamplingParams, TokenLogprobs
 from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
 from plait.schedule.speculate import Wanted
 from plait.state.store import StateStore
@@ -267,6 +267,22 @@ def test_a_cell_in_which_nothing_happened_says_so() -> None:
     assert not Result("swapped", 1, 1, (), {"swaps": 0}, proof="swaps").happened
     assert Result("swapped", 1, 1, (), {"swaps": 2}, proof="swaps").happened
     assert Result("batch", 1, 1, (), {}).happened
+
+
+def test_another_token_counts_for_more_than_other_bits_before_it() -> None:
+    """A rounding at the first token used to hide another token behind it."""
+    plain, other, rounded = Reply(), Reply(), Reply()
+    for reply, token_ids, first in ((plain, (1, 2), -0.5), (other, (1, 3), -0.6), (rounded, (1, 2), -0.6)):
+        reply.token_ids += token_ids
+        reply.logprobs += [TokenLogprobs(1, first), TokenLogprobs(token_ids[1], -0.5)]
+    about: Any = SimpleNamespace(asked={"r": SimpleNamespace(prompt_len=4)}, plain={"r": plain})
+    found = Verification._difference(about, Cell("c", ""), 0, "r", other)
+    assert found is not None
+    assert (found.index, found.expected, found.found) == (1, 2, 3)
+    found = Verification._difference(about, Cell("c", ""), 0, "r", rounded)
+    assert found is not None
+    assert (found.index, found.expected, found.found) == (0, 1, 1)
+    assert Verification._difference(about, Cell("c", ""), 0, "r", plain) is None
 
 
 def test_other_bits_are_no_other_token() -> None:

@@ -56,7 +56,8 @@ def engine_front(
     memory = Allocation(groups, [num_blocks], BLOCK, num_slots=9, max_step_len=256, trims=True)
     scheduler = Scheduler(limits, memory)
     tokenizer = ByteTokenizer()
-    guides = Guides(lambda ends: GrammarCompiler(tokenizer, VOCAB_SIZE, ends=ends), VOCAB_SIZE)
+    ends = frozenset({EOS})
+    guides = Guides(lambda: GrammarCompiler(tokenizer, VOCAB_SIZE, ends=ends), VOCAB_SIZE)
     engine = Engine(
         Bigrams(step_s), scheduler, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT, guided=guides.open
     )
