@@ -26,7 +26,7 @@ from plait.server.message_blocks import (
 )
 from plait.server.outcome import Event
 from plait.server.schema import field_names, typed
-from plait.server.wording import in_words_of
+from plait.server.wording import in_words_of, refuse_words_of_a_chat
 
 if TYPE_CHECKING:
     from plait.engine.front import Front
@@ -69,6 +69,7 @@ _TRANSLATED = frozenset(
 )
 _PASSED = chat.FIELDS - _TRANSLATED
 FIELDS = field_names(MessagesRequest) | _PASSED
+_UNREAD = _TRANSLATED - FIELDS
 COUNT_FIELDS = field_names(CountRequest)
 _NAMES = {
     "stop": "stop_sequences",
@@ -76,6 +77,8 @@ _NAMES = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
+    "max_completion_tokens": "max_tokens",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 _REFUSED = ("mcp_servers", "container", "context_management")
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -95,6 +98,7 @@ _KINDS = {
 
 def outcome(front: Front, model: str, body: Mapping[str, Any]) -> Messages:
     """Everything that can be refused before the engine is asked. Renders, tokenizes. Raises RequestErrors."""
+    refuse_words_of_a_chat(body, _UNREAD, _NAMES)
     _refuse(body, FIELDS)
     asked = typed(body, MessagesRequest)
     found = conversation(asked.messages, asked.system)

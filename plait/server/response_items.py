@@ -71,7 +71,7 @@ def _take(chat: Conversation, item: Any, at: str) -> None:
     match item.get("type") or "message":
         case "message":
             role = item.get("role")
-            if role not in ROLES:
+            if not isinstance(role, str) or role not in ROLES:
                 roles = ", ".join(sorted(ROLES))
                 raise InvalidField(f"{at}.role: {role!r:.80} is not one of {roles}", f"{at}.role")
             chat.add({"role": role, "content": _text(item.get("content"), f"{at}.content")}, at)

@@ -21,7 +21,7 @@ from plait.server.generation import new_id
 from plait.server.outcome import Event
 from plait.server.response_items import chat_format, chat_tool_choice, chat_tools, conversation
 from plait.server.schema import field_names, typed
-from plait.server.wording import in_words_of
+from plait.server.wording import in_words_of, refuse_words_of_a_chat
 
 if TYPE_CHECKING:
     from plait.engine.front import Front
@@ -87,6 +87,7 @@ _TRANSLATED = frozenset(
 )
 _PASSED = chat.FIELDS - _TRANSLATED
 FIELDS = field_names(ResponsesRequest) | _PASSED
+_UNREAD = _TRANSLATED - FIELDS
 _NAMES = {
     "messages": "input",
     "prompt": "input",
@@ -94,6 +95,7 @@ _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "logprobs": "include",
 }
 _REFUSED = ("conversation", "prompt", "max_tool_calls", "context_management", "moderation")
 
@@ -103,6 +105,7 @@ def outcome(front: Front, model: str, body: Mapping[str, Any]) -> Responses:
     for name in _REFUSED:
         if body.get(name):
             raise InvalidField(f"{name}: this server cannot honour it; leave it out", name)
+    refuse_words_of_a_chat(body, _UNREAD, _NAMES)
     validate.refuse(body, FIELDS)
     asked = typed(body, ResponsesRequest)
     if asked.previous_response_id is not None:

@@ -4,8 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from plait.errors import RequestError
+from plait.errors import InvalidField, RequestError
+
+# Fields of a chat that another API says otherwise, with the values that say nothing.
+_SAYS_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "stop": ("", []),
+    "stream_options": ({}, {"include_usage": True}, {"include_usage": False}),  # usage is always told
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True,),
+    "return_token_ids": (False,),
+    "reasoning_field": ("reasoning_content",),
+    "thinking_token_budget": (-1,),
+}
+
+
+def refuse_words_of_a_chat(body: Mapping[str, Any], words: frozenset[str], names: Mapping[str, str]) -> None:
+    """Raises InvalidField for a field of a chat that this API does not read, and that says something.
+
+    `words`: those fields; `names`: what they are called here.
+    """
+    for name in sorted(words & body.keys()):
+        value = body[name]
+        if value is not None and value not in _SAYS_NOTHING.get(name, ()):
+            hint = f"send {names[name]}" if name in names else "leave it out"
+            raise InvalidField(f"{name}: it is no field of this API; {hint}", name)
 
 
 @contextmanager

@@ -116,6 +116,33 @@ def test_errors_are_those_of_anthropic(claude: Anthropic, client: Client) -> Non
         claude.messages.create(model="nobody", max_tokens=5, messages=user("a"))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "ours"),
+    [
+        ("response_format", {"type": "json_object"}, "output_config.format"),
+        ("stop", ["x"], "stop_sequences"),
+        ("max_completion_tokens", 2, "max_tokens"),
+        ("reasoning_effort", "none", "output_config.effort"),
+        ("thinking_token_budget", 5, "thinking.budget_tokens"),
+        ("parallel_tool_calls", False, "tool_choice.disable_parallel_tool_use"),
+        ("n", 2, "leave it out"),
+        ("logprobs", True, "leave it out"),
+    ],
+)
+def test_what_a_chat_calls_otherwise_is_refused_and_not_forgotten(
+    client: Client, field: str, value: Any, ours: str
+) -> None:
+    answer = ask(client, **{field: value})
+    assert answer.status == 400, answer.body
+    assert field in answer.json["error"]["message"]
+    assert ours in answer.json["error"]["message"]
+
+
+def test_words_of_a_chat_that_say_nothing_are_taken(client: Client) -> None:
+    nothing = {"n": 1, "logprobs": False, "stop": [], "stream_options": None, "thinking_token_budget": -1}
+    assert ask(client, parallel_tool_calls=True, **nothing).status == 200
+
+
 def test_a_failure_in_a_stream_is_an_error_event(claude: Anthropic, client: Client) -> None:
     last = ask(client, "BOOM", stream=True).named_events[-1]
     assert last["type"] == "error"

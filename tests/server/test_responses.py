@@ -152,6 +152,7 @@ def test_calls_results_and_reasoning_become_messages() -> None:
         ({"input": []}, "input"),
         ({"input": 3}, "input"),
         ({"input": [{"role": "nobody", "content": "a"}]}, "input[0].role"),
+        ({"input": [{"role": ["x"], "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
@@ -179,6 +180,40 @@ def test_refusals_are_in_the_words_of_this_api(client: Client, body: dict[str, A
         "prompt" if answer.error["code"] == "context_length_exceeded" else param.split("[")[0].split(".")[0]
     )
     assert word in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "ours"),
+    [
+        ("max_tokens", 2, "max_output_tokens"),
+        ("max_completion_tokens", 2, "max_output_tokens"),
+        ("num_predict", 2, "max_output_tokens"),
+        ("messages", [{"role": "user", "content": "a"}], "input"),
+        ("response_format", {"type": "json_object"}, "text.format"),
+        ("reasoning_effort", "none", "reasoning.effort"),
+        ("logprobs", True, "include"),
+        ("n", 2, "leave it out"),
+        ("return_token_ids", True, "leave it out"),
+    ],
+)
+def test_what_a_chat_calls_otherwise_is_refused_and_not_forgotten(
+    client: Client, field: str, value: Any, ours: str
+) -> None:
+    answer = respond(client, "a", **{field: value})
+    assert answer.status == 400, answer.body
+    assert answer.error["param"] == {"num_predict": "max_tokens"}.get(field, field)
+    assert ours in answer.error["message"]
+
+
+def test_words_of_a_chat_that_say_nothing_are_taken(client: Client) -> None:
+    nothing = {
+        "n": 1,
+        "best_of": 1,
+        "logprobs": False,
+        "max_tokens": None,
+        "response_format": {"type": "text"},
+    }
+    assert respond(client, "a", return_token_ids=False, **nothing).status == 200
 
 
 def test_an_earlier_response_is_not_found(client: Client) -> None:
