@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -41,12 +42,15 @@ from plait.server.problems import BodyTooLarge, http_problem, json_response, pro
 from plait.server.reply import respond
 from plait.server.schema import present
 from plait.server.traffic import Traffic
+from plait.text.grammar.fields import GRAMMAR_FIELDS
 
 if TYPE_CHECKING:
     from plait.engine.front import Front
 
 IGNORED_HEADER = "x-plait-ignored"
 EXPOSED_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "retry-after", "retry-after-ms")  # to pages elsewhere
+GRAMMAR_THREADS = 2  # for bodies that bring a grammar: what is tried out may take seconds of a thread
+MAY_BRING_A_GRAMMAR = GRAMMAR_FIELDS | {"tools", "text", "output_config", "output_format"}
 Handler = Callable[[Request], Awaitable[Response]]
 ENDPOINTS = (
     *completions.ENDPOINTS,
@@ -97,6 +101,7 @@ class Service:
 
     def __init__(self, loading: Loading, config: ServerConfig, traffic: Traffic) -> None:
         self._loading, self._config, self._traffic = loading, config, traffic
+        self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, "plait-grammar")
 
     def served(self, front: Front) -> str:
         """The name clients ask for."""
@@ -137,12 +142,13 @@ class Service:
             front, body = await self._read(request)
             served, plan, answer = self.served(front), endpoint.plan, endpoint.answer
             shape, receive = endpoint.outcome, request.receive
+            threads = None if MAY_BRING_A_GRAMMAR.isdisjoint(body) else self._grammar_threads
             if plan is not None or shape is not None:
                 front.check_room()  # before templates and tokens cost anything
             if plan is not None:
-                response = await respond(receive, front, lambda: plan(front, served, body))
+                response = await respond(receive, front, lambda: plan(front, served, body), threads)
             elif shape is not None:
-                response = await outcome.respond(receive, front, lambda: shape(front, served, body))
+                response = await outcome.respond(receive, front, lambda: shape(front, served, body), threads)
             else:
                 assert answer is not None
                 response = json_response(await asyncio.to_thread(answer, front, served, body))

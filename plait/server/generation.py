@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive
@@ -70,6 +72,12 @@ class Generation:
             self._first.cancel()
             await asyncio.gather(self._first, return_exceptions=True)
         await self._deltas.aclose()
+
+
+async def planned(plan: Callable[[], T], threads: Executor | None) -> T:
+    """What `plan` returns or raises, called in one of `threads`; None: in any of those all requests share."""
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(threads, lambda: context.run(plan))
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

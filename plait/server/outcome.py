@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive
 
 from plait.request import Request
-from plait.server.generation import Generation, until_disconnect
+from plait.server.generation import Generation, planned, until_disconnect
 from plait.server.problems import Problem, json_response
 from plait.server.reply import Usage
 from plait.server.sse import EventStream, Framing, named_frame
@@ -74,13 +75,18 @@ class Whole:
         return ()
 
 
-async def respond(receive: Receive, front: Front, plan: Callable[[], Outcome]) -> Response:
-    """Run what `plan` (called in a thread: it tokenizes) asks for. Raises Cancelled if the client leaves."""
-    return await until_disconnect(receive, _respond(front, plan))
+async def respond(
+    receive: Receive, front: Front, plan: Callable[[], Outcome], threads: Executor | None = None
+) -> Response:
+    """Run what `plan` (called in one of `threads`: it tokenizes) asks for.
+
+    Raises Cancelled if the client leaves.
+    """
+    return await until_disconnect(receive, _respond(front, plan, threads))
 
 
-async def _respond(front: Front, plan: Callable[[], Outcome]) -> Response:
-    outcome = await asyncio.to_thread(plan)
+async def _respond(front: Front, plan: Callable[[], Outcome], threads: Executor | None) -> Response:
+    outcome = await planned(plan, threads)
     usage = Usage(outcome.requests)
     if outcome.stream:
         return await _streamed(front, outcome, usage)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from plait.request import Request
-from plait.server.generation import Generation, until_disconnect
+from plait.server.generation import Generation, planned, until_disconnect
 from plait.server.problems import json_response
 from plait.server.sse import EventStream
 
@@ -100,13 +100,18 @@ class Usage:
         }
 
 
-async def respond(receive: Receive, front: Front, plan: Callable[[], Reply]) -> Response:
-    """Run what `plan` (called in a thread: it tokenizes) asks for. Raises Cancelled if the client leaves."""
-    return await until_disconnect(receive, _respond(front, plan))
+async def respond(
+    receive: Receive, front: Front, plan: Callable[[], Reply], threads: Executor | None = None
+) -> Response:
+    """Run what `plan` (called in one of `threads`: it tokenizes) asks for.
+
+    Raises Cancelled if the client leaves.
+    """
+    return await until_disconnect(receive, _respond(front, plan, threads))
 
 
-async def _respond(front: Front, plan: Callable[[], Reply]) -> Response:
-    reply = await asyncio.to_thread(plan)
+async def _respond(front: Front, plan: Callable[[], Reply], threads: Executor | None) -> Response:
+    reply = await planned(plan, threads)
     generation = Generation.start(front, reply.requests)
     usage = Usage(reply.requests)
     try:

@@ -20,19 +20,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.errors import BadTemplate
+from plait.errors import BadTemplate, CapacityError
 
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one rendering may take. `start_s` is for the child to come up, which is nobody's fault."""
+    """What one rendering may take. `start_s` is for the child to come up, which is nobody's fault.
+
+    `wait_s`: how long a rendering waits for its turn.
+    """
 
     timeout_s: float = 2.0
     memory_bytes: int = 512 * _MIB
     max_chars: int = 16 * _MIB
     start_s: float = 60.0
+    wait_s: float = 2.0
 
 
 class Sandbox:
@@ -51,7 +55,8 @@ class Sandbox:
     def render(self, template: str, values: Mapping[str, Any]) -> tuple[str, frozenset[str]]:
         """(the rendered text, the names of the variables that the template reads).
 
-        `values` must be JSON. Raises BadTemplate with the template's own message, or naming the limit.
+        `values` must be JSON. Raises BadTemplate with the template's own message, or naming the limit, and
+        CapacityError if its turn does not come in time.
         """
         request = {
             "template": template,
@@ -60,28 +65,36 @@ class Sandbox:
             "timeout_s": self._limits.timeout_s + 1,  # the child's own watch, should this process be gone
         }
         line = json.dumps(request).encode() + b"\n"
-        with self._lock:
-            child = self._ready()
-            try:
-                answer = json.loads(
-                    child.ask(line, self._limits.timeout_s, 12 * self._limits.max_chars + _MIB)
-                )
-            except TimeoutError as error:
-                self._drop()
-                raise BadTemplate(
-                    f"the chat template did not finish within {self._limits.timeout_s:g} s; "
-                    "give another one with --chat-template"
-                ) from error
-            except (OSError, ValueError, EOFError) as error:
-                self._drop()
-                limit = f"{self._limits.memory_bytes // _MIB} MiB"
-                raise BadTemplate(
-                    f"the chat template ended its process (it may use {limit} of memory); "
-                    "give another one with --chat-template"
-                ) from error
+        # Whoever waits holds a thread: a queue of costly renderings must not take them all.
+        if not self._lock.acquire(timeout=self._limits.wait_s):
+            raise CapacityError("conversations of others are being rendered; try again later")
+        try:
+            answer = self._answer(line)
+        finally:
+            self._lock.release()
         if "error" in answer:
             raise BadTemplate(f"the chat template refused: {answer['error']}")
         return answer["text"], frozenset(answer["variables"])
+
+    def _answer(self, line: bytes) -> dict[str, Any]:
+        child = self._ready()
+        try:
+            most = 12 * self._limits.max_chars + _MIB
+            answer: dict[str, Any] = json.loads(child.ask(line, self._limits.timeout_s, most))
+        except TimeoutError as error:
+            self._drop()
+            raise BadTemplate(
+                f"the chat template did not finish within {self._limits.timeout_s:g} s; "
+                "give another one with --chat-template"
+            ) from error
+        except (OSError, ValueError, EOFError) as error:
+            self._drop()
+            limit = f"{self._limits.memory_bytes // _MIB} MiB"
+            raise BadTemplate(
+                f"the chat template ended its process (it may use {limit} of memory); "
+                "give another one with --chat-template"
+            ) from error
+        return answer
 
     def close(self) -> None:
         """Ends the child and waits for it. A later rendering starts a new one."""

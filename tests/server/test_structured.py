@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
 import pytest
 
+from plait.request import Grammar, Request, ThinkingBudget
 from tests.server.conftest import Client, serving
+from tests.server.fake import fake_front
 from tests.server.real_engine import engine_front
 from tests.server.speaking import TOOLS, WEATHER, SpeakingTemplate
 
@@ -151,3 +155,21 @@ def test_a_switch_that_is_off_leaves_no_room_for_thinking(speaking: Client) -> N
         message = speaking.chat("Well?", **asked, **wish).json["choices"][0]["message"]
         assert message["content"] in ("yes", "no")
         assert "reasoning_content" not in message
+
+
+def test_grammars_that_wait_leave_the_other_requests_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    front, done = fake_front(), threading.Event()
+
+    def held(request: Request, grammar: Grammar | None, thinking: ThinkingBudget | None = None) -> Request:
+        assert grammar is None or done.wait(30)
+        return request
+
+    monkeypatch.setattr(front, "held", held)
+    with serving(front) as client, ThreadPoolExecutor(64) as asking:
+        waiting = [asking.submit(client.complete, "hi", guided_regex="a") for _ in range(64)]
+        try:
+            assert client.complete("hi").status == 200
+            assert not any(one.done() for one in waiting)
+        finally:
+            done.set()
+        assert {one.result().status for one in waiting} == {200}

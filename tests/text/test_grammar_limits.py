@@ -27,7 +27,7 @@ from plait.text.tokenizer import TextTokenizer
 pytestmark = pytest.mark.timeout(120)
 GOOD = Grammar("regex", "[a-c]{3}")
 # Long enough by the clock that a busy machine meets the limit under test.
-LIMITS = GrammarLimits(cpu_s=0.5, memory_bytes=384 << 20, timeout_s=60.0)
+LIMITS = GrammarLimits(cpu_s=0.5, memory_bytes=384 << 20, timeout_s=60.0, wait_s=60.0)
 
 
 def chain(n: int) -> str:
@@ -313,6 +313,16 @@ def test_threads_share_one_compiler(tokenizer: TextTokenizer) -> None:
         states = list(pool.map(lambda n: made.compile(Grammar("regex", f"a{{{n}}}")).state(), range(1, 13)))
     a = tokenizer.encode("a", add_special=False)
     assert [state.accepts(a * 20) for state in states] == list(range(1, 13))
+    made.close()
+
+
+def test_a_grammar_whose_turn_does_not_come_is_refused_and_tried_again(tokenizer: TextTokenizer) -> None:
+    made = GrammarCompiler(tokenizer, limits=GrammarLimits(wait_s=0.01))
+    made.start()
+    assert made._made is not None
+    with made._made[1]._lock, pytest.raises(CapacityError, match="of others"):
+        made.compile(GOOD)
+    assert made.compile(GOOD).state().masks()
     made.close()
 
 

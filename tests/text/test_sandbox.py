@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.errors import BadTemplate
+from plait.errors import BadTemplate, CapacityError
 from plait.text.sandbox import Limits, Sandbox
 
 DOUBLING = (
@@ -26,7 +26,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
     # Long enough that a busy machine meets the limit under test, not the clock.
-    box = Sandbox(Limits(timeout_s=30.0, max_chars=100_000))
+    box = Sandbox(Limits(timeout_s=30.0, max_chars=100_000, wait_s=60.0))
     yield box
     box.close()
 
@@ -119,6 +119,16 @@ def test_threads_take_turns(sandbox: Sandbox) -> None:
     for thread in threads:
         thread.join()
     assert answers == {n: str(n) for n in range(16)}
+
+
+def test_a_rendering_whose_turn_does_not_come_is_refused() -> None:
+    box = Sandbox(Limits(wait_s=0.01))
+    try:
+        with box._lock, pytest.raises(CapacityError, match="of others"):
+            box.render("ok", {})
+        assert box.render("ok", {})[0] == "ok"
+    finally:
+        box.close()
 
 
 def test_close_reaps_the_child_and_may_be_repeated() -> None:

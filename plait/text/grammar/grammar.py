@@ -16,10 +16,11 @@ class GrammarLimits:
 
     `max_bytes`: of its source. `cpu_s`, `memory_bytes`, `stack_bytes`: of the process that tries it out;
     `timeout_s`: how long that may take by the clock, on a busy machine; `start_s`: for that process to come
-    up, which is nobody's fault. `trial_steps`: how many bytes of a reply are tried. `max_row_items` and
-    `max_step_items` (in the parser), `step_fuel` and `max_lexer_states` (in the lexer; 1 to 2 kB each)
-    bound each token of a reply in memory; its masks may take `reply_s` of the processor in all, and `token_s`
-    more for each of them. `remembered_bytes`: of verdicts on recent grammars.
+    up, which is nobody's fault; `wait_s`: how long a grammar waits for its turn. `trial_steps`: how many
+    bytes of a reply are tried. `max_row_items` and `max_step_items` (in the parser), `step_fuel` and
+    `max_lexer_states` (in the lexer; 1 to 2 kB each) bound each token of a reply in memory; its masks may
+    take `reply_s` of the processor in all, and `token_s` more for each of them. `remembered_bytes`: of
+    verdicts on recent grammars.
     """
 
     max_bytes: int = 256 << 10
@@ -28,6 +29,7 @@ class GrammarLimits:
     stack_bytes: int = _MIB
     timeout_s: float = 10.0
     start_s: float = 60.0
+    wait_s: float = 1.0
     trial_steps: int = 128
     max_row_items: int = 1_000
     max_step_items: int = 50_000

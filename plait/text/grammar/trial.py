@@ -43,26 +43,36 @@ class Trial:
     def run(self, grammar: Grammar) -> str:
         """The form of a grammar that the library compiles. Raises BadGrammar with the reason.
 
-        CapacityError when that is no fault of the grammar: the machine is too busy to try it.
+        CapacityError when that is no fault of the grammar: the machine is too busy to try it, or others' are
+        being tried out.
         """
         line = json.dumps({"kind": grammar.kind, "source": grammar.source}) + "\n"
-        with self._lock:
-            child = self._ready()
-            try:
-                answer = json.loads(child.ask(line, self._limits.timeout_s))
-            except (OSError, ValueError) as error:
-                self._child = None
-                status = child.ended()
-                if status == -signal.SIGKILL:
-                    raise CapacityError(
-                        f"the grammar could not be tried out within {self._limits.timeout_s:g} s, as the "
-                        "machine is busy; try again later, or make it simpler"
-                    ) from error
-                raise BadGrammar(_refusal(status, self._limits), grammar.param) from error
+        # Whoever waits holds a thread: a queue of costly grammars must not take them all.
+        if not self._lock.acquire(timeout=self._limits.wait_s):
+            raise CapacityError("grammars of others are being tried out; try again later")
+        try:
+            answer = self._answer(line, grammar)
+        finally:
+            self._lock.release()
         if "error" in answer:
             raise BadGrammar(f"the grammar cannot be honoured: {readable(answer['error'])}", grammar.param)
         form: str = answer["form"]
         return form
+
+    def _answer(self, line: str, grammar: Grammar) -> dict[str, Any]:
+        child = self._ready()
+        try:
+            answer: dict[str, Any] = json.loads(child.ask(line, self._limits.timeout_s))
+        except (OSError, ValueError) as error:
+            self._child = None
+            status = child.ended()
+            if status == -signal.SIGKILL:
+                raise CapacityError(
+                    f"the grammar could not be tried out within {self._limits.timeout_s:g} s, as the "
+                    "machine is busy; try again later, or make it simpler"
+                ) from error
+            raise BadGrammar(_refusal(status, self._limits), grammar.param) from error
+        return answer
 
     def close(self) -> None:
         """Ends the process and waits for it. A later grammar starts a new one."""
