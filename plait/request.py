@@ -113,15 +113,24 @@ def _first(*values: Any) -> Any:
 def _check(name: str, value: Any, low: float, high: float) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidField(f"{name}: {value!r} is not a finite number", name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
+        raise InvalidField(f"{name}: {_short(value)} is not a finite number", name)
     if not low <= value <= high:
-        raise InvalidField(f"{name}: {value} is outside [{low:g}, {high:g}]", name)
+        raise InvalidField(f"{name}: {_short(value)} is outside [{low:g}, {high:g}]", name)
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        return "such a number"
+    return text if len(text) <= 80 else text[:77] + "…"
 
 
 def _check_whole(name: str, value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise InvalidField(f"{name}: {value!r} is not a whole number", name)
+        raise InvalidField(f"{name}: {_short(value)} is not a whole number", name)
 
 
 _INT64 = 2**63 - 1

@@ -37,6 +37,14 @@ def test_a_setting_that_cannot_be_is_refused_by_name(params: dict[str, Any], fie
     assert caught.value.param == field
 
 
+@pytest.mark.parametrize("name", ["temperature", "max_tokens", "n", "seed", "presence_penalty"])
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_number_beyond_all_floats_is_refused_in_a_short_message(name: str, digits: int) -> None:
+    with pytest.raises(InvalidField, match=f"^{name}: ") as caught:
+        SamplingParams(**{name: 10**digits})
+    assert len(str(caught.value)) < 160
+
+
 def test_open_choices_are_the_requests_then_the_models_then_ours() -> None:
     asked = SamplingParams(temperature=0.1)
     found = asked.resolved({"temperature": 0.5, "top_p": 0.8})

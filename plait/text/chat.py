@@ -6,7 +6,7 @@ A template's own markers become control tokens; what a user wrote never does, wh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from plait.errors import BadTemplate, InvalidField
@@ -14,6 +14,7 @@ from plait.text.probe import CallsTaken
 
 Message = Mapping[str, Any]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of thinking in messages of earlier turns
+MAX_ARGUMENTS_DEPTH = 64
 _HEAD_ROLES = frozenset({"system", "developer"})
 
 
@@ -147,16 +148,32 @@ def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
     if not isinstance(function, Mapping):
         raise InvalidField(f"{where}: a tool call needs a function with a name and arguments", where)
     arguments = function.get("arguments")
+    found, at = arguments, f"{where}.function.arguments"
     if isinstance(arguments, str):
         try:
             found = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:
-            at = f"{where}.function.arguments"
             raise InvalidField(f"{at}: not JSON ({error})", at) from error
+    _check_depth(found, at)
+    if isinstance(arguments, str):
         arguments = found if not as_text else arguments.strip() or "{}"
     elif as_text:
         arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _check_depth(found: Any, at: str) -> None:
+    """Raises InvalidField for what is nested too deeply for templates, which call themselves to write it."""
+    level, depth = [found], 0
+    while level := [value for value in level if isinstance(value, Mapping | list | tuple)]:
+        depth += 1
+        if depth > MAX_ARGUMENTS_DEPTH:
+            raise InvalidField(f"{at}: nested deeper than {MAX_ARGUMENTS_DEPTH} levels; make it flatter", at)
+        level = [inside for value in level for inside in _members(value)]
+
+
+def _members(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else value
 
 
 def refuse_unread(name: str, kwargs: Mapping[str, Any], tools: object, known: frozenset[str]) -> None:

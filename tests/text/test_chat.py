@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from plait.errors import BadTemplate, ConfigError, InvalidField
 from plait.text.builtin_tokenizer import builtin_tokenizer
+from plait.text.chat import MAX_ARGUMENTS_DEPTH, normalized
 from plait.text.hf_tokenizer import TokenizerFiles, load_hf_tokenizer
 from plait.text.jinja_chat import JinjaTemplate
 from plait.text.marker_chat import MarkerTemplate
@@ -231,6 +232,19 @@ def test_messages_that_are_not_messages_are_refused_by_name(
     with pytest.raises(InvalidField) as caught:
         ours("chatml", vocabulary[1], sandbox).render(messages)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_arguments_of_calls_are_nested_so_deeply_and_no_deeper(as_text: bool) -> None:
+    def message(depth: int) -> Any:
+        text = '{"a":' + "[" * (depth - 1) + "1" + "]" * (depth - 1) + "}"
+        return [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]
+
+    normalized(message(MAX_ARGUMENTS_DEPTH), calls_as_text=as_text)
+    for depth in (MAX_ARGUMENTS_DEPTH + 1, 701, 100_000):
+        with pytest.raises(InvalidField) as caught:
+            normalized(message(depth), calls_as_text=as_text)
+        assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
 
 
 def test_text_parts_are_one_text(vocabulary: Any, sandbox: Sandbox) -> None:
