@@ -95,7 +95,7 @@ class ChatReply:
         return found
 
     def add(self, i: int, delta: Delta) -> None:
-        self._choices[delta.index].add(delta)
+        self._choices[delta.index].add(delta, shows=self._thoughts is not None or not _is_hidden(delta))
 
     def choices(self) -> list[dict[str, Any]]:
         is_ranked = len(self._choices) > self._n
@@ -151,7 +151,8 @@ class _Choice:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: Delta, *, shows: bool) -> None:
+        """Keep this delta. `shows`: its tokens may be seen, not only what they say."""
         self.count(delta)
         for part in delta.parts:
             match part:
@@ -162,9 +163,10 @@ class _Choice:
                 case Arguments(index, text):
                     self.calls[index].arguments.append(text)
         self.text.append(delta.text)
-        self.logprobs += delta.logprobs or ()
         self.score.add(delta.logprobs)
-        self.token_ids += delta.token_ids
+        if shows:
+            self.logprobs += delta.logprobs or ()
+            self.token_ids += delta.token_ids
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     def count(self, delta: Delta) -> None:

@@ -89,6 +89,14 @@ def test_thinking_can_be_left_out(client: Client) -> None:
     assert "".join(delta.get("content", "") for delta in found) == "The answer"
 
 
+def test_thinking_that_is_left_out_leaves_no_tokens_either(client: Client) -> None:
+    asked = {"include_reasoning": False, "logprobs": True, "return_token_ids": True}
+    (choice,) = client.chat(THOUGHT, **asked).json["choices"]
+    tokens = "".join(one["token"] for one in choice["logprobs"]["content"])
+    assert "hm" not in tokens + bytes(i for i in choice["token_ids"] if i < 256).decode()
+    assert tokens.endswith("The answer")
+
+
 def test_thinking_can_have_its_other_name(client: Client) -> None:
     found = message(client, reasoning_field="reasoning")
     assert found["reasoning"] == "First, hm.\n\nThen."
