@@ -20,7 +20,7 @@ from plait.engine.terms import NO_TERMS, Terms
 from plait.errors import BadGrammar, BadTemplate, ContextTooLong, InvalidField
 from plait.request import Grammar, ReplyShape, Request, SamplingParams, ThinkingBudget
 from plait.spec import Mamba1, Mamba2, Mamba3, ModelSpec
-from plait.text.chat import ChatTemplate, boundaries
+from plait.text.chat import ChatTemplate, boundaries, num_chars
 from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.grammar.fields import grammar_from
 from plait.text.speech import Speech
@@ -46,6 +46,8 @@ class Loop(Protocol):
     def healthy(self) -> bool: ...
     @property
     def registry(self) -> CollectorRegistry: ...
+    @property
+    def max_open(self) -> int: ...
     def submit(self, request: Request, on_event: OnEvent) -> None: ...
     def check_room(self) -> None: ...
     def cancel(self, request_id: str, index: int | None = None) -> None: ...
@@ -82,6 +84,11 @@ class Front:
     @property
     def healthy(self) -> bool:
         return self.loop.healthy
+
+    @property
+    def max_open(self) -> int:
+        """Requests that can be there at once, running or waiting. More will never be taken together."""
+        return self.loop.max_open
 
     def prepare(
         self,
@@ -179,13 +186,24 @@ class Front:
         return replace(request, boundaries=boundaries(self.chat_template, messages, ids, options))
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
-        """Token ids of a conversation, ready for the model's reply. Raises BadTemplate."""
+        """Token ids of a conversation, ready for the model's reply. Raises BadTemplate and ContextTooLong."""
         if not self.chat_template:
             raise BadTemplate(
                 f"{self.name} has no chat template; use /v1/completions or LLM.generate, or give one with "
                 "--chat-template FILE (or a built-in name: oxidizr, blazr, chatml)"
             )
+        self._check_chars(num_chars(messages, options), "messages")
         return self.chat_template.render(self.speech.history(messages), **options)
+
+    def encode(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
+        """Token ids of a text. Raises InvalidField without a tokenizer, ContextTooLong for far too much."""
+        if not self.tokenizer:
+            raise InvalidField(
+                f"prompt: {self.name} has no tokenizer; send token ids, or name a vocabulary with --vocab",
+                "prompt",
+            )
+        self._check_chars(len(text), "prompt")
+        return tuple(self.tokenizer.encode(text, add_special=add_special))
 
     def check_room(self) -> None:
         """Raises QueueFull, or EngineError, if a request that came now would be refused, whatever it asks."""
@@ -214,24 +232,20 @@ class Front:
     def _token_ids(self, prompt: str | Sequence[int], add_special: bool) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return tuple(prompt)
-        if not self.tokenizer:
-            raise InvalidField(
-                f"prompt: {self.name} has no tokenizer; send token ids, or name a vocabulary with --vocab",
-                "prompt",
-            )
-        if len(prompt) > self.max_model_len * MAX_CHARS_PER_TOKEN:
-            raise ContextTooLong(
-                f"prompt: {len(prompt)} characters cannot fit a context of {self.max_model_len} tokens",
-                "prompt",
-            )
-        ids = tuple(self.tokenizer.encode(prompt, add_special=add_special))
-        if bad := [i for i in ids if i >= self.spec.vocab_size]:
+        ids = self.encode(prompt, add_special=add_special)
+        if self.tokenizer and (bad := [i for i in ids if i >= self.spec.vocab_size]):
             raise InvalidField(
                 f"prompt: the vocabulary {self.tokenizer.name} writes it with token {bad[0]}, and this model "
                 f"has 0..{self.spec.vocab_size - 1}; name the vocabulary it was trained with by --vocab",
                 "prompt",
             )
         return ids
+
+    def _check_chars(self, count: int, param: str) -> None:
+        if count > self.max_model_len * MAX_CHARS_PER_TOKEN:
+            raise ContextTooLong(
+                f"{param}: {count} characters cannot fit a context of {self.max_model_len} tokens", param
+            )
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:

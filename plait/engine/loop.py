@@ -118,6 +118,12 @@ class EngineLoop:
         return self.engine.stats()
 
     @property
+    def max_open(self) -> int:
+        """Requests that can be there at once, running or waiting."""
+        limits = self.engine.scheduler.limits
+        return limits.max_waiting + limits.max_num_seqs
+
+    @property
     def registry(self) -> CollectorRegistry:
         """The engine's metrics, to be scraped from any thread and at any time."""
         return self.engine.metrics.registry

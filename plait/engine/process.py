@@ -104,8 +104,13 @@ class EngineProcess:
         """Raises QueueFull or EngineError if a request that came now would be refused, whatever it asks."""
         self._check_open()
         config = self.config
-        if self._num_open >= config.max_waiting + config.max_num_seqs:
+        if self._num_open >= self.max_open:
             raise QueueFull(f"max_waiting ({config.max_waiting}) requests wait already; try again later")
+
+    @property
+    def max_open(self) -> int:
+        """Requests that can be there at once, running or waiting."""
+        return self.config.max_waiting + self.config.max_num_seqs
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its choices, before the next step. Safe after its end, and after close."""

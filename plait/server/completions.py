@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from plait.engine import ranking
+from plait.errors import InvalidField
 from plait.request import Request
 from plait.server import validate
 from plait.server.endpoint import Endpoint
@@ -31,6 +32,11 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> CompletionReply:
     params, terms, wish = validate.completion_params(asked), validate.terms(asked), grammar_from(body)
     validate.check_stream(asked, params)
     prompts = validate.prompts(asked.prompt, params.num_sequences)
+    if len(prompts) > front.max_open:
+        text = (
+            f"prompt: {len(prompts)} prompts are more than this server takes at once; send {front.max_open}"
+        )
+        raise InvalidField(f"{text} at most, or serve with a larger --max-waiting", "prompt")
     special = asked.add_special_tokens
     prepared = (front.prepare(p, params, add_special=special, terms=terms) for p in prompts)
     requests = [front.held(request, wish) for request in prepared]

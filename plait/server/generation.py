@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive
 
-from plait.errors import Cancelled, EngineError
+from plait.errors import Cancelled, EngineError, QueueFull
 from plait.request import Request
 from plait.server.problems import NotReady
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from plait.engine.stream import Delta, Stream
 
 FIRST_WAIT_S = 0.05  # a refusal that only the engine can decide comes within this, and is an HTTP error then
+RETRY_S = 0.05  # between looks for room
 T = TypeVar("T")
 
 
@@ -42,6 +44,19 @@ class Generation:
         try:
             for request in requests:
                 streams.append(front.submit(request))
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+        return cls(requests, streams)
+
+    @classmethod
+    async def patient(cls, front: Front, requests: Sequence[Request]) -> Generation:
+        """As `start`, but waits for room where there is none."""
+        streams: list[Stream] = []
+        try:
+            for request in requests:
+                streams.append(await _taken(front, request))
         except BaseException:
             for stream in streams:
                 stream.cancel()
@@ -72,6 +87,13 @@ class Generation:
             self._first.cancel()
             await asyncio.gather(self._first, return_exceptions=True)
         await self._deltas.aclose()
+
+
+async def _taken(front: Front, request: Request) -> Stream:
+    while True:
+        with contextlib.suppress(QueueFull):
+            return front.submit(request)
+        await asyncio.sleep(RETRY_S)
 
 
 async def planned(plan: Callable[[], T], threads: Executor | None) -> T:

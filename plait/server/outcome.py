@@ -90,8 +90,11 @@ async def _respond(front: Front, plan: Callable[[], Outcome], threads: Executor 
     usage = Usage(outcome.requests)
     if outcome.stream:
         return await _streamed(front, outcome, usage)
-    for first in range(0, len(outcome.requests), AT_ONCE):
-        generation = Generation.start(front, outcome.requests[first : first + AT_ONCE])
+    size = max(min(AT_ONCE, front.max_open // 2), 1)
+    for first in range(0, len(outcome.requests), size):
+        requests = outcome.requests[first : first + size]
+        # What was computed for the first of a list is not thrown away because others came meanwhile.
+        generation = await Generation.patient(front, requests) if first else Generation.start(front, requests)
         try:
             async for i, delta in generation:
                 usage.add(first + i, delta)

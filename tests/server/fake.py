@@ -77,7 +77,7 @@ class EchoLoop:
     """Stands for the engine's loop: a thread for each request, which says its last message again."""
 
     def __init__(self) -> None:
-        self.healthy = True
+        self.healthy, self.max_open = True, 4096
         self.requests: list[Request] = []
         self.open: dict[str, set[int]] = {}  # choices that run
         self._lock = threading.Lock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import http.client
 import json
 import math
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from plait.engine.loop import EngineLoop
 from plait.server.embeddings import MAX_INPUTS
 from tests.contract.wire import Answer, Client
 from tests.server.conftest import serving, wait_until
@@ -152,5 +154,21 @@ def test_through_the_engine_vectors_do_not_depend_on_company() -> None:
                 for i in (0, 17, 89):
                     assert vectors(embed(client, input=texts[i], pooling=pooling)) == [many[i]]
             assert wait_until(lambda: front.stats()["num_running"] == 0)
+    finally:
+        front.close()
+
+
+def test_a_list_longer_than_the_queue_is_computed_piece_by_piece() -> None:
+    front = engine_front()
+    try:
+        assert isinstance(front.loop, EngineLoop)
+        scheduler = front.loop.engine.scheduler
+        scheduler.limits = dataclasses.replace(scheduler.limits, max_waiting=3, max_num_seqs=2)
+        with serving(front) as client:
+            assert len(vectors(embed(client, input=[f"text {i}" for i in range(20)]))) == 20
+            answer = client.complete(["a"] * 6, max_tokens=2)
+            assert (answer.status, answer.error["param"]) == (400, "prompt")
+            assert "6 prompts" in answer.error["message"]
+            assert client.complete(["a"] * 5, max_tokens=2).status == 200
     finally:
         front.close()
