@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from plait.errors import InvalidField, ModelNotFound
-from plait.server.chat import render
+from plait.server import prompts, validate
 from plait.server.endpoint import Endpoint
-from plait.server.prompts import tokenizer_of
 from plait.server.schema import DetokenizeRequest, TokenizeRequest, field_names, typed
 
 if TYPE_CHECKING:
     from plait.engine.front import Front
+
+
+TOKENIZE_FIELDS, DETOKENIZE_FIELDS = field_names(TokenizeRequest), field_names(DetokenizeRequest)
+_OF_A_CHAT = ("tools", "reasoning_effort", "chat_template_kwargs")
 
 
 def check(asked: object, served: str) -> None:
@@ -37,14 +40,17 @@ def card(front: Front, served: str) -> dict[str, Any]:
 
 def tokenize(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Token ids of a prompt or of messages. Raises InvalidField and BadTemplate."""
+    validate.refuse(body, TOKENIZE_FIELDS)
     asked = typed(body, TokenizeRequest)
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidField("prompt: send either prompt or messages", "prompt")
-    tokenizer = tokenizer_of(front)
+    if asked.prompt is not None and (unread := next((n for n in _OF_A_CHAT if body.get(n)), None)):
+        raise InvalidField(f"{unread}: a prompt is taken as it is; send messages", unread)
+    tokenizer = prompts.tokenizer_of(front)
     if asked.messages is not None:
-        ids = render(front, asked.messages, asked.add_generation_prompt, {})
+        ids = prompts.prompt_ids(front, _template_request(asked, asked.messages))
     else:
-        ids = tokenizer.encode(asked.prompt or "", add_special=asked.add_special_tokens)
+        ids = list(front.encode(asked.prompt or "", add_special=asked.add_special_tokens))
     found = {"count": len(ids), "max_model_len": front.max_model_len, "tokens": ids}
     if asked.return_token_strs:
         found["token_strs"] = [tokenizer.token_text(i) for i in ids]
@@ -53,14 +59,26 @@ def tokenize(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any
 
 def detokenize(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """The text of token ids, control tokens included. Raises InvalidField."""
+    validate.refuse(body, DETOKENIZE_FIELDS)
     asked, limit = typed(body, DetokenizeRequest), front.spec.vocab_size
     if bad := [i for i in asked.tokens if not 0 <= i < limit]:
         shown = bad[0] if abs(bad[0]) < 1 << 64 else "an id"
         raise InvalidField(f"tokens: {shown} is outside 0..{limit - 1}", "tokens")
-    return {"prompt": tokenizer_of(front).decode(asked.tokens, skip_special=False)}
+    return {"prompt": prompts.tokenizer_of(front).decode(asked.tokens, skip_special=False)}
+
+
+def _template_request(asked: TokenizeRequest, messages: list[dict[str, Any]]) -> prompts.TemplateRequest:
+    return prompts.TemplateRequest(
+        messages=messages,
+        tools=asked.tools,
+        tool_choice=asked.tool_choice,
+        reasoning_effort=asked.reasoning_effort,
+        chat_template_kwargs=asked.chat_template_kwargs,
+        add_generation_prompt=asked.add_generation_prompt,
+    )
 
 
 ENDPOINTS = (
-    Endpoint("/tokenize", field_names(TokenizeRequest), answer=tokenize),
-    Endpoint("/detokenize", field_names(DetokenizeRequest), answer=detokenize),
+    Endpoint("/tokenize", TOKENIZE_FIELDS, answer=tokenize),
+    Endpoint("/detokenize", DETOKENIZE_FIELDS, answer=detokenize),
 )

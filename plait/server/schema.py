@@ -92,7 +92,7 @@ class ChatRequest(Sampling, kw_only=True, frozen=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
-    """POST /tokenize: a prompt, or messages through the chat template."""
+    """POST /tokenize: a prompt, or messages through the chat template, with what its prompt depends on."""
 
     model: str | None = None
     prompt: str | None = None
@@ -100,6 +100,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):

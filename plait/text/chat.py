@@ -55,6 +55,21 @@ class ChatTemplate(Protocol):
         ...
 
 
+def num_chars(*found: Any) -> int:
+    """Characters of all texts in messages and tools, keys too: what a template may write."""
+    total, rest = 0, list(found)
+    while rest:
+        value = rest.pop()
+        if isinstance(value, str):
+            total += len(value)
+        elif isinstance(value, Mapping):
+            rest += value.keys()
+            rest += value.values()
+        elif isinstance(value, list | tuple):
+            rest += value
+    return total
+
+
 def boundaries(
     template: ChatTemplate, messages: Sequence[Message], ids: Sequence[int], options: Mapping[str, Any]
 ) -> tuple[int, ...]:

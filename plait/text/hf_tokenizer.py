@@ -15,6 +15,7 @@ from plait.text.special import Special, SpecialTokens, end_of_generation
 from plait.text.tokenizer import TextTokenizer
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LONG_CHARS = 1 << 16
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -53,7 +54,12 @@ class HfEngine:
         self._alphabet = byte_alphabet() if _is_byte_level(description) else None
 
     def encode(self, text: str, first: bool) -> list[int]:
-        ids: list[int] = (self._first if first else self._rest).encode(text, add_special_tokens=False).ids
+        tokenizer = self._first if first else self._rest
+        if len(text) < _LONG_CHARS:
+            found = tokenizer.encode(text, add_special_tokens=False)
+        else:  # takes a moment; of the library's ways only this one lets other threads go on meanwhile
+            (found,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = found.ids
         return ids
 
     def token_bytes(self, token_id: int) -> bytes | None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from plait.engine.front import MAX_CHARS_PER_TOKEN
 from tests.contract.wire import Client
 from tests.server.conftest import serving
-from tests.server.fake import CONTEXT, VOCAB_SIZE, fake_front
+from tests.server.fake import CONTEXT, VOCAB_SIZE, ByteTokenizer, TurnTemplate, fake_front
 
 PATH = "/apply-template"
 
@@ -30,6 +31,51 @@ def test_a_conversation_longer_than_the_context_can_be_looked_at(client: Client)
     assert len(client.post(PATH, {"messages": messages}).json["prompt"]) > CONTEXT
     counted = client.post("/v1/messages/count_tokens", {"messages": messages})
     assert counted.json == {"input_tokens": 2 * CONTEXT + 1}
+
+
+def test_what_can_fit_no_context_is_refused_before_it_is_tokenized(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_time_for_it(*_: object, **__: object) -> list[int]:
+        raise AssertionError("it was tokenized")
+
+    monkeypatch.setattr(ByteTokenizer, "encode", no_time_for_it)
+    monkeypatch.setattr(TurnTemplate, "render", no_time_for_it)
+    text = "x" * (CONTEXT * MAX_CHARS_PER_TOKEN)
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": text}}}
+    for message in (
+        {"role": "user", "content": text + "x"},
+        {"role": "user", "content": [{"type": "text", "text": text + "x"}]},
+        {"role": "assistant", "tool_calls": [call]},
+    ):
+        messages = [message, {"role": "user", "content": "a"}]
+        for path in (PATH, "/tokenize", "/v1/chat/completions"):
+            assert client.post(path, {"messages": messages}).error["code"] == "context_length_exceeded", path
+    messages = [{"role": "user", "content": text + "x"}]
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        answer = client.post(path, {"messages": messages, "max_tokens": 1})
+        assert "cannot fit" in answer.json["error"]["message"], path
+    assert client.post("/v1/responses", {"input": text + "x"}).error["param"] == "input"
+    assert client.post("/tokenize", {"prompt": text + "x"}).error["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"chat_template": "x"}, "chat_template"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools"),
+    ],
+)
+def test_what_would_change_a_count_is_honoured_or_refused(
+    client: Client, body: dict[str, Any], param: str
+) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    assert client.post("/tokenize", {"messages": messages, **body}).error["param"] == param
+    field = param.split("[")[0].split(".")[0]
+    assert client.post("/tokenize", {"prompt": "a", **body}).error["param"] == field
+    assert client.post("/detokenize", {"tokens": [1], "truncate": 3}).status == 400
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders
 
 from plait.errors import BadFile, InvalidField, UnsupportedFormat
-from plait.text.hf_tokenizer import TokenizerFiles, byte_alphabet, load_hf_tokenizer
+from plait.text.hf_tokenizer import HfEngine, TokenizerFiles, byte_alphabet, load_hf_tokenizer
 from plait.text.tokenizer import TextTokenizer
 
 PIECES = ["a", "the fox", " ", "  ", "\n", "é", "你好", "😀", "123", "<", "|", "▁", "<0x41>"]
@@ -44,6 +44,23 @@ def test_trusted_text_gets_the_librarys_ids(pair: Any, text: str) -> None:
     wrapped = ours.encode(text, allow_special=True)
     if not (expected and expected[0] == ours.bos_token_id):
         assert wrapped == library.encode(text).ids
+
+
+def test_a_long_text_has_its_ids_from_a_call_that_holds_up_nobody(pair: Any) -> None:
+    library, ours = Tokenizer.from_str(pair[0].to_str()), pair[1]
+    text = "the fox 你好 123\n" * 8000
+    called: list[str] = []
+
+    class Recorded:
+        def __getattr__(self, name: str) -> Any:
+            called.append(name)
+            return getattr(library, name)
+
+    engine = HfEngine(library)
+    engine._first = Recorded()  # type: ignore[assignment]
+    assert engine.encode(text, True) == library.encode(text, add_special_tokens=False).ids
+    assert called == ["encode_batch_fast"]
+    assert ours.encode(text, add_special=False) == engine.encode(text, True)
 
 
 @many
