@@ -50,15 +50,6 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> ChatReply:
     return ChatReply(Head(new_id("chatcmpl"), "chat.completion", model), asked, request, with_ids)
 
 
-def render(
-    front: Front, messages: list[dict[str, Any]], add_generation_prompt: bool, kwargs: Mapping[str, Any]
-) -> list[int]:
-    """Messages as token ids. Raises InvalidField and BadTemplate."""
-    validate.check_messages(messages)
-    validate.check_template_kwargs(kwargs)
-    return front.render_chat(messages, add_generation_prompt=add_generation_prompt, **kwargs)
-
-
 class ChatReply:
     """A response of /v1/chat/completions. With best_of the choices are in the order of their rank."""
 

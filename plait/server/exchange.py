@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 SCOPE_KEY = "plait.exchange"
 # Of all choices of all prompts of one HTTP request: a list of a thousand prompts is one, too.
-MAX_OUTPUT_TOKENS = (
-    1 << 22
-)  # of all choices of all prompts of one HTTP request, which may be lists of prompts
+MAX_OUTPUT_TOKENS = 1 << 22
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from plait.errors import InvalidField
+from plait.server.schema import string_of
 
 
 @dataclass(slots=True)
@@ -55,9 +56,9 @@ def _add_user(chat: Conversation, blocks: Sequence[Any], at: str) -> None:
         place = f"{at}.content[{i}]"
         match _kind(block, place):
             case "text":
-                said.append(_string(block, "text", place))
+                said.append(string_of(block, "text", place))
             case "tool_result":
-                called = _string(block, "tool_use_id", place)
+                called = string_of(block, "tool_use_id", place)
                 found = block.get("content")
                 text = _text(found, f"{place}.content") if found else ""
                 if block.get("is_error"):
@@ -75,9 +76,9 @@ def _add_assistant(chat: Conversation, blocks: Sequence[Any], at: str) -> None:
         place = f"{at}.content[{i}]"
         match _kind(block, place):
             case "text":
-                said.append(_string(block, "text", place))
+                said.append(string_of(block, "text", place))
             case "thinking":
-                thought.append(_string(block, "thinking", place))
+                thought.append(string_of(block, "thinking", place))
             case "tool_use":
                 calls.append(_call(block, place))
             case other:
@@ -94,8 +95,8 @@ def _call(block: Mapping[str, Any], at: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise InvalidField(f"{at}.input: it must be an object", f"{at}.input")
     written = msgspec.json.encode(arguments).decode()
-    function = {"name": _string(block, "name", at), "arguments": written}
-    return {"id": _string(block, "id", at), "type": "function", "function": function}
+    function = {"name": string_of(block, "name", at), "arguments": written}
+    return {"id": string_of(block, "id", at), "type": "function", "function": function}
 
 
 def _text(content: Any, at: str) -> str:
@@ -108,7 +109,7 @@ def _text(content: Any, at: str) -> str:
     for i, block in enumerate(content):
         if (kind := _kind(block, f"{at}[{i}]")) != "text":
             raise _unsupported(kind, f"{at}[{i}]")
-        texts.append(_string(block, "text", f"{at}[{i}]"))
+        texts.append(string_of(block, "text", f"{at}[{i}]"))
     return "\n".join(texts)
 
 
@@ -123,13 +124,6 @@ def _unsupported(kind: str, at: str) -> InvalidField:
     return InvalidField(f"{at}: {kind!r:.80} blocks are not supported here", at)
 
 
-def _string(found: Mapping[str, Any], name: str, at: str) -> str:
-    value = found.get(name)
-    if not isinstance(value, str):
-        raise InvalidField(f"{at}.{name}: it must be a string", f"{at}.{name}")
-    return value
-
-
 def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Tools as a chat describes them. Raises InvalidField for tools that are run by others."""
     found = []
@@ -140,7 +134,7 @@ def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
         if tool.get("type") not in (None, "custom"):
             text = f"{at}.type: {tool['type']!r:.80} cannot be run here; only tools of the client can"
             raise InvalidField(text, f"{at}.type")
-        function = {"name": _string(tool, "name", at), "parameters": tool.get("input_schema") or {}}
+        function = {"name": string_of(tool, "name", at), "parameters": tool.get("input_schema") or {}}
         if tool.get("description"):
             function["description"] = tool["description"]
         found.append({"type": "function", "function": function})
@@ -156,7 +150,7 @@ def chat_tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
         case "any":
             found["tool_choice"] = "required"
         case "tool":
-            name = _string(choice, "name", "tool_choice")
+            name = string_of(choice, "name", "tool_choice")
             found["tool_choice"] = {"type": "function", "function": {"name": name}}
         case other:
             text = f"tool_choice.type: {other!r:.80} is not one of auto, any, tool, none"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plait.errors import InvalidField
+from plait.server.schema import string_of
 
 ROLES = frozenset({"user", "assistant", "system", "developer"})
 HEAD = frozenset({"system", "developer"})
@@ -76,12 +77,12 @@ def _take(chat: Conversation, item: Any, at: str) -> None:
                 raise InvalidField(f"{at}.role: {role!r:.80} is not one of {roles}", f"{at}.role")
             chat.add({"role": role, "content": _text(item.get("content"), f"{at}.content")}, at)
         case "function_call":
-            function = {name: _string(item, name, at) for name in ("name", "arguments")}
-            call = {"id": _string(item, "call_id", at), "type": "function", "function": function}
+            function = {name: string_of(item, name, at) for name in ("name", "arguments")}
+            call = {"id": string_of(item, "call_id", at), "type": "function", "function": function}
             chat.call(call, at)
         case "function_call_output":
             text = _text(item.get("output"), f"{at}.output")
-            called = _string(item, "call_id", at)
+            called = string_of(item, "call_id", at)
             chat.add({"role": "tool", "tool_call_id": called, "content": text}, at)
         case "reasoning":
             chat.think(_reasoning(item, at))
@@ -103,7 +104,7 @@ def _text(content: Any, at: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if not isinstance(kind, str) or kind not in _TEXTS:
             raise InvalidField(f"{at}[{i}]: {kind!r:.80} parts are not supported, only text", f"{at}[{i}]")
-        texts.append(_string(part, _TEXTS[kind], f"{at}[{i}]"))
+        texts.append(string_of(part, _TEXTS[kind], f"{at}[{i}]"))
     return "\n".join(texts)
 
 
@@ -114,14 +115,7 @@ def _reasoning(item: Mapping[str, Any], at: str) -> str:
     parts = item.get("content") or item.get("summary") or []
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
         raise InvalidField(f"{at}.content: it must be a list of parts of text", f"{at}.content")
-    return "\n".join(_string(part, "text", f"{at}.content[{i}]") for i, part in enumerate(parts))
-
-
-def _string(found: Mapping[str, Any], name: str, at: str) -> str:
-    value = found.get(name)
-    if not isinstance(value, str):
-        raise InvalidField(f"{at}.{name}: it must be a string", f"{at}.{name}")
-    return value
+    return "\n".join(string_of(part, "text", f"{at}.content[{i}]") for i, part in enumerate(parts))
 
 
 def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:

@@ -130,6 +130,14 @@ def present(body: Mapping[str, Any]) -> dict[str, Any]:
     return renamed({name: value for name, value in body.items() if value is not None})
 
 
+def string_of(found: Mapping[str, Any], name: str, at: str) -> str:
+    """A field that must be text, of an object at `at`. Raises InvalidField."""
+    value = found.get(name)
+    if not isinstance(value, str):
+        raise InvalidField(f"{at}.{name}: it must be a string", f"{at}.{name}")
+    return value
+
+
 def field_names(kind: type[S]) -> frozenset[str]:
     return frozenset(kind.__struct_fields__)
 
