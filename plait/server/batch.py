@@ -15,6 +15,7 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from plait.errors import ConfigError, RequestError
+from plait.server.aliases import renamed
 from plait.server.body import decode_object
 from plait.server.generation import new_id
 
@@ -66,9 +67,16 @@ def _line(number: int, text: bytes) -> Line:
         return Line(number, name, fault=f"line {number}: url must be a path like /v1/chat/completions")
     if not isinstance(body, dict):
         return Line(number, name, fault=f"line {number}: body must be a JSON object")
-    if body.get("stream"):
+    if _streams(body):
         return Line(number, name, fault=f"line {number}: stream: a batch has no streams; leave it out")
     return Line(number, name, url, msgspec.json.encode(body))
+
+
+def _streams(body: dict[str, Any]) -> bool:
+    try:
+        return bool(renamed(body).get("stream"))
+    except RequestError:
+        return False  # the endpoint says what is wrong with it
 
 
 async def run(

@@ -135,8 +135,10 @@ def _refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
 
 def _planned(front: Front, model: str, found: Conversation, sent: Mapping[str, Any]) -> Reply:
     last = found.messages[-1]
-    if last["role"] == "assistant":  # the reply goes on with these words
-        sent = {**sent, "continue_final_message": True, "add_generation_prompt": False}
+    if last["role"] == "assistant":
+        at = found.places[-1]
+        text = f"{at}: a reply cannot go on from an assistant's words here; end with a user message"
+        raise InvalidField(text, at)
     with in_words_of(_NAMES, found.places):
         return chat.plan(front, model, {**sent, "messages": found.messages})
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from plait.engine.embedding import unit
-from plait.engine.terms import NO_TERMS
+from plait.engine.terms import Terms
 from plait.errors import InvalidField
 from plait.request import Pooling, Request
 from plait.server import validate
@@ -35,6 +35,9 @@ class ScoreRequest(msgspec.Struct, kw_only=True, frozen=True):
     text_1: str | list[str]
     text_2: str | list[str]
     pooling: Pooling = "last"
+    cache_salt: str | None = None
+    priority: int = 0
+    timeout_s: float | None = None
 
 
 class RerankRequest(msgspec.Struct, kw_only=True, frozen=True):
@@ -46,6 +49,9 @@ class RerankRequest(msgspec.Struct, kw_only=True, frozen=True):
     top_n: int = 0
     return_documents: bool = True
     pooling: Pooling = "last"
+    cache_salt: str | None = None
+    priority: int = 0
+    timeout_s: float | None = None
 
 
 # Names that vLLM takes for the two sides, beside its first ones.
@@ -139,8 +145,9 @@ def _requests(
     front: Front, texts: Sequence[str], at: str, asked: ScoreRequest | RerankRequest
 ) -> list[Request]:
     places = [f"{at}[{i}]" for i in range(len(texts))] if at != "query" else [at]
+    terms = Terms(cache_salt=asked.cache_salt, priority=asked.priority, timeout_s=asked.timeout_s)
     pairs = zip(texts, places, strict=True)
-    return [embedding_request(front, text, asked.pooling, NO_TERMS, place) for text, place in pairs]
+    return [embedding_request(front, text, asked.pooling, terms, place) for text, place in pairs]
 
 
 def _check_count(texts: Sequence[Any], at: str) -> None:

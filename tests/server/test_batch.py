@@ -61,6 +61,7 @@ def test_what_is_wrong_with_a_line_is_its_own_matter() -> None:
         line("path", "/v1/nothing", prompt="hi"),
         line("boom", prompt="BOOM"),
         line("stream", prompt="hi", stream=True),
+        line("option", prompt="hi", options={"stream": True}),
         line("relative", "v1/completions", prompt="hi"),
         json.dumps({"custom_id": "get", "method": "GET", "url": "/v1/models", "body": {}}).encode(),
         json.dumps({"custom_id": "empty", "url": COMPLETIONS}).encode(),
@@ -69,11 +70,17 @@ def test_what_is_wrong_with_a_line_is_its_own_matter() -> None:
     assert found["bad"]["response"]["body"]["error"]["param"] == "temperature"
     assert found["path"]["response"]["status_code"] == 404
     assert found["boom"]["response"]["status_code"] == 500
-    for name, word in {"stream": "stream", "relative": "url", "get": "GET", "empty": "body"}.items():
+    for name, word in {
+        "stream": "stream",
+        "option": "stream",
+        "relative": "url",
+        "get": "GET",
+        "empty": "body",
+    }.items():
         assert found[name]["response"] is None
         assert word in found[name]["error"]["message"]
     assert found["good"]["response"]["status_code"] == 200
-    assert (counts.done, counts.failed) == (8, 7)
+    assert (counts.done, counts.failed) == (9, 8)
 
 
 @pytest.mark.parametrize("text", [b"{", b"[]", b"\xff\n", json.dumps({"custom_id": 3}).encode()])

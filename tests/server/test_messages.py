@@ -176,6 +176,7 @@ def test_count_tokens_takes_what_messages_takes(client: Client) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": 1}]}]}, "input"),
+        ({"messages": [*user("a"), {"role": "assistant", "content": "b"}]}, "messages[1]: a reply cannot"),
         ({"system": 3}, "system"),
         ({"max_tokens": None}, "max_tokens"),
         ({"stop_sequences": ["a"] * 99}, "stop_sequences"),

@@ -9,7 +9,7 @@ import pytest
 
 from tests.contract.wire import Answer, Client
 from tests.server.conftest import serving
-from tests.server.fake import embedding
+from tests.server.fake import EchoLoop, embedding
 from tests.server.real_engine import engine_front
 
 
@@ -76,6 +76,21 @@ def test_refusals_name_the_field(client: Client, path: str, body: dict[str, Any]
     answer = ask(client, path, **body)
     assert answer.status == 400
     assert answer.error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/score", {"text_1": "a", "text_2": "b"}), ("/v1/rerank", {"query": "a", "documents": ["b"]})],
+)
+def test_the_terms_of_a_request_reach_the_engine(
+    client: Client, engine: EchoLoop, path: str, body: dict[str, Any]
+) -> None:
+    answer = ask(client, path, **body, cache_salt="mine", priority=3, timeout_s=9.5)
+    assert answer.status == 200, answer.body
+    assert "x-plait-ignored" not in answer.headers
+    found = [(one.cache_salt, one.priority, one.timeout_s) for one in engine.requests[-2:]]
+    assert found == [("mine", 3, 9.5)] * 2
+    assert ask(client, path, **body, cache_salt="").error["param"] == "cache_salt"
 
 
 def test_through_the_engine_a_text_is_nearest_to_itself() -> None:
