@@ -11,6 +11,7 @@ from typing import Any
 
 from plait.errors import InvalidField
 
+AS_MANY_AS_FIT = 2**31 - 1  # a limit that the room for a reply makes smaller
 NO_LIMIT = (-1, -2)  # llama.cpp's and Ollama's words for as many tokens as fit
 
 # alias -> our name
@@ -134,7 +135,7 @@ def _meant(name: str, value: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         return {name: _bias(value)}
     ours = NAMES.get(name, name)
     if ours == "max_tokens" and name != ours and value in NO_LIMIT:
-        value = None
+        value = AS_MANY_AS_FIT
     return {ours: value}
 
 

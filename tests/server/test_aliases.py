@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from plait.errors import InvalidField
-from plait.server.aliases import NAMES, REFUSED, renamed
+from plait.server.aliases import AS_MANY_AS_FIT, NAMES, REFUSED, renamed
 from plait.server.completions import FIELDS
-from plait.server.validate import ignored
+from plait.server.validate import COMPLETION_MAX_TOKENS, ignored
 from tests.contract.wire import Client
-from tests.server.fake import EchoLoop
+from tests.server.fake import CONTEXT, EchoLoop
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from tests.server.fake import EchoLoop
     [
         ({"n_predict": 5}, {"max_tokens": 5}),
         ({"num_predict": 5, "max_tokens": 5}, {"max_tokens": 5}),
-        ({"num_predict": -2}, {"max_tokens": None}),
+        ({"num_predict": -2}, {"max_tokens": AS_MANY_AS_FIT}),
         ({"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
         ({"options": {"num_predict": 3, "top_k": 7}, "top_k": 7}, {"max_tokens": 3, "top_k": 7}),
         ({"n_probs": 3}, {"logprobs": 3}),
@@ -75,6 +75,15 @@ def test_a_request_in_llama_cpp_s_words(client: Client, engine: EchoLoop) -> Non
     assert "x-plait-ignored" not in answer.headers
     params = engine.requests[-1].params
     assert (params.max_tokens, params.repetition_penalty, params.logprobs) == (4, 1.5, 2)
+
+
+def test_no_limit_means_what_fits_on_both_paths(client: Client, engine: EchoLoop) -> None:
+    for ask in (client.complete, client.chat):
+        assert ask("Hello", n_predict=-1).status == 200
+        request = engine.requests[-1]
+        assert request.params.max_tokens == CONTEXT - len(request.prompt_token_ids)
+    assert client.complete("Hello").status == 200
+    assert engine.requests[-1].params.max_tokens == COMPLETION_MAX_TOKENS
 
 
 def test_a_request_in_ollama_s_words(client: Client, engine: EchoLoop) -> None:
