@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from plait.errors import InvalidField
 from plait.server import body, connection
+from plait.server.aliases import AS_MANY_AS_FIT
 from plait.server.body import MAX_DEPTH, decode_object
 from plait.server.edge import host_name, is_loopback, one_spelling
 from plait.server.problems import BadBody, problem
@@ -177,7 +178,7 @@ def test_many_small_things_are_read() -> None:
 
 def test_null_is_absent_and_aliases_have_one_meaning() -> None:
     assert present({"a": None, "n_predict": 4, "b": 0}) == {"b": 0, "max_tokens": 4}
-    assert present({"n_predict": -1}) == {"max_tokens": None}
+    assert present({"n_predict": -1}) == {"max_tokens": AS_MANY_AS_FIT}
     with pytest.raises(InvalidField, match="contradicts"):
         present({"repeat_penalty": 1.5, "repetition_penalty": 1.2})
 
