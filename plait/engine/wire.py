@@ -135,7 +135,7 @@ def frame(message: Message) -> bytes:
     """A message as it is sent. Raises EngineError if it cannot be written, or is too long for a frame."""
     try:
         body = msgspec.msgpack.encode(message, enc_hook=_write_error)
-    except (UnicodeEncodeError, OverflowError, TypeError) as error:
+    except (UnicodeEncodeError, OverflowError, TypeError, NotImplementedError) as error:
         raise EngineError(f"a {type(message).__name__} cannot be sent: {error}") from error
     if len(body) > MAX_FRAME_NBYTES:
         raise EngineError(

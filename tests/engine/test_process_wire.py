@@ -167,3 +167,11 @@ def test_a_page_is_read_as_it_was_written_also_by_another_owner() -> None:
     assert (ours.planned, ours.busy_since_s) == ((), 0.0)
     ours.close()
     theirs.close()
+
+
+@pytest.mark.parametrize("salt", ["\ud800", object()])
+def test_what_cannot_be_written_is_an_error_of_its_request(salt: object) -> None:
+    """It used to end the supervisor, and with it every open request."""
+    request = Request("r", (1,), SamplingParams(), cache_salt=salt)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="a Submit cannot be sent"):
+        frame(Submit(1, request, 0.0))
