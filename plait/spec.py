@@ -11,15 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 UNLIMITED = float("inf")
-Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu"]
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "swiglu_oai"]
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMS norm (Zhang & Sennrich 2019) or layer norm; weight and bias come from the file."""
+    """RMS norm (Zhang & Sennrich 2019) or layer norm; weight and bias come from the file.
+
+    `weight` False: it has none, and only scales to unit size.
+    """
 
     eps: float = 1e-6
     kind: Literal["rms", "layer"] = "rms"
+    weight: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,12 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Grouped-query attention. `window` keys are visible to a query, itself included."""
+    """Grouped-query attention. `window` keys are visible to a query, itself included.
+
+    `qk_norm_over`: one head with a weight for all ("head"), one head with a weight of its own ("each"), or
+    all heads as one vector ("all"). `sinks`: a learned logit per head that takes part in the softmax and is
+    nobody's (gpt-oss). `gate`: the output is multiplied by the sigmoid of a projection (Qwen3-Next).
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -47,7 +56,10 @@ class Attention:
     rope: Rope | None = None
     window: int | None = None
     softcap: float | None = None
-    qk_norm: Norm | None = None  # per head, before rope
+    qk_norm: Norm | None = None  # before rope
+    qk_norm_over: Literal["head", "each", "all"] = "head"
+    sinks: bool = False
+    gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +173,17 @@ Mixer = Attention | Mla | Mamba1 | Mamba2 | Mamba3 | Mlp | Moe | Parallel
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One residual branch: x += scale * post_norm(mixer(norm(x)))."""
+    """One residual branch: x = x + scale * post_norm(mixer(norm(x))).
+
+    `keep`: not x stays, but `keep` times what the mixer read, norm(x) (MiniMax-01).
+    """
 
     name: str
     mixer: Mixer
     norm: Norm | None
     post_norm: Norm | None = None
     scale: float = 1.0
+    keep: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
+from plait.families.gguf_arch import FILE, Metadata, gguf_arch
 from plait.families.grammar import mlp, model, mscale_squared, norm, rope, sigmoid_router
 from plait.families.normalize import Config
 from plait.families.registry import family
@@ -97,3 +98,20 @@ def _expert_names(count: int) -> Rules:
         f"{ours}.shared.{{x}}": f"{theirs}.shared_experts.{{x}}_proj",
         **expert_tensors(ours, theirs, count),
     }
+
+
+@gguf_arch("deepseek2", "DeepseekV2ForCausalLM")
+def _deepseek2(m: Metadata) -> None:
+    rope_dim = m.values["rope.dimension_count"]
+    key = m.values.get("attention.key_length_mla", m.values.get("attention.key_length"))
+    m.put("qk_rope_head_dim", rope_dim, f"{FILE} {m.prefix}rope.dimension_count")
+    m.put("qk_nope_head_dim", key - rope_dim, f"{FILE} {m.prefix}attention.key_length")
+    v = m.values.get("attention.value_length_mla", m.values.get("attention.value_length"))
+    m.put("v_head_dim", v, f"{FILE} {m.prefix}attention.value_length")
+    groups = {256: (8, 4), 160: (8, 3)}.get(m.config.get("num_experts", 0), (1, 1))
+    for name, value in zip(("n_group", "topk_group"), groups, strict=True):
+        if name not in m.config:
+            m.put(name, value, "default (usual for as many experts)")
+    if m.config["architectures"] == ["DeepseekV2ForCausalLM"]:
+        grouped = m.config["n_group"] > 1
+        m.put("topk_method", "group_limited_greedy" if grouped else "greedy", f"{FILE} expert groups")

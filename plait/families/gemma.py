@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
+from plait.families.gguf_arch import FILE, Metadata, gguf_arch
 from plait.families.grammar import gqa, mlp, model, norm
 from plait.families.normalize import Config
 from plait.families.registry import family
@@ -90,3 +91,22 @@ def _names(prefix: str) -> Rules:
         "layers.{i}.attn.{x}": f"{layer}.self_attn.{{x}}_proj",
         "layers.{i}.ffn.{x}": f"{layer}.mlp.{{x}}_proj",
     }
+
+
+@gguf_arch("gemma2", "Gemma2ForCausalLM", constants={"sliding_window": 4096})
+def _gemma2(m: Metadata) -> None:
+    _gemma_scale(m, 46)
+
+
+@gguf_arch("gemma3", "Gemma3ForCausalLM", constants={"final_logit_softcapping": None})
+def _gemma3(m: Metadata) -> None:
+    m.put("rope_local_base_freq", m.values.get("rope.freq_base_swa", 1e4), f"{FILE} rope.freq_base_swa")
+    _gemma_scale(m, 62)
+
+
+def _gemma_scale(m: Metadata, layers_of_27b: int) -> None:
+    """The file does not say it: 1/sqrt(head_dim), but 1/sqrt(hidden/heads) in the 27B models."""
+    scalar = m.config["head_dim"]
+    if m.config["num_hidden_layers"] == layers_of_27b:
+        scalar = m.config["hidden_size"] // m.config["num_attention_heads"]
+    m.put("query_pre_attn_scalar", scalar, "default (by the number of layers)")

@@ -6,6 +6,7 @@ import torch
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
+from plait.families.gguf_arch import FILE, Metadata, gguf_arch, head_size
 from plait.families.grammar import gqa, mamba2, mlp, model, norm, sigmoid_router
 from plait.families.normalize import LINEAR, Config
 from plait.families.registry import family
@@ -276,3 +277,24 @@ def _falcon_names(c: Config, inner: int) -> Rules:
         "layers.{i}.ffn.down.bias": scaled(down, f"{ffn}.down_proj.bias"),
         "layers.{i}.ffn.up": f"{ffn}.up_proj",
     }
+
+
+@gguf_arch("granitehybrid", "GraniteMoeHybridForCausalLM", constants={"rope_interleave": True})
+def _granite_gguf(m: Metadata) -> None:
+    if "mamba_d_ssm" in m.config and m.config.get("mamba_n_heads"):
+        head_size(m)
+    is_rotated = m.values.get("rope.scaling.finetuned", True)
+    m.put("position_embedding_type", "rope" if is_rotated else "nope", f"{FILE} rope.scaling.finetuned")
+    if "num_experts" not in m.config:
+        m.size("shared_intermediate_size", "ffn_up.weight", 0)
+
+
+@gguf_arch("falcon-h1", "FalconH1ForCausalLM", constants={"mamba_norm_before_gate": False})
+def _falcon_gguf(m: Metadata) -> None:
+    head_size(m)
+    has_norm = any(n.endswith("ssm_norm.weight") for n in m.shapes)
+    m.put("mamba_rms_norm", has_norm, "tensor ssm_norm.weight")
+
+
+for _name in ("nemotron_h", "nemotron_h_moe"):
+    gguf_arch(_name, "NemotronHForCausalLM")(head_size)

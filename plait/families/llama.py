@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap
+from plait.families.gguf_arch import plain_arch
 from plait.families.grammar import gqa, mlp, model, norm
 from plait.families.normalize import Config
 from plait.families.registry import family
@@ -62,3 +63,8 @@ def _dense(c: Config, name: str, qk_norm: Norm | None = None) -> tuple[ModelSpec
     names = at(TEXT_PREFIXES, transformer)
     names["head"] = ("lm_head", "language_model.lm_head")
     return model(c, name, layers), NameMap(names, ignored=unused(c, *VISION))
+
+
+plain_arch("llama", "LlamaForCausalLM", rope_interleave=True)
+plain_arch("qwen2", "Qwen2ForCausalLM")
+plain_arch("qwen3", "Qwen3ForCausalLM")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
+from plait.families.gguf_arch import FILE, Metadata, gguf_arch, head_size
 from plait.families.grammar import mamba2, model, norm
 from plait.families.normalize import Config
 from plait.families.registry import family
@@ -89,3 +90,10 @@ def _names(prefix: str) -> Rules:
         "layers.{i}.ssm.norm": f"{prefix}layers.{{i}}.norm",
         **mamba_tensors("layers.{i}.ssm", f"{prefix}layers.{{i}}.mixer"),
     }
+
+
+@gguf_arch("mamba2", "Mamba2ForCausalLM")
+def _mamba2(m: Metadata) -> None:
+    head_size(m)
+    m.put("head_dim", m.config["mamba_d_head"], f"{FILE} {m.prefix}ssm")
+    m.put("num_heads", m.config["mamba_n_heads"], f"{FILE} {m.prefix}ssm.time_step_rank")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
+from plait.families.gguf_arch import plain_arch
 from plait.families.grammar import gqa, mlp, model, norm, softmax_moe
 from plait.families.normalize import Config
 from plait.families.registry import family
@@ -91,3 +92,7 @@ def _sparse(c: Config, name: str, moe: Moe, qk_norm: Norm | None, names: Rules) 
         for kind, sort in zip(c["layer_types"], c["mlp_layer_types"], strict=True)
     ]
     return model(c, name, layers), NameMap(names, transformer(), ignored=unused(c))
+
+
+plain_arch("qwen2moe", "Qwen2MoeForCausalLM", norm_topk_prob=False)
+plain_arch("qwen3moe", "Qwen3MoeForCausalLM", norm_topk_prob=True)

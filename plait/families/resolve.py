@@ -11,7 +11,8 @@ from torch import Tensor
 
 from plait.errors import ConfigError, UnsupportedFormat
 from plait.families.detect import HEADS, Shapes, infer_config, layer_kinds
-from plait.families.gguf import gguf_config, gguf_names
+from plait.families.gguf import gguf_config
+from plait.families.gguf_names import gguf_names
 from plait.families.normalize import (
     ALIASES,
     FULL,
