@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tests.families import tiny_attention, tiny_linear, tiny_ssm
+from tests.families.variant import Variant
 
 SIZES = {
     "vocab_size": 97,
@@ -61,15 +63,6 @@ MULTIPLIERS = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A config class of transformers and what differs from SIZES. `bare`: shapes alone tell this model."""
-
-    config: str
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    bare: bool = False
 
 
 def llama(**changes: Any) -> Variant:
@@ -289,6 +282,7 @@ VARIANTS: dict[str, Variant] = {
         bare=True,
     ),
 }
+VARIANTS |= tiny_attention.VARIANTS | tiny_ssm.VARIANTS | tiny_linear.VARIANTS
 
 
 def write(name: str, folder: Path) -> None:

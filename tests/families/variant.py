@@ -1,0 +1,16 @@
+"""One tiny checkpoint of the oracle: a config class of transformers and what is changed in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A config class of transformers and what differs from SIZES. `bare`: shapes alone tell this model."""
+
+    config: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    bare: bool = False
