@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
+from plait.quant.weight import checked_rows
 
 _PIECE = 1 << 20  # elements decoded at a time: 4 MiB of float32, so the peak does not follow the matrix
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -89,6 +90,10 @@ class Gguf:
                 f"both must be multiples of {size}"
             )
         return Gguf(self.data[:, start // size * nbytes : stop // size * nbytes], self.kind)
+
+    def pick(self, index: Tensor) -> Gguf:
+        """Some rows, copied. Raises ShapeMismatch for a row that is not there."""
+        return Gguf(self.data[checked_rows(index, self)], self.kind)
 
     @classmethod
     def cat(cls, parts: Sequence[Gguf]) -> Gguf:

@@ -42,6 +42,13 @@ class Weight(Protocol):
         """Columns start..stop. Raises ShapeMismatch if that would cut a block of the format."""
         ...
 
+    def pick(self, index: Tensor) -> Self:
+        """Some rows in the same storage, in any order, also twice: index [n] int64 -> (n, in).
+
+        Raises ShapeMismatch for a row that is not there.
+        """
+        ...
+
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
         """Row-wise concatenation of parts of one format and width."""
@@ -81,6 +88,9 @@ class Dense:
     def cols(self, start: int, stop: int) -> Dense:
         return Dense(self.tensor[:, start:stop])
 
+    def pick(self, index: Tensor) -> Dense:
+        return Dense(self.tensor[checked_rows(index, self)])
+
     @classmethod
     def cat(cls, parts: Sequence[Dense]) -> Dense:
         if len({p.tensor.dtype for p in parts}) > 1 or len({p.shape[1] for p in parts}) > 1:
@@ -103,3 +113,20 @@ def as_weight(value: Tensor | Weight) -> Weight:
 def take_rows(value: Tensor | Weight, start: int, stop: int) -> Tensor | Weight:
     """Rows start..stop of a tensor or a weight, without decoding it."""
     return value[start:stop] if isinstance(value, Tensor) else value.rows(start, stop)
+
+
+def pick_rows(value: Tensor | Weight, index: Tensor) -> Tensor | Weight:
+    """Some rows of a tensor (of its first dimension) or a weight, in any order, without decoding it."""
+    return value[index] if isinstance(value, Tensor) else value.pick(index)
+
+
+def checked_rows(index: Tensor, weight: Weight) -> Tensor:
+    """The index, if all rows it names are there: [n], of integers. Raises ShapeMismatch."""
+    rows = weight.shape[0]
+    if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
+        raise ShapeMismatch(f"rows are picked by integers [n], got {index.dtype} {list(index.shape)}")
+    if len(index) and not 0 <= int(index.min()) <= int(index.max()) < rows:
+        raise ShapeMismatch(
+            f"rows {int(index.min())}..{int(index.max())} of a {weight.format} weight of {list(weight.shape)}"
+        )
+    return index
