@@ -14,14 +14,31 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
+class Back:
+    """How a source of a `Derived` is written from our tensors: the way back, for `plait convert`.
+
+    fn: what undoes the recipe's arithmetic, of our numbers in float32; None: they stay as they are.
+    at, of: which part of the source's rows this tensor is, of how many. stack: how many of these the source
+    holds one after the other, the field {e} counting them.
+    """
+
+    fn: Callable[[Any], Any] | None = None
+    at: int = 0
+    of: int = 1
+    stack: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Derived:
     """A tensor made of others: fn(*sources, **fields), fields being the pattern's, as strings.
 
     `fn` receives what the checkpoint returned (a tensor, or a `Weight` of some format) and returns either.
+    `back`: for each source the way back; empty where nobody has written it.
     """
 
     fn: Callable[..., Any]
     sources: tuple[str, ...]
+    back: tuple[Back, ...] = ()
 
 
 Source = str | Derived
@@ -61,7 +78,7 @@ class NameMap:
 def _fill(target: Source, fields: dict[str, str], rest: str) -> Source:
     if isinstance(target, str):
         return target.format(**fields) + rest
-    return Derived(target.fn, tuple(s.format(**fields) for s in target.sources))
+    return Derived(target.fn, tuple(s.format(**fields) for s in target.sources), target.back)
 
 
 def _is_there(source: Source, present: Container[str]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.names import Derived, NameMap, Source
+from plait.checkpoint.names import Back, Derived, NameMap, Source
 from plait.families.gguf_arch import ARCHITECTURES
 from plait.families.tensors import Stored, conv, expert, expert_half, flat
 from plait.quant.weight import as_tensor
@@ -47,10 +47,15 @@ def _attention(ours: str, b: str, c: Mapping[str, Any]) -> dict[str, Source | tu
         up = as_tensor(k).view(heads, rank, -1).transpose(1, 2)
         return torch.cat([up, as_tensor(v).view(heads, -1, rank)], 1).flatten(0, 1)
 
+    def parts(kv_b: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = kv_b.view(heads, -1, rank).tensor_split([c["qk_nope_head_dim"]], 1)
+        return k.transpose(1, 2), v
+
+    back = (Back(lambda kv_b: parts(kv_b)[0]), Back(lambda kv_b: parts(kv_b)[1]))
     return {
         f"{ours}.kv_b.weight": (
+            Derived(joined, (f"{b}.attn_k_b.weight", f"{b}.attn_v_b.weight"), back),
             f"{b}.attn_kv_b.weight",
-            Derived(joined, (f"{b}.attn_k_b.weight", f"{b}.attn_v_b.weight")),
         ),
         f"{ours}.kv_a": f"{b}.attn_kv_a_mqa",
         f"{ours}.o": f"{b}.attn_output",
@@ -78,7 +83,7 @@ def _feed_forward(ours: str, b: str, count: int) -> dict[str, Source | tuple[Sou
         f"{ours}.router_bias": f"{b}.exp_probs_b.bias",
         f"{ours}.router": f"{b}.ffn_gate_inp",
         f"{ours}.shared_gate.weight": Derived(
-            lambda w, **_: as_tensor(w).view(1, -1), (f"{b}.ffn_gate_inp_shexp.weight",)
+            lambda w, **_: as_tensor(w).view(1, -1), (f"{b}.ffn_gate_inp_shexp.weight",), (Back(),)
         ),
     }
     for x in ("gate", "up", "down"):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from plait.checkpoint.names import Derived, Rules, Source
+from plait.checkpoint.names import Back, Derived, Rules, Source
 from plait.families.normalize import Config
 from plait.quant.weight import Weight, as_tensor, take_rows
 
@@ -26,42 +26,54 @@ def scaled(factor: float | Tensor, source: str) -> Derived:
             by = by.to(numbers.device)[:, None] if numbers.ndim == 2 else by.to(numbers.device)
         return (numbers.float() * by).to(numbers.dtype)
 
-    return Derived(times, (source,))
+    def divided(numbers: Tensor) -> Tensor:
+        by = factor
+        if isinstance(by, Tensor):
+            by = by.to(numbers.device)[:, None] if numbers.ndim == 2 else by.to(numbers.device)
+        return numbers / by
+
+    return Derived(times, (source,), (Back(None if is_one(factor) else divided),))
+
+
+def is_one(factor: float | Tensor) -> bool:
+    """Whether a multiplier changes nothing."""
+    return bool((factor == 1).all()) if isinstance(factor, Tensor) else factor == 1
 
 
 def plus_one(source: str) -> Derived:
     """Gemma stores w and multiplies by 1 + w."""
-    return Derived(lambda w, **_: as_tensor(w).float() + 1, (source,))
+    return Derived(lambda w, **_: as_tensor(w).float() + 1, (source,), (Back(lambda w: w - 1),))
 
 
 def negative_exp(source: str) -> Derived:
     """A = -exp(A_log)."""
-    return Derived(lambda w, **_: -as_tensor(w).float().exp(), (source,))
+    return Derived(lambda w, **_: -as_tensor(w).float().exp(), (source,), (Back(lambda a: (-a).log()),))
 
 
 def flat(source: str) -> Derived:
     """One number per channel, however many dimensions the file gives it."""
-    return Derived(lambda w, **_: as_tensor(w).flatten(), (source,))
+    return Derived(lambda w, **_: as_tensor(w).flatten(), (source,), (Back(),))
 
 
 def conv(source: str) -> Derived:
     """A depthwise kernel [C, 1, K] or [C, K] as [C, K]."""
-    return Derived(lambda w, **_: as_tensor(w).flatten(1), (source,))
+    return Derived(lambda w, **_: as_tensor(w).flatten(1), (source,), (Back(),))
 
 
 def half(index: int, source: str) -> Derived:
     """gate (0) or up (1) of a fused gate_up, whose first rows are the gate's."""
-    return Derived(lambda w, **_: _half(w, index), (source,))
+    return Derived(lambda w, **_: _half(w, index), (source,), (Back(at=index, of=2),))
 
 
 def expert(count: int, source: str) -> Derived:
     """One expert of `count` stacked ones."""
-    return Derived(lambda w, e, **_: _expert(w, int(e), count), (source,))
+    return Derived(lambda w, e, **_: _expert(w, int(e), count), (source,), (Back(stack=count),))
 
 
 def expert_half(index: int, count: int, source: str) -> Derived:
     """gate (0) or up (1) of one expert of a stack [count, 2 size, hidden]."""
-    return Derived(lambda w, e, **_: _half(_expert(w, int(e), count), index), (source,))
+    back = Back(at=index, of=2, stack=count)
+    return Derived(lambda w, e, **_: _half(_expert(w, int(e), count), index), (source,), (back,))
 
 
 def _half(w: Stored, index: int) -> Stored:
