@@ -17,6 +17,8 @@ log = logging.getLogger("plait")
 CPU_KERNELS: tuple[str, ...] = (
     "norm",
     "activation",
+    "product",
+    "gate",
     "moving",
     "embed",
     "sample",

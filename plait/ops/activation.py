@@ -11,6 +11,13 @@ from torch import Tensor
 
 from plait.ops.registry import Arguments, op
 
+
+def _swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss: gate · sigmoid(1.702 gate) · (up + 1), with gate at most 7 and up within ±7."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -19,6 +26,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
     "sigmoid": torch.sigmoid,
 }
+PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"swiglu_oai": _swiglu_oai}
 CASES: list[dict[str, Any]] = [
     dict(tokens=tokens, size=size, kind=kind)
     for tokens, size, kind in (
@@ -29,6 +37,8 @@ CASES: list[dict[str, Any]] = [
         (3, 48, "relu"),
         (1, 40, "relu2"),
         (9, 20, "sigmoid"),
+        (1, 64, "swiglu_oai"),
+        (35, 300, "swiglu_oai"),
     )
 ]
 
@@ -37,19 +47,20 @@ CASES: list[dict[str, Any]] = [
 def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
     """Activation `kind` of x; if `gated`, x is [gate, up] side by side: activation(gate) · up (Shazeer 2020).
 
-    x: [T, n], or [T, 2n] if gated -> [T, n] in x's dtype. Rows may lie apart in memory.
+    A kind of PAIRS is a function of both, and always gated. x: [T, n], or [T, 2n] if gated -> [T, n] in x's
+    dtype. Rows may lie apart in memory.
     """
     if not gated:
         return ACTIVATIONS[kind](x)
     gate, up = x.chunk(2, -1)
-    return ACTIVATIONS[kind](gate) * up
+    return PAIRS[kind](gate, up) if kind in PAIRS else ACTIVATIONS[kind](gate) * up
 
 
 @activate.inputs
 def _activate_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
     gated = case["tokens"] not in (7, 9)
     x = torch.randn(case["tokens"], case["size"] * (1 + gated), dtype=dtype, device=device)
-    return (2 * x, case["kind"], gated), {}
+    return ((4 if case["kind"] in PAIRS else 2) * x, case["kind"], gated), {}
 
 
 @op(cases=CASES[:3])
@@ -87,6 +98,22 @@ def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
 def _gate_rows_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
     x = torch.randn(case["tokens"], case["size"], dtype=dtype, device=device)
     return (x, torch.randn(case["tokens"], 1, dtype=dtype, device=device)), {}
+
+
+@op(cases=CASES[:3])
+def gate(x: Tensor, by: Tensor) -> Tensor:
+    """x · sigmoid(by), number by number: attention that closes its own output (Qiu et al. 2025).
+
+    x, by: [T, n], whose rows may lie apart in memory -> [T, n].
+    """
+    return x * by.sigmoid()
+
+
+@gate.inputs
+def _gate_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    x = torch.randn(case["tokens"], case["size"], dtype=dtype, device=device)
+    wide = torch.randn(case["tokens"], 3 * case["size"], dtype=dtype, device=device)
+    return (x, 2 * wide[:, case["size"] : 2 * case["size"]]), {}
 
 
 @op(cases=CASES[:3])

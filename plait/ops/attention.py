@@ -24,6 +24,8 @@ CASES: list[dict[str, Any]] = [
     dict(seqs=[530, 4], heads=4, kv_heads=2, dim=24, window=70, softcap=30.0),
     dict(seqs=[270, 4], heads=8, kv_heads=1, dim=40, window=None, softcap=None, kv_dtype="bfloat16"),
     dict(seqs=SEQS, heads=2, kv_heads=2, dim=8, window=9, softcap=None, kv_dtype="bfloat16"),
+    dict(seqs=[300, 2, 1], heads=6, kv_heads=2, dim=16, window=None, softcap=None, sinks=True),
+    dict(seqs=SEQS, heads=4, kv_heads=4, dim=24, window=9, softcap=20.0, sinks=True),
 ]
 BLOCK = 16  # of the test cases
 
@@ -73,13 +75,15 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Store the new keys and values; then causal softmax attention over all each sequence has in memory.
 
     q: [T, heads, d], k, v: [T, kv_heads, d], caches: [blocks, block_size, kv_heads, d], block_table: [S, M],
     slot_mapping: [T], query_start: [S+1], seq_lens: [S] (new tokens included) -> [T, heads, d]. Query head h
     reads kv head h // (heads / kv_heads). `window`: how many last keys are seen; `softcap`: scores become
-    cap·tanh(·/cap). How a cache lies in memory is the affair of the variant that writes it.
+    cap·tanh(·/cap). `sinks`: [heads] float32, a score of each head for a key whose value is 0 (Xiao et al.
+    2023; gpt-oss). How a cache lies in memory is the affair of the variant that writes it.
     """
     write_paged(k_cache, k, slot_mapping)
     write_paged(v_cache, v, slot_mapping)
@@ -91,9 +95,17 @@ def paged_attention(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         mask = causal_mask(rows.stop - rows.start, start, end, window, q.device)
-        probs = scores.masked_fill(~mask, -math.inf).softmax(-1)
+        probs = _softmax(scores.masked_fill(~mask, -math.inf), sinks)
         out[rows] = torch.einsum("kgnt,tkd->nkgd", probs, values).flatten(1, 2).to(q.dtype)
     return out
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the keys of scores [kv, g, n, keys], and a sink beside them that takes its share."""
+    if sinks is None:
+        return scores.softmax(-1)
+    beside = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
 
 
 @paged_attention.inputs
@@ -104,7 +116,8 @@ def _paged_attention_inputs(case: Mapping[str, Any], dtype: torch.dtype, device:
     k, v = (torch.randn(total, *kv, dtype=dtype, device=device) for _ in range(2))
     kept = getattr(torch, case["kv_dtype"]) if "kv_dtype" in case else dtype
     caches = [torch.randn(num_blocks, BLOCK, *kv, dtype=kept, device=device) for _ in range(2)]
-    return (q, k, v, *caches, *where, case["dim"] ** -0.5, case["window"], case["softcap"]), {}
+    sinks = torch.randn(case["heads"], device=device) if case.get("sinks") else None
+    return (q, k, v, *caches, *where, case["dim"] ** -0.5, case["window"], case["softcap"], sinks), {}
 
 
 def paged_case(lengths: list[int], device: str) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], int]:

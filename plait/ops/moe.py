@@ -55,6 +55,7 @@ EXPERT_CASES: list[dict[str, Any]] = [
     dict(tokens=1, experts=4, top_k=2, hidden=64, size=32, gated=True),
     dict(tokens=19, experts=8, top_k=3, hidden=64, size=96, gated=True),
     dict(tokens=6, experts=4, top_k=1, hidden=32, size=64, gated=False),
+    dict(tokens=13, experts=5, top_k=2, hidden=64, size=40, gated=True, bias=True, kind="swiglu_oai"),
 ]
 
 
@@ -90,8 +91,12 @@ def _experts_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) ->
 
     def maps(n_in: int, n_out: int) -> list[Linear]:
         numbers = torch.randn(case["experts"], n_out, n_in, dtype=dtype, device=device) / n_in**0.5
-        return [Linear([Dense(m)], [None], lambda fn, **_: fn, dtype) for m in numbers]
+        biases = torch.randn(case["experts"], n_out, dtype=dtype, device=device) if "bias" in case else None
+        added = [None] * case["experts"] if biases is None else list(biases)
+        return [
+            Linear([Dense(m)], [b], lambda fn, **_: fn, dtype) for m, b in zip(numbers, added, strict=True)
+        ]
 
     up, down = maps(case["hidden"], case["size"] * (1 + case["gated"])), maps(case["size"], case["hidden"])
     shared = torch.randn_like(x) if case["tokens"] > 1 else None
-    return (x, weight, index, up, down, ("silu", case["gated"]), shared), {}
+    return (x, weight, index, up, down, (case.get("kind", "silu"), case["gated"]), shared), {}

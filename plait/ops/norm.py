@@ -48,14 +48,18 @@ def _add_rms_norm_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: st
     return (x, torch.randn_like(x), weight, eps), {}
 
 
-@op(cases=[case for case in CASES if case["groups"] == 1])
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / std * weight + bias over the last dimension, with the biased variance. Ba et al. 2016."""
-    b = None if bias is None else bias.float()
-    return F.layer_norm(x.float(), x.shape[-1:], weight.float(), b, eps).to(x.dtype)
+@op(cases=CASES)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, groups: int = 1) -> Tensor:
+    """(x - mean) / std * weight + bias over the last dimension, or over each of `groups` equal parts of it.
+
+    x: [..., n], weight, bias: [n] -> [..., n] in x's dtype; the variance is the biased one. Ba et al. 2016.
+    """
+    h: Tensor = x.float().unflatten(-1, (groups, -1))
+    h = F.layer_norm(h, h.shape[-1:], None, None, eps).flatten(-2) * weight.float()
+    return (h if bias is None else h + bias.float()).to(x.dtype)
 
 
 @layer_norm.inputs
 def _layer_norm_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
-    (x, weight, eps, _), _ = _rms_norm_inputs(case, dtype, device)
-    return (x, weight, torch.randn_like(weight), eps), {}
+    (x, weight, eps, groups), _ = _rms_norm_inputs(case, dtype, device)
+    return (x, weight, torch.randn_like(weight), eps, groups), {}

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.activation import KINDS, _activate, _combine, _gate_rows, _rescale
+from plait.kernels.cpu.gate import _gate
 from plait.kernels.load import executor, load
-from plait.ops.activation import activate, combine, gate_rows, rescale
+from plait.ops.activation import PAIRS, activate, combine, gate, gate_rows, rescale
 
+OF_ONE = [kind for kind in KINDS if kind not in PAIRS]
 SIZES = (1, 7, 15, 16, 17, 100, 256, 600)
 close = partial(torch.testing.assert_close, rtol=2e-6, atol=1e-7)
 
@@ -38,8 +40,9 @@ def within(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "gated"), [*((kind, True) for kind in KINDS), *((kind, False) for kind in OF_ONE)]
+)
 def test_activations_of_rows_that_lie_apart(cpu: Any, n: int, kind: str, gated: bool) -> None:
     x = 4 * torch.randn(5, n * (1 + gated))
     close(_activate(cpu, within(x), kind, gated), activate(x.double(), kind, gated).float())
@@ -53,7 +56,7 @@ def test_heads_have_strides_of_their_own(cpu: Any) -> None:
     close(_rescale(cpu, x, 0.3, 2.0), rescale(x, 0.3, 2.0))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_ONE)
 def test_an_activation_is_right_to_the_last_bits(cpu: Any, kind: str) -> None:
     x = torch.cat([torch.linspace(-13, 40, 20_001), torch.linspace(-1e-3, 1e-3, 301)])[None]
     z = x.double()
@@ -70,7 +73,7 @@ def test_an_activation_is_right_to_the_last_bits(cpu: Any, kind: str) -> None:
     assert ((got - want).abs()[normal] / want.abs()[normal]).max() < bound
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sigmoid"])
+@pytest.mark.parametrize("kind", [kind for kind in OF_ONE if kind != "sigmoid"])
 def test_activations_of_extreme_numbers(cpu: Any, kind: str) -> None:
     x = torch.tensor([[1e30, 3e38, math.inf, -1e30, -3e38, -math.inf, 1e-40, -1e-40, 0.0, -0.0, math.nan]])
     up = kind.removesuffix("2") == "relu" and kind.endswith("2")
@@ -80,6 +83,25 @@ def test_activations_of_extreme_numbers(cpu: Any, kind: str) -> None:
     assert got[3:6] == [0.0] * 3
     assert max(abs(v) for v in got[6:10]) < 1.1e-40
     assert math.isnan(got[10])
+
+
+def test_a_gated_activation_is_clamped(cpu: Any) -> None:
+    numbers = [-math.inf, -1e30, -100.0, -7.5, -7.0, -1.0, 0.0, 1.0, 7.0, 7.5, 1e30, math.inf, math.nan]
+    x = torch.tensor([[a, b] for a in numbers for b in numbers]).T.reshape(1, -1)
+    finite = torch.where(x == -math.inf, -1e30, x)  # -inf · sigmoid(-inf) is 0 here
+    want = activate(finite.double(), "swiglu_oai", True).float()
+    torch.testing.assert_close(
+        _activate(cpu, x, "swiglu_oai", True), want, rtol=1e-5, atol=1e-7, equal_nan=True
+    )
+    with pytest.raises(ShapeMismatch):
+        _activate(cpu, x, "swiglu_oai", False)
+
+
+def test_what_closes_an_output_may_lie_in_a_wider_row(cpu: Any) -> None:
+    x, wide = torch.randn(6, 600), 30 * torch.randn(6, 900)
+    wide[2, 300:303] = torch.tensor([math.inf, -math.inf, math.nan])
+    got = _gate(cpu, x, wide[:, 300:])
+    torch.testing.assert_close(got, gate(x, wide[:, 300:]), rtol=2e-6, atol=1e-7, equal_nan=True)
 
 
 def test_a_sigmoid_of_extreme_numbers(cpu: Any) -> None:
@@ -120,6 +142,7 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     **{kind: (lambda on, x, kind=kind: _activate(on, x, kind, True)) for kind in KINDS},
     "combine": lambda on, x: _combine(on, x, x, 0.3),
     "rescale": lambda on, x: _rescale(on, x, 0.5, 3.0),
+    "gate": lambda on, x: _gate(on, x, x[:, :]),
     "gate_rows": lambda on, x: _gate_rows(on, x, x[:, :1]),
 }
 

@@ -25,6 +25,7 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     kept: torch.dtype = torch.float32
+    sinks: bool = False
 
 
 class Memory:
@@ -83,7 +84,8 @@ def attend(
         for name in "qkv"
     )
     index = memory.index(counts, which)
-    out = fn(q, k, v, memory.k, memory.v, *index, shape.dim**-0.5, shape.window, shape.softcap)
+    sinks = torch.linspace(-2.0, 3.0, shape.heads) if shape.sinks else None
+    out = fn(q, k, v, memory.k, memory.v, *index, shape.dim**-0.5, shape.window, shape.softcap, sinks)
     return list(out.split(list(counts)))
 
 
@@ -106,6 +108,7 @@ SHAPES = [
     Shape(heads=9, kv_heads=3, dim=64),
     Shape(heads=8, kv_heads=2, dim=24, block=48, window=300),
     Shape(heads=16, kv_heads=2, dim=80, softcap=8.0),
+    Shape(heads=8, kv_heads=2, dim=16, window=280, sinks=True),
     Shape(heads=14, kv_heads=2, dim=32, block=32, window=260, kept=torch.bfloat16),
     Shape(heads=13, kv_heads=1, dim=8, kept=torch.bfloat16),
     Shape(heads=4, kv_heads=4, dim=72, window=1000, kept=torch.bfloat16),
@@ -125,7 +128,7 @@ def test_history_in_any_pieces_gives_the_same_bits(cpu: Any, alone: Any, shape: 
         assert torch.equal(in_pieces(bound(alone, shape), shape, text, pieces), whole)
 
 
-@pytest.mark.parametrize("shape", SHAPES[2:6], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[2:7], ids=str)
 def test_a_batch_gives_each_sequence_the_bits_it_has_alone(cpu: Any, shape: Shape) -> None:
     lengths = [1, 40, 600, 17, 256, 257, 90, 3]
     texts = [Text.of(shape, n + 2) for n in lengths]
@@ -170,7 +173,7 @@ def test_scores_far_apart_do_not_overflow(cpu: Any) -> None:
     torch.testing.assert_close(in_pieces(bound(cpu, shape), shape, text, [600]), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[5]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[6]], ids=str)
 def test_a_recorded_step_serves_any_batch(cpu: Any, shape: Shape) -> None:
     lengths, capacity = [20, 300, 1], 64
     texts = [Text.of(shape, n + 3) for n in lengths]

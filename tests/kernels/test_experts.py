@@ -10,7 +10,8 @@ import torch
 
 from plait.errors import CannotRecord, ShapeMismatch
 from plait.kernels.load import executor, load
-from plait.ops.linear import Linear, random_blocks
+from plait.ops.blocks import random_blocks
+from plait.ops.linear import Linear
 from plait.ops.moe import experts, route
 from plait.ops.registry import Facts, Op
 from plait.ops.rows import map_heads
@@ -42,7 +43,13 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def maps(
-    cpu: Any, count: int, n_in: int, n_out: int, dtype: torch.dtype = torch.float32, kind: str | None = None
+    cpu: Any,
+    count: int,
+    n_in: int,
+    n_out: int,
+    dtype: torch.dtype = torch.float32,
+    kind: str | None = None,
+    biased: bool = False,
 ) -> list[Linear]:
     def weight() -> Weight:
         if kind:
@@ -53,7 +60,8 @@ def maps(
         return bound(op, cpu, **sizes)
 
     rounding: Any = "int8" if kind else "float32"
-    return [Linear([weight()], [None], bind, torch.float32, None, rounding) for _ in range(count)]
+    biases = [torch.randn(n_out) if biased else None for _ in range(count)]
+    return [Linear([weight()], [bias], bind, torch.float32, None, rounding) for bias in biases]
 
 
 def chosen(tokens: int, count: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,6 +79,18 @@ def test_experts_are_weighed_and_summed(cpu: Any, count: int, k: int, gated: boo
         for shared in (None, torch.randn_like(x)):
             args = (x, weight, index, up, down, (kind, gated), shared)
             close(fn(*args), experts.reference(*args))
+
+
+@pytest.mark.parametrize(("count", "k"), [(4, 1), (8, 8), (33, 4), (1, 1)])
+def test_every_expert_adds_its_own_biases(cpu: Any, alone: Any, count: int, k: int) -> None:
+    up, down = maps(cpu, count, HIDDEN, 2 * SIZE, biased=True), maps(cpu, count, SIZE, HIDDEN, biased=True)
+    x, (weight, index) = torch.randn(TOKENS, HIDDEN), chosen(TOKENS, count, k)
+    args = (x, weight, index, up, down, ("swiglu_oai", True), None)
+    together = bound(experts, cpu)(*args)
+    close(together, experts.reference(*args))
+    for i in range(3):
+        one = (x[i : i + 1], weight[i : i + 1], index[i : i + 1], *args[3:])
+        assert torch.equal(bound(experts, alone)(*one)[0], together[i])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

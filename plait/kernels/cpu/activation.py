@@ -35,8 +35,8 @@ from plait.kernels.cpu.vec import (
 from plait.ops.activation import activate, combine, gate_rows, rescale
 from plait.ops.registry import Facts
 
-KINDS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid")
-SILU, GELU, GELU_TANH, RELU, RELU2, SIGMOID = range(len(KINDS))
+KINDS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid", "swiglu_oai")
+SILU, GELU, GELU_TANH, RELU, RELU2, SIGMOID, SWIGLU_OAI = range(len(KINDS))
 PIECE = 256  # floats that a thread takes at a time, so that one long row is enough for all threads
 
 
@@ -183,6 +183,33 @@ def _sigmoid_piece(x, up, out, n):
 
 
 @inline
+def _least(x, limit):
+    """The smaller of both; a NaN stays one."""
+    return where_less(limit, x, limit, x)
+
+
+@inline
+def _swiglu_oai(x, y):
+    """(up + 1) · gate · sigmoid(1.702 gate), gate at most 7 and up within ±7."""
+    seven = spread(np.float32(7.0))
+    x, y = _least(x, seven), _least(y, seven)
+    y = where_less(y, spread(np.float32(-7.0)), spread(np.float32(-7.0)), y)
+    z = mul(x, spread(np.float32(1.702)))
+    return mul(add(y, spread(np.float32(1.0))), _times_sigmoid(x, z))
+
+
+@inline
+def _swiglu_oai_piece(x, up, out, n):
+    full = n // 16 * 64
+    for at in range(0, full, 64):
+        store_f32(out + at, _swiglu_oai(load_f32(x + at), load_f32(up + at)))
+    left = np.int32(n % 16)
+    if left > 0:
+        y = _swiglu_oai(load_some(x + full, left), load_some(up + full, left))
+        store_some(out + full, y, left)
+
+
+@inline
 def _piece(item, n):
     """Piece `item` of rows of n floats: its row, its first float and how many there are."""
     pieces = (n + PIECE - 1) // PIECE
@@ -224,6 +251,8 @@ def activate_rows(frame, args, thread, threads):
             _relu_piece(gate, up, to, count)
         elif kind == RELU2:
             _relu2_piece(gate, up, to, count)
+        elif kind == SWIGLU_OAI:
+            _swiglu_oai_piece(gate, up, to, count)
         else:
             _sigmoid_piece(gate, up, to, count)
 
@@ -316,7 +345,7 @@ def known_kind(facts: Facts) -> str | None:
 @activate.variant("native", on="cpu", when=known_kind, native=True)
 def _activate(cpu: Executor, x: Tensor, kind: str, gated: bool) -> Tensor:
     rows = Rows.of(x)
-    if kind not in KINDS or (gated and rows.width % 2):
+    if kind not in KINDS or (gated and rows.width % 2) or (kind == "swiglu_oai" and not gated):
         raise ShapeMismatch(f"{kind} of rows of {rows.width} numbers{', gate and up' if gated else ''}")
     n = rows.width // 2 if gated else rows.width
     out = cpu.empty(*x.shape[:-1], n)

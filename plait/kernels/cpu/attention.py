@@ -112,6 +112,7 @@ def _paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     rows, k_rows, v_rows = Rows.of(q), Rows.of(k), Rows.of(v)
     _, size, kv_heads, d = k_cache.shape
@@ -119,6 +120,7 @@ def _paged_attention(
         check_cache(name, cached, (size, kv_heads, d))
     check_index(block_table, slot_mapping, query_start, seq_lens)
     _check_heads(q, k, v, k_cache)
+    _check_sinks(sinks, rows.heads)
     cpu.launch(
         store_rows, k, *k_rows.strides, v, *v_rows.strides, k_cache, v_cache, slot_mapping, kv_heads, d, size,
         k_cache.element_size(), rows=k_rows.count,
@@ -129,7 +131,7 @@ def _paged_attention(
     cpu.launch(
         attend_of(k_cache.dtype), q, *rows.strides, out, k_cache, v_cache, block_table,
         block_table.stride(0) * 8, query_start, seq_lens, rows.heads, kv_heads, d, d, size, window or 0,
-        float(scale), float(softcap or 0), apart,
+        float(scale), float(softcap or 0), apart, sinks,
         rows=rows.count, seqs=seq_lens.shape[0], scratch=form_of(k_cache.dtype).scratch(d, d), shared=apart,
     )  # fmt: skip
     return out
@@ -167,4 +169,14 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor) -> None:
         raise ShapeMismatch(
             f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit caches of {kv_heads} kv "
             f"heads of {d}: heads must be a multiple of kv heads, and their size even and the same"
+        )
+
+
+def _check_sinks(sinks: Tensor | None, heads: int) -> None:
+    if sinks is None:
+        return
+    if sinks.dtype != torch.float32 or sinks.shape != (heads,) or not sinks.is_contiguous():
+        raise ShapeMismatch(
+            f"attention of {heads} heads wants as many dense float32 sinks, got {sinks.dtype} "
+            f"{list(sinks.shape)} strides {sinks.stride()}"
         )

@@ -45,7 +45,7 @@ HIDDEN = np.float32(-np.inf)
 
 # Words of a launch: addresses, strides in bytes, sizes.
 Q, Q_ROW, Q_HEAD, OUT, KEYS, VALUES, TABLE, TABLE_ROW, START, LENS = range(2, 12)
-HEADS, KV_HEADS, K_DIM, V_DIM, BLOCK, WINDOW, SCALE, CAP, BUDGET = range(12, 21)
+HEADS, KV_HEADS, K_DIM, V_DIM, BLOCK, WINDOW, SCALE, CAP, BUDGET, SINKS = range(12, 22)
 
 
 @inline
@@ -146,12 +146,17 @@ def soften(args, scores, first, end, span, position, part):
 
 
 @inline
-def begin(state, record):
-    """A state that has seen no key."""
+def begin(args, kv_head, row, state, record):
+    """A state that has seen no key, but its head's sink if there is one: a key whose value is 0."""
     for i in range(64, record, 64):
         store_f32(state + i, zero_f32())
-    put_f32(state, LOWEST)
-    put_f32(state + 4, np.float32(0.0))
+    if word(args, SINKS) != 0:
+        group = word(args, HEADS) // word(args, KV_HEADS)
+        put_f32(state, get_f32(word(args, SINKS) + 4 * (kv_head * group + row % group)))
+        put_f32(state + 4, np.float32(1.0))
+    else:
+        put_f32(state, LOWEST)
+        put_f32(state + 4, np.float32(0.0))
 
 
 @inline

@@ -309,7 +309,7 @@ def gather(frame, args, thread, threads, seqs, spans):
                 if turn % threads != thread:
                     continue
                 position = past + row // group
-                begin(state, record)
+                begin(args, kv_head, row, state, record)
                 for span in range(first_key(position, word(args, WINDOW)) // {span}, position // {span} + 1):
                     fold(state, part_of(frame, args, s, kv_head, row, spans, span), record)
                 finish(args, s, kv_head, row, state)
@@ -353,7 +353,7 @@ def attend(frame, args, thread, threads):
             left = min(count - i, {tile})
             pack(args, s, kv_head, base + i, left, size_of(left), packed + i * d * 4)
         for i in range(count):
-            begin(states + i * record, record)
+            begin(args, kv_head, base + i, states + i * record, record)
         for span in range(from_span, to_span):
             at = span * {span}
             first, end = max(low - at, 0) // 16, (min(high - at, {span}) + 15) // 16

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from plait.kernels.cpu.kernel import inline, kernel
 from plait.kernels.cpu.packed import Groups, Packed, multiply
 from plait.kernels.cpu.rows import Rows, float32_rows
 from plait.kernels.cpu.vec import (
+    add,
     fma,
     get_f32,
     get_i64,
@@ -88,6 +90,34 @@ def sort_rows(frame, args, thread, threads):
 
 
 @kernel
+def add_biases(frame, args, thread, threads):
+    """x (sorted, dense; changed in place), n, starts, experts, biases [experts, n] (dense).
+
+    A pair finds its expert among the starts by halving.
+    """
+    x, n, starts, count, biases = (
+        word(args, 2),
+        word(args, 3),
+        word(args, 4),
+        word(args, 5),
+        word(args, 6),
+    )
+    pairs = get_i64(starts + 8 * count)
+    for p in range(pairs * thread // threads, pairs * (thread + 1) // threads):
+        low, high = np.int64(0), count  # starts[low] <= p < starts[high]
+        while high - low > 1:
+            middle = (low + high) // 2
+            if get_i64(starts + 8 * middle) <= p:
+                low = middle
+            else:
+                high = middle
+        row, bias = x + 4 * n * p, biases + 4 * n * low
+        for i in range(0, n, 16):
+            left = np.int32(n - i)
+            store_some(row + 4 * i, add(load_some(row + 4 * i, left), load_some(bias + 4 * i, left)), left)
+
+
+@kernel
 def weigh_rows(frame, args, thread, threads):
     """x (sorted, dense), n, places, k, weight, its row and pair strides, shared or 0, its row stride, out.
 
@@ -130,22 +160,25 @@ class Maps:
     first: Packed
     rounding: Activations
     addresses: Tensor  # int64 [experts]
+    biases: Tensor | None  # float32 [experts, n_out]
 
     @classmethod
     def of(cls, linears: Sequence[Linear]) -> Maps | str:
         """Or why they cannot share a product."""
         parts = [linear.only_part for linear in linears]
-        packed, kinds = [], set()
+        packed, biases, kinds = [], list[Any](), set()
         for e, part in enumerate(parts):
-            if part is None or not isinstance(part[0], Packed) or part[1] is not None:
-                return f"expert {e} is not one packed map without a bias"
-            weight, _, rounding = part
+            if part is None or not isinstance(part[0], Packed):
+                return f"expert {e} is not one packed map"
+            weight, bias, rounding = part
             packed.append(weight)
-            kinds.add((weight.kind, weight.n_in, weight.n_out, rounding))
+            biases.append(bias)
+            kinds.add((weight.kind, weight.n_in, weight.n_out, rounding, bias is not None))
         if len(kinds) != 1:
             return f"experts are stored in several ways: {sorted(kinds)}"
         addresses = np.array([weight.data.data_ptr() for weight in packed], np.int64)
-        return cls(packed[0], parts[0][2], torch.from_numpy(addresses))
+        stacked = None if biases[0] is None else torch.stack(biases).float().contiguous()
+        return cls(packed[0], parts[0][2], torch.from_numpy(addresses), stacked)
 
 
 def _maps(up: Sequence[Linear], down: Sequence[Linear]) -> tuple[Maps, Maps] | str:
@@ -213,14 +246,10 @@ class GroupedExperts:
             *(index, *pair_bytes, k, count, starts, places, x, rows.row_bytes, rows.width, ordered),
             rows=tokens,
         )
-        h = multiply(
-            cpu, ordered, up.first, None, up.rounding, groups=Groups(count, starts, up.addresses), rows=tokens
-        )
+        h = self._multiply(ordered, up, starts, tokens)
         # As many rows as pairs: k "heads" of each token, so that the frame's number of tokens counts them.
         h = self._activate(h.view(tokens, k, -1), *activation).view(tokens * k, -1)
-        h = multiply(
-            cpu, h, down.first, None, down.rounding, groups=Groups(count, starts, down.addresses), rows=tokens
-        )
+        h = self._multiply(h, down, starts, tokens)
         out = cpu.empty(tokens, rows.width)
         weight_bytes = (weight.stride(0) * 4, weight.stride(1) * 4)
         shared_bytes = shared.stride(0) * 4 if shared is not None else 0
@@ -230,6 +259,15 @@ class GroupedExperts:
             rows=tokens,
         )
         return out
+
+    def _multiply(self, x: Tensor, maps: Maps, starts: Tensor, tokens: int) -> Tensor:
+        """Sorted rows through the maps of their experts, and their biases."""
+        count, first = len(maps.addresses), maps.first
+        groups = Groups(count, starts, maps.addresses)
+        h = multiply(self._cpu, x, first, None, maps.rounding, groups=groups, rows=tokens)
+        if maps.biases is not None:
+            self._cpu.launch(add_biases, h, first.n_out, starts, count, maps.biases, rows=tokens)
+        return h
 
 
 def _check(

@@ -151,21 +151,26 @@ def _layer_row(x, weight, bias, eps, n, out):
 
 @kernel
 def layer_rows(frame, args, thread, threads):
-    """x, its row and head strides, heads, n, weight, bias or 0, eps, out (dense)."""
-    x, row_bytes, head_bytes, heads, n = (
-        word(args, 2),
-        word(args, 3),
-        word(args, 4),
-        word(args, 5),
+    """x, its row and head strides, heads, groups, n of a group, weight, bias or 0, eps, out (dense)."""
+    x, row_bytes, head_bytes, heads = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    groups, n, weight, bias, eps = (
         word(args, 6),
+        word(args, 7),
+        word(args, 8),
+        word(args, 9),
+        get_f32(args + 80),
     )
-    weight, bias, eps, out = word(args, 7), word(args, 8), get_f32(args + 72), word(args, 10)
-    items = rows_of(frame, args) * heads
+    out, items = word(args, 11), rows_of(frame, args) * heads * groups
     for i in range(items * thread // threads, items * (thread + 1) // threads):
-        _layer_row(x + i // heads * row_bytes + i % heads * head_bytes, weight, bias, eps, n, out + 4 * n * i)
+        group, item = 4 * n * (i % groups), i // groups
+        start = x + item // heads * row_bytes + item % heads * head_bytes + group
+        own = bias + group if bias != 0 else 0
+        _layer_row(start, weight + group, own, eps, n, out + 4 * n * i)
 
 
-def _check(name: str, vector: Tensor, n: int) -> None:
+def _check(name: str, vector: Tensor, n: int, groups: int = 1) -> None:
+    if n % groups:
+        raise ShapeMismatch(f"rows of {n} numbers cannot be cut into {groups} equal groups")
     if vector.dtype != torch.float32 or vector.shape != (n,) or not vector.is_contiguous():
         raise ShapeMismatch(
             f"the {name} of a norm over {n} numbers must be dense float32 [{n}], "
@@ -176,9 +181,7 @@ def _check(name: str, vector: Tensor, n: int) -> None:
 @rms_norm.variant("native", on="cpu", when=float32_rows, native=True)
 def _rms_norm(cpu: Executor, x: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
     rows = Rows.of(x)
-    _check("weight", weight, rows.width)
-    if rows.width % groups:
-        raise ShapeMismatch(f"rows of {rows.width} numbers cannot be cut into {groups} equal groups")
+    _check("weight", weight, rows.width, groups)
     out = cpu.empty(*x.shape)
     where = (x, *rows.strides, rows.heads, groups, rows.width // groups)
     cpu.launch(rms_rows, *where, weight, float(eps), out, rows=rows.count)
@@ -200,12 +203,14 @@ def _add_rms_norm(
 
 
 @layer_norm.variant("native", on="cpu", when=float32_rows, native=True)
-def _layer_norm(cpu: Executor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def _layer_norm(
+    cpu: Executor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, groups: int = 1
+) -> Tensor:
     rows = Rows.of(x)
-    _check("weight", weight, rows.width)
+    _check("weight", weight, rows.width, groups)
     if bias is not None:
         _check("bias", bias, rows.width)
     out = cpu.empty(*x.shape)
-    where = (x, *rows.strides, rows.heads, rows.width)
+    where = (x, *rows.strides, rows.heads, groups, rows.width // groups)
     cpu.launch(layer_rows, *where, weight, bias, float(eps), out, rows=rows.count)
     return out

@@ -15,11 +15,13 @@ NAME = "sdpa"
 def register() -> None:
     """Offer it on every device. Doing so twice changes nothing."""
     for device in ("cpu", "cuda"):
-        paged_attention.variant(NAME, on=device, when=_no_softcap)(sdpa)
+        paged_attention.variant(NAME, on=device, when=_plain_softmax)(sdpa)
 
 
-def _no_softcap(facts: Facts) -> str | None:
-    return "torch's attention has no softcap" if facts.sizes.get("softcap") is not None else None
+def _plain_softmax(facts: Facts) -> str | None:
+    if facts.sizes.get("softcap") is not None:
+        return "torch's attention has no softcap"
+    return "torch's attention has no sinks" if facts.sizes.get("sinks") else None
 
 
 def sdpa(
@@ -35,8 +37,9 @@ def sdpa(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """`paged_attention` without softcap: the same arguments and result."""
+    """`paged_attention` without softcap and sinks: the same arguments and result."""
     write_paged(k_cache, k, slot_mapping)
     write_paged(v_cache, v, slot_mapping)
     out = torch.empty_like(q)
