@@ -64,7 +64,10 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Mla:
-    """Multi-head latent attention (DeepSeek-V2). `q_rank` None: queries come from the hidden state."""
+    """Multi-head latent attention (DeepSeek-V2). `q_rank` None: queries come from the hidden state.
+
+    `rope_dim` of a key are the same for all heads; without a `rope` they are not rotated (Kimi-Linear).
+    """
 
     num_heads: int
     q_rank: int | None
@@ -72,19 +75,26 @@ class Mla:
     nope_dim: int
     v_dim: int
     scale: float
-    rope: Rope
+    rope_dim: int
+    rope: Rope | None
     latent_norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba1:
-    """Selective scan (Gu & Dao 2023). `state_limit` clamps the state to ±limit (oxidizr)."""
+    """Selective scan (Gu & Dao 2023). `state_limit` clamps the state to ±limit (oxidizr).
+
+    `norm`: of dt, B and C before they are used (Jamba, Falcon-Mamba). `num_heads`: A, D and the step are one
+    number for each head, not for each channel (PLaMo 2).
+    """
 
     inner_size: int
     state_size: int
     dt_rank: int
     conv_kernel: int
     state_limit: float | None = None
+    norm: Norm | None = None
+    num_heads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,64 @@ class Mamba3:
     bc_norm: Norm = Norm(1e-6)
     gated_norm: Norm = Norm(1e-6)
     mode: Literal["ssd", "exact"] = "ssd"
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """Gated short convolution (LFM2): from one projection B, C and x; out(C · conv(B · x)), no activation."""
+
+    kernel: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Gated delta rule: Gated DeltaNet (Yang et al. 2024), Kimi Delta Attention (Kimi Team 2025).
+
+    `num_heads` have a state and a value each; key head h // (num_heads / num_key_heads) serves head h, or
+    h % num_key_heads if `tiled`. `decay`: one number per head, or one per channel of a key. `beta_scale` 2
+    allows negative eigenvalues. `gate`: what activates the output's gate. `decay_rank`, `gate_rank`: their
+    projections have two factors, of that rank. `norm`: of each head's output, before the gate.
+    """
+
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+    norm: Norm
+    decay: Literal["head", "channel"] = "head"
+    gate: Literal["silu", "sigmoid"] = "silu"
+    beta_scale: float = 1.0
+    decay_rank: int | None = None
+    gate_rank: int | None = None
+    tiled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lightning:
+    """Linear attention with a fixed decay per head (MiniMax-01): h <- exp(-slope) h + v k, y = h q.
+
+    q, k and v are `activation`s of one projection; y is normed over all heads and gated by a sigmoid.
+    """
+
+    num_heads: int
+    head_dim: int
+    slopes: tuple[float, ...]
+    norm: Norm
+    activation: Activation = "silu"
+
+
+@dataclass(frozen=True, slots=True)
+class RgLru:
+    """Griffin's recurrent block (De et al. 2024): conv and gated linear recurrence, times a second branch.
+
+    The recurrence's two gates are maps of each head onto itself; `activation`: of the second branch.
+    """
+
+    width: int
+    num_heads: int
+    conv_kernel: int
+    activation: Activation = "gelu_pytorch_tanh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +236,8 @@ class Parallel:
     parts: Mapping[str, Mixer]
 
 
-Mixer = Attention | Mla | Mamba1 | Mamba2 | Mamba3 | Mlp | Moe | Parallel
+Recurrent = Mamba1 | Mamba2 | Mamba3 | ShortConv | DeltaNet | Lightning | RgLru  # with state of fixed size
+Mixer = Attention | Mla | Recurrent | Mlp | Moe | Parallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ def _attention(m: Attention) -> str:
 def _mla(m: Mla) -> str:
     q = "" if m.q_rank is None else f", q rank {m.q_rank}"
     return (
-        f"MLA, {m.num_heads} heads × ({m.nope_dim} + {m.rope.dim}), kv rank {m.kv_rank}{q}, {_rope(m.rope)}"
+        f"MLA, {m.num_heads} heads × ({m.nope_dim} + {m.rope_dim}), kv rank {m.kv_rank}{q}, {_rope(m.rope)}"
     )
 
 

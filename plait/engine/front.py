@@ -15,11 +15,12 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from plait.engine.choice import OnEvent
+from plait.engine.courier import Couriers
 from plait.engine.stream import Stream
 from plait.engine.terms import NO_TERMS, Terms
 from plait.errors import BadGrammar, BadTemplate, ContextTooLong, InvalidField
 from plait.request import Grammar, ReplyShape, Request, SamplingParams, ThinkingBudget
-from plait.spec import Mamba1, Mamba2, Mamba3, ModelSpec
+from plait.spec import ModelSpec, Recurrent
 from plait.text.chat import ChatTemplate, boundaries, num_chars
 from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.grammar.fields import grammar_from
@@ -80,6 +81,7 @@ class Front:
         if self.tokenizer:
             self.grammars = GrammarCompiler(self.tokenizer, spec.vocab_size, ends=self.stop_token_ids)
         self._seeds = random.SystemRandom()
+        self._couriers = Couriers()
 
     @property
     def healthy(self) -> bool:
@@ -213,7 +215,7 @@ class Front:
         """Start a request. Raises QueueFull and other CapacityErrors at once."""
         reader = None if request.shape is None else self.speech.reader(request.shape)
         request = replace(request, shape=None)  # the engine reads no text
-        stream = Stream(request, self.tokenizer, self.loop.cancel, reader)
+        stream = Stream(request, self.tokenizer, self.loop.cancel, reader, self._couriers)
         self.loop.submit(request, stream.on_event)
         return stream
 
@@ -284,7 +286,7 @@ class Front:
 
 
 def _has_slots(spec: ModelSpec) -> bool:
-    return any(isinstance(mixer, Mamba1 | Mamba2 | Mamba3) for _, mixer in spec.mixers())
+    return any(isinstance(mixer, Recurrent) for _, mixer in spec.mixers())
 
 
 def _generated(params: SamplingParams) -> SamplingParams:

@@ -78,6 +78,7 @@ def _mla(c: Config) -> Mla:
         nope_dim=c["qk_nope_head_dim"],
         v_dim=c["v_head_dim"],
         scale=(c["qk_nope_head_dim"] + c["qk_rope_head_dim"]) ** -0.5 * mscale_squared(r),
+        rope_dim=c["qk_rope_head_dim"],
         rope=r,
         latent_norm=Norm(LATENT_EPS),
     )

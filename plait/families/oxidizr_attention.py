@@ -23,7 +23,7 @@ def mla(view: View) -> Part:
     view.measure("num_attention_heads", heads, "w_qr.weight")
     wide = view.shape("w_uq.weight", 2)[0]
     dim = view.divide(wide, heads, "w_uq.weight", "head_dim")
-    mixer = Mla(heads, None, kv_rank, dim, dim, (dim + turned) ** -0.5, view.rope(turned))
+    mixer = Mla(heads, None, kv_rank, dim, dim, (dim + turned) ** -0.5, turned, view.rope(turned))
     shapes = {
         "w_dkv": (kv_rank, view.hidden),
         "w_dq": (q_rank, view.hidden),
@@ -52,7 +52,7 @@ def latent(view: View) -> Part:
     q_rank = view.shape("q_a.weight", 2)[0] if low else None
     normed = "kv_a_norm.weight" in view or "q_a_norm.weight" in view
     mixer = Mla(
-        heads, q_rank, kv_rank, nope, v_dim, (nope + turned) ** -0.5, view.rope(turned),
+        heads, q_rank, kv_rank, nope, v_dim, (nope + turned) ** -0.5, turned, view.rope(turned),
         LATENT_NORM if normed else None,
     )  # fmt: skip
     tensors: Tensors = {

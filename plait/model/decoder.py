@@ -17,21 +17,24 @@ from plait.state.store import StateStore
 
 
 class Branch:
-    """One residual addition: x += scale * post_norm(mixer(norm(x)))."""
+    """One residual addition: x += scale * post_norm(mixer(norm(x))); what stays may be keep * norm(x)."""
 
     def __init__(self, s: spec.Branch, w: Weights, hidden_size: int) -> None:
-        self.scale = s.scale
+        self.scale, self.keep = s.scale, s.keep
         self.norm = Norm(s.norm, w.scope("norm"), hidden_size) if s.norm else None
         self.mixer = build(s.mixer, w)
         self.post_norm = Norm(s.post_norm, w.scope("post_norm"), hidden_size) if s.post_norm else None
         self._combine, self._rescale = w.bind(combine), w.bind(rescale)
 
     def enter(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add what the last branch gave, and norm it: (x, h), both [T, hidden]."""
+        """Add what the last branch gave, and norm it: (x that stays, h), both [T, hidden]."""
         if self.norm:
-            return self.norm.add(x, delta)
-        x = x if delta is None else self._combine(x, delta, 1.0)
-        return x, x
+            x, h = self.norm.add(x, delta)
+        else:
+            h = x = x if delta is None else self._combine(x, delta, 1.0)
+        if self.keep is None:
+            return x, h
+        return h if self.keep == 1.0 else self._rescale(h, self.keep, None), h
 
     def __call__(self, h: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """What is to be added to x, [T, hidden]."""

@@ -12,12 +12,16 @@ from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.attention import Attention
 from plait.model.batch import Batch
+from plait.model.delta import DeltaNet
+from plait.model.lightning import Lightning
 from plait.model.mamba1 import Mamba1
 from plait.model.mamba2 import Mamba2
 from plait.model.mamba3 import Mamba3
 from plait.model.mla import Mla
 from plait.model.mlp import Mlp
 from plait.model.moe import Moe
+from plait.model.rg_lru import RgLru
+from plait.model.short_conv import ShortConv
 from plait.ops.activation import combine
 from plait.state.store import StateStore
 
@@ -51,6 +55,10 @@ _MIXERS: Mapping[type, Callable[[Any, Weights], Mixer]] = {
     spec.Mamba1: Mamba1,
     spec.Mamba2: Mamba2,
     spec.Mamba3: Mamba3,
+    spec.ShortConv: ShortConv,
+    spec.DeltaNet: DeltaNet,
+    spec.Lightning: Lightning,
+    spec.RgLru: RgLru,
     spec.Mlp: Mlp,
     spec.Moe: Moe,
     spec.Parallel: Parallel,

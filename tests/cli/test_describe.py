@@ -54,7 +54,7 @@ def test_index_ranges(indices: tuple[int, ...], text: str) -> None:
             "q and k normed",
         ),
         (Attention(4, 4, 32, 0.1), "attention, 4 heads × 32, 4 kv, no rope"),
-        (Mla(4, None, 64, 32, 32, 0.1, Rope(16)), "MLA, 4 heads × (32 + 16), kv rank 64, rope 10000 on 16"),
+        (Mla(4, None, 64, 32, 32, 0.1, 16, Rope(16)), "MLA, 4 heads × (32 + 16), kv rank 64, rope 10000 on 16"),
         (SSM, "Mamba2, 8 heads × 64, state 128"),
         (MLP, "gated MLP 1536, silu"),
         (

@@ -1,0 +1,96 @@
+"""The gated delta rule over a ragged batch: linear attention that corrects what it remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.ops.conv import ragged_case
+from plait.ops.registry import Arguments, op
+from plait.ops.ssm import begin, pieces
+
+EPS = 1e-6  # under the root of a key's and a query's length
+SEQS = [(1, True), (1, True), (1, False), (70, False), (3, True), (35, True)]
+CASES: list[dict[str, Any]] = [
+    dict(seqs=[(1, True)], decodes=1, heads=4, keys=2, key_dim=16, dim=16),
+    dict(seqs=SEQS, decodes=2, heads=4, keys=2, key_dim=16, dim=32),
+    dict(seqs=SEQS, decodes=2, heads=4, keys=2, key_dim=16, dim=32, tiled=True),
+    dict(seqs=SEQS, decodes=2, heads=3, keys=3, key_dim=7, dim=37, channel=True, beta=2.0),
+    dict(seqs=[(1, True)] * 5, decodes=5, heads=6, keys=2, key_dim=24, dim=48, channel=True),
+]
+
+
+@op(cases=CASES)
+def gated_delta_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: Tensor,
+    A: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    num_decodes: int,
+    beta_scale: float = 1.0,
+    tiled: bool = False,
+) -> Tensor:
+    """h ← exp(step A) h; h ← h + k ⊗ β (v - hᵀ k); y = hᵀ q / √K. Yang et al. 2024; per channel: KDA.
+
+    q, k: [T, G, K], which get length 1 here; v: [T, H, V]; step: [T, H], or [T, H, K] for decays per channel
+    (after softplus); A: [H] (negative); beta: [T, H], β = beta_scale · beta; state: [num_slots, H, K, V]
+    float32, in place -> y [T, H, V] in v's dtype. Key head h // (H/G) serves head h, or h % G if `tiled`.
+    """
+    ratio, out = v.shape[1] // q.shape[1], torch.empty(v.shape, device=v.device)
+    q, k = (_unit(m.float()) for m in (q, k))
+    q = q / q.shape[-1] ** 0.5
+    q, k = (m.repeat(1, ratio, 1) if tiled else m.repeat_interleave(ratio, 1) for m in (q, k))  # [T, H, K]
+    step = step.float() if step.dim() == 3 else step.float()[..., None]
+    decay, beta, value = (step * A.float()[:, None]).exp()[..., None], beta.float() * beta_scale, v.float()
+
+    def move(h: Tensor, rows: slice | int) -> Tensor:
+        """One token of one or several sequences; their states after it."""
+        h = h * decay[rows]
+        error = value[rows] - (k[rows][..., None, :] @ h)[..., 0, :]
+        h = h + k[rows][..., None] * (beta[rows][..., None] * error)[..., None, :]
+        out[rows] = (q[rows][..., None, :] @ h)[..., 0, :]
+        return h
+
+    if num_decodes:
+        own = slots[:num_decodes]
+        state[own] = move(state[own], slice(num_decodes))
+    for rows, slot, past in pieces(slots, query_start, has_history, num_decodes):
+        h = begin(state, slot, past)
+        for t in range(rows.start, rows.stop):
+            h = move(h, t)
+        state[slot] = h
+    return out.to(v.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors [..., K] of length 1."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+
+
+@gated_delta_scan.inputs
+def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
+    total, heads, keys, size, dim = (
+        int(query_start[-1]),
+        *(case[n] for n in ("heads", "keys", "key_dim", "dim")),
+    )
+    # Views into rows of a wider tensor, as those of a convolution are.
+    mixed = torch.randn(total, 2 * keys * size + heads * dim, dtype=dtype, device=device)
+    q, k, v = mixed.split([keys * size, keys * size, heads * dim], -1)
+    shape = (total, heads, size) if case.get("channel") else (total, heads)
+    step, A = torch.rand(shape, device=device), -2 * torch.rand(heads, device=device)
+    beta = torch.rand(total, heads, dtype=dtype, device=device)
+    state = torch.randn(num_slots, heads, size, dim, device=device)
+    data = (q.unflatten(-1, (keys, size)), k.unflatten(-1, (keys, size)), v.unflatten(-1, (heads, dim)))
+    where = (slots, query_start, has_history, case["decodes"])
+    scale, tiled = case.get("beta", 1.0), case.get("tiled", False)
+    return (*data, step, A, beta, state, *where, scale, tiled), {}

@@ -1,0 +1,66 @@
+"""Griffin's real-gated linear recurrent unit over a ragged batch: every channel is a number of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.ops.conv import ragged_case
+from plait.ops.registry import Arguments, op
+from plait.ops.ssm import begin, pieces
+
+SEQS = [(1, True), (1, True), (1, False), (40, False), (3, True), (17, True)]
+CASES: list[dict[str, Any]] = [
+    dict(seqs=[(1, True)], decodes=1, heads=2, dim=16),
+    dict(seqs=SEQS, decodes=2, heads=3, dim=7),
+    dict(seqs=SEQS, decodes=2, heads=2, dim=90),
+]
+
+
+@op(cases=CASES)
+def rg_lru(
+    x: Tensor,
+    gates: Tensor,
+    bias: Tensor,
+    rate: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    num_decodes: int,
+) -> Tensor:
+    """a = exp(rate · r); h ← a h + √(1 - a²) i x, with i and r the sigmoids of the gates. De et al. 2024.
+
+    x: [T, W], gates: [T, H, 2 W/H] (of each head the input's, then the recurrence's), bias: [H, 2 W/H], rate:
+    [W] (negative), state: [num_slots, W] float32, in place -> h [T, W] in x's dtype. A sequence's first token
+    is taken in whole: h = i x.
+    """
+    both = (gates.float() + bias.float()).sigmoid()
+    enter, recur = (half.flatten(1) for half in both.chunk(2, -1))  # [T, W]
+    log_a = rate.float() * recur
+    a, kept, u = log_a.exp(), (-torch.expm1(2 * log_a)).sqrt(), enter * x.float()
+    out = torch.empty_like(u)
+    if num_decodes:
+        first, own = slice(num_decodes), slots[:num_decodes]
+        out[first] = a[first] * state[own] + kept[first] * u[first]
+        state[own] = out[first]
+    for rows, slot, past in pieces(slots, query_start, has_history, num_decodes):
+        h = begin(state, slot, past)
+        for t in range(rows.start, rows.stop):
+            h = out[t] = a[t] * h + kept[t] * u[t] if past or t > rows.start else u[t]
+        state[slot] = h
+    return out.to(x.dtype)
+
+
+@rg_lru.inputs
+def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
+    total, heads, dim = int(query_start[-1]), case["heads"], case["dim"]
+    x = torch.randn(total, heads * dim, dtype=dtype, device=device)
+    gates = torch.randn(total, heads, 2 * dim, dtype=dtype, device=device)
+    bias, rate = torch.randn(heads, 2 * dim, device=device), -8 * torch.rand(heads * dim, device=device)
+    state = torch.randn(num_slots, heads * dim, device=device)
+    return (x, gates, bias, rate, state, slots, query_start, has_history, case["decodes"]), {}
