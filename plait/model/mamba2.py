@@ -18,9 +18,13 @@ from plait.state.store import StateStore
 
 
 class ShortConv:
-    """The depthwise convolution of one mixer; its tail is in the store, or nowhere for whole sequences."""
+    """The depthwise convolution of one mixer; its tail is in the store, or nowhere for whole sequences.
 
-    def __init__(self, w: Weights, channels: int, kernel: int) -> None:
+    `activation`: what follows it, "silu" or None.
+    """
+
+    def __init__(self, w: Weights, channels: int, kernel: int, activation: str | None = "silu") -> None:
+        self._activation = activation
         self.weight = w.tensor("conv.weight", (channels, kernel))
         self.bias = w.optional("conv.bias", (channels,))
         self.tail_shape = (kernel - 1, channels)
@@ -32,7 +36,8 @@ class ShortConv:
         if tail is None:
             tail, slots = x.new_zeros(len(slots), *self.tail_shape), torch.arange(len(slots), device=x.device)
             history = torch.zeros_like(history)
-        out: Tensor = self._conv(x, self.weight, self.bias, tail, slots, batch.query_start, history)
+        where = (tail, slots, batch.query_start, history)
+        out: Tensor = self._conv(x, self.weight, self.bias, *where, self._activation)
         return out
 
 
