@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from plait.errors import UnsupportedModel
 from plait.families.normalize import FULL, SLIDING, Config
-from plait.spec import UNLIMITED, Attention, Branch, Mamba2, Mlp, ModelSpec, Moe, Norm, Rope, Router
+from plait.spec import UNLIMITED, Attention, Branch, Mamba1, Mamba2, Mlp, ModelSpec, Moe, Norm, Rope, Router
 
 ENDLESS = 262_144  # tokens: a model without positions has no limit of its own
 _ROPE_ONLY = ("rope_theta", "partial_rotary_factor")
@@ -89,6 +90,21 @@ def mamba2(c: Config, **changes: Any) -> Mamba2:
         norm_groups=groups,
     )
     return replace(usual, **changes)
+
+
+def mamba1(c: Config, **changes: Any) -> Mamba1:
+    """A Mamba1 mixer; `mamba_dt_rank` "auto" is a sixteenth of the hidden size."""
+    rank = c.get("mamba_dt_rank") or "auto"
+    if rank == "auto":
+        rank = math.ceil(c["hidden_size"] / 16)
+    inner = c.get("mamba_d_ssm") or int(c["mamba_expand"] * c["hidden_size"])
+    return replace(Mamba1(inner, c["mamba_d_state"], int(rank), c["mamba_d_conv"]), **changes)
+
+
+def require_silu(c: Config, name: str) -> None:
+    """Raises UnsupportedModel for a state space whose activation is another than SiLU."""
+    if (kind := c.get("hidden_act", "silu")) != "silu":
+        raise UnsupportedModel(f"hidden_act {kind!r} is not implemented for {name}; known: silu")
 
 
 def model(c: Config, name: str, layers: Iterable[tuple[Branch, ...]], **changes: Any) -> ModelSpec:

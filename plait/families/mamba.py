@@ -6,6 +6,7 @@ from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.gguf_arch import FILE, Metadata, gguf_arch, head_size
 from plait.families.grammar import mamba2, model, norm
+from plait.families.mamba1 import STATE_SPACES, state_spaces_mamba1
 from plait.families.normalize import Config
 from plait.families.registry import family
 from plait.families.tensors import at, mamba_tensors, unused
@@ -35,16 +36,25 @@ def mamba2_only(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def state_spaces(c: Config) -> tuple[ModelSpec, NameMap]:
     """state-spaces' own config: sizes in `ssm_cfg`, a vocabulary padded up to a multiple."""
-    ssm = {**DEFAULTS, **c["ssm_cfg"]}
-    if unknown := sorted(set(ssm) - set(DEFAULTS) - TRAINING):
-        raise UnsupportedModel(f"ssm_cfg has {unknown}, which are not known; known: {', '.join(DEFAULTS)}")
-    if ssm["layer"] != "Mamba2" or not c["rms_norm"] or not ssm["rmsnorm"]:
+    given = c["ssm_cfg"]
+    layer = given.get("layer", "Mamba1")
+    known = {"Mamba1": STATE_SPACES, "Mamba2": DEFAULTS}.get(layer)
+    if known is None or not c["rms_norm"] or not given.get("rmsnorm", True):
         raise UnsupportedModel(
-            f"ssm_cfg.layer = {ssm['layer']!r}, rms_norm = {c['rms_norm']}: only Mamba2 with RMS norms is "
+            f"ssm_cfg.layer = {layer!r}, rms_norm = {c['rms_norm']}: only Mamba1 and Mamba2 with RMS norms are "
             "known in the state-spaces format"
         )
-    inner = ssm["d_ssm"] or ssm["expand"] * c["hidden_size"]
+    if unknown := sorted(set(given) - set(known) - TRAINING):
+        raise UnsupportedModel(f"ssm_cfg has {unknown}, which are not known; known: {', '.join(known)}")
     multiple = c.get("pad_vocab_size_multiple") or 1
+    c |= {
+        "vocab_size": -(-c["vocab_size"] // multiple) * multiple,
+        "tie_word_embeddings": c.get("tie_word_embeddings", c["tie_embeddings"]),
+    }
+    if layer == "Mamba1":
+        return state_spaces_mamba1(c, given)
+    ssm = {**DEFAULTS, **given}
+    inner = ssm["d_ssm"] or ssm["expand"] * c["hidden_size"]
     c |= {
         "mamba_n_heads": inner // ssm["headdim"],
         "mamba_d_head": ssm["headdim"],
@@ -53,14 +63,11 @@ def state_spaces(c: Config) -> tuple[ModelSpec, NameMap]:
         "mamba_d_conv": ssm["d_conv"],
         "mamba_chunk_size": ssm["chunk_size"],
         "time_step_limit": ssm["dt_limit"],
-        "vocab_size": -(-c["vocab_size"] // multiple) * multiple,
-        "tie_word_embeddings": c.get("tie_word_embeddings", c["tie_embeddings"]),
     }
     return _mamba(c, norm_before_gate=bool(ssm["norm_before_gate"]))
 
 
 DEFAULTS = {
-    "layer": "Mamba1",
     "d_state": 128,
     "d_conv": 4,
     "expand": 2,
@@ -72,7 +79,11 @@ DEFAULTS = {
     "chunk_size": 256,
     "dt_limit": (0.0, float("inf")),
 }
-TRAINING = {"dt_min", "dt_max", "dt_init_floor", "A_init_range", "conv_init", "bias", "conv_bias"}
+# How weights were begun, and what the file shows by having them.
+TRAINING = {
+    *("layer", "dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "A_init_range", "conv_init"),
+    *("bias", "conv_bias", "use_fast_path"),
+}
 
 
 def _mamba(c: Config, *, norm_before_gate: bool = False) -> tuple[ModelSpec, NameMap]:

@@ -28,6 +28,7 @@ LAYER_WORDS = {
     "mlp": "mlp",
     "moe": "moe",
     "hybrid": "hybrid",
+    "conv": "conv",
 }
 PATTERN_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # Nemotron-H
 ACTIVATIONS = {
@@ -71,6 +72,10 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "mamba_n_groups": ("mamba_ngroups", "n_groups"),
     "mamba_d_conv": ("conv_kernel",),
     "mamba_chunk_size": ("chunk_size",),
+    "mamba_dt_rank": ("time_step_rank",),
+    "mamba_expand": ("expand",),
+    "attn_layer_indices": ("full_attn_idxs",),
+    "tie_word_embeddings": ("tie_embedding",),
     "time_step_limit": ("mamba_dt_limit",),
 }
 
@@ -255,6 +260,8 @@ def _layer_types(c: Config) -> list[str]:
 def _layer_kind(c: Config, i: int) -> str:
     if (attention := c.get("attn_layer_indices")) is not None:
         return FULL if i in attention else LINEAR
+    if period := c.get("attn_layer_period"):  # Jamba
+        return FULL if i % period == c["attn_layer_offset"] else LINEAR
     if not c.get("sliding_window"):
         return FULL
     if period := c.get("sliding_window_pattern"):
@@ -278,6 +285,8 @@ def _mlp_layer_types(c: Config) -> list[str]:
 
 
 def _is_sparse(c: Config, i: int, frequency: int) -> bool:
+    if period := c.get("expert_layer_period"):  # Jamba
+        return bool(i % period == c["expert_layer_offset"])
     if i < (c.get("first_k_dense_replace") or c.get("num_dense_layers") or 0) or i % frequency:
         return False
     return i not in (c.get("mlp_only_layers") or ()) and (i + 1) % (c.get("decoder_sparse_step") or 1) == 0

@@ -14,7 +14,10 @@ from plait.families.normalize import NOTHING, Config, flatten, normalize
 from plait.spec import ModelSpec
 
 Build = Callable[[Config], tuple[ModelSpec, NameMap]]
-MODULES = ("llama", "moe", "gemma", "deepseek", "mamba", "hybrid")
+MODULES = (
+    *("llama", "moe", "gemma", "deepseek", "mamba", "hybrid"),
+    *("mamba1", "lfm2"),
+)
 
 
 class UnknownArchitecture(UnsupportedModel):
@@ -81,7 +84,8 @@ def find(config: Mapping[str, Any]) -> Family:
 
 def names_in(config: Mapping[str, Any]) -> list[str]:
     """What a config says it is, most telling first."""
-    if isinstance(config.get("ssm_cfg"), Mapping):  # state-spaces' own format names nothing
+    named = config.get("architectures") or config.get("model_type")
+    if isinstance(config.get("ssm_cfg"), Mapping) and not named:  # state-spaces' own format names nothing
         return ["MambaLMHeadModel"]
     inner = flatten(config)
     names = [*(config.get("architectures") or ()), config.get("model_type"), inner.get("model_type")]

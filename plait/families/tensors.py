@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, Rules, Source
 from plait.families.normalize import Config
-from plait.quant.weight import Weight, as_tensor, take_rows
+from plait.quant.weight import Weight, as_tensor, pick_rows, take_rows
 
 Stored = Tensor | Weight
 # Text tensors of a model alone, and inside the wrappers that also see images (old and new names).
@@ -42,7 +42,25 @@ def is_one(factor: float | Tensor) -> bool:
 
 def plus_one(source: str) -> Derived:
     """Gemma stores w and multiplies by 1 + w."""
-    return Derived(lambda w, **_: as_tensor(w).float() + 1, (source,), (Back(lambda w: w - 1),))
+    return plus(1.0, source)
+
+
+def plus(number: float, source: str) -> Derived:
+    """What is stored around 0 and used around a number, in float32."""
+    return Derived(lambda w, **_: as_tensor(w).float() + number, (source,), (Back(lambda w: w - number),))
+
+
+def reordered(order: Tensor, source: str) -> Derived:
+    """All rows in another order: ours is row `order[i]` of theirs at place i, in its own storage."""
+    inverse = order.argsort()
+    return Derived(lambda w, **_: pick_rows(w, order), (source,), (Back(lambda w: w[inverse]),))
+
+
+def part(index: int, sizes: Sequence[int], source: str) -> Derived:
+    """Some of the rows of what is stored as one tensor, one part behind the other, of these sizes."""
+    start = sum(sizes[:index])
+    stop = start + sizes[index]
+    return Derived(lambda w, **_: take_rows(w, start, stop), (source,), (Back(at=index, of=len(sizes)),))
 
 
 def negative_exp(source: str) -> Derived:
@@ -115,6 +133,17 @@ def mamba_tensors(ours: str, theirs: str) -> dict[str, Source]:
         f"{ours}.D": f"{theirs}.D",
         f"{ours}.dt_bias": f"{theirs}.dt_bias",
         f"{ours}.gated_norm": f"{theirs}.norm",
+    }
+
+
+def mamba1_tensors(ours: str, theirs: str) -> dict[str, Source]:
+    """A Mamba1 mixer as every Hugging Face family stores it."""
+    return {
+        **{f"{ours}.{x}": f"{theirs}.{x}_proj" for x in ("in", "x", "dt", "out")},
+        f"{ours}.conv.weight": conv(f"{theirs}.conv1d.weight"),
+        f"{ours}.conv.bias": f"{theirs}.conv1d.bias",
+        f"{ours}.A": negative_exp(f"{theirs}.A_log"),
+        f"{ours}.D": f"{theirs}.D",
     }
 
 

@@ -1,0 +1,141 @@
+"""LFM2 and LFM2-MoE: gated short convolutions, and attention in some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from plait.checkpoint.names import NameMap, Rules, Source
+from plait.errors import UnsupportedModel
+from plait.families.gguf_arch import FILE, Metadata, gguf_arch
+from plait.families.grammar import gqa, model, norm
+from plait.families.normalize import FULL, Config
+from plait.families.registry import family
+from plait.families.tensors import attention_tensors, conv, ends, expert, expert_half, unused
+from plait.spec import Branch, Mlp, ModelSpec, Moe, Router, ShortConv
+
+L = "model.layers.{i}"
+DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True}
+PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+@family(
+    "Lfm2ForCausalLM",
+    model_types=("lfm2",),
+    defaults={
+        **DEFAULTS,
+        "block_auto_adjust_ff_dim": True,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+    },
+)
+def lfm2(c: Config) -> tuple[ModelSpec, NameMap]:
+    """LFM2: dense feed-forwards, whose width follows from the config's by LLaMA's rule."""
+    ffn = Branch("ffn", Mlp(_adjusted(c)), norm(c))
+    spec = model(c, "lfm2", [(_mixer(c, kind), ffn) for kind in c["layer_types"]])
+    return spec, NameMap(_names(c), ends(), ignored=unused(c))
+
+
+def _adjusted(c: Config) -> int:
+    """Two thirds of the width, times a factor, rounded up to a multiple."""
+    size = int(c.get("block_ff_dim") or c["intermediate_size"])
+    if not c["block_auto_adjust_ff_dim"]:
+        return size
+    size = int(2 * size / 3)
+    if c["block_ffn_dim_multiplier"] is None:
+        return size
+    multiple = int(c["block_multiple_of"])
+    return multiple * -(-int(c["block_ffn_dim_multiplier"] * size) // multiple)
+
+
+@family(
+    "Lfm2MoeForCausalLM",
+    model_types=("lfm2_moe",),
+    defaults={
+        **DEFAULTS,
+        "num_dense_layers": 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "use_expert_bias": True,
+    },
+)
+def lfm2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
+    """LFM2-MoE: dense in the first layers, then experts chosen by sigmoids and a bias."""
+    each = norm(c)
+    router = Router("sigmoid", bool(c["norm_topk_prob"]), 1e-6, float(c["routed_scaling_factor"]))
+    moe = Moe(c["num_experts"], c["num_experts_per_tok"], Mlp(c["moe_intermediate_size"]), router)
+    ffn = {"dense": Branch("ffn", Mlp(c["intermediate_size"]), each), "sparse": Branch("ffn", moe, each)}
+    pairs = zip(c["layer_types"], c["mlp_layer_types"], strict=True)
+    spec = model(c, "lfm2_moe", [(_mixer(c, kind), ffn[width]) for kind, width in pairs])
+    ignored = unused(c) if c["use_expert_bias"] else unused(c, r"\.feed_forward\.expert_bias$")
+    return spec, NameMap(_expert_names(c), _names(c), ends(), ignored=ignored)
+
+
+def _mixer(c: Config, kind: str) -> Branch:
+    each = norm(c)
+    if kind == FULL:
+        return Branch("attn", gqa(c, qk_norm=each), each)
+    return Branch("conv", ShortConv(c["conv_L_cache"]), each)
+
+
+def _names(c: Config) -> Rules:
+    return {
+        "norm": "model.embedding_norm",
+        "layers.{i}.ffn.norm": f"{L}.ffn_norm",
+        "layers.{i}.{branch}.norm": f"{L}.operator_norm",
+        **{f"layers.{{i}}.attn.{x}_norm": f"{L}.self_attn.{x}_layernorm" for x in ("q", "k")},
+        "layers.{i}.attn.o": f"{L}.self_attn.out_proj",
+        **attention_tensors("layers.{i}.attn", f"{L}.self_attn"),
+        "layers.{i}.conv.conv.weight": conv(f"{L}.conv.conv.weight"),
+        "layers.{i}.conv.conv.bias": f"{L}.conv.conv.bias",
+        "layers.{i}.conv.{x}": f"{L}.conv.{{x}}_proj",
+        **{f"layers.{{i}}.ffn.{ours}": f"{L}.feed_forward.{theirs}" for ours, theirs in PARTS.items()},
+    }
+
+
+def _expert_names(c: Config) -> Rules:
+    count, ours, theirs = c["num_experts"], "layers.{i}.ffn", f"{L}.feed_forward"
+    stacked: dict[str, Source] = {
+        "gate": expert_half(0, count, f"{theirs}.experts.gate_up_proj"),
+        "up": expert_half(1, count, f"{theirs}.experts.gate_up_proj"),
+        "down": expert(count, f"{theirs}.experts.down_proj"),
+    }
+    return {
+        f"{ours}.router": f"{theirs}.gate",
+        **({f"{ours}.router_bias": f"{theirs}.expert_bias"} if c["use_expert_bias"] else {}),
+        **{
+            f"{ours}.experts.{{e}}.{x}.weight": (f"{theirs}.experts.{{e}}.{PARTS[x]}.weight", whole)
+            for x, whole in stacked.items()
+        },
+    }
+
+
+def _gguf_names(c: Mapping[str, Any]) -> Rules:
+    b = "blk.{i}"
+    return {
+        "norm": ("token_embd_norm", "output_norm"),
+        "layers.{i}.conv.norm": f"{b}.attn_norm",
+        "layers.{i}.conv.conv.weight": conv(f"{b}.shortconv.conv.weight"),
+        "layers.{i}.conv.conv.bias": f"{b}.shortconv.conv.bias",
+        "layers.{i}.conv.{x}": f"{b}.shortconv.{{x}}_proj",
+    }
+
+
+def _kinds(m: Metadata) -> None:
+    kinds = ["conv" if short else FULL for short in m.layers("shortconv.in_proj.weight")]
+    m.put("layer_types", kinds, "the tensors of each layer")
+    m.put("conv_L_cache", m.values["shortconv.l_cache"], f"{FILE} {m.prefix}shortconv.l_cache")
+
+
+gguf_arch("lfm2", "Lfm2ForCausalLM", constants={"block_auto_adjust_ff_dim": False}, names=_gguf_names)(_kinds)
+
+
+@gguf_arch("lfm2moe", "Lfm2MoeForCausalLM", names=_gguf_names)
+def _moe_gguf(m: Metadata) -> None:
+    _kinds(m)
+    if (kind := m.values.get("expert_gating_func", 2)) != 2:
+        raise UnsupportedModel(
+            f"{m.prefix}expert_gating_func {kind} is not known for LFM2; known: 2, sigmoid"
+        )
