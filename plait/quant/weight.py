@@ -6,7 +6,7 @@ move between devices; `ops.linear` works on any of them through `dequantize`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, runtime_checkable
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
+
+PIECE = 1 << 20  # elements decoded at a time: 4 MiB of float32, so the peak does not follow the matrix
 
 
 @runtime_checkable
@@ -130,3 +132,36 @@ def checked_rows(index: Tensor, weight: Weight) -> Tensor:
             f"rows {int(index.min())}..{int(index.max())} of a {weight.format} weight of {list(weight.shape)}"
         )
     return index
+
+
+def check_range(what: str, start: int, stop: int, size: int, weight: Weight) -> None:
+    """Raises ShapeMismatch if start..stop is no part of 0..size. `what`: "rows" or "columns"."""
+    if not 0 <= start <= stop <= size:
+        raise ShapeMismatch(f"{what} {start}..{stop} of a {weight.format} weight of {list(weight.shape)}")
+
+
+def decode_in_pieces(
+    decode: Callable[[int, int], Tensor], shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The whole map, [out, in]: `decode(start, stop)` gives some rows in float32, and they are cast."""
+    rows, cols = shape
+    out = torch.empty(rows, cols, dtype=dtype, device=device)
+    step = max(1, PIECE // max(1, cols))
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        out[start:stop] = decode(start, stop)
+    return out
+
+
+def stack_key(weight: Weight) -> Hashable:
+    """Weights whose keys are equal can be one by `cat`: their format, and what else a storage says."""
+    return getattr(weight, "stack_key", weight.format)
+
+
+@runtime_checkable
+class Scalable(Protocol):
+    """A weight whose rows can be multiplied without decoding it."""
+
+    def times(self, factor: Tensor) -> Weight:
+        """factor: float32, one number [] or one for each row [out]."""
+        ...
