@@ -47,10 +47,9 @@ _PLAIN: Mapping[int, tuple[str, torch.dtype]] = MappingProxyType(
         30: ("BF16", torch.bfloat16),
     }
 )
-_OTHER_NAMES = {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"} | {
-    21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
-    41: "Q1_0", 42: "Q2_0",
-}  # fmt: skip
+_OTHER_NAMES = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"} | {
+    36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"
+}  # fmt: skip  # no file of today has them
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -69,6 +68,7 @@ class GgufFile:
     """A checkpoint in GGUF. Opening any part of a split file opens them all.
 
     `metadata`: key -> int, float, bool, str or list (of these, or of lists), from the first part.
+    `value_types`: key -> GGUF's number for the type of its value, and for a list that of its elements.
     Raises BadFile for damaged or lying files, UnsupportedFormat for versions and tensor types we do not read.
     """
 
@@ -77,6 +77,7 @@ class GgufFile:
         first = _Part(self.path)
         parts = _all_parts(first)
         self.metadata: Mapping[str, Any] = MappingProxyType(parts[0].metadata)
+        self.value_types: Mapping[str, tuple[int, ...]] = MappingProxyType(parts[0].value_types)
         architecture = self.metadata.get("general.architecture")
         if not isinstance(architecture, str) or not architecture:
             raise BadFile(f"{parts[0].path}: no 'general.architecture' in the metadata; not a model")
@@ -145,7 +146,7 @@ class _Part:
         self.mapped = map_file(path)
         cursor = _Cursor(self.mapped, path)
         num_tensors, num_keys = _read_counts(cursor)
-        self.metadata = _read_metadata(cursor, num_keys)
+        self.metadata, self.value_types = _read_metadata(cursor, num_keys)
         self.entries = _read_entries(cursor, num_tensors, _alignment(self.metadata, path))
         self.count = self._split_number("split.count", 1)
         self.number = self._split_number("split.no", 0)
@@ -245,17 +246,21 @@ def _read_counts(cursor: _Cursor) -> tuple[int, int]:
     return num_tensors, num_keys
 
 
-def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
+def _read_metadata(cursor: _Cursor, count: int) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     metadata: dict[str, Any] = {}
+    types: dict[str, tuple[int, ...]] = {}
     for _ in range(count):
         key = cursor.name("a metadata key", _MAX_KEY_BYTES)
         if key in metadata:
             raise BadFile(f"{cursor.path}: the metadata key {key!r} appears twice")
         kind = cursor.unpack("I", key)
-        metadata[key] = (
-            _read_array(cursor, key, 1) if kind == _ARRAY else _read_values(cursor, kind, 1, key)[0]
-        )
-    return metadata
+        types[key] = (kind,)
+        if kind == _ARRAY:
+            types[key] = (kind, int.from_bytes(cursor.mapped[cursor.at : cursor.at + 4], "little"))
+            metadata[key] = _read_array(cursor, key, 1)
+        else:
+            metadata[key] = _read_values(cursor, kind, 1, key)[0]
+    return metadata, types
 
 
 def _read_array(cursor: _Cursor, key: str, depth: int) -> list[Any]:

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.ops.blocks import random_blocks
 from plait.ops.registry import Arguments, op
-from plait.quant.gguf import BlockType, Gguf, block_type
-from plait.quant.weight import Dense, Weight
+from plait.quant.weight import Dense, Weight, stack_key
 
 Activations = Literal["float32", "int8", "int8x2"]
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")
@@ -86,24 +86,6 @@ def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Argumen
     return (x, weight, bias, case.get("activations", "float32")), {}
 
 
-def random_blocks(name: str, rows: int, cols: int) -> Gguf:
-    """A weight of random bytes in a GGUF format, its float16 scales made small: outputs of order 1."""
-    kind = block_type(name)
-    count = rows * cols // kind.elements
-    data = torch.randint(0, 256, (count, kind.nbytes), dtype=torch.uint8)
-    span = kind.decode(_with_scales(data, kind, 1.0)).abs().amax() + 1e-9
-    data = _with_scales(data, kind, float(2.0 / (span * cols**0.5)))
-    return Gguf(data.view(rows, -1), kind)
-
-
-def _with_scales(data: Tensor, kind: BlockType, scale: float) -> Tensor:
-    data = data.clone()
-    for at in kind.scales_at:
-        values = (scale * (0.5 + torch.rand(len(data)))).to(torch.float16)
-        data[:, at : at + 2] = values.view(torch.uint8).view(-1, 2)
-    return data
-
-
 @dataclass(frozen=True, slots=True)
 class Packing:
     """A variant of `linear` that prepares its weight once: `pack` at construction, `apply` at every step.
@@ -158,7 +140,7 @@ class Linear:
         self._widths: list[int] = []
         self._empty: Callable[..., Tensor] | None = None
         pairs = zip(weights, biases, strict=True)
-        for _, same in groupby(pairs, key=lambda pair: (pair[0].format, pair[1] is None)):
+        for _, same in groupby(pairs, key=lambda pair: (stack_key(pair[0]), pair[1] is None)):
             weight, bias = _stack(list(same))
             rounding: Activations = "float32" if isinstance(weight, Dense) else activations
             sizes = {"n_in": weight.shape[1], "n_out": weight.shape[0], "kind": weight.format}

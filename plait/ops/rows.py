@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.ops.blocks import random_blocks
 from plait.ops.registry import Arguments, op
-from plait.quant.gguf import BLOCK_TYPES, BlockType, Gguf
+from plait.quant.gguf import BLOCK_TYPES
 from plait.quant.weight import Dense, Weight
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -41,20 +42,10 @@ def _embed_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> A
 def _table(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Weight:
     """50 rows of `size` random numbers, stored as the case says."""
     name, size = case.get("kind"), case["size"]
-    kinds = {kind.name: kind for kind in BLOCK_TYPES.values()}
-    if name in kinds:
-        return random_blocks(kinds[name], 50, size, device)
+    if name in {kind.name for kind in BLOCK_TYPES.values()}:
+        return random_blocks(name, 50, size).to(torch.device(device))
     stored: torch.dtype = getattr(torch, name) if name else dtype
     return Dense(torch.randn(50, size, dtype=stored, device=device))
-
-
-def random_blocks(kind: BlockType, rows: int, size: int, device: str) -> Gguf:
-    """Random bytes with scales that keep the numbers of order 1."""
-    blocks = torch.randint(0, 256, (rows * size // kind.elements, kind.nbytes), dtype=torch.uint8)
-    for at in kind.scales_at:
-        scale = torch.randn(len(blocks), 1, dtype=torch.float16) / 1000
-        blocks[:, at : at + 2] = scale.view(torch.uint8)
-    return Gguf(blocks.view(rows, -1).to(device), kind)
 
 
 @op(cases=CASES)

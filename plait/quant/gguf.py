@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
+from plait.quant import gguf_iq, gguf_parts
+from plait.quant.fields import bits, half, nibbles
+from plait.quant.gguf_k import iq4_nl, iq4_xs, q2_k, q3_k, q4_k, q5_k, q6_k
+from plait.quant.gguf_parts import Parts
 from plait.quant.weight import checked_rows
 
 _PIECE = 1 << 20  # elements decoded at a time: 4 MiB of float32, so the peak does not follow the matrix
-_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class BlockType:
     nbytes: int
     decode: Callable[[Tensor], Tensor]  # uint8 [n, nbytes] -> float32 [n, elements]
     scales_at: tuple[int, ...] = (0,)  # where a block's float16 fields are
+    table: tuple[int, ...] = ()  # what codes stand for, in a format that has parts
+    parts: Callable[[Tensor], Parts] | None = None  # uint8 [n, nbytes] -> codes, levels, units
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,134 +116,67 @@ class Gguf:
             raise ShapeMismatch(f"{what} {start}..{stop} of a {self.format} weight of {list(self.shape)}")
 
 
-def _half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at a byte of every block, [n, 1] float32."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
-
-
-def _nibbles(packed: Tensor) -> Tensor:
-    """[n, runs, bytes] -> [n, runs * 2, bytes]: of each run the low nibbles, then the high ones."""
-    return torch.stack((packed & 15, packed >> 4), 2).flatten(1, 2)
-
-
-def _fields(packed: Tensor, bits: int) -> Tensor:
-    """[n, runs, bytes] -> [n, runs * 8/bits, bytes]: of each run its lowest `bits`, then the next, …"""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(1, 1, -1, 1)
-    return ((packed.unsqueeze(2) >> shifts) & ((1 << bits) - 1)).flatten(1, 2)
-
-
-def _bits(packed: Tensor) -> Tensor:
-    """[n, bytes] -> [n, bytes * 8], the lowest bit of a byte first."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(1)
-
-
 def _q4(blocks: Tensor, at: int) -> Tensor:
     """The 32 four-bit numbers at byte `at`, [n, 32] uint8."""
-    return _nibbles(blocks[:, None, at : at + 16]).flatten(1)
+    return nibbles(blocks[:, None, at : at + 16]).flatten(1)
 
 
 def _q5(blocks: Tensor, at: int) -> Tensor:
     """The 32 five-bit numbers whose high bits are at byte `at` and whose nibbles follow, [n, 32] uint8."""
-    return _q4(blocks, at + 4) | (_bits(blocks[:, at : at + 4]) << 4)
+    return _q4(blocks, at + 4) | (bits(blocks[:, at : at + 4]) << 4)
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * (_q4(blocks, 2).float() - 8)
+    return half(blocks, 0) * (_q4(blocks, 2).float() - 8)
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * _q4(blocks, 4).float() + _half(blocks, 2)
+    return half(blocks, 0) * _q4(blocks, 4).float() + half(blocks, 2)
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * (_q5(blocks, 2).float() - 16)
+    return half(blocks, 0) * (_q5(blocks, 2).float() - 16)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * _q5(blocks, 4).float() + _half(blocks, 2)
+    return half(blocks, 0) * _q5(blocks, 4).float() + half(blocks, 2)
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).float()
+    return half(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).float()
 
 
-def _q2_k(blocks: Tensor) -> Tensor:
-    """16 groups of 16; a byte per group: the scale in its low nibble, the minimum in the high one."""
-    scale = _half(blocks, 80) * (blocks[:, :16] & 15).float()  # [n, 16]
-    minimum = _half(blocks, 82) * (blocks[:, :16] >> 4).float()
-    q = _fields(blocks[:, 16:80].reshape(-1, 2, 32), 2).reshape(-1, 16, 16).float()
-    return (scale.unsqueeze(-1) * q - minimum.unsqueeze(-1)).flatten(1)
+def _q8_1(blocks: Tensor) -> Tensor:
+    """As Q8_0; the sum of the numbers, behind the scale, is for products and not needed here."""
+    return half(blocks, 0) * blocks[:, 4:].contiguous().view(torch.int8).float()
 
 
-def _q3_k(blocks: Tensor) -> Tensor:
-    """16 groups of 16 with six-bit scales; the third bits are in a mask, where clear means minus 4."""
-    low = _nibbles(blocks[:, None, 96:104]).flatten(1)  # [n, 16]
-    high = _fields(blocks[:, None, 104:108], 2).flatten(1)
-    scale = _half(blocks, 108) * ((low | (high << 4)).float() - 32)
-    q = _fields(blocks[:, 32:96].reshape(-1, 2, 32), 2).flatten(1).float()
-    mask = _fields(blocks[:, None, :32], 1).flatten(1).float()
-    return (scale.unsqueeze(-1) * (q - 4 * (1 - mask)).view(-1, 16, 16)).flatten(1)
+def _q8_k(blocks: Tensor) -> Tensor:
+    """A float32 scale, 256 signed bytes, and sums of sixteen that are not needed here."""
+    scale = blocks[:, :4].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return scale * blocks[:, 4:260].contiguous().view(torch.int8).float()
 
 
-def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, 12] -> the six-bit scales and minima of 8 groups, [n, 8, 1] float32 each.
+@dataclass(frozen=True, slots=True)
+class _FromParts:
+    """How blocks that have parts become numbers."""
 
-    Groups 0..3 have theirs in the low six bits of bytes 0..3 and 4..7; groups 4..7 have the low four bits in
-    a nibble of bytes 8..11 and the high two in the top of bytes 0..3 and 4..7.
-    """
-    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scale = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), 1)
-    minimum = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), 1)
-    return scale.float().unsqueeze(-1), minimum.float().unsqueeze(-1)
+    parts: Callable[[Tensor], Parts]
+    table: tuple[int, ...]
 
-
-def _k_groups(blocks: Tensor, q: Tensor) -> Tensor:
-    """q: [n, 8, 32] under the two-level scales that Q4_K and Q5_K share."""
-    scale, minimum = _k_scales(blocks[:, 4:16])
-    d, dmin = _half(blocks, 0).unsqueeze(-1), _half(blocks, 2).unsqueeze(-1)
-    return ((d * scale) * q.float() - dmin * minimum).flatten(1)
+    def __call__(self, blocks: Tensor) -> Tensor:
+        return self.parts(blocks).numbers(self.table)
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
-    return _k_groups(blocks, _nibbles(blocks[:, 16:].reshape(-1, 4, 32)))
-
-
-def _q5_k(blocks: Tensor) -> Tensor:
-    """Bit g of the 32 high-bit bytes belongs to group g."""
-    q = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)) | (_fields(blocks[:, None, 16:48], 1) << 4)
-    return _k_groups(blocks, q)
-
-
-def _q6_k(blocks: Tensor) -> Tensor:
-    """Two halves of 128: runs of 32 made of nibbles and two-bit fields; 16 int8 scales."""
-    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 8, 32)
-    high = _fields(blocks[:, 128:192].reshape(-1, 2, 32), 2)
-    scale = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
-    q = (low | (high << 4)).float() - 32
-    return (scale.unsqueeze(-1) * q.view(-1, 16, 16)).flatten(1)
-
-
-def _iq4(q: Tensor) -> Tensor:
-    table = torch.tensor(_IQ4_VALUES, dtype=torch.float32, device=q.device)
-    return table[q.int()]
-
-
-def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * _iq4(_q4(blocks, 2))
-
-
-def _iq4_xs(blocks: Tensor) -> Tensor:
-    """8 groups of 32; six-bit scales: nibbles at byte 4, two high bits each at byte 2."""
-    packed = blocks[:, 4:8]
-    low = torch.stack((packed & 15, packed >> 4), 2).flatten(1)  # [n, 8], neighbours share a byte
-    pairs = blocks[:, 2:4]
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)
-    high = ((pairs.unsqueeze(-1) >> shifts) & 3).flatten(1)
-    scale = _half(blocks, 0) * ((low | (high << 4)).float() - 32)
-    return (
-        scale.unsqueeze(-1) * _iq4(_nibbles(blocks[:, 8:].reshape(-1, 8, 16)).reshape(-1, 8, 32))
-    ).flatten(1)
+def _coded(
+    name: str,
+    sizes: tuple[int, int, int],
+    parts: Callable[[Tensor], Parts],
+    table: tuple[int, ...],
+    scales_at: tuple[int, ...] = (0,),
+) -> BlockType:
+    """sizes: ggml's number, elements, bytes."""
+    return BlockType(name, *sizes, _FromParts(parts, table), scales_at, table, parts)
 
 
 BLOCK_TYPES: Mapping[int, BlockType] = MappingProxyType(
@@ -250,13 +188,28 @@ BLOCK_TYPES: Mapping[int, BlockType] = MappingProxyType(
             BlockType("Q5_0", 6, 32, 22, _q5_0),
             BlockType("Q5_1", 7, 32, 24, _q5_1, (0, 2)),
             BlockType("Q8_0", 8, 32, 34, _q8_0),
-            BlockType("Q2_K", 10, 256, 84, _q2_k, (80, 82)),
-            BlockType("Q3_K", 11, 256, 110, _q3_k, (108,)),
-            BlockType("Q4_K", 12, 256, 144, _q4_k, (0, 2)),
-            BlockType("Q5_K", 13, 256, 176, _q5_k, (0, 2)),
-            BlockType("Q6_K", 14, 256, 210, _q6_k, (208,)),
-            BlockType("IQ4_NL", 20, 32, 18, _iq4_nl),
-            BlockType("IQ4_XS", 23, 256, 136, _iq4_xs),
+            BlockType("Q2_K", 10, 256, 84, q2_k, (80, 82)),
+            BlockType("Q3_K", 11, 256, 110, q3_k, (108,)),
+            BlockType("Q4_K", 12, 256, 144, q4_k, (0, 2)),
+            BlockType("Q5_K", 13, 256, 176, q5_k, (0, 2)),
+            BlockType("Q6_K", 14, 256, 210, q6_k, (208,)),
+            BlockType("IQ4_NL", 20, 32, 18, iq4_nl),
+            BlockType("IQ4_XS", 23, 256, 136, iq4_xs),
+            BlockType("Q8_1", 9, 32, 36, _q8_1),
+            BlockType("Q8_K", 15, 256, 292, _q8_k, ()),
+            _coded("IQ2_XXS", (16, 256, 66), gguf_iq.iq2_xxs, gguf_iq.IQ2_VALUES),
+            _coded("IQ2_XS", (17, 256, 74), gguf_iq.iq2_xs, gguf_iq.IQ2_VALUES),
+            _coded("IQ3_XXS", (18, 256, 98), gguf_iq.iq3_xxs, gguf_iq.IQ3_XXS_VALUES),
+            _coded("IQ1_S", (19, 256, 50), gguf_iq.iq1_s, gguf_iq.IQ1_VALUES),
+            _coded("IQ3_S", (21, 256, 110), gguf_iq.iq3_s, gguf_iq.IQ3_S_VALUES),
+            _coded("IQ2_S", (22, 256, 82), gguf_iq.iq2_s, gguf_iq.IQ2_VALUES),
+            _coded("IQ1_M", (29, 256, 56), gguf_iq.iq1_m, gguf_iq.IQ1_VALUES, ()),
+            _coded("TQ1_0", (34, 256, 54), gguf_parts.tq1_0, gguf_parts.TERNARY, (52,)),
+            _coded("TQ2_0", (35, 256, 66), gguf_parts.tq2_0, gguf_parts.TERNARY, (64,)),
+            _coded("MXFP4", (39, 32, 17), gguf_parts.mxfp4, gguf_parts.E2M1_TWICE, ()),
+            _coded("NVFP4", (40, 64, 36), gguf_parts.nvfp4, gguf_parts.E2M1_TWICE, ()),
+            _coded("Q1_0", (41, 128, 18), gguf_parts.q1_0, gguf_parts.TERNARY),
+            _coded("Q2_0", (42, 64, 18), gguf_parts.q2_0, gguf_parts.TERNARY),
         )
     }
 )

@@ -11,8 +11,9 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.embed import KERNELS, _embed, known_format
 from plait.kernels.load import executor
+from plait.ops.blocks import random_blocks
 from plait.ops.registry import Facts
-from plait.ops.rows import embed, random_blocks
+from plait.ops.rows import embed
 from plait.quant.gguf import BLOCK_TYPES, BlockType, Gguf
 from plait.quant.weight import Dense
 
@@ -26,7 +27,7 @@ def bits(x: Tensor) -> Tensor:
 
 def blocks(kind: BlockType) -> Gguf:
     """40 rows of random bytes, whose scales are any finite float16."""
-    table = random_blocks(kind, 40, 3 * kind.elements, "cpu")
+    table = random_blocks(kind.name, 40, 3 * kind.elements)
     each = table.data.view(-1, kind.nbytes)
     for at in kind.scales_at:
         raw = torch.randint(0, 256, (len(each), 2), dtype=torch.uint8)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.load import executor, load
-from plait.ops.linear import KINDS, Activations, linear, random_blocks, rounded
+from plait.ops.blocks import random_blocks
+from plait.ops.linear import KINDS, Activations, linear, rounded
 from plait.ops.registry import Facts
 from plait.quant.gguf import Gguf, block_type
 from plait.quant.weight import Dense
