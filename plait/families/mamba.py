@@ -41,8 +41,8 @@ def state_spaces(c: Config) -> tuple[ModelSpec, NameMap]:
     known = {"Mamba1": STATE_SPACES, "Mamba2": DEFAULTS}.get(layer)
     if known is None or not c["rms_norm"] or not given.get("rmsnorm", True):
         raise UnsupportedModel(
-            f"ssm_cfg.layer = {layer!r}, rms_norm = {c['rms_norm']}: only Mamba1 and Mamba2 with RMS norms are "
-            "known in the state-spaces format"
+            f"ssm_cfg.layer = {layer!r}, rms_norm = {c['rms_norm']}: only Mamba1 and Mamba2 with RMS norms "
+            "are known in the state-spaces format"
         )
     if unknown := sorted(set(given) - set(known) - TRAINING):
         raise UnsupportedModel(f"ssm_cfg has {unknown}, which are not known; known: {', '.join(known)}")

@@ -1,7 +1,7 @@
 """Mamba1 (Gu & Dao 2023): short convolution, input-dependent step, B and C, elementwise scan.
 
-Jamba and Falcon-Mamba norm the step, B and C; PLaMo 2 has one step and one decay for each head, which makes the
-scan Mamba2's.
+Jamba and Falcon-Mamba norm the step, B and C; PLaMo 2 has one step and one decay for each head, which makes
+the scan Mamba2's.
 """
 
 from __future__ import annotations

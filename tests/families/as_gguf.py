@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.families import as_gguf_ssm
 from tests.families.tiny import MULTIPLIERS
 
 Tensors = dict[str, Tensor]
+EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps")
 Config = Mapping[str, Any]
 NAMES = {
     r"model\.embed_tokens|backbone\.embeddings": "token_embd",
@@ -38,13 +40,16 @@ NAMES = {
     r"(?:mamba|mixer)\.D": "ssm_d",
     r"(?:mamba|mixer)\.dt_bias": "ssm_dt.bias",
     r"(?:mamba|mixer)\.norm": "ssm_norm",
+    **as_gguf_ssm.NAMES,
 }
 GEMMA = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-EXPERT = re.compile(r"(.*)\.(?:mlp|mixer|block_sparse_moe)\.experts\.(\d+)\.(\w+?)(?:_proj)?\.weight")
+EXPERT = re.compile(
+    r"(.*)\.(?:mlp|mixer|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+?)(?:_proj)?\.weight"
+)
 PART = {"w1": "gate", "w3": "up", "w2": "down"}
 
 
@@ -92,6 +97,8 @@ def _stacked(tensors: Tensors) -> Tensors:
 
 
 def _numbers(arch: str, name: str, w: Tensor, c: Config) -> Tensor:
+    if arch in as_gguf_ssm.ARCHS:
+        return as_gguf_ssm.numbers(arch, name, w)
     if arch in ("llama", "granitehybrid") and re.search(r"\.attn_[qk]\.", name):
         return permuted(w, c["num_attention_heads"] if "attn_q" in name else c["num_key_value_heads"])
     if arch.startswith("gemma") and "norm" in name:
@@ -171,7 +178,7 @@ def _metadata(arch: str, c: Config, tensors: Tensors) -> dict[str, Any]:
         "block_count": layers,
         "context_length": c.get("max_position_embeddings", 1 << 20),
         "embedding_length": c["hidden_size"],
-        "attention.layer_norm_rms_epsilon": c.get("rms_norm_eps", c.get("layer_norm_epsilon")),
+        "attention.layer_norm_rms_epsilon": next(c[k] for k in EPSILONS if k in c),
         **{theirs: c[ours] for ours, theirs in _PLAIN.items() if c.get(ours) is not None},
         **_attention(arch, c, tensors, layers),
         **_ssm(c),
@@ -182,6 +189,8 @@ def _metadata(arch: str, c: Config, tensors: Tensors) -> dict[str, Any]:
         values |= {"attention.scale": c["attention_multiplier"], "logit_scale": c["logits_scaling"]}
     if arch == "deepseek2" and "n_group" in c:
         values["expert_gating_func"] = 2 if c["model_type"] == "deepseek_v3" else 1
+    if arch in as_gguf_ssm.ARCHS:
+        values |= as_gguf_ssm.metadata(arch, c, tensors)
     return {f"{arch}.{key}": value for key, value in values.items()}
 
 

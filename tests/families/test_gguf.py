@@ -38,6 +38,14 @@ VARIANTS = {
     "falcon_h1_norm": "falcon-h1",
     "nemotron_h": "nemotron_h_moe",
     "nemotron_h_groups": "nemotron_h",
+    "mamba": "mamba",
+    "mamba_biases": "mamba",
+    "falcon_mamba_biases": "mamba",
+    "jamba": "jamba",
+    "jamba_dense": "jamba",
+    "lfm2": "lfm2",
+    "lfm2_biases": "lfm2",
+    "lfm2_moe": "lfm2moe",
 }
 
 

@@ -1,4 +1,4 @@
-"""Products of two tensors, number by number; a row is cut into pieces, so that one is enough for all threads."""
+"""Products of two tensors, number by number; a row is cut into pieces, so that one serves all threads."""
 
 from __future__ import annotations
 
