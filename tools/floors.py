@@ -17,7 +17,7 @@ FLOORS = (
     {"spec", "request", "memory"},
     {"quant", "ops", "kernels"},
     {"checkpoint", "families", "state", "model"},
-    {"schedule", "runner", "text", "engine"},
+    {"schedule", "runner", "text", "engine", "convert"},
     {"server", "cluster", "bench", "cli", "__main__"},
 )
 SIDEWAYS = {
@@ -28,6 +28,7 @@ SIDEWAYS = {
     "model": {"checkpoint.weights", "state"},
     "engine": {"schedule", "runner", "text"},
     "runner": {"schedule.plan"},
+    "convert": {"engine", "runner", "text"},
     "cli": {"server", "cluster", "bench"},
     "__main__": {"cli"},
 }

@@ -1,0 +1,232 @@
+"""The metadata that says in GGUF what a model is: from the spec, in the words that llama.cpp reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from plait.convert.making import Made
+from plait.errors import UnsupportedFormat
+from plait.spec import Attention, Mamba1, Mamba2, Mixer, Mla, Mlp, ModelSpec, Moe, Norm, Parallel, Rope
+
+Values = dict[str, Any]
+SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
+LARGEST = 1 << 31  # what llama.cpp takes as a context
+
+
+def model_keys(arch: str, spec: ModelSpec, config: Mapping[str, Any], made: Iterable[Made]) -> Values:
+    """Every key behind the architecture's prefix. `config`: the source's, for what no spec says."""
+    names = {m.name: m.shape for m in made}
+    values: Values = {
+        "block_count": len(spec.layers),
+        "context_length": min(spec.max_len, LARGEST),
+        "embedding_length": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        f"attention.layer_norm_{'rms_' if spec.norm.kind == 'rms' else ''}epsilon": spec.norm.eps,
+        "feed_forward_length": _widths(spec, config),
+        **_attention(spec),
+        **_latent(spec),
+        **_experts(spec, config),
+        **_recurrent(spec),
+    }
+    if spec.logit_softcap:
+        values["final_logit_softcapping"] = float(spec.logit_softcap)
+    values |= _PARTICULARS.get(arch, _nothing)(spec, names)
+    return {f"{arch}.{key}": value for key, value in values.items()}
+
+
+def _parts(layer: Iterable[Any]) -> list[Mixer]:
+    """The mixers of a layer, those of a `Parallel` one by one."""
+    found: list[Mixer] = []
+    for branch in layer:
+        mixer = branch.mixer
+        found += mixer.parts.values() if isinstance(mixer, Parallel) else [mixer]
+    return found
+
+
+def _each(spec: ModelSpec, kind: Any) -> list[Any]:
+    """For each layer its mixer of this kind, or None."""
+    return [next((m for m in _parts(layer) if isinstance(m, kind)), None) for layer in spec.layers]
+
+
+def _same(values: list[Any], what: str) -> Any:
+    found = list(dict.fromkeys(v for v in values if v is not None))
+    if len(found) > 1:
+        raise UnsupportedFormat(f"GGUF has one {what} for all layers; this model has {found}")
+    return found[0] if found else None
+
+
+def _per_layer(values: list[int]) -> int | list[int]:
+    """One number if all layers have it, else one for each."""
+    return values[0] if len(set(values)) == 1 else values
+
+
+def _widths(spec: ModelSpec, config: Mapping[str, Any]) -> int | list[int]:
+    widths = [m.size if m else 0 for m in _each(spec, Mlp)]
+    if any(widths):
+        return _per_layer(widths if _has_holes(spec) else [max(widths)] * len(widths))
+    moe = next((m for m in _each(spec, Moe) if m), None)
+    if moe is None:
+        return 0
+    one = int(config.get("intermediate_size") or moe.expert.size)
+    return _per_layer([one if m else 0 for m in _each(spec, Moe)] if _has_holes(spec) else [one])
+
+
+def _has_holes(spec: ModelSpec) -> bool:
+    """Whether some layers have nothing that feeds forward."""
+    return any(not any(isinstance(m, (Mlp, Moe)) for m in _parts(layer)) for layer in spec.layers)
+
+
+def _attention(spec: ModelSpec) -> Values:
+    each: list[Attention | None] = _each(spec, Attention)
+    found = [m for m in each if m]
+    if not found:
+        return {} if any(_each(spec, Mla)) else {"attention.head_count": 0}
+    dim = _same([m.head_dim for m in found], "head size")
+    values: Values = {
+        "attention.head_count": _same([m.num_heads for m in found], "number of heads"),
+        "attention.head_count_kv": _per_layer([m.num_kv_heads if m else 0 for m in each]),
+        "attention.key_length": dim,
+        "attention.value_length": dim,
+    }
+    if window := _same([m.window for m in found], "window"):
+        values["attention.sliding_window"] = window
+    if cap := _same([m.softcap for m in found], "softcap"):
+        values["attn_logit_softcapping"] = float(cap)
+    full = next((m.rope for m in found if m.rope and not m.window), None)
+    rope = full or next((m.rope for m in found if m.rope), None)
+    return values | (rope_keys(rope) if rope else {"rope.dimension_count": dim})
+
+
+def rope_keys(rope: Rope) -> Values:
+    """The keys of rotary positions; those that are divisors per frequency are a tensor instead."""
+    values: Values = {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
+    p = rope.scaling
+    match p.get("rope_type", "default"):
+        case "linear":
+            values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(p["factor"])}
+        case "yarn":
+            values |= _yarn(p)
+        case "default" | "divisors" | "llama3":
+            pass
+        case kind:
+            raise UnsupportedFormat(
+                f"rope_type {kind!r} cannot be written as GGUF; known: linear, yarn, llama3"
+            )
+    return values
+
+
+def _yarn(p: Mapping[str, Any]) -> Values:
+    original = p["original_max_position_embeddings"]
+    values: Values = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": float(p.get("factor") or p["max_position_embeddings"] / original),
+        "rope.scaling.original_context_length": int(original),
+    }
+    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        if p.get(ours):
+            values[f"rope.scaling.{theirs}"] = float(p[ours])
+    if p.get("mscale_all_dim"):
+        values["rope.scaling.yarn_log_multiplier"] = 0.1 * p["mscale_all_dim"]
+    return values
+
+
+def _latent(spec: ModelSpec) -> Values:
+    mla: Mla | None = next((m for m in _each(spec, Mla) if m), None)
+    if mla is None:
+        return {}
+    values: Values = {
+        "attention.head_count": mla.num_heads,
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": mla.kv_rank,
+        "attention.key_length": mla.kv_rank + mla.rope.dim,
+        "attention.value_length": mla.kv_rank,
+        "attention.key_length_mla": mla.nope_dim + mla.rope.dim,
+        "attention.value_length_mla": mla.v_dim,
+        **rope_keys(mla.rope),
+    }
+    return values | ({"attention.q_lora_rank": mla.q_rank} if mla.q_rank else {})
+
+
+def _experts(spec: ModelSpec, config: Mapping[str, Any]) -> Values:
+    each: list[Moe | None] = _each(spec, Moe)
+    moe = next((m for m in each if m), None)
+    if moe is None:
+        return {}
+    router = moe.router
+    values: Values = {
+        "expert_count": moe.num_experts,
+        "expert_used_count": moe.top_k,
+        "expert_feed_forward_length": moe.expert.size,
+        "expert_gating_func": SIGMOID if router.score == "sigmoid" else SOFTMAX,
+        "expert_weights_norm": router.renormalize,
+        "expert_weights_scale": router.scale,
+    }
+    if router.groups > 1:
+        values |= {"expert_group_count": router.groups, "expert_group_used_count": router.top_groups}
+    if moe.shared:
+        values["expert_shared_feed_forward_length"] = moe.shared.size
+        shared = config.get("num_shared_experts") or config.get("n_shared_experts")
+        values["expert_shared_count"] = int(shared or max(1, moe.shared.size // moe.expert.size))
+    dense = next((i for i, m in enumerate(each) if m), 0)
+    if dense and not any(isinstance(m, (Mamba1, Mamba2)) for layer in spec.layers for m in _parts(layer)):
+        values["leading_dense_block_count"] = dense
+    return values
+
+
+def _recurrent(spec: ModelSpec) -> Values:
+    found = next((m for layer in spec.layers for m in _parts(layer) if isinstance(m, (Mamba1, Mamba2))), None)
+    match found:
+        case Mamba2():
+            return {
+                "ssm.conv_kernel": found.conv_kernel,
+                "ssm.inner_size": found.num_heads * found.head_dim,
+                "ssm.state_size": found.state_size,
+                "ssm.time_step_rank": found.num_heads,
+                "ssm.group_count": found.num_groups,
+            }
+        case Mamba1():
+            return {
+                "ssm.conv_kernel": found.conv_kernel,
+                "ssm.inner_size": found.inner_size,
+                "ssm.state_size": found.state_size,
+                "ssm.time_step_rank": found.dt_rank,
+            }
+        case _:
+            return {}
+
+
+def _nothing(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    return {}
+
+
+def _granite(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    attention: Attention | None = next((m for m in _each(spec, Attention) if m), None)
+    scale = next((b.scale for layer in spec.layers for b in layer), 1.0)
+    values: Values = {
+        "embedding_scale": spec.embed_scale,
+        "residual_scale": scale,
+        "logit_scale": 1 / spec.logit_scale,
+        "rope.scaling.finetuned": bool(attention and attention.rope),
+    }
+    return values | ({"attention.scale": attention.scale} if attention else {})
+
+
+def _gemma3(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    local = next((m.rope for m in _each(spec, Attention) if m and m.window and m.rope), None)
+    return {"rope.freq_base_swa": local.theta} if local else {}
+
+
+def _falcon(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    return {}
+
+
+_PARTICULARS: Mapping[str, Callable[[ModelSpec, Mapping[str, tuple[int, ...]]], Values]] = MappingProxyType(
+    {"granitehybrid": _granite, "granite": _granite, "granitemoe": _granite, "gemma3": _gemma3}
+)
+
+
+def norms(spec: ModelSpec) -> set[Norm]:
+    """Every norm before a branch: GGUF has one epsilon for all."""
+    return {b.norm for layer in spec.layers for b in layer if b.norm} | {spec.norm}

@@ -1,0 +1,129 @@
+"""A model as GGUF: the architecture that can say it, its tensors' names and shapes, its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.convert.agreeing import agreed
+from plait.convert.gguf_keys import model_keys
+from plait.convert.making import Made, made_tensors
+from plait.convert.reading import Model
+from plait.errors import UnsupportedFormat, UnsupportedModel
+from plait.families.gguf_arch import ARCHITECTURES
+from plait.families.gguf_names import gguf_names
+from plait.families.registry import known, names_in
+from plait.families.resolve import resolve
+from plait.families.resolved import Resolved
+from plait.ops.rope import frequencies
+from plait.spec import Attention, Mamba1, Mamba2, Mla, ModelSpec, Moe, Rope
+
+FORM = "GGUF"
+# Families that are said in another's architecture; the others' own are those registered for them.
+ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "mixtral": ("llama",),
+        "deepseek_v3": ("deepseek2",),
+        "bamba": ("granitehybrid",),
+        "oxidizr": ("llama", "mamba2", "deepseek2"),
+    }
+)
+ROPE_FREQS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTarget:
+    """What is to be written: `keys` of the model (not of its tokenizer), its tensors, and small new ones."""
+
+    arch: str
+    keys: Mapping[str, Any]
+    made: tuple[Made, ...]
+    extra: Mapping[str, Tensor]  # float32
+
+
+def gguf_target(model: Model) -> GgufTarget:
+    """The model in GGUF's words. Raises UnsupportedFormat with the reason of each architecture tried."""
+    family, arches = model.resolved.family, arches_of(model)
+    if not arches:
+        raise UnsupportedFormat(
+            f"{family} models cannot be written as GGUF: the format has no architecture for them, or none "
+            "that Plait reads; --to safetensors can"
+        )
+    reasons = []
+    for arch in arches:
+        try:
+            return _as_arch(model, arch)
+        except (UnsupportedFormat, UnsupportedModel) as error:
+            reasons.append(f"{arch}: {error}")
+    raise UnsupportedFormat(f"this {family} model cannot be written as GGUF: {'; '.join(reasons)}")
+
+
+def arches_of(model: Model) -> list[str]:
+    """The architectures that may say this model; with experts, first those that are named for them."""
+    families = known()
+    own = next((families[n] for n in names_in(model.resolved.config) if n in families), None)
+    found = [a.name for a in ARCHITECTURES.values() if own and families.get(a.architecture) is own]
+    found += [name for name in ALSO.get(model.resolved.family, ()) if name not in found]
+    has_experts = any(isinstance(m, Moe) for _, m in model.spec.mixers())
+    return sorted(found, key=lambda name: ("moe" in name) != has_experts)
+
+
+def _as_arch(model: Model, arch: str) -> GgufTarget:
+    spec, config = model.spec, {**model.resolved.config, **_counts(model.spec), "gguf_architecture": arch}
+    made = made_tensors(model.wanted, gguf_names(config), FORM)
+    made = [replace(m, shape=_shape(m, spec)) for m in made]
+    keys = {"general.architecture": arch, **model_keys(arch, spec, config, made)}
+    extra = _extra(spec)
+    theirs = read_back(keys, made, extra)
+    return GgufTarget(
+        arch, keys, tuple(agreed(made, spec, theirs.spec, model.wanted, f"{FORM} as {arch}")), extra
+    )
+
+
+def read_back(keys: Mapping[str, Any], made: list[Made], extra: Mapping[str, Tensor]) -> Resolved:
+    """What a reader of the file will take the model for."""
+    shapes = {m.name: m.shape for m in made} | {name: tuple(t.shape) for name, t in extra.items()}
+    return resolve(None, shapes, gguf=keys, read=lambda name: extra[name])
+
+
+def _counts(spec: ModelSpec) -> dict[str, Any]:
+    """What `gguf_names` asks a config for, of any model."""
+    found: dict[str, Any] = {"num_hidden_layers": len(spec.layers)}
+    mla = next((m for _, m in spec.mixers() if isinstance(m, Mla)), None)
+    if mla:
+        found |= {"num_attention_heads": mla.num_heads, "kv_lora_rank": mla.kv_rank}
+        found["qk_nope_head_dim"] = mla.nope_dim
+    return found
+
+
+def _shape(made: Made, spec: ModelSpec) -> tuple[int, ...]:
+    """Shapes that the format has otherwise than a plain tensor of ours."""
+    kind = made.name.removeprefix("blk.").partition(".")[2]
+    scans = [m for _, m in spec.mixers() if isinstance(m, (Mamba1, Mamba2))]
+    grouped = next((m for m in scans if isinstance(m, Mamba2)), None)
+    if kind in ("ssm_a", "ssm_d") and grouped:
+        return (*made.shape, 1)
+    if kind == "ssm_norm.weight" and grouped:
+        return (grouped.norm_groups, made.shape[0] // grouped.norm_groups)
+    if kind == "ffn_gate_inp_shexp.weight":
+        return (made.shape[-1],)
+    return made.shape
+
+
+def _extra(spec: ModelSpec) -> dict[str, Tensor]:
+    """Divisors of rotary frequencies, where the scaling is none that the metadata can name."""
+    ropes = [m.rope for _, m in spec.mixers() if isinstance(m, Attention) and m.rope]
+    rope = next((r for r in ropes if r.scaling.get("rope_type") in ("llama3", "divisors")), None)
+    return {ROPE_FREQS: divisors(rope, spec.max_len)} if rope else {}
+
+
+def divisors(rope: Rope, max_len: int) -> Tensor:
+    """By how much each plain frequency is divided, [dim / 2] float32."""
+    plain, _ = frequencies(Rope(rope.dim, rope.theta), max_len)
+    found, _ = frequencies(rope, max_len)
+    return (plain / found).to(torch.float32)

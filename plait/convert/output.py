@@ -1,0 +1,107 @@
+"""Where the result goes: written beside its place, and put there when it is whole.
+
+Nothing half-written is ever under the name that was asked for, and what was begun is removed when anything
+goes wrong. Only a killed process can leave its temporary file, whose name says what it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from plait.errors import ConfigError, OutOfMemory
+
+MODEL_SUFFIXES = {".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken", ".md", ".gguf"}
+
+
+def check_place(out: Path, sources: tuple[Path, ...], *, force: bool, is_directory: bool) -> None:
+    """Whether `out` may be written. Raises ConfigError."""
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out}: {out.parent} is no directory; make it first")
+    if not out.exists() and not out.is_symlink():
+        return
+    if any(out.resolve() in (source.resolve(), source.resolve().parent) for source in sources):
+        raise ConfigError(f"{out}: that is the model itself; write to another place")
+    if not force:
+        raise ConfigError(f"{out} exists; --force replaces it")
+    if out.is_dir() != is_directory:
+        kind = "a directory" if out.is_dir() else "a file"
+        raise ConfigError(f"{out} is {kind}, and the result would not be one; choose another place")
+    if is_directory:
+        strange = [e.name for e in out.iterdir() if e.is_dir() or e.suffix not in MODEL_SUFFIXES]
+        if strange:
+            raise ConfigError(
+                f"{out} holds more than a model ({', '.join(sorted(strange)[:4])}); --force does not replace it"
+            )
+
+
+def check_space(out: Path, nbytes: int) -> None:
+    """Whether so much fits on the disk. Raises OutOfMemory."""
+    free = shutil.disk_usage(out.parent).free
+    if nbytes > free:
+        raise OutOfMemory(
+            f"{out}: {nbytes / 2**30:.2f} GiB are to be written, and {free / 2**30:.2f} GiB are free there"
+        )
+
+
+@contextmanager
+def placed(out: Path, *, is_directory: bool) -> Iterator[Path]:
+    """A path to write to, a file or a directory; it becomes `out` if nothing went wrong, else it goes.
+
+    Raises OutOfMemory when the disk is full.
+    """
+    beside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    try:
+        if is_directory:
+            beside.mkdir()
+        yield beside
+        _settle(beside)
+        _exchange(beside, out)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutOfMemory(f"{out}: the disk is full ({error.strerror}); nothing was written") from error
+        raise
+    finally:
+        _remove(beside)
+
+
+def _settle(path: Path) -> None:
+    """Make sure that it is on the disk before it gets its name."""
+    for file in [*(path.iterdir() if path.is_dir() else []), path]:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _exchange(beside: Path, out: Path) -> None:
+    """The name of a file changes hands at once; a directory that is there steps aside first."""
+    if not beside.is_dir() or not out.exists():
+        beside.replace(out)
+    else:
+        old = beside.with_suffix(".old")
+        out.replace(old)
+        try:
+            beside.replace(out)
+        except BaseException:
+            old.replace(out)
+            raise
+        _remove(old)
+    descriptor = os.open(out.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
