@@ -80,6 +80,9 @@ class EngineConfig:
     cache_dir: str | None = option(None, "where compiled kernels are kept; default: ~/.cache/plait")
     ssm_mode: SsmMode = option("ssd", "oxidizr only. ssd: the recurrence; exact: what its trainer computes")
     a_source: ASource = option("auto", "oxidizr only. A of Mamba2/3 from the trainer's rule or from the file")
+    offline: bool = option(
+        False, "models by Hub name: only what is on this disk; nobody is asked (as HF_HUB_OFFLINE)"
+    )
     set: tuple[str, ...] = option((), "key=value: overrides one key of the model's config; may be repeated")
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,15 +13,30 @@ from typing import Literal
 
 from plait.checkpoint.disk import read_json, read_start
 from plait.checkpoint.gguf import part_paths
-from plait.checkpoint.hub import download, is_hub_name
-from plait.errors import BadFile, ConfigError, UnsupportedFormat
+from plait.checkpoint.hub import (
+    HubName,
+    Listing,
+    ask,
+    cached_folder,
+    cached_names,
+    is_hub_name,
+    library,
+    name_files,
+    parse_hub_name,
+    quantizations,
+    repo_folder,
+)
+from plait.checkpoint.hub_fetch import fetch
+from plait.errors import BadFile, CheckpointError, ConfigError, PlaitError, UnsupportedFormat
 
-__all__ = ["ModelFiles", "choose_weights", "find_model", "read_json"]
+__all__ = ["Fetch", "ModelFiles", "choose_weights", "fetch_model", "find_model", "plan_fetch", "read_json"]
+
+log = logging.getLogger("plait")
 
 _SIDE_NAMES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"}) | {
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("generation_config.json", "chat_template.jinja", "chat_template.json"),
-    *("quantize_config.json", "quant_config.json", "params.json"),
+    *("quantize_config.json", "quant_config.json", "params.json", "hf_quant_config.json"),
 }
 _INDEX = ".safetensors.index.json"
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
@@ -52,8 +68,28 @@ class ModelFiles:
     index: Mapping[str, str] | None = None
 
 
-def find_model(path_or_id: str | Path) -> ModelFiles:
-    """The files of a model: a directory, a weight file, or a Hub name (org/name, org/name/file.gguf).
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What a Hub name means at one commit: the files it needs, and which of them are not on this disk.
+
+    `sizes`: of every file, None where the Hub does not say. `folder`: where they are, or will be.
+    """
+
+    name: HubName
+    commit: str
+    side: tuple[str, ...]
+    weights: tuple[str, ...]
+    sizes: Mapping[str, int | None]
+    folder: Path
+
+    @property
+    def missing(self) -> list[str]:
+        return [n for n in (*self.side, *self.weights) if not (self.folder / n).is_file()]
+
+
+def find_model(path_or_id: str | Path, *, offline: bool = False) -> ModelFiles:
+    """The files of a model: a directory, a weight file, or a Hub name (org/name, with @revision, and
+    :Q4_K_M or /file.gguf to choose). `offline`: a Hub name means what is on this disk; nobody is asked.
 
     Raises ConfigError when nothing is there or the choice is not clear, UnsupportedFormat for pickle files,
     BadFile for unreadable ones, CheckpointError when the Hub cannot be asked.
@@ -70,9 +106,95 @@ def find_model(path_or_id: str | Path) -> ModelFiles:
     except OSError as error:
         raise BadFile(f"{text}: cannot be opened: {error.strerror}") from error
     if is_hub_name(text) and not path.parent.exists():
-        folder, file = download(text, choose_weights)
-        return _of_file(folder / file, text) if file else _in_directory(folder, text)
+        return _on_hub(parse_hub_name(text), offline)
     raise ConfigError(_missing(path))
+
+
+def plan_fetch(name: HubName, listing: Listing) -> Fetch:
+    """What a Hub name needs of what the Hub has; only an index of shards is fetched for it.
+
+    Raises ConfigError when the choice is not clear, CheckpointError when an index cannot be fetched.
+    """
+    names, where = list(listing.sizes), f"{name.repo} on the Hub"
+    folder = repo_folder(name) / "snapshots" / listing.commit
+    if name.file or name.quant:
+        weights = name_files(name, names)
+    else:
+        root = [n for n in names if "/" not in n]
+        indexes = [n for n in root if n.endswith(_INDEX)]
+        if indexes and "model.safetensors" not in root:
+            index = _only(indexes, indexes, where)[0]
+            weights = sorted({*_index_map(fetch(name, listing, [index], []) / index).values()})
+        else:
+            weights = list(_choose_on_hub(root, names, where))
+    if absent := sorted(set(weights) - set(names)):
+        raise BadFile(f"{where}: the index names {absent[0]!r}, which is not there")
+    side = [n for n in names if _is_side(n)] if weights[0].endswith(".safetensors") else []
+    sizes = {n: listing.sizes[n] for n in (*side, *weights)}
+    return Fetch(name, listing.commit, tuple(side), tuple(weights), sizes, folder)
+
+
+def fetch_model(plan: Fetch) -> ModelFiles:
+    """Fetch what is missing, and find the model in it. Raises CheckpointError."""
+    folder = fetch(plan.name, Listing(plan.commit, plan.sizes), plan.side, plan.weights)
+    return _in_snapshot(plan.name, folder)
+
+
+def _on_hub(name: HubName, offline: bool) -> ModelFiles:
+    library(str(name))
+    folder = cached_folder(name)
+    if folder is not None and name.is_pinned:
+        try:
+            return _in_snapshot(name, folder)
+        except PlaitError:
+            log.info("%s on this disk is not whole: asking the Hub for the rest", name)
+    if offline:
+        if folder is None:
+            raise CheckpointError(
+                f"{name} is not on this disk, and --offline asks nobody for it; "
+                f"`plait list` shows what is here, `plait pull {name}` fetches it"
+            )
+        return _in_snapshot(name, folder)
+    try:
+        listing = ask(name)
+    except CheckpointError as error:
+        if folder is None:
+            raise CheckpointError(f"{error}; and this disk has no copy of it") from error
+        log.warning("%s; the copy on this disk is used", error)
+        return _in_snapshot(name, folder)
+    return fetch_model(plan_fetch(name, listing))
+
+
+def _in_snapshot(name: HubName, folder: Path) -> ModelFiles:
+    """The model in a fetched revision. Weights arrive last: one whose weights are there is whole."""
+    if name.file or name.quant:
+        return _of_file(folder / name_files(name, list(cached_names(folder)))[0], str(name))
+    try:
+        return _in_directory(folder, str(name))
+    except BadFile as error:
+        raise BadFile(f"{error}; `plait pull {name}` fetches what is missing") from error
+
+
+def _choose_on_hub(root: Sequence[str], names: Sequence[str], where: str) -> Sequence[str]:
+    """Weights among files of a repository; several GGUF models are named by how they are quantized."""
+    found = quantizations(names)
+    if len(found) > 1 and not any(n.endswith(".safetensors") for n in root):
+        first = ", ".join(list(found)[:16])
+        repo = where.split()[0]
+        files = ", ".join([n for models in found.values() for n in models][:12])
+        raise ConfigError(
+            f"{where} holds several models; name one, like {repo}:{next(iter(found))}; "
+            f"it has {first} ({files})"
+        )
+    return choose_weights(root or names, where)
+
+
+def _is_side(name: str) -> bool:
+    """Small files that a model of safetensors is read with: config, tokenizer, templates, an index."""
+    if name.startswith("additional_chat_templates/"):
+        return name.endswith(".jinja")
+    beside = name in _SIDE_NAMES or name == "config.json" or name.endswith((".tiktoken", _INDEX))
+    return beside and "/" not in name
 
 
 def choose_weights(names: Sequence[str], where: str) -> tuple[str, ...]:
@@ -151,6 +273,13 @@ def _is_safetensors(start: bytes, path: Path) -> bool:
 
 def _indexed(index: Path, name: str) -> ModelFiles:
     """All shards that an index names, in order of name."""
+    weight_map = _index_map(index)
+    paths = [index.with_name(file) for file in sorted(set(weight_map.values()))]
+    return _found("safetensors", paths, name, index=weight_map)
+
+
+def _index_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, of an index of shards. Raises BadFile."""
     weight_map = read_json(index, "the index of the shards").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadFile(f"{index}: must have a weight_map, an object from tensor names to file names")
@@ -158,8 +287,7 @@ def _indexed(index: Path, name: str) -> ModelFiles:
         if not isinstance(file, str) or not file.endswith(".safetensors") or "/" in file or "\\" in file:
             what = f"{file!r}"[:200]
             raise BadFile(f"{index}: tensor {tensor[:80]!r} is said to be in {what}, not a file beside it")
-    paths = [index.with_name(file) for file in sorted(set(weight_map.values()))]
-    return _found("safetensors", paths, name, index=weight_map)
+    return weight_map
 
 
 def _shards(path: Path) -> list[Path]:

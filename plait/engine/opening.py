@@ -79,7 +79,7 @@ def open_model(model: str, config: EngineConfig) -> Opened:
 
     Raises ConfigError, CheckpointError or UnsupportedModel.
     """
-    files = find_model(model)
+    files = find_model(model, offline=config.offline)
     raw = read_json(files.config, "config.json") if files.config else None
     if files.kind == "gguf":
         gguf = GgufFile(files.weights[0])
