@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from plait.engine.courier import Couriers
 from plait.engine.reading import Reading
 from plait.request import Event, FinishReason, Request, RequestTrace, TokenLogprobs
 from plait.text.detokenize import StreamDecoder
@@ -153,7 +154,8 @@ class Stream:
     """The text of one request while it is generated; iterate it, plainly or with `async for`, once.
 
     Leaving early, or `cancel()`, frees what the request holds within one engine step. `reader` tells content,
-    thinking and calls apart.
+    thinking and calls apart. `couriers`: who brings events to event loops, shared by streams that are read
+    there together.
     """
 
     def __init__(
@@ -162,8 +164,10 @@ class Stream:
         tokenizer: Tokenizer | None,
         cancel: Callable[[str, int | None], None],
         reader: Reader | None = None,
+        couriers: Couriers | None = None,
     ) -> None:
         self.request, self._cancel_request = request, cancel
+        self._couriers = couriers or Couriers()
         self._choices = [Choice(i, request, tokenizer, reader) for i in range(request.params.n)]
         self._lock = threading.Condition()
         self._waiting: deque[Event] = deque()
@@ -216,14 +220,8 @@ class Stream:
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         events: asyncio.Queue[Event] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def put(event: Event) -> None:
-            # The loop may be gone already when a server is stopped with requests open.
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        self._connect(put)
+        courier = self._couriers.of(asyncio.get_running_loop())
+        self._connect(lambda event: courier.put(events, event))
         try:
             while not self.done:
                 if delta := self._delta(await events.get()):

@@ -84,7 +84,10 @@ def create_app(front: Front | Loading, config: ServerConfig, traffic: Traffic | 
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
     app.router.redirect_slashes = False
     refusals = {e.path: e.refusal for e in ENDPOINTS if e.refusal is not None}
-    app.add_middleware(Edge, traffic=traffic, loading=loading, routes=routes, refusals=refusals)
+    generating = [e.path for e in ENDPOINTS if e.answer is None]
+    app.add_middleware(
+        Edge, traffic=traffic, loading=loading, routes=routes, refusals=refusals, generating=generating
+    )
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from plait.server.generation import new_id
 from plait.server.problems import http_problem
+from plait.server.transport import TurnTransport
 
 logger = logging.getLogger("plait.server")
 HEAD_TIMEOUT_S = 20.0  # from the connection, or from the last response, to the end of a request's headers
@@ -38,7 +40,11 @@ class Connection(H11Protocol):
         self._max_connections = max_connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        turns: Any = TurnTransport(transport, self.loop)
+        super().connection_made(turns)
+        # asyncio does this only for sockets that name their protocol, which accepted ones may not; without it
+        # a token waits until the client has acknowledged the one before, 40 ms where it takes its time.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         if hasattr(transport, "max_size"):  # asyncio's own; uvloop has a bound of its own
             transport.max_size = READ_BYTES

@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait.config import KIB
-from plait.errors import PlaitError
+from plait.errors import PlaitError, QueueFull
 from plait.server.exchange import SCOPE_KEY, Exchange
 from plait.server.generation import new_id
 from plait.server.loading import Loading
@@ -37,7 +37,11 @@ _LOCAL_NAMES = frozenset({"localhost", "testserver"})
 
 
 class Edge:
-    """Wraps the application, whose `routes` are known. `refusals`: errors of other shapes, by path."""
+    """Wraps the application, whose `routes` are known. `refusals`: errors of other shapes, by path.
+
+    `generating`: paths that need room in the engine. While there is none they are refused here, before their
+    bodies are read: what is refused must cost little, or it takes from what is served.
+    """
 
     def __init__(
         self,
@@ -46,9 +50,10 @@ class Edge:
         loading: Loading,
         routes: Iterable[BaseRoute] = (),
         refusals: Mapping[str, Refusal] | None = None,
+        generating: Iterable[str] = (),
     ) -> None:
         self._app, self._traffic, self._loading = app, traffic, loading
-        self._refusals = refusals or {}
+        self._refusals, self._generating = refusals or {}, frozenset(generating)
         self._routes = [route for route in routes if isinstance(route, Route)]
         self._exact = {route.path for route in self._routes}
 
@@ -111,7 +116,17 @@ class Edge:
         if not self._is_public(path, exchange.method):
             self._traffic.recognize(exchange, headers)
             if exchange.method == "POST":
+                if path in self._generating:
+                    self._check_room(exchange)
                 self._traffic.admit(exchange)
+
+    def _check_room(self, exchange: Exchange) -> None:
+        """Raises QueueFull, which costs the key nothing."""
+        try:
+            self._loading.check_room()
+        except QueueFull:
+            self._traffic.turn_away(exchange)
+            raise
 
     def _is_public(self, path: str, method: str) -> bool:
         if path == "/metrics" and self._traffic.config.metrics_public:

@@ -36,6 +36,7 @@ class Exchange:
     account: Account | None = None  # whoever is admitted has one
     route: str = "other"
     is_working: bool = False
+    is_turned_away: bool = False  # the queue was full, and nothing of it was read
     status: int = 0
     model: str = ""
     num_asked_tokens: int = 0  # the most that all choices together can generate

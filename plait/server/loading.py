@@ -59,6 +59,11 @@ class Loading:
             raise NotReady(f"the model is loading ({self.progress.text}); try again soon")
         return self.front
 
+    def check_room(self) -> None:
+        """Raises QueueFull or EngineError if a request that came now would be refused, whatever it asks."""
+        if self.front is not None and not self.stopping:
+            self.front.check_room()
+
     def readiness(self) -> tuple[int, str]:
         """The HTTP status of /ready and why: 200 if a request that came now would be taken."""
         if self.stopping:

@@ -69,12 +69,21 @@ def escaped(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-def log_request(fields: Mapping[str, Any], route: str) -> None:
+def shows_requests(route: str, *, is_quiet: bool = False) -> bool:
+    """Whether a request of this route has a line: those that are quiet have one at `debug` only."""
+    return access.isEnabledFor(_level(route, is_quiet))
+
+
+def log_request(fields: Mapping[str, Any], route: str, *, is_quiet: bool = False) -> None:
     """One line for one request: what has no value is left out."""
-    level = logging.DEBUG if route in QUIET_ROUTES else logging.INFO
+    level = _level(route, is_quiet)
     if access.isEnabledFor(level):
         shown = {name: value for name, value in fields.items() if value not in (None, "", ())}
         access.log(level, "request", extra={"fields": shown})
+
+
+def _level(route: str, is_quiet: bool) -> int:
+    return logging.DEBUG if is_quiet or route in QUIET_ROUTES else logging.INFO
 
 
 def _pairs(fields: Mapping[str, Any]) -> str:

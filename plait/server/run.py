@@ -142,6 +142,7 @@ class Server(uvicorn.Server):
             "log_config": None,
             "access_log": False,
             "server_header": False,
+            "proxy_headers": False,
             "timeout_keep_alive": KEEP_ALIVE_S,
             "timeout_graceful_shutdown": round(CLOSING_S),
         }

@@ -15,11 +15,12 @@ from plait.config import ServerConfig
 from plait.server.exchange import Exchange
 from plait.server.keys import Keyring, read_keys
 from plait.server.limits import Limits
-from plait.server.log import log_request
+from plait.server.log import log_request, shows_requests
 from plait.server.problems import InvalidKey
 from plait.server.vllm_names import PerRequest
 
 logger = logging.getLogger("plait.server")
+CROWD_S = 1.0  # those whom a full queue turned away in this time are one line of the log
 SETTLE_S, SETTLE_EVERY_S = 2.0, 0.02  # the engine tells of a choice that a stop string ended a step later
 LATENCIES_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 RELOADED = (
@@ -43,6 +44,7 @@ class Traffic:
         self.keyring = read_keys(config)
         self.limits = Limits(_all(self.keyring))
         self.num_open = self.num_working = 0
+        self._num_turned_away = 0
         self._settling: dict[str, tuple[Exchange, float, int]] = {}
         self.per_request = PerRequest()
         self.registry = CollectorRegistry()
@@ -85,6 +87,13 @@ class Traffic:
         account.admit()
         exchange.account = account
 
+    def turn_away(self, exchange: Exchange) -> None:
+        """The queue is full. A line of the log for each would cost more than the refusal."""
+        exchange.is_turned_away = True
+        self._num_turned_away += 1
+        if self._num_turned_away == 1:
+            asyncio.get_running_loop().call_later(CROWD_S, self._tell_of_crowd)
+
     def work(self, exchange: Exchange) -> None:
         """It was let in, and the server waits for it when it stops."""
         exchange.is_working = True
@@ -112,6 +121,12 @@ class Traffic:
         """Tell of what has ended, although the engine has not said all of it."""
         for exchange, _, _ in [*self._settling.values()]:
             self._tell(exchange)
+        self._tell_of_crowd()
+
+    def _tell_of_crowd(self) -> None:
+        if self._num_turned_away:
+            logger.warning("the queue was full: %d requests were refused", self._num_turned_away)
+        self._num_turned_away = 0
 
     def _settle(self, exchange: Exchange, deadline: float) -> None:
         if exchange.is_settled or time.monotonic() > deadline:
@@ -126,7 +141,8 @@ class Traffic:
         _, seconds, ended_ns = known
         if exchange.account is not None:
             exchange.account.pay(sum(trace.num_output_tokens for trace in exchange.traces()))
-        log_request(told(exchange, seconds), exchange.route)
+        if shows_requests(exchange.route, is_quiet=exchange.is_turned_away):
+            log_request(told(exchange, seconds), exchange.route, is_quiet=exchange.is_turned_away)
         self.per_request.record(exchange, ended_ns)
         if self._recorder is not None:
             self._recorder.record(exchange, ended_ns)

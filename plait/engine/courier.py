@@ -1,0 +1,54 @@
+"""Events from the engine's thread to an event loop: all that come together wake it once.
+
+Waking a loop is a call of the system, and a step of sixty-four streams would make sixty-four.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from weakref import WeakKeyDictionary
+
+from plait.request import Event
+
+Inbox = asyncio.Queue[Event]
+
+
+class Courier:
+    """Fills the inboxes of one event loop. `put` is safe from any thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._parcels: deque[tuple[Inbox, Event]] = deque()
+
+    def put(self, inbox: Inbox, event: Event) -> None:
+        """Have the loop put an event into one of its queues, after those that were given before."""
+        with self._lock:
+            self._parcels.append((inbox, event))
+            # The loop may be gone already when a server is stopped with requests open.
+            if len(self._parcels) == 1 and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        with self._lock:
+            parcels, self._parcels = self._parcels, deque()
+        for inbox, event in parcels:
+            inbox.put_nowait(event)
+
+
+class Couriers:
+    """One courier for each event loop that asks, for as long as the loop is there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = WeakKeyDictionary()
+
+    def of(self, loop: asyncio.AbstractEventLoop) -> Courier:
+        """The courier of this loop."""
+        with self._lock:
+            found = self._by_loop.get(loop)
+            if found is None:
+                found = self._by_loop[loop] = Courier(loop)
+            return found

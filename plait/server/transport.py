@@ -1,0 +1,50 @@
+"""What is written to a client in one turn of the event loop, in one piece.
+
+An answer's head, its body and its end are written one after the other, and each would be a call of the
+system and a packet of its own. Nothing is kept longer than the turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+MOST_BYTES = 16 * 1024  # what a turn may gather before it is handed on: buffers and their limits are below
+
+
+class TurnTransport:
+    """Wraps a connection's transport; everything but writing is that one's own. On the loop's thread."""
+
+    def __init__(self, inner: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._inner, self._loop = inner, loop
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def write(self, piece: bytes) -> None:
+        """Sent at the end of this turn at the latest."""
+        if not piece:
+            return
+        self._pieces.append(piece)
+        self._size += len(piece)
+        if self._size >= MOST_BYTES:
+            self._flush()
+        elif len(self._pieces) == 1:
+            self._loop.call_soon(self._flush)
+
+    def close(self) -> None:
+        """Close when everything has been sent."""
+        self._flush()
+        self._inner.close()
+
+    def abort(self) -> None:
+        """Close now; what has not been sent is lost."""
+        self._pieces, self._size = [], 0
+        self._inner.abort()
+
+    def _flush(self) -> None:
+        if self._pieces:
+            pieces, self._pieces, self._size = self._pieces, [], 0
+            self._inner.write(b"".join(pieces))
