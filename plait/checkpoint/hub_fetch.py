@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from glob import escape
 from importlib import import_module
@@ -20,6 +20,7 @@ _SPARE_NBYTES = 64 << 20  # a disk that is full to the last byte is of no use
 _SHA256_DIGITS = 64  # an etag of so many is the hash of the file
 _MAX_NBYTES = 50 * 10**9  # of a file over plain HTTP; the library fetches larger ones in its own way
 _PIECE = 1 << 20
+_TRIES = 5  # that bring nothing, one after the other
 
 
 def fetch(name: HubName, listing: Listing, side: Sequence[str], weights: Sequence[str]) -> Path:
@@ -80,14 +81,33 @@ def _fetch_blob(hub: Any, name: HubName, commit: str, file: str) -> None:
             return
         if partial.exists() and partial.stat().st_size > nbytes:
             partial.unlink()
-        with partial.open("ab") as out:
-            downloads.http_get(
-                found.location, out, resume_size=out.tell(), headers=headers, expected_size=nbytes
-            )
+
+        def more() -> None:
+            with partial.open("ab") as out:
+                downloads.http_get(
+                    found.location, out, resume_size=out.tell(), headers=headers, expected_size=nbytes
+                )
+
+        _until_done(more, partial)
         if len(etag) == _SHA256_DIGITS and _sha256(partial) != etag:
             partial.unlink()
             raise CheckpointError(f"{file} is not what the Hub has: its SHA-256 differs; it was removed")
         partial.replace(blobs / etag)
+
+
+def _until_done(more: Callable[[], None], partial: Path) -> None:
+    """Again after a broken connection, for not all versions of the library try again by themselves."""
+    failures, before = 0, 0
+    while True:
+        try:
+            return more()
+        except Exception as error:  # the HTTP client's own, which differ from version to version
+            if getattr(error, "response", None) is not None or getattr(error, "errno", None):
+                raise  # refused, or this disk's fault: trying again does not help
+            reached = partial.stat().st_size
+            failures, before = (0 if reached > before else failures + 1), reached
+            if failures >= _TRIES:
+                raise
 
 
 def _sha256(path: Path) -> str:
@@ -104,7 +124,7 @@ def _check_space(name: HubName, nbytes: int) -> None:
     free = shutil.disk_usage(there).free
     if nbytes + _SPARE_NBYTES > free:
         raise CheckpointError(
-            f"{name} needs {nbytes / 1e9:.2f} GB more on this disk, and {there} has {free / 1e9:.2f} GB free: "
+            f"{name} needs {nbytes / 1e9:.2f} GB more, and {there} has {free / 1e9:.2f} GB free: "
             "make room (`plait list`, `plait rm`), or set HF_HUB_CACHE to a folder on another disk"
         )
 

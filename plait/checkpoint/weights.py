@@ -72,12 +72,23 @@ class Weights:
         target: Target,
         prefix: str = "",
         used: set[str] | None = None,
+        made: dict[str, Any] | None = None,
     ) -> None:
         self.checkpoint, self.names, self.target, self.prefix = checkpoint, names, target, prefix
         self._used: set[str] = set() if used is None else used
+        self._made: dict[str, Any] = {} if made is None else made
 
     def scope(self, name: str) -> Weights:
-        return Weights(self.checkpoint, self.names, self.target, self._full(name), self._used)
+        return self._at(self._full(name))
+
+    def shared(self, name: str, build: Callable[[Weights], Any]) -> Any:
+        """What several users have in common, under a name from the root: built for the first of them only."""
+        if name not in self._made:
+            self._made[name] = build(self._at(name))
+        return self._made[name]
+
+    def _at(self, prefix: str) -> Weights:
+        return Weights(self.checkpoint, self.names, self.target, prefix, self._used, self._made)
 
     def __contains__(self, name: str) -> bool:
         try:
