@@ -101,14 +101,19 @@ def _expert_names(count: int) -> Rules:
     }
 
 
-@gguf_arch("deepseek2", "DeepseekV2ForCausalLM")
-def _deepseek2(m: Metadata) -> None:
+def latent_sizes(m: Metadata) -> None:
+    """The widths of a latent attention's heads, as GGUF tells them."""
     rope_dim = m.values["rope.dimension_count"]
     key = m.values.get("attention.key_length_mla", m.values.get("attention.key_length"))
     m.put("qk_rope_head_dim", rope_dim, f"{FILE} {m.prefix}rope.dimension_count")
     m.put("qk_nope_head_dim", key - rope_dim, f"{FILE} {m.prefix}attention.key_length")
     v = m.values.get("attention.value_length_mla", m.values.get("attention.value_length"))
     m.put("v_head_dim", v, f"{FILE} {m.prefix}attention.value_length")
+
+
+@gguf_arch("deepseek2", "DeepseekV2ForCausalLM")
+def _deepseek2(m: Metadata) -> None:
+    latent_sizes(m)
     groups = {256: (8, 4), 160: (8, 3)}.get(m.config.get("num_experts", 0), (1, 1))
     for name, value in zip(("n_group", "topk_group"), groups, strict=True):
         if name not in m.config:

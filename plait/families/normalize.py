@@ -46,7 +46,7 @@ ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor", "truncate"),
     *("original_max_position_embeddings", "max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
     *("mscale_all_dim", "low_freq_factor", "high_freq_factor", "long_factor", "short_factor", "divisors"),
-    "finetuned",
+    *("finetuned", "mrope_section", "mrope_interleaved"),  # sections are for images: text turns them alike
 }
 NESTS = ("text_config", "llm_config", "language_config")
 
@@ -54,7 +54,7 @@ NESTS = ("text_config", "llm_config", "language_config")
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("d_model", "n_embd"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-    "max_position_embeddings": ("max_seq_len", "n_positions"),
+    "max_position_embeddings": ("max_seq_len", "n_positions", "model_max_length"),
     "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
     "hidden_act": ("hidden_activation", "mlp_hidden_act", "activation_function"),
     "head_dim": ("attention_head_dim",),
@@ -77,6 +77,14 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "attn_layer_indices": ("full_attn_idxs",),
     "tie_word_embeddings": ("tie_embedding",),
     "time_step_limit": ("mamba_dt_limit",),
+    "n_group": ("num_expert_group",),
+    "sliding_window": ("attention_window_size",),
+    "full_attn_alpha_factor": ("layernorm_full_attention_alpha",),
+    "full_attn_beta_factor": ("layernorm_full_attention_beta",),
+    "linear_attn_alpha_factor": ("layernorm_linear_attention_alpha",),
+    "linear_attn_beta_factor": ("layernorm_linear_attention_beta",),
+    "mlp_alpha_factor": ("layernorm_mlp_alpha",),
+    "mlp_beta_factor": ("layernorm_mlp_beta",),
 }
 
 # What a key may hold without changing the arithmetic of a family that has never heard of it.
@@ -97,7 +105,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
                 "attn_layer_idx",
                 "d_intermediate",
             ),
-            *("add_cross_attention", "scale_depth", "dim_model_base", "rotary_emb_fraction", "mamba_layers"),
+            *(
+                "add_cross_attention",
+                "use_long_context",
+                "scale_depth",
+                "dim_model_base",
+                "rotary_emb_fraction",
+                "mamba_layers",
+            ),
         ),
         _NO,
     ),
@@ -148,6 +163,8 @@ def normalize(
     _heads(c)
     if "hidden_act" in c:
         c["hidden_act"] = _word(c["hidden_act"], ACTIVATIONS, "hidden_act")
+    if _is_unrotated(flat):
+        c["no_rope"] = True
     c["rope_parameters"] = _rope(c)
     c["layer_types"] = _layer_types(c)
     if c.get("num_experts"):
@@ -225,16 +242,25 @@ def _rope(c: Config) -> dict[str, dict[str, Any]]:
     return {FULL: full, SLIDING: full}
 
 
+def _is_unrotated(flat: Mapping[str, Any]) -> bool:
+    """A base that is there and null says that nothing is rotated (OLMo-Hybrid); an absent one does not."""
+    found = [p["rope_theta"] for p in (flat, flat.get("rope_parameters") or NOTHING) if "rope_theta" in p]
+    return bool(found) and not any(found)
+
+
 def _rope_kind(c: Config, given: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := sorted(set(given) - ROPE_KEYS):
         raise UnsupportedModel(
             f"rope parameters {unknown} are not known; known: {', '.join(sorted(ROPE_KEYS))}"
         )
-    p = {k: v for k, v in given.items() if v is not None and k != "type"}
+    p = {k: v for k, v in given.items() if v is not None and k != "type" and not k.startswith("mrope")}
     kind = given.get("rope_type") or given.get("type") or "default"
-    p["rope_type"] = _word("longrope" if kind == "su" else kind, {k: k for k in ROPE_KINDS}, "rope_type")
+    if kind == "su" or (kind == "yarn" and "short_factor" in given):  # Phi 3 as first published
+        kind = "longrope"
+    p["rope_type"] = _word(kind, {k: k for k in ROPE_KINDS}, "rope_type")
     p.setdefault("rope_theta", c.get("rope_theta") or 10_000.0)
-    p.setdefault("partial_rotary_factor", c.get("partial_rotary_factor") or c.get("rotary_pct") or 1.0)
+    share = c["rotary_dim"] / c["head_dim"] if c.get("rotary_dim") and c.get("head_dim") else 1.0
+    p.setdefault("partial_rotary_factor", c.get("partial_rotary_factor") or c.get("rotary_pct") or share)
     if p["rope_type"] not in ("default", "linear", "divisors"):
         longest = c.get("max_position_embeddings")
         p.setdefault("max_position_embeddings", longest)
@@ -249,12 +275,27 @@ def _layer_types(c: Config) -> list[str]:
     elif pattern := c.get("hybrid_override_pattern"):
         kinds = [_word(letter, PATTERN_LETTERS, "hybrid_override_pattern") for letter in pattern]
     else:
-        kinds = [_layer_kind(c, i) for i in range(c["num_hidden_layers"])]
+        kinds = _linear_kinds(c) or [_layer_kind(c, i) for i in range(c["num_hidden_layers"])]
     if "num_hidden_layers" in c and len(kinds) != c["num_hidden_layers"]:
         raise UnsupportedModel(
             f"the config names {len(kinds)} layer types for {c['num_hidden_layers']} layers; they must agree"
         )
     return kinds
+
+
+def _linear_kinds(c: Config) -> list[str] | None:
+    """The layers of a model with linear attention, in the words of the families that have it."""
+    count = range(c.get("num_hidden_layers") or 0)
+    if types := c.get("attn_type_list"):  # MiniMax-01
+        return [FULL if kind else LINEAR for kind in types]
+    if cycle := c.get("block_types"):  # RecurrentGemma, whose attention has a window
+        words = {"recurrent": LINEAR, "attention": SLIDING}
+        return [_word(cycle[i % len(cycle)], words, "block_types") for i in count]
+    if full := (c.get("linear_attn_config") or NOTHING).get("full_attn_layers"):  # Kimi, from 1
+        return [FULL if i + 1 in full else LINEAR for i in count]
+    if period := c.get("full_attention_interval"):
+        return [LINEAR if (i + 1) % period else FULL for i in count]
+    return None
 
 
 def _layer_kind(c: Config, i: int) -> str:
@@ -269,10 +310,18 @@ def _layer_kind(c: Config, i: int) -> str:
     match c.get("window_layers", "all"):
         case "last":  # Qwen2, Qwen3
             return SLIDING if i >= c["max_window_layers"] else FULL
+        case "unrotated":  # SmolLM3
+            return FULL if rotates(c, i) else SLIDING
         case "alternate":  # Qwen2-MoE
             return SLIDING if i % 2 == 0 and i < c["max_window_layers"] else FULL
         case _:
             return SLIDING
+
+
+def rotates(c: Config, i: int) -> bool:
+    """Whether layer i has positions, in a model where some have none (SmolLM3)."""
+    flags = c.get("no_rope_layers")  # 1 for a layer that has them
+    return bool(flags[i] if flags else (i + 1) % c["no_rope_layer_interval"])
 
 
 def _mlp_layer_types(c: Config) -> list[str]:

@@ -85,13 +85,33 @@ def half(index: int, source: str) -> Derived:
 
 def expert(count: int, source: str) -> Derived:
     """One expert of `count` stacked ones."""
-    return Derived(lambda w, e, **_: _expert(w, int(e), count), (source,), (Back(stack=count),))
+    return Derived(lambda w, e, **_: expert_rows(w, int(e), count), (source,), (Back(stack=count),))
+
+
+def expert_bias(source: str) -> Derived:
+    """The biases of one expert, of a stack [count, size]."""
+    return Derived(lambda b, e, **_: as_tensor(b)[int(e)], (source,))
 
 
 def expert_half(index: int, count: int, source: str) -> Derived:
     """gate (0) or up (1) of one expert of a stack [count, 2 size, hidden]."""
     back = Back(at=index, of=2, stack=count)
-    return Derived(lambda w, e, **_: _half(_expert(w, int(e), count), index), (source,), (back,))
+    return Derived(lambda w, e, **_: _half(expert_rows(w, int(e), count), index), (source,), (back,))
+
+
+def fused_qkv(c: Config, ours: str, theirs: str) -> dict[str, Source]:
+    """q, k and v of one tensor: the rows of all query heads, then those of the key and value heads."""
+    q, kv = (c[f"num_{x}_heads"] * c["head_dim"] for x in ("attention", "key_value"))
+    return {
+        f"{ours}.{x}.{suffix}": part(i, (q, kv, kv), f"{theirs}.{suffix}")
+        for i, x in enumerate("qkv")
+        for suffix in ("weight", "bias")
+    }
+
+
+def fused_gate_up(ours: str, theirs: str) -> dict[str, Source]:
+    """gate and up of one tensor, gate first."""
+    return {f"{ours}.{x}.weight": half(i, f"{theirs}.weight") for i, x in enumerate(("gate", "up"))}
 
 
 def _half(w: Stored, index: int) -> Stored:
@@ -99,7 +119,7 @@ def _half(w: Stored, index: int) -> Stored:
     return take_rows(w, index * size, (index + 1) * size)
 
 
-def _expert(w: Stored, e: int, count: int) -> Stored:
+def expert_rows(w: Stored, e: int, count: int) -> Stored:
     """A stack is [count, rows, cols], or [count * rows, cols] where the storage only knows matrices."""
     if isinstance(w, Tensor) and w.ndim == 3:
         return w[e]
@@ -161,6 +181,14 @@ def expert_tensors(
         stacked = expert_half(0, count, f"{many}.gate_up_proj")
         names[f"{ours}.experts.{{e}}.gate.weight"] = (f"{one}.gate_proj.weight", stacked)
     return names
+
+
+def mixtral_experts(ours: str, theirs: str, count: int) -> dict[str, tuple[Source, ...]]:
+    """Experts whose maps have numbers, w1 gate, w2 down, w3 up, or stacked as transformers 5 keeps them."""
+    one = f"{theirs}.experts.{{e}}"
+    numbers = zip(("gate", "down", "up"), ("w1", "w2", "w3"), strict=True)
+    alone: Rules = {f"{ours}.experts.{{e}}.{x}.weight": f"{one}.{w}.weight" for x, w in numbers}
+    return either(alone, expert_tensors(ours, theirs, count))
 
 
 def ends(prefix: str = "model.") -> dict[str, Source]:

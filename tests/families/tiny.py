@@ -305,10 +305,13 @@ def randomize(model: torch.nn.Module, *, one_plus: bool) -> None:
     torch.manual_seed(1)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
-            if not tensor.is_floating_point() or any(word in key for word in ("A_log", "rotary", "mup_")):
+            if not tensor.is_floating_point() or any(word in key for word in _KEPT):
                 continue
             center = 1.0 if "norm" in key and not one_plus else 0.0
             tensor.copy_(torch.randn(tensor.shape) * (0.2 if tensor.ndim > 1 else 0.3) + center)
+
+
+_KEPT = ("A_log", "rotary", "mup_", "slope_rate", "_decay")
 
 
 def save(model: Any, folder: Path) -> None:
@@ -344,7 +347,9 @@ def with_old_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     words = {"linear_attention": "mamba", "full_attention": "attention"}
     if "linear_attention" in old.get("layer_types", ()):
         old["layer_types"] = [words[word] for word in old["layer_types"]]
-    if "layers_block_type" in old:
+    if "hybrid" in old.get("layers_block_type", ()):
+        old["layers_block_type"] = [words.get(word, word) for word in old["layers_block_type"]]
+    elif "layers_block_type" in old:
         letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
         old["hybrid_override_pattern"] = "".join(letters[w] for w in old.pop("layers_block_type"))
     return old

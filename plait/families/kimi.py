@@ -1,0 +1,179 @@
+"""Kimi-Linear: Kimi Delta Attention, every few layers latent attention without positions, then experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from plait.checkpoint.names import Derived, NameMap, Rules
+from plait.errors import UnsupportedModel
+from plait.families.deepseek import LATENT_EPS, latent_sizes
+from plait.families.delta import check_silu, gguf_delta_tensors, joined_conv, linear_layers
+from plait.families.gguf_arch import FILE, Metadata, gguf_arch
+from plait.families.grammar import mlp, model, norm, sigmoid_router
+from plait.families.normalize import LINEAR, Config
+from plait.families.registry import family
+from plait.families.tensors import either, ends, flat, mixtral_experts, unused
+from plait.quant.weight import as_tensor
+from plait.spec import Branch, DeltaNet, Mla, ModelSpec, Moe, Norm
+
+L, B, KDA, ATTN, FFN = "model.layers.{i}", "blk.{i}", "layers.{i}.delta", "layers.{i}.attn", "layers.{i}.ffn"
+NESTED = {  # linear_attn_config's keys
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+
+
+@family(
+    "KimiLinearForCausalLM",
+    model_types=("kimi_linear",),
+    defaults={
+        "norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "routed_scaling_factor": 2.446,
+        "first_k_dense_replace": 1,
+        "num_shared_experts": 1,
+        "linear_head_dim": 128,
+        "linear_num_heads": 32,
+        "linear_conv_kernel_dim": 4,
+        "moe_router_activation_func": "sigmoid",
+        "mla_use_nope": True,
+    },
+    honours=("linear_attn_config",),
+)
+def kimi_linear(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Kimi-Linear 48B and its like."""
+    _check(c)
+    each = norm(c)
+    mixers = {LINEAR: Branch("delta", _kda(c), each)}
+    ffn = {"dense": Branch("ffn", mlp(c), each), "sparse": Branch("ffn", _moe(c), each)}
+    layers = [
+        (mixers.get(kind) or Branch("attn", _mla(c), each), ffn[sort])
+        for kind, sort in zip(c["layer_types"], c["mlp_layer_types"], strict=True)
+    ]
+    return model(c, "kimi_linear", layers), NameMap(_names(c["num_experts"]), ignored=unused(c))
+
+
+def _check(c: Config) -> None:
+    check_silu(c)
+    if LINEAR not in c["layer_types"]:
+        raise UnsupportedModel(
+            "the config does not say which layers are Kimi Delta Attention; it wants linear_attn_config "
+            "with kda_layers and full_attn_layers, or layer_types"
+        )
+    wanted = {"moe_router_activation_func": "sigmoid", "mla_use_nope": True}
+    for key, value in wanted.items():
+        if c[key] != value:
+            raise UnsupportedModel(f"{key} = {c[key]!r} is not implemented for Kimi-Linear; known: {value!r}")
+
+
+def _kda(c: Config) -> DeltaNet:
+    nested = c.get("linear_attn_config") or {}
+    sizes = {ours: nested.get(theirs, c[ours]) for theirs, ours in NESTED.items()}
+    dim, heads = sizes["linear_head_dim"], sizes["linear_num_heads"]
+    return DeltaNet(
+        num_heads=heads,
+        num_key_heads=heads,
+        key_dim=dim,
+        value_dim=dim,
+        conv_kernel=sizes["linear_conv_kernel_dim"],
+        norm=norm(c),
+        decay="channel",
+        gate="sigmoid",
+        decay_rank=dim,
+        gate_rank=dim,
+    )
+
+
+def _mla(c: Config) -> Mla:
+    """The part of a key that would be rotated is there, and is not rotated."""
+    return Mla(
+        num_heads=c["num_attention_heads"],
+        q_rank=c.get("q_lora_rank"),
+        kv_rank=c["kv_lora_rank"],
+        nope_dim=c["qk_nope_head_dim"],
+        v_dim=c["v_head_dim"],
+        scale=(c["qk_nope_head_dim"] + c["qk_rope_head_dim"]) ** -0.5,
+        rope_dim=c["qk_rope_head_dim"],
+        rope=None,
+        latent_norm=Norm(LATENT_EPS),
+    )
+
+
+def _moe(c: Config) -> Moe:
+    size, shared = c["moe_intermediate_size"], c["num_shared_experts"]
+    both = mlp(c, size * shared) if shared else None
+    return Moe(c["num_experts"], c["num_experts_per_tok"], mlp(c, size), sigmoid_router(c), shared=both)
+
+
+def _names(count: int) -> Rules:
+    mixer = f"{L}.self_attn"
+    return {
+        **ends(),
+        "layers.{i}.ffn.norm": f"{L}.post_attention_layernorm",
+        "layers.{i}.{branch}.norm": f"{L}.input_layernorm",
+        f"{KDA}.conv.weight": joined_conv(*(f"{mixer}.{x}_conv1d.weight" for x in "qkv")),
+        f"{KDA}.A": negative_exp_flat(f"{mixer}.A_log"),
+        f"{KDA}.dt_bias": f"{mixer}.dt_bias",
+        f"{KDA}.gated_norm": f"{mixer}.o_norm",
+        f"{KDA}.beta": f"{mixer}.b_proj",
+        **{f"{KDA}.{ours}": f"{mixer}.{theirs}_proj" for ours, theirs in FACTORS.items()},
+        f"{KDA}.{{x}}": f"{mixer}.{{x}}_proj",
+        f"{ATTN}.kv_a": f"{mixer}.kv_a_proj_with_mqa",
+        f"{ATTN}.{{x}}_a_norm": f"{mixer}.{{x}}_a_layernorm",
+        f"{ATTN}.{{x}}": f"{mixer}.{{x}}_proj",
+        **either(_ffn_names(f"{L}.block_sparse_moe", count), _ffn_names(f"{L}.mlp", count)),
+    }
+
+
+FACTORS = {"decay_a": "f_a", "decay_b": "f_b", "gate_a": "g_a", "gate_b": "g_b"}
+
+
+def _ffn_names(theirs: str, count: int) -> Rules:
+    return {
+        f"{FFN}.router_bias": f"{theirs}.gate.e_score_correction_bias",
+        f"{FFN}.router": f"{theirs}.gate",
+        f"{FFN}.shared.{{x}}": f"{theirs}.shared_experts.{{x}}_proj",
+        **mixtral_experts(FFN, theirs, count),
+        f"{FFN}.{{x}}": f"{theirs}.{{x}}_proj",
+    }
+
+
+def negative_exp_flat(source: str) -> Derived:
+    """A = -exp(A_log), one number per head, however many dimensions the file gives it."""
+    return Derived(lambda w, **_: -as_tensor(w).float().exp().flatten(), (source,))
+
+
+def _gguf_names(c: Mapping[str, Any]) -> Rules:
+    kernels = (f"{B}.ssm_conv1d_{x}.weight" for x in "qkv")
+    return {
+        **gguf_delta_tensors(KDA, B),
+        f"{KDA}.conv.weight": _flat_conv(*kernels),
+        f"{KDA}.dt_bias": flat(f"{B}.ssm_dt.bias"),
+        f"{KDA}.o": f"{B}.attn_output",
+        f"{KDA}.beta": f"{B}.ssm_beta",
+        **{f"{KDA}.{ours}": f"{B}.ssm_{theirs}" for ours, theirs in FACTORS.items()},
+        **{f"{KDA}.{x}": f"{B}.attn_{x}" for x in "qkv"},
+    }
+
+
+def _flat_conv(*sources: str) -> Derived:
+    """Kernels of q, k and v that llama.cpp keeps as [1, C, 1, K]."""
+    joined = joined_conv(*sources)
+    return Derived(lambda *w, **_: joined.fn(*(as_tensor(m).squeeze(0) for m in w)), sources)
+
+
+@gguf_arch("kimi-linear", "KimiLinearForCausalLM", constants={"norm_topk_prob": True}, names=_gguf_names)
+def _kimi(m: Metadata) -> None:
+    if m.values.get("kda.safe_gate"):
+        raise UnsupportedModel(f"{m.prefix}kda.safe_gate is not implemented for Kimi-Linear")
+    if (scores := m.values.get("expert_gating_func", 2)) != 2:
+        raise UnsupportedModel(
+            f"{m.prefix}expert_gating_func {scores} is not implemented for Kimi-Linear; known: 2 (sigmoid)"
+        )
+    latent_sizes(m)
+    linear_layers(m, "ssm_a")
+    m.put("linear_head_dim", m.values["kda.head_dim"], f"{FILE} {m.prefix}kda.head_dim")
+    m.size("linear_num_heads", "ssm_beta.weight", 0)
+    m.put("linear_conv_kernel_dim", m.config["mamba_d_conv"], f"{FILE} {m.prefix}ssm.conv_kernel")

@@ -1,0 +1,75 @@
+"""OLMo-Hybrid: gated DeltaNet behind norms, and OLMo-3's attention, whose norms come after."""
+
+from __future__ import annotations
+
+from plait.checkpoint.names import NameMap, Rules
+from plait.families.delta import delta_net, delta_tensors, joined_conv
+from plait.families.grammar import gqa, mlp, model, norm
+from plait.families.normalize import LINEAR, Config
+from plait.families.registry import family
+from plait.families.tensors import attention_tensors, conv, ends, unused
+from plait.spec import Branch, ModelSpec, Norm
+
+L, MIX = "model.layers.{i}", "layers.{i}.delta"
+GATED_EPS = 1e-5  # whatever rms_norm_eps says
+OURS = {"beta": "b", "decay": "a", "gate": "g"}
+
+
+@family(
+    "OlmoHybridForCausalLM",
+    model_types=("olmo_hybrid",),
+    defaults={
+        "norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "linear_conv_kernel_dim": 4,
+        "linear_allow_neg_eigval": True,
+        "full_attention_interval": 4,
+    },
+)
+def olmo_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
+    """OLMo-Hybrid 7B and its like; without a rope base nothing is rotated."""
+    for key, value in _widths(c).items():
+        c.setdefault(key, value)
+    each = norm(c)
+    positions = {"rope": None} if c.get("no_rope") else {}
+    attention = gqa(c, qk_norm=each, qk_norm_over="all", **positions)
+    beta = 2.0 if c["linear_allow_neg_eigval"] else 1.0
+    linear = (
+        Branch("delta", delta_net(c, norm=Norm(GATED_EPS), beta_scale=beta), each),
+        Branch("ffn", mlp(c), each),
+    )
+    full = Branch("attn", attention, None, post_norm=each), Branch("ffn", mlp(c), None, post_norm=each)
+    layers = [linear if kind == LINEAR else full for kind in c["layer_types"]]
+    return model(c, "olmo_hybrid", layers), NameMap(_names(), ignored=unused(c))
+
+
+def _widths(c: Config) -> dict[str, int]:
+    heads = c["num_attention_heads"]
+    keys = c.get("linear_num_key_heads") or heads
+    key = c.get("linear_key_head_dim") or int(0.75 * c["hidden_size"] / keys)
+    return {
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": key,
+        "linear_value_head_dim": 2 * key,
+    }
+
+
+def _names() -> Rules:
+    """AI2's names first, transformers' second. The latter saves an attention's own norm under AI2's name."""
+    linear = f"{L}.linear_attn"
+    kernels = joined_conv(*(f"{linear}.{x}_conv1d.weight" for x in "qkv"))
+    return {
+        **ends(),
+        f"{MIX}.norm": (f"{L}.attention_layer_norm", f"{L}.input_layernorm"),
+        "layers.{i}.ffn.norm": (f"{L}.feedforward_layer_norm", f"{L}.post_attention_layernorm"),
+        "layers.{i}.attn.post_norm": (f"{L}.post_attention_layernorm", f"{L}.feedforward_layer_norm"),
+        "layers.{i}.ffn.post_norm": f"{L}.post_feedforward_layernorm",
+        **delta_tensors(MIX, linear),
+        f"{MIX}.conv.weight": (kernels, conv(f"{linear}.conv1d.weight")),
+        f"{MIX}.gated_norm": f"{linear}.o_norm",
+        **{f"{MIX}.{ours}": f"{linear}.{theirs}_proj" for ours, theirs in OURS.items()},
+        f"{MIX}.{{x}}": f"{linear}.{{x}}_proj",
+        **attention_tensors("layers.{i}.attn", f"{L}.self_attn"),
+        "layers.{i}.ffn.{x}": f"{L}.mlp.{{x}}_proj",
+    }
