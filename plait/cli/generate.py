@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -62,13 +61,8 @@ def generate(model: str, prompt: str | None, ids: tuple[int, ...] | None, quiet:
 
 def load(model: str, settings: dict[str, Any], *, quiet: bool = False) -> LLM:
     """The model, loaded, with a progress bar on a terminal."""
-    from plait.checkpoint.hub import is_hub_name
     from plait.engine.llm import LLM
 
-    if is_hub_name(model) and not Path(model).expanduser().exists():
-        from plait.checkpoint.files import find_model
-
-        find_model(model, offline=settings.get("offline", False))  # its own progress bars, before ours
     with Loading(f"loading {model}") as loading:
         return LLM(model, on_progress=None if quiet else loading.update, **settings)
 

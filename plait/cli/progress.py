@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+FIRST = "reading headers"  # a model may have to be fetched for that, which draws bars of its own
+
 
 class Loading:
     """A progress bar while a model loads; nothing at all unless stderr is a terminal.
@@ -23,21 +25,24 @@ class Loading:
         self._task: TaskID | None = None
 
     def __enter__(self) -> Self:
-        if sys.stderr.isatty():
-            # rich takes 60 ms to import, which a pipe should not pay.
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._progress.add_task(self._title, total=None)
-            self._progress.start()
         return self
 
     def update(self, text: str, done: int, total: int) -> None:
         """`done` of `total` steps of what `text` says."""
+        if self._progress is None and text != FIRST and sys.stderr.isatty():
+            self._start()
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=text, completed=done, total=total)
+
+    def _start(self) -> None:
+        # rich takes 60 ms to import, which a pipe should not pay.
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._progress.add_task(self._title, total=None)
+        self._progress.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
