@@ -241,10 +241,33 @@ Mixer = Attention | Mla | Recurrent | Mlp | Moe | Parallel
 
 
 @dataclass(frozen=True, slots=True)
+class Aside:
+    """A transformer block beside a branch (Zamba2), out(mlp(norm(attention(norm([x, embeddings]))))).
+
+    It reads x and the token embeddings side by side and has no residuals. All asides of one `block` use the
+    same weights but for `out` and for adapters of their own: maps of rank `rank`, added to gate and up, and
+    to q, k and v if `adapts_attention`. The gated feed-forward is `size` wide.
+    """
+
+    block: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope | None
+    size: int
+    activation: Activation
+    norm: Norm
+    rank: int
+    adapts_attention: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Branch:
     """One residual branch: x = x + scale * post_norm(mixer(norm(x))).
 
-    `keep`: not x stays, but `keep` times what the mixer read, norm(x) (MiniMax-01).
+    `keep`: not x stays, but `keep` times what the mixer read, norm(x) (MiniMax-01). `aside`: what this gives
+    is added to what the norm reads, norm(x + aside(x, embeddings)), and to nothing else.
     """
 
     name: str
@@ -253,6 +276,7 @@ class Branch:
     post_norm: Norm | None = None
     scale: float = 1.0
     keep: float | None = None
+    aside: Aside | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
+from plait.model.aside import Aside
 from plait.model.batch import Batch
 from plait.model.embedding import Embedding, Head
 from plait.model.mixers import build
@@ -17,12 +18,17 @@ from plait.state.store import StateStore
 
 
 class Branch:
-    """One residual addition: x += scale * post_norm(mixer(norm(x))); what stays may be keep * norm(x)."""
+    """One residual addition: x += scale * post_norm(mixer(norm(x))); what stays may be keep * norm(x).
+
+    A block beside it reads x and the embeddings, and is heard by the norm alone.
+    """
 
     def __init__(self, s: spec.Branch, w: Weights, hidden_size: int) -> None:
         self.scale, self.keep = s.scale, s.keep
         self.norm = Norm(s.norm, w.scope("norm"), hidden_size) if s.norm else None
         self.mixer = build(s.mixer, w)
+        self.aside = Aside(s.aside, w.scope("aside")) if s.aside else None
+        self.states: dict[str, State] = {**self.mixer.states, **(self.aside.states if self.aside else {})}
         self.post_norm = Norm(s.post_norm, w.scope("post_norm"), hidden_size) if s.post_norm else None
         self._combine, self._rescale = w.bind(combine), w.bind(rescale)
 
@@ -32,9 +38,23 @@ class Branch:
             x, h = self.norm.add(x, delta)
         else:
             h = x = x if delta is None else self._combine(x, delta, 1.0)
+        return self._kept(x, h), h
+
+    def enter_beside(
+        self, x: Tensor, delta: Tensor | None, embeddings: Tensor, batch: Batch, store: StateStore
+    ) -> tuple[Tensor, Tensor]:
+        """The same, where the aside's answer is added to what is normed: (x that stays, h)."""
+        if self.aside is None:
+            return self.enter(x, delta)
+        x = x if delta is None else self._combine(x, delta, 1.0)
+        told = self.aside(x, embeddings, batch, store)
+        h = self.norm.add(x, told)[1] if self.norm else self._combine(x, told, 1.0)
+        return self._kept(x, h), h
+
+    def _kept(self, x: Tensor, h: Tensor) -> Tensor:
         if self.keep is None:
-            return x, h
-        return h if self.keep == 1.0 else self._rescale(h, self.keep, None), h
+            return x
+        return h if self.keep == 1.0 else self._rescale(h, self.keep, None)  # type: ignore[no-any-return]
 
     def __call__(self, h: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """What is to be added to x, [T, hidden]."""
@@ -58,7 +78,7 @@ class Decoder:
         self._take_rows = weights.bind(take_rows)
         self.states: dict[str, State] = {}
         for branch in self.branches:
-            self.states |= branch.mixer.states
+            self.states |= branch.states
 
     def __call__(self, batch: Batch, store: StateStore) -> Tensor:
         """Logits of the wanted rows, [L, vocab] float32; the state of every sequence moves on."""
@@ -66,9 +86,10 @@ class Decoder:
 
     def hidden(self, batch: Batch, store: StateStore) -> Tensor:
         """What the model makes of every token, after the last norm: [T, hidden]. The states move on."""
-        x, delta = self.embed(batch.token_ids), None
+        x = embeddings = self.embed(batch.token_ids)
+        delta = None
         for branch in self.branches:
-            x, h = branch.enter(x, delta)
+            x, h = branch.enter_beside(x, delta, embeddings, batch, store)
             delta = branch(h, batch, store)
         _, h = self.norm.add(x, delta)
         return h

@@ -341,7 +341,7 @@ def with_old_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         del old["layer_types"]
     if parameters:
         old["rope_theta"] = parameters.pop("rope_theta")
-        parameters.pop("partial_rotary_factor", None)
+        old["partial_rotary_factor"] = parameters.pop("partial_rotary_factor", None)
         kind = parameters.pop("rope_type", "default")
         old["rope_scaling"] = None if kind == "default" else {"type": kind, **parameters}
     words = {"linear_attention": "mamba", "full_attention": "attention"}

@@ -19,6 +19,16 @@ JAMBA = {
 }
 LFM2 = {"layer_types": ["conv", "full_attention", "conv"], "head_dim": 8}
 LFM2_MOE = {**LFM2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+ZAMBA2 = {
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+    "n_mamba_heads": 8,
+    "chunk_size": 8,
+    "adapter_rank": 2,
+    "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+    "num_key_value_heads": 4,
+}
 
 
 def lfm2(**changes: Any) -> Variant:
@@ -52,5 +62,26 @@ VARIANTS: dict[str, Variant] = {
     "lfm2_moe_plain": Variant(
         "Lfm2MoeConfig",
         {**LFM2_MOE, "num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False},
+    ),
+    "zamba2": Variant(
+        "Zamba2Config",
+        {
+            **ZAMBA2,
+            "num_mem_blocks": 2,
+            "mamba_ngroups": 2,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "zamba2_plain": Variant(
+        "Zamba2Config",
+        {
+            **ZAMBA2,
+            "add_bias_linear": True,
+            "time_step_min": 0.1,
+            "num_key_value_heads": 2,
+            "hidden_act": "silu",
+        },
     ),
 }
