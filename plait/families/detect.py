@@ -131,13 +131,16 @@ def infer_config(
     return t.values, t.why
 
 
+RECURRENT = ("mamba.A_log", "mixer.A_log", "self_attn.A_log", "linear_attn.A_log")
+
+
 def layer_kinds(shapes: Shapes) -> dict[int, tuple[str, str]]:
     """What mixes in each layer as its tensors show: (linear_attention or full_attention, the tensor)."""
     kinds: dict[int, tuple[str, str]] = {}
     for name in shapes:
         if not (match := LAYER.match(name)) or name.startswith(OTHERS):
             continue
-        if match["rest"] in ("mamba.A_log", "mixer.A_log"):
+        if match["rest"] in RECURRENT:
             kinds[int(match["i"])] = (LINEAR, name)
         elif match["rest"] in ("self_attn.q_proj.weight", "mixer.q_proj.weight"):
             kinds.setdefault(int(match["i"]), (FULL, name))

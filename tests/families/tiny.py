@@ -334,7 +334,9 @@ def with_old_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config as transformers 4 would have written it: rope_theta and rope_scaling, old layer words."""
     old = {k: v for k, v in config.items() if k not in ("rope_parameters", "transformers_version")}
     parameters = dict(config.get("rope_parameters") or {})
-    if "full_attention" in parameters:
+    if old["model_type"] == "olmo3":
+        parameters = dict(parameters["full_attention"])
+    elif "full_attention" in parameters:
         old["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
         parameters = dict(parameters["full_attention"])
         old["sliding_window_pattern"] = 6

@@ -85,7 +85,7 @@ VARIANTS: dict[str, Variant] = {
             **MINIMAX,
             **FACTORS,
             "sliding_window": 6,
-            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "rope_parameters": {"rope_theta": 1e4},
         },
     ),
     "recurrent_gemma": Variant("RecurrentGemmaConfig", {**GEMMA, "tie_word_embeddings": True}),
