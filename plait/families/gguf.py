@@ -27,6 +27,7 @@ KEYS: Mapping[str, str] = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "norm_eps",
+    "attention.layer_norm_epsilon": "norm_eps",
     "attention.sliding_window": "sliding_window",
     "attention.q_lora_rank": "q_lora_rank",
     "attention.kv_lora_rank": "kv_lora_rank",
@@ -60,7 +61,7 @@ KEYS: Mapping[str, str] = {
 def gguf_config(
     metadata: Mapping[str, Any], shapes: Shapes, read: Callable[[str], Tensor]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """(config, provenance). `read` is asked for `rope_freqs.weight` alone. Raises UnsupportedModel."""
+    """(config, provenance). `read` is asked for divisors of frequencies alone. Raises UnsupportedModel."""
     arch = str(metadata.get("general.architecture"))
     entry = _arch(arch)
     m = Metadata(metadata, shapes)
@@ -120,11 +121,16 @@ def _rope(m: Metadata, read: Callable[[str], Tensor]) -> None:
             scaling["original_max_position_embeddings"] = m.values["rope.scaling.original_context_length"]
             scaling["beta_fast"] = m.values.get("rope.scaling.yarn_beta_fast", 32.0)
             scaling["beta_slow"] = m.values.get("rope.scaling.yarn_beta_slow", 1.0)
+            scaling["attention_factor"] = m.values.get("rope.scaling.attn_factor")
             if multiplier := m.values.get("rope.scaling.yarn_log_multiplier"):
                 scaling["mscale"] = scaling["mscale_all_dim"] = multiplier * 10  # stored as 0.1 * mscale
-    elif kind not in (None, "none"):
-        raise UnsupportedModel(f"rope.scaling.type {kind!r} is not known; known: none, linear, yarn")
-    if "rope_freqs.weight" in m.shapes:
+    elif kind not in (None, "none", "longrope"):
+        raise UnsupportedModel(
+            f"rope.scaling.type {kind!r} is not known; known: none, linear, yarn, longrope"
+        )
+    if "rope_factors_long.weight" in m.shapes:
+        m.put("rope_scaling", _longrope(m, read), "tensors rope_factors_long.weight and _short")
+    elif "rope_freqs.weight" in m.shapes:
         scaling = {"rope_type": "divisors", "divisors": read("rope_freqs.weight").flatten().tolist()}
         m.put("rope_scaling", scaling, "tensor rope_freqs.weight")
     elif scaling:
@@ -134,6 +140,18 @@ def _rope(m: Metadata, read: Callable[[str], Tensor]) -> None:
         dim = m.config["hidden_size"] // m.config["num_attention_heads"]
     if rotated and dim and m.arch != "deepseek2" and rotated != dim:
         m.put("partial_rotary_factor", rotated / dim, f"{FILE} {m.prefix}rope.dimension_count")
+
+
+def _longrope(m: Metadata, read: Callable[[str], Tensor]) -> dict[str, Any]:
+    """Phi's two lists of divisors, and the number that cos and sin are multiplied by."""
+    lists = {f"{x}_factor": read(f"rope_factors_{x}.weight").flatten().tolist() for x in ("long", "short")}
+    original = m.values.get("rope.scaling.original_context_length", m.config["max_position_embeddings"])
+    return {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": original,
+        "attention_factor": m.values.get("rope.scaling.attn_factor"),
+        **lists,
+    }
 
 
 def _kinds(m: Metadata) -> None:

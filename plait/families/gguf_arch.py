@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.checkpoint.names import Rules
-from plait.families.normalize import NOTHING
+from plait.families.normalize import FULL, NOTHING, SLIDING, Config
 
 Shapes = Mapping[str, tuple[int, ...]]
 FILE = "GGUF metadata"
@@ -40,7 +40,7 @@ class Metadata:
 
 
 Particulars = Callable[[Metadata], None]
-Names = Callable[[Mapping[str, Any]], Rules]
+Names = Callable[[Config], Rules]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +74,26 @@ def gguf_arch(
     return register
 
 
-def plain_arch(name: str, architecture: str, **constants: Any) -> None:
+def plain_arch(name: str, architecture: str, *, names: Names | None = None, **constants: Any) -> None:
     """Register an architecture whose metadata says it all."""
-    gguf_arch(name, architecture, constants=constants)(_nothing)
+    gguf_arch(name, architecture, constants=constants, names=names)(_nothing)
 
 
 def _nothing(m: Metadata) -> None:
     """This architecture's metadata says it all."""
+
+
+def windows(m: Metadata, period: int) -> None:
+    """Which layers have windows: those the file lists, or all but every n-th, `period` if it says no n."""
+    told = m.values.get("attention.sliding_window_pattern")
+    why = f"{FILE} {m.prefix}attention.sliding_window_pattern"
+    if isinstance(told, list):
+        kinds = [SLIDING if flag else FULL for flag in told[: m.config["num_hidden_layers"]]]
+        m.put("layer_types", kinds, why)
+    elif told:
+        m.put("sliding_window_pattern", int(told), why)
+    else:
+        m.put("sliding_window_pattern", period, f"default (the {m.arch} format)")
 
 
 def head_size(m: Metadata) -> None:

@@ -10,11 +10,16 @@ from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Source
 from plait.families.gguf_arch import ARCHITECTURES
+from plait.families.normalize import Config
 from plait.families.tensors import Stored, conv, expert, expert_half, flat
 from plait.quant.weight import as_tensor
 
+ROPE_TABLES = r"^rope_(freqs|factors_long|factors_short)\.weight$"  # read as a part of the config
 
-def gguf_names(c: Mapping[str, Any]) -> NameMap:
+ROPE_TABLES = r"^rope_(freqs|factors_long|factors_short)\.weight$"  # read as a part of the config
+
+
+def gguf_names(c: Config) -> NameMap:
     """Where every family's tensors are in a GGUF file: its names are the same for all architectures."""
     count, b = c.get("num_experts") or 1, "blk.{i}"
     names: dict[str, Source | tuple[Source, ...]] = {
@@ -30,12 +35,14 @@ def gguf_names(c: Mapping[str, Any]) -> NameMap:
         names |= _attention(ours, b, c)
     for ours in ("layers.{i}.ssm", "layers.{i}.mix", "layers.{i}.mix.ssm"):
         names |= _ssm(ours, b)
-    for ours in ("layers.{i}.ffn", "layers.{i}.mix"):
+    for ours in ("layers.{i}.ffn", "layers.{i}.mix", "layers.{i}.mix.ffn"):
         names |= _feed_forward(ours, b, count)
     own = ARCHITECTURES[c["gguf_architecture"]].names if c.get("gguf_architecture") else None
     extra = range(c["num_hidden_layers"], c["num_hidden_layers"] + (c.get("num_nextn_predict_layers") or 0))
     return NameMap(
-        own(c) if own else {}, names, ignored=(r"^rope_freqs\.weight$", *(rf"^blk\.{i}\." for i in extra))
+        own(c) if own else {},
+        names,
+        ignored=(ROPE_TABLES, *(rf"^blk\.{i}\." for i in extra)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from plait.errors import UnsupportedModel
 from plait.families.normalize import FULL, SLIDING, Config
@@ -15,8 +15,8 @@ ENDLESS = 262_144  # tokens: a model without positions has no limit of its own
 _ROPE_ONLY = ("rope_theta", "partial_rotary_factor")
 
 
-def norm(c: Config) -> Norm:
-    return Norm(c["norm_eps"])
+def norm(c: Config, kind: Literal["rms", "layer"] = "rms") -> Norm:
+    return Norm(c["norm_eps"], kind)
 
 
 def rope(c: Config, dim: int, kind: str = FULL, *, interleaved: bool = False) -> Rope:

@@ -8,22 +8,20 @@ from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.gguf_arch import FILE, Metadata, gguf_arch, head_size
 from plait.families.grammar import gqa, mamba2, mlp, model, norm, sigmoid_router
+from plait.families.granite import granite_ffn, granite_tensors
 from plait.families.normalize import LINEAR, Config
 from plait.families.registry import family
 from plait.families.tensors import (
     attention_tensors,
     either,
     ends,
-    expert,
-    expert_half,
     expert_tensors,
-    half,
     mamba_tensors,
     scaled,
     transformer,
     unused,
 )
-from plait.spec import Branch, Mixer, Mlp, ModelSpec, Moe, Parallel, Router
+from plait.spec import Branch, Mixer, Mlp, ModelSpec, Moe, Parallel
 
 L = "model.layers.{i}"
 MAMBA = {
@@ -79,7 +77,7 @@ def granite_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
     """Granite 4: no positions as a rule; a shared feed-forward, with or without experts beside it."""
     each, scale = norm(c), c["residual_multiplier"]
     ssm = Branch("ssm", mamba2(c), each, scale=scale)
-    ffn = Branch("ffn", _granite_ffn(c), each, scale=scale)
+    ffn = Branch("ffn", granite_ffn(c), each, scale=scale)
 
     def attention(kind: str) -> Branch:
         mixer = gqa(c, kind, scale=c["attention_multiplier"], **_granite_positions(c))
@@ -93,7 +91,12 @@ def granite_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
         embed_scale=float(c["embedding_multiplier"]),
         logit_scale=1 / c["logits_scaling"],
     )
-    return spec, NameMap(_granite_names(c.get("num_experts") or 0), transformer(), ignored=unused(c))
+    names: Rules = {
+        "layers.{i}.ssm.norm": f"{L}.input_layernorm",
+        **mamba_tensors("layers.{i}.ssm", f"{L}.mamba"),
+        **granite_tensors(c),
+    }
+    return spec, NameMap(names, transformer(), ignored=unused(c))
 
 
 def _granite_positions(c: Config) -> dict[str, None]:
@@ -103,34 +106,6 @@ def _granite_positions(c: Config) -> dict[str, None]:
     if kind in (None, "nope"):
         return {"rope": None}
     raise UnsupportedModel(f"position_embedding_type {kind!r} is not known for Granite; known: rope, nope")
-
-
-def _granite_ffn(c: Config) -> Mlp | Moe:
-    shared = mlp(c, c["shared_intermediate_size"])
-    if not c.get("num_experts"):
-        return shared
-    each = mlp(c, c["moe_intermediate_size"])
-    return Moe(c["num_experts"], c["num_experts_per_tok"], each, Router(), shared=shared)
-
-
-def _granite_names(experts: int) -> Rules:
-    ours, moe, one = "layers.{i}.ffn", f"{L}.block_sparse_moe", f"{L}.shared_mlp"
-    shared = f"{ours}.shared" if experts else ours
-    fused = f"{moe}.input_linear.weight"
-    routed: Rules = {
-        f"{ours}.router": f"{moe}.router.layer",
-        f"{ours}.experts.{{e}}.gate.weight": expert_half(0, experts, fused),
-        f"{ours}.experts.{{e}}.up.weight": expert_half(1, experts, fused),
-        f"{ours}.experts.{{e}}.down.weight": expert(experts, f"{moe}.output_linear.weight"),
-    }
-    return {
-        "layers.{i}.ssm.norm": f"{L}.input_layernorm",
-        **mamba_tensors("layers.{i}.ssm", f"{L}.mamba"),
-        **(routed if experts else {}),
-        f"{shared}.gate.weight": half(0, f"{one}.input_linear.weight"),
-        f"{shared}.up.weight": half(1, f"{one}.input_linear.weight"),
-        f"{shared}.down": f"{one}.output_linear",
-    }
 
 
 @family(

@@ -1,0 +1,77 @@
+"""Command R and its successors: attention and feed-forward side by side behind one layer norm."""
+
+from __future__ import annotations
+
+from plait.checkpoint.names import NameMap, Rules
+from plait.families.gguf_arch import FILE, Metadata, gguf_arch, windows
+from plait.families.grammar import gqa, mlp, model, norm, rope
+from plait.families.normalize import FULL, SLIDING, Config
+from plait.families.registry import family
+from plait.families.tensors import ends, flat, unused
+from plait.spec import Attention, Branch, ModelSpec, Parallel
+
+MIX, L = "layers.{i}.mix", "model.layers.{i}"
+SHARED = {"norm_eps": 1e-5, "hidden_act": "silu", "logit_scale": 0.0625, "tie_word_embeddings": True}
+
+
+@family(
+    "CohereForCausalLM",
+    model_types=("cohere",),
+    defaults={**SHARED, "rope_theta": 5e5, "use_qk_norm": False},
+    honours=("logit_scale", "use_qk_norm"),
+)
+def cohere(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Command R and R+: the larger one norms every head of q and k with a weight of its own."""
+    qk_norm = norm(c, "layer") if c["use_qk_norm"] else None
+    positions = rope(c, c["head_dim"], interleaved=True)
+    mixer = gqa(c, rope=positions, qk_norm=qk_norm, qk_norm_over="each" if qk_norm else "head")
+    return _cohere(c, "cohere", [mixer] * len(c["layer_types"]))
+
+
+@family(
+    "Cohere2ForCausalLM",
+    model_types=("cohere2",),
+    defaults={**SHARED, "sliding_window": 4096, "sliding_window_pattern": 4},
+    honours=("logit_scale", "sliding_window"),
+)
+def cohere2(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Command R7B, A, Aya Expanse's heirs: three layers with windows and positions, one with neither."""
+    turned = gqa(c, SLIDING, rope=rope(c, c["head_dim"], SLIDING, interleaved=True))
+    mixers = {SLIDING: turned, FULL: gqa(c, FULL, rope=None)}
+    return _cohere(c, "cohere2", [mixers[kind] for kind in c["layer_types"]])
+
+
+def _cohere(c: Config, name: str, mixers: list[Attention]) -> tuple[ModelSpec, NameMap]:
+    each, ffn = norm(c, "layer"), mlp(c)
+    layers = [(Branch("mix", Parallel({"attn": mixer, "ffn": ffn}), each),) for mixer in mixers]
+    names: Rules = {
+        **ends(),
+        f"{MIX}.norm": f"{L}.input_layernorm",
+        f"{MIX}.attn.{{x}}_norm.weight": flat(f"{L}.self_attn.{{x}}_norm.weight"),
+        f"{MIX}.attn.{{x}}": f"{L}.self_attn.{{x}}_proj",
+        f"{MIX}.ffn.{{x}}": f"{L}.mlp.{{x}}_proj",
+    }
+    spec = model(c, name, layers, norm=each, logit_scale=float(c["logit_scale"]))
+    return spec, NameMap(names, ignored=unused(c))
+
+
+def _gguf_names(c: Config) -> Rules:
+    return {f"{MIX}.attn.{x}_norm.weight": flat(f"blk.{{i}}.attn_{x}_norm.weight") for x in ("q", "k")}
+
+
+@gguf_arch("command-r", "CohereForCausalLM", names=_gguf_names)
+def _command_r(m: Metadata) -> None:
+    _logit_scale(m)
+    m.put("use_qk_norm", "blk.0.attn_q_norm.weight" in m.shapes, "tensor blk.0.attn_q_norm.weight")
+
+
+@gguf_arch("cohere2", "Cohere2ForCausalLM", constants={"sliding_window": 4096})
+def _cohere2(m: Metadata) -> None:
+    _logit_scale(m)
+    windows(m, 4)
+
+
+def _logit_scale(m: Metadata) -> None:
+    """Here the key is what logits are multiplied by, for others what they are divided by."""
+    m.config.pop("logits_scaling", None)
+    m.put("logit_scale", m.values.get("logit_scale", 0.0625), f"{FILE} {m.prefix}logit_scale")

@@ -1,0 +1,111 @@
+"""GLM-4 and GLM-4.5: positions on half of each head; dense with fused maps, or experts as in DeepSeek-V3."""
+
+from __future__ import annotations
+
+from plait.checkpoint.names import NameMap, Rules
+from plait.errors import UnsupportedModel
+from plait.families.gguf_arch import Metadata, gguf_arch, plain_arch
+from plait.families.grammar import gqa, mlp, model, norm, rope, sigmoid_router
+from plait.families.normalize import Config
+from plait.families.registry import family
+from plait.families.tensors import either, expert_tensors, fused_gate_up, fused_qkv, transformer, unused
+from plait.spec import Branch, ModelSpec, Moe, Norm
+
+L = "model.layers.{i}"
+FFN = "layers.{i}.ffn"
+SHARED = {
+    "norm_eps": 1.5625e-7,
+    "hidden_act": "silu",
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+}
+
+
+@family("GlmForCausalLM", model_types=("glm",), defaults=SHARED)
+def glm(c: Config) -> tuple[ModelSpec, NameMap]:
+    """GLM-4 9b as of 2024: neighbours of a head turn together, biases on q, k and v."""
+    return _dense(c, "glm", None)
+
+
+@family("Glm4ForCausalLM", model_types=("glm4",), defaults=SHARED)
+def glm4(c: Config) -> tuple[ModelSpec, NameMap]:
+    """GLM-4 and Z1 as of 2025: norms behind the mixers, too."""
+    return _dense(c, "glm4", norm(c))
+
+
+def _dense(c: Config, name: str, post_norm: Norm | None) -> tuple[ModelSpec, NameMap]:
+    each = norm(c)
+    attn = gqa(c, rope=rope(c, c["head_dim"], interleaved=True))
+    branches = (Branch("attn", attn, each, post_norm), Branch("ffn", mlp(c), each, post_norm))
+    names: Rules = {
+        "layers.{i}.attn.post_norm": f"{L}.post_self_attn_layernorm",
+        f"{FFN}.post_norm": f"{L}.post_mlp_layernorm",
+        **fused_gate_up(FFN, f"{L}.mlp.gate_up_proj"),
+    }
+    spec = model(c, name, [branches] * len(c["layer_types"]))
+    return spec, NameMap(names, transformer(), ignored=unused(c))
+
+
+@family(
+    "Glm4MoeForCausalLM",
+    model_types=("glm4_moe",),
+    defaults={
+        "norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "partial_rotary_factor": 0.5,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "num_shared_experts": 1,
+        "use_qk_norm": False,
+    },
+    honours=("use_qk_norm",),
+)
+def glm4_moe(c: Config) -> tuple[ModelSpec, NameMap]:
+    """GLM-4.5, 4.6 and 4.7: the halves of a head turn together; a few dense layers, then experts."""
+    each, count = norm(c), len(c["layer_types"])
+    attn = Branch("attn", gqa(c, qk_norm=each if c["use_qk_norm"] else None), each)
+    size, shared = c["moe_intermediate_size"], c["num_shared_experts"]
+    moe = Moe(
+        c["num_experts"],
+        c["num_experts_per_tok"],
+        mlp(c, size),
+        sigmoid_router(c),
+        shared=mlp(c, size * shared) if shared else None,
+    )
+    ffn = {"sparse": Branch("ffn", moe, each)}
+    if "dense" in c["mlp_layer_types"]:
+        ffn["dense"] = Branch("ffn", mlp(c), each)
+    mlp_names = f"{L}.mlp"
+    names: Rules = {
+        f"{FFN}.router_bias": f"{mlp_names}.gate.e_score_correction_bias",
+        f"{FFN}.router": f"{mlp_names}.gate",
+        f"{FFN}.shared.{{x}}": f"{mlp_names}.shared_experts.{{x}}_proj",
+        **expert_tensors(FFN, mlp_names, c["num_experts"]),
+    }
+    # Layers behind the last one predict a second token for speculation; the model is whole without them.
+    extra = tuple(rf"^model\.layers\.{count + k}\." for k in range(c.get("num_nextn_predict_layers") or 1))
+    spec = model(c, "glm4_moe", [(attn, ffn[kind]) for kind in c["mlp_layer_types"]])
+    return spec, NameMap(names, transformer(), ignored=unused(c, *extra))
+
+
+def _dense_names(c: Config) -> Rules:
+    ours, theirs = "layers.{i}.attn", "blk.{i}.attn_"
+    apart = {f"{ours}.{x}.{s}": f"{theirs}{x}.{s}" for x in "qkv" for s in ("weight", "bias")}
+    return {**either(apart, fused_qkv(c, ours, f"{theirs}qkv")), **fused_gate_up(FFN, "blk.{i}.ffn_up")}
+
+
+plain_arch("chatglm", "GlmForCausalLM", names=_dense_names)
+plain_arch("glm4", "Glm4ForCausalLM", names=_dense_names)
+
+
+def _moe_names(c: Config) -> Rules:
+    return {f"{FFN}.norm": "blk.{i}.post_attention_norm"}
+
+
+@gguf_arch("glm4moe", "Glm4MoeForCausalLM", names=_moe_names)
+def _glm4_moe(m: Metadata) -> None:
+    m.put("use_qk_norm", "blk.0.attn_q_norm.weight" in m.shapes, "tensor blk.0.attn_q_norm.weight")
+    if (scores := m.values.get("expert_gating_func", 2)) != 2:
+        raise UnsupportedModel(
+            f"{m.prefix}expert_gating_func {scores} is not implemented; known: 2, a sigmoid"
+        )

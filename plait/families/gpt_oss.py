@@ -1,0 +1,95 @@
+"""gpt-oss: attention with sinks, windows in every other layer, experts with biases in each."""
+
+from __future__ import annotations
+
+import torch
+
+from plait.checkpoint.names import Derived, NameMap, Rules
+from plait.errors import UnsupportedModel
+from plait.families.gguf_arch import FILE, Metadata, gguf_arch, windows
+from plait.families.grammar import gqa, model, norm
+from plait.families.normalize import Config
+from plait.families.registry import family
+from plait.families.tensors import Stored, expert_bias, expert_rows, transformer, unused
+from plait.quant.weight import as_tensor, pick_rows
+from plait.spec import Branch, Mlp, ModelSpec, Moe
+
+FFN, MLP = "layers.{i}.ffn", "model.layers.{i}.mlp"
+CLAMP = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # what the activation is made of
+
+
+@family(
+    "GptOssForCausalLM",
+    model_types=("gpt_oss",),
+    defaults={
+        "norm_eps": 1e-5,
+        "head_dim": 64,
+        "rope_theta": 150_000.0,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        "num_experts_per_tok": 4,
+        **CLAMP,
+    },
+    honours=("sliding_window", "swiglu_limit"),
+)
+def gpt_oss(c: Config) -> tuple[ModelSpec, NameMap]:
+    """gpt-oss 20b and 120b: from bfloat16 stacks, or from MXFP4 as it was published."""
+    for key, known in CLAMP.items():
+        if c[key] != known:
+            raise UnsupportedModel(f"{key} = {c[key]!r} is not implemented for gpt-oss; known: {known}")
+    if c.get("hidden_act", "silu") != "silu":
+        raise UnsupportedModel(f"hidden_act {c['hidden_act']!r} is not implemented for gpt-oss; known: silu")
+    each, count = norm(c), c["num_experts"]
+    expert = Mlp(c["moe_intermediate_size"], "swiglu_oai")
+    ffn = Branch("ffn", Moe(count, c["num_experts_per_tok"], expert), each)
+    layers = [(Branch("attn", gqa(c, kind, sinks=True), each), ffn) for kind in c["layer_types"]]
+    names = NameMap(_names(count), transformer(), ignored=unused(c))
+    return model(c, "gpt_oss", layers), names
+
+
+def _names(count: int) -> Rules:
+    up, down = f"{MLP}.experts.gate_up_proj", f"{MLP}.experts.down_proj"
+    one = f"{FFN}.experts.{{e}}"
+    return {
+        "layers.{i}.attn.sinks": "model.layers.{i}.self_attn.sinks",
+        f"{FFN}.router": f"{MLP}.router",
+        f"{one}.gate.weight": _every_other(0, count, up),
+        f"{one}.up.weight": _every_other(1, count, up),
+        f"{one}.down.weight": Derived(lambda w, e, **_: _turned(w, int(e), count), (down,)),
+        f"{one}.gate.bias": Derived(lambda b, e, **_: as_tensor(b)[int(e), 0::2], (f"{up}_bias",)),
+        f"{one}.up.bias": Derived(lambda b, e, **_: as_tensor(b)[int(e), 1::2], (f"{up}_bias",)),
+        f"{one}.down.bias": expert_bias(f"{down}_bias"),
+    }
+
+
+def _every_other(first: int, count: int, source: str) -> Derived:
+    """Rows of gate (0) or up (1), which alternate in an expert's map."""
+
+    def chosen(w: Stored, e: str, **_: str) -> Stored:
+        rows = _turned(w, int(e), count)
+        return pick_rows(rows, torch.arange(first, rows.shape[0], 2))
+
+    return Derived(chosen, (source,))
+
+
+def _turned(w: Stored, e: int, count: int) -> Stored:
+    """One expert's map [out, in]: plain stacks are [count, in, out], packed ones [count * out, in]."""
+    one = expert_rows(w, e, count)
+    return one.T if isinstance(w, torch.Tensor) and w.ndim == 3 and isinstance(one, torch.Tensor) else one
+
+
+def _gguf_names(c: Config) -> Rules:
+    one, b = f"{FFN}.experts.{{e}}", "blk.{i}"
+    return {
+        "layers.{i}.attn.sinks": f"{b}.attn_sinks.weight",
+        f"{FFN}.norm": f"{b}.post_attention_norm",
+        **{f"{one}.{x}.bias": expert_bias(f"{b}.ffn_{x}_exps.bias") for x in ("gate", "up", "down")},
+    }
+
+
+@gguf_arch("gpt-oss", "GptOssForCausalLM", names=_gguf_names)
+def _gpt_oss(m: Metadata) -> None:
+    windows(m, 2)
+    if scaling := m.config.get("rope_scaling"):
+        # The file does not say that the ramp ends between two dimensions.
+        m.put("rope_scaling", {**scaling, "truncate": False}, f"{FILE} and a default of gpt-oss")

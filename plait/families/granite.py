@@ -1,0 +1,93 @@
+"""Granite 3: Llama with four multipliers, dense or with experts. What Granite 4 shares is here, too."""
+
+from __future__ import annotations
+
+from plait.checkpoint.names import NameMap, Rules
+from plait.families.gguf_arch import Metadata, gguf_arch
+from plait.families.grammar import gqa, mlp, model, norm
+from plait.families.normalize import Config
+from plait.families.registry import family
+from plait.families.tensors import either, expert, expert_half, half, transformer, unused
+from plait.spec import Branch, Mlp, ModelSpec, Moe, Router
+
+L, FFN = "model.layers.{i}", "layers.{i}.ffn"
+MULTIPLIERS = ("residual_multiplier", "attention_multiplier", "embedding_multiplier", "logits_scaling")
+SHARED = {"norm_eps": 1e-6, "hidden_act": "silu", **dict.fromkeys(MULTIPLIERS, 1.0)}
+
+
+@family("GraniteForCausalLM", model_types=("granite",), defaults=SHARED, honours=MULTIPLIERS)
+def granite(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Granite 3 dense."""
+    return _granite(c, "granite", mlp(c), {})
+
+
+@family(
+    *("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
+    model_types=("granitemoe", "granitemoeshared"),
+    defaults={**SHARED, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
+    honours=MULTIPLIERS,
+)
+def granite_moe(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Granite 3 with experts, and perhaps a shared one."""
+    return _granite(c, "granitemoe", granite_ffn(c), granite_tensors(c))
+
+
+def _granite(c: Config, name: str, ffn: Mlp | Moe, names: Rules) -> tuple[ModelSpec, NameMap]:
+    each, scale = norm(c), c["residual_multiplier"]
+    attn = Branch("attn", gqa(c, scale=float(c["attention_multiplier"])), each, scale=scale)
+    layers = [(attn, Branch("ffn", ffn, each, scale=scale))] * len(c["layer_types"])
+    spec = model(
+        c,
+        name,
+        layers,
+        embed_scale=float(c["embedding_multiplier"]),
+        logit_scale=1 / c["logits_scaling"],
+    )
+    return spec, NameMap(names, transformer(), ignored=unused(c))
+
+
+def granite_ffn(c: Config) -> Mlp | Moe:
+    """Experts beside a shared feed-forward, or one of the two alone."""
+    if not c.get("num_experts"):
+        return mlp(c, c["shared_intermediate_size"])
+    shared, each = c.get("shared_intermediate_size"), mlp(c, c["moe_intermediate_size"])
+    both = mlp(c, shared) if shared else None
+    return Moe(c["num_experts"], c["num_experts_per_tok"], each, Router(), shared=both)
+
+
+def granite_tensors(c: Config) -> Rules:
+    """The feed-forward of Granite: stacks of experts under their old or new names, gate and up fused."""
+    count, theirs, one = c.get("num_experts") or 0, f"{L}.block_sparse_moe", f"{L}.shared_mlp"
+    shared = f"{FFN}.shared" if count else FFN
+    alone: Rules = {
+        f"{shared}.gate.weight": half(0, f"{one}.input_linear.weight"),
+        f"{shared}.up.weight": half(1, f"{one}.input_linear.weight"),
+        f"{shared}.down": f"{one}.output_linear",
+    }
+    if not count:
+        return alone
+    ways = (
+        (f"{theirs}.router.layer", f"{theirs}.input_linear.weight", f"{theirs}.output_linear.weight"),
+        (f"{theirs}.router", f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj"),
+    )
+    return {**either(*(_stacked(count, *way) for way in ways)), **alone}
+
+
+def _stacked(count: int, router: str, up: str, down: str) -> Rules:
+    return {
+        f"{FFN}.router": router,
+        f"{FFN}.experts.{{e}}.gate.weight": expert_half(0, count, up),
+        f"{FFN}.experts.{{e}}.up.weight": expert_half(1, count, up),
+        f"{FFN}.experts.{{e}}.down.weight": expert(count, down),
+    }
+
+
+def _attention_scale(m: Metadata) -> None:
+    """Without a key, attention is scaled as usual."""
+    if "attention_multiplier" not in m.config:
+        dim = m.config.get("head_dim") or m.config["hidden_size"] // m.config["num_attention_heads"]
+        m.put("attention_multiplier", dim**-0.5, "default (1 / √head_dim)")
+
+
+gguf_arch("granite", "GraniteForCausalLM", constants={"rope_interleave": True})(_attention_scale)
+gguf_arch("granitemoe", "GraniteMoeForCausalLM", constants={"rope_interleave": True})(_attention_scale)

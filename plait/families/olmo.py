@@ -1,0 +1,62 @@
+"""OLMo 2 and 3: no norm before a mixer and one behind it; norms of q and k over all heads at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plait.checkpoint.names import NameMap, Rules
+from plait.families.gguf_arch import Metadata, gguf_arch, windows
+from plait.families.grammar import gqa, mlp, model, norm, rope
+from plait.families.normalize import SLIDING, Config
+from plait.families.registry import family
+from plait.families.tensors import transformer, unused
+from plait.spec import Branch, ModelSpec, Rope
+
+L = "model.layers.{i}"
+SHARED = {"norm_eps": 1e-5, "hidden_act": "silu"}
+
+
+@family("Olmo2ForCausalLM", model_types=("olmo2",), defaults=SHARED)
+def olmo2(c: Config) -> tuple[ModelSpec, NameMap]:
+    """OLMo 2: every layer sees everything."""
+    return _olmo(c, "olmo2")
+
+
+@family(
+    "Olmo3ForCausalLM",
+    model_types=("olmo3",),
+    defaults={**SHARED, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
+    honours=("sliding_window",),
+)
+def olmo3(c: Config) -> tuple[ModelSpec, NameMap]:
+    """OLMo 3: windows in three layers of four, whose positions are never stretched."""
+    return _olmo(c, "olmo3")
+
+
+def _olmo(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
+    each = norm(c)
+    ffn = Branch("ffn", mlp(c), None, post_norm=each)
+
+    def layer(kind: str) -> tuple[Branch, Branch]:
+        mixer = gqa(c, kind, rope=_rope(c, kind), qk_norm=each, qk_norm_over="all")
+        return Branch("attn", mixer, None, post_norm=each), ffn
+
+    names: Rules = {
+        "layers.{i}.attn.post_norm": f"{L}.post_attention_layernorm",
+        "layers.{i}.ffn.post_norm": f"{L}.post_feedforward_layernorm",
+    }
+    return model(c, name, map(layer, c["layer_types"])), NameMap(names, transformer(), ignored=unused(c))
+
+
+def _rope(c: Config, kind: str) -> Rope:
+    """Old configs have one `rope_scaling`, which is for the layers without windows."""
+    whole = rope(c, c["head_dim"], kind)
+    return replace(whole, scaling={}) if kind == SLIDING and c.get("rope_scaling") else whole
+
+
+@gguf_arch("olmo2", "Olmo2ForCausalLM")
+def _olmo2(m: Metadata) -> None:
+    """OLMo 3 has the same name there; its window tells."""
+    if m.config.get("sliding_window"):
+        m.put("architectures", ["Olmo3ForCausalLM"], f"{m.prefix}attention.sliding_window")
+        windows(m, 4)

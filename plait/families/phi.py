@@ -1,0 +1,38 @@
+"""Phi 3, 3.5, 4 and 4-mini: Llama whose q, k and v are one tensor, and gate and up another."""
+
+from __future__ import annotations
+
+from plait.checkpoint.names import NameMap, Rules
+from plait.families.gguf_arch import plain_arch
+from plait.families.grammar import gqa, mlp, model, norm
+from plait.families.normalize import Config
+from plait.families.registry import family
+from plait.families.tensors import fused_gate_up, fused_qkv, transformer, unused
+from plait.spec import Branch, ModelSpec
+
+
+@family(
+    "Phi3ForCausalLM",
+    model_types=("phi3",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu"},
+    honours=("sliding_window",),
+)
+def phi3(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Phi 3 and 4: positions stretched by a divisor per dimension, or on a part of each head only."""
+    each = norm(c)
+    ffn = Branch("ffn", mlp(c), each)
+    layers = [(Branch("attn", gqa(c, kind), each), ffn) for kind in c["layer_types"]]
+    layer = "model.layers.{i}"
+    names = _names(c, f"{layer}.self_attn.qkv_proj", f"{layer}.mlp.gate_up_proj")
+    return model(c, "phi3", layers), NameMap(names, transformer(), ignored=unused(c))
+
+
+def _names(c: Config, qkv: str, gate_up: str) -> Rules:
+    return {**fused_qkv(c, "layers.{i}.attn", qkv), **fused_gate_up("layers.{i}.ffn", gate_up)}
+
+
+def _gguf_names(c: Config) -> Rules:
+    return _names(c, "blk.{i}.attn_qkv", "blk.{i}.ffn_up")
+
+
+plain_arch("phi3", "Phi3ForCausalLM", names=_gguf_names)

@@ -1,0 +1,46 @@
+"""SmolLM3: Llama without positions in every fourth layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plait.checkpoint.names import NameMap
+from plait.errors import UnsupportedModel
+from plait.families.gguf_arch import plain_arch
+from plait.families.grammar import gqa, mlp, model, norm
+from plait.families.normalize import FULL, Config, rotates
+from plait.families.registry import family
+from plait.families.tensors import transformer, unused
+from plait.spec import Attention, Branch, ModelSpec
+
+
+@family(
+    "SmolLM3ForCausalLM",
+    model_types=("smollm3",),
+    defaults={
+        "norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_theta": 2e6,
+        "use_sliding_window": False,
+        "no_rope_layer_interval": 4,
+        "window_layers": "unrotated",
+        "tie_word_embeddings": True,
+    },
+    honours=("sliding_window", "no_rope_layers", "no_rope_layer_interval"),
+)
+def smollm3(c: Config) -> tuple[ModelSpec, NameMap]:
+    """SmolLM3; windows, where a config wants them, are for layers without positions if it does not say."""
+    each, count, flags = norm(c), c["num_hidden_layers"], c.get("no_rope_layers")
+    if flags and len(flags) != count:
+        raise UnsupportedModel(f"no_rope_layers has {len(flags)} entries for {count} layers; they must agree")
+    ffn = Branch("ffn", mlp(c), each)
+
+    def attention(i: int, kind: str) -> Attention:
+        mixer = gqa(c, kind if c.get("sliding_window") else FULL)
+        return mixer if rotates(c, i) else replace(mixer, rope=None)
+
+    layers = [(Branch("attn", attention(i, kind), each), ffn) for i, kind in enumerate(c["layer_types"])]
+    return model(c, "smollm3", layers), NameMap(transformer(), ignored=unused(c))
+
+
+plain_arch("smollm3", "SmolLM3ForCausalLM", rope_interleave=True)

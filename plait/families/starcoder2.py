@@ -1,0 +1,33 @@
+"""StarCoder2: layer norms with biases, a plain feed-forward, biases on every map."""
+
+from __future__ import annotations
+
+from plait.checkpoint.names import NameMap, Rules
+from plait.families.gguf_arch import plain_arch
+from plait.families.grammar import gqa, model, norm
+from plait.families.normalize import Config
+from plait.families.registry import family
+from plait.families.tensors import transformer, unused
+from plait.spec import Branch, Mlp, ModelSpec
+
+
+@family(
+    "Starcoder2ForCausalLM",
+    model_types=("starcoder2",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    honours=("sliding_window",),
+)
+def starcoder2(c: Config) -> tuple[ModelSpec, NameMap]:
+    """StarCoder2 3b, 7b and 15b; the last has a window in every layer."""
+    each = norm(c, "layer")
+    ffn = Branch("ffn", Mlp(c["intermediate_size"], c["hidden_act"], gated=False), each)
+    layers = [(Branch("attn", gqa(c, kind), each), ffn) for kind in c["layer_types"]]
+    names: Rules = {
+        "layers.{i}.ffn.up": "model.layers.{i}.mlp.c_fc",
+        "layers.{i}.ffn.down": "model.layers.{i}.mlp.c_proj",
+    }
+    spec = model(c, "starcoder2", layers, norm=each)
+    return spec, NameMap(names, transformer(), ignored=unused(c))
+
+
+plain_arch("starcoder2", "Starcoder2ForCausalLM")
