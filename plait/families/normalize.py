@@ -57,7 +57,10 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "max_position_embeddings": ("max_seq_len", "n_positions", "model_max_length"),
     "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
     "hidden_act": ("hidden_activation", "mlp_hidden_act", "activation_function"),
-    "head_dim": ("attention_head_dim",),
+    "head_dim": (
+        "attention_head_dim",
+        "hidden_size_per_head",
+    ),
     "layer_types": ("layers_block_type",),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
     "num_experts_per_tok": ("num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
@@ -125,6 +128,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
         (None, 1, 1.0),
     ),
     "mlp_multipliers": (None, [1.0, 1.0]),
+    "linear_type": (None, "normal"),
+    "block_use_swiglu": (None, True),
     "ssm_multipliers": (None, [1.0] * 5),
     "position_embedding_type": (None, "rope", "rotary"),
 }
@@ -303,6 +308,10 @@ def _layer_kind(c: Config, i: int) -> str:
         return FULL if i in attention else LINEAR
     if period := c.get("attn_layer_period"):  # Jamba
         return FULL if i % period == c["attn_layer_offset"] else LINEAR
+    if step := c.get("mamba_step"):  # PLaMo 2
+        count, middle = c["num_hidden_layers"], step // 2
+        attends = i == count - 1 if count <= middle else i % step == middle
+        return FULL if attends or not c.get("mamba_enabled", True) else LINEAR
     if not c.get("sliding_window"):
         return FULL
     if period := c.get("sliding_window_pattern"):

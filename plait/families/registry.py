@@ -16,7 +16,7 @@ from plait.spec import ModelSpec
 Build = Callable[[Config], tuple[ModelSpec, NameMap]]
 MODULES = (
     *("llama", "moe", "gemma", "deepseek", "mamba", "hybrid"),
-    *("mamba1", "lfm2", "zamba2"),
+    *("mamba1", "lfm2", "zamba2", "plamo2"),
     *("olmo", "gpt_oss", "phi", "smollm3", "starcoder2", "cohere", "glm", "granite"),
     *("qwen3_next", "kimi", "olmo_hybrid", "minimax", "recurrent_gemma"),
 )

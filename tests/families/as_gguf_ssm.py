@@ -56,11 +56,10 @@ def numbers(arch: str, name: str, w: Tensor) -> Tensor:
 
 def metadata(arch: str, c: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The keys that only these architectures have, or write in another way."""
-    width = (
-        next(t.shape[0] for n, t in tensors.items() if n.endswith("ffn_up.weight")) if arch != "mamba" else 0
-    )
     if arch.startswith("lfm2"):
-        own: dict[str, Any] = {"shortconv.l_cache": c["conv_L_cache"], "feed_forward_length": width}
+        own: dict[str, Any] = {"shortconv.l_cache": c["conv_L_cache"]}
+        if widths := [t.shape[0] for n, t in tensors.items() if n.endswith("ffn_up.weight")]:
+            own["feed_forward_length"] = widths[0]
         if arch == "lfm2moe":
             own |= {
                 "expert_gating_func": 2,
@@ -70,7 +69,13 @@ def metadata(arch: str, c: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
             }
         return own
     if arch == "plamo2":
-        return {"ssm.group_count": 0, "attention.key_length": c["hidden_size_per_head"]}
+        attends = [f"blk.{i}.attn_qkv.weight" in tensors for i in range(c["num_hidden_layers"])]
+        return {
+            "ssm.group_count": 0,
+            "attention.head_count": [c["num_attention_heads"] * flag for flag in attends],
+            "attention.head_count_kv": [c["num_key_value_heads"] * flag for flag in attends],
+            "attention.value_length": c["hidden_size_per_head"],
+        }
     ranks = [t.shape[1] for n, t in tensors.items() if n.endswith("ssm_dt.weight")]
     inner, state = next(t.shape for n, t in tensors.items() if n.endswith("ssm_a"))
     own = {
