@@ -34,6 +34,8 @@ CPU_KERNELS: tuple[str, ...] = (
     "gated_norm",
     "scan",
     "mamba3",
+    "delta",
+    "rg_lru",
 )
 
 
