@@ -28,6 +28,7 @@ COMMANDS = {
     "pull": "Fetch a model from the Hub, only the files it needs.",
     "list": "The models of the Hub on this disk.",
     "rm": "Remove models of the Hub from this disk.",
+    "convert": "Write a model as GGUF or safetensors, quantized or as it is.",
     "decode": "Token ids to text.",
     "tokenize": "Text to token ids.",
     "warmup": "Compile what a model needs, so that its next start is fast.",

@@ -1,7 +1,7 @@
 """Whether what was written says the same model, and which differences are undone in the numbers.
 
 A format may not know a multiplier that another has, and has its own order of the rows of q and k. Both are
-made up for in the tensors. Anything else that the target's own reader would understand differently is refused.
+made up for in the tensors. Anything else that the target's own reader understands differently is refused.
 """
 
 from __future__ import annotations

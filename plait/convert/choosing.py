@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.convert.making import Made
-from plait.convert.reading import Model
+from plait.convert.reading import Numbers
 from plait.convert.storage import Blocks, Fp8Blocks, Int4Groups, Plain, Stored
 from plait.errors import ConfigError
 from plait.quant.encode import ENCODERS, fitting
@@ -52,7 +52,7 @@ class Choice:
             why = "is not a storage of" if other else "is not known for"
             raise ConfigError(f"--quantize {self.quantize} {why} --to {self.form}; there: {', '.join(known)}")
 
-    def __call__(self, model: Model, made: Made) -> Stored:
+    def __call__(self, model: Numbers, made: Made) -> Stored:
         """The form of one tensor."""
         stored = self._matrix(model, made) if is_map(made) else self._small(model, made)
         kind = stored.entries[0].kind
@@ -61,11 +61,17 @@ class Choice:
             self.counts["int4" if isinstance(stored, Int4Groups) else name] += 1
         return stored
 
-    def _small(self, model: Model, made: Made) -> Stored:
-        """What is no linear map. GGUF's readers want float32; elsewhere it keeps its dtype."""
+    def _small(self, model: Numbers, made: Made) -> Stored:
+        """What is no linear map. GGUF's readers want float32; elsewhere, and unread, it stays as it is."""
+        if not made.roles:
+            blocks = _blocks_of(model, made) if self.form == "gguf" else None
+            if blocks is not None:
+                return Blocks(made, blocks.kind, None, self.threads)
+            value = model.read(made.parts[0].ours)
+            return Plain(made, value.dtype if isinstance(value, Tensor) else torch.float16)
         return Plain(made, torch.float32 if self.form == "gguf" else _dtype_of(model, made))
 
-    def _matrix(self, model: Model, made: Made) -> Stored:
+    def _matrix(self, model: Numbers, made: Made) -> Stored:
         wanted = self.quantize
         if wanted is None:
             return self._as_it_is(model, made)
@@ -76,7 +82,7 @@ class Choice:
             return packed or Plain(made, _float_of(model, made))
         return self._blocks(model, made, wanted)
 
-    def _blocks(self, model: Model, made: Made, wanted: str) -> Stored:
+    def _blocks(self, model: Numbers, made: Made, wanted: str) -> Stored:
         kind = ENCODERS[wanted].kind
         if _is_end(made) and kind.nbytes * 8 / kind.elements < ENDS_BITS:
             wanted = "q6_k"
@@ -89,7 +95,7 @@ class Choice:
         self.recoded += blocks is not None
         return Blocks(made, how.kind, how, self.threads)
 
-    def _packed(self, model: Model, made: Made, wanted: str) -> Stored | None:
+    def _packed(self, model: Numbers, made: Made, wanted: str) -> Stored | None:
         """fp8 or int4, for a map of two dimensions inside the layers."""
         if _is_end(made) or len(made.shape) != 2 or not made.name.endswith(".weight"):
             return None
@@ -100,7 +106,7 @@ class Choice:
         scale = torch.float16 if dtype is torch.float32 else dtype
         return Int4Groups(made, group, scale) if group else None
 
-    def _as_it_is(self, model: Model, made: Made) -> Stored:
+    def _as_it_is(self, model: Numbers, made: Made) -> Stored:
         if self.form == "gguf":
             blocks = _blocks_of(model, made)
             if blocks is not None:
@@ -110,7 +116,7 @@ class Choice:
 
 def is_map(made: Made) -> bool:
     """Whether this is a linear map or a table of vectors, which is what quantization is for."""
-    return all(is_map_name(part.ours) for part in made.parts) and len(made.shape) > 1
+    return bool(made.roles) and all(map(is_map_name, made.roles)) and len(made.shape) > 1
 
 
 def is_map_name(ours: str) -> bool:
@@ -120,10 +126,10 @@ def is_map_name(ours: str) -> bool:
 
 
 def _is_end(made: Made) -> bool:
-    return any(part.ours in ENDS for part in made.parts)
+    return any(role in ENDS for role in made.roles)
 
 
-def _blocks_of(model: Model, made: Made) -> Gguf | None:
+def _blocks_of(model: Numbers, made: Made) -> Gguf | None:
     """One of its parts, if all are in one block format and stay as they are."""
     found: list[Gguf] = []
     for part in made.parts:
@@ -134,7 +140,7 @@ def _blocks_of(model: Model, made: Made) -> Gguf | None:
     return found[0] if len({value.kind.name for value in found}) == 1 else None
 
 
-def _dtype_of(model: Model, made: Made) -> torch.dtype:
+def _dtype_of(model: Numbers, made: Made) -> torch.dtype:
     """The dtype of a small tensor: its own, unless arithmetic made it another."""
     part = made.parts[0]
     value = model.read(part.ours)
@@ -145,13 +151,13 @@ def _dtype_of(model: Model, made: Made) -> torch.dtype:
     return stored.dtype if isinstance(stored, Tensor) and stored.dtype in _FLOATS else torch.float32
 
 
-def _float_of(model: Model, made: Made) -> torch.dtype:
+def _float_of(model: Numbers, made: Made) -> torch.dtype:
     """The dtype of a map's numbers; float16 for what comes out of blocks, whose scales are float16."""
     found = {dtype for part in made.parts for dtype in _stored_dtypes(model, part.ours)}
     return found.pop() if len(found) == 1 else torch.float32
 
 
-def _stored_dtypes(model: Model, ours: str) -> Sequence[torch.dtype]:
+def _stored_dtypes(model: Numbers, ours: str) -> Sequence[torch.dtype]:
     values = [model.checkpoint.read(source) for source in model.wanted[ours].sources]
     return [
         (v.dtype if v.dtype in _FLOATS else torch.float32) if isinstance(v, Tensor) else torch.float16

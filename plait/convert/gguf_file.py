@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plait.convert.reading import Model
+from plait.convert.reading import Numbers
 from plait.convert.storage import Entry, Stored
 from plait.quant.gguf import BlockType
 
@@ -30,7 +30,7 @@ def write_gguf(
     keys: Mapping[str, Any],
     stored: Sequence[Stored],
     extra: Mapping[str, Tensor],
-    model: Model,
+    model: Numbers,
     advance: Advance,
     value_types: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
@@ -57,7 +57,7 @@ def _write_data(
     writer: gguf.GGUFWriter,
     stored: Sequence[Stored],
     extra: Mapping[str, Tensor],
-    model: Model,
+    model: Numbers,
     advance: Advance,
 ) -> None:
     assert writer.fout is not None
@@ -81,7 +81,7 @@ def _write_data(
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor of any dtype."""
     flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _declare(writer: gguf.GGUFWriter, entry: Entry) -> None:

@@ -140,11 +140,11 @@ def _latent(spec: ModelSpec) -> Values:
         "attention.head_count": mla.num_heads,
         "attention.head_count_kv": 1,
         "attention.kv_lora_rank": mla.kv_rank,
-        "attention.key_length": mla.kv_rank + mla.rope.dim,
+        "attention.key_length": mla.kv_rank + mla.rope_dim,
         "attention.value_length": mla.kv_rank,
-        "attention.key_length_mla": mla.nope_dim + mla.rope.dim,
+        "attention.key_length_mla": mla.nope_dim + mla.rope_dim,
         "attention.value_length_mla": mla.v_dim,
-        **rope_keys(mla.rope),
+        **(rope_keys(mla.rope) if mla.rope else {"rope.dimension_count": mla.rope_dim}),
     }
     return values | ({"attention.q_lora_rank": mla.q_rank} if mla.q_rank else {})
 

@@ -17,6 +17,7 @@ from plait.convert.reading import Model
 from plait.errors import UnsupportedFormat, UnsupportedModel
 from plait.families.gguf_arch import ARCHITECTURES
 from plait.families.gguf_names import gguf_names
+from plait.families.normalize import Config
 from plait.families.registry import known, names_in
 from plait.families.resolve import resolve
 from plait.families.resolved import Resolved
@@ -74,7 +75,8 @@ def arches_of(model: Model) -> list[str]:
 
 
 def _as_arch(model: Model, arch: str) -> GgufTarget:
-    spec, config = model.spec, {**model.resolved.config, **_counts(model.spec), "gguf_architecture": arch}
+    spec = model.spec
+    config = Config({**model.resolved.config, **_counts(spec), "gguf_architecture": arch})
     made = made_tensors(model.wanted, gguf_names(config), FORM)
     made = [replace(m, shape=_shape(m, spec)) for m in made]
     keys = {"general.architecture": arch, **model_keys(arch, spec, config, made)}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, UnknownName
-from plait.convert.reading import Model, Wanted
+from plait.convert.reading import Numbers, Wanted
 from plait.errors import UnsupportedFormat
 from plait.quant.weight import Dense, Weight, as_tensor, pick_rows
 
@@ -41,11 +41,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """One tensor to be written."""
+    """One tensor to be written. `roles`: what it is to the model, as our names; () if nobody reads it."""
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    roles: tuple[str, ...]
 
     @property
     def rows(self) -> int:
@@ -109,7 +110,7 @@ def _made(
         shape = (first.stack, rows // first.stack, *shapes[0][1:])
     else:
         shape = (rows, *shapes[0][1:])
-    return Made(theirs, shape, parts)
+    return Made(theirs, shape, parts, tuple(part.ours for part in parts))
 
 
 def shape_of(part: Part, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -117,7 +118,7 @@ def shape_of(part: Part, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if part.fn is None else tuple(part.fn(torch.empty(shape, device="meta")).shape)
 
 
-def value_of(model: Model, part: Part) -> Tensor | Weight:
+def value_of(model: Numbers, part: Part) -> Tensor | Weight:
     """A part's whole value, rows ordered; decoded, and scaled, only where `fn` wants numbers."""
     value = model.read(part.ours)
     if part.rows is not None:
@@ -128,7 +129,7 @@ def value_of(model: Model, part: Part) -> Tensor | Weight:
     return numbers.contiguous()
 
 
-def matrix_of(model: Model, part: Part) -> Weight:
+def matrix_of(model: Numbers, part: Part) -> Weight:
     """`value_of` as a matrix of rows; a vector is one row."""
     value = value_of(model, part)
     if isinstance(value, Tensor):
@@ -136,12 +137,12 @@ def matrix_of(model: Model, part: Part) -> Weight:
     return value
 
 
-def pieces(weight: Weight, scale: float) -> Iterator[Tensor]:
-    """Its numbers in float32, some rows at a time: [n, cols]."""
+def pieces(weight: Weight, scale: float, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
+    """Its numbers, some rows at a time: [n, cols]."""
     rows, cols = weight.shape
     step = max(1, PIECE // max(1, cols))
     for start in range(0, rows, step):
-        numbers = weight.rows(start, min(rows, start + step)).dequantize(torch.float32)
+        numbers = weight.rows(start, min(rows, start + step)).dequantize(dtype)
         yield numbers if scale == 1.0 else numbers * scale
 
 

@@ -36,7 +36,7 @@ def check_place(out: Path, sources: tuple[Path, ...], *, force: bool, is_directo
         strange = [e.name for e in out.iterdir() if e.is_dir() or e.suffix not in MODEL_SUFFIXES]
         if strange:
             raise ConfigError(
-                f"{out} holds more than a model ({', '.join(sorted(strange)[:4])}); --force does not replace it"
+                f"{out} holds more than a model ({', '.join(sorted(strange)[:4])}); it is not replaced"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +29,16 @@ class Wanted:
     @property
     def sources(self) -> tuple[str, ...]:
         return self.source.sources if isinstance(self.source, Derived) else (self.source,)
+
+
+class Numbers(Protocol):
+    """Tensors by the names that parts have."""
+
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+    @property
+    def wanted(self) -> Mapping[str, Wanted]: ...
+    def read(self, name: str) -> Tensor | Weight: ...
 
 
 class Asked(NameMap):
@@ -61,10 +72,11 @@ class Model:
         weights = Weights(outline, asked, target)
         Decoder(self.spec, weights)
         weights.check_all_used()
-        self.wanted: dict[str, Wanted] = {}
-        for name, (source, fields) in asked.found.items():
-            if all(s in checkpoint for s in _sources(source)):
-                self.wanted[name] = Wanted(_shape(source, fields, outline), source, fields)
+        self.wanted: Mapping[str, Wanted] = {
+            name: Wanted(_shape(source, fields, outline), source, fields)
+            for name, (source, fields) in asked.found.items()
+            if all(s in checkpoint for s in _sources(source))
+        }
 
     def read(self, name: str) -> Tensor | Weight:
         """The tensor under our name, in the checkpoint's storage where its recipe leaves it there."""

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from plait.convert.making import Made, matrix_of, pieces
-from plait.convert.reading import Model
+from plait.convert.reading import Numbers
 from plait.errors import BadFile
 from plait.quant.encode import Encoder
 from plait.quant.gguf import BlockType, Gguf
+from plait.quant.weight import Dense
 
 Sink = Callable[[Tensor], None]  # takes what comes next in the file, as a contiguous tensor of any dtype
 FP8_BLOCK = 128
@@ -44,7 +45,7 @@ class Stored(Protocol):
     def made(self) -> Made: ...
     @property
     def entries(self) -> tuple[Entry, ...]: ...
-    def write(self, model: Model, sink: Sink) -> None:
+    def write(self, model: Numbers, sink: Sink) -> None:
         """All bytes of the entries, in their order."""
         ...
 
@@ -60,21 +61,17 @@ class Plain:
     def entries(self) -> tuple[Entry, ...]:
         return (Entry(self.made.name, self.made.shape, self.dtype),)
 
-    def write(self, model: Model, sink: Sink) -> None:
-        for numbers in _numbers(model, self.made):
+    def write(self, model: Numbers, sink: Sink) -> None:
+        for numbers in _numbers(model, self.made, self.dtype):
             found = numbers.to(self.dtype)
             if self.dtype is torch.float16 and not bool(torch.isfinite(found).all()):
-                largest = float(numbers.abs().amax())
-                raise BadFile(
-                    f"{self.made.name}: its largest number is {largest:g}, and float16 ends at 65504; "
-                    "choose --quantize bf16 or f32"
-                )
+                raise BadFile(f"{self.made.name}: has numbers beyond float16; choose --quantize bf16 or f32")
             sink(found)
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """One of GGUF's block formats. `encoder` None: the parts are in it already, and their bytes are copied."""
+    """One of GGUF's block formats. `encoder` None: the parts are in it already, their bytes are copied."""
 
     made: Made
     kind: BlockType
@@ -85,7 +82,7 @@ class Blocks:
     def entries(self) -> tuple[Entry, ...]:
         return (Entry(self.made.name, self.made.shape, self.kind),)
 
-    def write(self, model: Model, sink: Sink) -> None:
+    def write(self, model: Numbers, sink: Sink) -> None:
         if self.encoder is None:
             for part in self.made.parts:
                 weight = matrix_of(model, part)
@@ -112,7 +109,7 @@ class Fp8Blocks:
             Entry(f"{self.made.name}_scale_inv", scales, torch.float32),
         )
 
-    def write(self, model: Model, sink: Sink) -> None:
+    def write(self, model: Numbers, sink: Sink) -> None:
         scales = []
         for numbers in _rows_of(FP8_BLOCK, _numbers(model, self.made)):
             rows, cols = numbers.shape
@@ -146,7 +143,7 @@ class Int4Groups:
             Entry(f"{stem}weight_shape", (2,), torch.int64),
         )
 
-    def write(self, model: Model, sink: Sink) -> None:
+    def write(self, model: Numbers, sink: Sink) -> None:
         scales = []
         shifts = torch.arange(0, 32, 4, dtype=torch.int32)
         for numbers in _numbers(model, self.made):
@@ -175,10 +172,12 @@ def _int4_codes(groups: Tensor, scale: Tensor) -> Tensor:
     return (groups / scale.unsqueeze(2)).round().clamp(-8, 7)
 
 
-def _numbers(model: Model, made: Made) -> Iterator[Tensor]:
-    """Its rows in float32, some at a time; a vector is one row."""
+def _numbers(model: Numbers, made: Made, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
+    """Its rows in float32, some at a time; a vector is one row. What has `dtype` and stays is not cast."""
     for part in made.parts:
-        yield from pieces(matrix_of(model, part), 1.0 if part.fn else part.scale)
+        matrix = matrix_of(model, part)
+        same = part.is_plain and isinstance(matrix, Dense) and matrix.tensor.dtype == dtype
+        yield from pieces(matrix, 1.0 if part.fn else part.scale, dtype if same else torch.float32)
 
 
 def _rows_of(multiple: int, found: Iterator[Tensor]) -> Iterator[Tensor]:

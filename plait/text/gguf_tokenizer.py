@@ -68,6 +68,15 @@ def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
 
 def _byte_level(metadata: Mapping[str, Any]) -> TextTokenizer:
     name, pattern = _pattern(metadata)
+    library = byte_level_library(metadata)
+    tokens, kinds = _tokens(metadata)
+    engine = HfEngine(library, unused=frozenset(i for i, kind in enumerate(kinds) if kind == UNUSED))
+    return _assemble(f"gguf:gpt2/{name}", engine, metadata, (tokens, kinds), _Defaults(pattern.add_bos))
+
+
+def byte_level_library(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """A gpt2 vocabulary as the `tokenizers` library has it. Raises BadFile, UnsupportedFormat."""
+    _, pattern = _pattern(metadata)
     if metadata.get(f"{_KEY}add_space_prefix"):
         raise UnsupportedFormat(
             f"tokenizer.ggml.add_space_prefix with a gpt2 vocabulary is not supported; {_NO_WAY}"
@@ -87,8 +96,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> TextTokenizer:
             if kind in (CONTROL, USER_DEFINED)
         ]
     )
-    engine = HfEngine(library, unused=frozenset(i for i, kind in enumerate(kinds) if kind == UNUSED))
-    return _assemble(f"gguf:gpt2/{name}", engine, metadata, (tokens, kinds), _Defaults(pattern.add_bos))
+    return library
 
 
 def _pattern(metadata: Mapping[str, Any]) -> tuple[str, Pattern]:

@@ -152,6 +152,11 @@ def load_chat_template(
     return None
 
 
+def template_sources(directory: Path | None, metadata: Mapping[str, Any] | None) -> dict[str, str]:
+    """The Jinja sources of a model's chat template by name, "default" being the usual; {} if it has none."""
+    return _sources(directory, metadata or {}, None)[1]
+
+
 def _sources(
     directory: Path | None, metadata: Mapping[str, Any], option: str | None
 ) -> tuple[str, dict[str, str]]:

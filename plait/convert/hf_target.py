@@ -1,0 +1,53 @@
+"""A model as Hugging Face keeps it: the family's own names turned round, and a config.json that says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from plait.convert.agreeing import agreed
+from plait.convert.hf_keys import config_json
+from plait.convert.making import Made, made_tensors
+from plait.convert.reading import Model
+from plait.errors import UnsupportedFormat
+from plait.families.registry import build_spec
+from plait.families.resolve import resolve
+
+FORM = "safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class HfTarget:
+    """What is to be written: config.json and the tensors."""
+
+    config: Mapping[str, Any]
+    made: tuple[Made, ...]
+
+
+def hf_target(model: Model, dtype: str) -> HfTarget:
+    """The model in the layout of Hugging Face. Raises UnsupportedFormat."""
+    config = config_json(model.resolved.config, model.spec, dtype)
+    _, names = build_spec(config)
+    made = [replace(m, shape=_shape(m)) for m in made_tensors(model.wanted, names, FORM)]
+    shapes = {m.name: m.shape for m in made}
+    theirs = resolve(config, shapes, read=_unread)
+    family = config["model_type"]
+    return HfTarget(
+        config, tuple(agreed(made, model.spec, theirs.spec, model.wanted, f"config.json of {family}"))
+    )
+
+
+def _unread(name: str) -> Tensor:
+    raise UnsupportedFormat(
+        f"{name}: its numbers would be part of what the model is, and it is not written yet"
+    )
+
+
+def _shape(made: Made) -> tuple[int, ...]:
+    """Depthwise kernels have a dimension of one in the middle: [C, 1, K]."""
+    role = made.roles[0].rpartition(".")[0].rpartition(".")[2]
+    is_kernel = role.endswith("conv") and made.name.endswith(".weight") and len(made.shape) == 2
+    return (made.shape[0], 1, made.shape[1]) if is_kernel else made.shape
