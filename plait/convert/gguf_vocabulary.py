@@ -128,9 +128,6 @@ def _padded(keys: dict[str, Any], size: int) -> dict[str, Any]:
     missing = range(len(tokens), size)
     unused = [UNUSED] * len(missing)
     filled: dict[str, list[Any]] = {"tokens": [f"[PAD{i}]" for i in missing], "token_type": unused}
-        "tokens": [f"[PAD{i}]" for i in missing],
-        "token_type": [UNUSED] * len(missing),
-    }
     filled["scores"] = [0.0] * len(missing)
     for kind, more in filled.items():
         if f"{KEY}{kind}" in keys:
