@@ -293,7 +293,7 @@ def write(name: str, folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    randomize(model, one_plus="gemma" in name)
+    randomize(model, one_plus=any(word in name for word in ("gemma", "qwen3_next", "qwen3_5")))
     save(model, folder)
 
 
