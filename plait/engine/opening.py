@@ -12,7 +12,9 @@ from torch import Tensor
 
 from plait.checkpoint.files import ModelFiles, find_model, read_json
 from plait.checkpoint.gguf import GgufFile
+from plait.checkpoint.packed import Packed
 from plait.checkpoint.safetensors import SafetensorsFiles
+from plait.checkpoint.scheme import find_scheme
 from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig
 from plait.engine.front import Language
@@ -32,7 +34,7 @@ class Opened:
     """A model's headers, read and understood; no weight has been touched."""
 
     files: ModelFiles
-    checkpoint: GgufFile | SafetensorsFiles
+    checkpoint: GgufFile | Packed
     metadata: Mapping[str, Any] | None  # of a GGUF file
     resolved: Resolved
     config: EngineConfig
@@ -84,7 +86,8 @@ def open_model(model: str, config: EngineConfig) -> Opened:
     if files.kind == "gguf":
         gguf = GgufFile(files.weights[0])
         return Opened(files, gguf, gguf.metadata, _resolve(gguf, None, gguf.metadata, config), config)
-    tensors = SafetensorsFiles(*files.weights, index=files.index)
+    scheme = find_scheme(raw, files.side_files)
+    tensors = Packed(SafetensorsFiles(*files.weights, index=files.index), scheme)
     return Opened(files, tensors, None, _resolve(tensors, raw, None, config), config)
 
 
@@ -127,7 +130,7 @@ def banned_ids(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
 
 
 def _resolve(
-    checkpoint: GgufFile | SafetensorsFiles,
+    checkpoint: GgufFile | Packed,
     raw: Mapping[str, Any] | None,
     metadata: Mapping[str, Any] | None,
     config: EngineConfig,

@@ -78,7 +78,7 @@ def resolve(
             config, shapes, read, ssm_mode=ssm_mode, a_source=a_source, overrides=overrides
         )
     flat = flatten(config or NOTHING)
-    _check_storage(flat, shapes)
+    _check_storage(shapes)
     why = dict.fromkeys(flat, FILE)
     given = dict(map(parse_override, overrides))
     flat |= given
@@ -101,15 +101,12 @@ def resolve(
     return _built(c, why)
 
 
-def _check_storage(flat: Mapping[str, Any], shapes: Shapes) -> None:
-    """Weights packed for other engines' kernels are not read; without their scales they are noise."""
-    quantized = flat.get("quantization_config") or {}
-    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else str(quantized)
-    packed = next((name for name in shapes if name.endswith(PACKED)), None)
-    if quantized or packed:
-        told = f"quantization_config.quant_method {method!r}" if quantized else f"tensor {packed}"
+def _check_storage(shapes: Shapes) -> None:
+    """What `checkpoint.packed` could not make weights of: without its other parts such a tensor is noise."""
+    if packed := next((name for name in shapes if name.endswith(PACKED)), None):
         raise UnsupportedFormat(
-            f"the weights are quantized ({told}); Plait reads float safetensors, and GGUF for the rest"
+            f"the weights are quantized (tensor {packed}) in a way that is not read; read are GPTQ, AWQ, "
+            "FP8, compressed-tensors, modelopt, bitsandbytes, MXFP4 and GGUF"
         )
 
 

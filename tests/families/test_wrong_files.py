@@ -72,10 +72,8 @@ def test_a_config_of_more_layers_than_the_file_has(files: Files) -> None:
         build({**config, "num_hidden_layers": 4}, tensors)
 
 
-def test_weights_packed_for_other_engines_are_refused_by_name(files: Files) -> None:
+def test_packed_tensors_of_which_nobody_made_weights_are_refused_by_name(files: Files) -> None:
     config, tensors = files
-    with pytest.raises(UnsupportedFormat, match="quant_method 'fp8'"):
-        build({**config, "quantization_config": {"quant_method": "fp8"}}, tensors)
     tensors[f"{Q}_scale_inv"] = torch.ones(1, 1)
     with pytest.raises(UnsupportedFormat, match=f"tensor {Q}_scale_inv"):
         build(None, tensors)
