@@ -90,8 +90,8 @@ def test_tensors_of_no_known_model_are_refused() -> None:
         infer_config({"transformer.h.0.attn.c_attn.weight": (3, 3), "transformer.wte.weight": (9, 3)})
     with pytest.raises(UnsupportedModel, match=r"qkv_proj.*--set 'architectures="):
         infer_config({"model.layers.0.self_attn.qkv_proj.weight": (9, 3)})
-    with pytest.raises(UnsupportedModel, match="Mamba1"):
-        infer_config({"backbone.layers.0.mixer.A_log": (8, 4), "backbone.embeddings.weight": (9, 3)})
+    with pytest.raises(UnsupportedModel, match=r"layer_scalar is one of Gemma 4, which is not implemented"):
+        infer_config({"model.layers.0.layer_scalar": (1,), "model.layers.0.self_attn.q_proj.weight": (9, 3)})
 
 
 def test_latent_attention_whose_shapes_do_not_fit_together() -> None:
@@ -146,6 +146,7 @@ def test_head_sizes_of_published_models_are_guessed(
     shapes = {
         "model.embed_tokens.weight": (vocab, hidden),
         f"{layer}input_layernorm.weight": (hidden,),
+        f"{layer}post_attention_layernorm.weight": (hidden,),
         f"{layer}self_attn.q_proj.weight": (q_rows, hidden),
         f"{layer}self_attn.k_proj.weight": (kv_rows, hidden),
         f"{layer}mlp.gate_proj.weight": (4 * hidden, hidden),
