@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.families import as_gguf_ssm
+from tests.families import as_gguf_attention, as_gguf_linear, as_gguf_ssm
 from tests.families.tiny import MULTIPLIERS
 
 Tensors = dict[str, Tensor]
@@ -61,7 +61,12 @@ def permuted(w: Tensor, heads: int) -> Tensor:
 def converted(arch: str, config: Config, tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """(metadata, tensors) of the GGUF file of this checkpoint."""
     tensors = _stacked(_BEFORE.get(arch, _same)(config, dict(tensors)))
-    names = {**(GEMMA if arch.startswith("gemma") else {}), **NAMES}
+    own = (
+        GEMMA
+        if arch.startswith("gemma")
+        else {**as_gguf_attention.NAMES, **as_gguf_linear.NAMES}.get(arch, {})
+    )
+    names = {**own, **NAMES}
     out = {}
     for name, tensor in tensors.items():
         new = _renamed(name, names)
@@ -75,7 +80,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
         stem, dot, suffix = name, "", ""
     layer = re.fullmatch(r"(?:model|backbone)\.layers\.(\d+)\.(.+)", stem)
     block, rest = (f"blk.{layer[1]}.", layer[2]) if layer else ("", stem)
-    if rest.startswith(("ffn_", "attn_")):
+    if rest.startswith(("ffn_", "attn_", "rope_factors")):
         return f"{block}{rest}{dot}{suffix}"
     for pattern, new in names.items():
         if match := re.fullmatch(pattern, rest):
@@ -99,7 +104,9 @@ def _stacked(tensors: Tensors) -> Tensors:
 def _numbers(arch: str, name: str, w: Tensor, c: Config) -> Tensor:
     if arch in as_gguf_ssm.ARCHS:
         return as_gguf_ssm.numbers(arch, name, w)
-    if arch in ("llama", "granitehybrid") and re.search(r"\.attn_[qk]\.", name):
+    if arch in as_gguf_linear.ARCHS:
+        return as_gguf_linear.numbers(arch, name, w)
+    if arch in ("llama", "granitehybrid", *as_gguf_attention.PERMUTED) and re.search(r"\.attn_[qk]\.", name):
         return permuted(w, c["num_attention_heads"] if "attn_q" in name else c["num_key_value_heads"])
     if arch.startswith("gemma") and "norm" in name:
         return w + 1
@@ -168,6 +175,10 @@ def _fold_falcon(c: Config, tensors: Tensors) -> Tensors:
 _BEFORE: Mapping[str, Callable[[Config, Tensors], Tensors]] = {
     "deepseek2": _split_kv_b,
     "granitehybrid": _split_granite,
+    "granitemoe": _split_granite,
+    "kimi-linear": _split_kv_b,
+    **as_gguf_attention.BEFORE,
+    **as_gguf_linear.BEFORE,
     "falcon-h1": _fold_falcon,
 }
 
@@ -178,7 +189,7 @@ def _metadata(arch: str, c: Config, tensors: Tensors) -> dict[str, Any]:
         "block_count": layers,
         "context_length": c.get("max_position_embeddings", 1 << 20),
         "embedding_length": c["hidden_size"],
-        "attention.layer_norm_rms_epsilon": next(c[k] for k in EPSILONS if k in c),
+        "attention.layer_norm_rms_epsilon": next((c[k] for k in EPSILONS if k in c), None),
         **{theirs: c[ours] for ours, theirs in _PLAIN.items() if c.get(ours) is not None},
         **_attention(arch, c, tensors, layers),
         **_ssm(c),
@@ -189,9 +200,13 @@ def _metadata(arch: str, c: Config, tensors: Tensors) -> dict[str, Any]:
         values |= {"attention.scale": c["attention_multiplier"], "logit_scale": c["logits_scaling"]}
     if arch == "deepseek2" and "n_group" in c:
         values["expert_gating_func"] = 2 if c["model_type"] == "deepseek_v3" else 1
+    if arch in as_gguf_attention.ARCHS:
+        values |= as_gguf_attention.metadata(arch, c)
     if arch in as_gguf_ssm.ARCHS:
         values |= as_gguf_ssm.metadata(arch, c, tensors)
-    return {f"{arch}.{key}": value for key, value in values.items()}
+    if arch in as_gguf_linear.ARCHS:
+        values |= as_gguf_linear.metadata(arch, c)
+    return {f"{arch}.{key}": value for key, value in values.items() if value is not None}
 
 
 _PLAIN = {
@@ -219,7 +234,7 @@ def _attention(arch: str, c: Config, tensors: Tensors, layers: int) -> dict[str,
     rope = dict(c.get("rope_parameters") or {})
     rope = rope.get("full_attention", rope)
     dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-    heads = [c["num_key_value_heads"] * (f"blk.{i}.attn_k.weight" in tensors) for i in range(layers)]
+    heads = [c["num_key_value_heads"] * _attends(i, tensors) for i in range(layers)]
     values = {
         "attention.head_count": c["num_attention_heads"],
         "attention.head_count_kv": heads,
@@ -233,12 +248,18 @@ def _attention(arch: str, c: Config, tensors: Tensors, layers: int) -> dict[str,
         values["attention.key_length_mla"] = c["qk_nope_head_dim"] + c["qk_rope_head_dim"]
         values["attention.value_length_mla"] = c["v_head_dim"]
         values["rope.dimension_count"] = c["qk_rope_head_dim"]
+    if arch in as_gguf_attention.ARCHS:
+        return values
     if rope.get("rope_type", "default") != "default":
         values["rope.scaling.type"], values["rope.scaling.factor"] = rope["rope_type"], rope["factor"]
     if rope.get("rope_type") == "yarn":
         values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
         values["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     return values
+
+
+def _attends(i: int, tensors: Tensors) -> bool:
+    return any(f"blk.{i}.attn_{x}.weight" in tensors for x in ("k", "qkv"))
 
 
 def _ssm(c: Config) -> dict[str, Any]:

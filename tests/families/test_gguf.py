@@ -38,6 +38,25 @@ VARIANTS = {
     "falcon_h1_norm": "falcon-h1",
     "nemotron_h": "nemotron_h_moe",
     "nemotron_h_groups": "nemotron_h",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "olmo3_plain": "olmo2",
+    "gpt_oss": "gpt-oss",
+    "phi3": "phi3",
+    "phi3_longrope": "phi3",
+    "smollm3_plain": "smollm3",
+    "starcoder2_plain": "starcoder2",
+    "cohere": "command-r",
+    "cohere_plain": "command-r",
+    "cohere2": "cohere2",
+    "glm": "chatglm",
+    "glm4": "glm4",
+    "glm4_plain": "glm4",
+    "glm4_moe": "glm4moe",
+    "glm4_moe_plain": "glm4moe",
+    "granite_dense": "granite",
+    "granite_moe": "granitemoe",
+    "granite_moe_shared": "granitemoe",
     "mamba": "mamba",
     "mamba_biases": "mamba",
     "falcon_mamba_biases": "mamba",
@@ -46,6 +65,14 @@ VARIANTS = {
     "lfm2": "lfm2",
     "lfm2_biases": "lfm2",
     "lfm2_moe": "lfm2moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_next_biases": "qwen3next",
+    "qwen3_5": "qwen35",
+    "qwen3_5_tied": "qwen35",
+    "qwen3_5_moe": "qwen35moe",
+    "kimi_linear": "kimi-linear",
+    "kimi_linear_groups": "kimi-linear",
+    "minimax": "minimax-01",
 }
 
 
@@ -156,9 +183,31 @@ def test_what_is_not_known_is_refused_by_name() -> None:
         metadata = {"general.architecture": "llama", "llama.block_count": 1, **keys}
         gguf_config(metadata, {}, dict[str, Any]().__getitem__)
 
-    with pytest.raises(UnsupportedModel, match=r"'rwkv7' of the GGUF file.*Known: .*llama, mamba2"):
+    with pytest.raises(UnsupportedModel, match=r"'rwkv7' of the GGUF file.*Known: .*llama, mamba"):
         config(**{"general.architecture": "rwkv7"})
     with pytest.raises(UnsupportedModel, match=r"rope\.scaling\.type 'spiral'"):
         config(**{"llama.rope.scaling.type": "spiral"})
     with pytest.raises(UnsupportedModel, match=r"layer to layer.*\[1, 2\]"):
         config(**{"llama.attention.head_count_kv": [1, 2]})
+
+
+def test_an_old_file_of_qwen3_next_keeps_q_k_v_and_z_in_one_map(folder: Path) -> None:
+    config, tensors, oracle = made("qwen3_next", folder)
+    metadata, stored = converted("qwen3next", config, tensors)
+    for i in (0, 2):
+        del stored[f"blk.{i}.attn_qkv.weight"], stored[f"blk.{i}.attn_gate.weight"]
+        stored[f"blk.{i}.ssm_in.weight"] = tensors[f"model.layers.{i}.linear_attn.in_proj_qkvz.weight"]
+    checkpoint = Memory(stored)
+    model = decoder(resolved(checkpoint, gguf=metadata), checkpoint)
+    assert worst(whole(model, oracle["ids"][0]), oracle["logits"][0]) <= 1e-4
+
+
+def test_kimi_linear_is_refused_with_gates_that_are_not_implemented(folder: Path) -> None:
+    config, tensors, _ = made("kimi_linear", folder)
+    metadata, stored = converted("kimi-linear", config, tensors)
+    for key, value, said in (
+        ("kda.safe_gate", True, "safe_gate"),
+        ("expert_gating_func", 1, "gating_func 1"),
+    ):
+        with pytest.raises(UnsupportedModel, match=rf"{said} is not implemented for Kimi-Linear"):
+            resolved(Memory(stored), gguf={**metadata, f"kimi-linear.{key}": value})

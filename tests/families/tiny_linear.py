@@ -78,7 +78,8 @@ VARIANTS: dict[str, Variant] = {
         "OlmoHybridConfig",
         {**OLMO, **DELTA, "rope_parameters": {"rope_theta": None}, "linear_allow_neg_eigval": False},
     ),
-    "minimax": Variant("MiniMaxConfig", MINIMAX),
+    # What GGUF can say: one factor for all that stays, none for what is added.
+    "minimax": Variant("MiniMaxConfig", {**MINIMAX, **{k: 1.5 for k in FACTORS if "alpha" in k}}),
     "minimax_factors": Variant(
         "MiniMaxConfig",
         {
