@@ -115,14 +115,17 @@ def _heads_apart(heads: int, dim: int) -> Tensor:
 
 def _gguf_names(c: Mapping[str, Any]) -> Rules:
     b = "blk.{i}"
-    names: dict[str, Source] = {
+    names: dict[str, Source | tuple[Source, ...]] = {
         "layers.{i}.ssm.norm": f"{b}.attn_norm",
-        "layers.{i}.ssm.post_norm": f"{b}.post_attention_norm",
-        **{f"layers.{{i}}.ssm.{x}_norm": f"{b}.ssm_{x.lower()}_norm" for x in ("dt", "B", "C")},
         "layers.{i}.ssm.dt": f"{b}.ssm_dt",
         **_fused(c, f"{b}.ssm_in", f"{b}.ssm_x", f"{b}.attn_qkv"),
         **{f"layers.{{i}}.attn.{x}_norm.weight": flat(f"{b}.attn_{x}_norm.weight") for x in "qk"},
     }
+    bare = {f"ssm.{x}_norm": f"{b}.ssm_{x.lower()}_norm" for x in ("dt", "B", "C")}
+    bare |= {f"{x}.post_norm": f"{b}.post_attention_norm" for x in ("ssm", "attn")}
+    bare["ffn.post_norm"] = f"{b}.post_ffw_norm"
+    for ours, theirs in bare.items():  # some of llama.cpp's readers want these without a suffix
+        names[f"layers.{{i}}.{ours}.weight"] = (f"{theirs}.weight", theirs)
     halves = {"gate": 0, "up": 1}
     return names | {f"layers.{{i}}.ffn.{x}.weight": half(n, f"{b}.ffn_up.weight") for x, n in halves.items()}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.families.variant import Variant
 
-SIZES = {"state_size": 8, "expand": 2, "time_step_rank": 5, "conv_kernel": 4}
+SIZES = {"state_size": 8, "intermediate_size": 64, "time_step_rank": 5, "conv_kernel": 4}
 JAMBA = {
     "mamba_d_state": 8,
     "mamba_expand": 2,
@@ -39,7 +39,13 @@ VARIANTS: dict[str, Variant] = {
     "mamba": Variant("MambaConfig", SIZES),
     "mamba_biases": Variant(
         "MambaConfig",
-        {**SIZES, "use_bias": True, "use_conv_bias": False, "time_step_rank": "auto", "expand": 3},
+        {
+            **SIZES,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "time_step_rank": "auto",
+            "intermediate_size": 96,
+        },
     ),
     "falcon_mamba": Variant("FalconMambaConfig", {**SIZES, "mixer_rms_eps": 1e-3}),
     "falcon_mamba_biases": Variant(
