@@ -51,7 +51,7 @@ ARCHS = tuple(NAMES)
 
 
 def _ungrouped(c: Config, tensors: Tensors) -> Tensors:
-    """Rows of q, k, v and z of one key head lie together; llama.cpp wants all q, all k, all v, and z apart."""
+    """Rows of one key head, q, k, v and z, lie together; llama.cpp wants all q, k and v, and z apart."""
     keys, dim = c["linear_num_key_heads"], c["linear_key_head_dim"]
     values = c["linear_num_value_heads"] // keys * c["linear_value_head_dim"]
     out = {}
@@ -79,9 +79,7 @@ def _tiled(c: Config, tensors: Tensors) -> Tensors:
             w = torch.cat([w[:first], turned(w[first:], dim)])
         elif "in_proj_z" in name:
             w = turned(w, dim)
-        elif any(
-            word in name for word in ("in_proj_a", "in_proj_b", "linear_attn.A_log", "linear_attn.dt_bias")
-        ):
+        elif re.search(r"linear_attn\.(in_proj_[ab]|A_log|dt_bias)", name):
             w = turned(w, 1)
         elif "linear_attn.out_proj" in name:
             w = turned(w.T, dim).T
