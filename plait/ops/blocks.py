@@ -1,13 +1,59 @@
-"""Weights of random bytes in GGUF's block formats, as cases of ops want them: numbers of order 1."""
+"""Weights of random bytes in every quantized format, as cases of ops want them: products of order 1."""
 
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 from torch import Tensor
 
+from plait.quant.codebook import Codebook
+from plait.quant.fp4 import Fp4
+from plait.quant.fp8 import Fp8
 from plait.quant.gguf import BlockType, Gguf, block_type
+from plait.quant.grouped import Grouped
+from plait.quant.weight import Weight
+
+_GROUPED = re.compile(r"int(?P<bits>\d)(?:_g(?P<group>\d+))?(?P<more>(?:\+\w+)*)")
+
+
+def random_weight(kind: str, rows: int, cols: int) -> Weight:
+    """A weight in a format named as `Weight.format` names it, for GGUF and all others.
+
+    Integers in groups may be asked for with more: 'int4_g128+zeros+order+bfloat16'.
+    """
+    unit = 2.0 / cols**0.5
+    if found := _GROUPED.fullmatch(kind):
+        return _random_groups(int(found["bits"]), int(found["group"] or cols), found["more"], rows, cols)
+    if kind.startswith("fp8"):
+        codes = (torch.randn(rows, cols) * 60).to(torch.float8_e4m3fn)
+        block = (128, 128) if kind == "fp8_b128" else (1, cols)
+        shape = [-(-n // b) for n, b in zip((rows, cols), block, strict=True)]
+        return Fp8(codes, (0.5 + torch.rand(shape)) * unit / 100, block)
+    codes = torch.randint(0, 256, (rows, cols // 2), dtype=torch.uint8)
+    match kind:
+        case "mxfp4":
+            scales = 127 + round(math.log2(unit / 6)) + torch.randint(-1, 2, (rows, cols // 32))
+            return Fp4(codes, scales.to(torch.uint8))
+        case "nvfp4":
+            scales = (20 + 10 * torch.rand(rows, cols // 16)).to(torch.float8_e4m3fn)
+            return Fp4(codes, scales, torch.tensor([unit / 200]))
+        case "bnb_nf4":
+            return Codebook(codes, torch.linspace(-1, 1, 16), unit * torch.rand(rows, cols // 64), 64, "nf4")
+    return random_blocks(kind, rows, cols)
+
+
+def _random_groups(bits: int, group: int, more: str, rows: int, cols: int) -> Grouped:
+    words = set(more.split("+")[1:])
+    count = -(-cols // group)
+    codes = torch.randint(0, 256, (rows, cols * bits // 8), dtype=torch.uint8)
+    dtype = next((getattr(torch, w) for w in words if hasattr(torch, w) and "float" in w), torch.float16)
+    scales = ((0.5 + torch.rand(rows, count)) * 2.0 ** (2 - bits) / cols**0.5).to(dtype)
+    low, high = (1 << bits) * 3 // 8, (1 << bits) * 5 // 8 + 1
+    zeros = torch.randint(low, high, (rows, count), dtype=torch.uint8) if "zeros" in words else None
+    order = torch.randperm(cols).to(torch.int32) if "order" in words else None
+    return Grouped(codes, scales, zeros, bits, group, order)
 
 
 def random_blocks(name: str, rows: int, cols: int) -> Gguf:

@@ -1,7 +1,8 @@
 """Linear maps over weights in any storage: y = x Wᵀ + b.
 
-The reference decodes the weight each time it is used. The `dense` variant decodes it once, when the model is
-built, and costs the memory of plain numbers; kernels that read packed weights register beside it.
+The reference decodes the weight each time it is used, a piece at a time. The `dense` variant keeps plain
+numbers in the dtype of the model, and is for weights that are plain numbers: what is quantized stays so.
+Kernels that read packed weights register beside it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.ops.blocks import random_blocks
-from plait.ops.registry import Arguments, op
-from plait.quant.weight import Dense, Weight, stack_key
+from plait.ops.blocks import random_weight
+from plait.ops.registry import Arguments, Facts, op
+from plait.quant.codebook import Codebook
+from plait.quant.fp8 import Fp8
+from plait.quant.gguf import BLOCK_TYPES
+from plait.quant.weight import PIECE, Dense, Weight, stack_key
 
 Activations = Literal["float32", "int8", "int8x2"]
-KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")
+KINDS = tuple(kind.name for kind in BLOCK_TYPES.values() if kind.name not in ("Q8_1", "Q8_K"))
+STORED = (  # beside GGUF's: as `blocks.random_weight` names them
+    "int4_g128", "int4_g64+zeros+order", "int4_g32+bfloat16", "int3_g128+zeros", "int8", "mxfp4", "nvfp4",
+)  # fmt: skip
+FLOATS = ("fp8", "fp8_b128", "bnb_nf4")  # whose products are of floats: activations are not rounded
 SMALLEST = 3.8e-37  # largest number of a block that is not taken for zero
 BLOCK = 32  # activations that share a scale
+ROWS = 128  # of a weight, which storage may keep together
+
+
+def _named(kind: str) -> dict[str, str]:
+    """A case's words for a storage: its format and what else `random_weight` can be told."""
+    name, plus, more = kind.partition("+")
+    return {"kind": name, "more": plus + more}
+
 
 CASES: list[dict[str, Any]] = [
     dict(rows=1, n_in=64, n_out=32, bias=False),
@@ -36,11 +52,20 @@ CASES: list[dict[str, Any]] = [
         for rows, n_in in ((1, 64), (14, 1031))
     ),
     *(
-        dict(rows=rows, n_in=512, n_out=80, kind=kind, activations=activations, bias=rows > 1)
-        for kind in KINDS
+        dict(rows=rows, n_in=512, n_out=80, activations=activations, bias=rows > 1, **_named(kind))
+        for kind in (*KINDS, *STORED)
         for rows, activations in ((1, "int8"), (13, "int8"), (2, "int8x2"))
     ),
+    *(
+        dict(rows=rows, n_in=n_in, n_out=50, kind=kind, bias=rows > 1)
+        for kind in FLOATS
+        for rows, n_in in ((1, 320), (14, 1088))
+    ),
     dict(rows=5, n_in=96, n_out=48, kind="Q8_0", activations="int8"),
+    dict(
+        rows=5, n_in=160, n_out=24, kind="int4_g128", more="+zeros", activations="int8"
+    ),  # an unfinished group
+    dict(rows=5, n_in=96, n_out=24, kind="mxfp4", activations="int8x2"),
     dict(rows=70, n_in=288, n_out=40, kind="Q4_1", activations="int8"),
 ]
 
@@ -51,10 +76,30 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, activations: Activati
 
     `activations`: what x is rounded to first. "int8": 32 neighbours share a scale, largest / 127, as
     llama.cpp does beside block formats; "int8x2": a second int8 takes what is left over, 16 bits in all.
+    Neighbours are those of the weight's columns, where it keeps these in an order of its own.
     """
-    if activations != "float32":
+    order = getattr(weight, "order", None)
+    if activations != "float32" and order is not None:
+        kept = torch.empty_like(x)
+        kept[..., order.long()] = rounded(x[..., order.long()], activations)
+        x = kept
+    elif activations != "float32":
         x = rounded(x, activations)
-    return F.linear(x, weight.dequantize(x.dtype), bias)
+    if isinstance(weight, Dense):
+        return F.linear(x, weight.dequantize(x.dtype), bias)
+    return _decoded(x, weight, bias)
+
+
+def _decoded(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """The product with a quantized weight, of which never more than a piece is plain numbers."""
+    n_out, n_in = weight.shape
+    out = torch.empty(*x.shape[:-1], n_out, dtype=x.dtype, device=x.device)
+    step = max(1, PIECE // max(1, n_in) // ROWS) * ROWS
+    for start in range(0, n_out, step):
+        stop = min(start + step, n_out)
+        part = weight.rows(start, stop).dequantize(x.dtype)
+        out[..., start:stop] = F.linear(x, part, bias[start:stop] if bias is not None else None)
+    return out
 
 
 def rounded(x: Tensor, activations: Activations) -> Tensor:
@@ -80,7 +125,7 @@ def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Argumen
         numbers = torch.randn(n_out, n_in, device=device) / n_in**0.5
         weight: Weight = Dense(numbers.to(getattr(torch, case["kind"])))
     elif "kind" in case:
-        weight = random_blocks(case["kind"], n_out, n_in).to(torch.device(device))
+        weight = random_weight(case["kind"] + case.get("more", ""), n_out, n_in).to(torch.device(device))
     else:
         weight = Dense(torch.randn(n_out, n_in, dtype=dtype, device=device) / n_in**0.5)
     return (x, weight, bias, case.get("activations", "float32")), {}
@@ -111,8 +156,16 @@ def _dense(x: Tensor, weight: Tensor, bias: Tensor | None, activations: Activati
     return F.linear(x if activations == "float32" else rounded(x, activations), weight, bias)
 
 
+def _plain(facts: Facts) -> str | None:
+    """The `when` of keeping plain numbers: only of what is stored as plain numbers."""
+    kind = facts.sizes.get("kind")
+    if kind is None or getattr(getattr(torch, kind, None), "is_floating_point", False):
+        return None
+    return f"{kind} weights stay as they are: the reference decodes them at each use, piece by piece"
+
+
 dense = Packing(pack=lambda weight, dtype: weight.dequantize(dtype).contiguous(), apply=_dense)
-linear.variant("dense", on="cpu")(dense)
+linear.variant("dense", on="cpu", when=_plain)(dense)
 linear.variant("dense", on="cuda")(dense)
 
 
@@ -176,6 +229,12 @@ class Linear:
             apply(x, *rest, out=out[..., start : start + width])
             start += width
         return out
+
+
+def _rounding(weight: Weight, activations: Activations) -> Activations:
+    """What the input is rounded to: nothing beside floats, or where blocks of inputs are not whole."""
+    exact = isinstance(weight, Dense | Fp8 | Codebook) or weight.shape[1] % BLOCK
+    return "float32" if exact else activations
 
 
 def _stack(pairs: list[tuple[Weight, Tensor | None]]) -> tuple[Weight, Tensor | None]:

@@ -10,7 +10,7 @@ import torch
 
 from plait.errors import CannotRecord, ShapeMismatch
 from plait.kernels.load import executor, load
-from plait.ops.blocks import random_blocks
+from plait.ops.blocks import random_weight
 from plait.ops.linear import Linear
 from plait.ops.moe import experts, route
 from plait.ops.registry import Facts, Op
@@ -53,7 +53,7 @@ def maps(
 ) -> list[Linear]:
     def weight() -> Weight:
         if kind:
-            return random_blocks(kind, n_out, n_in)
+            return random_weight(kind, n_out, n_in)
         return Dense((torch.randn(n_out, n_in) / n_in**0.5).to(dtype))
 
     def bind(op: Op, **sizes: Any) -> Any:
@@ -101,13 +101,17 @@ def test_experts_in_half_the_width(cpu: Any, dtype: torch.dtype) -> None:
     close(bound(experts, cpu)(*args), experts.reference(*args))
 
 
-@pytest.mark.parametrize(("kind", "size"), [("Q8_0", 64), ("Q4_K", 256)])
-def test_experts_in_blocks(cpu: Any, kind: str, size: int) -> None:
+STORED = [("Q8_0", 64), ("Q4_K", 256), ("int4_g128", 128), ("int4_g64+zeros+order", 128), ("mxfp4", 64)]
+
+
+@pytest.mark.parametrize(("kind", "size"), STORED)
+def test_experts_that_are_quantized(cpu: Any, kind: str, size: int) -> None:
     up, down = maps(cpu, 4, 256, 2 * size, kind=kind), maps(cpu, 4, size, 256, kind=kind)
     x, (weight, index) = torch.randn(TOKENS, 256), chosen(TOKENS, 4, 2)
     args, fn = (up, down, ("silu", True), torch.randn_like(x)), bound(experts, cpu)
     y = fn(x, weight, index, *args)
-    torch.testing.assert_close(y, experts.reference(x, weight, index, *args), rtol=1e-3, atol=1e-3)
+    # An activation may round to the next of 127 steps, once in a while.
+    torch.testing.assert_close(y, experts.reference(x, weight, index, *args), rtol=1e-2, atol=1e-2)
     assert torch.equal(y[:1], fn(x[:1], weight[:1], index[:1], *args[:-1], args[-1][:1]))
 
 

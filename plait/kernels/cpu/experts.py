@@ -161,6 +161,7 @@ class Maps:
     rounding: Activations
     addresses: Tensor  # int64 [experts]
     biases: Tensor | None  # float32 [experts, n_out]
+    orders: Tensor | None  # int64 [experts]: addresses of the orders of their columns
 
     @classmethod
     def of(cls, linears: Sequence[Linear]) -> Maps | str:
@@ -173,12 +174,17 @@ class Maps:
             weight, bias, rounding = part
             packed.append(weight)
             biases.append(bias)
-            kinds.add((weight.kind, weight.n_in, weight.n_out, rounding, bias is not None))
+            sizes = (weight.kind, weight.n_in, weight.n_out, rounding, bias is not None)
+            kinds.add((*sizes, id(weight.kernel), weight.order is not None))
         if len(kinds) != 1:
-            return f"experts are stored in several ways: {sorted(kinds)}"
-        addresses = np.array([weight.data.data_ptr() for weight in packed], np.int64)
+            return f"experts are stored in several ways: {sorted(kind[:5] for kind in kinds)}"
         stacked = None if biases[0] is None else torch.stack(biases).float().contiguous()
-        return cls(packed[0], parts[0][2], torch.from_numpy(addresses), stacked)
+        orders = None if packed[0].order is None else _addresses([weight.order for weight in packed])
+        return cls(packed[0], parts[0][2], _addresses([weight.data for weight in packed]), stacked, orders)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.from_numpy(np.array([tensor.data_ptr() for tensor in tensors], np.int64))
 
 
 def _maps(up: Sequence[Linear], down: Sequence[Linear]) -> tuple[Maps, Maps] | str:
@@ -263,7 +269,7 @@ class GroupedExperts:
     def _multiply(self, x: Tensor, maps: Maps, starts: Tensor, tokens: int) -> Tensor:
         """Sorted rows through the maps of their experts, and their biases."""
         count, first = len(maps.addresses), maps.first
-        groups = Groups(count, starts, maps.addresses)
+        groups = Groups(count, starts, maps.addresses, maps.orders)
         h = multiply(self._cpu, x, first, None, maps.rounding, groups=groups, rows=tokens)
         if maps.biases is not None:
             self._cpu.launch(add_biases, h, first.n_out, starts, count, maps.biases, rows=tokens)

@@ -6,6 +6,8 @@ is 64 bytes (`byte[4n + j]` is number 4q + j of output n), so that one dot produ
 serves all sixteen and nothing is added across lanes. Codes are unsigned; what must be subtracted from them
 (`zero`) is paid once per group with the sum of the group's activations, and a minimum likewise.
 
+Where a code is a place in a table, the table's number is unsigned too, and `zero` makes up for that.
+
 Of a code, the low `bits` are in one plane and the `high` ones in another. A vector of the low plane holds one
 quad (8 bits), quads i and i + 4 (4 bits) or 4i … 4i + 3 (2 bits); one of the high plane holds eight quads
 (1 bit) or four (2 bits), lowest bits first.
@@ -21,16 +23,23 @@ from typing import Literal
 TILE = 16  # outputs
 BLOCK = 32  # activations that share a scale
 LINE = 64  # bytes
-Scales = Literal["half", "half, half", "byte", "byte, byte", "nibbles"]
+Scales = Literal[
+    "half", "half, half", "byte", "byte, byte", "nibbles", "level", "small",
+    "brain", "float", "half, zero", "brain, zero", "float, zero",
+]  # fmt: skip
+_BYTES = {"half": 2, "brain": 2, "float": 4}  # of one scale; others take a byte
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The record of a step. `group`: weights under one scale; `zero`: what is subtracted from codes; None: a
-    minimum is added instead.
+    """The record of a step. `group`: weights under one scale, 16, 32 or a whole step; `zero`: what is
+    subtracted from codes, with "zero" times the group's byte; None: a minimum is added instead. `table`: one
+    of `codes.TABLES`, in which codes are places.
 
-    scales: "half" a float16 per group; "half, half" its minimum too; "byte" an int8 per group under one
-    float16; "byte, byte" unsigned scale and minimum under two; "nibbles" both in one byte under two.
+    scales: "half", "brain", "float" a float16, bfloat16 or float32 per group; "half, half" its minimum too;
+    "…, zero" an unsigned byte that is its zero point; "byte" an int8 per group under one float16; "byte,
+    byte" unsigned scale and minimum under two; "nibbles" both in one byte under two; "level" an int8 and
+    "small" an unsigned E4M3 per group under one float32.
     """
 
     step: int
@@ -39,6 +48,7 @@ class Layout:
     group: int
     zero: int | None
     scales: Scales
+    table: str = ""
 
     @property
     def blocks(self) -> int:
@@ -67,7 +77,17 @@ class Layout:
     @property
     def scale_bytes(self) -> int:
         """Bytes of one vector of group scales."""
-        return 2 * TILE if self.scales.startswith("half") else TILE
+        return TILE * _BYTES.get(self.scales.split(",")[0], 1)
+
+    @property
+    def minimum_bytes(self) -> int:
+        """Bytes of one vector of minima or zero points."""
+        return TILE if self.zeros else self.scale_bytes
+
+    @property
+    def zeros(self) -> bool:
+        """Whether groups have zero points of their own."""
+        return self.scales.endswith(", zero")
 
     @property
     def minima_at(self) -> int:
@@ -76,12 +96,22 @@ class Layout:
     @property
     def outer_at(self) -> int:
         """Where the float16s above the group scales are; the minima's one is 32 bytes later."""
-        return self.minima_at + (self.groups * self.scale_bytes if "," in self.scales else 0)
+        return self.minima_at + (self.groups * self.minimum_bytes if "," in self.scales else 0)
+
+    @property
+    def outer_bytes(self) -> int:
+        """Bytes of what is above the group scales."""
+        match self.scales:
+            case "byte":
+                return 2 * TILE
+            case "byte, byte" | "nibbles" | "level" | "small":
+                return 4 * TILE
+            case _:
+                return 0
 
     @property
     def nbytes(self) -> int:
-        outer = 0 if self.scales.startswith("half") else 2 * TILE * (1 if self.zero is not None else 2)
-        return -(-(self.outer_at + outer) // LINE) * LINE
+        return -(-(self.outer_at + self.outer_bytes) // LINE) * LINE
 
     def steps(self, n_in: int) -> int:
         return -(-n_in // self.step)
@@ -92,18 +122,21 @@ class Layout:
     @property
     def rounded_block(self) -> int:
         """Bytes of 32 rounded activations: codes, their scale, a number per group for the zero or minimum."""
-        return BLOCK + 4 + 4 * (BLOCK // self.group)
+        return BLOCK + 4 + 4 * self.parts
+
+    @property
+    def parts(self) -> int:
+        """Groups, or pieces of one, in a block."""
+        return max(1, BLOCK // self.group)
 
     def rounded_bytes(self, n_in: int) -> int:
         """Bytes of one row of codes."""
         return self.steps(n_in) * self.blocks * self.rounded_block
 
 
-EIGHT = Layout(64, 8, 0, 32, 128, "half")
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
-        "Q8_0": EIGHT,
-        "IQ4_NL": EIGHT,  # its table's values are whole numbers
+        "Q8_0": Layout(64, 8, 0, 32, 128, "half"),
         "Q4_0": Layout(64, 4, 0, 32, 8, "half"),
         "Q4_1": Layout(64, 4, 0, 32, None, "half, half"),
         "Q5_0": Layout(64, 4, 1, 32, 16, "half"),
@@ -113,7 +146,34 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         "Q6_K": Layout(256, 4, 2, 16, 32, "byte"),
         "Q3_K": Layout(256, 2, 1, 16, 4, "byte"),
         "Q2_K": Layout(256, 2, 0, 16, None, "nibbles"),
-        "IQ4_XS": Layout(256, 8, 0, 32, 128, "byte"),
+        "IQ4_NL": Layout(64, 4, 0, 32, 127, "half", "iq4"),
+        "IQ4_XS": Layout(256, 4, 0, 32, 127, "byte", "iq4"),
+        "IQ3_S": Layout(256, 4, 0, 32, 15, "level", "iq3_s"),
+        "IQ3_XXS": Layout(256, 4, 0, 32, 62, "level", "iq3_xxs"),
+        "IQ2_XXS": Layout(256, 4, 0, 32, 43, "level", "iq2"),
+        "IQ2_XS": Layout(256, 4, 0, 16, 43, "level", "iq2"),
+        "IQ2_S": Layout(256, 4, 0, 16, 43, "level", "iq2"),
+        "IQ1_S": Layout(256, 4, 0, 32, 9, "level", "iq1"),
+        "IQ1_M": Layout(256, 4, 0, 16, 9, "level", "iq1"),
+        "TQ1_0": Layout(256, 2, 0, 256, 1, "half"),
+        "TQ2_0": Layout(256, 2, 0, 256, 1, "half"),
+        "Q1_0": Layout(128, 2, 0, 128, 1, "half"),
+        "Q2_0": Layout(64, 2, 0, 64, 1, "half"),
+        "MXFP4": Layout(64, 4, 0, 32, 12, "brain", "e2m1"),
+        "NVFP4": Layout(256, 4, 0, 16, 12, "small", "e2m1"),
     }
 )
 """By the name of a GGUF block format."""
+
+
+def grouped(bits: int, group: int, scale: str, zeros: bool) -> Layout | None:
+    """The layout of unsigned integers of so many bits under a scale for `group` columns; None: there is none.
+
+    scale: "half", "brain" or "float"; zeros: whether groups have zero points of their own.
+    """
+    planes = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 8: (8, 0)}.get(bits)
+    each = next((size for size in (128, 64, 32, 16) if group % size == 0), None)
+    if planes is None or each is None:
+        return None
+    zero = 1 if zeros else 1 << (bits - 1)
+    return Layout(max(each, 64), *planes, each, zero, f"{scale}, zero" if zeros else scale)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Linear maps over block-quantized weights: packed once, multiplied by activations rounded to int8."""
+"""Linear maps over quantized weights: packed once, multiplied by activations rounded to int8."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from plait.errors import ShapeMismatch
 from plait.kernels.cpu.executor import Executor
 from plait.kernels.cpu.layout import LAYOUTS
 from plait.kernels.cpu.linear_source import linear_kernel
-from plait.kernels.cpu.pack import packed
+from plait.kernels.cpu.pack import READERS
+from plait.kernels.cpu.pack import packed as packed_blocks
 from plait.kernels.cpu.packed import Packed, multiply
 from plait.kernels.cpu.rows import float32_rows
+from plait.kernels.cpu.streams import kept_grouped, packed
 from plait.ops.linear import BLOCK, Activations, Packing, linear
 from plait.ops.registry import Facts
 from plait.quant.gguf import Gguf
 from plait.quant.weight import Weight
 
+KNOWN = (*LAYOUTS, "mxfp4", "nvfp4")
+
 
 def pack(cpu: Executor, weight: Weight, dtype: torch.dtype) -> Packed:
-    """A weight in one of GGUF's block formats, in tiles. `dtype` is that of x, float32."""
-    if not isinstance(weight, Gguf) or weight.format not in LAYOUTS:
-        raise ShapeMismatch(f"only {', '.join(LAYOUTS)} are packed here, not {weight.format}")
+    """A weight in tiles that keep its codes and scales as they are. `dtype` is that of x, float32."""
     n_out, n_in = weight.shape
-    layout = LAYOUTS[weight.format]
+    if n_in % BLOCK:
+        raise ShapeMismatch(f"{n_in} inputs of a {weight.format} weight are not whole blocks of {BLOCK}")
+    if isinstance(weight, Gguf) and weight.format in READERS:
+        data, layout = packed_blocks(cpu, weight), LAYOUTS[weight.format]
+    else:
+        data, layout = packed(cpu, weight)
+    order = getattr(weight, "order", None)
     # Activations may take two rows of codes each.
-    return Packed(
-        packed(cpu, weight),
-        weight.format,
-        n_out,
-        n_in,
-        linear_kernel(layout),
-        2 * layout.rounded_bytes(n_in),
-    )
+    shared = 2 * layout.rounded_bytes(n_in)
+    return Packed(data, weight.format, n_out, n_in, linear_kernel(layout), shared, order)
 
 
 def apply(
@@ -50,10 +52,10 @@ def apply(
 
 
 def blocks_and_rounding(facts: Facts) -> str | None:
-    """The `when` of weights in blocks beside rounded activations."""
+    """The `when` of quantized weights beside rounded activations."""
     kind = facts.sizes.get("kind", "plain numbers")
-    if kind not in LAYOUTS:
-        return f"it reads {', '.join(LAYOUTS)}, not {kind}"
+    if kind not in KNOWN and kept_grouped(kind) is None:
+        return f"it reads blocks and whole numbers in groups of 16 and more, not {kind}"
     if facts.sizes.get("activations", "float32") == "float32":
         return "it rounds activations to int8"
     if facts["n_in"] % BLOCK:

@@ -16,12 +16,13 @@ from functools import cache, partial
 from string import Template
 from typing import Any
 
+from plait.kernels.cpu.codes import TABLES
 from plait.kernels.cpu.kernel import Kernel, generated
-from plait.kernels.cpu.layout import BLOCK, LAYOUTS, LINE, Layout
+from plait.kernels.cpu.layout import BLOCK, LINE, Layout
 from plait.kernels.cpu.straight import Word, Writer, digest, straight
 
 BUNDLES = (8, 4, 2, 1)  # rows of codes in a register tile, the larger first
-AHEAD = {64: 3072, 256: 6144}  # bytes that weights are fetched before they are needed, by the step's length
+AHEAD = {64: 3072, 128: 4096, 256: 6144}  # bytes weights are fetched ahead of need, by the step's length
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
 SMALLEST = 3.8e-37  # below it, 127 / largest is no float32: such a block is zeros
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
@@ -32,9 +33,11 @@ import numpy as np
 from plait.kernels.cpu import linear_source
 from plait.kernels.cpu.frame import barrier, rows_of, shared_of
 from plait.kernels.cpu.kernel import inline, kernel
+from plait.kernels.cpu.layout import Layout
 from plait.kernels.cpu.vec import get_i64, load_some, spread, word
 
-round_rows = linear_source.round_rows("$name")
+layout = $layout
+round_rows = linear_source.round_rows(layout)
 $tiles
 
 @inline
@@ -100,7 +103,7 @@ def _put(w: Writer, layout: Layout, halves: list[Any], to: Word, size: Word, at:
         w.store_i8(to + 32 * at + 16 * k, part)
     place = to + 32 * size + 4 * at
     w.put_f32(place, scale)
-    for part in [w.add_i32(*ints)] if layout.group == BLOCK else ints:
+    for part in [w.add_i32(*ints)] if layout.parts == 1 else ints:
         place += 4 * size
         if layout.zero is None:
             w.put_f32(place, w.product(scale, w.to_float(w.sum_i32(part))))
@@ -139,12 +142,11 @@ def _bundle_of(w: Writer, at: Word, codes: Word) -> tuple[Word, Word]:
 
 
 @cache
-def round_rows(name: str) -> Any:
+def round_rows(layout: Layout) -> Any:
     """Block: this thread's share of blocks of all rows, into bundles at `to`. Blocks behind n are zeros.
 
     x: the first row, others follow every `row_bytes`; terms: rows of codes per row.
     """
-    layout = LAYOUTS[name]
 
     def write(
         w: Writer,
@@ -195,6 +197,8 @@ def _codes(w: Writer, layout: Layout, p: Word, q: int) -> Any:
     else:
         low = w.right(w.load_i32(p + LINE * (q // 4)), 2 * (q % 4))
         low = w.and_i32(low, w.spread_int(0x03030303))
+    if layout.table:
+        return getattr(w, f"look_{layout.table}")(low)
     if not layout.high:
         return low
     per = 8 // layout.high
@@ -206,14 +210,27 @@ def _codes(w: Writer, layout: Layout, p: Word, q: int) -> Any:
     return w.or_i32(low, w.and_i32(high, w.spread_int(mask)))
 
 
+def _largest(layout: Layout) -> int:
+    """The largest unsigned code that is multiplied."""
+    if layout.table:
+        return max(TABLES[layout.table]) - min(TABLES[layout.table])
+    return (1 << (layout.bits + layout.high)) - 1
+
+
 def _scales(w: Writer, layout: Layout, at: Word, low_at: Word, outer: list[Any]) -> list[Any]:
     """The scales of a group, at `at`, and the minima it has, at `low_at`."""
     match layout.scales:
-        case "half":
+        case "half" | "half, zero":
             return [w.load_f16(at)]
+        case "brain" | "brain, zero":
+            return [w.load_bf16(at)]
+        case "float" | "float, zero":
+            return [w.load_f32(at)]
+        case "small":
+            return [w.mul(outer[0], w.from_e4m3(w.load_u8(at)))]
         case "half, half":
             return [w.load_f16(at), w.load_f16(low_at)]
-        case "byte":
+        case "byte" | "level":
             return [w.mul(outer[0], w.to_f32(w.load_i8(at)))]
         case "byte, byte":
             return [w.mul(o, w.to_f32(w.load_u8(a))) for o, a in zip(outer, (at, low_at), strict=True)]
@@ -228,16 +245,25 @@ def _block(
 ) -> list[Any]:
     """Sums of as many rows, with block b of a step: for every group its integer sums, then the floats."""
     rows, found = len(sums), list(sums)
-    product = w.dot8 if layout.bits == 8 else w.dot
-    quads, groups = layout.group // 4, BLOCK // layout.group
+    product = w.dot8 if _largest(layout) > 127 else w.dot
+    quads, groups = BLOCK // 4 // layout.parts, layout.parts
     for j in range(groups):
         extra = a + (36 + 4 * j) * rows
+        at, low_at = (
+            step + start + size * j + size * groups * (b if layout.group <= BLOCK else w.number(0))
+            for start, size in (
+                (layout.scales_at, layout.scale_bytes),
+                (layout.minima_at, layout.minimum_bytes),
+            )
+        )
         whole = [w.zero_i32() if layout.zero is None else w.spread_i32(extra + 4 * r) for r in range(rows)]
+        if layout.zeros:
+            zeros = w.load_u8(low_at)
+            whole = [w.mul_i32(zeros, n) for n in whole]
         for q in range(quads * j, quads * (j + 1)):
             v = _codes(w, layout, step + layout.plane_bytes * b, q)
             whole = [product(n, v, w.spread_i32(a + 32 * r + 4 * q)) for r, n in enumerate(whole)]
-        at = step + layout.scale_bytes * j + layout.scale_bytes * groups * b
-        s, *m = _scales(w, layout, at + layout.scales_at, at + layout.minima_at, outer)
+        s, *m = _scales(w, layout, at, low_at, outer)
         for r in range(rows):
             x = w.mul(w.to_f32(whole[r]), w.spread_f32(a + 32 * rows + 4 * r))
             found[r] = w.fma(x, s, found[r])
@@ -247,15 +273,17 @@ def _block(
 
 
 @cache
-def tile(name: str, rows: int) -> Any:
+def tile(layout: Layout, rows: int) -> Any:
     """Block (weights, a, steps): a bundle of `rows` rows of codes, at a, times a tile in that layout."""
-    layout = LAYOUTS[name]
     lines = -(-layout.nbytes // LINE // layout.blocks)
-    halves = 0 if layout.scales.startswith("half") else 1 if layout.zero is not None else 2
 
     def write(w: Writer, weights: Word, a: Word, steps: Word) -> list[Any]:
         def step(_: Word, at: Word, a: Word, *sums: Any) -> list[Any]:
-            outer = [w.load_f16(at + layout.outer_at + 32 * i) for i in range(halves)]
+            above = at + layout.outer_at
+            if layout.scales in ("level", "small"):
+                outer = [w.load_f32(above)]
+            else:
+                outer = [w.load_f16(above + 32 * i) for i in range(layout.outer_bytes // 32)]
 
             def block(b: Word, a: Word, *sums: Any) -> list[Any]:
                 for k in range(lines):
@@ -296,7 +324,7 @@ def keep(rows: int) -> Any:
     return straight(write)
 
 
-_TILE = """tile_{rows} = linear_source.tile("{name}", {rows})
+_TILE = """tile_{rows} = linear_source.tile(layout, {rows})
 joined_{rows}, keep_{rows} = linear_source.joined({rows}), linear_source.keep({rows})"""
 
 # One row less than a large bundle takes is one, too: what is computed beside it is not kept.
@@ -319,7 +347,6 @@ def _bundles() -> list[str]:
 @cache
 def linear_kernel(layout: Layout) -> Kernel:
     """The kernel of `packed.multiply` for weights in that layout."""
-    name = next(name for name, other in LAYOUTS.items() if other == layout)
     source = _SOURCE.substitute(
         step=layout.step,
         blocks=layout.blocks,
@@ -328,10 +355,10 @@ def linear_kernel(layout: Layout) -> Kernel:
         largest=BUNDLES[0],
         panel=PANEL,
         alone=ALONE,
-        name=name,
+        layout=repr(layout),
         bundles="\n".join(" " * 12 + line for line in _bundles()),
-        tiles="\n".join(_TILE.format(rows=n, name=name) for n in BUNDLES),
-        digest=digest("linear_source.py", "layout.py"),
+        tiles="\n".join(_TILE.format(rows=n) for n in BUNDLES),
+        digest=digest("linear_source.py", "layout.py", "codes.py"),
     )
-    made: Kernel = generated(f"linear_{name.lower()}", source).linear_rows
+    made: Kernel = generated(f"linear_{layout.bits}_{layout.scales.split(',')[0]}", source).linear_rows
     return made

@@ -24,8 +24,6 @@ from plait.kernels.cpu.frame import word
 from plait.kernels.cpu.kernel import inline, kernel
 from plait.kernels.cpu.vec import get_i32, get_u8, put_i32, put_u8
 
-IQ4 = np.array({table}, np.int64)
-
 
 @inline
 def bits(a):
@@ -41,11 +39,6 @@ def byte(a):
 def spread(b):
     """Bits 0..3 into four bytes."""
     return (b * 0x00204081) & 0x01010101
-
-
-@inline
-def looked_up(w):
-    return IQ4[w & 15] | IQ4[(w >> 8) & 15] << 8 | IQ4[(w >> 16) & 15] << 16 | IQ4[(w >> 24) & 15] << 24
 
 
 @inline
@@ -82,9 +75,6 @@ def pack(frame, args, thread, threads):
                     src, g = row + at // {per_file} * {file_bytes}, at % {per_file}
 '''
 
-_IQ4 = tuple(
-    value + 128 for value in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-)
 _NIBBLES = "(bits(src + {at} + 4 * {i}) >> {s}) & 0x0F0F0F0F"  # of 16 bytes: quads 0..3 low, 4..7 high
 _RUN = "(bits(src + {at} + 32 * (g >> 1) + 4 * {q}) >> (4 * (g & 1))) & 0x0F0F0F0F"
 _PAIRS = "(bits(src + {at} + 32 * (g >> 2) + 4 * {{q}}) >> (2 * (g & 3))) & 0x03030303"
@@ -105,9 +95,9 @@ class _Reader:
     minimum: str = ""
 
 
-_READERS = {
+READERS = {
     "Q8_0": _Reader("bits(src + 2 + 4 * {q}) ^ 0x80808080"),
-    "IQ4_NL": _Reader("looked_up(bits(src + 2 + 4 * {i}) >> {s})"),
+    "IQ4_NL": _Reader(_NIBBLES.replace("{at}", "2")),
     "Q4_0": _Reader(_NIBBLES.replace("{at}", "2")),
     "Q4_1": _Reader(_NIBBLES.replace("{at}", "4"), (0, 2)),
     "Q5_0": _Reader(
@@ -141,7 +131,7 @@ _READERS = {
         "byte(src + {j})",
     ),
     "IQ4_XS": _Reader(
-        "looked_up(bits(src + 8 + 16 * g + 4 * {i}) >> {s})",
+        "(bits(src + 8 + 16 * g + 4 * {i}) >> {s}) & 0x0F0F0F0F",
         (0,),
         "(((byte(src + 4 + (g >> 1)) >> (4 * (g & 1))) & 15)"
         " | ((byte(src + 2 + (g >> 2)) >> (2 * (g & 3))) & 3) << 4) - 32",
@@ -149,7 +139,7 @@ _READERS = {
 }
 
 
-def _planes(layout: Layout) -> list[str]:
+def planes(layout: Layout) -> list[str]:
     """Statements that put the codes q0..q7 of one output into both planes of block b."""
     low = f"to + b * {layout.plane_bytes} + 4 * n"
     mask = {8: "", 4: " & 0x0F0F0F0F", 2: " & 0x03030303"}[layout.bits]
@@ -172,7 +162,7 @@ def _planes(layout: Layout) -> list[str]:
 
 
 def _scales(layout: Layout, reader: _Reader) -> list[str]:
-    if layout.scales.startswith("half"):
+    if layout.scales.startswith("half") and layout.group == BLOCK:
         places = (layout.scales_at, layout.minima_at)
         return [
             f"put_half(to + {place} + b * 32 + 2 * n, src + {half}, 0)"
@@ -194,10 +184,9 @@ def _scales(layout: Layout, reader: _Reader) -> list[str]:
 @cache
 def packer(name: str) -> Kernel:
     """The kernel that packs a GGUF format: source, its row stride, outputs, blocks of 32 in a row, packed."""
-    layout, reader, kind = LAYOUTS[name], _READERS[name], block_type(name)
+    layout, reader, kind = LAYOUTS[name], READERS[name], block_type(name)
     head = _HEAD.format(
         name=name,
-        table=_IQ4,
         per_step=layout.blocks,
         nbytes=layout.nbytes,
         per_file=kind.elements // BLOCK,
@@ -208,7 +197,7 @@ def packer(name: str) -> Kernel:
         + reader.code.replace("{q}", str(q)).replace("{i}", str(q % 4)).replace("{s}", str(q // 4 * 4))
         for q in range(8)
     ]
-    body = [*codes, *_planes(layout), *_scales(layout, reader)]
+    body = [*codes, *planes(layout), *_scales(layout, reader)]
     source = head + "".join(" " * 20 + line + "\n" for line in body)
     made: Kernel = generated(f"pack_{name.lower()}", source).pack
     return made

@@ -7,6 +7,8 @@ with zeros. Its kernel takes these words (`Executor.launch`):
 (float32) or 0, 8 out, 9 bytes between its rows, 10 rounding of x (index into ROUNDINGS), 11 groups,
 12 starts, 13 weights, 14 bytes of x's rounded form at most.
 
+A weight may keep its columns in another order than its inputs come in: `order_columns` then goes first.
+
 With groups > 0 (mixture of experts) rows starts[g]..starts[g+1] go through the map at address weights[g]
 (both int64 arrays in memory, filled by an earlier launch and at construction), word 5 is not used, and
 starts[groups] is how many rows there are; without, the frame says so.
@@ -17,13 +19,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.executor import Executor
-from plait.kernels.cpu.kernel import Kernel
+from plait.kernels.cpu.frame import rows_of
+from plait.kernels.cpu.kernel import Kernel, kernel
 from plait.kernels.cpu.rows import Rows
+from plait.kernels.cpu.vec import get_i32, get_i64, put_i32, word
 from plait.ops.linear import Activations
 
 ROUNDINGS: tuple[Activations, ...] = ("float32", "int8", "int8x2")
@@ -39,6 +44,7 @@ class Packed:
     n_in: int
     kernel: Kernel
     shared_per_row: int  # bytes of shared scratch that a row of x needs
+    order: Tensor | None = None  # int32 [n_in]: which input a column belongs to
 
     @property
     def nbytes(self) -> int:
@@ -47,11 +53,33 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Rows sorted by expert. starts: int64 [count + 1], weights: int64 [count] addresses of packed maps."""
+    """Rows sorted by expert. starts: int64 [count + 1]; weights: int64 [count] addresses of packed maps;
+    orders: int64 [count] addresses of the orders of their columns, if they have orders."""
 
     count: int
     starts: Tensor
     weights: Tensor
+    orders: Tensor | None = None
+
+
+@kernel
+def order_columns(frame, args, thread, threads):
+    """x, bytes between its rows, n, order (int32), out (dense), groups, starts, orders.
+
+    out[r, c] = x[r, order[c]]; with groups, rows starts[g]..starts[g+1] by the order at address orders[g].
+    """
+    x, row_bytes, n, order, out = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
+    groups, starts, orders = word(args, 7), word(args, 8), word(args, 9)
+    for g in range(max(groups, 1)):
+        first, end = 0, rows_of(frame, args)
+        if groups != 0:
+            first, end = get_i64(starts + 8 * g), get_i64(starts + 8 * g + 8)
+            order = get_i64(orders + 8 * g)
+        rows = end - first
+        for r in range(first + rows * thread // threads, first + rows * (thread + 1) // threads):
+            source, to = x + r * row_bytes, out + 4 * n * r
+            for c in range(n):
+                put_i32(to + 4 * c, get_i32(source + 4 * np.int64(get_i32(order + 4 * c))))
 
 
 def multiply(
@@ -83,13 +111,23 @@ def multiply(
         raise ShapeMismatch(f"a bias must be dense float32, got {bias.dtype}")
     grouping: tuple[Any, ...] = (groups.count, groups.starts, groups.weights) if groups else (0, None, None)
     need = a.count * weight.shared_per_row
+    asked = a.count if rows is None else rows
+    if weight.order is not None:
+        ordered = cpu.empty(a.count, weight.n_in)
+        orders = groups.orders if groups else None
+        cpu.launch(
+            order_columns,
+            *(x, a.row_bytes, weight.n_in, weight.order, ordered, *grouping[:2], orders),
+            rows=asked,
+        )
+        x, a = ordered, Rows.of(ordered)
     cpu.launch(
         weight.kernel,
         *(x, a.row_bytes, weight.n_in, weight.data, weight.n_out, bias, out, b.row_bytes),
         ROUNDINGS.index(activations),
         *grouping,
         need,
-        rows=a.count if rows is None else rows,
+        rows=asked,
         shared=need,
     )
     return out.view(*shape[:-1], weight.n_out)
