@@ -7,6 +7,8 @@ tensor is found here too, before anything large is loaded.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +19,16 @@ from plait.memory import State
 from plait.model.decoder import Decoder
 
 
+class Headers(Checkpoint, Protocol):
+    """A checkpoint that tells how its tensors are stored."""
+
+    def format_of(self, name: str) -> str: ...
+
+
 class Outline:
     """A checkpoint without its content: every tensor is on the meta device."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Headers) -> None:
         self._checkpoint = checkpoint
 
     def __contains__(self, name: object) -> bool:
@@ -33,10 +41,16 @@ class Outline:
         return self._checkpoint.shape(name)
 
     def read(self, name: str) -> Tensor:
-        return torch.empty(self.shape(name), device="meta")
+        """A stack whose storage only knows matrices is one of all its rows, as when it is read."""
+        shape = self.shape(name)
+        if len(shape) > 2 and not isinstance(
+            getattr(torch, self._checkpoint.format_of(name), None), torch.dtype
+        ):
+            shape = (prod(shape[:-1]), shape[-1])
+        return torch.empty(shape, device="meta")
 
 
-def model_states(resolved: Resolved, checkpoint: Checkpoint) -> Mapping[str, State]:
+def model_states(resolved: Resolved, checkpoint: Headers) -> Mapping[str, State]:
     """What every mixer remembers, by mixer name. Raises MissingTensor, ShapeMismatch."""
     spec = resolved.spec
     target = Target(torch.device("meta"), torch.float32, spec.max_len, spec.hidden_size, ops="reference")

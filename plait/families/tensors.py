@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, Rules, Source
 from plait.families.normalize import Config
-from plait.quant.weight import Weight, as_tensor, pick_rows, take_rows
+from plait.quant.weight import Scalable, Weight, as_tensor, pick_rows, take_rows
 
 Stored = Tensor | Weight
 # Text tensors of a model alone, and inside the wrappers that also see images (old and new names).
@@ -17,9 +18,14 @@ VISION = (r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\.")
 
 
 def scaled(factor: float | Tensor, source: str) -> Derived:
-    """The tensor times a number (or one number per row), in its own dtype. A quantized weight is decoded."""
+    """The tensor times a number (or one number per row), in its own dtype or storage.
 
-    def times(w: Stored, **_: str) -> Tensor:
+    Blocks of GGUF have no scale that could take it: they are decoded.
+    """
+
+    def times(w: Stored, **_: str) -> Stored:
+        if isinstance(w, Scalable):
+            return w.times(torch.as_tensor(factor, dtype=torch.float32))
         numbers = as_tensor(w)
         by = factor
         if isinstance(by, Tensor):
