@@ -138,7 +138,7 @@ def _rope(m: Metadata, read: Callable[[str], Tensor]) -> None:
     dim, rotated = m.config.get("head_dim"), m.values.get("rope.dimension_count")
     if m.config.get("num_attention_heads") and not dim:
         dim = m.config["hidden_size"] // m.config["num_attention_heads"]
-    if rotated and dim and m.arch != "deepseek2" and rotated != dim:
+    if rotated and dim and m.arch != "deepseek2":
         m.put("partial_rotary_factor", rotated / dim, f"{FILE} {m.prefix}rope.dimension_count")
 
 

@@ -70,7 +70,7 @@ VARIANTS: dict[str, Variant] = {
         "SmolLM3Config",
         {
             **PAD,
-            "no_rope_layer_interval": 3,
+            "no_rope_layers": [1, 0, 1],
             "use_sliding_window": True,
             "sliding_window": 5,
             "attention_bias": True,
@@ -79,10 +79,10 @@ VARIANTS: dict[str, Variant] = {
     ),
     "smollm3_plain": Variant(
         "SmolLM3Config",
-        {**PAD, "num_hidden_layers": 5, "tie_word_embeddings": True, "no_rope_layers": [1, 0, 1, 1, 0]},
+        {**PAD, "num_hidden_layers": 5, "tie_word_embeddings": True},
     ),
-    "starcoder2": Variant("Starcoder2Config", {"sliding_window": 5, "hidden_act": "relu"}),
-    "starcoder2_plain": Variant("Starcoder2Config", {"use_bias": False, "tie_word_embeddings": True}),
+    "starcoder2": Variant("Starcoder2Config", {"sliding_window": 5, "hidden_act": "relu", "use_bias": False}),
+    "starcoder2_plain": Variant("Starcoder2Config", {"tie_word_embeddings": True}),
     "cohere": Variant(
         "CohereConfig",
         {"use_qk_norm": True, "logit_scale": 0.25, "attention_bias": True, "layer_norm_eps": 1e-3},
