@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,16 +18,10 @@ from plait.memory import State
 from plait.model.decoder import Decoder
 
 
-class Headers(Checkpoint, Protocol):
-    """A checkpoint that tells how its tensors are stored."""
-
-    def format_of(self, name: str) -> str: ...
-
-
 class Outline:
     """A checkpoint without its content: every tensor is on the meta device."""
 
-    def __init__(self, checkpoint: Headers) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
 
     def __contains__(self, name: object) -> bool:
@@ -43,14 +36,17 @@ class Outline:
     def read(self, name: str) -> Tensor:
         """A stack whose storage only knows matrices is one of all its rows, as when it is read."""
         shape = self.shape(name)
-        if len(shape) > 2 and not isinstance(
-            getattr(torch, self._checkpoint.format_of(name), None), torch.dtype
-        ):
+        if len(shape) > 2 and not self._is_plain(name):
             shape = (prod(shape[:-1]), shape[-1])
         return torch.empty(shape, device="meta")
 
+    def _is_plain(self, name: str) -> bool:
+        """Files tell how a tensor is stored; what has no files has plain tensors."""
+        format_of = getattr(self._checkpoint, "format_of", None)
+        return format_of is None or isinstance(getattr(torch, format_of(name), None), torch.dtype)
 
-def model_states(resolved: Resolved, checkpoint: Headers) -> Mapping[str, State]:
+
+def model_states(resolved: Resolved, checkpoint: Checkpoint) -> Mapping[str, State]:
     """What every mixer remembers, by mixer name. Raises MissingTensor, ShapeMismatch."""
     spec = resolved.spec
     target = Target(torch.device("meta"), torch.float32, spec.max_len, spec.hidden_size, ops="reference")
