@@ -13,7 +13,7 @@ Q = ("self_attn.q_proj.weight", "mixer.q_proj.weight", "temporal_block.q_proj.we
 K = ("self_attn.k_proj.weight", "mixer.k_proj.weight", "temporal_block.k_proj.weight")
 FUSED = ("self_attn.qkv_proj.weight", "mixer.qkv_proj.weight")
 O = ("self_attn.o_proj.weight", "mixer.o_proj.weight")  # noqa: E741
-HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.q_layernorm.weight")
+HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.q_layernorm.weight", "mixer.q_weight")
 WIDTHS = (
     *("mlp.gate_proj.weight", "feed_forward.gate_proj.weight", "mixer.up_proj.weight"),
     *("mlp.c_fc.weight", "feed_forward.w1.weight", "block_sparse_moe.gate_proj.weight"),
@@ -42,6 +42,8 @@ def attention_sizes(t: Tensors, architecture: str) -> None:
     if rows is None:
         return
     q, q_rows, k, k_rows = rows
+    if q_rows < 1 or k_rows < 1:
+        raise UnsupportedModel(f"{q[0]} {list(q[1])} and {k[0]} {list(k[1])} cannot be those of attention")
     if heads := t.get("num_attention_heads"):
         t.put("head_dim", q_rows // heads, f"tensor {q[0]} {list(q[1])} / {heads} heads")
     elif not _exact_head_dim(t, q_rows):
@@ -90,7 +92,11 @@ def _guess_head_dim(t: Tensors, common: int, architecture: str) -> tuple[int, st
     order = {"Gemma2ForCausalLM": [256], "Phi3ForCausalLM": [96] * (hidden == 3072)}.get(
         architecture, []
     ) + order
-    found = next((d for d in order if common and common % d == 0), common)
+    found = next((d for d in order if common and common % d == 0), None)
+    if found is None:
+        raise UnsupportedModel(
+            f"no usual head size divides the {common} rows that q and k have in common; --set head_dim=…"
+        )
     return (
         found,
         f"default (a usual size that divides the {common} rows q and k have in common; --set head_dim=…)",
@@ -128,7 +134,7 @@ def feed_forward_sizes(t: Tensors) -> None:
         t.size("intermediate_size", 2 * found[1][0], found)  # RecurrentGemma counts gate and up together
     if found := t.first("shared_mlp.output_linear.weight"):
         t.size("shared_intermediate_size", found[1][1], found)
-    if t.has("feed_forward.w1.weight"):
+    if t.has("ffn_norm.weight"):
         t.put("block_auto_adjust_ff_dim", False, "the width is the tensor's own")
 
 
@@ -139,7 +145,9 @@ def expert_sizes(t: Tensors) -> int | None:
             t.put("num_experts", 1, "no layer has a router")
         return None
     t.size("num_experts", gate[1][0], gate)
-    _expert_width(t, gate[1][0])
+    _expert_width(t)
+    if (width := t.get("moe_intermediate_size")) is not None:
+        t.put("intermediate_size", width, "no layer is dense: that of an expert")
     shared = ("mlp.shared_expert.up_proj.weight", "mixer.shared_experts.up_proj.weight")
     if found := t.first(*shared):
         t.size("shared_intermediate_size", found[1][0], found)
@@ -152,7 +160,7 @@ def expert_sizes(t: Tensors) -> int | None:
     return gate[1][0]
 
 
-def _expert_width(t: Tensors, count: int) -> None:
+def _expert_width(t: Tensors) -> None:
     if found := t.first(*ONE_EXPERT):
         t.size("moe_intermediate_size", found[1][0], found)
     elif found := t.first(*ALL_EXPERTS):

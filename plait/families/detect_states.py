@@ -15,7 +15,9 @@ LAYER_KEYS = ("layer_types", "attn_layer_indices", "hybrid_override_pattern", "a
 def state_sizes(t: Tensors, architecture: str) -> None:
     """Everything that layers with states show, and which layers those are."""
     if (at := next((at for at in MAMBA if t.has(f"{at}.A_log")), None)) is not None:
-        if t.has(f"{at}.x_proj.weight"):
+        if t.has("mixer.dt_norm_weight"):
+            _plamo(t)
+        elif t.has(f"{at}.x_proj.weight"):
             _mamba1(t, at)
         else:
             _mamba2(t, at, architecture)
@@ -44,6 +46,16 @@ def _mamba1(t: Tensors, at: str) -> None:
     t.size("mamba_d_state", a[1][-1], a)
     t.size("mamba_dt_rank", steps[1][-1], steps)
     _last(t, "mamba_d_conv", t.need(f"{at}.conv1d.weight"))
+
+
+def _plamo(t: Tensors) -> None:
+    a, steps, b = t.need("mixer.A_log"), t.need("mixer.dt_norm_weight"), t.need("mixer.B_norm_weight")
+    out = t.need("mixer.out_proj.weight")
+    t.size("mamba_n_heads", a[1][0], a)
+    t.size("head_dim", out[1][-1] // max(a[1][0], 1), out)
+    t.size("mamba_dt_rank", steps[1][0], steps)
+    t.size("mamba_d_state", b[1][0], b)
+    _last(t, "mamba_d_conv", t.need("mixer.conv1d.weight"))
 
 
 def _mamba2(t: Tensors, at: str, architecture: str) -> None:

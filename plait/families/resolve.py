@@ -19,6 +19,7 @@ from plait.families.normalize import (
     LINEAR,
     NEUTRAL,
     NOTHING,
+    SLIDING,
     Config,
     IncompleteConfig,
     flatten,
@@ -26,6 +27,7 @@ from plait.families.normalize import (
 )
 from plait.families.oxidizr import is_oxidizr, resolve_oxidizr
 from plait.families.registry import UnknownArchitecture, find, names_in
+from plait.families.registry import known as every_family
 from plait.families.resolved import Resolved
 
 FILE, SET = "config.json", "--set"
@@ -38,6 +40,7 @@ PACKED = (
     ".absmax",
     ".SCB",
 )
+STATES = (LINEAR, "conv")  # words of layer_types
 # Keys that a config may hold beside the aliases and the family's defaults, and that --set may therefore name.
 KEYS = {
     *("architectures", "model_type", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -48,6 +51,8 @@ KEYS = {
     *("v_head_dim", "first_k_dense_replace", "moe_layer_freq", "mlp_only_layers", "decoder_sparse_step"),
     *("n_group", "topk_group", "topk_method", "scoring_func", "mlp_layer_types", "mamba_d_ssm", "num_heads"),
     *("num_nextn_predict_layers", "attention_bias", "ssm_cfg", "rope_interleave", "mamba_hidden_act"),
+    *("attn_type_list", "block_ff_dim", "full_attention_idx", "lru_width", "mamba_enabled", "no_rope"),
+    *("postnorm", "rotary_dim", "rotary_pct", "tokenizer_vocab", "eos_token_id"),
 }
 
 
@@ -125,8 +130,9 @@ def _check_keys(given: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
     """A key that nobody reads would be ignored in silence."""
     aliases = {name for others in ALIASES.values() for name in others}
     known = {*KEYS, *ALIASES, *aliases, *NEUTRAL, *(set(flat) - set(given))}
-    if _is_known(flat):
-        known |= set(find(flat).defaults)
+    families = [find(flat)] if _is_known(flat) else every_family().values()
+    for entry in families:
+        known |= set(entry.defaults)
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
@@ -156,14 +162,21 @@ def _tie(flat: dict[str, Any], why: dict[str, str], shapes: Shapes) -> None:
 
 
 def _let_tensors_win(c: Config, why: dict[str, str], shapes: Shapes) -> None:
-    """Which layers are recurrent and which attend is plain to see; a config that says otherwise is wrong."""
+    """Which layers have states and which attend is plain to see; a config that says otherwise is wrong."""
     if why.get("layer_types") == SET or "hybrid" in c["layer_types"]:
         return
+    attends = next((word for word in c["layer_types"] if word in (FULL, SLIDING)), FULL)
     for i, (kind, name) in layer_kinds(shapes).items():
-        if i < len(c["layer_types"]) and (c["layer_types"][i] == LINEAR) != (kind == LINEAR):
-            said = c["layer_types"][i]
-            c["layer_types"][i] = LINEAR if kind == LINEAR else FULL
+        if i >= len(c["layer_types"]) or _sort(said := c["layer_types"][i]) == _sort(kind):
+            continue
+        c["layer_types"][i] = kind if kind in STATES else attends
+        if "; config.json says" not in why.get("layer_types", ""):
             why["layer_types"] = f"tensor {name}; config.json says layer {i} is {said}"
+
+
+def _sort(kind: str) -> str:
+    """All that attends is one, with or without a window."""
+    return kind if kind in STATES else FULL
 
 
 def _built(c: Config, why: dict[str, str]) -> Resolved:

@@ -285,9 +285,9 @@ VARIANTS: dict[str, Variant] = {
 VARIANTS |= tiny_attention.VARIANTS | tiny_ssm.VARIANTS | tiny_linear.VARIANTS
 
 
-def write(name: str, folder: Path) -> None:
+def write(name: str, folder: Path, variant: Variant | None = None) -> None:
     """A checkpoint of this variant: config.json, model.safetensors, and oracle.pt with ids and logits."""
-    variant = VARIANTS[name]
+    variant = variant or VARIANTS[name]
     sizes = {k: v for k, v in SIZES.items() if variant.config != "Mamba2Config" or k not in _NO_MAMBA}
     config = getattr(transformers, variant.config)(**{**sizes, **variant.changes})
     model = transformers.AutoModelForCausalLM.from_config(
