@@ -10,6 +10,8 @@ from typing import Any
 from plait.spec import (
     Attention,
     Branch,
+    DeltaNet,
+    Lightning,
     Mamba1,
     Mamba2,
     Mamba3,
@@ -19,7 +21,9 @@ from plait.spec import (
     ModelSpec,
     Moe,
     Parallel,
+    RgLru,
     Rope,
+    ShortConv,
 )
 
 Layer = tuple[Branch, ...]
@@ -55,29 +59,53 @@ def layer_text(layer: Layer) -> list[str]:
 
 
 def branch_text(branch: Branch) -> str:
-    norms = "" if branch.post_norm is None else " · post-norm"
-    scale = "" if branch.scale == 1.0 else f" · × {branch.scale:g}"
-    return f"{branch.name}: {mixer_text(branch.mixer)}{norms}{scale}"
+    """A branch in one line: its mixer, and what is unusual about how it is added."""
+    parts = [f"{branch.name}: {mixer_text(branch.mixer)}"]
+    parts += [] if branch.post_norm is None else ["post-norm"]
+    parts += ["no norm before"] if branch.norm is None else []
+    parts += [] if branch.scale == 1.0 else [f"× {branch.scale:g}"]
+    parts += [] if branch.keep is None else [f"the normed input × {branch.keep:g} instead of the residual"]
+    if (aside := branch.aside) is not None:
+        heads = f"{aside.num_heads} heads × {aside.head_dim}, MLP {aside.size}, rank {aside.rank}"
+        parts.append(f"shared block {aside.block} beside it ({heads})")
+    return " · ".join(parts)
 
 
 def mixer_text(mixer: Mixer) -> str:
     """What a mixer is, in the words of its paper, with its sizes."""
     match mixer:
         case Attention():
-            text = _attention(mixer)
+            return _attention(mixer)
         case Mla():
-            text = _mla(mixer)
-        case Mamba1():
-            text = f"Mamba1, inner {mixer.inner_size}, state {mixer.state_size}"
-        case Mamba2() | Mamba3():
-            text = _mamba(mixer)
+            return _mla(mixer)
         case Mlp():
-            text = f"{'gated ' if mixer.gated else ''}MLP {mixer.size}, {mixer.activation}"
+            return f"{'gated ' if mixer.gated else ''}MLP {mixer.size}, {mixer.activation}"
         case Moe():
-            text = _moe(mixer)
+            return _moe(mixer)
         case Parallel():
-            text = " ∥ ".join(f"{name}: {mixer_text(part)}" for name, part in mixer.parts.items())
-    return text
+            return " ∥ ".join(f"{name}: {mixer_text(part)}" for name, part in mixer.parts.items())
+        case _:
+            return _with_state(mixer)
+
+
+def _with_state(mixer: Mamba1 | Mamba2 | Mamba3 | ShortConv | DeltaNet | Lightning | RgLru) -> str:
+    """A mixer whose memory does not grow."""
+    match mixer:
+        case Mamba1():
+            heads = "" if mixer.num_heads is None else f", {mixer.num_heads} heads"
+            return f"Mamba1, inner {mixer.inner_size}, state {mixer.state_size}{heads}"
+        case ShortConv():
+            return f"gated short convolution, width {mixer.kernel}"
+        case DeltaNet():
+            kind = "Kimi delta attention" if mixer.decay == "channel" else "gated DeltaNet"
+            shared = f", {mixer.num_key_heads} key" if mixer.num_key_heads != mixer.num_heads else ""
+            return f"{kind}, {mixer.num_heads} heads{shared} × ({mixer.key_dim} × {mixer.value_dim})"
+        case Lightning():
+            return f"lightning attention, {mixer.num_heads} heads × {mixer.head_dim}"
+        case RgLru():
+            return f"RG-LRU, width {mixer.width}, {mixer.num_heads} heads"
+        case _:
+            return _mamba(mixer)
 
 
 def _rope(rope: Rope | None) -> str:
@@ -94,6 +122,8 @@ def _attention(m: Attention) -> str:
     parts += [f"window {m.window}"] if m.window else []
     parts += [f"softcap {m.softcap:g}"] if m.softcap else []
     parts += ["q and k normed"] if m.qk_norm else []
+    parts += ["sinks"] if m.sinks else []
+    parts += ["gated"] if m.gate else []
     return ", ".join(parts)
 
 

@@ -11,6 +11,9 @@ from plait.cli.describe import bytes_text, index_ranges, layer_groups, layer_tex
 from plait.spec import (
     Attention,
     Branch,
+    DeltaNet,
+    Lightning,
+    Mamba1,
     Mamba2,
     Mixer,
     Mla,
@@ -19,8 +22,10 @@ from plait.spec import (
     Moe,
     Norm,
     Parallel,
+    RgLru,
     Rope,
     Router,
+    ShortConv,
 )
 
 ATTN = Attention(9, 3, 64, 0.125, Rope(64, 1e5), window=512, softcap=50.0, qk_norm=Norm())
@@ -54,8 +59,22 @@ def test_index_ranges(indices: tuple[int, ...], text: str) -> None:
             "q and k normed",
         ),
         (Attention(4, 4, 32, 0.1), "attention, 4 heads × 32, 4 kv, no rope"),
-        (Mla(4, None, 64, 32, 32, 0.1, 16, Rope(16)), "MLA, 4 heads × (32 + 16), kv rank 64, rope 10000 on 16"),
+        (
+            Mla(4, None, 64, 32, 32, 0.1, 16, Rope(16)),
+            "MLA, 4 heads × (32 + 16), kv rank 64, rope 10000 on 16",
+        ),
+        (Mla(4, None, 64, 32, 32, 0.1, 16, None), "MLA, 4 heads × (32 + 16), kv rank 64, no rope"),
+        (
+            Attention(4, 4, 32, 0.1, sinks=True, gate=True),
+            "attention, 4 heads × 32, 4 kv, no rope, sinks, gated",
+        ),
         (SSM, "Mamba2, 8 heads × 64, state 128"),
+        (Mamba1(64, 16, 4, 4), "Mamba1, inner 64, state 16"),
+        (ShortConv(3), "gated short convolution, width 3"),
+        (DeltaNet(4, 2, 8, 12, 4, Norm()), "gated DeltaNet, 4 heads, 2 key × (8 × 12)"),
+        (DeltaNet(4, 4, 8, 8, 4, Norm(), "channel"), "Kimi delta attention, 4 heads × (8 × 8)"),
+        (Lightning(2, 16, (0.5, 0.25), Norm()), "lightning attention, 2 heads × 16"),
+        (RgLru(64, 4, 4), "RG-LRU, width 64, 4 heads"),
         (MLP, "gated MLP 1536, silu"),
         (
             Moe(8, 2, Mlp(96), Router("sigmoid"), shared=Mlp(192)),
@@ -74,6 +93,9 @@ def test_every_mixer_has_words(mixer: Mixer, words: str) -> None:
 def test_a_branch_says_what_is_unusual_about_it() -> None:
     branch = Branch("ffn", MLP, Norm(), post_norm=Norm(), scale=0.22)
     assert layer_text((branch,)) == ["ffn: gated MLP 1536, silu · post-norm · × 0.22"]
+    kept = Branch("ffn", MLP, None, keep=1.5)
+    words = "no norm before · the normed input × 1.5 instead of the residual"
+    assert layer_text((kept,)) == [f"ffn: gated MLP 1536, silu · {words}"]
 
 
 def test_a_spec_is_valid_json() -> None:

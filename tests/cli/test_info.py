@@ -11,6 +11,7 @@ import pytest
 
 from plait.cli.info import columns, grouped, op_lines, shortened, source_lines
 from plait.ops.registry import Binding
+from tests.families import tiny, tiny_bare
 
 Run = Callable[..., Any]
 
@@ -78,3 +79,21 @@ def test_a_hybrid_is_described_layer_by_layer(plait: Run, nano_hybrid: Path) -> 
         "tensor ",
     ):
         assert words in result.out
+
+
+def test_a_model_without_a_config_shows_where_every_value_came_from(plait: Run, tmp_path: Path) -> None:
+    tiny.write("kimi_linear", tmp_path, tiny_bare.VARIANTS["kimi_linear"])
+    (tmp_path / "config.json").unlink()
+    result = plait("info", str(tmp_path))
+    assert result.code == 0, result.err
+    for words in (
+        "0  delta: Kimi delta attention, 3 heads × (8 × 8)",
+        "attn: MLA, 4 heads × (8 + 4)",
+        "no rope",
+        "tensor model.layers.1.self_attn.kv_a_layernorm.weight [16]",
+        "default (usual for 8 experts; --set num_experts_per_tok=…)",
+        "default (kimi_linear)",
+    ):
+        assert words in result.out, words
+    changed = json.loads(plait("info", str(tmp_path), "--json", "--set", "num_experts_per_tok=3").out)
+    assert changed["sources"]["num_experts_per_tok"] == {"value": 3, "source": "--set"}
