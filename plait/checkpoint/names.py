@@ -19,7 +19,7 @@ class Back:
 
     fn: what undoes the recipe's arithmetic, of our numbers in float32; None: they stay as they are.
     at, of: which part of the source's rows this tensor is, of how many. stack: how many of these the source
-    holds one after the other, the field {e} counting them.
+    holds one after the other, the field {e} counting them; 0: however many there are.
     """
 
     fn: Callable[[Any], Any] | None = None

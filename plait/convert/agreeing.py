@@ -7,7 +7,7 @@ made up for in the tensors. Anything else that the target's own reader understan
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -18,12 +18,13 @@ from plait.convert.making import Made, with_part
 from plait.convert.reading import Wanted
 from plait.errors import UnsupportedFormat
 from plait.ops.rope import frequencies
-from plait.spec import Attention, Mamba2, ModelSpec, Rope
+from plait.spec import Attention, DeltaNet, Mamba2, ModelSpec, Rope
 
 # How a model is called, how its scans are cut into pieces, and what sizes its rotary tables.
 FREE = {"family", "chunk_size", "max_len"}
 NEAR = 1e-5  # relative: metadata is float32
 Made_ = Sequence[Made]
+Change = Callable[[Tensor], Tensor]
 
 
 def agreed(
@@ -36,16 +37,22 @@ def agreed(
     tensors = {part.ours: position for position, m in enumerate(made) for part in m.parts}
     result = list(made)
 
-    def change(name: str, rows: Tensor | None = None, scale: float = 1.0) -> None:
+    def change(name: str, rows: Tensor | None = None, scale: float = 1.0, fn: Change | None = None) -> None:
         if name in tensors:
-            result[tensors[name]] = with_part(result[tensors[name]], name, rows, scale)
+            result[tensors[name]] = with_part(result[tensors[name]], name, rows, scale, fn)
 
     theirs = _folded(ours, theirs, wanted, change)
+    others = dict(theirs.mixers())
     for name, mixer in ours.mixers():
-        other = dict(theirs.mixers()).get(name)
+        other = others.get(name)
         if isinstance(mixer, Attention) and isinstance(other, Attention) and mixer.rope and other.rope:
             for row_name, order in _reordered(name, mixer, other, wanted):
                 change(row_name, order)
+        if isinstance(mixer, DeltaNet) and isinstance(other, DeltaNet) and mixer.tiled != other.tiled:
+            for row_name, order in _tiled(name, mixer, to_tiles=other.tiled):
+                change(row_name, order)
+            columns = value_order(mixer, mixer.value_dim, to_tiles=other.tiled)
+            change(f"{name}.o.weight", fn=_columns(columns))
     if found := list(differences(_unordered(ours), _unordered(theirs))):
         raise UnsupportedFormat(
             f"{form} cannot say what this model is: {'; '.join(found[:4])}"
@@ -108,6 +115,28 @@ def _reordered(
                 yield norm, head if wanted[norm].shape[0] == mixer.head_dim else rows
 
 
+def _tiled(name: str, mixer: DeltaNet, *, to_tiles: bool) -> Iterator[tuple[str, Tensor]]:
+    """(our tensor, its rows' new order) where value heads of one key head stand elsewhere."""
+    heads, values = (value_order(mixer, width, to_tiles=to_tiles) for width in (1, mixer.value_dim))
+    keys = torch.arange(2 * mixer.num_key_heads * mixer.key_dim)
+    yield from ((f"{name}.{x}.weight", values) for x in ("v", "gate"))
+    yield from ((f"{name}.{x}", heads) for x in ("beta.weight", "decay.weight", "A", "dt_bias"))
+    channels = torch.cat((keys, len(keys) + values))
+    yield from ((f"{name}.conv.{kind}", channels) for kind in ("weight", "bias"))
+
+
+def _columns(order: Tensor) -> Change:
+    return lambda w: w[:, order]
+
+
+def value_order(mixer: DeltaNet, width: int, *, to_tiles: bool) -> Tensor:
+    """Heads of `width` rows: those of one key head together -> the first of each key head, the second, ..."""
+    ratio = mixer.num_heads // mixer.num_key_heads
+    shape = (mixer.num_key_heads, ratio) if to_tiles else (ratio, mixer.num_key_heads)
+    heads = torch.arange(mixer.num_heads).view(shape).T.flatten()
+    return (heads[:, None] * width + torch.arange(width)).flatten()
+
+
 def pairs_order(head_dim: int, rotated: int, *, to_pairs: bool) -> Tensor:
     """Which row of a head comes where: [first half, second half] -> pairs, or back. [head_dim]."""
     first = torch.arange(rotated)
@@ -123,6 +152,8 @@ def _unordered(spec: ModelSpec) -> ModelSpec:
             inv_freq, mscale = frequencies(value, spec.max_len)
             numbers = {"divisors": tuple(inv_freq.tolist()), "mscale": mscale}
             return Rope(value.dim, 0.0, numbers)
+        if isinstance(value, DeltaNet):
+            return replace(value, tiled=False)
         if isinstance(value, Mamba2) and value.gated_norm is None:
             return replace(value, norm_before_gate=False, norm_groups=1)
         if isinstance(value, Mapping):

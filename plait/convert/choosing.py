@@ -23,8 +23,8 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 PACKED = ("fp8", "int4")
 # Maps that choose, gate or set step sizes: small, and everything downstream hangs on them.
 KEPT = {
-    *("conv", "router", "shared_gate", "dt", "q_conv", "k_conv", "v_conv"),
-    *("a", "b", "ba", "beta", "f_a", "f_b", "g_a", "g_b"),
+    *("conv", "router", "shared_gate", "dt"),
+    *("beta", "decay", "decay_a", "decay_b", "gate_a", "gate_b"),
 }
 ENDS = {"embed.weight", "head.weight"}
 ENDS_BITS = 6.5  # of a number: below that, the two ends of a model get Q6_K

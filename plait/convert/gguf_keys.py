@@ -8,7 +8,20 @@ from typing import Any
 
 from plait.convert.making import Made
 from plait.errors import UnsupportedFormat
-from plait.spec import Attention, Mamba1, Mamba2, Mixer, Mla, Mlp, ModelSpec, Moe, Norm, Parallel, Rope
+from plait.spec import (
+    Attention,
+    DeltaNet,
+    Mamba1,
+    Mamba2,
+    Mixer,
+    Mla,
+    Mlp,
+    ModelSpec,
+    Moe,
+    Parallel,
+    Rope,
+    ShortConv,
+)
 
 Values = dict[str, Any]
 SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
@@ -138,7 +151,7 @@ def _latent(spec: ModelSpec) -> Values:
         return {}
     values: Values = {
         "attention.head_count": mla.num_heads,
-        "attention.head_count_kv": 1,
+        "attention.head_count_kv": _per_layer([1 if m else 0 for m in _each(spec, Mla)]),
         "attention.kv_lora_rank": mla.kv_rank,
         "attention.key_length": mla.kv_rank + mla.rope_dim,
         "attention.value_length": mla.kv_rank,
@@ -176,8 +189,22 @@ def _experts(spec: ModelSpec, config: Mapping[str, Any]) -> Values:
 
 
 def _recurrent(spec: ModelSpec) -> Values:
-    found = next((m for layer in spec.layers for m in _parts(layer) if isinstance(m, (Mamba1, Mamba2))), None)
+    kinds = (Mamba1, Mamba2, DeltaNet, ShortConv)
+    found = next((m for layer in spec.layers for m in _parts(layer) if isinstance(m, kinds)), None)
     match found:
+        case ShortConv():
+            return {"shortconv.l_cache": found.kernel}
+        case DeltaNet(decay="channel"):
+            return {"kda.head_dim": found.key_dim, "ssm.conv_kernel": found.conv_kernel}
+        case DeltaNet():
+            return {
+                "ssm.conv_kernel": found.conv_kernel,
+                "ssm.inner_size": found.num_heads * found.value_dim,
+                "ssm.state_size": found.key_dim,
+                "ssm.time_step_rank": found.num_heads,
+                "ssm.group_count": found.num_key_heads,
+                "full_attention_interval": _interval(spec),
+            }
         case Mamba2():
             return {
                 "ssm.conv_kernel": found.conv_kernel,
@@ -192,9 +219,15 @@ def _recurrent(spec: ModelSpec) -> Values:
                 "ssm.inner_size": found.inner_size,
                 "ssm.state_size": found.state_size,
                 "ssm.time_step_rank": found.dt_rank,
+                "ssm.dt_b_c_rms": bool(found.norm and not found.norm.weight),
             }
         case _:
             return {}
+
+
+def _interval(spec: ModelSpec) -> int:
+    """Each how manieth layer has full attention."""
+    return next((i + 1 for i, m in enumerate(_each(spec, Attention)) if m), len(spec.layers) + 1)
 
 
 def _nothing(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
@@ -218,15 +251,34 @@ def _gemma3(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
     return {"rope.freq_base_swa": local.theta} if local else {}
 
 
-def _falcon(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
-    return {}
+def _nemotron(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    return {"attention.layer_norm_epsilon": spec.norm.eps}
+
+
+def _sections(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    """How many frequencies turn with the time, the height and the width of a picture: of text, any do."""
+    rope = next((m.rope for m in _each(spec, Attention) if m and m.rope), None)
+    if rope is None:
+        return {}
+    third = rope.dim // 6
+    return {"rope.dimension_sections": [rope.dim // 2 - 2 * third, third, third, 0]}
+
+
+def _cohere(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    return {"logit_scale": spec.logit_scale}
+
+
+def _minimax(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    return {"residual_scale": next((b.keep for layer in spec.layers for b in layer if b.keep), 1.0)}
 
 
 _PARTICULARS: Mapping[str, Callable[[ModelSpec, Mapping[str, tuple[int, ...]]], Values]] = MappingProxyType(
-    {"granitehybrid": _granite, "granite": _granite, "granitemoe": _granite, "gemma3": _gemma3}
+    {
+        **dict.fromkeys(("granitehybrid", "granite", "granitemoe"), _granite),
+        **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _nemotron),
+        **dict.fromkeys(("command-r", "cohere2"), _cohere),
+        **dict.fromkeys(("qwen35", "qwen35moe"), _sections),
+        "gemma3": _gemma3,
+        "minimax-01": _minimax,
+    }
 )
-
-
-def norms(spec: ModelSpec) -> set[Norm]:
-    """Every norm before a branch: GGUF has one epsilon for all."""
-    return {b.norm for layer in spec.layers for b in layer if b.norm} | {spec.norm}

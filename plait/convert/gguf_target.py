@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -13,7 +14,7 @@ from torch import Tensor
 from plait.convert.agreeing import agreed
 from plait.convert.gguf_keys import model_keys
 from plait.convert.making import Made, made_tensors
-from plait.convert.reading import Model
+from plait.convert.reading import Model, check_complete
 from plait.errors import UnsupportedFormat, UnsupportedModel
 from plait.families.gguf_arch import ARCHITECTURES
 from plait.families.gguf_names import gguf_names
@@ -22,8 +23,9 @@ from plait.families.registry import known, names_in
 from plait.families.resolve import resolve
 from plait.families.resolved import Resolved
 from plait.ops.rope import frequencies
-from plait.spec import Attention, Mamba1, Mamba2, Mla, ModelSpec, Moe, Rope
+from plait.spec import Attention, DeltaNet, Mamba1, Mamba2, Mla, ModelSpec, Moe, Rope
 
+log = logging.getLogger("plait")
 FORM = "GGUF"
 # Families that are said in another's architecture; the others' own are those registered for them.
 ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -31,9 +33,11 @@ ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mixtral": ("llama",),
         "deepseek_v3": ("deepseek2",),
         "bamba": ("granitehybrid",),
+        "falcon_mamba": ("mamba",),
         "oxidizr": ("llama", "mamba2", "deepseek2"),
     }
 )
+NO_WINDOWS = {"llama", "phi3"}
 ROPE_FREQS = "rope_freqs.weight"
 
 
@@ -58,10 +62,19 @@ def gguf_target(model: Model) -> GgufTarget:
     reasons = []
     for arch in arches:
         try:
-            return _as_arch(model, arch)
+            found = _as_arch(model, arch)
         except (UnsupportedFormat, UnsupportedModel) as error:
             reasons.append(f"{arch}: {error}")
+        else:
+            _warn(model.spec, arch)
+            return found
     raise UnsupportedFormat(f"this {family} model cannot be written as GGUF: {'; '.join(reasons)}")
+
+
+def _warn(spec: ModelSpec, arch: str) -> None:
+    """What llama.cpp does not do, and Plait does, with the same file."""
+    if arch in NO_WINDOWS and any(isinstance(m, Attention) and m.window for _, m in spec.mixers()):
+        log.warning("llama.cpp has no windows for %s: there, attention sees all keys", arch)
 
 
 def arches_of(model: Model) -> list[str]:
@@ -82,6 +95,9 @@ def _as_arch(model: Model, arch: str) -> GgufTarget:
     keys = {"general.architecture": arch, **model_keys(arch, spec, config, made)}
     extra = _extra(spec)
     theirs = read_back(keys, made, extra)
+    check_complete(
+        theirs, {m.name: m.shape for m in made} | {name: tuple(t.shape) for name, t in extra.items()}
+    )
     return GgufTarget(
         arch, keys, tuple(agreed(made, spec, theirs.spec, model.wanted, f"{FORM} as {arch}")), extra
     )
@@ -114,6 +130,12 @@ def _shape(made: Made, spec: ModelSpec) -> tuple[int, ...]:
         return (grouped.norm_groups, made.shape[0] // grouped.norm_groups)
     if kind == "ffn_gate_inp_shexp.weight":
         return (made.shape[-1],)
+    delta = next((m for _, m in spec.mixers() if isinstance(m, DeltaNet)), None)
+    if delta and delta.decay == "channel":
+        if kind == "ssm_a":
+            return (1, 1, delta.num_heads, 1)
+        if kind.startswith("ssm_conv1d_"):
+            return (1, made.shape[0], 1, made.shape[1])
     return made.shape
 
 

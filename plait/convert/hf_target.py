@@ -11,7 +11,7 @@ from torch import Tensor
 from plait.convert.agreeing import agreed
 from plait.convert.hf_keys import config_json
 from plait.convert.making import Made, made_tensors
-from plait.convert.reading import Model
+from plait.convert.reading import Model, check_complete
 from plait.errors import UnsupportedFormat
 from plait.families.registry import build_spec
 from plait.families.resolve import resolve
@@ -34,6 +34,7 @@ def hf_target(model: Model, dtype: str) -> HfTarget:
     made = [replace(m, shape=_shape(m)) for m in made_tensors(model.wanted, names, FORM)]
     shapes = {m.name: m.shape for m in made}
     theirs = resolve(config, shapes, read=_unread)
+    check_complete(theirs, shapes)
     family = config["model_type"]
     return HfTarget(
         config, tuple(agreed(made, model.spec, theirs.spec, model.wanted, f"config.json of {family}"))
@@ -50,4 +51,6 @@ def _shape(made: Made) -> tuple[int, ...]:
     """Depthwise kernels have a dimension of one in the middle: [C, 1, K]."""
     role = made.roles[0].rpartition(".")[0].rpartition(".")[2]
     is_kernel = role.endswith("conv") and made.name.endswith(".weight") and len(made.shape) == 2
+    if made.name.endswith("self_attn.A_log"):  # Kimi-Linear
+        return (1, 1, made.shape[0], 1)
     return (made.shape[0], 1, made.shape[1]) if is_kernel else made.shape

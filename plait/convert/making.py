@@ -6,7 +6,7 @@ out are `Made`s: tensors to be written, whose rows are those of their parts, one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, UnknownName
 from plait.convert.reading import Numbers, Wanted
-from plait.errors import UnsupportedFormat
+from plait.errors import ShapeMismatch, UnsupportedFormat
 from plait.quant.weight import Dense, Weight, as_tensor, pick_rows
 
 PIECE = 1 << 22  # numbers that are held decoded at a time
@@ -41,12 +41,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """One tensor to be written. `roles`: what it is to the model, as our names; () if nobody reads it."""
+    """One tensor to be written.
+
+    `roles`: what it is to the model, as our names; () if nobody reads it. `order`: its rows as rows of all
+    parts one after another, None if they stand so.
+    """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     roles: tuple[str, ...]
+    order: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -62,40 +67,50 @@ def made_tensors(wanted: Mapping[str, Wanted], names: NameMap, form: str) -> lis
 
     form: what the target is called in errors.
     """
-    found: dict[str, list[tuple[tuple[int, int], str, Back]]] = {}
+    found: dict[str, list[Place]] = {}
     for ours in wanted:
-        for theirs, at, back in _targets(ours, names, form):
-            found.setdefault(theirs, []).append((at, ours, back))
-    return [_made(theirs, parts, wanted, form) for theirs, parts in found.items()]
+        for theirs, place in _places(ours, names, form):
+            found.setdefault(theirs, []).append(place)
+    return [_made(theirs, places, wanted, form) for theirs, places in found.items()]
 
 
-def _targets(ours: str, names: NameMap, form: str) -> Iterator[tuple[str, tuple[int, int], Back]]:
-    """(their name, place, way back) of each of their tensors that holds ours."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one of our tensors goes in one of theirs: by its `Back`, else by the rows its recipe takes."""
+
+    ours: str
+    recipe: Derived | None
+    back: Back | None
+    expert: int
+
+
+def _places(ours: str, names: NameMap, form: str) -> Iterator[tuple[str, Place]]:
     try:
         source, fields = names.resolve(ours)
     except UnknownName:
         raise UnsupportedFormat(f"{ours}: {form} has no tensor for it") from None
     if isinstance(source, str):
-        yield source, (0, 0), Back()
-        return
-    if len(source.back) != len(source.sources):
-        raise UnsupportedFormat(
-            f"{ours}: the way back to {', '.join(source.sources)} in {form} is not implemented"
-        )
-    yield from _places(source, fields)
+        yield source, Place(ours, None, Back(), 0)
+    elif source.back:
+        for theirs, back in zip(source.sources, source.back, strict=True):
+            yield theirs, Place(ours, source, back, int(fields["e"]) if back.stack is not None else 0)
+    elif len(source.sources) == 1 and "e" not in fields:
+        yield source.sources[0], Place(ours, source, None, 0)
+    else:
+        raise UnsupportedFormat(_unknown(ours, source.sources, form))
 
 
-def _places(source: Derived, fields: Mapping[str, str]) -> Iterator[tuple[str, tuple[int, int], Back]]:
-    for theirs, back in zip(source.sources, source.back, strict=True):
-        yield theirs, (int(fields["e"]) if back.stack is not None else 0, back.at), back
+def _unknown(ours: str, theirs: Sequence[str], form: str) -> str:
+    return f"{ours}: the way back to {', '.join(theirs)} in {form} is not implemented"
 
 
-def _made(
-    theirs: str, found: list[tuple[tuple[int, int], str, Back]], wanted: Mapping[str, Wanted], form: str
-) -> Made:
-    found = sorted(found, key=lambda part: part[0])
+def _made(theirs: str, places: list[Place], wanted: Mapping[str, Wanted], form: str) -> Made:
+    if any(place.back is None for place in places):
+        return _by_rows(theirs, places, wanted, form)
+    found = sorted(((p.expert, p.back.at), p.ours, p.back) for p in places if p.back)
     first = found[0][2]
-    count = first.of * (first.stack or 1)
+    stack = len(found) if first.stack == 0 else first.stack
+    count = first.of * (stack or 1)
     if len({at for at, *_ in found}) != count or len(found) != count:
         raise UnsupportedFormat(
             f"{theirs} of {form} is made of {count} tensor(s), the model has {len(found)} "
@@ -104,13 +119,43 @@ def _made(
     parts = tuple(Part(ours, back.fn) for _, ours, back in found)
     shapes = [shape_of(part, wanted[part.ours].shape) for part in parts]
     rows = sum(shape[0] for shape in shapes)
-    if count == 1:
-        shape = shapes[0]
-    elif first.stack:
-        shape = (first.stack, rows // first.stack, *shapes[0][1:])
+    if stack:
+        shape = (stack, rows // stack, *shapes[0][1:])
     else:
-        shape = (rows, *shapes[0][1:])
+        shape = shapes[0] if count == 1 else (rows, *shapes[0][1:])
     return Made(theirs, shape, parts, tuple(part.ours for part in parts))
+
+
+def _by_rows(theirs: str, places: list[Place], wanted: Mapping[str, Wanted], form: str) -> Made:
+    """A tensor whose rows are ours in another order: the recipes are asked which rows they take.
+
+    They are shown a tensor whose numbers are those of its rows. If each row is taken once, and nothing else
+    is done, the rows can be put back. Raises UnsupportedFormat.
+    """
+    shapes = [wanted[p.ours].shape for p in places]
+    rows = sum(shape[0] for shape in shapes)
+    shown = torch.arange(rows, dtype=torch.float64)
+    taken = []
+    for place, shape in zip(places, shapes, strict=True):
+        if place.recipe is None:
+            raise UnsupportedFormat(_unknown(place.ours, [theirs], form))
+        ones = [1] * (len(shape) - 1)
+        try:
+            found = place.recipe.fn(shown.view(-1, *ones).expand(-1, *shape[1:]))
+            numbers = found.reshape(shape[0], -1)[:, 0]
+            is_rows = torch.equal(found, numbers.view(-1, *ones).expand(shape))
+        except (RuntimeError, IndexError, ShapeMismatch) as error:
+            raise UnsupportedFormat(_unknown(place.ours, [theirs], form)) from error
+        if not is_rows:
+            raise UnsupportedFormat(_unknown(place.ours, [theirs], form))
+        taken.append(numbers)
+    order = torch.cat(taken).long()
+    if not torch.equal(order.sort().values, torch.arange(rows)):
+        raise UnsupportedFormat(_unknown(places[0].ours, [theirs], form))
+    parts = tuple(Part(place.ours) for place in places)
+    back = order.argsort()
+    kept = None if torch.equal(back, torch.arange(rows)) else back
+    return Made(theirs, (rows, *shapes[0][1:]), parts, tuple(p.ours for p in parts), kept)
 
 
 def shape_of(part: Part, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -137,6 +182,27 @@ def matrix_of(model: Numbers, part: Part) -> Weight:
     return value
 
 
+def matrices(model: Numbers, made: Made) -> Iterator[tuple[Weight, float]]:
+    """(rows, what they are multiplied by) of a tensor to be written, in its order.
+
+    Where rows of several parts alternate, all of them are taken together, in their storage if it is one.
+    """
+    parts = [(matrix_of(model, part), 1.0 if part.fn else part.scale) for part in made.parts]
+    if made.order is None:
+        yield from parts
+        return
+    first = parts[0][0]
+    is_vector = len(made.shape) == 1
+    if not is_vector and all(
+        type(m) is type(first) and m.format == first.format and scale == 1.0 for m, scale in parts
+    ):
+        together: Weight = type(first).cat([m for m, _ in parts])
+    else:
+        numbers = [m.dequantize(torch.float32) * scale for m, scale in parts]
+        together = Dense(torch.cat([n.reshape(-1, 1) if is_vector else n for n in numbers]))
+    yield together.pick(made.order), 1.0
+
+
 def pieces(weight: Weight, scale: float, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
     """Its numbers, some rows at a time: [n, cols]."""
     rows, cols = weight.shape
@@ -146,10 +212,19 @@ def pieces(weight: Weight, scale: float, dtype: torch.dtype = torch.float32) -> 
         yield numbers if scale == 1.0 else numbers * scale
 
 
-def with_part(made: Made, ours: str, rows: Tensor | None = None, scale: float = 1.0) -> Made:
-    """The same tensor with one of its parts reordered or multiplied."""
-    parts = tuple(
-        replace(p, rows=rows if rows is not None else p.rows, scale=p.scale * scale) if p.ours == ours else p
-        for p in made.parts
-    )
+def with_part(
+    made: Made,
+    ours: str,
+    rows: Tensor | None = None,
+    scale: float = 1.0,
+    fn: Callable[[Tensor], Tensor] | None = None,
+) -> Made:
+    """The same tensor with one part reordered, multiplied or changed, before what changes it already."""
+
+    def changed(part: Part) -> Part:
+        then = part.fn
+        both = fn if then is None else then if fn is None else lambda w: then(fn(w))
+        return replace(part, rows=part.rows if rows is None else rows, scale=part.scale * scale, fn=both)
+
+    parts = tuple(changed(part) if part.ours == ours else part for part in made.parts)
     return replace(made, parts=parts)

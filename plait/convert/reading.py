@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from plait.checkpoint.names import Derived, NameMap, Source
 from plait.checkpoint.weights import Checkpoint, Target, Weights
 from plait.engine.outline import Outline
+from plait.errors import CheckpointError, UnsupportedFormat
 from plait.families.resolved import Resolved
 from plait.model.decoder import Decoder
 from plait.quant.weight import Weight
@@ -87,6 +88,36 @@ class Model:
             *(self.checkpoint.read(s) for s in wanted.source.sources), **wanted.fields
         )
         return value
+
+
+class Shapes:
+    """A checkpoint that is yet to be written: its tensors' shapes."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
+    def names(self) -> Iterable[str]:
+        return self._shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def read(self, name: str) -> Tensor:
+        return torch.empty(self._shapes[name], device="meta")
+
+
+def check_complete(resolved: Resolved, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Whether the model can be built from tensors of these shapes, every one used.
+
+    Raises UnsupportedFormat: what would be written could not be read.
+    """
+    try:
+        Model(resolved, Shapes(shapes))
+    except CheckpointError as error:
+        raise UnsupportedFormat(f"what would be written could not be read again: {error}") from error
 
 
 def _sources(source: Source) -> tuple[str, ...]:

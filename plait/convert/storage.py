@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from plait.convert.making import Made, matrix_of, pieces
+from plait.convert.making import Made, matrices, pieces
 from plait.convert.reading import Numbers
 from plait.errors import BadFile
 from plait.quant.encode import Encoder
@@ -84,8 +84,7 @@ class Blocks:
 
     def write(self, model: Numbers, sink: Sink) -> None:
         if self.encoder is None:
-            for part in self.made.parts:
-                weight = matrix_of(model, part)
+            for weight, _ in matrices(model, self.made):
                 assert isinstance(weight, Gguf)
                 assert weight.kind.name == self.kind.name
                 sink(weight.data)
@@ -174,10 +173,9 @@ def _int4_codes(groups: Tensor, scale: Tensor) -> Tensor:
 
 def _numbers(model: Numbers, made: Made, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
     """Its rows in float32, some at a time; a vector is one row. What has `dtype` and stays is not cast."""
-    for part in made.parts:
-        matrix = matrix_of(model, part)
-        same = part.is_plain and isinstance(matrix, Dense) and matrix.tensor.dtype == dtype
-        yield from pieces(matrix, 1.0 if part.fn else part.scale, dtype if same else torch.float32)
+    for matrix, scale in matrices(model, made):
+        same = scale == 1.0 and isinstance(matrix, Dense) and matrix.tensor.dtype == dtype
+        yield from pieces(matrix, scale, dtype if same else torch.float32)
 
 
 def _rows_of(multiple: int, found: Iterator[Tensor]) -> Iterator[Tensor]:

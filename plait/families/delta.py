@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from plait.checkpoint.names import Derived, Source
+from plait.checkpoint.names import Back, Derived, Source
 from plait.errors import UnsupportedModel
 from plait.families.gguf_arch import FILE, Metadata
 from plait.families.grammar import norm
 from plait.families.normalize import FULL, LINEAR, Config
-from plait.families.tensors import conv, flat, negative_exp
+from plait.families.tensors import Stored, conv, flat, negative_exp
 from plait.quant.weight import as_tensor, pick_rows, take_rows
 from plait.spec import DeltaNet
 
@@ -58,12 +59,12 @@ def rows(start: int, stop: int, source: str) -> Derived:
     return Derived(lambda w, **_: take_rows(w, start, stop), (source,))
 
 
-def picked(index: torch.Tensor, source: str) -> Derived:
+def picked(index: Tensor, source: str) -> Derived:
     """Rows of a map that do not lie together, in its own storage."""
     return Derived(lambda w, **_: pick_rows(w, index), (source,))
 
 
-def per_head(heads: int, widths: Sequence[int]) -> list[torch.Tensor]:
+def per_head(heads: int, widths: Sequence[int]) -> list[Tensor]:
     """Which rows are whose in a map that has, head after head, so many rows of each part."""
     every = torch.arange(heads * sum(widths)).view(heads, -1)
     return [part.flatten() for part in every.split(list(widths), 1)]
@@ -76,9 +77,16 @@ def gated_q(c: Config, ours: str, theirs: str, last: Sequence[str] = ("weight", 
     return {f"{ours}.{x}.{end}": picked(index, f"{theirs}.{end}") for x, index in pairs for end in last}
 
 
-def joined_conv(*sources: str) -> Derived:
-    """Depthwise kernels of q, k and v, [C, 1, K] or [C, K] each, as one [C, K]."""
-    return Derived(lambda *w, **_: torch.cat([as_tensor(m).flatten(1) for m in w]), sources)
+def joined_conv(sizes: Sequence[int], sources: Sequence[str]) -> Derived:
+    """Depthwise kernels of q, k and v, [C, 1, K] or [C, K] each with so many channels, as one [C, K]."""
+
+    def joined(*kernels: Stored, **_: str) -> Tensor:
+        return torch.cat([as_tensor(kernel).flatten(1) for kernel in kernels])
+
+    def back(index: int) -> Back:
+        return Back(lambda kernel: kernel.split(list(sizes))[index])
+
+    return Derived(joined, tuple(sources), tuple(back(i) for i in range(len(sizes))))
 
 
 def delta_tensors(ours: str, theirs: str) -> dict[str, Source]:

@@ -264,7 +264,17 @@ def _granite_gguf(m: Metadata) -> None:
         m.size("shared_intermediate_size", "ffn_up.weight", 0)
 
 
-@gguf_arch("falcon-h1", "FalconH1ForCausalLM", constants={"mamba_norm_before_gate": False})
+def _falcon_gguf_names(_: Config) -> Rules:
+    """llama.cpp wants this norm under a name without an ending."""
+    return {"layers.{i}.ffn.norm.weight": ("blk.{i}.ffn_norm", "blk.{i}.ffn_norm.weight")}
+
+
+@gguf_arch(
+    "falcon-h1",
+    "FalconH1ForCausalLM",
+    constants={"mamba_norm_before_gate": False},
+    names=_falcon_gguf_names,
+)
 def _falcon_gguf(m: Metadata) -> None:
     head_size(m)
     has_norm = any(n.endswith("ssm_norm.weight") for n in m.shapes)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from plait.checkpoint.names import Derived, NameMap, Rules
+from torch import Tensor
+
+from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.deepseek import LATENT_EPS, latent_sizes
 from plait.families.delta import check_silu, gguf_delta_tensors, joined_conv, linear_layers
@@ -13,7 +15,7 @@ from plait.families.gguf_arch import FILE, Metadata, gguf_arch
 from plait.families.grammar import mlp, model, norm, sigmoid_router
 from plait.families.normalize import LINEAR, Config
 from plait.families.registry import family
-from plait.families.tensors import either, ends, flat, mixtral_experts, unused
+from plait.families.tensors import Stored, either, ends, flat, mixtral_experts, unused
 from plait.quant.weight import as_tensor
 from plait.spec import Branch, DeltaNet, Mla, ModelSpec, Moe, Norm
 
@@ -52,7 +54,8 @@ def kimi_linear(c: Config) -> tuple[ModelSpec, NameMap]:
         (mixers.get(kind) or Branch("attn", _mla(c), each), ffn[sort])
         for kind, sort in zip(c["layer_types"], c["mlp_layer_types"], strict=True)
     ]
-    return model(c, "kimi_linear", layers), NameMap(_names(c["num_experts"]), ignored=unused(c))
+    names = _names(c["num_experts"], _widths(c))
+    return model(c, "kimi_linear", layers), NameMap(names, ignored=unused(c))
 
 
 def _check(c: Config) -> None:
@@ -68,9 +71,20 @@ def _check(c: Config) -> None:
             raise UnsupportedModel(f"{key} = {c[key]!r} is not implemented for Kimi-Linear; known: {value!r}")
 
 
-def _kda(c: Config) -> DeltaNet:
+def _sizes(c: Mapping[str, Any]) -> dict[str, int]:
     nested = c.get("linear_attn_config") or {}
-    sizes = {ours: nested.get(theirs, c[ours]) for theirs, ours in NESTED.items()}
+    return {ours: nested.get(theirs, c[ours]) for theirs, ours in NESTED.items()}
+
+
+def _widths(c: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Of q, k and v."""
+    sizes = _sizes(c)
+    width = sizes["linear_num_heads"] * sizes["linear_head_dim"]
+    return width, width, width
+
+
+def _kda(c: Config) -> DeltaNet:
+    sizes = _sizes(c)
     dim, heads = sizes["linear_head_dim"], sizes["linear_num_heads"]
     return DeltaNet(
         num_heads=heads,
@@ -107,13 +121,13 @@ def _moe(c: Config) -> Moe:
     return Moe(c["num_experts"], c["num_experts_per_tok"], mlp(c, size), sigmoid_router(c), shared=both)
 
 
-def _names(count: int) -> Rules:
+def _names(count: int, widths: Sequence[int]) -> Rules:
     mixer = f"{L}.self_attn"
     return {
         **ends(),
         "layers.{i}.ffn.norm": f"{L}.post_attention_layernorm",
         "layers.{i}.{branch}.norm": f"{L}.input_layernorm",
-        f"{KDA}.conv.weight": joined_conv(*(f"{mixer}.{x}_conv1d.weight" for x in "qkv")),
+        f"{KDA}.conv.weight": joined_conv(widths, [f"{mixer}.{x}_conv1d.weight" for x in "qkv"]),
         f"{KDA}.A": negative_exp_flat(f"{mixer}.A_log"),
         f"{KDA}.dt_bias": f"{mixer}.dt_bias",
         f"{KDA}.gated_norm": f"{mixer}.o_norm",
@@ -142,14 +156,15 @@ def _ffn_names(theirs: str, count: int) -> Rules:
 
 def negative_exp_flat(source: str) -> Derived:
     """A = -exp(A_log), one number per head, however many dimensions the file gives it."""
-    return Derived(lambda w, **_: -as_tensor(w).float().exp().flatten(), (source,))
+    back = Back(lambda a: (-a).log())
+    return Derived(lambda w, **_: -as_tensor(w).float().exp().flatten(), (source,), (back,))
 
 
 def _gguf_names(c: Mapping[str, Any]) -> Rules:
-    kernels = (f"{B}.ssm_conv1d_{x}.weight" for x in "qkv")
+    kernels = [f"{B}.ssm_conv1d_{x}.weight" for x in "qkv"]
     return {
         **gguf_delta_tensors(KDA, B),
-        f"{KDA}.conv.weight": _flat_conv(*kernels),
+        f"{KDA}.conv.weight": _flat_conv(_widths(c), kernels),
         f"{KDA}.dt_bias": flat(f"{B}.ssm_dt.bias"),
         f"{KDA}.o": f"{B}.attn_output",
         f"{KDA}.beta": f"{B}.ssm_beta",
@@ -158,10 +173,14 @@ def _gguf_names(c: Mapping[str, Any]) -> Rules:
     }
 
 
-def _flat_conv(*sources: str) -> Derived:
+def _flat_conv(widths: Sequence[int], sources: Sequence[str]) -> Derived:
     """Kernels of q, k and v that llama.cpp keeps as [1, C, 1, K]."""
-    joined = joined_conv(*sources)
-    return Derived(lambda *w, **_: joined.fn(*(as_tensor(m).squeeze(0) for m in w)), sources)
+    joined = joined_conv(widths, sources)
+
+    def flattened(*kernels: Stored, **_: str) -> Tensor:
+        return joined.fn(*(as_tensor(kernel).squeeze(0) for kernel in kernels))  # type: ignore[no-any-return]
+
+    return Derived(flattened, joined.sources, joined.back)
 
 
 @gguf_arch("kimi-linear", "KimiLinearForCausalLM", constants={"norm_topk_prob": True}, names=_gguf_names)

@@ -96,7 +96,7 @@ def expert(count: int, source: str) -> Derived:
 
 def expert_bias(source: str) -> Derived:
     """The biases of one expert, of a stack [count, size]."""
-    return Derived(lambda b, e, **_: as_tensor(b)[int(e)], (source,))
+    return Derived(lambda b, e, **_: as_tensor(b)[int(e)], (source,), (Back(stack=0),))
 
 
 def expert_half(index: int, count: int, source: str) -> Derived:
