@@ -36,7 +36,7 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> ChatReply:
     kwargs, thinks = front.speech.switched(asked.chat_template_kwargs, asked.reasoning_effort)
     # Told that it may call nothing, a model had better not know of what it could call.
     tools = () if asked.tool_choice == "none" else tuple(asked.tools)
-    options = {**kwargs, "add_generation_prompt": asked.add_generation_prompt, "tools": list(tools) or None}
+    options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}
     request = front.prepare_chat(asked.messages, params, terms, **options)
     shape = ReplyShape(
         tools=tools,

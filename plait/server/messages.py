@@ -65,6 +65,7 @@ _TRANSLATED = frozenset(
         *("messages", "tools", "tool_choice", "parallel_tool_calls", "n", "best_of", "stop", "stream"),
         *("stream_options", "max_completion_tokens", "logprobs", "top_logprobs", "return_token_ids"),
         *("response_format", "reasoning_effort", "thinking_token_budget", "reasoning_field"),
+        *("add_generation_prompt", "continue_final_message"),
     }
 )
 _PASSED = chat.FIELDS - _TRANSLATED
@@ -116,7 +117,8 @@ def count(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
     found, sent = conversation(asked.messages, asked.system), _translated(asked)
     seen = {name: value for name, value in sent.items() if name in prompts.FIELDS}
     with in_words_of(_NAMES, found.places):
-        ids = prompts.prompt_ids(front, prompts.TemplateRequest(messages=found.messages, **seen))
+        asking = prompts.TemplateRequest(messages=found.messages, **_going_on(found), **seen)
+        ids = prompts.prompt_ids(front, asking)
     return {"input_tokens": len(ids)}
 
 
@@ -134,13 +136,13 @@ def _refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
 
 
 def _planned(front: Front, model: str, found: Conversation, sent: Mapping[str, Any]) -> Reply:
-    last = found.messages[-1]
-    if last["role"] == "assistant":
-        at = found.places[-1]
-        text = f"{at}: a reply cannot go on from an assistant's words here; end with a user message"
-        raise InvalidField(text, at)
     with in_words_of(_NAMES, found.places):
-        return chat.plan(front, model, {**sent, "messages": found.messages})
+        return chat.plan(front, model, {**sent, **_going_on(found), "messages": found.messages})
+
+
+def _going_on(found: Conversation) -> dict[str, Any]:
+    """A reply goes on from the assistant's words if the conversation ends with them."""
+    return {"continue_final_message": True} if found.messages[-1]["role"] == "assistant" else {}
 
 
 def _translated(asked: CountRequest) -> dict[str, Any]:

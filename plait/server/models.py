@@ -75,6 +75,7 @@ def _template_request(asked: TokenizeRequest, messages: list[dict[str, Any]]) ->
         reasoning_effort=asked.reasoning_effort,
         chat_template_kwargs=asked.chat_template_kwargs,
         add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=asked.continue_final_message,
     )
 
 

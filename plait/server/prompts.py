@@ -30,7 +30,8 @@ class TemplateRequest(msgspec.Struct, kw_only=True, frozen=True):
     tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
 
 
 FIELDS = field_names(TemplateRequest)
@@ -43,7 +44,7 @@ def prompt_ids(front: Front, asked: TemplateRequest) -> list[int]:
     validate.check_tools(asked.tools, asked.tool_choice)
     kwargs, _ = front.speech.switched(asked.chat_template_kwargs, asked.reasoning_effort)
     tools: Sequence[Any] = () if asked.tool_choice == "none" else asked.tools
-    options = {**kwargs, "add_generation_prompt": asked.add_generation_prompt, "tools": list(tools) or None}
+    options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}
     return front.render_chat(asked.messages, **options)
 
 

@@ -74,7 +74,8 @@ class ChatRequest(Sampling, kw_only=True, frozen=True):
 
     `reasoning_effort`: "none", or what the model's template knows. `thinking_token_budget`: tokens of
     thinking, after which its end is written; -1: no limit. `include_reasoning` False: thinking is left out of
-    the answer; `reasoning_field`: what its field is called there.
+    the answer; `reasoning_field`: what its field is called there. `continue_final_message`: the reply goes on
+    from the last message, the assistant's; without it `add_generation_prompt` is true unless said otherwise.
     """
 
     messages: list[dict[str, Any]]
@@ -87,7 +88,8 @@ class ChatRequest(Sampling, kw_only=True, frozen=True):
     thinking_token_budget: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
 
@@ -98,7 +100,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     return_token_strs: bool = False
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from plait.engine.terms import Terms
 from plait.errors import InvalidField
@@ -24,7 +24,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 1024  # prompts × n of one request
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1024
-COMPLETION_MAX_TOKENS = 100
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default, and vLLM's: clients that want more say so
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TEXT_FIELDS = frozenset({"name", "tool_call_id", "refusal", *THOUGHTS})
 MAX_REPORTED, MAX_REPORTED_CHARS = 16, 64
@@ -84,6 +84,7 @@ _REFUSED: Mapping[str, Harmless] = {
     "chat_template": _never,
     "documents": _empty,
     "continue_final_message": _OFF,
+    "add_generation_prompt": _ON,
     "echo": _OFF,
     "top_logprobs": _NOTHING,
     "add_special_tokens": _OFF,
@@ -102,7 +103,9 @@ _HINTS = {
     "timeout": "; send timeout_s, in seconds",
 }
 _KNOWN_STREAM_OPTIONS = frozenset({"include_usage"})
-_RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "chat_template", "tokenize"})
+_RESERVED_KWARGS = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
+)
 
 
 def refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
@@ -232,6 +235,31 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
     if taken := sorted(_RESERVED_KWARGS & set(kwargs)):
         at = f"chat_template_kwargs.{taken[0]}"
         raise InvalidField(f"{at}: it cannot be set here", at)
+
+
+class Turns(Protocol):
+    """A request that says how the last turn of its conversation ends."""
+
+    @property
+    def messages(self) -> list[dict[str, Any]]: ...
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+    @property
+    def continue_final_message(self) -> bool: ...
+
+
+def turn_options(asked: Turns) -> dict[str, Any]:
+    """How a template is to end the conversation. Raises InvalidField for what cannot go on."""
+    if not asked.continue_final_message:
+        return {"add_generation_prompt": asked.add_generation_prompt is not False}
+    if asked.add_generation_prompt:
+        text = "add_generation_prompt: with continue_final_message no new turn begins; leave one of them out"
+        raise InvalidField(text, "add_generation_prompt")
+    last, at = asked.messages[-1], f"messages[{len(asked.messages) - 1}]"
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        text = f"{at}: a reply goes on from an assistant's text, and this message is none; see"
+        raise InvalidField(f"{text} continue_final_message", at)
+    return {"add_generation_prompt": False, "continue_final_message": True}
 
 
 def _check_content(message: Mapping[str, Any], role: str, at: str) -> None:

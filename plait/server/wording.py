@@ -21,6 +21,8 @@ _SAYS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "reasoning_field": ("reasoning_content",),
     "thinking_token_budget": (-1,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
 
 

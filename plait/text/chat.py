@@ -41,11 +41,13 @@ class ChatTemplate(Protocol):
         /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation, with the opening of the model's reply if that is asked for.
 
+        With `continue_final_message` they end with the last message's text, which a reply goes on from.
         Raises BadTemplate with the template's own message, InvalidField for what it cannot take.
         """
         ...
@@ -189,6 +191,21 @@ def _check_depth(found: Any, at: str) -> None:
 
 def _members(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, Mapping) else value
+
+
+def unfinished(parts: Sequence[int | str], mark: str) -> list[int | str]:
+    """A rendered conversation up to `mark`, which stood at the end of its last message's text.
+
+    Raises InvalidField if the template did not write it.
+    """
+    for i in reversed(range(len(parts))):
+        part = parts[i]
+        if isinstance(part, str) and mark in part:
+            return [*parts[:i], part.rpartition(mark)[0].replace(mark, "")]
+    raise InvalidField(
+        "continue_final_message: this model's chat template does not write the last message as it stands",
+        "continue_final_message",
+    )
 
 
 def refuse_unread(name: str, kwargs: Mapping[str, Any], tools: object, known: frozenset[str]) -> None:

@@ -17,7 +17,7 @@ from jinja2 import TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
 from plait.errors import BadTemplate, InvalidField
-from plait.text.chat import Message, normalized, refuse_unread
+from plait.text.chat import Message, normalized, refuse_unread, unfinished
 from plait.text.probe import TOOL, CallsTaken, calls_taken
 from plait.text.sandbox import Sandbox
 from plait.text.sandbox_child import environment
@@ -81,6 +81,7 @@ class JinjaTemplate:
         /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> list[int]:
@@ -95,15 +96,20 @@ class JinjaTemplate:
                 f"chat_template_kwargs: {taken[0]!r} is not for requests to set", "chat_template_kwargs"
             )
         user = {"messages": plain, "tools": list(tools) if tools else None, **kwargs}
+        mark = next(_unused("".join(_strings(user)))) if continue_final_message else ""
+        if mark:  # where the text ends that is to go on: templates cut space only beyond it
+            plain[-1]["content"] = f"{plain[-1]['content'] or ''}{mark}"
         source = self._source(bool(tools))
 
         def rendering(change: Callable[[str], str]) -> str:
-            ours = {**self._variables, "documents": None, "add_generation_prompt": add_generation_prompt}
+            opens = add_generation_prompt and not continue_final_message
+            ours = {**self._variables, "documents": None, "add_generation_prompt": opens}
             text, known = self._sandbox.render(source, {**ours, **_changed(user, change)})
             refuse_unread(self.name, kwargs, tools, known)
             return text
 
-        return self._tokenizer.encode_parts(self._parts(user, rendering))
+        parts = self._parts(user, rendering)
+        return self._tokenizer.encode_parts(unfinished(parts, mark) if mark else parts)
 
     def text(self, messages: Sequence[Message], /, **options: Any) -> str:
         """The rendered conversation as one string, for people to look at."""

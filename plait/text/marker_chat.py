@@ -81,15 +81,20 @@ class MarkerTemplate:
         /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation; see `ChatTemplate.render`."""
         refuse_unread(self.name, kwargs, tools, frozenset())
         parts: list[int | str] = []
+        turn: list[int | str] = []
         for i, message in enumerate(normalized(messages)):
-            parts += self._turn(message["role"], message_text(message, i), i)
-        if add_generation_prompt:
+            turn = self._turn(message["role"], message_text(message, i), i)
+            parts += turn
+        if continue_final_message:
+            del parts[len(parts) - len(turn) + 2 :]  # an opening and a text; the rest closes the turn
+        elif add_generation_prompt:
             parts.append(self._ids[self._format.opening.format(role="assistant")])
             parts.append(self._format.head.format(role="assistant"))
         return self._tokenizer.encode_parts(parts)

@@ -315,3 +315,22 @@ def test_joined_parts_are_the_joined_text(client: Any) -> None:
     found = client.post("/tokenize", {"messages": [{"role": "user", "content": parts}]}).json
     plain = client.post("/tokenize", {"messages": [{"role": "user", "content": "Hello\nthere"}]}).json
     assert found == plain
+
+
+def test_a_reply_goes_on_from_the_last_message(client: Any) -> None:
+    """The words of the assistant are the end of the prompt, and the reply is what follows them."""
+    asked = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "Once upon a"}]
+    more = {"messages": asked, "continue_final_message": True}
+    prompt = client.post("/apply-template", more).json["prompt"]
+    assert prompt.endswith("Once upon a")
+    ask = {"temperature": 0, "max_tokens": 6}
+    found = client.post("/v1/chat/completions", {**more, **ask}).json
+    ids = client.post("/tokenize", more).json["tokens"]
+    plain = client.complete(ids, max_tokens=6, add_special_tokens=False).json
+    assert found["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+    assert found["usage"]["prompt_tokens"] == len(ids)
+    for wrong in ({"add_generation_prompt": True}, {"messages": asked[:1]}):
+        assert client.post("/v1/chat/completions", {**more, **wrong}).error["param"] in {
+            "add_generation_prompt",
+            "messages[0]",
+        }

@@ -25,10 +25,10 @@ def test_a_completion_has_every_required_key(client: Any) -> None:
     assert choice["logprobs"] is None
 
 
-def test_completions_stop_after_100_tokens(client: Any) -> None:
-    """Point 32. Our default is 100 tokens, not OpenAI's 16."""
+def test_completions_stop_after_16_tokens(client: Any) -> None:
+    """Point 32."""
     answer = client.complete("Hello there " * 20, ignore_eos=True).json
-    assert answer["usage"]["completion_tokens"] == 100
+    assert answer["usage"]["completion_tokens"] == 16
     assert answer["choices"][0]["finish_reason"] == "length"
 
 

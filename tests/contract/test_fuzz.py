@@ -137,7 +137,7 @@ def from_document(
 
 
 def test_requests_made_from_the_document(client: Client, document: dict[str, Any], checker: Checker) -> None:
-    assert from_document(client, document, checker, 8, PATHS) > 50
+    assert from_document(client, document, checker, 2, set(document["paths"])) > 50
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ SPOILT: st.SearchStrategy[Any] = st.one_of(
     st.just([[]]),
     st.just({"type": "object"}),
     st.lists(st.sampled_from([None, 1, "x", {}, []]), max_size=3),
-)
+).map(copy.deepcopy)  # what is drawn may be spoilt again
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -272,14 +272,19 @@ def spoilt_requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 
 def send_spoilt(client: Client, checker: Checker, examples: int) -> None:
+    num_sent = 0
+
     @bounded(examples)
     @given(request=spoilt_requests())
     def send(request: tuple[str, dict[str, Any]]) -> None:
+        nonlocal num_sent
+        num_sent += 1
         path, body = request
         body = short(body) if path in GENERATING else body
         checker.check(path, "POST", body, client.post(path, body))
 
     send()
+    assert num_sent >= examples  # hypothesis ends early when it finds nothing new
     assert client.get("/health").status == 200
 
 

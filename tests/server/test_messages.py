@@ -167,6 +167,9 @@ def test_count_tokens_takes_what_messages_takes(client: Client) -> None:
     assert client.post(PATH + "/count_tokens", {**body, "messages": []}).status == 400
 
 
+CALL_BLOCK = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+
+
 @pytest.mark.parametrize(
     ("body", "word"),
     [
@@ -176,7 +179,11 @@ def test_count_tokens_takes_what_messages_takes(client: Client) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": 1}]}]}, "input"),
-        ({"messages": [*user("a"), {"role": "assistant", "content": "b"}]}, "messages[1]: a reply cannot"),
+        (
+            {"messages": [*user("a"), {"role": "assistant", "content": [CALL_BLOCK]}]},
+            "messages[1]: a reply goes on",
+        ),
+        ({"continue_final_message": True}, "continue_final_message"),
         ({"system": 3}, "system"),
         ({"max_tokens": None}, "max_tokens"),
         ({"stop_sequences": ["a"] * 99}, "stop_sequences"),
@@ -195,6 +202,16 @@ def test_refusals_name_the_field(client: Client, body: dict[str, Any], word: str
     answer = client.post(PATH, sent)
     assert answer.status == 400, answer.body
     assert word in answer.json["error"]["message"]
+
+
+def test_a_reply_goes_on_from_the_assistant_s_last_words(client: Client) -> None:
+    """The fake model says its last message again."""
+    told = {"role": "assistant", "content": [{"type": "text", "text": "so be it"}]}
+    body = {"model": client.model, "messages": [*user("abc"), told]}
+    answer = client.post(PATH, {**body, "max_tokens": 5}).json
+    assert answer["content"][0]["text"] == "so be"
+    usage, counted = answer["usage"], client.post(PATH + "/count_tokens", body).json["input_tokens"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted
 
 
 def test_blocks_become_messages_and_tools_functions() -> None:

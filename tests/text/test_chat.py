@@ -307,3 +307,41 @@ def test_built_in_formats_refuse_what_they_have_no_place_for(tmp_path: Path, byt
     byte_level.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match=r"needs the control token <\|(system|user|assistant)\|>"):
         MarkerTemplate("oxidizr", load_hf_tokenizer(tmp_path / "tokenizer.json"))
+
+
+WORDS = "So the answer is  "
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+@pytest.mark.parametrize("words", [WORDS, "a <|im_end|> b"])
+def test_a_conversation_that_goes_on_ends_with_the_last_words(
+    vocabulary: tuple[Tokenizer, TextTokenizer], sandbox: Sandbox, name: str, words: str
+) -> None:
+    """Nothing closes the turn, no space is cut, and what looks like a control token stays text."""
+    _, tokenizer = vocabulary
+    template = JinjaTemplate(name, {"default": TEMPLATES[name]}, tokenizer, NAMED, sandbox)
+    asked = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": words}]
+    whole = template.render(asked, add_generation_prompt=False)
+    ids = template.render(asked, continue_final_message=True)
+    assert tokenizer.decode(ids, skip_special=False).endswith(words)
+    assert len(ids) <= len(whole) + len(words) - len(words.rstrip())
+    before = template.render([asked[0], {**asked[1], "content": "x"}], continue_final_message=True)
+    assert ids[: len(before) - 2] == before[:-2]
+
+
+def test_the_built_in_formats_leave_the_last_turn_open() -> None:
+    tokenizer = builtin_tokenizer("llama3")
+    template = MarkerTemplate("oxidizr", tokenizer)
+    asked = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": WORDS}]
+    ids = template.render(asked, continue_final_message=True)
+    assert tokenizer.decode(ids, skip_special=False).endswith("<|assistant|>" + WORDS)
+
+
+def test_a_template_that_drops_the_last_words_cannot_go_on(
+    vocabulary: tuple[Tokenizer, TextTokenizer], sandbox: Sandbox
+) -> None:
+    _, tokenizer = vocabulary
+    template = JinjaTemplate("t", {"default": "{{ messages[0].content }}"}, tokenizer, {}, sandbox)
+    asked = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": WORDS}]
+    with pytest.raises(InvalidField, match="does not write the last message"):
+        template.render(asked, continue_final_message=True)
