@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from plait.checkpoint.names import NameMap, Rules
 from plait.families.delta import delta_net, delta_tensors, joined_conv
 from plait.families.grammar import gqa, mlp, model, norm
@@ -31,8 +34,9 @@ def olmo_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
     for key, value in _widths(c).items():
         c.setdefault(key, value)
     each = norm(c)
-    positions = {"rope": None} if c.get("no_rope") else {}
-    attention = gqa(c, qk_norm=each, qk_norm_over="all", **positions)
+    attention = gqa(c, qk_norm=each, qk_norm_over="all")
+    if c.get("no_rope"):
+        attention = replace(attention, rope=None)
     beta = 2.0 if c["linear_allow_neg_eigval"] else 1.0
     linear = (
         Branch("delta", delta_net(c, norm=Norm(GATED_EPS), beta_scale=beta), each),
@@ -40,7 +44,9 @@ def olmo_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
     )
     full = Branch("attn", attention, None, post_norm=each), Branch("ffn", mlp(c), None, post_norm=each)
     layers = [linear if kind == LINEAR else full for kind in c["layer_types"]]
-    return model(c, "olmo_hybrid", layers), NameMap(_names(), ignored=unused(c))
+    keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+    widths = keys, keys, c["linear_num_value_heads"] * c["linear_value_head_dim"]
+    return model(c, "olmo_hybrid", layers), NameMap(_names(widths), ignored=unused(c))
 
 
 def _widths(c: Config) -> dict[str, int]:
@@ -55,10 +61,10 @@ def _widths(c: Config) -> dict[str, int]:
     }
 
 
-def _names() -> Rules:
+def _names(widths: Sequence[int]) -> Rules:
     """AI2's names first, transformers' second. The latter saves an attention's own norm under AI2's name."""
     linear = f"{L}.linear_attn"
-    kernels = joined_conv(*(f"{linear}.{x}_conv1d.weight" for x in "qkv"))
+    kernels = joined_conv(widths, [f"{linear}.{x}_conv1d.weight" for x in "qkv"])
     return {
         **ends(),
         f"{MIX}.norm": (f"{L}.attention_layer_norm", f"{L}.input_layernorm"),

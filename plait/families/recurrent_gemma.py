@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.checkpoint.names import Derived, NameMap, Rules
+from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.families.grammar import gqa, mlp, model, norm
 from plait.families.normalize import LINEAR, Config
 from plait.families.registry import family
@@ -57,9 +57,9 @@ def _names() -> Rules:
         "layers.{i}.{branch}.norm.weight": plus_one(f"{L}.temporal_pre_norm.weight"),
         f"{LRU}.conv.weight": conv(f"{block}.conv_1d.weight"),
         f"{LRU}.conv.bias": f"{block}.conv_1d.bias",
-        f"{LRU}.gates.weight": Derived(_maps, _both(unit, "weight")),
-        f"{LRU}.gates.bias": Derived(_biases, _both(unit, "bias")),
-        f"{LRU}.rate": Derived(_rate, (f"{unit}.recurrent_param",)),
+        f"{LRU}.gates.weight": Derived(_maps, _both(unit, "weight"), _MAPS_BACK),
+        f"{LRU}.gates.bias": Derived(_biases, _both(unit, "bias"), _BIASES_BACK),
+        f"{LRU}.rate": Derived(_rate, (f"{unit}.recurrent_param",), (Back(_parameter),)),
         f"{LRU}.{{x}}": f"{block}.linear_{{x}}",
         "layers.{i}.attn.{x}": f"{block}.{{x}}_proj",
         "layers.{i}.ffn.{x}": f"{L}.mlp_block.{{x}}_proj",
@@ -82,3 +82,23 @@ def _biases(enter: Stored, recur: Stored, **_: str) -> Tensor:
 def _rate(w: Stored, **_: str) -> Tensor:
     """How fast a channel forgets where its gate is open: -8 softplus."""
     return -8 * F.softplus(as_tensor(w).float())
+
+
+def _parameter(rate: Tensor) -> Tensor:
+    """The way back from a rate: what softplus makes -rate/8 of."""
+    y = rate / -8
+    return y + torch.log(-torch.expm1(-y))
+
+
+def _half(at: int, *, turned: bool) -> Back:
+    """The way back to one of two gates; a map is turned round."""
+
+    def half(w: Tensor) -> Tensor:
+        part = w.chunk(2, 1)[at]
+        return part.mT if turned else part
+
+    return Back(half)
+
+
+_MAPS_BACK = (_half(0, turned=True), _half(1, turned=True))
+_BIASES_BACK = (_half(0, turned=False), _half(1, turned=False))

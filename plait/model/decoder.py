@@ -54,7 +54,7 @@ class Branch:
     def _kept(self, x: Tensor, h: Tensor) -> Tensor:
         if self.keep is None:
             return x
-        return h if self.keep == 1.0 else self._rescale(h, self.keep, None)  # type: ignore[no-any-return]
+        return h if self.keep == 1.0 else self._rescale(h, self.keep, None)
 
     def __call__(self, h: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """What is to be added to x, [T, hidden]."""

@@ -39,9 +39,9 @@ class DeltaNet:
         self._scan = w.bind(gated_delta_scan, **sizes)
         self._step_sizes = w.bind(step_sizes, heads=steps)
         self._sigmoid = w.bind(activate, kind="sigmoid", gated=False)
-        kept = {"conv": (self.conv.tail_shape, "model")}
-        kept["ssm"] = ((s.num_heads, s.key_dim, s.value_dim), "float32")
-        self.states: dict[str, State] = {self.name: SlotState(kept)}
+        ssm = (s.num_heads, s.key_dim, s.value_dim)
+        state = SlotState({"conv": (self.conv.tail_shape, "model"), "ssm": (ssm, "float32")})
+        self.states: dict[str, State] = {self.name: state}
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
