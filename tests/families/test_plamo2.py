@@ -54,3 +54,21 @@ def test_gguf_gives_the_same_and_has_the_usual_window() -> None:
     found = resolved(Memory(stored), gguf=metadata)
     assert {layer[0].mixer.window for layer in found.spec.layers if layer[0].name == "attn"} == {2049}
     answers(decoder(found, Memory(stored)), made(config)[1])
+
+
+# Of llama.cpp, from a file of these tensors (float32, also keys and values): the first logits of three rows.
+LLAMA_CPP = {
+    0: [2.3257, 6.4410, 2.8663, 5.9523, 7.7011, -0.4014],
+    11: [-1.3236, 0.3986, 1.5686, -4.6881, 9.2694, -3.3390],
+    22: [1.9674, -0.1039, 3.5027, -2.6742, -9.8838, 1.9236],
+}
+
+
+def test_llama_cpp_says_the_same() -> None:
+    metadata, stored = gguf({**CONFIG, "attention_window_size": 2048, "full_attention_idx": []})
+    stored = {
+        n.replace("_norm.weight", "_norm") if "ssm_" in n else n: w for n, w in stored.items()
+    }  # its names
+    found = whole(decoder(resolved(Memory(stored), gguf=metadata), Memory(stored)), IDS[0])
+    for row, wanted in LLAMA_CPP.items():
+        assert worst(found[row, :6], torch.tensor(wanted)) <= 1e-4
