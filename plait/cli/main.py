@@ -29,6 +29,7 @@ COMMANDS = {
     "list": "The models of the Hub on this disk.",
     "rm": "Remove models of the Hub from this disk.",
     "convert": "Write a model as GGUF or safetensors, quantized or as it is.",
+    "doctor": "What this machine has, which kernels run on it, and what is wrong.",
     "decode": "Token ids to text.",
     "tokenize": "Text to token ids.",
     "warmup": "Compile what a model needs, so that its next start is fast.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ CPU_KERNELS: tuple[str, ...] = (
     "embed",
     "sample",
     "dense",
+    "floats",
     "experts",
     "route",
     "heads",
@@ -58,6 +60,35 @@ def load(*, cache_dir: Path | None = None, isa: str = "native") -> None:
     target.keep_in(cache_dir)
     for name in CPU_KERNELS:
         importlib.import_module(f"plait.kernels.cpu.{name}")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTarget:
+    """What kernels are compiled for here.
+
+    `dot`: how products of bytes are added, "vnni", "avx2" or "generic"; `features`: what LLVM finds in this
+    processor; `room`: where compiled kernels are, or would be, kept; `formats`: blocks of GGUF that are read.
+    """
+
+    name: str
+    dot: str
+    features: frozenset[str]
+    room: Path
+    formats: tuple[str, ...]
+
+
+def describe_target(*, cache_dir: Path | None = None, isa: str = "native") -> KernelTarget | None:
+    """What `load` would compile for, without compiling, writing or importing torch; None without Numba.
+
+    Raises ConfigError for an `isa` that this machine cannot run.
+    """
+    if not has_numba():
+        return None
+    from plait.kernels.cpu import layout, target
+
+    target.aim(isa)
+    features, room = target.host_features(), target.room_in(cache_dir)
+    return KernelTarget(target.name(), target.DOT, features, room, tuple(layout.LAYOUTS))
 
 
 def has_numba() -> bool:

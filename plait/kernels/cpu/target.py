@@ -83,8 +83,7 @@ def keep_in(folder: Path | None) -> Path:
     watches the file a kernel is written in: nothing stale is ever loaded. A folder that cannot
     be written is replaced by a temporary one, and kernels are compiled again.
     """
-    base = folder or Path.home() / ".cache" / "plait"
-    room = base / "kernels" / f"{name()}-{_fingerprint()}"
+    room = room_in(folder)
     try:
         room.mkdir(parents=True, exist_ok=True)
         probe = room / ".writable"
@@ -93,6 +92,12 @@ def keep_in(folder: Path | None) -> Path:
         room = Path(tempfile.mkdtemp(prefix="plait-kernels-"))
     config.CACHE_DIR = str(room)
     return room
+
+
+def room_in(folder: Path | None) -> Path:
+    """Where kernels of this exact version and target are kept under `folder`; nothing is made."""
+    base = folder or Path.home() / ".cache" / "plait"
+    return base / "kernels" / f"{name()}-{_fingerprint()}"
 
 
 @cache

@@ -1,0 +1,143 @@
+"""`plait doctor`: what this machine has, what of it is used, and what stands in the way."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+import click
+
+from plait.cli.checks import Asked, Facts, Finding, examine
+from plait.cli.describe import bytes_text
+from plait.cli.info import columns, heading
+from plait.cli.options import common_options
+from plait.config import Isa
+
+SIGNS = {"broken": "✗", "warning": "!", "note": "·"}
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
+@click.option(
+    "--formats", "show_formats", is_flag=True, help="every storage format and which kernel reads it"
+)
+@click.option("--threads", type=click.IntRange(1), help="check this many, as other commands would get them")
+@click.option("--isa", type=click.Choice(get_args(Isa)), default="native", help="check these instructions")
+@click.option("--cache-dir", help="check this folder for compiled kernels")
+@common_options()
+def doctor(
+    as_json: bool, show_formats: bool, threads: int | None, isa: str, cache_dir: str | None
+) -> int | None:
+    """What this machine has, which kernels run on it, and what is wrong or slow.
+
+    Ends with code 1 if something is broken, else with 0. Loads no model.
+    """
+    facts, findings = examine(Asked(threads, cache_dir, isa))
+    if show_formats:
+        facts["formats"] = format_rows()
+    lines = [json.dumps(facts, indent=2)] if as_json else text_lines(facts, findings)
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 1 if any(f.level == "broken" for f in findings) else None
+
+
+def format_rows() -> list[dict[str, str]]:
+    """Every storage of a linear map: the variant that serves it on this CPU, or why none does."""
+    import torch
+
+    from plait.kernels.load import has_numba, load
+    from plait.ops.linear import FLOATS, KINDS, STORED, linear
+    from plait.ops.registry import Facts as OpFacts
+
+    load()
+    executor = object() if has_numba() else None
+    rows = []
+    for name in ("float32", "bfloat16", "float16", *KINDS, *(s for s in STORED if "+" not in s), *FLOATS):
+        plain = name in FLOATS or name.endswith(("float32", "float16"))
+        sizes = {"n_in": 1024, "n_out": 1024, "kind": name, "activations": "float32" if plain else "int8"}
+        asked, why = OpFacts("cpu", torch.float32, sizes, executor), list[str]()
+        for variant in linear.variants:
+            if (refusal := variant.refusal(asked)) is None:
+                break
+            why += [] if refusal.startswith("runs on") else [f"not {variant.name}: {refusal}"]
+        else:
+            rows.append({"format": name, "variant": "reference", "why": "; ".join(why)})
+            continue
+        rows.append({"format": name, "variant": variant.name, "why": ""})
+    return rows
+
+
+def text_lines(facts: Facts, findings: Iterable[Finding]) -> list[str]:
+    """The facts for a reader in a terminal."""
+    system, kernels, hub = facts["system"], facts["kernels"], facts["hub"]
+    lines = [heading("machine"), *columns(machine_rows(facts))]
+    lines += ["", heading("software"), f"  Python {system['python']}, {system['executable']}"]
+    versions = [f"{name} {number}" for name, number in facts["versions"].items() if number]
+    lines += [f"  {', '.join(versions[i : i + 6])}" for i in range(0, len(versions), 6)]
+    lines += ["", heading("kernels"), *columns(kernel_rows(kernels))]
+    if "formats" in facts:
+        lines += ["", heading("formats")]
+        lines += columns([(r["format"], r["variant"], r["why"]) for r in facts["formats"]])
+    lines += ["", heading("Hub"), *columns(hub_rows(hub))]
+    found = [
+        line for f in findings for line in (f"  {SIGNS[f.level]} {f.level}: {f.what}", f"    → {f.advice}")
+    ]
+    return [*lines, "", heading("findings"), *(found or ["  nothing stands in the way"])]
+
+
+def machine_rows(facts: Facts) -> list[tuple[str, str]]:
+    cpu, memory, torch = facts["cpu"], facts["memory"], facts["torch"]
+    quota = f", a quota of {cpu['quota']:g}" if cpu["quota"] else ""
+    amounts = [
+        f"{bytes_text(memory[key])} {word}"
+        for key, word in (("total", "in all"), ("available", "available"), ("limit", "allowed here"))
+        if memory[key]
+    ]
+    gpus = [f"{gpu['name']} (driver {gpu['driver']})" for gpu in facts["gpus"]] or ["none"]
+    build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU only"
+    return [
+        ("processor", cpu["name"]),
+        ("cores", f"{cpu['physical']} physical, {cpu['logical']} logical{quota}"),
+        ("vectors", " ".join(cpu["flags"]) or "none known"),
+        ("memory", ", ".join(amounts) or "unknown"),
+        ("GPU", ", ".join(gpus)),
+        ("torch", f"{torch['version'] or 'not installed'}, {build}"),
+    ]
+
+
+def kernel_rows(kernels: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if kernels["target"] is None:
+        return [("none", "Numba is not installed: every op runs its reference in torch")]
+    cache = kernels["cache"]
+    current = cache["current"]
+    kept = f"{bytes_text(current['nbytes'])} compiled" if current["nbytes"] else "nothing compiled yet"
+    old = (
+        f", {len(cache['old'])} older rooms of {bytes_text(sum(cache['old'].values()))}"
+        if cache["old"]
+        else ""
+    )
+    return [
+        ("compiled for", kernels["target"]),
+        (
+            "bytes are multiplied",
+            {"vnni": "with AVX-512 VNNI", "avx2": "with AVX2"}.get(kernels["dot"], "plainly"),
+        ),
+        (
+            "read as stored",
+            f"float32, bfloat16, float16, {', '.join(kernels['formats'])}; more with --formats",
+        ),
+        ("kept in", f"{cache['folder']}: {kept}{old}"),
+    ]
+
+
+def hub_rows(hub: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if hub["library"] is None:
+        return [("library", "not installed")]
+    state = ["offline"] if hub["offline"] else []
+    state += ["logged in" if hub["logged_in"] else "not logged in"]
+    free = f", {bytes_text(hub['free'])} free" if hub["free"] is not None else ""
+    return [
+        ("library", f"huggingface_hub {hub['library']}, {', '.join(state)}"),
+        ("kept in", f"{hub['folder']}: {hub['repositories']} models{free}"),
+    ]

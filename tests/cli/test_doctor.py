@@ -1,0 +1,167 @@
+"""`plait doctor`: facts of a machine, and what is made of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.cli import checks
+from plait.cli.checks import CHECKS, Asked, cpu_quota, gpu_facts, torch_facts
+from plait.cli.doctor import format_rows, text_lines
+
+Run = Callable[..., Any]
+WELL: dict[str, Any] = {
+    "system": {"os": "Linux", "machine": "x86_64", "python": "3.11.7", "executable": "python"},
+    "cpu": {"name": "c", "flags": ["avx2"], "logical": 8, "physical": 4, "quota": None, "load": 0.1},
+    "memory": {"total": 64 << 30, "available": 60 << 30, "limit": None, "huge_pages": "madvise"},
+    "gpus": [],
+    "versions": dict.fromkeys(("plait", *checks.NEEDED, *checks.WANTED), "1.0"),
+    "torch": {"version": "2.9", "cuda": None, "finds_gpu": None},
+    "kernels": {
+        "target": "znver4-vnni",
+        "dot": "vnni",
+        "formats": ["Q4_0"],
+        "cache": {
+            "folder": "kernels",
+            "writable": True,
+            "free": 9 << 30,
+            "current": {"room": "a", "nbytes": 5},
+            "old": {},
+        },
+    },
+    "hub": {
+        "library": "2.4",
+        "folder": "hub",
+        "repositories": 2,
+        "free": 9 << 30,
+        "offline": False,
+        "logged_in": False,
+    },
+}
+GPU = {"name": "H200", "driver": "570", "memory_mib": "1000"}
+
+
+def findings(asked: Asked | None = None, **changes: Any) -> list[checks.Finding]:
+    """What is said of a machine that differs from a good one; a key is `room__key`."""
+    facts = copy.deepcopy(WELL)
+    for path, value in changes.items():
+        *rooms, key = path.split("__")
+        place = facts
+        for room in rooms:
+            place = place[room]
+        place[key] = value
+    return [f for check in CHECKS for f in check(facts, asked or Asked())]
+
+
+def test_a_good_machine_has_no_findings() -> None:
+    assert findings() == []
+    assert text_lines(copy.deepcopy(WELL), [])[-1].endswith("nothing stands in the way")
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "what", "advice"),
+    [
+        ({"versions__torch": None}, "broken", "not installed: torch", "pip install torch"),
+        ({"versions__numba": None}, "warning", "many times slower", "pip install numba"),
+        ({"versions__huggingface-hub": None}, "note", "cannot be fetched", "plait[hub]"),
+        ({"kernels__dot": "generic"}, "warning", "no AVX2", "fraction"),
+        ({"kernels__dot": "avx2"}, "note", "no AVX-512 VNNI", "nothing to do"),
+        ({"cpu__quota": 2.0}, "warning", "a quota of 2 CPUs", "--threads 2"),
+        ({"cpu__load": 30.0}, "note", "busy", "lower"),
+        ({"memory__available": 1 << 30}, "warning", "1.0 GiB of memory available", "--quantize"),
+        ({"memory__limit": 1 << 30}, "warning", "the container's limit", "--quantize"),
+        ({"memory__huge_pages": "never"}, "note", "huge pages are off", "madvise"),
+        ({"gpus": [GPU]}, "warning", "H200 is not used: torch 2.9 has no CUDA", "a CUDA build"),
+        (
+            {"gpus": [GPU], "torch": {"version": "2.9", "cuda": "12.8", "finds_gpu": False}},
+            *("warning", "finds no device beside driver 570", "a newer driver"),
+        ),
+        ({"torch__cuda": "12.8"}, "note", "and there is no GPU", "CPU build"),
+        ({"kernels__cache__writable": False}, "warning", "cannot be written", "--cache-dir"),
+        ({"kernels__cache__free": 1 << 20}, "warning", "left for kernels", "--cache-dir"),
+        ({"kernels__cache__old": {"b": 2 << 30}}, "note", "1 old rooms of kernels take 2.0 GiB", "all but a"),
+        ({"hub__free": 1 << 20}, "warning", "left for models of the Hub", "plait rm"),
+        ({"hub__offline": True}, "note", "HF_HUB_OFFLINE is set", "unset"),
+    ],
+)
+def test_every_trouble_has_a_finding_with_advice(
+    changes: dict[str, Any], level: str, what: str, advice: str
+) -> None:
+    (found,) = findings(**changes)
+    assert found.level == level
+    assert what in found.what
+    assert advice in found.advice
+
+
+def test_options_are_checked_against_the_machine() -> None:
+    (found,) = findings(Asked(threads=16))
+    assert (found.what.startswith("16 threads on 8 logical CPUs"), found.advice) == (True, "--threads 4")
+    (asked,) = findings(Asked(isa="generic"), kernels__dot="generic")
+    assert "--isa generic was asked for" in asked.what
+
+
+def test_without_numba_there_is_one_finding_and_a_word_for_it() -> None:
+    facts = copy.deepcopy(WELL)
+    facts["kernels"] = {"target": None, "dot": None, "formats": [], "cache": None}
+    assert [f for check in CHECKS for f in check(facts, Asked())] == []
+    assert any("Numba is not installed" in line for line in text_lines(facts, []))
+
+
+def test_this_machine_is_described(plait: Run, tmp_path: Path) -> None:
+    result = plait("doctor", "--json", "--cache-dir", str(tmp_path / "none"))
+    assert result.code == 0, result.err
+    facts = json.loads(result.out)
+    assert facts["cpu"]["physical"] >= 1
+    assert facts["memory"]["total"] > 0
+    assert facts["kernels"]["target"]
+    assert facts["kernels"]["cache"]["current"]["nbytes"] == 0
+    assert not (tmp_path / "none").exists()  # it looks and does not touch
+    shown = plait("doctor").out
+    for words in ("machine", "processor", "compiled for", "findings", f"Python {sys.version.split()[0]}"):
+        assert words in shown
+
+
+def test_something_broken_is_the_exit_code(plait: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "installed", lambda name: None if name == "safetensors" else "1.0")
+    result = plait("doctor")
+    assert result.code == 1
+    assert "broken: not installed: safetensors" in result.out
+
+
+def test_it_does_not_import_torch() -> None:
+    code = "import sys; from plait.cli.checks import Asked, examine; examine(Asked())"
+    code += "; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_formats_say_which_kernel_reads_them() -> None:
+    rows = {row["format"]: row for row in format_rows()}
+    assert rows["Q4_K"]["variant"].startswith("native")
+    assert rows["float32"]["variant"].startswith("native")
+    assert all(row["why"] or row["variant"] != "reference" for row in rows.values())
+
+
+def test_a_driver_answers_with_its_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 570.1, 143771'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert gpu_facts() == [{"name": "NVIDIA H200", "driver": "570.1", "memory_mib": "143771"}]
+    assert torch_facts()["finds_gpu"] in (None, False)
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert gpu_facts() == []
+
+
+def test_a_containers_quota_is_a_number_of_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "CGROUP", tmp_path)
+    assert cpu_quota() is None
+    for content, quota in (("150000 100000", 1.5), ("max 100000", None), ("", None), ("1 0", None)):
+        (tmp_path / "cpu.max").write_text(content)
+        assert cpu_quota() == quota
