@@ -7,12 +7,13 @@ block), and what must agree with them. A method that is not read is refused here
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import regex
 
 from plait.checkpoint.disk import read_json
 from plait.errors import BadFile, UnsupportedFormat
@@ -25,6 +26,7 @@ _FORMATS = (
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
 )
 _MAX_PATTERN = 512
+_PATIENCE_S = 2.0  # for one name: expressions of a file could take for ever
 _MAX_SIZE = 1 << 24
 
 
@@ -46,8 +48,16 @@ class Options:
 class Rule:
     """What some modules have instead. `options` None: they are not quantized."""
 
-    pattern: re.Pattern[str]
+    pattern: Any  # compiled by `regex`, whose matching can be given up
     options: Options | None
+
+    def speaks_of(self, module: str) -> bool:
+        """Raises BadFile for an expression that takes too long."""
+        try:
+            return self.pattern.match(module[:256], timeout=_PATIENCE_S) is not None
+        except TimeoutError:
+            shown = self.pattern.pattern[:80]
+            raise BadFile(f"the quantization config's expression {shown!r} takes too long to match") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +70,7 @@ class Scheme:
 
     def of(self, module: str) -> Options | None:
         """What is said of one module, like 'model.layers.0.mlp.up_proj'; None if it is not quantized."""
-        return next((r.options for r in self.rules if r.pattern.match(module[:256])), self.options)
+        return next((rule.options for rule in self.rules if rule.speaks_of(module)), self.options)
 
 
 def find_scheme(
@@ -168,25 +178,20 @@ class _Said:
         """Rules for modules that are named as left out: names, parts of them, or `re:` expressions."""
         return tuple(Rule(self.pattern(name, inside=True), None) for key in keys for name in self.names(key))
 
-    def pattern(self, text: str, *, inside: bool = False) -> re.Pattern[str]:
+    def pattern(self, text: str, *, inside: bool = False) -> Any:
         """A module's name, or `re:` and an expression for the start of one; `inside`: anywhere in it."""
+        if len(text) > _MAX_PATTERN:
+            raise BadFile(
+                f"{self.where}: {text[:80]!r}… has {len(text)} characters; {_MAX_PATTERN} are allowed"
+            )
         try:
             if text.startswith("re:"):
-                return _checked(text[3:])
+                return regex.compile(text[3:])
             if "*" in text:  # a shell's pattern, as modelopt writes them
-                return re.compile(".*".join(map(re.escape, text.split("*"))) + r"(\..*)?$")
-            return re.compile((r"(.*\.)?" if inside else "") + re.escape(text) + r"(\..*)?$")
-        except (re.error, RecursionError, OverflowError) as error:
+                return regex.compile(".*".join(map(regex.escape, text.split("*"))) + r"(\..*)?$")
+            return regex.compile((r"(.*\.)?" if inside else "") + regex.escape(text) + r"(\..*)?$")
+        except (regex.error, RecursionError, OverflowError) as error:
             raise BadFile(f"{self.where}: {text[:80]!r} is not a regular expression: {error}") from error
-
-
-def _checked(expression: str) -> re.Pattern[str]:
-    """An expression from a file, refused if matching it could take for ever."""
-    if len(expression) > _MAX_PATTERN:
-        raise re.error(f"it has {len(expression)} characters, {_MAX_PATTERN} are allowed")
-    if re.search(r"[*+}]\)*[*+{]|[*+}][^()]*\)[*+{]", expression):
-        raise re.error("a repetition of repetitions")
-    return re.compile(expression)
 
 
 def _gptq(said: _Said) -> Scheme:
@@ -283,7 +288,7 @@ def _compressed(said: _Said) -> Scheme:
         options = _weights(group.inner("weights"))
         rules += [Rule(group.pattern(target), options) for target in group.names("targets") if "." in target]
         if any("." not in target for target in group.names("targets")):  # a class of modules: all of them
-            rules.append(Rule(re.compile(""), options))
+            rules.append(Rule(regex.compile(""), options))
     return Scheme("compressed-tensors", Options(), tuple(rules))
 
 
