@@ -58,7 +58,7 @@ def _block(
     for block in (said,) if said else _BLOCKS:
         blocks = (-(-rows // block[0]), -(-cols // block[1]))
         if scales[-2:] == blocks and prod(scales) == count * prod(blocks):
-            return block, blocks
+            return (min(block[0], rows), min(block[1], cols)), blocks
     raise ShapeMismatch(
         f"{parts.names[part]}: {list(scales)} scales do not fit a weight of {list(shape)}"
         + (f" in blocks of {list(said)}" if said else "")
