@@ -38,11 +38,15 @@ BLOCK = 192  # rows of one piece of work
 SHORT = 32768  # bytes of a tile that prefetching hardware has hardly begun to follow
 
 
+def wide_registers() -> bool:
+    """Whether a vector of sixteen floats is one register, of which there are many."""
+    name = config.CPU_NAME or ""
+    return name == TARGETS["avx512"] or (not name and "avx512f" in host_features())
+
+
 def _shapes() -> tuple[tuple[int, int], ...]:
     """(rows, tiles) held in registers at once, the larger first: their number never changes a result."""
-    name = config.CPU_NAME or ""
-    wide = name == TARGETS["avx512"] or (not name and "avx512f" in host_features())
-    return ((6, 2), (4, 2), (2, 2), (1, 2), (4, 1), (1, 1)) if wide else ((3, 1), (1, 2), (1, 1))
+    return ((6, 2), (4, 2), (2, 2), (1, 2), (4, 1), (1, 1)) if wide_registers() else ((3, 1), (1, 2), (1, 1))
 
 
 def _pair(w: Writer, kind: str, at: Word) -> tuple[Any, Any]:

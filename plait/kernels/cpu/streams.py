@@ -102,7 +102,7 @@ def _packer(layout: Layout, bits: int) -> Kernel:
     return made
 
 
-def _put(tiles: Tensor, plane: Plane) -> None:
+def put_plane(tiles: Tensor, plane: Plane) -> None:
     """A plane into its place. tiles: uint8 [tiles, steps, bytes of a record]."""
     count, steps = tiles.shape[:2]
     size, values = plane.values.element_size(), plane.values
@@ -132,7 +132,7 @@ def packed(cpu: Executor, weight: Weight) -> tuple[Tensor, Layout]:
         kernel = _packer(layout, stream.bits)
         cpu.launch(kernel, codes, codes.stride(0), stop - start, n_in // BLOCK, part, rows=stop - start)
         for plane in kept:
-            _put(part.view(-1, steps, layout.nbytes), plane)
+            put_plane(part.view(-1, steps, layout.nbytes), plane)
     return out, layout
 
 
