@@ -91,7 +91,7 @@ def sort_rows(frame, args, thread, threads):
 
 @kernel
 def add_biases(frame, args, thread, threads):
-    """x (sorted, dense; changed in place), n, starts, experts, biases [experts, n] (dense).
+    """x (sorted, dense; changed in place), n, starts, experts, addresses of their biases [n].
 
     A pair finds its expert among the starts by halving.
     """
@@ -111,7 +111,7 @@ def add_biases(frame, args, thread, threads):
                 low = middle
             else:
                 high = middle
-        row, bias = x + 4 * n * p, biases + 4 * n * low
+        row, bias = x + 4 * n * p, get_i64(biases + 8 * low)
         for i in range(0, n, 16):
             left = np.int32(n - i)
             store_some(row + 4 * i, add(load_some(row + 4 * i, left), load_some(bias + 4 * i, left)), left)
@@ -160,7 +160,7 @@ class Maps:
     first: Packed
     rounding: Activations
     addresses: Tensor  # int64 [experts]
-    biases: Tensor | None  # float32 [experts, n_out]
+    biases: Tensor | None  # int64 [experts]: addresses of float32 [n_out]
     orders: Tensor | None  # int64 [experts]: addresses of the orders of their columns
 
     @classmethod
@@ -178,9 +178,16 @@ class Maps:
             kinds.add((*sizes, id(weight.kernel), weight.order is not None))
         if len(kinds) != 1:
             return f"experts are stored in several ways: {sorted(kind[:5] for kind in kinds)}"
-        stacked = None if biases[0] is None else torch.stack(biases).float().contiguous()
+        places = None if biases[0] is None else _addresses([_dense(bias) for bias in biases])
         orders = None if packed[0].order is None else _addresses([weight.order for weight in packed])
-        return cls(packed[0], parts[0][2], _addresses([weight.data for weight in packed]), stacked, orders)
+        return cls(packed[0], parts[0][2], _addresses([weight.data for weight in packed]), places, orders)
+
+
+def _dense(bias: Tensor) -> Tensor:
+    """Raises ShapeMismatch for a bias that a kernel would misread."""
+    if bias.dtype != torch.float32 or not bias.is_contiguous():
+        raise ShapeMismatch(f"a bias must be dense float32, got {bias.dtype} with strides {bias.stride()}")
+    return bias
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Tensor:
