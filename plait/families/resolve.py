@@ -29,6 +29,7 @@ from plait.families.oxidizr import is_oxidizr, resolve_oxidizr
 from plait.families.registry import UnknownArchitecture, find, names_in
 from plait.families.registry import known as every_family
 from plait.families.resolved import Resolved
+from plait.families.soundness import check_config, check_spec, told_as_config
 
 FILE, SET = "config.json", "--set"
 PACKED = (
@@ -77,11 +78,18 @@ def resolve(
         option = f"ssm_mode {ssm_mode!r}" if ssm_mode != "ssd" else f"a_source {a_source!r}"
         raise ConfigError(f"{option} is for oxidizr checkpoints alone, and this is none; leave it out")
     if gguf is not None:
-        return _resolve_gguf(gguf, shapes, read, overrides)
-    if oxidizr:
-        return resolve_oxidizr(
-            config, shapes, read, ssm_mode=ssm_mode, a_source=a_source, overrides=overrides
-        )
+        with told_as_config("the metadata"):
+            return _resolve_gguf(gguf, shapes, read, overrides)
+    with told_as_config():
+        if oxidizr:
+            return resolve_oxidizr(
+                config, shapes, read, ssm_mode=ssm_mode, a_source=a_source, overrides=overrides
+            )
+        return _resolve_tensors(config, shapes, overrides)
+
+
+def _resolve_tensors(config: Mapping[str, Any] | None, shapes: Shapes, overrides: Sequence[str]) -> Resolved:
+    """A config as far as it goes; names and shapes for the rest."""
     flat = flatten(config or NOTHING)
     _check_storage(shapes)
     why = dict.fromkeys(flat, FILE)
@@ -150,6 +158,8 @@ def _is_known(flat: Mapping[str, Any]) -> bool:
 
 def _normalized(flat: Mapping[str, Any]) -> Config:
     entry = find(flat)
+    named = {ours: next((flat[o] for o in others if o in flat), None) for ours, others in ALIASES.items()}
+    check_config({**{k: v for k, v in named.items() if v is not None}, **flat})
     return normalize(flat, entry.defaults, entry.honours)
 
 
@@ -182,6 +192,7 @@ def _sort(kind: str) -> str:
 def _built(c: Config, why: dict[str, str]) -> Resolved:
     entry = find(c)
     spec, names = entry.build(c)
+    check_spec(spec)
     for ours, others in ALIASES.items():
         other = next((o for o in others if o in why and c.get(o) is not None), None)
         if ours in c and other is not None:

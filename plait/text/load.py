@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ _UNREADABLE = {
     "tekken.json": "tekken.json",
 }
 
+# What goes wrong when a value in a file is of another kind than its readers take it for.
+_FAULTS = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError)
 _WRITE = "write a tokenizer.json (transformers: AutoTokenizer.from_pretrained(...).save_pretrained)"
 
 
@@ -43,7 +46,18 @@ def load_tokenizer(
     directory), tokenizer.json, the GGUF file's own (`metadata`), tokenizer.model, the config's
     `tokenizer_vocab`, the built-in vocabulary whose size `vocab_size` is. Its `name` says which it was.
     """
-    config = config or {}
+    with _told_as_files("tokenizer", directory):
+        return _load_tokenizer(directory, metadata, vocab, vocab_size, config or {}, oxidizr)
+
+
+def _load_tokenizer(
+    directory: Path | None,
+    metadata: Mapping[str, Any] | None,
+    vocab: str | None,
+    vocab_size: int,
+    config: Mapping[str, Any],
+    oxidizr: bool,
+) -> TextTokenizer | None:
     tokenizer = _find(directory, metadata, vocab, oxidizr)
     if tokenizer is None:
         name = config.get("tokenizer_vocab") or detect_vocabulary(vocab_size)
@@ -52,6 +66,19 @@ def load_tokenizer(
         return None
     ends = _eos_ids(load_generation_config(directory)) | _eos_ids(config)
     return tokenizer.ending_with(frozenset(i for i in ends if not tokenizer.is_hole(i)))
+
+
+@contextmanager
+def _told_as_files(what: str, directory: Path | None) -> Iterator[None]:
+    """A fault over values of a wrong kind is the file's, and is told so, as BadFile."""
+    try:
+        yield
+    except _FAULTS as error:
+        told, where = " ".join(str(error).split())[:160], f" in {directory}" if directory is not None else ""
+        raise BadFile(
+            f"the {what}'s files{where} have values that cannot be read ({type(error).__name__}: {told}); "
+            "--debug shows where, and --vocab and --chat-template name others"
+        ) from error
 
 
 def _find(
@@ -136,6 +163,17 @@ def load_chat_template(
     tokenizer_config.json, the GGUF file's; a model in oxidizr's format without any has the format it was
     trained on. Raises ConfigError for an option that cannot be honoured.
     """
+    with _told_as_files("chat template", directory):
+        return _load_chat_template(directory, metadata or {}, option, tokenizer, oxidizr)
+
+
+def _load_chat_template(
+    directory: Path | None,
+    metadata: Mapping[str, Any],
+    option: str | None,
+    tokenizer: Tokenizer | None,
+    oxidizr: bool,
+) -> ChatTemplate | None:
     if tokenizer is None:
         if option is not None:
             raise ConfigError(
@@ -144,7 +182,7 @@ def load_chat_template(
         return None
     if option in FORMATS:
         return MarkerTemplate(str(option), tokenizer)
-    name, sources = _sources(directory, metadata or {}, option)
+    name, sources = _sources(directory, metadata, option)
     if sources:
         return JinjaTemplate(name, sources, tokenizer, _variables(directory, tokenizer))
     if oxidizr and tokenizer.token_id("<|assistant|>") in tokenizer.special_ids:

@@ -1,0 +1,133 @@
+"""Numbers that no model has: configs come from anywhere, and are multiplied, divided by and allocated.
+
+Keys are checked as they are written, so that a message can name them; a spec is checked once it is built,
+for what only shows when values are put together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from plait.errors import UnsupportedModel
+from plait.spec import Attention, Mamba2, ModelSpec, Moe
+
+MAX_LAYERS = 4096
+MAX_SIZE = 1 << 26  # of a width, a vocabulary, a number of heads or experts
+MAX_TOKENS = 1 << 40
+# Whole numbers, 0 or null standing for "none" in some families.
+COUNTS = (
+    *("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "head_dim", "num_experts"),
+    *("num_experts_per_tok", "moe_intermediate_size", "shared_intermediate_size", "num_shared_experts"),
+    *("mamba_n_heads", "mamba_d_state", "mamba_n_groups", "mamba_d_conv", "mamba_d_ssm", "kv_lora_rank"),
+    *("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group"),
+    *("sliding_window", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+    *("linear_value_head_dim", "linear_conv_kernel_dim", "lru_width", "conv1d_width", "conv_L_cache"),
+    *("first_k_dense_replace", "num_dense_layers", "num_nextn_predict_layers", "num_mem_blocks"),
+)
+NUMBERS = (
+    *("norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "routed_scaling_factor"),
+    *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "mamba_expand"),
+)
+# What goes wrong when values of a wrong kind are used; each is told as what the config's values do.
+_FAULTS = (
+    *(
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        NotImplementedError,
+    ),
+    MemoryError,
+)
+
+
+def check_config(c: Mapping[str, Any], source: str = "config.json") -> None:
+    """Whole numbers where there must be some, none that would fill any memory. Raises UnsupportedModel."""
+    layers = c.get("num_hidden_layers")
+    if layers is not None and not _is_count(layers, MAX_LAYERS):
+        raise _bad(source, "num_hidden_layers", layers, f"a whole number from 0 to {MAX_LAYERS}")
+    for key in COUNTS:
+        value = c.get(key)
+        if value is not None and value is not False and not _is_count(value, MAX_SIZE):
+            if isinstance(value, list) and all(_is_count(v, MAX_SIZE) for v in value):
+                continue  # one for each layer, which the families understand or refuse
+            raise _bad(source, key, value, f"a whole number from 0 to {MAX_SIZE}")
+    for key in NUMBERS:
+        value = c.get(key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
+        if value is not None and not is_number:
+            raise _bad(source, key, value, "a finite number")
+    if (longest := c.get("max_position_embeddings")) is not None and not _is_count(longest, MAX_TOKENS):
+        raise _bad(source, "max_position_embeddings", longest, f"a whole number from 0 to {MAX_TOKENS}")
+    for key in ("architectures", "layer_types", "mlp_layer_types"):
+        words = c.get(key)
+        is_list = isinstance(words, list | tuple) and len(words) <= MAX_LAYERS
+        if words is not None and not (is_list and all(isinstance(w, str) for w in words)):
+            raise _bad(source, key, words, f"a list of at most {MAX_LAYERS} words")
+
+
+@contextmanager
+def told_as_config(source: str = "config.json") -> Iterator[None]:
+    """A fault over values of a wrong kind is the config's, and is told so, as UnsupportedModel."""
+    try:
+        yield
+    except _FAULTS as error:
+        told = " ".join(str(error).split())[:160]
+        raise UnsupportedModel(
+            f"{source} has values that cannot be those of a model ({type(error).__name__}: {told}); "
+            "--set KEY=VALUE corrects one, --debug shows where it was used"
+        ) from error
+
+
+def check_spec(spec: ModelSpec) -> None:
+    """Every size is positive, and what must divide something does. Raises UnsupportedModel."""
+    _check_sizes("the model", spec)
+    for name, mixer in spec.mixers():
+        _check_sizes(name, mixer)
+        if isinstance(mixer, Attention) and mixer.num_heads % mixer.num_kv_heads:
+            raise UnsupportedModel(
+                f"{name}: {mixer.num_heads} heads cannot share {mixer.num_kv_heads} key-value heads evenly"
+            )
+        if isinstance(mixer, Mamba2) and mixer.num_heads % mixer.num_groups:
+            raise UnsupportedModel(
+                f"{name}: {mixer.num_heads} heads cannot share {mixer.num_groups} groups evenly"
+            )
+        if isinstance(mixer, Moe) and mixer.top_k > mixer.num_experts:
+            raise UnsupportedModel(f"{name}: {mixer.top_k} of {mixer.num_experts} experts cannot be chosen")
+
+
+def _check_sizes(where: str, part: Any) -> None:
+    for f in fields(part):
+        value = getattr(part, f.name)
+        if isinstance(value, bool) or f.name in ("mimo_rank", "block"):
+            continue
+        if isinstance(value, int) and (value < 1 or value > MAX_TOKENS):
+            raise UnsupportedModel(f"{where}: {f.name} is {value}, not a size; --set corrects the config")
+        if isinstance(value, float) and math.isnan(value):
+            raise UnsupportedModel(f"{where}: {f.name} is not a number; --set corrects the config")
+        if is_dataclass(value) and not isinstance(value, type) and f.name not in ("mixer", "layers"):
+            _check_sizes(f"{where}: {f.name}", value)
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def _is_finite(value: float) -> bool:
+    """Also false for integers beyond all floats."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _bad(source: str, key: str, value: Any, wanted: str) -> UnsupportedModel:
+    shown = repr(value)[:80]
+    return UnsupportedModel(f"{source} says {key} = {shown}; wanted {wanted} (--set {key}=… corrects it)")
