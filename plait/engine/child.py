@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from plait.config import EngineConfig
 from plait.engine.core import Engine, Runner
 from plait.engine.page import Page
+from plait.engine.rounds import Rounds
 from plait.engine.text_source import TextSource
 from plait.engine.wire import (
     Cancel,
@@ -38,6 +39,7 @@ from plait.engine.wire import (
     Headers,
     Hello,
     Logged,
+    LogLevels,
     Progress,
     Ready,
     Spoken,
@@ -56,8 +58,6 @@ from plait.spec import ModelSpec
 
 BEAT_S = 0.25
 STATS_S = 0.05  # the numbers of an engine at work are this old at most, or as old as its step
-AUDIT_AFTER_S = 0.5  # of idleness
-RETRY_S = 0.001  # when there is work and nothing can be done: what it waits for is on its way
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PIECE = 1 << 18  # bytes read at a time
 log = logging.getLogger("plait.engine")
@@ -140,7 +140,7 @@ class EngineChild:
         self._keys: dict[str, int] = {}  # of open requests, by id
         self._ids: dict[int, str] = {}
         self._spoken: list[Spoken] = []
-        self._is_audited, self._closing = True, False
+        self._rounds, self._closing = Rounds(engine), False
         self._counted_s = 0.0
         engine.runner = Watched(self, engine.runner)
         self._show_stats()
@@ -151,10 +151,7 @@ class EngineChild:
             for message in self._next():
                 self._obey(message)
             if self._engine.has_work and not self._closing:
-                has_run = self._engine.step()
-                self._is_audited = False
-                if not has_run and self._engine.has_work:
-                    time.sleep(RETRY_S)
+                self._rounds.step()
             self.flush()
 
     def note_plan(self, plan: Plan) -> None:
@@ -184,10 +181,10 @@ class EngineChild:
             self._page.begin()
             return self._link.receive(0)
         self._page.rest()
-        messages = self._link.receive(None if self._is_audited else AUDIT_AFTER_S)
+        messages = self._link.receive(self._rounds.idle_s)
         self._page.begin()
         if not messages:
-            self._audit()
+            self._rounds.audit()
         return messages
 
     def _obey(self, message: FromFront) -> None:
@@ -201,6 +198,8 @@ class EngineChild:
                     self._engine.cancel(request_id, index)
             case Count(number):
                 self._link.send(Counted(number, self._families()))
+            case LogLevels(levels):
+                _log_from(levels)
             case Close():
                 for request_id in self._engine.open_requests:
                     self._engine.cancel(request_id)
@@ -230,13 +229,6 @@ class EngineChild:
             )
             for family in self._engine.metrics.registry.collect()
         )
-
-    def _audit(self) -> None:
-        self._is_audited = True
-        try:
-            self._engine.audit()
-        except Exception:  # the engine serves as before: what cannot be mended must not end what works
-            log.exception("the scheduler's books are wrong and could not be mended")
 
 
 class _Reader:
@@ -282,6 +274,7 @@ def serve_link(link: Link, page: Page, hello: Hello) -> None:
     )
     gc.collect()
     gc.freeze()  # what is there now stays: no collection looks at it again
+    gc.enable()
     engine = housed.engine
     child = EngineChild(link, page, engine)
     names = tuple(engine.stats())
@@ -303,6 +296,7 @@ def main() -> None:
     """The process. Its arguments, after the path: descriptors of socket and page, the page's size, the
     front's process id.
     """
+    gc.disable()  # while it loads: looking for cycles in what libraries define is a twentieth of the time
     fd, page_fd, max_planned, parent = map(int, sys.argv[2:])
     _die_with(parent)
     faulthandler.enable()
@@ -333,6 +327,10 @@ def _tell(link: Link, error: BaseException) -> None:
 def _log_to(link: Link, levels: dict[str, int]) -> None:
     logging.captureWarnings(True)
     logging.basicConfig(handlers=[WireLog(link)], format="%(message)s", level=logging.WARNING)
+    _log_from(levels)
+
+
+def _log_from(levels: dict[str, int]) -> None:
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
 

@@ -52,6 +52,9 @@ class Loop(Protocol):
     def submit(self, request: Request, on_event: OnEvent) -> None: ...
     def check_room(self) -> None: ...
     def cancel(self, request_id: str, index: int | None = None) -> None: ...
+    @property
+    def loading(self) -> tuple[str, int, int] | None: ...
+    def follow_log_levels(self) -> None: ...
     def stats(self) -> Mapping[str, int]: ...
     def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool: ...
 
@@ -86,6 +89,15 @@ class Front:
     @property
     def healthy(self) -> bool:
         return self.loop.healthy
+
+    @property
+    def loading(self) -> tuple[str, int, int] | None:
+        """What an engine that takes another's place does until it is ready, and how far that is: done, of."""
+        return self.loop.loading
+
+    def follow_log_levels(self) -> None:
+        """Have the engine log what this process's loggers would."""
+        self.loop.follow_log_levels()
 
     @property
     def max_open(self) -> int:

@@ -13,13 +13,12 @@ from prometheus_client import CollectorRegistry
 
 from plait.engine.choice import OnEvent
 from plait.engine.core import Engine
+from plait.engine.rounds import Rounds
 from plait.errors import EngineError, QueueFull
 from plait.request import Request
 
 STALLED_S = 300.0  # a step of a large model on a slow CPU takes minutes; none takes longer than this
 JOIN_GRACE_S = 5.0  # a last step may still be running when the time to drain is over
-AUDIT_AFTER_S = 0.5  # of idleness: work that comes in bursts is not kept waiting by it
-RETRY_S = 0.001  # when there is work and nothing can be done: what it waits for is on its way
 Command = Callable[[], None]
 log = logging.getLogger("plait.engine")
 
@@ -43,7 +42,7 @@ class EngineLoop:
         self._step_began: float | None = None
         self._wake = threading.Condition()
         self._commands: deque[Command] = deque()
-        self._is_audited = True
+        self._rounds = Rounds(engine)
         self._arriving = 0
         self._closing = False
         self._drain_until = 0.0
@@ -113,6 +112,13 @@ class EngineLoop:
     def has_work(self) -> bool:
         return bool(self._commands) or self.engine.has_work
 
+    @property
+    def loading(self) -> None:
+        """An engine in this process was loaded before there was a loop."""
+
+    def follow_log_levels(self) -> None:
+        """Its records are this process's own."""
+
     def stats(self) -> Mapping[str, int]:
         """The engine's numbers as they are now."""
         return self.engine.stats()
@@ -151,12 +157,9 @@ class EngineLoop:
         try:
             while self._obey():
                 self._step_began = time.monotonic()
-                has_run = self.engine.step()
+                self._rounds.step()
                 self._step_began = None
                 self.num_rounds += 1
-                self._is_audited = False
-                if not has_run and self.engine.has_work:
-                    time.sleep(RETRY_S)
             for request_id in self.engine.open_requests:
                 self.engine.cancel(request_id)
         except BaseException as error:
@@ -172,7 +175,7 @@ class EngineLoop:
             for command in commands:
                 command()
             if commands:
-                self._is_audited = False
+                self._rounds.note_change()
             if self._closing and (not self.engine.has_work or time.monotonic() >= self._drain_until):
                 with self._wake:
                     if not self._commands:
@@ -184,19 +187,12 @@ class EngineLoop:
         """What was asked; waits for it while there is nothing else to do, and uses that time for an audit."""
         with self._wake:
             while not self._commands and not self.engine.has_work and not self._closing:
-                if not self._wake.wait(None if self._is_audited else AUDIT_AFTER_S):
+                if not self._wake.wait(self._rounds.idle_s):
                     break
             commands, self._commands = self._commands, deque()
         if not commands and not self.engine.has_work and not self._closing:
-            self._audit()
+            self._rounds.audit()
         return commands
-
-    def _audit(self) -> None:
-        self._is_audited = True
-        try:
-            self.engine.audit()
-        except Exception:  # the engine serves as before: what cannot be mended must not end what works
-            log.exception("the scheduler's books are wrong and could not be mended")
 
     def _die(self, error: BaseException) -> None:
         with self._wake:
@@ -206,5 +202,8 @@ class EngineLoop:
         shown.__cause__ = error
         self.engine.fail_all(shown)
         for command in commands:  # requests on their way become open, and end like the rest
-            command()
+            try:
+                command()
+            except Exception:  # none of them may keep the others from their end
+                log.exception("a command to an engine that has stopped failed")
         self.engine.fail_all(shown)

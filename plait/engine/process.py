@@ -146,6 +146,18 @@ class EngineProcess:
             return not hangs and now - page.alive_s < self._patience.frozen_s / 2
 
     @property
+    def loading(self) -> tuple[str, int, int] | None:
+        """What an engine that takes another's place does now, done, of; None: one is up, or none will be."""
+        with self._changed:
+            if self._engine is not None or self._ready is None or self._closing or self._has_ended:
+                return None
+            return self._progress.text, self._progress.done, self._progress.total
+
+    def follow_log_levels(self) -> None:
+        """Have the engine log what this process's loggers would."""
+        self._supervisor.mailbox.put(lambda s: s.tell_log_levels())
+
+    @property
     def pid(self) -> int | None:
         """The process of the engine, if it is up."""
         with self._changed:
@@ -194,6 +206,7 @@ class EngineProcess:
         self._collected.keep()
         with self._changed:
             last, self._engine = self._stats(), None
+            self._progress = Progress("starting another engine", 0, 1)
             for name in SUMS:
                 self._past_sums[name] += last.get(name, 0)
 

@@ -30,6 +30,7 @@ from plait.engine.wire import (
     Headers,
     Hello,
     Logged,
+    LogLevels,
     Progress,
     Ready,
     Submit,
@@ -153,14 +154,18 @@ class Supervisor:
         """End at this time, or as soon as no request is open. A later call may only hurry."""
         self._close_at = at if self._close_at is None else min(at, self._close_at)
 
+    def tell_log_levels(self) -> None:
+        """Levels of loggers may have changed; one that is not up yet is told when it is."""
+        if self.engine is not None and self.is_up:
+            self.engine.send(LogLevels(_log_levels()))
+
     # One process
 
     def _live(self) -> str | None:
         """One process from its start to its end. Why it ended, if nobody asked it to; else None."""
-        levels = {name: logging.getLogger(name).getEffectiveLevel() for name in LOGGERS}
         self._reported, self._has_spoken, self._up_since = None, False, None
         try:
-            hello = Hello(self._hello.builder, self._hello.model, self._hello.config, levels)
+            hello = Hello(self._hello.builder, self._hello.model, self._hello.config, _log_levels())
             engine = self.engine = Spawned(hello, hello.config.max_num_seqs)
         except OSError as error:  # no memory, no processes, no files left: it may be better later
             self._num_in_row = max(self._num_in_row, 1) + 1
@@ -236,6 +241,7 @@ class Supervisor:
                     logger.log(level, "%s", text)
             case Ready():
                 self._up_since, self._was_up = time.monotonic(), True
+                self.tell_log_levels()
                 self._watcher.on_up(engine, message)
                 if self.num_restarts:
                     log.warning("the engine is back (process %d)", engine.pid)
@@ -334,8 +340,15 @@ class Supervisor:
     def _end(self, lost: PlaitError | None) -> None:
         self._watcher.on_end(lost)
         for command in self.mailbox.close():
-            command(self)
+            try:
+                command(self)
+            except Exception:  # none of them may keep open requests from their end
+                log.exception("a command to an engine that has ended failed")
         self.ledger.end_all(lost)
+
+
+def _log_levels() -> dict[str, int]:
+    return {name: logging.getLogger(name).getEffectiveLevel() for name in LOGGERS}
 
 
 def _first_death(how: str) -> PlaitError:

@@ -67,6 +67,12 @@ class Close(Message, frozen=True, tag=5):
     """End what is open, say so, and exit."""
 
 
+class LogLevels(Message, frozen=True, tag=6):
+    """What is worth a line of the log from now on: levels by logger."""
+
+    levels: dict[str, int]
+
+
 class Progress(Message, frozen=True, tag=1):
     """How far loading is: `done` of `total` of what `text` says."""
 
@@ -127,7 +133,7 @@ class Fault(Message, frozen=True, tag=7):
     error: Exception
 
 
-FromFront = Hello | Submit | Cancel | Count | Close
+FromFront = Hello | Submit | Cancel | Count | Close | LogLevels
 FromChild = Progress | Headers | Ready | Events | Counted | Logged | Fault
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 FIRST_WAIT_S = 0.05  # a refusal that only the engine can decide comes within this, and is an HTTP error then
 RETRY_S = 0.05  # between looks for room
+PATIENCE_S = 60.0  # for room that does not come: then the client is told, and may come again
 T = TypeVar("T")
 
 
@@ -38,25 +40,15 @@ class Generation:
         self._finished = False
 
     @classmethod
-    def start(cls, front: Front, requests: Sequence[Request]) -> Generation:
-        """Submit every request or none. Raises QueueFull and other CapacityErrors."""
-        streams: list[Stream] = []
-        try:
-            for request in requests:
-                streams.append(front.submit(request))
-        except BaseException:
-            for stream in streams:
-                stream.cancel()
-            raise
-        return cls(requests, streams)
+    async def start(cls, front: Front, requests: Sequence[Request], *, waits: bool = False) -> Generation:
+        """Submit every request or none. Raises QueueFull and other CapacityErrors.
 
-    @classmethod
-    async def patient(cls, front: Front, requests: Sequence[Request]) -> Generation:
-        """As `start`, but waits for room where there is none."""
+        `waits`: where there is no room, it is waited for, so long at most for each request.
+        """
         streams: list[Stream] = []
         try:
             for request in requests:
-                streams.append(await _taken(front, request))
+                streams.append(await _taken(front, request) if waits else front.submit(request))
         except BaseException:
             for stream in streams:
                 stream.cancel()
@@ -90,10 +82,12 @@ class Generation:
 
 
 async def _taken(front: Front, request: Request) -> Stream:
-    while True:
+    until = time.monotonic() + min(PATIENCE_S, request.timeout_s or PATIENCE_S)
+    while time.monotonic() < until:
         with contextlib.suppress(QueueFull):
             return front.submit(request)
         await asyncio.sleep(RETRY_S)
+    return front.submit(request)
 
 
 async def planned(plan: Callable[[], T], threads: Executor | None) -> T:

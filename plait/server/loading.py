@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from plait.server.problems import NotReady
@@ -70,22 +70,22 @@ class Loading:
             return 503, "stopping"
         if self.front is None:
             return 503, "loading"
-        return (200, "ready") if self.front.healthy else (503, "unhealthy")
+        if self.front.healthy:
+            return 200, "ready"
+        return 503, "unhealthy" if self.front.loading is None else "loading"
 
     def health(self) -> tuple[int, Mapping[str, Any]]:
         """The HTTP status of /health and its body: `engine` is as it is now, `totals` only grow."""
         if self.stopping:
             return 503, {"status": "stopping"}
         if self.front is None:
-            progress = self.progress
-            shown = {"text": progress.text, "done": progress.done, "total": progress.total}
-            return 503, {"status": "loading", "progress": shown}
+            return 503, {"status": "loading", "progress": asdict(self.progress)}
         stats = self.front.stats()
         now = {name: value for name, value in stats.items() if name not in TOTALS}
         totals = {name: value for name, value in stats.items() if name in TOTALS}
-        healthy = self.front.healthy
-        return 200 if healthy else 503, {
-            "status": "ok" if healthy else "unhealthy",
-            "engine": now,
-            "totals": totals,
-        }
+        healthy, again = self.front.healthy, self.front.loading
+        if not healthy and again is not None:
+            progress = {"progress": asdict(Progress(*again))}
+            return 503, {"status": "loading", **progress, "engine": now, "totals": totals}
+        status = "ok" if healthy else "unhealthy"
+        return 200 if healthy else 503, {"status": status, "engine": now, "totals": totals}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 TOKENIZE_FIELDS, DETOKENIZE_FIELDS = field_names(TokenizeRequest), field_names(DetokenizeRequest)
-_OF_A_CHAT = ("tools", "reasoning_effort", "chat_template_kwargs")
+_OF_A_CHAT = ("tools", "reasoning_effort", "chat_template_kwargs", "continue_final_message")
 
 
 def check(asked: object, served: str) -> None:

@@ -94,7 +94,7 @@ async def _respond(front: Front, plan: Callable[[], Outcome], threads: Executor 
     for first in range(0, len(outcome.requests), size):
         requests = outcome.requests[first : first + size]
         # What was computed for the first of a list is not thrown away because others came meanwhile.
-        generation = await Generation.patient(front, requests) if first else Generation.start(front, requests)
+        generation = await Generation.start(front, requests, waits=bool(first))
         try:
             async for i, delta in generation:
                 usage.add(first + i, delta)
@@ -105,7 +105,7 @@ async def _respond(front: Front, plan: Callable[[], Outcome], threads: Executor 
 
 
 async def _streamed(front: Front, outcome: Outcome, usage: Usage) -> Response:
-    generation = Generation.start(front, outcome.requests)
+    generation = await Generation.start(front, outcome.requests)
     try:
         await generation.peek()
     except BaseException:

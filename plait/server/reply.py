@@ -112,7 +112,7 @@ async def respond(
 
 async def _respond(front: Front, plan: Callable[[], Reply], threads: Executor | None) -> Response:
     reply = await planned(plan, threads)
-    generation = Generation.start(front, reply.requests)
+    generation = await Generation.start(front, reply.requests)
     usage = Usage(reply.requests)
     try:
         if reply.stream:

@@ -226,6 +226,8 @@ class Server(uvicorn.Server):
         now = self.traffic.config
         if (now.log_level, now.log_format) != (before.log_level, before.log_format):
             log_to_stderr(now)
+            if self._loading.front is not None:
+                self._loading.front.follow_log_levels()
         logger.info("reloaded: keys, limits, hosts, log level and certificate")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

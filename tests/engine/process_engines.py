@@ -5,6 +5,7 @@ The model's name says what goes wrong when a token is computed: see `ENDS`. "…
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
 from plait.spec import ModelSpec, Norm
 from tests.engine.hash_model import VOCAB, HashModel, engine
 
-POISON, STALL, GARBAGE, LONG = 90, 91, 92, 93  # tokens
+POISON, STALL, GARBAGE, LONG, WORDY = 90, 91, 92, 93, 94  # tokens
 CONTEXT = 400
 STEP_S = 0.002
 
@@ -45,6 +46,8 @@ def _suffer(chunk: Chunk) -> None:
             time.sleep(3600)
         case _ if chunk.token_ids[:2] == (GARBAGE, GARBAGE):
             os.write(int(sys.argv[2]), b"\x00\x00\x00\x03\xc1\xc1\xc1")
+        case _ if chunk.token_ids[:2] == (WORDY, WORDY):
+            logging.getLogger("plait.step").debug("a wordy step")
         case _ if chunk.token_ids[:2] == (LONG, LONG):
             os.write(int(sys.argv[2]), b"\xff" * 64)
 

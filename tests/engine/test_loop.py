@@ -259,7 +259,7 @@ def test_a_deadline_passes_while_the_engine_is_busy_with_others() -> None:
 def test_books_are_checked_once_after_work_and_not_while_nothing_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("plait.engine.loop.AUDIT_AFTER_S", 0.01)
+    monkeypatch.setattr("plait.engine.rounds.AUDIT_AFTER_S", 0.01)
     with running() as (loop, _):
         threads: list[str] = []
         check = loop.engine.scheduler.check
@@ -282,7 +282,7 @@ def test_books_are_checked_once_after_work_and_not_while_nothing_changes(
 def test_wrong_books_are_mended_in_an_idle_moment_and_the_engine_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("plait.engine.loop.AUDIT_AFTER_S", 0.01)
+    monkeypatch.setattr("plait.engine.rounds.AUDIT_AFTER_S", 0.01)
     with running(max_num_seqs=2) as (loop, _):
         slots = loop.engine.scheduler.memory.pools.slots
         assert slots is not None
@@ -304,7 +304,7 @@ def test_books_that_cannot_be_mended_end_nobody(
     def broken() -> list[str]:
         raise RuntimeError("torn beyond repair")
 
-    monkeypatch.setattr("plait.engine.loop.AUDIT_AFTER_S", 0.01)
+    monkeypatch.setattr("plait.engine.rounds.AUDIT_AFTER_S", 0.01)
     with running() as (loop, _):
         monkeypatch.setattr(loop.engine.scheduler, "check", broken)
         monkeypatch.setattr(loop.engine.scheduler, "repair", broken)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -32,7 +33,7 @@ from plait.errors import (
 )
 from plait.ops.seed import choice_seed
 from tests.engine.hash_model import Reader, oracle, prompts, request
-from tests.engine.process_engines import GARBAGE, LONG, POISON, STALL
+from tests.engine.process_engines import GARBAGE, LONG, POISON, STALL, WORDY
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILDER = "tests.engine.process_engines:build"
@@ -368,3 +369,36 @@ def test_an_engine_ends_with_the_process_in_front_of_it() -> None:
         front.wait()
         front.stdout.close()
     until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_an_engine_logs_what_is_wanted_now_and_so_does_the_next_one(caplog: pytest.LogCaptureFixture) -> None:
+    reader = Reader()
+
+    def say(name: str) -> int:
+        process.submit(request(name, [WORDY, WORDY], max_tokens=3), reader)
+        until(done(reader, name))
+        return caplog.text.count("a wordy step")
+
+    with running() as process:
+        assert say("a") == 0
+        with caplog.at_level(logging.DEBUG, "plait.step"):
+            process.follow_log_levels()
+            assert say("b") == 1
+            kill(process)
+            assert say("c") == 2
+        process.follow_log_levels()
+        assert say("d") == 2
+
+
+def test_an_engine_that_takes_another_s_place_says_how_it_gets_on() -> None:
+    with running() as process:
+        assert process.loading is None
+        seen: list[tuple[str, int, int]] = []
+        pid = process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: bool((found := process.loading) and not seen.append(found)))
+        until(lambda: process.healthy)
+        assert process.loading is None
+        assert seen[0][0] in {"starting another engine", "reading headers", "ready"}
+    assert process.loading is None

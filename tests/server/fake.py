@@ -77,13 +77,16 @@ class EchoLoop:
     """Stands for the engine's loop: a thread for each request, which says its last message again."""
 
     def __init__(self) -> None:
-        self.healthy, self.max_open = True, 4096
+        self.healthy, self.max_open, self.loading = True, 4096, None
         self.requests: list[Request] = []
         self.open: dict[str, set[int]] = {}  # choices that run
         self._lock = threading.Lock()
 
     def check_room(self) -> None:
         """There is always room."""
+
+    def follow_log_levels(self) -> None:
+        """It logs nothing."""
 
     def submit(self, request: Request, on_event: Callable[[Event], None]) -> None:
         text = _said(request)

@@ -63,7 +63,6 @@ def test_what_can_fit_no_context_is_refused_before_it_is_tokenized(
     ("body", "param"),
     [
         ({"chat_template": "x"}, "chat_template"),
-        ({"continue_final_message": True}, "continue_final_message"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools"),
     ],
@@ -73,6 +72,10 @@ def test_what_would_change_a_count_is_honoured_or_refused(
 ) -> None:
     messages = [{"role": "user", "content": "a"}]
     assert client.post("/tokenize", {"messages": messages, **body}).error["param"] == param
+    going_on = client.post("/tokenize", {"messages": messages, "continue_final_message": True})
+    assert going_on.error["param"] == "messages[0]"
+    prompt = client.post("/tokenize", {"prompt": "a", "continue_final_message": True})
+    assert prompt.error["param"] == "continue_final_message"
     field = param.split("[")[0].split(".")[0]
     assert client.post("/tokenize", {"prompt": "a", **body}).error["param"] == field
     assert client.post("/detokenize", {"tokens": [1], "truncate": 3}).status == 400

@@ -1,0 +1,157 @@
+"""A server that is full: what it refuses is cheap, and what it writes goes out at once and in one piece."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from plait.errors import QueueFull
+from plait.request import SamplingParams
+from plait.server.generation import Generation
+from plait.server.transport import MOST_BYTES, TurnTransport
+from tests.server.conftest import Client, serving, wait_until
+from tests.server.fake import EchoLoop, fake_front
+from tests.server.test_logs import Kept, kept
+
+__all__ = ["kept"]
+
+
+class FullLoop(EchoLoop):
+    is_full = True
+
+    def check_room(self) -> None:
+        if self.is_full:
+            raise QueueFull("max_waiting (0) requests wait already; try again later")
+
+
+@pytest.fixture
+def loop() -> FullLoop:
+    return FullLoop()
+
+
+@pytest.fixture
+def full(loop: FullLoop) -> Iterator[Client]:
+    front = fake_front()
+    front.loop = loop
+    with serving(front, api_key=("alice:secret",), requests_per_minute=2) as client:
+        client.headers["Authorization"] = "Bearer secret"
+        yield client
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"]
+)
+def test_it_refuses_before_it_reads(full: Client, path: str) -> None:
+    """The head alone is answered: the body never comes."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
+    with socket.create_connection(full.address, timeout=20) as sock:
+        sock.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n".encode())
+        answer = sock.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 429 ")
+    assert b"retry-after: 1\r\n" in answer.lower()
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "queue_full"
+
+
+def test_a_refusal_costs_a_key_nothing_and_others_know_the_key_first(full: Client, loop: FullLoop) -> None:
+    assert [full.complete().status for _ in range(5)] == [429] * 5
+    assert Client(full.base_url).complete().status == 401
+    assert full.post("/tokenize", {"prompt": "a"}).status == 200
+    loop.is_full = False
+    assert full.complete().status == 200
+    assert full.complete().error["code"] == "rate_limit_exceeded"
+
+
+def test_a_refusal_in_anthropic_s_shape(full: Client) -> None:
+    assert full.post("/v1/messages", {}).json["error"]["type"] == "rate_limit_error"
+
+
+def test_a_crowd_is_one_line(full: Client, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.server.traffic.CROWD_S", 0.05)
+    for _ in range(5):
+        full.complete()
+    assert wait_until(lambda: any("were refused" in record.getMessage() for record in kept.records))
+    assert not kept.fields(status=429)
+    said = [r for r in kept.records if "were refused" in r.getMessage()]
+    assert sum(int(str(r.getMessage()).split()[4]) for r in said) <= 5
+    assert {r.levelno for r in said} == {logging.WARNING}
+
+
+def test_small_answers_are_not_held_back_by_the_kernel(client: Client) -> None:
+    """Each on one connection: with Nagle's algorithm each would wait for the client to acknowledge, 40 ms."""
+    with socket.create_connection(client.address, timeout=20) as sock:
+        began = time.monotonic()
+        for _ in range(100):
+            sock.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert sock.recv(65536).endswith(b"}")
+        assert time.monotonic() - began < 100 * 0.035
+
+
+class Wire:
+    """Stands for a transport."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.end = ""
+
+    def write(self, piece: bytes) -> None:
+        self.written.append(piece)
+
+    def close(self) -> None:
+        self.end = "closed"
+
+    def abort(self) -> None:
+        self.end = "aborted"
+
+
+async def write(transport: Any, *pieces: bytes) -> None:
+    for piece in pieces:
+        transport.write(piece)
+
+
+def test_what_a_turn_writes_is_one_piece() -> None:
+    async def turns() -> list[bytes]:
+        wire: Any = Wire()
+        transport = TurnTransport(wire, asyncio.get_running_loop())
+        await write(transport, b"a", b"", b"b")
+        assert wire.written == []
+        await asyncio.sleep(0)
+        await write(transport, b"x" * MOST_BYTES, b"c")
+        assert len(wire.written) == 2
+        transport.close()
+        await asyncio.sleep(0)
+        assert wire.end == "closed"
+        return [*wire.written]
+
+    assert asyncio.run(turns()) == [b"ab", b"x" * MOST_BYTES, b"c"]
+
+
+def test_what_is_cut_off_is_not_written() -> None:
+    async def turns() -> None:
+        wire: Any = Wire()
+        transport = TurnTransport(wire, asyncio.get_running_loop())
+        await write(transport, b"a")
+        transport.abort()
+        await asyncio.sleep(0)
+        assert (wire.written, wire.end) == ([], "aborted")
+
+    asyncio.run(turns())
+
+
+def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.server.generation.PATIENCE_S", 0.02)
+    monkeypatch.setattr("plait.server.generation.RETRY_S", 0.005)
+    front = fake_front()
+    request = front.prepare("FULL", SamplingParams(max_tokens=1))
+
+    async def ask() -> None:
+        await Generation.start(front, [request], waits=True)
+
+    with pytest.raises(QueueFull):
+        asyncio.run(ask())
