@@ -20,7 +20,7 @@ from plait.quant.gguf import Gguf
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 )
-PACKED = ("fp8", "int4")
+PACKED = ("int4", "fp8")
 # Maps that choose, gate or set step sizes: small, and everything downstream hangs on them.
 KEPT = {
     *("conv", "router", "shared_gate", "dt"),

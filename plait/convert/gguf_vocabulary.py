@@ -20,6 +20,7 @@ from plait.text.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
 KEY = "tokenizer.ggml."
+USUAL = ("llama-bpe", "smollm")  # of several names for the same, the one that most files have
 # Every class of character that the known vocabularies cut at, and what they treat apart.
 PROBE = (
     "Hello, world!  It's 2024-11-21; I'd say she'LL don't.\n\n\tdef f(x):\r\n    return x**2 + 3.14  # ok\n"
@@ -145,7 +146,8 @@ def _pre(description: Mapping[str, Any]) -> str:
         if tuple(_plain(regex) for regex in pattern.splits) == found
     ]
     exact = [name for name, pattern in named if pattern.whole_words == whole_words]
-    return [*exact, *(name for name, _ in named), "default"][0]
+    found_names = exact or [name for name, _ in named] or ["default"]
+    return next((name for name in USUAL if name in found_names), found_names[0])
 
 
 def _splits(part: Mapping[str, Any] | None) -> list[str]:

@@ -62,12 +62,16 @@ class Comparison:
     agreement: float
 
 
-def compare(order: Order, progress: Progress) -> Comparison:
-    """The source of an order and its result, both read anew and run in full precision."""
+def compare(order: Order, progress: Progress, ops: str = "auto") -> Comparison:
+    """The source of an order and its result, both read anew and run in full precision.
+
+    ops: "auto" for the fastest variant of each, "reference" for the plain one.
+    """
     source = open_model(order.model, EngineConfig(device="cpu", set=order.set, vocab=order.vocab))
     ids, is_text = _tokens(source)
-    before = model_logits(source, ids, order.threads, progress)
-    after = model_logits(open_model(str(order.out), EngineConfig(device="cpu")), ids, order.threads, progress)
+    result = open_model(str(order.out), EngineConfig(device="cpu"))
+    target = _target(len(ids), ops, order.threads or torch.get_num_threads())
+    before, after = (model_logits(opened, ids, target, progress) for opened in (source, result))
     return compared(ids, before, after, is_text)
 
 
@@ -86,13 +90,25 @@ def _tokens(opened: Opened) -> tuple[list[int], bool]:
     return ids[: opened.resolved.spec.max_len], True
 
 
-def model_logits(opened: Opened, ids: Sequence[int], threads: int | None, progress: Progress) -> Tensor:
-    """Logits after every token, [tokens, vocab] float32. Beside weights, nothing has less than 16 bits."""
+def _target(tokens: int, ops: str, threads: int) -> Callable[[int], Target]:
+    """How both are built, by hidden size: beside weights, nothing has less than 16 bits."""
     load()
+
+    def made(hidden_size: int) -> Target:
+        target = Target(torch.device("cpu"), torch.float32, max(tokens, 1), hidden_size, ops)
+        target.activations, target.kv_dtype = "int8x2" if ops == "auto" else "float32", "model"
+        target.executor = executor(threads) if ops == "auto" else None
+        return target
+
+    return made
+
+
+def model_logits(
+    opened: Opened, ids: Sequence[int], built: Callable[[int], Target], progress: Progress
+) -> Tensor:
+    """Logits after every token, [tokens, vocab] float32."""
     spec = opened.resolved.spec
-    target = Target(torch.device("cpu"), torch.float32, max(len(ids), 1), spec.hidden_size)
-    target.activations, target.kv_dtype = "int8x2", "model"
-    target.executor = executor(threads or torch.get_num_threads())
+    target = built(spec.hidden_size)
     decoder = load_decoder(opened, target, progress)
     blocks = {group.name: 2 for group in block_groups(decoder.states)}
     slots = 2 if has_slots(decoder.states) else 0

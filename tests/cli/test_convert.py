@@ -1,0 +1,63 @@
+"""`plait convert`: what it says, and how it ends."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from plait.cli.convert import ended_by_signals
+from plait.cli.main import run
+from plait.convert import quality
+
+
+def test_a_model_is_written_and_the_comparison_is_told(
+    nano_hybrid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = partial(quality.compare, ops="reference")  # nothing to compile
+    monkeypatch.setattr(quality, "compare", plain)
+    out = tmp_path / "nano"
+    assert run(["convert", str(nano_hybrid), str(out), "-q", "bf16", "--threads", "1", "--verify"]) == 0
+    told = capsys.readouterr().out
+    assert "nano: " in told
+    assert " in bfloat16" in told
+    assert "perplexity" in told
+    assert "same first token 100.00 %" in told
+    assert (out / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "why"),
+    [
+        (["nowhere", "a.gguf"], 2, "no such file or directory"),
+        (
+            ["MODEL", "a", "-q", "q4_k"],
+            2,
+            "not a storage of --to safetensors; there: int4, fp8, f32, f16, bf16",
+        ),
+        (["MODEL"], 2, "Missing argument 'OUT'"),
+    ],
+)
+def test_errors_are_one_line(
+    arguments: list[str],
+    code: int,
+    why: str,
+    nano_hybrid: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["convert", *(str(nano_hybrid) if a == "MODEL" else a for a in arguments)]) == code
+    told = capsys.readouterr().err
+    assert why in told
+    assert told.count("\n") == 1
+
+
+def test_sigterm_ends_it_like_ctrl_c_and_only_inside() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), ended_by_signals():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before

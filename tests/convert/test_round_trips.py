@@ -1,0 +1,133 @@
+"""Every family: its checkpoint as GGUF is the same model, and that file as safetensors is the first again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.convert.gguf_target import gguf_target
+from plait.convert.hf_target import hf_target
+from plait.convert.making import Made, matrices, pieces
+from plait.convert.reading import Model
+from plait.errors import UnsupportedFormat
+from tests.families import tiny
+from tests.families.parity import Memory, decoder, resolved, whole, worst
+
+# variant -> the architecture it becomes
+BOTH_WAYS = {
+    "llama_llama3": "llama",
+    "llama_biases": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "mamba2": "mamba2",
+    "granite": "granitehybrid",
+    "granite_rope": "granitehybrid",
+    "nemotron_h": "nemotron_h_moe",
+    "nemotron_h_groups": "nemotron_h",
+    "falcon_h1": "falcon-h1",
+    "falcon_h1_norm": "falcon-h1",
+    "mamba": "mamba",
+    "jamba": "jamba",
+}
+ONE_WAY = {
+    "llama_linear": "llama",
+    "mistral": "llama",
+    "bamba": "granitehybrid",
+    "gpt_oss": "gpt-oss",
+    "phi3": "phi3",
+    "glm4_moe": "glm4moe",
+    "granite_moe_shared": "granitemoe",
+    "lfm2_moe": "lfm2moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5": "qwen35",
+    "kimi_linear": "kimi-linear",
+    "minimax": "minimax-01",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("convert")
+
+
+def written(model: Model, made: Iterable[Made]) -> Memory:
+    """What a file of these tensors holds, in float32."""
+    found = Memory()
+    for one in made:
+        parts = [piece for matrix, scale in matrices(model, one) for piece in pieces(matrix, scale)]
+        found[one.name] = torch.cat(parts).reshape(one.shape)
+    return found
+
+
+def source(name: str, folder: Path) -> tuple[Model, Any]:
+    if not (folder / name).exists():
+        tiny.write(name, folder / name)
+    config, tensors, oracle = tiny.read(folder / name)
+    checkpoint = Memory(tensors)
+    return Model(resolved(checkpoint, config), checkpoint), oracle
+
+
+def as_gguf(model: Model, arch: str) -> tuple[Model, Memory]:
+    target = gguf_target(model)
+    assert target.arch == arch
+    file = written(model, target.made)
+    file |= target.extra
+    return Model(resolved(file, gguf=target.keys), file), file
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS | ONE_WAY)
+def test_gguf_is_the_same_model(name: str, folder: Path) -> None:
+    model, oracle = source(name, folder)
+    again, file = as_gguf(model, (BOTH_WAYS | ONE_WAY)[name])
+    ids = oracle["ids"][0]
+    assert worst(whole(decoder(again.resolved, file), ids), oracle["logits"][0]) <= 1e-4
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_what_comes_back_has_the_names_and_numbers_of_the_first(name: str, folder: Path) -> None:
+    first, oracle = source(name, folder)
+    model, _ = as_gguf(first, BOTH_WAYS[name])
+    target = hf_target(model, "float32")
+    file = written(model, target.made)
+    again = resolved(file, target.config)
+    assert worst(whole(decoder(again, file), oracle["ids"][0]), oracle["logits"][0]) <= 1e-4
+    if not name.startswith("falcon"):  # whose multipliers stay in its numbers
+        originals = first.checkpoint
+        for key in originals.names():
+            assert torch.allclose(file[key], originals.read(key), rtol=1e-5, atol=1e-6), key
+
+
+def test_rotary_pairs_are_where_each_format_wants_them(folder: Path) -> None:
+    """A wrong order of q's rows would be seen in logits; here, that it is the converters' order."""
+    from tests.families.as_gguf import permuted
+
+    model, _ = source("llama_linear", folder)
+    target = gguf_target(model)
+    file = written(model, target.made)
+    q = model.checkpoint.read("model.layers.1.self_attn.q_proj.weight")
+    assert torch.equal(file["blk.1.attn_q.weight"], permuted(q, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("llama_dynamic", "rope_type 'dynamic' cannot be written as GGUF"),
+        ("ministral", r"layers\.0\.0\.mixer\.window = None, there 6"),
+        ("zamba2", "zamba2 models cannot be written as GGUF"),
+    ],
+)
+def test_what_gguf_cannot_say_is_refused_by_name(name: str, why: str, folder: Path) -> None:
+    model, _ = source(name, folder)
+    with pytest.raises(UnsupportedFormat, match=why):
+        gguf_target(model)

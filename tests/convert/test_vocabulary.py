@@ -1,0 +1,106 @@
+"""Tokenizers on their way between the two forms: the same ids, or a word of warning."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from plait.convert.gguf_vocabulary import KEY, PROBE, vocabulary_keys
+from plait.convert.hf_vocabulary import write_vocabulary
+from plait.errors import UnsupportedFormat
+from plait.text.gguf_tokenizer import gguf_tokenizer
+from plait.text.load import load_tokenizer
+from plait.text.spm import CONTROL, UNUSED, USER_DEFINED
+from tests.convert.words import byte_level, pieces
+
+TEXTS = (PROBE, "the water", " the water", "water at the the", "")
+
+
+class Opened:
+    """What `vocabulary_keys` looks at."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.metadata, self.text_directory = None, folder
+        self.resolved = type("R", (), {"spec": type("S", (), {"vocab_size": size})})
+
+    def tokenizer(self) -> Any:
+        return load_tokenizer(directory=self.text_directory)
+
+
+def keys_of(
+    library: tokenizers.Tokenizer, folder: Path, size: int, **config: Any
+) -> tuple[Any, dict[str, Any]]:
+    library.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    opened = Opened(folder, size)
+    return opened.tokenizer(), vocabulary_keys(opened)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "deepseek-v3", "gpt-2", "tekken", "smollm"])
+def test_the_way_of_cutting_words_has_its_name(pre: str, tmp_path: Path) -> None:
+    library = byte_level(pre)
+    first, keys = keys_of(library, tmp_path, 340, bos_token="<|begin|>", eos_token="<|end|>")
+    assert keys[f"{KEY}pre"] == pre
+    second = gguf_tokenizer(keys)
+    assert second is not None
+    for text in TEXTS:
+        assert second.encode(text) == first.encode(text)
+    kinds = keys[f"{KEY}token_type"]
+    assert len(kinds) == len(keys[f"{KEY}tokens"]) == 340
+    assert (kinds[0], kinds[library.token_to_id("<tag>")], kinds[339]) == (CONTROL, USER_DEFINED, UNUSED)
+    assert keys[f"{KEY}add_bos_token"]
+
+
+def test_an_unknown_way_is_written_as_default_and_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = byte_level("gpt-2")
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[aeiou]"), "isolated")
+    level = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, level])
+    with caplog.at_level(logging.WARNING, logger="plait"):
+        _, keys = keys_of(library, tmp_path, 321)
+    assert keys[f"{KEY}pre"] == "default"
+    assert "does not cut every text as the model's own does" in caplog.text
+
+
+@pytest.mark.parametrize("space_first", [True, False])
+def test_sentencepiece_goes_there_and_back(space_first: bool, tmp_path: Path) -> None:
+    library = pieces(space_first=space_first)
+    first, keys = keys_of(library, tmp_path, library.get_vocab_size(), bos_token="<s>", eos_token="</s>")
+    assert keys[f"{KEY}model"] == "llama"
+    assert keys[f"{KEY}add_space_prefix"] is space_first
+    second = gguf_tokenizer(keys)
+    assert second is not None
+    (tmp_path / "back").mkdir()
+    write_vocabulary(tmp_path / "back", keys, second)
+    third = load_tokenizer(directory=tmp_path / "back")
+    assert third is not None
+    for text in TEXTS:
+        assert second.encode(text) == third.encode(text) == first.encode(text)
+        assert third.decode(third.encode(text)) == text
+
+
+def test_templates_with_names_are_all_carried(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
+    _, keys = keys_of(byte_level(), tmp_path, 321, chat_template=named)
+    assert keys["tokenizer.chat_template"] == "A"
+    assert keys["tokenizer.chat_template.tool_use"] == "B"
+
+
+def test_more_words_than_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFormat, match=r"3\d\d tokens and the model 300 rows"):
+        keys_of(byte_level(), tmp_path, 300)
+
+
+def test_other_kinds_are_refused_by_name(tmp_path: Path) -> None:
+    model = tokenizers.models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0)
+    library = tokenizers.Tokenizer(model)
+    library.decoder = tokenizers.decoders.Metaspace()
+    with pytest.raises(UnsupportedFormat, match="Unigram cannot be written as GGUF"):
+        keys_of(library, tmp_path, 2)
