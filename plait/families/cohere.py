@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
+from plait.errors import UnsupportedModel
 from plait.families.gguf_arch import FILE, Metadata, gguf_arch, windows
 from plait.families.grammar import gqa, mlp, model, norm, rope
 from plait.families.normalize import FULL, SLIDING, Config
@@ -32,10 +33,14 @@ def cohere(c: Config) -> tuple[ModelSpec, NameMap]:
     "Cohere2ForCausalLM",
     model_types=("cohere2",),
     defaults={**SHARED, "sliding_window": 4096, "sliding_window_pattern": 4},
-    honours=("logit_scale", "sliding_window"),
+    honours=("logit_scale", "sliding_window", "position_embedding_type"),
 )
 def cohere2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Command R7B, A, Aya Expanse's heirs: three layers with windows and positions, one with neither."""
+    if (kind := c.get("position_embedding_type")) not in (None, "rope", "rope_gptj"):
+        raise UnsupportedModel(
+            f"position_embedding_type {kind!r} is not known for Cohere 2; known: rope_gptj"
+        )
     turned = gqa(c, SLIDING, rope=rope(c, c["head_dim"], SLIDING, interleaved=True))
     mixers = {SLIDING: turned, FULL: gqa(c, FULL, rope=None)}
     return _cohere(c, "cohere2", [mixers[kind] for kind in c["layer_types"]])

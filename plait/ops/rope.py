@@ -131,17 +131,21 @@ CASES: list[dict[str, Any]] = [
 
 @op(cases=CASES)
 def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, mscale: float, interleaved: bool) -> Tensor:
-    """Rotate the first 2·len(inv_freq) of each head. x: [T, heads, d], positions: [T] -> like x."""
+    """Rotate the first 2·len(inv_freq) of each head. x: [T, heads, d], positions: [T] -> like x.
+
+    In float32 whatever x's dtype, as OLMo 2 and Command R want it; for others it is merely closer.
+    """
     width = 2 * inv_freq.shape[0]
     angle = positions[:, None, None].float() * inv_freq
-    cos, sin = (angle.cos() * mscale).to(x.dtype), (angle.sin() * mscale).to(x.dtype)
-    turned, rest = x[..., :width], x[..., width:]
+    cos, sin = angle.cos() * mscale, angle.sin() * mscale
+    turned, rest = x[..., :width].float(), x[..., width:]
     if interleaved:
         a, b = turned[..., 0::2], turned[..., 1::2]
         turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
     else:
         a, b = turned.chunk(2, -1)
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    turned = turned.to(x.dtype)
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
