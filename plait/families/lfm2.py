@@ -16,6 +16,7 @@ from plait.spec import Branch, Mlp, ModelSpec, Moe, Router, ShortConv
 
 L = "model.layers.{i}"
 DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True}
+POSITIONS = r"\.pos_emb\.inv_freq$"  # what the rope of early files was computed from
 PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
@@ -33,7 +34,7 @@ def lfm2(c: Config) -> tuple[ModelSpec, NameMap]:
     """LFM2: dense feed-forwards, whose width follows from the config's by LLaMA's rule."""
     ffn = Branch("ffn", Mlp(_adjusted(c)), norm(c))
     spec = model(c, "lfm2", [(_mixer(c, kind), ffn) for kind in c["layer_types"]])
-    return spec, NameMap(_names(c), ends(), ignored=unused(c))
+    return spec, NameMap(_names(c), ends(), ignored=unused(c, POSITIONS))
 
 
 def _adjusted(c: Config) -> int:
@@ -69,8 +70,8 @@ def lfm2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     ffn = {"dense": Branch("ffn", Mlp(c["intermediate_size"]), each), "sparse": Branch("ffn", moe, each)}
     pairs = zip(c["layer_types"], c["mlp_layer_types"], strict=True)
     spec = model(c, "lfm2_moe", [(_mixer(c, kind), ffn[width]) for kind, width in pairs])
-    ignored = unused(c) if c["use_expert_bias"] else unused(c, r"\.feed_forward\.expert_bias$")
-    return spec, NameMap(_expert_names(c), _names(c), ends(), ignored=ignored)
+    unread = () if c["use_expert_bias"] else (r"\.feed_forward\.expert_bias$",)
+    return spec, NameMap(_expert_names(c), _names(c), ends(), ignored=unused(c, POSITIONS, *unread))
 
 
 def _mixer(c: Config, kind: str) -> Branch:

@@ -130,6 +130,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "mlp_multipliers": (None, [1.0, 1.0]),
     "linear_type": (None, "normal"),
     "block_use_swiglu": (None, True),
+    "mamba_inner_layernorms": (None, True),
     "ssm_multipliers": (None, [1.0] * 5),
     "position_embedding_type": (None, "rope", "rotary"),
 }

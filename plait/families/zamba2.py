@@ -83,7 +83,7 @@ def _aside(c: Config, block: int) -> Aside:
 
 def _names(hybrids: list[int], turns: Mapping[int, int], period: int) -> Rules:
     plain, beside = f"{L}.{{i}}", f"{L}.{{i}}.mamba_decoder"
-    names = {
+    names: dict[str, Source | tuple[Source, ...]] = {
         "norm": "model.final_layernorm",
         **either(*(mamba_tensors("layers.{i}.ssm", f"{at}.mamba") for at in (plain, beside))),
         "layers.{i}.ssm.norm": (f"{plain}.input_layernorm", f"{beside}.input_layernorm"),

@@ -25,8 +25,7 @@ ZAMBA2 = {
     "n_mamba_heads": 8,
     "chunk_size": 8,
     "adapter_rank": 2,
-    "num_hidden_layers": 4,
-    "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+    "layers_block_type": ["hybrid", "hybrid", "hybrid"],
     "num_key_value_heads": 4,
 }
 
@@ -84,6 +83,7 @@ VARIANTS: dict[str, Variant] = {
         "Zamba2Config",
         {
             **ZAMBA2,
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
             "add_bias_linear": True,
             "time_step_min": 0.1,
             "num_key_value_heads": 2,
