@@ -18,10 +18,11 @@ from plait.checkpoint.packed import Packed
 from plait.checkpoint.scheme import find_scheme
 from plait.config import EngineConfig
 from plait.engine.opening import open_model
+from plait.engine.outline import model_states
 from plait.errors import UnsupportedFormat
 from plait.families.tensors import expert_half, half, part, reordered, scaled
 from plait.quant.weight import Weight
-from tests.checkpoint.packings import PACKINGS, InMemory, Packing, awq, fp8, gptq, packed_like
+from tests.checkpoint.packings import PACKINGS, InMemory, Packing, awq, fp8, gpt_oss, gptq, packed_like
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 from tests.quant.storages import STORAGES, made
@@ -182,3 +183,51 @@ def test_recipes_of_families_keep_the_storage(name: str) -> None:
         np.testing.assert_allclose(found.dequantize(torch.float32), wanted, rtol=1e-6, atol=1e-9)
     one = expert_half(1, 2, "x").fn(weight, e="1")
     assert torch.equal(one.dequantize(torch.float32), rows[6:])
+
+
+def test_a_model_without_a_config_is_told_by_the_shapes_of_its_packed_weights(
+    models: dict[str, Model],
+) -> None:
+    config, tensors = models["llama"]
+    for name in ("gptq4", "fp8 in blocks", "nf4", "compressed int4"):
+        files, _ = packed_like(tensors, PACKINGS[name])
+        found = resolved(quantized(files, None), None, ["num_attention_heads=4"])
+        assert (found.family, found.spec.hidden_size) == ("llama", 64)
+        assert (
+            found.spec.layers[0] == resolved(Memory(tensors), None, ["num_attention_heads=4"]).spec.layers[0]
+        )
+
+
+def test_experts_of_gpt_oss_are_their_decoded_twins() -> None:
+    sizes = {
+        **SIZES,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 96,
+        "head_dim": 16,
+    }
+    model = transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**sizes, tie_word_embeddings=False)
+    ).eval()
+    tiny.randomize(model, one_plus=False)
+    config = json.loads(model.config.to_json_string(use_diff=False)) | {
+        "architectures": ["GptOssForCausalLM"]
+    }
+    files, plain = InMemory(), dict[str, Tensor]()
+    torch.manual_seed(0)
+    for name, tensor in model.state_dict().items():
+        plain[name] = files[name] = tensor
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            parts, numbers = gpt_oss(4, tensor.shape[2], tensor.shape[1])
+            del files[name]
+            files.update({name + end: part for end, part in parts.items()})
+            plain[name] = torch.from_numpy(numbers).float().transpose(1, 2).contiguous()
+    said = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    agree({**config, "quantization_config": said}, quantized(files, said), plain)
+    with torch.no_grad():
+        model.load_state_dict(plain)
+        wanted = model(IDS[None], use_cache=False).logits[0]
+    found = decoder(resolved(quantized(files, said), config), quantized(files, said))
+    assert worst(whole(found, IDS), wanted) <= 1e-4 * float(wanted.abs().max())
+    states = model_states(resolved(quantized(files, said), config), quantized(files, said))
+    assert len(states) == 2
