@@ -1,10 +1,10 @@
-"""A model in ten storages, all written by `plait convert`: perplexity in Plait and in llama.cpp, file by file.
+"""A model in ten storages, all written by `plait convert`: perplexity in Plait and in llama.cpp.
 
 python benchmarks/requantize.py MODEL --llama-cpp PYTHON --out benchmarks/results/requantized-NAME.json
 
 Every file is converted from MODEL, and both engines read the same files and the same windows of token ids.
 Plait runs with --precise, so that what is measured are the weights; llama.cpp runs as it does by default.
-KL is of MODEL's next-token distribution (weights decoded to float32, plain operators) from the row's, in nats.
+KL is of MODEL's next-token distribution (weights in float32, plain operators) from the row's, in nats.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ BOTH_WAYS = {
     "qwen3": "qwen3",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3",
+    "gemma2_plain": "gemma2",
+    "gemma3_plain": "gemma3",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "mamba2": "mamba2",
@@ -43,6 +43,8 @@ BOTH_WAYS = {
 ONE_WAY = {
     "llama_linear": "llama",
     "mistral": "llama",
+    "gemma2": "gemma2",  # whose scale no GGUF can say: it goes into k
+    "gemma3": "gemma3",
     "bamba": "granitehybrid",
     "gpt_oss": "gpt-oss",
     "phi3": "phi3",
