@@ -42,6 +42,10 @@ REALISTIC: Mapping[str, tuple[Case, ...]] = {
         dict(seqs=seqs, decodes=decodes, heads=24, dim=64, state=128, groups=1)
         for seqs, decodes in (([(1, True)], 1), ([(1, True)] * 16, 16), ([(512, False)], 0))
     ),
+    "gated_delta_scan": tuple(
+        dict(seqs=seqs, decodes=decodes, heads=16, keys=16, key_dim=128, dim=128)
+        for seqs, decodes in (([(1, True)], 1), ([(1, True)] * 16, 16), ([(128, False)], 0))
+    ),
 }
 
 
@@ -112,9 +116,17 @@ def _mamba2(case: Case, args: Arguments) -> Work:
     return Work(8 * states * cells + moved * args[0].element_size(), 5 * tokens * cells)
 
 
+def _delta(case: Case, args: Arguments) -> Work:
+    tokens, states = args[2].shape[0], len(case["seqs"])
+    cells = case["heads"] * case["key_dim"] * case["dim"]
+    moved = sum(m.numel() for m in args[:3]) + args[2].numel()
+    return Work(8 * states * cells + moved * args[2].element_size(), 7 * tokens * cells)
+
+
 _COUNTS: Mapping[str, Callable[[Case, Arguments], Work]] = {
     "linear": _linear,
     "paged_attention": _attention,
     "paged_latent_attention": _latent,
     "mamba2_scan": _mamba2,
+    "gated_delta_scan": _delta,
 }
