@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_readme_has_the_tables_that_the_tests_give() -> None:
+    spec = importlib.util.spec_from_file_location("families_table", ROOT / "tools" / "families_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert tool.updated(text) == text, "run: python tools/families_table.py --write"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

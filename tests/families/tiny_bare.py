@@ -35,6 +35,12 @@ def rope(theta: float, **more: Any) -> dict[str, Any]:
 
 VARIANTS: dict[str, Variant] = {
     "olmo2": Variant("Olmo2Config", {**TWO, **rope(5e5), "rms_norm_eps": 1e-6}),
+    # A vocabulary tells these two from families with the same tensors.
+    "olmo3": Variant(
+        "Olmo3Config",
+        {**TWO, **rope(5e5), "rms_norm_eps": 1e-6, "num_hidden_layers": 4, "vocab_size": 100_278},
+    ),
+    "falcon_mamba": Variant("FalconMambaConfig", {**STATE, "vocab_size": 65_024, "num_hidden_layers": 2}),
     "gpt_oss": Variant(
         "GptOssConfig",
         {

@@ -1,0 +1,196 @@
+"""The README's tables of families and of storage formats, from what the tests run.
+
+`python tools/families_table.py` prints them; `--write` puts them into README.md between their markers. A
+family without a row, or a row without a family, is an error, so that neither can be forgotten.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+sys.path.insert(0, str(ROOT))
+
+# What a row is called, its layers, and the families (as `families.registry` has them) it stands for.
+ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("Llama 2, 3, 3.x, SmolLM2, CodeLlama, Mistral, Nemo, Devstral", "GQA, MLP", ("llama",)),
+    ("Mixtral", "GQA, MoE", ("mixtral",)),
+    ("Qwen2, Qwen2.5, Qwen3", "GQA, MLP", ("qwen2", "qwen3")),
+    ("Qwen2-MoE, Qwen3-MoE", "GQA, MoE", ("qwen2_moe", "qwen3_moe")),
+    ("Qwen3-Next", "gated DeltaNet, gated GQA, MoE", ("qwen3_next",)),
+    ("Qwen3.5, Qwen3.5-MoE", "the same, MLP or MoE", ("qwen3_5_text", "qwen3_5_moe_text")),
+    ("Gemma 2, Gemma 3 (text)", "GQA, local and global, MLP", ("gemma2", "gemma3_text")),
+    ("RecurrentGemma", "RG-LRU, local GQA, MLP", ("recurrent_gemma",)),
+    ("DeepSeek-V2, V3, R1", "MLA, MoE", ("deepseek_v2", "deepseek_v3")),
+    ("Kimi-Linear", "Kimi delta attention, MLA, MoE", ("kimi_linear",)),
+    ("MiniMax-01, M1", "lightning attention, GQA, MoE", ("minimax",)),
+    ("gpt-oss", "GQA with sinks, local and global, MoE", ("gpt_oss",)),
+    ("OLMo 2, OLMo 3", "GQA, local and global, MLP", ("olmo2", "olmo3")),
+    ("OLMo-Hybrid", "gated DeltaNet, GQA, MLP", ("olmo_hybrid",)),
+    ("Phi 3, 3.5, 4", "GQA, MLP", ("phi3",)),
+    ("SmolLM3", "GQA, partly without positions, MLP", ("smollm3",)),
+    ("StarCoder2", "GQA, MLP", ("starcoder2",)),
+    ("Command R, R+ · R7B, A", "GQA and MLP side by side", ("cohere", "cohere2")),
+    ("GLM-4 · GLM-4.5, 4.6, 4.7", "GQA, MLP · MoE", ("glm", "glm4", "glm4_moe")),
+    ("Granite 3 dense, MoE", "GQA, MLP · MoE", ("granite", "granitemoe")),
+    ("Granite 4", "Mamba2, GQA, MLP or MoE", ("granitemoehybrid",)),
+    ("Mamba, Falcon-Mamba", "Mamba1", ("mamba", "falcon_mamba")),
+    ("Mamba2, Codestral Mamba", "Mamba2", ("mamba2", "MambaLMHeadModel")),
+    ("Jamba", "Mamba1, GQA, MLP or MoE", ("jamba",)),
+    ("Bamba", "Mamba2, GQA, MLP", ("bamba",)),
+    ("Zamba2", "Mamba2, shared attention beside it", ("zamba2",)),
+    ("Nemotron-H", "Mamba2, GQA, MLP or MoE", ("nemotron_h",)),
+    ("Falcon-H1", "Mamba2 and GQA side by side, MLP", ("falcon_h1",)),
+    ("PLaMo 2", "Mamba2-like, GQA, MLP", ("plamo2",)),
+    ("LFM2, LFM2-MoE", "short convolutions, GQA, MLP or MoE", ("lfm2", "lfm2_moe")),
+    ("oxidizr hybrids", "Mamba1, 2, 3, MLA, MoE, GQA in any order", ("oxidizr",)),
+)  # fmt: skip
+# Families whose oracle is not transformers: where their tests are.
+OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GGUF, names only
+    "plamo2": (True, True, True),  # test_plamo2, test_detect
+    "MambaLMHeadModel": (True, False, False),  # test_published
+    "oxidizr": (True, False, True),  # test_oxidizr
+}
+# Title, what is counted as it, whether `plait convert` writes it: kinds of quantized safetensors.
+METHODS: tuple[tuple[str, str], ...] = (
+    ("GPTQ, 2, 3, 4, 8 bits, both zero points, `desc_act`", r"gptq"),
+    ("AWQ", r"awq"),
+    ("auto-round", r"auto-round"),
+    ("FP8 E4M3, per tensor, row and block (DeepSeek, Mistral, FBGEMM)", r"fp8|fbgemm"),
+    ("compressed-tensors: int3 to int8, FP8, MXFP4, MXFP8, NVFP4", r"compressed"),
+    ("modelopt: FP8, NVFP4", r"modelopt"),
+    ("bitsandbytes: NF4, FP4, int8", r"nf4|bnb"),
+)
+
+
+def family_lines() -> Iterator[str]:
+    """The table of families. Raises SystemExit if a family has no row, or a row names none."""
+    from plait.families.registry import known
+
+    every = {family.name for family in known().values()} | {"oxidizr"}
+    listed = {name for _, _, names in ROWS for name in names}
+    if every != listed:
+        raise SystemExit(f"families without a row, or rows without a family: {sorted(every ^ listed)}")
+    hugging, files, bare = _tested()
+    yield "| family | layers | Hugging Face | GGUF | names only |"
+    yield "|---|---|:---:|:---:|:---:|"
+    for title, layers, names in ROWS:
+        signs = (_sign(names, found) for found in (hugging, files, bare))
+        yield f"| {title} | {layers} | {' | '.join(signs)} |"
+
+
+def _tested() -> tuple[set[str], set[str], set[str]]:
+    """Families that tests run from Hugging Face files, as GGUF, and without a config."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    from plait.families.registry import find
+    from tests.families import tiny, tiny_bare
+    from tests.families.test_gguf import VARIANTS
+
+    types = {config: kind for kind, config in CONFIG_MAPPING_NAMES.items()}
+
+    def family_of(config: str) -> str:
+        return find({"model_type": types[config]}).name
+
+    hugging = {family_of(v.config) for v in tiny.VARIANTS.values()}
+    files = {family_of(tiny.VARIANTS[name].config) for name in VARIANTS}
+    bare = {family_of(v.config) for v in tiny.VARIANTS.values() if v.bare}
+    bare |= {family_of(v.config) for v in tiny_bare.VARIANTS.values()}
+    for name, flags in OTHER_TESTS.items():
+        for found, flag in zip((hugging, files, bare), flags, strict=True):
+            found |= {name} if flag else set()
+    return hugging, files, bare
+
+
+def _sign(names: tuple[str, ...], found: set[str]) -> str:
+    """yes, no, or how many of a row's families."""
+    there = sum(name in found for name in names)
+    return "✓" if there == len(names) else "–" if not there else f"{there} of {len(names)}"
+
+
+def format_lines() -> Iterator[str]:
+    """The table of storage formats: read by all means, natively on a CPU, and written."""
+    from plait.cli.doctor import format_rows
+    from plait.convert.choosing import DTYPES, PACKED
+    from plait.quant.encode import ENCODERS
+    from plait.quant.gguf import BLOCK_TYPES
+
+    native = {row["format"] for row in format_rows() if row["variant"].startswith("native")}
+    written = {name.upper() for name in ENCODERS}
+    yield "| stored as | read | native on a CPU | written by `plait convert` |"
+    yield "|---|:---:|:---:|:---:|"
+    yield f"| float32, bfloat16, float16 | ✓ | {_all(native, DTYPE_NAMES)} | {'✓' if DTYPES else '–'} |"
+    groups: dict[tuple[bool, bool], list[str]] = {}
+    for kind in BLOCK_TYPES.values():
+        groups.setdefault((kind.name in native, kind.name in written), []).append(kind.name)
+    for (fast, made), names in sorted(groups.items(), reverse=True):
+        yield f"| GGUF {', '.join(names)} | ✓ | {'✓' if fast else '–'} | {'✓' if made else '–'} |"
+    yield from _packed_lines(PACKED)
+
+
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
+
+
+def _packed_lines(written: tuple[str, ...]) -> Iterator[str]:
+    """Quantized safetensors, by method; `written`: what `plait convert` packs."""
+    from tests.checkpoint.packings import PACKINGS
+
+    counted = set()
+    for title, pattern in METHODS:
+        names = {name for name in PACKINGS if re.match(pattern, name)}
+        counted |= names
+        formats = {PACKINGS[name].format for name in names}
+        makes = ("int4" in written and "GPTQ" in title) or ("fp8" in written and title.startswith("FP8"))
+        yield f"| {title} | ✓ | {_native(formats)} | {'✓' if makes else '–'} |"
+    if left := sorted(set(PACKINGS) - counted):
+        raise SystemExit(f"packings without a row: {left}")
+    yield f"| MXFP4 of gpt-oss | ✓ | {_native({'mxfp4'})} | – |"
+
+
+def _native(formats: set[str]) -> str:
+    """Whether linear maps in these formats have a kernel."""
+    import torch
+
+    from plait.ops.linear import linear
+    from plait.ops.registry import Facts
+
+    served = set()
+    for name in formats:
+        for activations in ("int8", "float32"):
+            sizes = {"n_in": 1024, "n_out": 1024, "kind": name, "activations": activations}
+            facts = Facts("cpu", torch.float32, sizes, object())
+            if any(v.native and v.refusal(facts) is None for v in linear.variants):
+                served.add(name)
+    return "✓" if served == formats else "–" if not served else "some"
+
+
+def _all(found: set[str], names: tuple[str, ...]) -> str:
+    return "✓" if found >= set(names) else "–"
+
+
+def updated(text: str) -> str:
+    """README.md with both tables as they are now. Raises SystemExit without the markers."""
+    for name, lines in (("families", family_lines()), ("formats", format_lines())):
+        block = f"<!-- {name} -->\n" + "\n".join(lines) + f"\n<!-- /{name} -->"
+        text, count = re.subn(
+            rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, b=block: b, text, flags=re.DOTALL
+        )
+        if count != 1:
+            raise SystemExit(f"README.md has {count} places for the table of {name}, wanted 1")
+    return text
+
+
+def main() -> None:
+    text = README.read_text(encoding="utf-8")
+    if "--write" in sys.argv[1:]:
+        README.write_text(updated(text), encoding="utf-8")
+    else:
+        print("\n".join([*family_lines(), "", *format_lines()]))
+
+
+if __name__ == "__main__":
+    main()
