@@ -15,6 +15,7 @@ from plait.errors import UnsupportedModel
 from plait.families.registry import build_spec
 from plait.model.decoder import Decoder
 from plait.quant.encode import fitting
+from plait.spec import Aside, Mamba1, Mlp, Moe, Norm, Rope, Router
 from tests.families import tiny
 from tests.families.as_gguf import converted
 from tests.families.parity import CPU, LONGEST, Memory, decoder, resolved, whole, worst
@@ -129,3 +130,166 @@ def test_blocks_stay_blocks_when_their_rows_change_places() -> None:
     plain, plain_nbytes = built(config, near)
     assert nbytes < 0.6 * plain_nbytes
     assert worst(whole(model, IDS[0]), whole(plain, IDS[0])) <= 1e-4
+
+
+# Configs as published models have them.
+LFM2_1_2B = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "vocab_size": 65536,
+    "hidden_size": 2048,
+    "block_auto_adjust_ff_dim": True,
+    "block_ff_dim": 12288,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "block_norm_eps": 1e-5,
+    "block_use_swiglu": True,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "conv_dim": 2048,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "norm_eps": 1e-5,
+    "max_position_embeddings": 128000,
+    "num_attention_heads": 32,
+    "num_heads": 32,
+    "use_pos_enc": True,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rope_theta": 1e6,
+    "tie_embedding": True,
+}
+JAMBA_52B = {
+    "architectures": ["JambaForCausalLM"],
+    "model_type": "jamba",
+    "vocab_size": 65536,
+    "hidden_act": "silu",
+    "attn_layer_offset": 4,
+    "attn_layer_period": 8,
+    "expert_layer_offset": 1,
+    "expert_layer_period": 2,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_state": 16,
+    "mamba_dt_rank": 256,
+    "mamba_expand": 2,
+    "mamba_inner_layernorms": True,
+    "num_attention_heads": 32,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
+ZAMBA2_1_2B = {
+    "architectures": ["Zamba2ForCausalLM"],
+    "model_type": "zamba2",
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "adapter_rank": 128,
+    "add_bias_linear": False,
+    "attention_head_dim": 128,
+    "attention_hidden_size": 4096,
+    "chunk_size": 256,
+    "ffn_hidden_size": 8192,
+    "gated_linear_unit": True,
+    "hidden_act": "gelu",
+    "hybrid_layer_ids": [5, 11, 17, 23, 29, 35],
+    "intermediate_size": 8192,
+    "kv_channels": 64,
+    "layers_block_type": ["hybrid" if i % 6 == 5 else "mamba" for i in range(38)],
+    "mamba_d_state": 128,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_headdim": 64,
+    "mamba_ngroups": 1,
+    "n_mamba_heads": 64,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 38,
+    "num_key_value_heads": 32,
+    "num_mem_blocks": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000,
+    "time_step_min": 0.001,
+    "use_conv_bias": True,
+    "use_long_context": False,
+    "use_mem_rope": True,
+    "use_shared_attention_adapter": True,
+}
+FALCON_MAMBA_7B = {
+    "architectures": ["FalconMambaForCausalLM"],
+    "model_type": "falcon_mamba",
+    "vocab_size": 65024,
+    "conv_kernel": 4,
+    "expand": 16,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 8192,
+    "layer_norm_epsilon": 1e-5,
+    "num_hidden_layers": 64,
+    "state_size": 16,
+    "time_step_rank": 256,
+    "residual_in_fp32": True,
+    "tie_word_embeddings": False,
+    "use_bias": False,
+    "use_conv_bias": True,
+}
+PLAMO_2_1B = {
+    "architectures": ["Plamo2ForCausalLM"],
+    "model_type": "plamo2",
+    "vocab_size": 100000,
+    "hidden_size": 2048,
+    "attention_window_size": 2048,
+    "full_attention_idx": [],
+    "hidden_size_per_head": 128,
+    "intermediate_size": 8192,
+    "linear_type": "normal",
+    "mamba_chunk_size": 256,
+    "mamba_d_conv": 4,
+    "mamba_d_state": 64,
+    "mamba_enabled": True,
+    "mamba_num_heads": 32,
+    "mamba_step": 2,
+    "max_position_embeddings": 10485760,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 2048,
+    "tie_word_embeddings": True,
+}
+
+
+def pattern(config: dict[str, Any]) -> str:
+    """The first letters of the mixers, a layer each."""
+    return "".join(layer[0].name[0] for layer in build_spec(config)[0].layers)
+
+
+def test_published_configs_name_their_layers() -> None:
+    assert pattern(LFM2_1_2B) == "ccaccaccacacacac"
+    assert pattern(JAMBA_52B) == "ssssasss" * 4
+    assert pattern(PLAMO_2_1B) == "sa" * 8
+    assert pattern(FALCON_MAMBA_7B) == "s" * 64
+    blocks = [layer[0].aside for layer in build_spec(ZAMBA2_1_2B)[0].layers]
+    assert [i for i, block in enumerate(blocks) if block] == [5, 11, 17, 23, 29, 35]
+
+
+def test_published_configs_give_their_sizes() -> None:
+    lfm2 = build_spec(LFM2_1_2B)[0]
+    assert lfm2.layers[0][1].mixer == Mlp(8192)
+    assert lfm2.layers[2][0].mixer.rope == Rope(64, 1e6)  # type: ignore[union-attr]
+    jamba = build_spec(JAMBA_52B)[0]
+    assert jamba.layers[0][0].mixer == Mamba1(8192, 16, 256, 4, norm=Norm(1e-6))
+    moe = jamba.layers[1][1].mixer
+    assert moe == Moe(16, 2, Mlp(14336), Router(renormalize=False))
+    falcon = build_spec(FALCON_MAMBA_7B)[0]
+    assert falcon.layers[0][0].mixer == Mamba1(8192, 16, 256, 4, norm=Norm(1e-6, weight=False))
+    plamo = build_spec(PLAMO_2_1B)[0].layers[0][0].mixer
+    assert plamo == Mamba1(4096, 64, 128, 4, norm=Norm(1e-6), num_heads=32)
+    aside = build_spec(ZAMBA2_1_2B)[0].layers[5][0].aside
+    assert aside == Aside(
+        *(0, 32, 32, 128, 64**-0.5, Rope(128, 1e4), 8192, "gelu", Norm(1e-5), 128), adapts_attention=True
+    )
