@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
 from typing import Any
+
+import numpy as np
 
 from plait.errors import UnsupportedFormat
 from plait.families.normalize import FULL, LINEAR, SLIDING
 from plait.families.registry import find
 from plait.ops.rope import frequencies
-from plait.spec import Attention, Mamba2, Mla, ModelSpec, Moe, Rope
+from plait.spec import Attention, Mamba1, Mamba2, Mla, ModelSpec, Moe, Rope
 
 Values = dict[str, Any]
 # Keys of a normalised config that are ours alone, or that become others.
@@ -34,6 +36,14 @@ OWN = {
     ),
     *("num_nextn_predict_layers", "torch_dtype", "dtype", "transformers_version", "text_config"),
 }
+NULLABLE = {"q_lora_rank"}  # null says something
+_NO_ATTENTION = {"mamba2", "mamba", "falcon_mamba"}
+MAMBA1 = {
+    "norm_eps": "layer_norm_epsilon",
+    "mamba_d_state": "state_size",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_rank": "time_step_rank",
+}
 # Ours -> a family's, where it is not the same word.
 WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -55,6 +65,8 @@ WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "mamba_d_conv": "conv_kernel",
             "mamba_chunk_size": "chunk_size",
         },
+        "mamba": MAMBA1,
+        "falcon_mamba": MAMBA1,
         "nemotron_h": {
             "norm_eps": "layer_norm_epsilon",
             "hidden_act": "mlp_hidden_act",
@@ -75,11 +87,13 @@ LISTED = {
     *("gemma2", "gemma3_text", "granitemoehybrid", "nemotron_h", "ministral"),
     *("bamba", "qwen2", "qwen3"),
 }
-_NO_ATTENTION = {"mamba2"}
 
 
-def config_json(config: Mapping[str, Any], spec: ModelSpec, dtype: str) -> Values:
-    """A config.json that says this model. Raises UnsupportedFormat for what transformers has no word for."""
+def config_json(config: Mapping[str, Any], spec: ModelSpec, dtype: str, tensors: Container[str]) -> Values:
+    """A config.json that says this model. Raises UnsupportedFormat for what transformers has no word for.
+
+    tensors: our names of those that the model has, for what configs say of biases.
+    """
     family, architecture = _named(config, spec)
     words = WORDS.get(family, {})
     values: Values = {k: v for k, v in config.items() if k not in OWN and v is not None}
@@ -92,8 +106,34 @@ def config_json(config: Mapping[str, Any], spec: ModelSpec, dtype: str) -> Value
         values |= _attention(config, spec, family)
     if family in LISTED:
         values[words.get("layer_types", "layer_types")] = list(config["layer_types"])
+    values |= _biases(spec, tensors)
     values |= _PARTICULARS.get(family, _nothing)(config, spec)
-    return {k: v for k, v in values.items() if v is not None}
+    return {k: _shortest(v) for k, v in values.items() if v is not None or k in NULLABLE}
+
+
+def _biases(spec: ModelSpec, tensors: Container[str]) -> Values:
+    """Whether linear maps have biases; transformers does not look at the tensors."""
+    named = {
+        "attention_bias": ("attn.o", "mix.o", "mix.attn.o"),
+        "mlp_bias": ("ffn.up",),
+        "use_bias": ("ssm.in", "mix.in", "mix.ssm.in"),
+        "use_conv_bias": ("ssm.conv", "mix.conv", "mix.ssm.conv"),
+    }
+    found: Values = {}
+    for key, ours in named.items():
+        names = [f"layers.{i}.{name}" for i in range(len(spec.layers)) for name in ours]
+        if any(f"{name}.weight" in tensors for name in names):
+            found[key] = any(f"{name}.bias" in tensors for name in names)
+    return found
+
+
+def _shortest(value: Any) -> Any:
+    """Numbers that were float32 in GGUF as people write them: 1e-05, not 9.999999747378752e-06."""
+    if isinstance(value, Mapping):
+        return {k: _shortest(v) for k, v in value.items()}
+    if isinstance(value, float) and float(np.float32(value)) == value:
+        return float(str(np.float32(value)))
+    return value
 
 
 def _named(config: Mapping[str, Any], spec: ModelSpec) -> tuple[str, str]:
@@ -113,9 +153,11 @@ def _attention(config: Mapping[str, Any], spec: ModelSpec, family: str) -> Value
     mixers = [m for _, m in spec.mixers() if isinstance(m, (Attention, Mla))]
     if not mixers:
         return {}
-    values: Values = {"attention_bias": bool(config.get("attention_bias", False))}
+    values: Values = {}
     if isinstance(mixers[0], Attention):
         values["head_dim"] = mixers[0].head_dim
+    else:
+        values["num_key_value_heads"] = mixers[0].num_heads
     windows = {m.window for m in mixers if isinstance(m, Attention) and m.window}
     if windows:
         values |= {"sliding_window": windows.pop(), "use_sliding_window": True}
@@ -196,6 +238,18 @@ def _mamba2(config: Mapping[str, Any], spec: ModelSpec) -> Values:
     return {"head_dim": mixer.head_dim, "num_heads": mixer.num_heads, "expand": inner // spec.hidden_size}
 
 
+def _mamba1(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba1))
+    if mixer.inner_size % spec.hidden_size == 0:
+        return {"expand": mixer.inner_size // spec.hidden_size, "intermediate_size": mixer.inner_size}
+    return {"intermediate_size": mixer.inner_size}
+
+
+def _latent(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mla))
+    return {**_first_dense(config, spec), "q_lora_rank": mixer.q_rank}
+
+
 def _mamba_expand(config: Mapping[str, Any], spec: ModelSpec) -> Values:
     mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba2))
     expand = mixer.num_heads * mixer.head_dim / spec.hidden_size
@@ -242,8 +296,10 @@ _PARTICULARS: Mapping[str, Callable[[Mapping[str, Any], ModelSpec], Values]] = M
         "granitemoehybrid": _granite,
         "falcon_h1": _mamba_expand,
         "nemotron_h": _nemotron,
-        "deepseek_v2": _first_dense,
-        "deepseek_v3": _first_dense,
+        "mamba": _mamba1,
+        "falcon_mamba": _mamba1,
+        "deepseek_v2": _latent,
+        "deepseek_v3": _latent,
         "qwen2_moe": _sparse_list,
         "qwen3_moe": _sparse_list,
     }

@@ -29,7 +29,7 @@ class HfTarget:
 
 def hf_target(model: Model, dtype: str) -> HfTarget:
     """The model in the layout of Hugging Face. Raises UnsupportedFormat."""
-    config = config_json(model.resolved.config, model.spec, dtype)
+    config = config_json(model.resolved.config, model.spec, dtype, model.wanted)
     _, names = build_spec(config)
     made = [replace(m, shape=_shape(m)) for m in made_tensors(model.wanted, names, FORM)]
     shapes = {m.name: m.shape for m in made}
