@@ -75,11 +75,12 @@ def awq(parts: Parts) -> Stored:
     group = _group(parts, cols, groups)
 
     def read() -> Grouped:
-        packed, step = parts.read("qweight"), max(1, PIECE // (8 * cols))
+        packed = parts.read("qweight")
+        even, odd = packed[0::2].contiguous(), packed[1::2].contiguous()  # the halves of each byte to be
         codes = torch.empty(rows, cols // 2, dtype=torch.uint8)
-        for start in range(0, words, step):
-            piece = _awq_numbers(packed[:, start : start + step])
-            codes[start * 8 : (start + step) * 8] = pack(piece.t(), 4)
+        for i, place in enumerate(_AWQ):
+            both = (even >> 4 * place & 15) | (odd >> 4 * place & 15) << 4
+            codes[i::8] = both.to(torch.uint8).t()
         zeros = _awq_numbers(parts.read("qzeros")).t()
         return _made(parts, codes, parts.finite("scales").t(), zeros, 4, group)
 

@@ -7,7 +7,7 @@ block), and what must agree with them. A method that is not read is refused here
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -46,18 +46,35 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What some modules have instead. `options` None: they are not quantized."""
+    """What some modules have instead. `options` None: they are not quantized.
 
-    pattern: Any  # compiled by `regex`, whose matching can be given up
+    names: modules, meant with all that is in them; anywhere: or parts of their names between dots; pattern: an
+    expression for the start of a name, compiled by `regex`, whose matching can be given up.
+    """
+
     options: Options | None
+    names: frozenset[str] = frozenset()
+    anywhere: frozenset[str] = frozenset()
+    pattern: Any = None
 
-    def speaks_of(self, module: str) -> bool:
-        """Raises BadFile for an expression that takes too long."""
+    def speaks_of(self, words: Sequence[str]) -> bool:
+        """words: a module's name, taken apart. Raises BadFile for an expression that takes too long."""
+        if self.names and not self.names.isdisjoint(_starts(words)):
+            return True
+        ends = (words[i:] for i in range(len(words))) if self.anywhere else ()
+        if any(not self.anywhere.isdisjoint(_starts(end)) for end in ends):
+            return True
+        if self.pattern is None:
+            return False
         try:
-            return self.pattern.match(module[:256], timeout=_PATIENCE_S) is not None
+            return self.pattern.match(".".join(words), timeout=_PATIENCE_S) is not None
         except TimeoutError:
             shown = self.pattern.pattern[:80]
             raise BadFile(f"the quantization config's expression {shown!r} takes too long to match") from None
+
+
+def _starts(words: Sequence[str]) -> Iterator[str]:
+    return (".".join(words[: i + 1]) for i in range(len(words)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +87,8 @@ class Scheme:
 
     def of(self, module: str) -> Options | None:
         """What is said of one module, like 'model.layers.0.mlp.up_proj'; None if it is not quantized."""
-        return next((rule.options for rule in self.rules if rule.speaks_of(module)), self.options)
+        words = module[:256].split(".")
+        return next((rule.options for rule in self.rules if rule.speaks_of(words)), self.options)
 
 
 def find_scheme(
@@ -175,21 +193,25 @@ class _Said:
             )
 
     def without(self, *keys: str) -> tuple[Rule, ...]:
-        """Rules for modules that are named as left out: names, parts of them, or `re:` expressions."""
-        return tuple(Rule(self.pattern(name, inside=True), None) for key in keys for name in self.names(key))
+        """Rules for modules that are named as left out: names, parts of them, or expressions."""
+        given = [name for key in keys for name in self.names(key)]
+        plain = frozenset(name for name in given if not name.startswith("re:") and "*" not in name)
+        rest = (self.rule(name, None) for name in given if name not in plain)
+        return (Rule(None, anywhere=plain), *rest)
 
-    def pattern(self, text: str, *, inside: bool = False) -> Any:
-        """A module's name, or `re:` and an expression for the start of one; `inside`: anywhere in it."""
+    def rule(self, text: str, options: Options | None) -> Rule:
+        """For a module's name, a shell's pattern with *, or `re:` and an expression for the start of a name."""
         if len(text) > _MAX_PATTERN:
             raise BadFile(
                 f"{self.where}: {text[:80]!r}… has {len(text)} characters; {_MAX_PATTERN} are allowed"
             )
         try:
             if text.startswith("re:"):
-                return regex.compile(text[3:])
-            if "*" in text:  # a shell's pattern, as modelopt writes them
-                return regex.compile(".*".join(map(regex.escape, text.split("*"))) + r"(\..*)?$")
-            return regex.compile((r"(.*\.)?" if inside else "") + regex.escape(text) + r"(\..*)?$")
+                return Rule(options, pattern=regex.compile(text[3:]))
+            if "*" in text:
+                expression = ".*".join(map(regex.escape, text.split("*"))) + r"(\..*)?$"
+                return Rule(options, pattern=regex.compile(expression))
+            return Rule(options, names=frozenset((text,)))
         except (regex.error, RecursionError, OverflowError) as error:
             raise BadFile(f"{self.where}: {text[:80]!r} is not a regular expression: {error}") from error
 
@@ -208,12 +230,12 @@ def _dynamic(said: _Said, usual: Options) -> tuple[Rule, ...]:
     rules = []
     for key, value in said.inner("dynamic").raw.items():
         if key.startswith("-:"):
-            rules.append(Rule(said.pattern(f"re:{key[2:]}"), None))
+            rules.append(said.rule(f"re:{key[2:]}", None))
             continue
         one = said.inner("dynamic").inner(key)
         bits, group = one.bits("bits") if value else None, one.group("group_size") if value else None
         options = replace(usual, bits=bits or usual.bits, group=usual.group if group is None else group)
-        rules.append(Rule(said.pattern(f"re:{key.removeprefix('+:')}"), options))
+        rules.append(said.rule(f"re:{key.removeprefix('+:')}", options))
     return tuple(rules)
 
 
@@ -236,9 +258,8 @@ def _auto_round(said: _Said) -> Scheme:
         one = said.inner("extra_config").inner(name)
         bits, group = one.number("bits", high=32), one.group("group_size")
         options = replace(usual, bits=bits or usual.bits, group=usual.group if group is None else group)
-        rules.append(
-            Rule(said.pattern(f"re:{name}" if ".*" in name else name), None if bits and bits > 8 else options)
-        )
+        expression = f"re:{name}" if ".*" in name else name
+        rules.append(said.rule(expression, None if bits and bits > 8 else options))
     return Scheme("auto-round", usual, tuple(rules))
 
 
@@ -286,9 +307,9 @@ def _compressed(said: _Said) -> Scheme:
         group = groups.inner(name)
         group.only("format", group.word("format"), _FORMATS)
         options = _weights(group.inner("weights"))
-        rules += [Rule(group.pattern(target), options) for target in group.names("targets") if "." in target]
+        rules += [group.rule(target, options) for target in group.names("targets") if "." in target]
         if any("." not in target for target in group.names("targets")):  # a class of modules: all of them
-            rules.append(Rule(regex.compile(""), options))
+            rules.append(Rule(options, pattern=regex.compile("")))
     return Scheme("compressed-tensors", Options(), tuple(rules))
 
 

@@ -25,6 +25,12 @@ def pack(values: Tensor, bits: int) -> Tensor:
     count = values.shape[1]
     if bits == 8:
         return values
+    if bits in (1, 2, 4):
+        units = _units(values, 8 // bits)
+        whole = units[:, :, 0].contiguous()
+        for place in range(1, 8 // bits):
+            whole |= units[:, :, place] << (bits * place)
+        return whole
     units = _units(values, 8).long()  # eight numbers are `bits` bytes
     words = (units << (torch.arange(8, device=values.device) * bits)).sum(-1, keepdim=True)
     parts = (words >> (torch.arange(bits, device=values.device) * 8)) & 255
