@@ -48,8 +48,8 @@ class Options:
 class Rule:
     """What some modules have instead. `options` None: they are not quantized.
 
-    names: modules, meant with all that is in them; anywhere: or parts of their names between dots; pattern: an
-    expression for the start of a name, compiled by `regex`, whose matching can be given up.
+    names: modules, meant with all that is in them; anywhere: or parts of their names between dots; pattern:
+    an expression for the start of a name, compiled by `regex`, whose matching can be given up.
     """
 
     options: Options | None
@@ -200,7 +200,7 @@ class _Said:
         return (Rule(None, anywhere=plain), *rest)
 
     def rule(self, text: str, options: Options | None) -> Rule:
-        """For a module's name, a shell's pattern with *, or `re:` and an expression for the start of a name."""
+        """For a module's name, a shell's pattern with *, or `re:` and an expression for the start of one."""
         if len(text) > _MAX_PATTERN:
             raise BadFile(
                 f"{self.where}: {text[:80]!r}… has {len(text)} characters; {_MAX_PATTERN} are allowed"
