@@ -70,8 +70,6 @@ def test_the_choice_can_be_read() -> None:
     _, capped = op.bind(Facts("cpu", torch.float32, {"softcap": 50.0}), "layers.0.attn")
     assert capped.variant == "reference"
     assert ("sdpa", "torch's attention has no softcap") in capped.skipped
-    _, sunk = op.bind(Facts("cpu", torch.float32, {"softcap": None, "sinks": True}), "layers.0.attn")
-    assert ("sdpa", "torch's attention has no sinks") in sunk.skipped
     _, plain = op.bind(Facts("cpu", torch.float32, {"softcap": None}), "layers.0.attn")
     assert plain.variant == "sdpa"
     _, asked = op.bind(Facts("cpu", torch.float32, {}), "layers.0.attn", choice="reference")

@@ -15,13 +15,11 @@ NAME = "sdpa"
 def register() -> None:
     """Offer it on every device. Doing so twice changes nothing."""
     for device in ("cpu", "cuda"):
-        paged_attention.variant(NAME, on=device, when=_plain_softmax)(sdpa)
+        paged_attention.variant(NAME, on=device, when=_no_softcap)(sdpa)
 
 
-def _plain_softmax(facts: Facts) -> str | None:
-    if facts.sizes.get("softcap") is not None:
-        return "torch's attention has no softcap"
-    return "torch's attention has no sinks" if facts.sizes.get("sinks") else None
+def _no_softcap(facts: Facts) -> str | None:
+    return "torch's attention has no softcap" if facts.sizes.get("softcap") is not None else None
 
 
 def sdpa(
@@ -39,7 +37,7 @@ def sdpa(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`paged_attention` without softcap and sinks: the same arguments and result."""
+    """`paged_attention` without softcap: the same arguments and result."""
     write_paged(k_cache, k, slot_mapping)
     write_paged(v_cache, v, slot_mapping)
     out = torch.empty_like(q)
@@ -47,9 +45,22 @@ def sdpa(
         keys, values = (read_paged(c, block_table[s], start, end).to(q.dtype) for c in (k_cache, v_cache))
         n = rows.stop - rows.start
         mask = None if n == 1 else causal_mask(n, start, end, window, q.device)
+        if sinks is not None:
+            # A sink is the score of a key of zeros, whose value is zero: one more column of the mask.
+            keys, values = (F.pad(t, (0, 0, 0, 0, 0, 1)) for t in (keys, values))
+            mask = _with_sinks(mask, sinks.to(q.dtype), (n, end - start))
         heads_first = [t.transpose(0, 1)[None] for t in (q[rows], keys, values)]
         attended = F.scaled_dot_product_attention(
             heads_first[0], heads_first[1], heads_first[2], attn_mask=mask, scale=scale, enable_gqa=True
         )
         out[rows] = attended[0].transpose(0, 1)
     return out
+
+
+def _with_sinks(mask: Tensor | None, sinks: Tensor, size: tuple[int, int]) -> Tensor:
+    """What is added to scores, [heads, n, keys + 1]: -inf where the mask is false, sinks at the end."""
+    added = sinks.new_zeros(len(sinks), size[0], size[1] + 1)
+    if mask is not None:
+        added[..., :-1].masked_fill_(~mask, float("-inf"))
+    added[..., -1] = sinks[:, None]
+    return added
