@@ -57,8 +57,8 @@ _LEADS = {
     *("quant_state_fp4", "weight_format"),
 }
 _ACTIVATIONS = re.compile(
-    r"\.((in|out)put_(scale(_inv|_ub)?|global_scale|zero_point)|activation_scale|qscale_act|kv_scale"
-    r"|[qkv]_(scale|zero_point)|prob_scale|attn_scale)$"
+    r"\.((in|out)put_(scale(_inv|_ub)?|global_scale|zero_point)|([a-z_]+_)?activation_scale|qscale_act"
+    r"|kv_scale|[qkv]_(scale|zero_point)|prob_scale|attn_scale)$"
 )
 _WORDS = {"biases": "MLX", "pre_quant_scale": "AWQ of modelopt, which scales activations"}
 

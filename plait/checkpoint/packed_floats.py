@@ -54,8 +54,8 @@ def _block(
         return (rows, cols), (1, 1)
     if part != "scale_inv" and prod(scales) == count * rows and scales[-1] in (1, rows):
         return (1, cols), (rows, 1)
-    said = parts.options.block
-    for block in (said,) if said else _BLOCKS:
+    said, group = parts.options.block, parts.options.group
+    for block in (said,) if said else ((1, group or cols), *_BLOCKS):
         blocks = (-(-rows // block[0]), -(-cols // block[1]))
         if scales[-2:] == blocks and prod(scales) == count * prod(blocks):
             return (min(block[0], rows), min(block[1], cols)), blocks

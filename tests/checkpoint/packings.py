@@ -372,6 +372,9 @@ PACKINGS: dict[str, Packing] = {
         "fp8_b128",
         True,
     ),
+    "compressed fp8 in groups": Packing(
+        compressed("naive-quantized", **FLOAT8, strategy="group", group_size=64), fp8((1, 64)), "fp8_b64"
+    ),
     "compressed mxfp8": Packing(
         compressed("mxfp8-quantized", **FLOAT8, strategy="group", group_size=32),
         fp8((1, 32), bytes_=True),

@@ -112,7 +112,9 @@ def test_stacked_experts_in_fp8(rows: int, kind: str) -> None:
     name, weight = "model.layers.0.mlp.experts.gate_up_proj", e4m3(3, rows, 192)
     shape = (3, -(-rows // 128), 2) if kind == "blocks" else (3, 1, 1)
     scale = torch.rand(shape) + 0.1
-    checkpoint = Packed(InMemory({name: weight, f"{name}_scale_inv": scale}))
+    activations = {f"{name}_activation_scale": torch.ones(3)}
+    checkpoint = Packed(InMemory({name: weight, f"{name}_scale_inv": scale, **activations}))
+    assert list(checkpoint.names()) == [name]
     assert checkpoint.shape(name) == (3, rows, 192)
     found = checkpoint.read(name)
     assert isinstance(found, Fp8)
