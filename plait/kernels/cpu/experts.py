@@ -174,10 +174,16 @@ class Maps:
             weight, bias, rounding = part
             packed.append(weight)
             biases.append(bias)
-            sizes = (weight.kind, weight.n_in, weight.n_out, rounding, bias is not None)
-            kinds.add((*sizes, id(weight.kernel), weight.order is not None))
+            told = (
+                weight.kind,
+                weight.n_in,
+                weight.n_out,
+                rounding,
+                *(["biased"] if bias is not None else []),
+            )
+            kinds.add((told, id(weight.kernel), weight.order is not None))
         if len(kinds) != 1:
-            return f"experts are stored in several ways: {sorted(kind[:5] for kind in kinds)}"
+            return f"experts are stored in several ways: {sorted(told for told, *_ in kinds)}"
         places = None if biases[0] is None else _addresses([_dense(bias) for bias in biases])
         orders = None if packed[0].order is None else _addresses([weight.order for weight in packed])
         return cls(packed[0], parts[0][2], _addresses([weight.data for weight in packed]), places, orders)
