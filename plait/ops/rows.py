@@ -8,20 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.ops.blocks import random_blocks
+from plait.ops.blocks import random_weight
 from plait.ops.registry import Arguments, op
 from plait.quant.gguf import BLOCK_TYPES
 from plait.quant.weight import Dense, Weight
 
-DTYPES = (torch.bfloat16, torch.float16)
+FLOATS = ("bfloat16", "float16")
 CASES: list[dict[str, Any]] = [
     dict(rows=1, size=64),
     dict(rows=33, size=100),
     dict(rows=5, size=7),
 ]
 STORED = [
-    *(dict(rows=9, size=100, kind=str(dtype).removeprefix("torch.")) for dtype in DTYPES),
+    *(dict(rows=9, size=100, kind=kind) for kind in FLOATS),
     *(dict(rows=9, size=2 * kind.elements, kind=kind.name) for kind in BLOCK_TYPES.values()),
+    *(
+        dict(rows=9, size=288, kind=kind)
+        for kind in ("int4_g32", "int8", "fp8", "fp8_b128", "mxfp4", "nvfp4")
+    ),
 ]
 
 
@@ -42,8 +46,8 @@ def _embed_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> A
 def _table(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Weight:
     """50 rows of `size` random numbers, stored as the case says."""
     name, size = case.get("kind"), case["size"]
-    if name in {kind.name for kind in BLOCK_TYPES.values()}:
-        return random_blocks(name, 50, size).to(torch.device(device))
+    if name and name not in FLOATS:
+        return random_weight(name, 50, size).to(torch.device(device))
     stored: torch.dtype = getattr(torch, name) if name else dtype
     return Dense(torch.randn(50, size, dtype=stored, device=device))
 

@@ -25,7 +25,7 @@ IQ3_S_VALUES = (-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15)
 
 
 @cache
-def _grid(name: str) -> Tensor:
+def grid(name: str) -> Tensor:
     """uint8 [rows, 8 or 4]: which of the grid's values, the least is 0. Raises UnsupportedFormat."""
     try:
         from gguf import quants
@@ -47,7 +47,7 @@ def _sign_bytes() -> Tensor:
 
 def _rows(name: str, index: Tensor) -> Tensor:
     """Rows of a grid one behind the other. index: [n, rows] -> uint8 [n, rows * 8 or 4]."""
-    return _grid(name).to(index.device)[index].flatten(1)
+    return grid(name).to(index.device)[index].flatten(1)
 
 
 def _signed(magnitudes: Tensor, signs: Tensor, count: int) -> Tensor:

@@ -11,9 +11,10 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.embed import KERNELS, _embed, known_format
 from plait.kernels.load import executor
-from plait.ops.blocks import random_blocks
+from plait.ops.blocks import random_blocks, random_weight
 from plait.ops.registry import Facts
 from plait.ops.rows import embed
+from plait.quant.fp4 import Fp4
 from plait.quant.gguf import BLOCK_TYPES, BlockType, Gguf
 from plait.quant.weight import Dense
 
@@ -39,7 +40,8 @@ def blocks(kind: BlockType) -> Gguf:
 def test_every_format_of_a_file_has_a_kernel() -> None:
     assert set(KERNELS) == {kind.name for kind in FORMATS} | {"float32", "bfloat16", "float16"}
     assert known_format(Facts("cpu", torch.float32, {"kind": "Q4_K"})) is None
-    assert known_format(Facts("cpu", torch.float32, {"kind": "int4"})) == "it cannot read int4"
+    assert known_format(Facts("cpu", torch.float32, {"kind": "bnb_nf4"})) == "it cannot read bnb_nf4"
+    assert known_format(Facts("cpu", torch.float32, {"kind": "int4_g128"})) is None
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
@@ -52,6 +54,25 @@ def test_blocks_have_the_bits_of_the_reference(cpu: Any, kind: BlockType) -> Non
     ids = torch.tensor([26, 0])
     want = embed(ids, part, 1.0, torch.float32)
     assert torch.equal(bits(_embed(cpu, ids, part, 1.0, torch.float32)), bits(want))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("int4_g128", "int4_g32+bfloat16+zeros", "int3_g64+zeros+order", "int8+float32", "int6_g16"),
+        *("fp8", "fp8_b128", "mxfp4", "nvfp4"),
+    ],
+)
+def test_packed_tables_have_the_bits_of_the_reference(cpu: Any, kind: str) -> None:
+    table = random_weight(kind, 40, 384)
+    for part in (table, table.rows(0, 40), table.pick(torch.arange(40).flip(0))):
+        for scale in (1.0, 50.3):
+            want = embed(IDS, part, scale, torch.float32)
+            assert torch.equal(bits(_embed(cpu, IDS, part, scale, torch.float32)), bits(want))
+    if isinstance(table, Fp4):
+        part = Fp4(table.codes, table.scales, torch.rand(40))
+        want = embed(IDS, part, 1.0, torch.float32)
+        assert torch.equal(bits(_embed(cpu, IDS, part, 1.0, torch.float32)), bits(want))
 
 
 @pytest.mark.parametrize("n", [1, 7, 15, 16, 17, 100, 256, 300])
