@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from plait.errors import BadFile, UnsupportedFormat
 from plait.text.hf_tokenizer import HfEngine
 from plait.text.patterns import PATTERNS, Pattern
+from plait.text.plamo import PlamoEngine
 from plait.text.special import Special, SpecialTokens, end_of_generation
 from plait.text.spm import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Pieces, SpmEngine
 from plait.text.tokenizer import Engine, TextTokenizer
@@ -21,7 +22,6 @@ _OTHER_KINDS = {
     "bert": "WordPiece",
     "t5": "Unigram",
     "rwkv": "RWKV",
-    "plamo2": "PLaMo-2",
     "none": "no tokenizer",
 }
 _NO_WAY = "give another vocabulary with --vocab (a tokenizer.json of the model)"
@@ -48,9 +48,12 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> TextTokenizer | None:
         return _byte_level(metadata)
     if model == "llama":
         return _sentencepiece(metadata)
+    if model == "plamo2":
+        return _plamo(metadata)
     kind = _OTHER_KINDS.get(str(model), "not a known kind")
     raise UnsupportedFormat(
-        f"tokenizer.ggml.model {model!r} ({kind}) is not supported; known: gpt2, llama. Else {_NO_WAY}"
+        f"tokenizer.ggml.model {model!r} ({kind}) is not supported; known: gpt2, llama, plamo2. "
+        f"Else {_NO_WAY}"
     )
 
 
@@ -129,11 +132,22 @@ def _bpe(tokens: Sequence[str], merges: Sequence[str] | None, whole_words: bool)
         raise BadFile(f"tokenizer.ggml.merges do not fit its tokens: {error}") from error
 
 
-def _sentencepiece(metadata: Mapping[str, Any]) -> TextTokenizer:
-    tokens, kinds = _tokens(metadata)
+def _scores(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[float]:
     scores = [float(s) for s in metadata.get(f"{_KEY}scores") or ()]
     if len(scores) != len(tokens):
         raise BadFile(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
+    return scores
+
+
+def _plamo(metadata: Mapping[str, Any]) -> TextTokenizer:
+    tokens, kinds = _tokens(metadata)
+    engine = PlamoEngine(Pieces(tokens, _scores(metadata, tokens), kinds, space_first=False))
+    return _assemble("gguf:plamo2", engine, metadata, (tokens, kinds), _Defaults(add_bos=False))
+
+
+def _sentencepiece(metadata: Mapping[str, Any]) -> TextTokenizer:
+    tokens, kinds = _tokens(metadata)
+    scores = _scores(metadata, tokens)
     space_first = bool(metadata.get(f"{_KEY}add_space_prefix", True))
     engine = SpmEngine(Pieces(tokens, scores, kinds, space_first))
     return _assemble(

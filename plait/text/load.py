@@ -16,6 +16,7 @@ from plait.text.gguf_tokenizer import gguf_tokenizer
 from plait.text.hf_tokenizer import TokenizerFiles, load_hf_tokenizer, named_tokens
 from plait.text.jinja_chat import JinjaTemplate
 from plait.text.marker_chat import FORMATS, MarkerTemplate
+from plait.text.plamo import plamo_metadata
 from plait.text.sentencepiece_file import sentencepiece_metadata
 from plait.text.tokenizer import TextTokenizer, Tokenizer
 from plait.text.vocabularies import BUILTIN, detect_vocabulary
@@ -120,6 +121,8 @@ def _from_files(directory: Path) -> TextTokenizer | None:
         return load_hf_tokenizer(directory / "tokenizer.json", _files(directory))
     if (directory / "tokenizer.model").exists():
         return _sentencepiece(directory / "tokenizer.model")
+    if (directory / "tokenizer.jsonl").exists():
+        return _plamo(directory / "tokenizer.jsonl")
     for name, kind in _UNREADABLE.items():
         if (directory / name).exists():
             raise UnsupportedFormat(
@@ -141,6 +144,14 @@ def _sentencepiece(path: Path) -> TextTokenizer:
     tokenizer = gguf_tokenizer(metadata)
     if tokenizer is None:
         raise BadFile(f"{path}: a SentencePiece model without a piece")
+    return replace(tokenizer, name=path.name)
+
+
+def _plamo(path: Path) -> TextTokenizer:
+    """PLaMo 2's tokenizer.jsonl with what tokenizer_config.json beside it says about BOS and EOS."""
+    tokenizer = gguf_tokenizer(plamo_metadata(path, _json(path.parent / "tokenizer_config.json")))
+    if tokenizer is None:
+        raise BadFile(f"{path}: a vocabulary without a piece")
     return replace(tokenizer, name=path.name)
 
 
