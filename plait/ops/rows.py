@@ -19,7 +19,7 @@ CASES: list[dict[str, Any]] = [
     dict(rows=33, size=100),
     dict(rows=5, size=7),
 ]
-STORED = [
+STORED: list[dict[str, Any]] = [
     *(dict(rows=9, size=100, kind=kind) for kind in FLOATS),
     *(dict(rows=9, size=2 * kind.elements, kind=kind.name) for kind in BLOCK_TYPES.values()),
     *(

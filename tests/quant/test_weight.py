@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.ops.linear import random_blocks
+from plait.ops.blocks import random_blocks
 from plait.quant.weight import Dense, Weight, pick_rows
 
 WEIGHTS = {
