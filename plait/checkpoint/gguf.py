@@ -28,6 +28,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_KEY_BYTES = 65535
 _MAX_NAME_BYTES = 64
+_MAX_SHOWN = 400  # characters of a message: keys may be long, and are in it
 _MAX_DIMS = 4
 _MAX_DEPTH = 4  # of arrays in arrays
 _MAX_ELEMENTS = 1 << 23  # of all arrays of one file: several times the largest vocabulary with its merges
@@ -174,7 +175,7 @@ class _Cursor:
             raise self.bad(f"{what} wants {nbytes} bytes at {self.at}, only {self.left} are left")
 
     def bad(self, message: str) -> BadFile:
-        return BadFile(f"{self.path}: {message}; the file is truncated or damaged")
+        return BadFile(f"{self.path}: {message[:_MAX_SHOWN]}; the file is truncated or damaged")
 
     def unpack(self, form: str, what: str) -> Any:
         nbytes = struct.calcsize(f"<{form}")
@@ -252,7 +253,7 @@ def _read_metadata(cursor: _Cursor, count: int) -> tuple[dict[str, Any], dict[st
     for _ in range(count):
         key = cursor.name("a metadata key", _MAX_KEY_BYTES)
         if key in metadata:
-            raise BadFile(f"{cursor.path}: the metadata key {key!r} appears twice")
+            raise BadFile(f"{cursor.path}: the metadata key {key[:80]!r} appears twice")
         kind = cursor.unpack("I", key)
         types[key] = (kind,)
         if kind == _ARRAY:

@@ -107,7 +107,15 @@ class Weights:
             raise MissingTensor(f"{full}: this family's name map has no rule for it") from None
         if isinstance(source, str):
             return self._read(source, full)
-        return source.fn(*(self._read(s, full) for s in source.sources), **fields)  # type: ignore[no-any-return]
+        stored = [self._read(s, full) for s in source.sources]
+        try:
+            return source.fn(*stored, **fields)  # type: ignore[no-any-return]
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:  # of shapes that no recipe expects
+            shapes = ", ".join(f"{s} {list(w.shape)}" for s, w in zip(source.sources, stored, strict=True))
+            told = " ".join(str(error).split())[:160]
+            raise ShapeMismatch(
+                f"{full} cannot be made of {shapes}: the file and the config do not agree ({told})"
+            ) from error
 
     def tensor(
         self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from plait.errors import UnsupportedModel
+from plait.errors import PlaitError, UnsupportedModel
 from plait.spec import Attention, Mamba2, ModelSpec, Moe
 
 MAX_LAYERS = 4096
 MAX_SIZE = 1 << 26  # of a width, a vocabulary, a number of heads or experts
 MAX_TOKENS = 1 << 40
+_MAX_MESSAGE = 2000  # characters
 # Whole numbers, 0 or null standing for "none" in some families.
 COUNTS = (
     *("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "head_dim", "num_experts"),
@@ -33,6 +34,7 @@ NUMBERS = (
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
     *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "mamba_expand"),
 )
+_KINDS: Mapping[str, type | tuple[type, ...]] = {"int": int, "float": (int, float)}  # of fields of a spec
 # What goes wrong when values of a wrong kind are used; each is told as what the config's values do.
 _FAULTS = (
     *(
@@ -78,6 +80,10 @@ def told_as_config(source: str = "config.json") -> Iterator[None]:
     """A fault over values of a wrong kind is the config's, and is told so, as UnsupportedModel."""
     try:
         yield
+    except PlaitError as error:
+        if len(str(error)) <= _MAX_MESSAGE:
+            raise
+        raise type(error)(f"{str(error)[:_MAX_MESSAGE]}…") from error  # a value of the file is in it
     except _FAULTS as error:
         told = " ".join(str(error).split())[:160]
         raise UnsupportedModel(
@@ -89,6 +95,9 @@ def told_as_config(source: str = "config.json") -> Iterator[None]:
 def check_spec(spec: ModelSpec) -> None:
     """Every size is positive, and what must divide something does. Raises UnsupportedModel."""
     _check_sizes("the model", spec)
+    for i, layer in enumerate(spec.layers):
+        for branch in layer:
+            _check_sizes(f"layers.{i}.{branch.name}", branch)
     for name, mixer in spec.mixers():
         _check_sizes(name, mixer)
         if isinstance(mixer, Attention) and mixer.num_heads % mixer.num_kv_heads:
@@ -108,6 +117,10 @@ def _check_sizes(where: str, part: Any) -> None:
         value = getattr(part, f.name)
         if isinstance(value, bool) or f.name in ("mimo_rank", "block"):
             continue
+        wanted = _KINDS.get(str(f.type).removesuffix(" | None"), object)
+        if not isinstance(value, wanted) and not (value is None and str(f.type).endswith("None")):
+            shown = repr(value)[:80]
+            raise UnsupportedModel(f"{where}: {f.name} is {shown}, not a number; --set corrects the config")
         if isinstance(value, int) and (value < 1 or value > MAX_TOKENS):
             raise UnsupportedModel(f"{where}: {f.name} is {value}, not a size; --set corrects the config")
         if isinstance(value, float) and math.isnan(value):

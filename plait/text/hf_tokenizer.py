@@ -135,7 +135,7 @@ def load_hf_tokenizer(path: Path, files: TokenizerFiles | None = None) -> TextTo
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise BadFile(
-            f"{path}: not a tokenizer.json that the tokenizers library can read: {error}"
+            f"{path}: not a tokenizer.json that the tokenizers library can read: {str(error)[:300]}"
         ) from error
     _add_missing(tokenizer, files.config, path)
     wrapping = _wrapping(tokenizer)
