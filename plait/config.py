@@ -144,6 +144,12 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network")
     port: int = option(8080, "port to listen on; 0: any free one")
     served_model_name: str | None = option(None, "name clients ask for; default: the model's own name")
+    tool_call_parser: str | None = option(
+        None, "format of tool calls in replies, or none; default: what the chat template shows"
+    )
+    reasoning_parser: str | None = option(
+        None, "format of thinking in replies, or none; default: what the chat template shows"
+    )
     root_path: str = option("", "a prefix that paths may have, as a proxy sends them: /llm")
     api_key: tuple[str, ...] = option((), "a key that clients must send: KEY or NAME:KEY; may be repeated")
     api_key_file: str | None = option(None, "a file of keys, one a line, each with its limits if it has any")

@@ -40,6 +40,17 @@ class Language:
     stop_token_ids: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """Names of the formats of calls and of thinking in replies; None: what the chat template shows."""
+
+    tools: str | None = None
+    reasoning: str | None = None
+
+
+TEMPLATES_OWN = Parsers()
+
+
 class Loop(Protocol):
     """An engine that runs: `EngineLoop` in this process, `EngineProcess` in another. Safe from any thread."""
 
@@ -62,7 +73,8 @@ class Loop(Protocol):
 class Front:
     """A loaded model behind its engine. Every method is safe from any thread.
 
-    `prefix_cache` False: the engine keeps nothing, so nobody looks for the places where it should.
+    `prefix_cache` False: the engine keeps nothing, so nobody looks for the places where it should. `parsers`:
+    how replies are read, where the chat template is not to say; raises ConfigError for names that are none.
     """
 
     def __init__(
@@ -73,13 +85,16 @@ class Front:
         loop: Loop,
         language: Language,
         prefix_cache: bool = True,
+        parsers: Parsers = TEMPLATES_OWN,
     ) -> None:
         self.name, self.spec, self.max_model_len, self.loop = name, spec, max_model_len, loop
         self.needs_boundaries = prefix_cache and spec.causal and _has_slots(spec)
         self.tokenizer, self.chat_template = language.tokenizer, language.chat_template
         self.generation_config, self.stop_token_ids = language.generation_config, language.stop_token_ids
         self.created = int(time.time())
-        self.speech = Speech(self.tokenizer, self.chat_template)
+        self.speech = Speech(
+            self.tokenizer, self.chat_template, tools=parsers.tools, reasoning=parsers.reasoning
+        )
         self.grammars = None
         if self.tokenizer:
             self.grammars = GrammarCompiler(self.tokenizer, spec.vocab_size, ends=self.stop_token_ids)

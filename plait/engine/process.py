@@ -19,7 +19,7 @@ from plait.config import EngineConfig
 from plait.engine.admission import check, max_len
 from plait.engine.choice import OnEvent
 from plait.engine.collected import Collected
-from plait.engine.front import Front
+from plait.engine.front import TEMPLATES_OWN, Front, Parsers
 from plait.engine.spawned import Spawned
 from plait.engine.supervisor import FAREWELL_S, Patience, Supervisor
 from plait.engine.text_source import TextSource
@@ -277,14 +277,16 @@ class EngineProcess:
         self.close(drain=False)
 
 
-def load_process(model: str, config: EngineConfig, report: Report) -> Front:
+def load_process(model: str, config: EngineConfig, report: Report, parsers: Parsers = TEMPLATES_OWN) -> Front:
     """A Front over an engine in a process of its own. Raises what loading and `report` raise."""
     process = EngineProcess(model, config)
     try:
         source = process.source(report)
         language = source.language()
         spec, longest = process.ready(report)
-        return Front(source.name, spec, longest, process, language, prefix_cache=config.prefix_cache)
+        return Front(
+            source.name, spec, longest, process, language, prefix_cache=config.prefix_cache, parsers=parsers
+        )
     except BaseException:
         process.close(drain=False)
         raise

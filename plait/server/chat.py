@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from plait.engine import ranking
 from plait.request import ReplyShape, Request
 from plait.server import validate
@@ -13,6 +15,7 @@ from plait.server.endpoint import Endpoint
 from plait.server.generation import new_id
 from plait.server.reply import Head, best, finite
 from plait.server.schema import ChatRequest, field_names, typed
+from plait.server.tool_choice import allowed
 from plait.text.grammar.fields import grammar_from
 from plait.text.tools import Arguments, CallEnd, CallStart, Content, Reasoning
 from plait.text.tools import Delta as Part
@@ -28,6 +31,8 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> ChatReply:
     """Everything that can be refused before the engine is asked: renders, tokenizes. Raises RequestErrors."""
     validate.refuse(body, FIELDS)
     asked = typed(body, ChatRequest)
+    choosable, choice = allowed(asked.tools, asked.tool_choice)
+    asked = msgspec.structs.replace(asked, tools=choosable, tool_choice=choice)
     params, terms, wish = validate.chat_params(asked), validate.terms(asked), grammar_from(body)
     validate.check_stream(asked, params)
     validate.check_messages(asked.messages)

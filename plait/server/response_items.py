@@ -138,6 +138,8 @@ def chat_tool_choice(choice: str | Mapping[str, Any]) -> Any:
         return choice
     if choice.get("type") == "function" and isinstance(choice.get("name"), str):
         return {"type": "function", "function": {"name": choice["name"]}}
+    if choice.get("type") == "allowed_tools":
+        return choice
     raise InvalidField(
         f"tool_choice: {choice!r:.80} is not supported; send 'none', 'auto', 'required' or a function",
         "tool_choice",

@@ -47,9 +47,11 @@ def serve(model: str, engine: EngineConfig, server: ServerConfig, reread: Reread
     """
 
     def load(report: Report) -> Front:
+        from plait.engine.front import Parsers
         from plait.engine.process import load_process
 
-        return load_process(model, engine, report)
+        parsers = Parsers(server.tool_call_parser, server.reasoning_parser)
+        return load_process(model, engine, report, parsers)
 
     log_to_stderr(server)
     allow_files(server.max_connections + SPARE_FILES)

@@ -18,7 +18,7 @@ from plait.text.chat import ChatTemplate, Message
 from plait.text.reasoning import ReasoningFormat, reasoning_format
 from plait.text.tokenizer import Tokenizer
 from plait.text.tools import OutputParser, ToolFormat, as_lark, call_grammar, tool_format
-from plait.text.tools.call_grammar import Json, OneOf, Repeated, Structure, thinking_first
+from plait.text.tools.call_grammar import Json, OneOf, Repeated, Structure, held, thinking_first
 
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 _TAIL = 64  # tokens of a prompt in which a marker of thinking may stand
@@ -129,14 +129,17 @@ class Speech:
     def grammar(self, wish: Grammar | None, shape: ReplyShape) -> Grammar | None:
         """What the whole reply must be: thinking, then a call that is demanded, or what is wished for.
 
-        Where calls are possible and not demanded, they may stand in place of what is wished for.
+        Where calls are possible and not demanded, they may stand in place of what is wished for; if a tool is
+        `strict`, they are held to their schemas from their first marker on. Raises InvalidField where that
+        cannot be.
         """
         lead = self._lark(self._thinking(shape))
         forced = self._call(shape, shape.choice)
         if forced is not None:
             return Grammar("lark", self._lark(forced), "tool_choice", lead)
         if wish is None:
-            return None
+            calls = self._held(shape)
+            return None if calls is None else Grammar("lark", self._lark(calls), "tools", lead)
         instead = self._call(shape, "required") if shape.tools and shape.choice != "none" else None
         return Grammar(
             wish.kind, wish.source, wish.param, lead, "" if instead is None else self._lark(instead)
@@ -182,6 +185,23 @@ class Speech:
         parallel = self._may_be_several(shape)
         found = None if calls is None else call_grammar(calls, shape.tools, choice, parallel=parallel)
         return None if found is None else _spaced(found)
+
+    def _held(self, shape: ReplyShape) -> Structure | None:
+        """Text or calls that are as their schemas say; None where nobody asked for that."""
+        strict = [i for i, tool in enumerate(shape.tools) if tool["function"].get("strict") is True]
+        calls = self._calls(shape)
+        if not strict or calls is None:
+            return None
+        demanded = self._call(shape, "required")
+        found = None if demanded is None else held(demanded, calls.syntax.opens, self._special)
+        if found is None:
+            at = f"tools[{strict[0]}].function.strict"
+            raise InvalidField(
+                f"{at}: this model's calls do not begin with a marker of their own, so only those that are "
+                "demanded can be held to their schemas; send tool_choice 'required', or leave strict out",
+                at,
+            )
+        return found
 
     def _lark(self, structure: Structure) -> str:
         return as_lark(structure, self._special) if structure else ""

@@ -89,7 +89,8 @@ def engine_of(server: Server) -> int:
     return max(below, key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))
 
 
-def test_streams_of_a_killed_engine_say_what_they_would_have_said(server: Server) -> None:
+def check_killed(server: Server) -> None:
+    """Streams of an engine that is killed in their middle, beside the same streams left alone."""
     calm = streams(server, lambda found: None)
     assert server.get("/health")["totals"]["num_restarts"] == 0
 
@@ -107,6 +108,16 @@ def test_streams_of_a_killed_engine_say_what_they_would_have_said(server: Server
         assert stream.usage["prompt_tokens"] == undisturbed.usage["prompt_tokens"]
         assert stream.usage["completion_tokens"] == NUM_TOKENS
     assert len({stream.text for stream in calm}) > NUM_STREAMS // 2
+
+
+def test_streams_of_a_killed_engine_say_what_they_would_have_said(server: Server) -> None:
+    check_killed(server)
+
+
+@pytest.mark.slow
+def test_streams_of_a_larger_model_do_too(smollm2: Path) -> None:
+    with serve(smollm2, "--max-num-seqs", str(NUM_STREAMS), "--max-model-len", "512") as running:
+        check_killed(running)
 
 
 def test_the_process_that_answers_http_holds_no_tensors(server: Server) -> None:

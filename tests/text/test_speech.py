@@ -181,3 +181,17 @@ def test_a_budget_is_spent_by_thinking_alone(num_tokens: int) -> None:
     for token_id in TOKENIZER.encode("done"):
         watch.push(token_id)
         assert watch.due == ()
+
+
+STRICT = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+
+
+def test_calls_of_a_strict_tool_are_held_to_their_schema_once_they_begin(compiler: GrammarCompiler) -> None:
+    grammar = speech().grammar(None, ReplyShape(tools=(STRICT,)))
+    for text in ("", "yes", "a < b", CALL, f"I look.\n{CALL}", f"{CALL}\n{CALL}", f"<think>hm</think>{CALL}"):
+        assert accepts(compiler, grammar, text), text
+    for text in (CALL.replace("5", '"x"'), CALL.replace('"f"', '"g"'), "<tool_call>", f"{CALL} and more"):
+        assert not accepts(compiler, grammar, text), text
+    alone = speech().grammar(None, ReplyShape(tools=(STRICT,), parallel=False))
+    assert not accepts(compiler, alone, f"{CALL}\n{CALL}")
+    assert speech().grammar(None, ReplyShape(tools=(STRICT,), choice="none")) is None

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 from plait.errors import InvalidField
 from plait.text.reasoning import REASONING
 from plait.text.tools import FORMATS, as_lark, call_grammar
-from plait.text.tools.call_grammar import Json, Marker, OneOf, Repeated, Text
+from plait.text.tools.call_grammar import Json, Marker, OneOf, Repeated, Text, held
 from tests.text.replies import DS, read_every_way
 
 WEATHER = {
@@ -200,3 +200,46 @@ def test_references_in_a_schema_still_find_their_definitions() -> None:
     matcher = LLMatcher(BYTES, grammar_from("lark", as_lark(structure, {})))
     assert matcher.consume_tokens(BYTES.tokenize_str(f"[go(p={json.dumps({'x': 1})})]"))
     assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_is_begun_must_be_one_where_a_marker_begins_it(name: str) -> None:
+    form = FORMATS[name]
+    demanded = call_grammar(form, TOOLS, "required")
+    assert demanded is not None
+    structure = held(demanded, form.syntax.opens, ())
+    assert (structure is None) == (name in {"pythonic", "llama_json", "json", "phi"})
+    if structure is None:
+        return
+    matcher = LLMatcher(BYTES, grammar_from("lark", as_lark(structure, {})))
+    assert not matcher.is_error(), matcher.get_error()
+
+    def passes(text: str) -> bool:
+        one, tokens = matcher.deep_copy(), BYTES.tokenize_str(text)
+        return (
+            one.validate_tokens(tokens) == len(tokens) and one.consume_tokens(tokens) and one.is_accepting()
+        )
+
+    written = WRITTEN[name]
+    assert all(passes(text) for text in ("", "Hello [x] <y>", written, f"Hello {written}"))
+    wrong = "two" if name == "qwen_xml" else '"two"'
+    assert not passes(f"Hello {written.replace('2', wrong)}")
+    assert not passes(f"{form.syntax.opens[0]} nothing")
+
+
+def test_a_control_token_within_a_marker_cannot_be_kept_out_of_text() -> None:
+    form = FORMATS["harmony"]
+    demanded = call_grammar(form, TOOLS, "required")
+    assert demanded is not None
+    assert held(demanded, form.syntax.opens, {"<|channel|>"}) is None
+
+
+def test_free_text_before_a_control_token_needs_no_exception() -> None:
+    form = FORMATS["granite"]
+    demanded = call_grammar(form, TOOLS, "required")
+    assert demanded is not None
+    structure = held(demanded, form.syntax.opens, {"<|tool_call|>"})
+    assert structure is not None
+    source = as_lark(structure, {"<|tool_call|>": 7})
+    assert "<[7]>" in source
+    assert "~/(?s:.*)(<tool_call>)(?s:.*)/" in source

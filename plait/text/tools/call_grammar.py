@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,6 +45,13 @@ class FreeUntil:
 
 
 @dataclass(frozen=True, slots=True)
+class FreeWithout:
+    """Any text in which none of these markers stands."""
+
+    markers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OneOf:
     """One of several structures; an empty one makes it optional."""
 
@@ -58,7 +65,7 @@ class Repeated:
     parts: Structure
 
 
-Part = Text | Marker | Json | FreeUntil | OneOf | Repeated
+Part = Text | Marker | Json | FreeUntil | FreeWithout | OneOf | Repeated
 Structure = tuple[Part, ...]
 
 
@@ -145,6 +152,37 @@ def framed(
     call = OneOf(calls)
     more: Structure = (Repeated((*parts(frame.separator), call)),) if parallel else ()
     return (*parts(frame.opening), call, *more, *parts(frame.closing))
+
+
+def held(calls: Structure, starts: Sequence[str], special: Collection[str]) -> Structure | None:
+    """Text, and then perhaps `calls`, which begin with one of the markers `starts`: whoever writes it, calls.
+
+    `special`: the vocabulary's control tokens. None where calls begin with no marker of their own, or with
+    one that text may hold.
+    """
+    marker = next((m for m in starts if _rest(calls, m) is not None), None)
+    if marker is None or marker[0].isalnum():
+        return None
+    if marker not in special and any(token and token in marker for token in special):
+        return None
+    rest = _rest(calls, marker) or ()
+    others = tuple(other for other in starts if other != marker)
+    lead: Structure = (FreeUntil(Marker(marker)),)
+    if marker in special:
+        lead = (FreeWithout(others), Marker(marker))
+    return (OneOf(((FreeWithout(tuple(starts)),), (*lead, *rest))),)
+
+
+def _rest(structure: Structure, marker: str) -> Structure | None:
+    """What follows the marker at the beginning; None: it does not begin with it."""
+    match structure[:1]:
+        case (Marker(text),) if text == marker:
+            return structure[1:]
+        case (OneOf(options),) if options:
+            found = [_rest(option, marker) for option in options]
+            rests = tuple(rest for rest in found if rest is not None)
+            return (OneOf(rests), *structure[1:]) if len(rests) == len(found) else None
+    return None
 
 
 def thinking_first(reasoning: ReasoningFormat | None, starts_open: bool) -> Structure:

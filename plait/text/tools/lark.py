@@ -6,7 +6,17 @@ import json
 import re
 from collections.abc import Mapping
 
-from plait.text.tools.call_grammar import FreeUntil, Json, Marker, OneOf, Part, Repeated, Structure, Text
+from plait.text.tools.call_grammar import (
+    FreeUntil,
+    FreeWithout,
+    Json,
+    Marker,
+    OneOf,
+    Part,
+    Repeated,
+    Structure,
+    Text,
+)
 
 _REGEX_MARKS = re.compile(r"[\\^$.|?*+()\[\]{}/]")
 
@@ -36,8 +46,11 @@ def _written(part: Part, special_ids: Mapping[str, int], rules: list[str]) -> st
         case FreeUntil(Marker(text)) if text in special_ids:
             return f"{_rule(rules, ': /(?s:.*)/')} <[{special_ids[text]}]>"
         case FreeUntil(end):
-            ending = _REGEX_MARKS.sub(r"\\\g<0>", end.text).replace("\n", "\\n")
-            return _rule(rules, f"[lazy]: /(?s:.*){ending}/")
+            return _rule(rules, f"[lazy]: /(?s:.*){_regex(end.text)}/")
+        case FreeWithout(markers):
+            # No text matches a control token, so only markers that are text need to be kept out of it.
+            texts = "|".join(_regex(text) for text in markers if text not in special_ids)
+            return _rule(rules, f": ~/(?s:.*)({texts})(?s:.*)/" if texts else ": /(?s:.*)/", "TEXT")
         case Repeated(parts):
             return f"{_rule(rules, ': ' + _sequence(parts, special_ids, rules))}*"
         case OneOf(options):
@@ -59,7 +72,12 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _rule(rules: list[str], body: str) -> str:
-    name = f"part{len(rules)}"
+def _regex(text: str) -> str:
+    return _REGEX_MARKS.sub(r"\\\g<0>", text).replace("\n", "\\n")
+
+
+def _rule(rules: list[str], body: str, kind: str = "part") -> str:
+    """The name of a new rule; what is made of regular expressions by ~ has one in capitals."""
+    name = f"{kind}{len(rules)}"
     rules.append(name + body)
     return name

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.engine.front import Front, Language, Parsers
+from plait.errors import ConfigError, InvalidField
+from plait.server.tool_choice import allowed
+from tests.server.conftest import serving
+from tests.server.fake import fake_front
+from tests.server.speaking import TOOLS, SpeakingTemplate, said_call
+
+CLOCK_ONLY = [{"type": "function", "function": {"name": "clock"}}]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_the_tools_that_are_allowed_stay_in_both_spellings(mode: str) -> None:
+    nested = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": CLOCK_ONLY}}
+    flat = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "clock"}]}
+    for choice in (nested, flat):
+        tools, found = allowed(TOOLS, choice)
+        assert [tool["function"]["name"] for tool in tools] == ["clock"]
+        assert found == mode
+
+
+@pytest.mark.parametrize(
+    "choice", [None, "auto", "none", {"type": "function", "function": {"name": "clock"}}]
+)
+def test_any_other_choice_leaves_all_tools(choice: Any) -> None:
+    assert allowed(TOOLS, choice) == (TOOLS, choice)
+
+
+@pytest.mark.parametrize(
+    ("told", "word"),
+    [
+        (3, "mode"),
+        ({"mode": "none", "tools": CLOCK_ONLY}, "mode"),
+        ({"mode": "auto"}, "tools"),
+        ({"mode": "auto", "tools": []}, "tools"),
+        ({"mode": "auto", "tools": [3]}, "tools[0]"),
+        ({"mode": "auto", "tools": [{"function": {"name": "nobody"}}]}, "nobody"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused_by_name(told: Any, word: str) -> None:
+    with pytest.raises(InvalidField, match=r"tool_choice\.allowed_tools") as refused:
+        allowed(TOOLS, {"type": "allowed_tools", "allowed_tools": told})
+    assert word in str(refused.value)
+
+
+def test_the_model_is_told_of_the_allowed_tools_alone() -> None:
+    template = SpeakingTemplate()
+    with serving(fake_front(template=template)) as client:
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": CLOCK_ONLY}}
+        text = said_call("clock", "{}")
+        found = client.chat(text, tools=TOOLS, tool_choice=choice).json["choices"][0]["message"]
+        assert [call["function"]["name"] for call in found["tool_calls"]] == ["clock"]
+        flat = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "clock"}]}
+        tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        answer = client.post("/v1/responses", {"input": text, "tools": tools, "tool_choice": flat})
+        assert answer.status == 200, answer.body
+        assert {item["type"] for item in answer.json["output"]} >= {"function_call"}
+
+
+def test_the_formats_of_replies_can_be_named_and_an_unknown_one_is_refused() -> None:
+    front = fake_front(template=SpeakingTemplate())
+    language = front.tokenizer, front.chat_template, front.generation_config, front.stop_token_ids
+
+    def other(**names: str) -> Front:
+        return Front("x", front.spec, 64, front.loop, Language(*language), parsers=Parsers(**names))
+
+    assert front.speech.tools is not None
+    assert other(tools="mistral").speech.tools is not front.speech.tools
+    assert other(tools="none").speech.tools is None
+    assert other(reasoning="none").speech.reasoning is None
+    for names in ({"tools": "telepathy"}, {"reasoning": "telepathy"}):
+        with pytest.raises(ConfigError, match="telepathy"):
+            other(**names)
