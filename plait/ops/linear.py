@@ -195,7 +195,7 @@ class Linear:
         pairs = zip(weights, biases, strict=True)
         for _, same in groupby(pairs, key=lambda pair: (stack_key(pair[0]), pair[1] is None)):
             weight, bias = _stack(list(same))
-            rounding: Activations = "float32" if isinstance(weight, Dense) else activations
+            rounding = _rounding(weight, activations)
             sizes = {"n_in": weight.shape[1], "n_out": weight.shape[0], "kind": weight.format}
             fn = bind(linear, **sizes, activations=rounding)
             self._widths.append(weight.shape[0])

@@ -16,6 +16,7 @@ from torch import Tensor
 from plait import LLM
 from plait.checkpoint.packed import Packed
 from plait.checkpoint.scheme import find_scheme
+from plait.cli.info import checkpoint_facts
 from plait.config import EngineConfig
 from plait.engine.opening import open_model
 from plait.engine.outline import model_states
@@ -144,6 +145,11 @@ def test_a_quantized_model_answers_through_the_engine(
     shown = open_model(packed, EngineConfig())
     assert shown.checkpoint.format_of("model.layers.0.mlp.down_proj.weight") == packing.format
     assert shown.nbytes == sum(tensor.nbytes for tensor in files.values())
+    facts = checkpoint_facts(shown)
+    assert sum(facts["formats"].values()) == shown.nbytes
+    assert facts["formats"]["float32"] == sum(t.nbytes for n, t in plain.items() if "_proj" not in n)
+    assert packing.format in facts["formats"]
+    assert facts["parameters"] == sum(tensor.numel() for tensor in plain.values())
 
 
 def test_a_config_beside_the_weights_counts(models: dict[str, Model], tmp_path: Path) -> None:

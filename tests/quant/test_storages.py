@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
+from plait.ops.linear import Linear
 from plait.quant.bits import pack, unpack
 from plait.quant.codebook import Codebook
 from plait.quant.fp4 import Fp4
@@ -214,3 +215,28 @@ def test_small_integers_come_back_from_their_stream(bits: int, count: int, rows:
 def test_parts_that_do_not_fit_are_refused(wrong: Any) -> None:
     with pytest.raises(ShapeMismatch):
         wrong()
+
+
+@pytest.mark.parametrize(
+    ("weight", "rounding"),
+    [
+        (grouped(4, 16), "int8"),
+        (nvfp4(), "int8"),
+        (fp8((3, 24)), "float32"),
+        (codebook(), "float32"),
+        (fp8((1, 64)).cols(0, 40), "float32"),
+        (grouped(4, 16, cols=48), "float32"),  # no whole blocks of 32 inputs
+    ],
+)
+def test_inputs_are_only_rounded_beside_small_integers_in_whole_blocks(weight: Weight, rounding: str) -> None:
+    asked: dict[str, Any] = {}
+
+    def bind(op: Any, **sizes: Any) -> Any:
+        asked.update(sizes)
+        return op.reference
+
+    x = torch.randn(3, weight.shape[1])
+    found = Linear([weight], [None], bind, torch.float32, activations="int8")(x)
+    assert asked["activations"] == rounding
+    wanted, near = x @ weight.dequantize(torch.float32).T, 0.05 if rounding == "int8" else 1e-5
+    assert float((found - wanted).abs().max()) <= near * float(wanted.abs().max())
