@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.gguf_arch import FILE, Metadata, gguf_arch, head_size
@@ -38,7 +41,8 @@ def state_spaces(c: Config) -> tuple[ModelSpec, NameMap]:
     """state-spaces' own config: sizes in `ssm_cfg`, a vocabulary padded up to a multiple."""
     given = c["ssm_cfg"]
     layer = given.get("layer", "Mamba1")
-    known = {"Mamba1": STATE_SPACES, "Mamba2": DEFAULTS}.get(layer)
+    formats: dict[str, Mapping[str, Any]] = {"Mamba1": STATE_SPACES, "Mamba2": DEFAULTS}
+    known = formats.get(layer)
     if known is None or not c["rms_norm"] or not given.get("rmsnorm", True):
         raise UnsupportedModel(
             f"ssm_cfg.layer = {layer!r}, rms_norm = {c['rms_norm']}: only Mamba1 and Mamba2 with RMS norms "

@@ -108,7 +108,7 @@ def unit(x: Tensor, eps: float) -> Tensor:
 
 
 def recurrent(c: dict[str, Any], w: dict[str, Tensor], x: Tensor, i: int) -> Tensor:
-    """Every head has its gate and its x side by side; B, C and the step come from what the convolution left."""
+    """Each head has its gate and its x side by side; B, C and the step come from what the convolution left."""
     heads, dim, state, width = (
         c["mamba_num_heads"],
         c["hidden_size_per_head"],
@@ -135,7 +135,7 @@ def recurrent(c: dict[str, Any], w: dict[str, Tensor], x: Tensor, i: int) -> Ten
 
 
 def attention(c: dict[str, Any], w: dict[str, Tensor], x: Tensor, i: int) -> Tensor:
-    """q and k are normed and weighed head by head; a query sees `attention_window_size` keys before itself."""
+    """q and k are normed and weighed by head; a query sees `attention_window_size` keys before itself."""
     n, dim, kv = c["num_attention_heads"], c["hidden_size_per_head"], c["num_key_value_heads"]
     q, k, v = (x @ w["qkv_proj.weight"].T).view(len(x), n + 2 * kv, dim).split([n, kv, kv], 1)
     q, k = unit(q, 1e-6) * w["q_weight"], unit(k, 1e-6) * w["k_weight"]
