@@ -108,7 +108,7 @@ def unit(x: Tensor, eps: float) -> Tensor:
 
 
 def recurrent(c: dict[str, Any], w: dict[str, Tensor], x: Tensor, i: int) -> Tensor:
-    """Each head has its gate and its x side by side; B, C and the step come from what the convolution left."""
+    """Each head has its gate and its x side by side; B, C and the step come from the convolved x."""
     heads, dim, state, width = (
         c["mamba_num_heads"],
         c["hidden_size_per_head"],
