@@ -19,7 +19,7 @@ from plait.memory import PagedState, block_groups
 from plait.runner.graphs import Capacity, StaticBatch, ViewsOnly, recorded
 from plait.runner.inputs import build_batch
 from plait.schedule.plan import Chunk, Plan
-from tests.families import tiny, tiny_attention
+from tests.families import tiny, tiny_attention, tiny_ssm
 from tests.runner.recordings import (
     BLOCK,
     CAPACITY,
@@ -35,6 +35,7 @@ from tests.runner.recordings import (
 
 # Of a family that attends, the variant whose switches are off their defaults: the plain one has no op more.
 PLAIN = {name for name in tiny_attention.VARIANTS if name.endswith("_plain")}
+PLAIN |= {name for name in tiny_ssm.VARIANTS if name.endswith(("_plain", "_biases", "_dense"))}  # likewise
 NAMES = [*(name for name in tiny.VARIANTS if name not in PLAIN), *(f"oxidizr_{name}" for name in OXIDIZR)]
 # All that cannot be recorded, and why.
 NOT_CAUSAL = "the model is not causal: a step has no fixed form"
