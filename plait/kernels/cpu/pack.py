@@ -87,7 +87,7 @@ _K_SCALES = (
 @dataclass(frozen=True, slots=True)
 class _Reader:
     """Expressions: quad {q} of block g of 32 at address src ({i}, {s}: its place among nibbles); scales of
-    the group {j} of its superblock; where its float16s are."""
+    the group {j} of its superblock, or the bits of a bfloat16; where its float16s are."""
 
     code: str
     halves: tuple[int, ...] = (0,)
@@ -98,6 +98,9 @@ class _Reader:
 READERS = {
     "Q8_0": _Reader("bits(src + 2 + 4 * {q}) ^ 0x80808080"),
     "IQ4_NL": _Reader(_NIBBLES.replace("{at}", "2")),
+    "MXFP4": _Reader(
+        _NIBBLES.replace("{at}", "1"), (), "32 << byte(src) if byte(src) < 2 else (byte(src) - 1) << 7"
+    ),
     "Q4_0": _Reader(_NIBBLES.replace("{at}", "2")),
     "Q4_1": _Reader(_NIBBLES.replace("{at}", "4"), (0, 2)),
     "Q5_0": _Reader(
@@ -168,6 +171,9 @@ def _scales(layout: Layout, reader: _Reader) -> list[str]:
             f"put_half(to + {place} + b * 32 + 2 * n, src + {half}, 0)"
             for place, half in zip(places, reader.halves, strict=False)
         ]
+    if layout.scales == "brain":
+        place = f"to + {layout.scales_at} + b * 32 + 2 * n"
+        return [f"s = {reader.scale}", f"put_byte({place}, s & 255)", f"put_byte({place} + 1, s >> 8)"]
     per_block = BLOCK // layout.group
     lines = []
     for place, text in ((layout.scales_at, reader.scale), (layout.minima_at, reader.minimum)):
