@@ -17,6 +17,7 @@ from plait.families.gguf import gguf_config
 from plait.families.registry import build_spec
 from plait.spec import Attention, Moe, Parallel
 from tests.families import tiny
+from tests.families.as_gguf import converted
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 
 SMALL = {
@@ -96,6 +97,19 @@ def test_scores_of_glm_that_are_no_sigmoids_are_refused() -> None:
     metadata = {"general.architecture": "glm4moe", **{f"glm4moe.{key}": value for key, value in keys.items()}}
     with pytest.raises(UnsupportedModel, match="expert_gating_func 1"):
         gguf_config(metadata, {}, dict[str, Any]().__getitem__)
+
+
+def test_converters_may_fuse_what_glm_has_apart(tmp_path: Path) -> None:
+    tiny.write("glm_plain", tmp_path)
+    config, tensors, oracle = tiny.read(tmp_path)
+    metadata, stored = converted("chatglm", config, tensors)
+    for i in range(config["num_hidden_layers"]):
+        for kind in ("weight", "bias"):
+            parts = [stored.pop(f"blk.{i}.attn_{x}.{kind}") for x in "qkv"]
+            stored[f"blk.{i}.attn_qkv.{kind}"] = torch.cat(parts)
+    checkpoint = Memory(stored)
+    model = decoder(resolved(checkpoint, gguf=metadata), checkpoint)
+    assert worst(whole(model, oracle["ids"][0]), oracle["logits"][0]) <= 1e-4
 
 
 def test_experts_of_gpt_oss_stay_in_four_bits(tmp_path: Path) -> None:
