@@ -37,16 +37,8 @@ NUMBERS = (
 _KINDS: Mapping[str, type | tuple[type, ...]] = {"int": int, "float": (int, float)}  # of fields of a spec
 # What goes wrong when values of a wrong kind are used; each is told as what the config's values do.
 _FAULTS = (
-    *(
-        TypeError,
-        ValueError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        NotImplementedError,
-    ),
-    MemoryError,
+    *(TypeError, ValueError, ArithmeticError, AttributeError, LookupError),
+    *(RuntimeError, MemoryError),  # torch's, and RecursionError
 )
 
 

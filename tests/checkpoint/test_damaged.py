@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sentencepiece
 
+from plait.errors import PlaitError
+from plait.text.load import load_chat_template, load_tokenizer
 from tests.checkpoint.damage import (
     CONFIG,
     bounded,
@@ -22,7 +27,7 @@ from tests.checkpoint.damage import (
 )
 from tests.checkpoint.packings import PACKINGS
 
-FEW, MANY = 60, 4000
+FEW, MANY = 60, 1200
 JSON_FILES = ("config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json")
 JSON_FILES += ("generation_config.json",)
 
@@ -90,6 +95,44 @@ def test_nesting_without_end(depth: int, plain: Path) -> None:
         deep = b'{"a":' * depth + b"1" + b"}" * depth
         spoiled(plain, file, deep, f"{file} nested {depth} deep")
         spoiled(plain, file, b"[" * depth, f"{file} opened {depth} times")
+
+
+def vocabulary(folder: Path, name: str) -> Path:
+    """A small vocabulary in a form of its own: SentencePiece's or tiktoken's."""
+    if name.endswith(".tiktoken"):
+        lines = (f"{base64.b64encode(bytes([n])).decode()} {n}\n" for n in range(256))
+        (folder / name).write_text("".join(lines))
+    else:
+        corpus = folder / "corpus.txt"
+        corpus.write_text("\n".join(f"the quick brown fox {n}" for n in range(300)))
+        settings = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
+        settings |= {"remove_extra_whitespaces": False, "vocab_size": 330, "minloglevel": 2}
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(corpus), model_prefix=str(folder / "tokenizer"), **settings
+        )
+    return folder / name
+
+
+def read_text(folder: Path, **source: Any) -> None:
+    with bounded():
+        tokenizer = load_tokenizer(directory=folder, **source)
+        load_chat_template(directory=folder, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "words.tiktoken"])
+def test_damaged_vocabularies(name: str, tmp_path: Path) -> None:
+    path = vocabulary(tmp_path, name)
+    source = {"vocab": f"{path}@cl100k_base"} if name.endswith(".tiktoken") else {}
+    data, rng = path.read_bytes(), random.Random(8)
+    read_text(tmp_path, **source)
+    for n in range(FEW):
+        path.write_bytes(damaged(data, rng))
+        try:
+            read_text(tmp_path, **source)
+        except PlaitError:
+            continue
+        except BaseException as error:
+            raise AssertionError(f"{name}, case {n}: {type(error).__name__}: {error}") from error
 
 
 @pytest.mark.slow

@@ -131,7 +131,10 @@ def test_kinds_of_layers_are_named_with_their_tensor() -> None:
     names += ["4.self_attn.q_proj.weight", "4.self_attn.A_log", "5.mlp.gate_proj.weight"]
     found = layer_kinds({f"model.layers.{name}": (4, 4) for name in names})
     assert {i: kind for i, (kind, _) in found.items()} == {
-        0: "linear_attention", 1: "full_attention", 2: "conv", 3: "linear_attention",
+        0: "linear_attention",
+        1: "full_attention",
+        2: "conv",
+        3: "linear_attention",
         4: "linear_attention",
     }
     assert found[4][1] == "model.layers.4.self_attn.A_log"

@@ -73,7 +73,7 @@ def test_a_config_of_more_layers_than_the_file_has(files: Files) -> None:
 
 
 def test_packed_tensors_of_which_nobody_made_weights_are_refused_by_name(files: Files) -> None:
-    config, tensors = files
+    _, tensors = files
     tensors[f"{Q}_scale_inv"] = torch.ones(1, 1)
     with pytest.raises(UnsupportedFormat, match=f"tensor {Q}_scale_inv"):
         build(None, tensors)
