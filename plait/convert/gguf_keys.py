@@ -11,6 +11,7 @@ from plait.errors import UnsupportedFormat
 from plait.spec import (
     Attention,
     DeltaNet,
+    Lightning,
     Mamba1,
     Mamba2,
     Mixer,
@@ -99,7 +100,7 @@ def _attention(spec: ModelSpec) -> Values:
     dim = _same([m.head_dim for m in found], "head size")
     values: Values = {
         "attention.head_count": _same([m.num_heads for m in found], "number of heads"),
-        "attention.head_count_kv": _per_layer([m.num_kv_heads if m else 0 for m in each]),
+        "attention.head_count_kv": _kv_heads(spec, each),
         "attention.key_length": dim,
         "attention.value_length": dim,
     }
@@ -110,6 +111,18 @@ def _attention(spec: ModelSpec) -> Values:
     full = next((m.rope for m in found if m.rope and not m.window), None)
     rope = full or next((m.rope for m in found if m.rope), None)
     return values | (rope_keys(rope) if rope else {"rope.dimension_count": dim})
+
+
+def _kv_heads(spec: ModelSpec, each: list[Attention | None]) -> Any:
+    """A 0 marks a layer that does not attend; not where llama.cpp tells those layers by an interval."""
+    if _told_by_interval(spec):
+        return _same([m.num_kv_heads for m in each if m], "number of key heads")
+    return _per_layer([m.num_kv_heads if m else 0 for m in each])
+
+
+def _told_by_interval(spec: ModelSpec) -> bool:
+    found = (m for layer in spec.layers for m in _parts(layer))
+    return any(isinstance(m, Lightning) or (isinstance(m, DeltaNet) and m.decay == "head") for m in found)
 
 
 def rope_keys(rope: Rope) -> Values:
@@ -189,7 +202,7 @@ def _experts(spec: ModelSpec, config: Mapping[str, Any]) -> Values:
 
 
 def _recurrent(spec: ModelSpec) -> Values:
-    kinds = (Mamba1, Mamba2, DeltaNet, ShortConv)
+    kinds = (Mamba1, Mamba2, DeltaNet, Lightning, ShortConv)
     found = next((m for layer in spec.layers for m in _parts(layer) if isinstance(m, kinds)), None)
     match found:
         case ShortConv():
@@ -203,8 +216,10 @@ def _recurrent(spec: ModelSpec) -> Values:
                 "ssm.state_size": found.key_dim,
                 "ssm.time_step_rank": found.num_heads,
                 "ssm.group_count": found.num_key_heads,
-                "full_attention_interval": _interval(spec),
+                **_interval(spec),
             }
+        case Lightning():
+            return _interval(spec)
         case Mamba2():
             return {
                 "ssm.conv_kernel": found.conv_kernel,
@@ -225,9 +240,14 @@ def _recurrent(spec: ModelSpec) -> Values:
             return {}
 
 
-def _interval(spec: ModelSpec) -> int:
-    """Each how manieth layer has full attention."""
-    return next((i + 1 for i, m in enumerate(_each(spec, Attention)) if m), len(spec.layers) + 1)
+def _interval(spec: ModelSpec) -> Values:
+    """Each how manieth layer has full attention; the layers that do not, if no interval says it."""
+    attends = [m is not None for m in _each(spec, Attention)]
+    interval = attends.index(True) + 1 if any(attends) else len(attends) + 1
+    values: Values = {"full_attention_interval": interval}
+    if attends != [(i + 1) % interval == 0 for i in range(len(attends))]:
+        values["attention.recurrent_layers"] = [not found for found in attends]
+    return values
 
 
 def _nothing(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
