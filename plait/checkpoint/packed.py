@@ -73,6 +73,7 @@ class Packed:
     def __init__(self, files: Files, scheme: Scheme | None = None) -> None:
         self._files, self._scheme = files, scheme
         self._weights: dict[str, tuple[Parts, Stored]] = {}
+        self._checked: set[str] = set()
         found, taken = _grouped(files), set[str]()
         for name, names in found.items():
             parts = Parts(name, MappingProxyType(names), files, self._options(name))
@@ -142,7 +143,11 @@ class Packed:
     def read(self, name: str) -> Weight | Tensor:
         """A weight in its storage (of a stack: all its rows), or a plain tensor, a view of the file."""
         if name in self._weights:
-            return self._weights[name][1].read()
+            stored = self._weights[name][1]
+            if name not in self._checked:
+                stored.check()
+                self._checked.add(name)
+            return stored.read()
         return self._files.read(self._there(name))
 
     def release(self) -> None:

@@ -75,18 +75,20 @@ def nvfp4(parts: Parts) -> Stored:
 
     def read() -> Fp4:
         factor = parts.number("scale_2") if "scale_2" in parts else 1 / parts.number("global_scale")
-        scales = parts.finite("scale").flatten(0, -2)
+        scales = parts.read("scale").flatten(0, -2)
         return Fp4(parts.read(part).flatten(0, -2), scales, torch.tensor([factor], dtype=torch.float32))
 
-    return Stored(shape, "nvfp4", read)
+    return Stored(shape, "nvfp4", read, lambda: parts.finite("scale"))
 
 
 def packed_mxfp4(parts: Parts) -> Stored:
     """compressed-tensors: nibbles uint8 [..., out, in / 2], a byte of exponent for 32 columns."""
     shape = _nibbles(parts, "packed", "scale", 32, *BYTES)
-    return Stored(
-        shape, "mxfp4", lambda: Fp4(parts.read("packed").flatten(0, -2), _exponents(parts, "scale"))
-    )
+
+    def read() -> Fp4:
+        return Fp4(parts.read("packed").flatten(0, -2), _exponents(parts, "scale"))
+
+    return Stored(shape, "mxfp4", read, lambda: parts.check_exponents("scale"))
 
 
 def _nibbles(parts: Parts, codes: str, scales: str, group: int, *dtypes: str) -> tuple[int, ...]:
@@ -109,9 +111,9 @@ def block_mxfp4(parts: Parts) -> Stored:
         codes = parts.read("blocks").flatten(-2).flatten(0, -2)
         return Fp4(codes, _exponents(parts, "block_scales"))
 
-    return Stored((*blocks[:-2], blocks[-2] * 32), "mxfp4", read)
+    shape = (*blocks[:-2], blocks[-2] * 32)
+    return Stored(shape, "mxfp4", read, lambda: parts.check_exponents("block_scales"))
 
 
 def _exponents(parts: Parts, part: str) -> Tensor:
-    parts.exponents(part)  # none of them NaN
     return parts.read(part).view(torch.uint8).flatten(0, -2)

@@ -32,11 +32,16 @@ class Files(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A weight that is there: its shape as a plain checkpoint has it, its storage, and how it is read."""
+    """A weight that is there: its shape as a plain checkpoint has it, its storage, and how it is read.
+
+    check: what must be looked at before it is read for the first time, where that costs more than reading (a
+    stack is read once for each expert).
+    """
 
     shape: tuple[int, ...]
     format: str
     read: Callable[[], Weight]
+    check: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +98,14 @@ class Parts:
         return found
 
     def exponents(self, part: str) -> Tensor:
-        """Bytes s that stand for 2**(s - 127), as float32. Raises BadFile for the one that stands for NaN."""
-        raw = self.read(part).view(torch.uint8)
-        if bool((raw == 255).any()):
+        """Bytes s that stand for 2**(s - 127), as float32. Raises BadFile as `check_exponents`."""
+        self.check_exponents(part)
+        return self.read(part).view(torch.uint8).view(torch.float8_e8m0fnu).float()
+
+    def check_exponents(self, part: str) -> None:
+        """Raises BadFile if there is a byte that stands for NaN."""
+        if bool((self.read(part).view(torch.uint8) == 255).any()):
             raise BadFile(f"{self.names[part]}: holds scales that are no numbers; the file is damaged")
-        return raw.view(torch.float8_e8m0fnu).float()
 
     def number(self, part: str) -> float:
         """A part of one number. Raises BadFile unless it is one, finite and not zero."""

@@ -144,6 +144,18 @@ def test_experts_of_gpt_oss_are_one_stack_under_its_own_name() -> None:
     assert checkpoint.read(f"{name}_bias") is bias
 
 
+@pytest.mark.parametrize("name", ["compressed mxfp4", "compressed nvfp4"])
+def test_scales_that_are_no_numbers_are_refused_at_every_reading(name: str) -> None:
+    files, _ = stored(PACKINGS[name])
+    files[f"{X}.weight_scale"].view(torch.uint8)[5, 3] = 0xFF
+    checkpoint = opened(files, PACKINGS[name].config)
+    for _ in range(2):
+        with pytest.raises(
+            BadFile, match=rf"{X}.weight_scale: holds (scales that are no|numbers that are not)"
+        ):
+            read(checkpoint)
+
+
 def test_plain_tensors_go_through_and_scales_of_activations_do_not(caplog: pytest.LogCaptureFixture) -> None:
     files, _ = stored(PACKINGS["modelopt fp8"])
     norm, bias = torch.ones(4), torch.zeros(64)
