@@ -22,7 +22,10 @@ from torch import Tensor
 
 from plait.checkpoint.disk import map_file
 from plait.errors import BadFile, MissingTensor, UnsupportedFormat
+from plait.quant.fp4 import Fp4
 from plait.quant.gguf import BLOCK_TYPES, BlockType, Gguf
+from plait.quant.gguf_fp4 import scaled_nvfp4
+from plait.quant.weight import as_tensor
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -91,12 +94,25 @@ class GgufFile:
         total = self.metadata.get("split.tensors.count")
         if len(parts) > 1 and total != len(self._entries):
             raise BadFile(f"{self.path}: the parts hold {len(self._entries)} tensors, the first says {total}")
+        self._factors = self._find_factors()
+        more = {scale.removesuffix("scale") + "input_scale" for scale in self._factors.values()}
+        self._hidden = {*self._factors.values(), *more}
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return name in self._entries and name not in self._hidden
 
     def names(self) -> Iterable[str]:
-        return self._entries.keys()
+        """All tensors; the factors of NVFP4 maps are parts of these."""
+        return [name for name in self._entries if name not in self._hidden]
+
+    def _find_factors(self) -> dict[str, str]:
+        """Of NVFP4 maps that have a factor: their names -> its name."""
+        found: dict[str, str] = {}
+        for name, entry in self._entries.items():
+            scale = name.removesuffix("weight") + "scale"
+            if name.endswith(".weight") and isinstance(entry.kind, BlockType) and entry.kind.name == "NVFP4":
+                found |= {name: scale} if scale in self._entries else {}
+        return found
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As torch sees it, rows first; three dimensions for stacked experts, [experts, rows, columns]."""
@@ -110,14 +126,17 @@ class GgufFile:
     def nbytes(self, name: str) -> int:
         return self._entry(name).nbytes
 
-    def read(self, name: str) -> Gguf | Tensor:
+    def read(self, name: str) -> Gguf | Fp4 | Tensor:
         """A view of the file. Plain types have their shape and dtype; block types are a `Gguf` whose rows are
-        all dimensions but the last, flattened. A vector of a block type is decoded, to float32.
+        all dimensions but the last, flattened. A vector of a block type is decoded, to float32. NVFP4 with a
+        factor is an `Fp4`, a copy.
         """
         entry = self._entry(name)
         raw = entry.data[entry.start : entry.start + entry.nbytes]
         if isinstance(entry.kind, BlockType):
             weight = Gguf(raw.view(prod(entry.shape[:-1]), -1), entry.kind)
+            if name in self._factors and len(entry.shape) > 1:
+                return scaled_nvfp4(weight, as_tensor(self.read(self._factors[name])))
             return weight if len(entry.shape) > 1 else weight.dequantize(torch.float32).view(-1)
         dtype = entry.kind[1]
         aligned = raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()

@@ -17,8 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plait.checkpoint.gguf import GgufFile
-from plait.errors import BadFile, CheckpointError, MissingTensor, UnsupportedFormat
-from plait.quant.gguf import BLOCK_TYPES, Gguf
+from plait.errors import BadFile, CheckpointError, MissingTensor, ShapeMismatch, UnsupportedFormat
+from plait.quant.fp4 import Fp4
+from plait.quant.gguf import BLOCK_TYPES, Gguf, block_type
 
 U32, STRING, ARRAY = 4, 8, 9
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -138,6 +139,32 @@ def test_stacked_experts_are_rows_and_keep_their_shape(path: Path) -> None:
     assert file.format_of("packed") == "Q8_0"
     second = weight.rows(4, 8).dequantize(torch.float32)
     torch.testing.assert_close(second, torch.from_numpy(tensors["experts"][1]), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("factors", [[0.5], [0.5, 3.0]])
+def test_four_bit_floats_have_a_factor_of_their_own(path: Path, factors: list[float]) -> None:
+    blocks = bytes(range(1, 73))
+    entries = [
+        entry("a.weight", (64, 1, 2), 40),
+        entry("a.scale", (len(factors),), 0, 96),
+        entry("a.input_scale", (1,), 0, 128),
+    ]
+    data = blocks + bytes(24) + struct.pack(f"<{len(factors)}f", *factors)
+    file = opened(path, whole([ARCHITECTURE], entries, data + bytes(256 - len(data))))
+    assert list(file.names()) == ["a.weight"]
+    assert "a.scale" not in file
+    weight = file.read("a.weight")
+    assert isinstance(weight, Fp4)
+    plain = Gguf(torch.tensor(list(blocks), dtype=torch.uint8).view(2, 36), block_type("NVFP4"))
+    want = plain.dequantize(torch.float32) * torch.tensor(factors).view(-1, 1)
+    assert torch.equal(weight.dequantize(torch.float32), want)
+
+
+def test_factors_that_fit_no_rows_are_refused(path: Path) -> None:
+    entries = [entry("a.weight", (64, 2), 40), entry("a.scale", (3,), 0, 96)]
+    file = opened(path, whole([ARCHITECTURE], entries, bytes(256)))
+    with pytest.raises(ShapeMismatch, match="3 factors of a NVFP4 weight"):
+        file.read("a.weight")
 
 
 def test_a_vector_of_a_block_type_is_decoded(path: Path) -> None:
