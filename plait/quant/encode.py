@@ -1,4 +1,4 @@
-"""Plain numbers to GGUF's block formats, while a model is loaded.
+"""Plain numbers to GGUF's block formats, while a model is loaded. `encode_packed` has those of safetensors.
 
 For each block a grid is searched: for a few widths of the grid around the obvious one the numbers are rounded
 to codes, and for these codes the scale (and offset) of least squared error is solved for; the best pair is

@@ -20,7 +20,7 @@ from plait.quant.grouped import Grouped
 
 FP8_MAX = 448.0  # the largest E4M3 number
 _PIECE = 1 << 20  # numbers at a time
-_WIDER = (0.0, -0.9, -0.6, -0.3, 0.3, 0.6, 0.9, 1.3)  # by how many codes the grid is made wider
+_WIDER = (0.0, -3.0, -2.4, -1.8, -1.2, -0.6, 0.5, 1.0)  # by how many codes the grid is made wider
 _HALF_MAX = 65504.0
 
 

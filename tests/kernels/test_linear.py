@@ -226,8 +226,9 @@ def test_groups(activations: Activations, cpu: Any, one: Any) -> None:
             assert bool((out[rows:] == 3).all())
 
 
-def test_recorded(cpu: Any) -> None:
-    weight, bias = random_blocks("Q6_K", 33, 256), torch.randn(33)
+@pytest.mark.parametrize("kind", ["Q6_K", "int4_g64+zeros+order"])
+def test_recorded(kind: str, cpu: Any) -> None:
+    weight, bias = random_weight(kind, 33, 256), torch.randn(33)
     w, x, out = kernels.pack(cpu, weight, torch.float32), torch.randn(64, 256), torch.zeros(64, 33)
     with cpu.recording(tokens=64, logits=65) as program:
         kernels.apply(cpu, x, w, bias, "int8", out)
