@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from plait.cli.list import ago
+from tests.checkpoint.damage import write_plain
 from tests.checkpoint.fake_hub import FakeHub, Repo, running
 from tests.checkpoint.test_hub import SMALL, aim, tensors
 
@@ -27,6 +28,7 @@ def hub(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fak
     server.repos = {"org/m": Repo(), "org/q": Repo()}
     server.repos["org/m"].commit({**SMALL, "model.safetensors": tensors(3000), "README.md": b"no"})
     server.repos["org/q"].commit({"q-Q4_0.gguf": b"GGUF4", "q-Q8_0.gguf": b"GGUF8"})
+    server.broken, server.drops = None, 0
     server.forget()
     aim(server.url, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
@@ -96,6 +98,23 @@ def test_what_cannot_be_done_is_one_line_and_a_code(
     result = plait(*arguments)
     assert (result.code, result.err.count("\n")) == (code, 1), result.err
     assert message in result.err
+
+
+def test_every_command_takes_a_name_of_the_hub(plait: Run, hub: FakeHub, tmp_path: Path) -> None:
+    """The same model by its name as by its folder; afterwards also without a network."""
+    folder = write_plain(tmp_path / "tiny")
+    hub.repos["org/tiny"] = Repo()
+    hub.repos["org/tiny"].commit({p.name: p.read_bytes() for p in folder.iterdir()})
+    by_path = json.loads(plait("info", str(folder), "--json").out)
+    for more in ((), ("--offline",)):
+        result = plait("info", "org/tiny", "--json", *more)
+        assert result.code == 0, result.err
+        facts = json.loads(result.out)
+        assert facts["spec"] == by_path["spec"]
+        assert facts["tokenizer"] == by_path["tokenizer"]
+        hub.broken = 500
+    refused = plait("info", "org/other", "--offline")
+    assert (refused.code, refused.err.count("\n")) == (3, 1)
 
 
 def test_ages_are_in_words() -> None:
