@@ -102,6 +102,7 @@ def test_experts_in_half_the_width(cpu: Any, dtype: torch.dtype) -> None:
 
 
 STORED = [("Q8_0", 64), ("Q4_K", 256), ("int4_g128", 128), ("int4_g64+zeros+order", 128), ("mxfp4", 64)]
+STORED += [("fp8_b128", 64), ("nvfp4", 64), ("bnb_nf4", 64)]
 
 
 @pytest.mark.parametrize(("kind", "size"), STORED)
