@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from plait.engine.front import Front
-from plait.engine.stream import Stream
 from plait.errors import EngineError
 from plait.request import Pooling, SamplingParams
+
+if TYPE_CHECKING:  # a server answers before it has read what a model needs
+    from plait.engine.front import Front
+    from plait.engine.stream import Stream
 
 NOTHING = SamplingParams(max_tokens=0)  # to be generated
 

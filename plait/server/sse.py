@@ -63,6 +63,7 @@ class EventStream(Response):
     ) -> None:
         self.status_code, self.body, self.background = 200, b"", None
         self._bodies, self._close, self._framing, self._last_sent = bodies, close, framing, 0.0
+        self._sending_since: float | None = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
 
@@ -70,13 +71,11 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         self._last_sent = time.monotonic()
         pump = asyncio.ensure_future(self._pump(send))
-        others = asyncio.ensure_future(disconnected(receive)), asyncio.ensure_future(self._ping(send))
+        others = asyncio.ensure_future(disconnected(receive)), asyncio.ensure_future(self._watch(send))
         try:
             await asyncio.wait({pump, *others}, return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
                 pump.result()
-        except TimeoutError:
-            logger.warning("a client read nothing for %g s; its stream was ended", SEND_TIMEOUT_S)
         finally:
             await stopped(pump, *others)
             await self._close()
@@ -85,8 +84,6 @@ class EventStream(Response):
         try:
             async for body in self._bodies:
                 await self._send(send, self._framing.frame(body))
-        except TimeoutError:
-            raise
         except Exception as error:
             for body in self._framing.failed(problem(error)):
                 await self._send(send, self._framing.frame(body))
@@ -95,14 +92,20 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        self._last_sent = time.monotonic()
+        self._sending_since = time.monotonic()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._last_sent, self._sending_since = time.monotonic(), None
 
-    async def _ping(self, send: Send) -> None:
+    async def _watch(self, send: Send) -> None:
+        """Break long silences; returns when the client reads nothing. A timer for each event would cost more."""
         while True:
-            silence = time.monotonic() - self._last_sent
-            if silence >= PING_S:
+            since, silence = self._sending_since, time.monotonic() - self._last_sent
+            if since is not None:
+                if time.monotonic() - since >= SEND_TIMEOUT_S:
+                    logger.warning("a client read nothing for %g s; its stream was ended", SEND_TIMEOUT_S)
+                    return
+                await asyncio.sleep(SEND_TIMEOUT_S / 4)
+            elif silence >= PING_S:
                 await self._send(send, b": ping\n\n")
             else:
-                await asyncio.sleep(PING_S - silence)
+                await asyncio.sleep(min(PING_S - silence, SEND_TIMEOUT_S / 4))

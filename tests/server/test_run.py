@@ -205,3 +205,13 @@ def test_an_idle_server_stops_at_once(process: tuple[subprocess.Popen[str], Clie
     child, _ = process
     child.terminate()
     assert child.wait(9) == 0
+
+
+def test_http_answers_before_the_large_libraries_are_read() -> None:
+    """They take longer to import than everything that a first answer needs."""
+    code = "import sys, plait.cli.serve, plait.server.run; print(sorted(sys.modules))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in ("torch", "numpy", "numba", "jinja2", "tokenizers", "llguidance"):
+        assert f"'{name}'" not in loaded.stdout, name
