@@ -97,7 +97,7 @@ class EventStream(Response):
         self._last_sent, self._sending_since = time.monotonic(), None
 
     async def _watch(self, send: Send) -> None:
-        """Break long silences; returns when the client reads nothing. A timer for each event would cost more."""
+        """Break long silences; returns when the client reads nothing. A timer for each event costs more."""
         while True:
             since, silence = self._sending_since, time.monotonic() - self._last_sent
             if since is not None:
