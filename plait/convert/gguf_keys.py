@@ -276,12 +276,11 @@ def _nemotron(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
 
 
 def _sections(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
-    """How many frequencies turn with the time, the height and the width of a picture: of text, any do."""
+    """Frequencies of time, height and width, in turns; llama.cpp rotates no others, of text either."""
     rope = next((m.rope for m in _each(spec, Attention) if m and m.rope), None)
     if rope is None:
         return {}
-    third = rope.dim // 6
-    return {"rope.dimension_sections": [rope.dim // 2 - 2 * third, third, third, 0]}
+    return {"rope.dimension_sections": [len(range(first, rope.dim // 2, 3)) for first in range(3)] + [0]}
 
 
 def _cohere(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:

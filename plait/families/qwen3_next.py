@@ -152,27 +152,31 @@ def _qkv(c: Config, source: str) -> dict[str, Source]:
 
 
 def _gguf_names(c: Mapping[str, Any]) -> Rules:
-    """llama.cpp keeps b and a of Qwen3-Next together, and in old files q, k, v and z too."""
     config = Config(c)
-    split = {**_qkv(config, f"{B}.attn_qkv.weight"), f"{MIX}.gate.weight": f"{B}.attn_gate.weight"}
-    whole = _qkvz(config, f"{B}.ssm_in.weight")
     return {
         "layers.{i}.ffn.norm": f"{B}.post_attention_norm",
         **gated_q(config, ATTN, f"{B}.attn_q"),
-        **{key: (source, whole[key]) for key, source in split.items()},
-        f"{MIX}.beta.weight": (
-            f"{B}.ssm_beta.weight",
-            _ba(config, f"{B}.ssm_ba.weight")[f"{MIX}.beta.weight"],
-        ),
-        f"{MIX}.decay.weight": (
-            f"{B}.ssm_alpha.weight",
-            _ba(config, f"{B}.ssm_ba.weight")[f"{MIX}.decay.weight"],
-        ),
+        **_qkv(config, f"{B}.attn_qkv.weight"),
+        f"{MIX}.gate.weight": f"{B}.attn_gate.weight",
+        f"{MIX}.beta.weight": f"{B}.ssm_beta.weight",
+        f"{MIX}.decay.weight": f"{B}.ssm_alpha.weight",
         **gguf_delta_tensors(MIX, B),
     }
 
 
-@gguf_arch("qwen3next", "Qwen3NextForCausalLM", names=_gguf_names)
+def _gguf_names_of_next(c: Mapping[str, Any]) -> Rules:
+    """b and a of one key head lie together; in old files so do q, k, v and z."""
+    config = Config(c)
+    apart: dict[str, Source] = {
+        **_qkv(config, f"{B}.attn_qkv.weight"),
+        f"{MIX}.gate.weight": f"{B}.attn_gate.weight",
+    }
+    whole = _qkvz(config, f"{B}.ssm_in.weight")
+    both: Rules = {key: (source, whole[key]) for key, source in apart.items()}
+    return {**_gguf_names(c), **both, **_ba(config, f"{B}.ssm_ba.weight")}
+
+
+@gguf_arch("qwen3next", "Qwen3NextForCausalLM", names=_gguf_names_of_next)
 def _qwen3next(m: Metadata) -> None:
     delta_sizes(m)
 
