@@ -34,10 +34,22 @@ OWN = {
         "sliding_window",
         "quantization_config",
     ),
-    *("num_nextn_predict_layers", "torch_dtype", "dtype", "transformers_version", "text_config"),
+    *(
+        "delta_tiled",
+        "full_attention_interval",
+        "num_nextn_predict_layers",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "text_config",
+    ),
 }
 NULLABLE = {"q_lora_rank"}  # null says something
+_UNLISTED = {"jamba"}  # whose layers follow from a period
 _NO_ATTENTION = {"mamba2", "mamba", "falcon_mamba"}
+LOCAL = {"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"}
+QWEN_SHARED = {"shared_intermediate_size": "shared_expert_intermediate_size"}
+LAYER_NORM, PLAIN_NORM = {"norm_eps": "layer_norm_eps"}, {"norm_eps": "norm_eps"}
 MAMBA1 = {
     "norm_eps": "layer_norm_epsilon",
     "mamba_d_state": "state_size",
@@ -47,12 +59,9 @@ MAMBA1 = {
 # Ours -> a family's, where it is not the same word.
 WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "mixtral": {"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
-        "granitemoehybrid": {
-            "num_experts": "num_local_experts",
-            "moe_intermediate_size": "intermediate_size",
-        },
-        "qwen2_moe": {"shared_intermediate_size": "shared_expert_intermediate_size"},
+        "mixtral": LOCAL,
+        "granitemoehybrid": LOCAL,
+        "qwen2_moe": QWEN_SHARED,
         "deepseek_v2": {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
         "deepseek_v3": {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
         "gemma2": {"hidden_act": "hidden_activation"},
@@ -65,6 +74,17 @@ WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "mamba_d_conv": "conv_kernel",
             "mamba_chunk_size": "chunk_size",
         },
+        "glm4_moe": {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+        "granitemoe": LOCAL,
+        "granitemoeshared": LOCAL,
+        "qwen3_next": QWEN_SHARED,
+        "qwen3_5_moe": QWEN_SHARED,
+        "qwen3_5_moe_text": QWEN_SHARED,
+        "cohere": LAYER_NORM,
+        "cohere2": LAYER_NORM,
+        "lfm2": PLAIN_NORM,
+        "lfm2_moe": PLAIN_NORM,
+        "starcoder2": {"norm_eps": "norm_epsilon"},
         "mamba": MAMBA1,
         "falcon_mamba": MAMBA1,
         "nemotron_h": {
@@ -104,7 +124,7 @@ def config_json(config: Mapping[str, Any], spec: ModelSpec, dtype: str, tensors:
     _carry(values, config, "shared_intermediate_size", words.get("shared_intermediate_size"))
     if family not in _NO_ATTENTION:
         values |= _attention(config, spec, family)
-    if family in LISTED:
+    if family not in _UNLISTED and (len(set(config["layer_types"])) > 1 or family in LISTED):
         values[words.get("layer_types", "layer_types")] = list(config["layer_types"])
     values |= _biases(spec, tensors)
     values |= _PARTICULARS.get(family, _nothing)(config, spec)
@@ -114,7 +134,7 @@ def config_json(config: Mapping[str, Any], spec: ModelSpec, dtype: str, tensors:
 def _biases(spec: ModelSpec, tensors: Container[str]) -> Values:
     """Whether linear maps have biases; transformers does not look at the tensors."""
     named = {
-        "attention_bias": ("attn.o", "mix.o", "mix.attn.o"),
+        "attention_bias": ("attn.q", "attn.q_a", "mix.q", "mix.attn.q"),
         "mlp_bias": ("ffn.up",),
         "use_bias": ("ssm.in", "mix.in", "mix.ssm.in"),
         "use_conv_bias": ("ssm.conv", "mix.conv", "mix.ssm.conv"),
@@ -193,6 +213,8 @@ def _rope(mixer: Attention | Mla, spec: ModelSpec) -> Values:
     values = {"rope_type": "default", **scaling, "rope_theta": rope.theta}
     if isinstance(mixer, Attention) and rope.dim != mixer.head_dim:
         values["partial_rotary_factor"] = rope.dim / mixer.head_dim
+    elif isinstance(mixer, Attention):
+        values["partial_rotary_factor"] = 1.0  # where half of a head is the family's default
     return values
 
 
@@ -280,6 +302,20 @@ def _first_dense(config: Mapping[str, Any], spec: ModelSpec) -> Values:
     return {"first_k_dense_replace": kinds.index("sparse") if "sparse" in kinds else len(spec.layers)}
 
 
+def _dense_layers(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    return {"num_dense_layers": _first_dense(config, spec)["first_k_dense_replace"]}
+
+
+def _period(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    """Jamba's way to say which layers attend: each so manieth, from one on."""
+    kinds = config["layer_types"]
+    attends = [i for i, kind in enumerate(kinds) if kind == FULL]
+    if not attends:
+        return {"attn_layer_period": len(kinds) + 1, "attn_layer_offset": len(kinds)}
+    period = attends[1] - attends[0] if len(attends) > 1 else len(kinds)
+    return {"attn_layer_period": period, "attn_layer_offset": attends[0]}
+
+
 def _sparse_list(config: Mapping[str, Any], spec: ModelSpec) -> Values:
     kinds = config.get("mlp_layer_types") or []
     return {
@@ -302,5 +338,9 @@ _PARTICULARS: Mapping[str, Callable[[Mapping[str, Any], ModelSpec], Values]] = M
         "deepseek_v3": _latent,
         "qwen2_moe": _sparse_list,
         "qwen3_moe": _sparse_list,
+        "qwen3_next": _sparse_list,
+        "glm4_moe": _first_dense,
+        "lfm2_moe": _dense_layers,
+        "jamba": _period,
     }
 )

@@ -39,6 +39,10 @@ BOTH_WAYS = {
     "falcon_h1_norm": "falcon-h1",
     "mamba": "mamba",
     "jamba": "jamba",
+    "qwen3_5": "qwen35",
+    "qwen3_next": "qwen3next",
+    "lfm2_moe": "lfm2moe",
+    "glm4_moe": "glm4moe",
 }
 ONE_WAY = {
     "llama_linear": "llama",
@@ -48,11 +52,7 @@ ONE_WAY = {
     "bamba": "granitehybrid",
     "gpt_oss": "gpt-oss",
     "phi3": "phi3",
-    "glm4_moe": "glm4moe",
     "granite_moe_shared": "granitemoe",
-    "lfm2_moe": "lfm2moe",
-    "qwen3_next": "qwen3next",
-    "qwen3_5": "qwen35",
     "kimi_linear": "kimi-linear",
     "minimax": "minimax-01",
 }
