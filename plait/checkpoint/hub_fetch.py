@@ -36,16 +36,16 @@ def fetch(name: HubName, listing: Listing, side: Sequence[str], weights: Sequenc
     _check_space(name, sum(listing.sizes[n] or 0 for n in missing))
     hub = library(str(name))
     try:
-        with _bars_on_terminals():
-            if side:
-                hub.snapshot_download(
-                    name.repo, revision=name.revision, allow_patterns=list(map(escape, side))
-                )
+        if side:
+            with _bars(shown=False):
+                _into_snapshot(hub, name, side)
+        with _bars(shown=sys.stderr.isatty()):
             for file in weights:
                 if file in missing:
                     _fetch_blob(hub, name, listing.commit, file)
-            wanted = [escape(n) for n in (*side, *weights)]
-            folder = Path(hub.snapshot_download(name.repo, revision=name.revision, allow_patterns=wanted))
+        large = any((listing.sizes[n] or 0) > _MAX_NBYTES for n in missing)
+        with _bars(shown=large and sys.stderr.isatty()):
+            folder = _into_snapshot(hub, name, (*side, *weights))
     except Exception as error:
         raise CheckpointError(
             f"cannot fetch {name} from the Hub: {advice(error, name)}; "
@@ -54,6 +54,12 @@ def fetch(name: HubName, listing: Listing, side: Sequence[str], weights: Sequenc
     if gone := [n for n in (*side, *weights) if not (folder / n).is_file()]:
         raise CheckpointError(f"{name} changed while it was fetched, {gone[0]} is gone; try again")
     return folder
+
+
+def _into_snapshot(hub: Any, name: HubName, files: Sequence[str]) -> Path:
+    """The library's own fetch: it finds blobs that are there, and knows how revisions are laid out."""
+    wanted = [escape(n) for n in files]
+    return Path(hub.snapshot_download(name.repo, revision=name.revision, allow_patterns=wanted))
 
 
 def _fetch_blob(hub: Any, name: HubName, commit: str, file: str) -> None:
@@ -85,7 +91,12 @@ def _fetch_blob(hub: Any, name: HubName, commit: str, file: str) -> None:
         def more() -> None:
             with partial.open("ab") as out:
                 downloads.http_get(
-                    found.location, out, resume_size=out.tell(), headers=headers, expected_size=nbytes
+                    found.location,
+                    out,
+                    resume_size=out.tell(),
+                    headers=headers,
+                    expected_size=nbytes,
+                    displayed_filename=file,
                 )
 
         _until_done(more, partial)
@@ -130,10 +141,10 @@ def _check_space(name: HubName, nbytes: int) -> None:
 
 
 @contextmanager
-def _bars_on_terminals() -> Iterator[None]:
-    """The library's progress bars, but not in logs and pipes."""
+def _bars(*, shown: bool) -> Iterator[None]:
+    """The library's progress bars, or none: not in logs and pipes, and not for what takes no time."""
     bars = import_module("huggingface_hub.utils")
-    if sys.stderr.isatty() or bars.are_progress_bars_disabled():
+    if shown or bars.are_progress_bars_disabled():
         yield
         return
     bars.disable_progress_bars()
