@@ -18,6 +18,7 @@ from plait.spec import Attention, Mamba2, ModelSpec, Moe
 MAX_LAYERS = 4096
 MAX_SIZE = 1 << 26  # of a width, a vocabulary, a number of heads or experts
 MAX_TOKENS = 1 << 40
+_MAX_FLOAT = 3.4e38  # of float32; infinity stands for "no limit"
 _MAX_MESSAGE = 2000  # characters
 # Whole numbers, 0 or null standing for "none" in some families.
 COUNTS = (
@@ -115,8 +116,11 @@ def _check_sizes(where: str, part: Any) -> None:
             raise UnsupportedModel(f"{where}: {f.name} is {shown}, not a number; --set corrects the config")
         if isinstance(value, int) and (value < 1 or value > MAX_TOKENS):
             raise UnsupportedModel(f"{where}: {f.name} is {value}, not a size; --set corrects the config")
-        if isinstance(value, float) and math.isnan(value):
-            raise UnsupportedModel(f"{where}: {f.name} is not a number; --set corrects the config")
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not (math.isinf(number) or abs(number) <= _MAX_FLOAT):
+                raise UnsupportedModel(
+                    f"{where}: {f.name} is {number}, no float32; --set corrects the config"
+                )
         if is_dataclass(value) and not isinstance(value, type) and f.name not in ("mixer", "layers"):
             _check_sizes(f"{where}: {f.name}", value)
 
