@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.gguf_arch import FILE, Metadata, gguf_arch, windows
@@ -57,6 +59,8 @@ def _cohere(c: Config, name: str, mixers: list[Attention]) -> tuple[ModelSpec, N
         f"{MIX}.ffn.{{x}}": f"{L}.mlp.{{x}}_proj",
     }
     spec = model(c, name, layers, norm=each, logit_scale=float(c["logit_scale"]))
+    # Command R's config has a short `max_position_embeddings`, and beside it what it was trained for.
+    spec = replace(spec, max_len=max(spec.max_len, c.get("model_max_length") or 0))
     return spec, NameMap(names, ignored=unused(c))
 
 

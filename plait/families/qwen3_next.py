@@ -22,7 +22,7 @@ from plait.families.grammar import gqa, mlp, model, norm, softmax_moe
 from plait.families.normalize import LINEAR, Config
 from plait.families.registry import family
 from plait.families.tensors import TEXT_PREFIXES, at, expert_tensors, plus_one, unused
-from plait.spec import Branch, Mixer, ModelSpec
+from plait.spec import Branch, ModelSpec
 
 SHARED = {
     **DELTA,
@@ -78,10 +78,10 @@ def _qwen(c: Config, name: str, projections: Callable[[Config, str], Rules]) -> 
         return Branch("attn", gqa(c, kind, qk_norm=each, gate=bool(c["attn_output_gate"])), each)
 
     def ffn(sort: str) -> Branch:
-        inside: Mixer = mlp(c)
-        if sort == "sparse":
-            inside = softmax_moe(c, shared=mlp(c, c["shared_intermediate_size"]), shared_gate=True)
-        return Branch("ffn", inside, each)
+        if sort == "dense":
+            return Branch("ffn", mlp(c), each)
+        shared = mlp(c, c["shared_intermediate_size"])
+        return Branch("ffn", softmax_moe(c, shared=shared, shared_gate=True), each)
 
     kinds = c["layer_types"]
     sorts = c["mlp_layer_types"] if c.get("num_experts") else ["dense"] * len(kinds)

@@ -176,7 +176,7 @@ def _let_tensors_win(c: Config, why: dict[str, str], shapes: Shapes) -> None:
     if why.get("layer_types") == SET or "hybrid" in c["layer_types"]:
         return
     attends = next((word for word in c["layer_types"] if word in (FULL, SLIDING)), FULL)
-    for i, (kind, name) in layer_kinds(shapes).items():
+    for i, (kind, name) in sorted(layer_kinds(shapes).items()):
         if i >= len(c["layer_types"]) or _sort(said := c["layer_types"][i]) == _sort(kind):
             continue
         c["layer_types"][i] = kind if kind in STATES else attends

@@ -205,6 +205,17 @@ def test_qwen3_5_in_its_wrapper() -> None:
         spec_of({**QWEN3_5_WRAPPED, "text_config": text})
 
 
+def test_qwen3_5_with_experts_has_no_width_of_dense_layers() -> None:
+    """Every layer has experts, and the config says nothing of what no layer has."""
+    text = {k: v for k, v in QWEN3_5_WRAPPED["text_config"].items() if k != "intermediate_size"}
+    text |= {"model_type": "qwen3_5_moe_text", "num_experts": 256, "num_experts_per_tok": 8}
+    text |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+    named = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
+    spec = spec_of({**QWEN3_5_WRAPPED, **named, "text_config": text})
+    moe = spec.layers[0][1].mixer
+    assert (moe.num_experts, moe.top_k, moe.expert.size, moe.shared.size) == (256, 8, 512, 512)
+
+
 def test_kimi_linear() -> None:
     spec = spec_of(KIMI_LINEAR_48B)
     assert spec.max_len == 1048576

@@ -143,7 +143,9 @@ def test_tensors_win_over_a_config_that_mixes_up_its_layers(folder: Path) -> Non
     config, tensors, oracle = made("bamba", folder)
     assert difference({**config, "attn_layer_indices": [0]}, tensors, oracle) <= 1e-4
     found = resolved(Memory(tensors), {**config, "attn_layer_indices": [0]})
-    assert "model.layers.1.self_attn.q_proj.weight" in found.provenance["layer_types"]
+    told = "tensor model.layers.0.mamba.A_log; config.json says layer 0 is full_attention"
+    assert found.provenance["layer_types"] == told
+    assert found.config["layer_types"][:2] == ["linear_attention", "full_attention"]
 
 
 def test_a_part_of_a_config_is_completed_from_tensors(folder: Path) -> None:
