@@ -17,8 +17,9 @@ from plait.request import Grammar, ReplyShape, ThinkingBudget
 from plait.text.chat import ChatTemplate, Message
 from plait.text.reasoning import ReasoningFormat, reasoning_format
 from plait.text.tokenizer import Tokenizer
-from plait.text.tools import OutputParser, ToolFormat, as_lark, call_grammar, tool_format
-from plait.text.tools.call_grammar import Json, OneOf, Repeated, Structure, held, thinking_first
+from plait.text.tools import OutputParser, ToolFormat, as_lark, call_grammar, tool_format, tool_schemas
+from plait.text.tools.call_grammar import Json, OneOf, Repeated, Structure, thinking_first
+from plait.text.tools.held import held, held_by_name, held_in_turns
 
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 _TAIL = 64  # tokens of a prompt in which a marker of thinking may stand
@@ -130,8 +131,7 @@ class Speech:
         """What the whole reply must be: thinking, then a call that is demanded, or what is wished for.
 
         Where calls are possible and not demanded, they may stand in place of what is wished for; if a tool is
-        `strict`, they are held to their schemas from their first marker on. Raises InvalidField where that
-        cannot be.
+        `strict`, they are held to their schemas once they begin.
         """
         lead = self._lark(self._thinking(shape))
         forced = self._call(shape, shape.choice)
@@ -188,23 +188,29 @@ class Speech:
 
     def _held(self, shape: ReplyShape) -> Structure | None:
         """Text or calls that are as their schemas say; None where nobody asked for that."""
-        strict = [i for i, tool in enumerate(shape.tools) if tool["function"].get("strict") is True]
-        calls = self._calls(shape)
-        if not strict or calls is None:
-            return None
+        form = self._calls(shape)
         demanded = self._call(shape, "required")
-        found = None if demanded is None else held(demanded, calls.syntax.opens, self._special)
+        if form is None or demanded is None or not any(_is_strict(tool) for tool in shape.tools):
+            return None
+        found = held(demanded, form.syntax.opens, self._special)
+        if found is None and form.final:
+            return held_in_turns(demanded, form.asides, "<|start|>assistant", form.final)
         if found is None:
-            at = f"tools[{strict[0]}].function.strict"
-            raise InvalidField(
-                f"{at}: this model's calls do not begin with a marker of their own, so only those that are "
-                "demanded can be held to their schemas; send tool_choice 'required', or leave strict out",
-                at,
+            schemas = tool_schemas(shape.tools)
+            parallel = self._may_be_several(shape)
+            found = _spaced(
+                held_by_name(
+                    form.syntax, form.frame, schemas, self._special, self.reasoning, parallel=parallel
+                )
             )
         return found
 
     def _lark(self, structure: Structure) -> str:
         return as_lark(structure, self._special) if structure else ""
+
+
+def _is_strict(tool: Tool) -> bool:
+    return tool["function"].get("strict") is True
 
 
 def _new_id() -> str:

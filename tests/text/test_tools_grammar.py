@@ -11,7 +11,8 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 from plait.errors import InvalidField
 from plait.text.reasoning import REASONING
 from plait.text.tools import FORMATS, as_lark, call_grammar
-from plait.text.tools.call_grammar import Json, Marker, OneOf, Repeated, Text, held
+from plait.text.tools.call_grammar import Json, Marker, OneOf, Repeated, Text
+from plait.text.tools.held import held
 from tests.text.replies import DS, read_every_way
 
 WEATHER = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,6 +52,26 @@ class FreeWithout:
 
 
 @dataclass(frozen=True, slots=True)
+class Unlike:
+    """Any text that none of these regular expressions matches from its beginning to its end."""
+
+    patterns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a regular expression matches, taken as one piece: `Unlike` that gives way to it does so within it.
+
+    It may stand after `text` and one of `markers`; with `bare` or no markers it may stand alone.
+    """
+
+    pattern: str
+    markers: tuple[str, ...] = ()
+    text: Unlike | None = None
+    bare: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class OneOf:
     """One of several structures; an empty one makes it optional."""
 
@@ -65,7 +85,7 @@ class Repeated:
     parts: Structure
 
 
-Part = Text | Marker | Json | FreeUntil | FreeWithout | OneOf | Repeated
+Part = Text | Marker | Json | FreeUntil | FreeWithout | Unlike | Head | OneOf | Repeated
 Structure = tuple[Part, ...]
 
 
@@ -144,7 +164,7 @@ def framed(
             *parts(frame.before),
             Text(json.dumps(name, ensure_ascii=False)[1:-1] if frame.name_in_json else name),
             *parts(frame.between),
-            *_STYLES[frame.style](schema),
+            *written_arguments(frame.style, schema),
             *parts(frame.after),
         )
         for name, schema in schemas.items()
@@ -152,37 +172,6 @@ def framed(
     call = OneOf(calls)
     more: Structure = (Repeated((*parts(frame.separator), call)),) if parallel else ()
     return (*parts(frame.opening), call, *more, *parts(frame.closing))
-
-
-def held(calls: Structure, starts: Sequence[str], special: Collection[str]) -> Structure | None:
-    """Text, and then perhaps `calls`, which begin with one of the markers `starts`: whoever writes it, calls.
-
-    `special`: the vocabulary's control tokens. None where calls begin with no marker of their own, or with
-    one that text may hold.
-    """
-    marker = next((m for m in starts if _rest(calls, m) is not None), None)
-    if marker is None or marker[0].isalnum():
-        return None
-    if marker not in special and any(token and token in marker for token in special):
-        return None
-    rest = _rest(calls, marker) or ()
-    others = tuple(other for other in starts if other != marker)
-    lead: Structure = (FreeUntil(Marker(marker)),)
-    if marker in special:
-        lead = (FreeWithout(others), Marker(marker))
-    return (OneOf(((FreeWithout(tuple(starts)),), (*lead, *rest))),)
-
-
-def _rest(structure: Structure, marker: str) -> Structure | None:
-    """What follows the marker at the beginning; None: it does not begin with it."""
-    match structure[:1]:
-        case (Marker(text),) if text == marker:
-            return structure[1:]
-        case (OneOf(options),) if options:
-            found = [_rest(option, marker) for option in options]
-            rests = tuple(rest for rest in found if rest is not None)
-            return (OneOf(rests), *structure[1:]) if len(rests) == len(found) else None
-    return None
 
 
 def thinking_first(reasoning: ReasoningFormat | None, starts_open: bool) -> Structure:
@@ -193,6 +182,11 @@ def thinking_first(reasoning: ReasoningFormat | None, starts_open: bool) -> Stru
     between = OneOf(tuple((Marker(text),) if text else () for text in reasoning.between))
     rest: Structure = (FreeUntil(Marker(first.closing)), between)
     return rest if starts_open else (OneOf(((Marker(first.opening), *rest), ())),)
+
+
+def written_arguments(style: Literal["json", "python", "xml"], schema: Mapping[str, Any]) -> Structure:
+    """The arguments of one call, in a style of `Frame`."""
+    return _STYLES[style](schema)
 
 
 def _as_json(schema: Mapping[str, Any]) -> Structure:

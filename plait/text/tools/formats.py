@@ -39,7 +39,8 @@ class ToolFormat:
 
     `syntax` is how its calls are read, `frame` how one that is demanded is written. `signs`: groups of texts;
     a chat template that holds all of a group is of this kind. `tokens`: control tokens that mean this kind
-    where no template says more. `id_length`: of the ids that its templates take.
+    where no template says more. `id_length`: of the ids that its templates take. `asides` (opening, closing)
+    and `final`: the markers of what is said beside calls, where that has markers.
     """
 
     name: str
@@ -48,6 +49,8 @@ class ToolFormat:
     signs: tuple[tuple[str, ...], ...] = ()
     tokens: tuple[str, ...] = ()
     id_length: int | None = None
+    asides: tuple[tuple[str, str], ...] = ()
+    final: str = ""
 
     @property
     def markers(self) -> frozenset[str]:
@@ -266,6 +269,11 @@ FORMATS: Mapping[str, ToolFormat] = {
             frame=Frame("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>"),
             signs=(("<|channel|>", "to=functions."), ("<|channel|>", "<|constrain|>")),
             tokens=("<|channel|>", "<|constrain|>", "<|call|>"),
+            asides=(
+                ("<|channel|>analysis<|message|>", "<|end|>"),
+                ("<|channel|>commentary<|message|>", "<|end|>"),
+            ),
+            final="<|channel|>final<|message|>",
         ),
         ToolFormat(
             "pythonic",

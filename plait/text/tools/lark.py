@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from plait.text.tools.call_grammar import (
     FreeUntil,
     FreeWithout,
+    Head,
     Json,
     Marker,
     OneOf,
@@ -16,8 +17,11 @@ from plait.text.tools.call_grammar import (
     Repeated,
     Structure,
     Text,
+    Unlike,
 )
 
+Rules = dict[str, str]
+"""What each rule says, and its name: parts that are alike share one."""
 _REGEX_MARKS = re.compile(r"[\\^$.|?*+()\[\]{}/]")
 
 
@@ -26,16 +30,16 @@ def as_lark(structure: Structure, special_ids: Mapping[str, int]) -> str:
 
     `special_ids`: text → id of the vocabulary's control tokens; what else stands in a marker is text.
     """
-    rules: list[str] = []
+    rules: Rules = {}
     start = _sequence(structure, special_ids, rules)
-    return "\n".join([f"start: {start}", *rules]) + "\n"
+    return "\n".join([f"start: {start}", *(name + body for body, name in rules.items())]) + "\n"
 
 
-def _sequence(structure: Structure, special_ids: Mapping[str, int], rules: list[str]) -> str:
+def _sequence(structure: Structure, special_ids: Mapping[str, int], rules: Rules) -> str:
     return " ".join(_written(part, special_ids, rules) for part in structure) or '""'
 
 
-def _written(part: Part, special_ids: Mapping[str, int], rules: list[str]) -> str:
+def _written(part: Part, special_ids: Mapping[str, int], rules: Rules) -> str:
     match part:
         case Marker(text):
             return _marker(text, special_ids)
@@ -51,10 +55,23 @@ def _written(part: Part, special_ids: Mapping[str, int], rules: list[str]) -> st
             # No text matches a control token, so only markers that are text need to be kept out of it.
             texts = "|".join(_regex(text) for text in markers if text not in special_ids)
             return _rule(rules, f": ~/(?s:.*)({texts})(?s:.*)/" if texts else ": /(?s:.*)/", "TEXT")
+        case Unlike() | Head():
+            return _expression(part, rules)
         case Repeated(parts):
             return f"{_rule(rules, ': ' + _sequence(parts, special_ids, rules))}*"
         case OneOf(options):
             return _rule(rules, ": " + " | ".join(_sequence(o, special_ids, rules) for o in options))
+
+
+def _expression(part: Unlike | Head, rules: Rules) -> str:
+    if isinstance(part, Unlike):
+        # What is no UTF-8 matches no expression, and so every complement of one: it must match one as well.
+        return _rule(rules, f": ~/({'|'.join(part.patterns)})/ & /(?s:.*)/", "TEXT")
+    lead = ""
+    if part.markers:
+        free = "/(?s:.*)/" if part.text is None else _expression(part.text, rules)
+        lead = f"({free} ({' | '.join(map(_literal, part.markers))})){'?' * part.bare} "
+    return _rule(rules, f": {lead}/{part.pattern}/", "HEAD")
 
 
 def _marker(text: str, special_ids: Mapping[str, int]) -> str:
@@ -76,8 +93,6 @@ def _regex(text: str) -> str:
     return _REGEX_MARKS.sub(r"\\\g<0>", text).replace("\n", "\\n")
 
 
-def _rule(rules: list[str], body: str, kind: str = "part") -> str:
-    """The name of a new rule; what is made of regular expressions by ~ has one in capitals."""
-    name = f"{kind}{len(rules)}"
-    rules.append(name + body)
-    return name
+def _rule(rules: Rules, body: str, kind: str = "part") -> str:
+    """The name of a rule; one that regular expressions alone make up has one in capitals."""
+    return rules.setdefault(body, f"{kind}{len(rules)}")
