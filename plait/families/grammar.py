@@ -30,11 +30,7 @@ def rope(c: Config, dim: int, kind: str = FULL, *, interleaved: bool = False) ->
 
 
 def window(c: Config, kind: str) -> int | None:
-    """Keys that a layer of this kind sees; None for all, also where no sequence is as long as its window."""
-    if kind != SLIDING:
-        return None
-    size, longest = int(c["sliding_window"]), c.get("max_position_embeddings")
-    return None if longest and size >= longest else size
+    return int(c["sliding_window"]) if kind == SLIDING else None
 
 
 def gqa(c: Config, kind: str = FULL, **changes: Any) -> Attention:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.families.gguf_arch import plain_arch
-from plait.families.grammar import gqa, mlp, model, norm
-from plait.families.normalize import Config
+from plait.families.grammar import ENDLESS, gqa, mlp, model, norm
+from plait.families.normalize import FULL, Config
 from plait.families.registry import family
 from plait.families.tensors import fused_gate_up, fused_qkv, transformer, unused
 from plait.spec import Branch, ModelSpec
@@ -20,6 +20,8 @@ from plait.spec import Branch, ModelSpec
 def phi3(c: Config) -> tuple[ModelSpec, NameMap]:
     """Phi 3 and 4: positions stretched by a divisor per dimension, or on a part of each head only."""
     each = norm(c)
+    if (c.get("sliding_window") or 0) >= (c.get("max_position_embeddings") or ENDLESS):
+        c["layer_types"] = [FULL] * len(c["layer_types"])  # as published with 128k: no sequence is so long
     ffn = Branch("ffn", mlp(c), each)
     layers = [(Branch("attn", gqa(c, kind), each), ffn) for kind in c["layer_types"]]
     layer = "model.layers.{i}"
