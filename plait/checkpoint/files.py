@@ -34,8 +34,7 @@ __all__ = ["Fetch", "ModelFiles", "choose_weights", "fetch_model", "find_model",
 log = logging.getLogger("plait")
 
 _SIDE_NAMES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"}) | {
-    "tokenizer.jsonl",
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("tokenizer.jsonl", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("generation_config.json", "chat_template.jinja", "chat_template.json"),
     *("quantize_config.json", "quant_config.json", "params.json", "hf_quant_config.json"),
 }

@@ -130,17 +130,19 @@ def test_what_lies_beside_the_weights_is_found(folder: Path) -> None:
         "model.safetensors",
         "config.json",
         "tokenizer.json",
+        "tokenizer.jsonl",
         "qwen.tiktoken",
         "chat_template.jinja",
         "x.txt",
     )
     files = find_model(folder)
+    beside = ("chat_template.jinja", "qwen.tiktoken", "tokenizer.json", "tokenizer.jsonl")
     assert files == ModelFiles(
         "safetensors",
         (folder / "model.safetensors",),
         folder,
         folder / "config.json",
-        {name: folder / name for name in ("chat_template.jinja", "qwen.tiktoken", "tokenizer.json")},
+        {name: folder / name for name in beside},
         "some-model",
     )
     assert find_model(str(folder / "model.safetensors")) == files
