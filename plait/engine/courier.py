@@ -6,9 +6,9 @@ Waking a loop is a call of the system, and a step of sixty-four streams would ma
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
-from weakref import WeakKeyDictionary
 
 from plait.request import Event
 
@@ -27,9 +27,10 @@ class Courier:
         """Have the loop put an event into one of its queues, after those that were given before."""
         with self._lock:
             self._parcels.append((inbox, event))
-            # The loop may be gone already when a server is stopped with requests open.
-            if len(self._parcels) == 1 and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._deliver)
+            if len(self._parcels) == 1:
+                # The loop may be gone already when a server is stopped with requests open.
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
         with self._lock:
@@ -39,16 +40,18 @@ class Courier:
 
 
 class Couriers:
-    """One courier for each event loop that asks, for as long as the loop is there."""
+    """One courier for each event loop that asks, until the loop is closed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = WeakKeyDictionary()
+        self._by_loop: dict[asyncio.AbstractEventLoop, Courier] = {}
 
     def of(self, loop: asyncio.AbstractEventLoop) -> Courier:
         """The courier of this loop."""
         with self._lock:
             found = self._by_loop.get(loop)
             if found is None:
+                # A courier knows its loop, so no loop would ever go away by itself.
+                self._by_loop = {one: its for one, its in self._by_loop.items() if not one.is_closed()}
                 found = self._by_loop[loop] = Courier(loop)
             return found

@@ -43,12 +43,13 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> ChatReply:
     tools = () if asked.tool_choice == "none" else tuple(asked.tools)
     options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}
     request = front.prepare_chat(asked.messages, params, terms, **options)
+    begun = asked.messages[-1] if asked.continue_final_message else None
     shape = ReplyShape(
         tools=tools,
         choice=asked.tool_choice,
         parallel=asked.parallel_tool_calls,
         thinks=thinks,
-        is_open=front.speech.is_open(request.prompt_token_ids),
+        is_open=front.speech.is_open(request.prompt_token_ids, begun),
     )
     request = front.shaped(request, shape, wish, validate.thinking_budget(asked))
     with_ids = asked.return_token_ids or front.tokenizer is None

@@ -201,7 +201,8 @@ def unfinished(parts: Sequence[int | str], mark: str) -> list[int | str]:
     for i in reversed(range(len(parts))):
         part = parts[i]
         if isinstance(part, str) and mark in part:
-            return [*parts[:i], part.rpartition(mark)[0].replace(mark, "")]
+            kept = [*parts[:i], part.rpartition(mark)[0]]
+            return [piece.replace(mark, "") if isinstance(piece, str) else piece for piece in kept]
     raise InvalidField(
         "continue_final_message: this model's chat template does not write the last message as it stands",
         "continue_final_message",

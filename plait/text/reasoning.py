@@ -46,6 +46,13 @@ class ReasoningFormat:
         """
         return any(prompt.rstrip().endswith(pair.opening) for pair in self.pairs)
 
+    def leaves_open(self, text: str) -> bool:
+        """Whether an assistant's text begins a block of thinking and does not end it."""
+        return any(
+            text.rfind(pair.opening) > max(text.rfind(other.closing) for other in self.pairs)
+            for pair in self.pairs
+        )
+
 
 _THINK = Pair("<think>", "</think>")
 REASONING: Mapping[str, ReasoningFormat] = {

@@ -14,7 +14,7 @@ from typing import Any
 
 from plait.errors import InvalidField
 from plait.request import Grammar, ReplyShape, ThinkingBudget
-from plait.text.chat import ChatTemplate, Message
+from plait.text.chat import ChatTemplate, Message, normalized
 from plait.text.reasoning import ReasoningFormat, reasoning_format
 from plait.text.tokenizer import Tokenizer
 from plait.text.tools import OutputParser, ToolFormat, as_lark, call_grammar, tool_format, tool_schemas
@@ -96,10 +96,12 @@ class Speech:
             wish = value
         return rest if wish is None else {**rest, **dict.fromkeys(read, wish)}, wish is not False
 
-    def is_open(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends inside of thinking."""
+    def is_open(self, prompt_ids: Sequence[int], begun: Message | None = None) -> bool:
+        """Whether a prompt ends inside of thinking. `begun`: the message that a reply goes on from."""
         if self.reasoning is None or self._tokenizer is None:
             return False
+        if begun is not None and self.reasoning.leaves_open(normalized([begun])[0]["content"] or ""):
+            return True
         tail = self._tokenizer.decode(prompt_ids[-_TAIL:], skip_special=False)
         return self.reasoning.starts_open(tail)
 

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from typing import Any
+
+import pytest
 
 from plait.engine.courier import Courier, Couriers, Inbox
 from plait.request import Event
@@ -44,3 +48,22 @@ def test_a_loop_has_one_courier_and_one_that_is_closed_is_left_alone() -> None:
     first, second = asyncio.run(find()), asyncio.run(find())
     assert first is not second
     first.put(Inbox(), Event("a", 0))
+
+
+def test_a_closed_loop_is_not_kept() -> None:
+    couriers = Couriers()
+
+    async def find() -> weakref.ref[Courier]:
+        return weakref.ref(couriers.of(asyncio.get_running_loop()))
+
+    first = asyncio.run(find())
+    asyncio.run(find())
+    gc.collect()
+    assert first() is None
+
+
+def test_a_loop_that_closes_while_it_is_called_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    monkeypatch.setattr(loop, "is_closed", lambda: False)  # it was open when it was looked at
+    Courier(loop).put(Inbox(), Event("a", 0))

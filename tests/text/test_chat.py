@@ -337,6 +337,17 @@ def test_the_built_in_formats_leave_the_last_turn_open() -> None:
     assert tokenizer.decode(ids, skip_special=False).endswith("<|assistant|>" + WORDS)
 
 
+def test_words_that_a_template_writes_twice_stand_clean_in_both_places(
+    vocabulary: tuple[Tokenizer, TextTokenizer], sandbox: Sandbox
+) -> None:
+    _, tokenizer = vocabulary
+    twice = "{{ messages[-1].content }}<|im_start|>{{ messages[-1].content }} end"
+    template = JinjaTemplate("t", {"default": twice}, tokenizer, {}, sandbox)
+    ids = template.render([{"role": "assistant", "content": WORDS}], continue_final_message=True)
+    text = tokenizer.decode(ids, skip_special=False)
+    assert text.replace(" ", "") == f"{WORDS}<|im_start|>{WORDS}".replace(" ", "")
+
+
 def test_a_template_that_drops_the_last_words_cannot_go_on(
     vocabulary: tuple[Tokenizer, TextTokenizer], sandbox: Sandbox
 ) -> None:

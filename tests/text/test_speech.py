@@ -92,6 +92,22 @@ def test_a_prompt_may_end_inside_of_thinking(tail: str, is_open: bool) -> None:
     assert speech().is_open(TOKENIZER.encode("q" * 500 + tail, allow_special=True)) is is_open
 
 
+@pytest.mark.parametrize(
+    ("words", "is_open"),
+    [
+        ("<think>\nLet me", True),
+        ([{"type": "text", "text": "<think>hm"}], True),
+        ("<think>hm</think>\n\nSo", False),
+        ("So", False),
+        (None, False),
+    ],
+)
+def test_words_that_a_reply_goes_on_from_may_be_thinking(words: Any, is_open: bool) -> None:
+    ids = TOKENIZER.encode("<think>\nLet me")
+    assert not speech().is_open(ids)
+    assert speech().is_open(ids, {"role": "assistant", "content": words}) is is_open
+
+
 WISH = Grammar("choice", '["yes", "no"]', "guided_choice")
 
 
