@@ -16,8 +16,6 @@ from plait.quant.weight import as_tensor
 
 ROPE_TABLES = r"^rope_(freqs|factors_long|factors_short)\.weight$"  # read as a part of the config
 
-ROPE_TABLES = r"^rope_(freqs|factors_long|factors_short)\.weight$"  # read as a part of the config
-
 
 def gguf_names(c: Config) -> NameMap:
     """Where every family's tensors are in a GGUF file: its names are the same for all architectures."""

@@ -129,8 +129,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     ),
     "mlp_multipliers": (None, [1.0, 1.0]),
     "linear_type": (None, "normal"),
-    "block_use_swiglu": (None, True),
-    "mamba_inner_layernorms": (None, True),
+    "normalization_function": (None, "rmsnorm"),
+    **dict.fromkeys(
+        (
+            *("block_use_swiglu", "mamba_inner_layernorms", "use_pos_enc", "gated_linear_unit"),
+            *("use_parallel_block", "use_gated_activation", "embeddings_scale_by_sqrt_dim"),
+        ),
+        (None, True),
+    ),
     "ssm_multipliers": (None, [1.0] * 5),
     "position_embedding_type": (None, "rope", "rotary"),
 }
