@@ -31,7 +31,7 @@ REQUEST_ID_HEADER = "x-request-id"
 PUBLIC = frozenset(
     {"/health", "/ready", "/", "/docs", "/openapi.json"}
 )  # and /page/…: the same for everybody
-WHILE_STOPPING = frozenset({"/health", "/ready", "/metrics"})
+WATCHED = frozenset({"/health", "/ready", "/metrics"})  # told also by a server that is full or stopping
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LOCAL_NAMES = frozenset({"localhost", "testserver"})
 
@@ -109,9 +109,9 @@ class Edge:
         self._check_host(headers.get("host"))
         _check_head(scope)
         path = scope["path"]
-        if self._traffic.num_open > MAX_OPEN_REQUESTS:
+        if self._traffic.num_open > MAX_OPEN_REQUESTS and path not in WATCHED:
             raise TooManyRequests(f"{MAX_OPEN_REQUESTS} requests are open already; try again later")
-        if self._loading.stopping and path not in WHILE_STOPPING:
+        if self._loading.stopping and path not in WATCHED:
             raise NotReady("the server is stopping and takes no more requests")
         if not self._is_public(path, exchange.method):
             self._traffic.recognize(exchange, headers)

@@ -219,9 +219,10 @@ class Server(uvicorn.Server):
     def _reload(self) -> None:
         before = self.traffic.config
         try:
-            self.traffic.reload(self._reread())
+            found = self._reread()
             if self._certificate is not None:
                 self._certificate.reload()
+            self.traffic.reload(found)
         except ConfigError as error:
             logger.error("reload: %s; what was in use stays", error)
             return

@@ -102,10 +102,14 @@ class EventStream(Response):
             since, silence = self._sending_since, time.monotonic() - self._last_sent
             if since is not None:
                 if time.monotonic() - since >= SEND_TIMEOUT_S:
-                    logger.warning("a client read nothing for %g s; its stream was ended", SEND_TIMEOUT_S)
-                    return
+                    break
                 await asyncio.sleep(SEND_TIMEOUT_S / 4)
             elif silence >= PING_S:
-                await self._send(send, b": ping\n\n")
+                try:
+                    async with asyncio.timeout(SEND_TIMEOUT_S):  # nobody else watches over this one
+                        await self._send(send, b": ping\n\n")
+                except TimeoutError:
+                    break
             else:
                 await asyncio.sleep(min(PING_S - silence, SEND_TIMEOUT_S / 4))
+        logger.warning("a client read nothing for %g s; its stream was ended", SEND_TIMEOUT_S)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
 import socket
 import threading
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -186,9 +188,37 @@ def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch
 
 def test_an_open_request_too_many_is_429(monkeypatch: pytest.MonkeyPatch, client: Client) -> None:
     monkeypatch.setattr(edge, "MAX_OPEN_REQUESTS", 0)
-    answer = client.get("/health")
+    answer = client.get("/v1/models")
     assert (answer.status, answer.error["code"]) == (429, "too_many_requests")
     assert answer.headers["retry-after"] == "1"
+    # Who looks after a busy server must not take it for a dead one.
+    assert [client.get(path).status for path in ("/health", "/ready")] == [200, 200]
+
+
+def test_a_comment_that_nobody_reads_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "PING_S", 0.01)
+    monkeypatch.setattr(sse, "SEND_TIMEOUT_S", 0.05)
+    ended = asyncio.Event()
+
+    async def silence() -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield {}
+
+    async def close() -> None:
+        ended.set()
+
+    async def nothing() -> Any:
+        await asyncio.Event().wait()
+
+    async def stuck(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def stream() -> None:
+        await sse.EventStream(silence(), close)({"type": "http"}, nothing, stuck)
+
+    asyncio.run(asyncio.wait_for(stream(), 20))
+    assert ended.is_set()
 
 
 def test_without_a_tokenizer_token_ids_go_in_and_out() -> None:

@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 import ssl
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,9 +110,11 @@ def test_a_broken_certificate_is_not_taken(tmp_path: Path, broken: str) -> None:
     try:
         assert served_with(running, "one")
         shutil.copy(FILES / ("two" + Path(broken).suffix), tmp_path / broken)
+        running.server._reread = lambda: replace(config(tmp_path), requests_per_minute=7)
         running.server.ask_reload()
         assert wait_until(lambda: not running.server._should_reload)
         assert served_with(running, "one")
+        assert running.server.traffic.config.requests_per_minute is None  # all is taken, or nothing
     finally:
         running.stop()
 
