@@ -32,7 +32,12 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Qwen3Next": {"rope_theta": 1e7, "max_position_embeddings": 262_144, "norm_topk_prob": True},
     "Qwen3_5": {"rope_theta": 1e7, "max_position_embeddings": 262_144},
     "Olmo2": {"rope_theta": 5e5, "norm_eps": 1e-6, "max_position_embeddings": 4096},
-    "Olmo3": {"rope_theta": 5e5, "norm_eps": 1e-6, "max_position_embeddings": 65_536},
+    "Olmo3": {
+        "rope_theta": 5e5,
+        "rope_scaling": {**YARN, "factor": 8.0, "original_max_position_embeddings": 8192},
+        "norm_eps": 1e-6,
+        "max_position_embeddings": 65_536,
+    },
     "OlmoHybrid": {"rope_theta": 5e5, "max_position_embeddings": 65_536},
     "GptOss": {
         "rope_theta": 150_000.0,
@@ -44,7 +49,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Starcoder2": {"rope_theta": 1e6, "max_position_embeddings": 16_384},
     "Cohere": {"rope_theta": 8e6, "max_position_embeddings": 8192},
     "Glm4Moe": {"rope_theta": 1e6, "max_position_embeddings": 131_072},
-    "Glm": {"rope_theta": 1e4, "norm_eps": 1e-5, "max_position_embeddings": 131_072},
+    "Glm4": {"rope_theta": 1e4, "norm_eps": 1e-5, "max_position_embeddings": 32_768},
+    "Glm": {"rope_theta": 1e4, "max_position_embeddings": 131_072},
     "GraniteMoe": {"rope_theta": 1e4, "max_position_embeddings": 4096},
     "Jamba": {"max_position_embeddings": 262_144},
     "Lfm2": {"rope_theta": 1e6, "max_position_embeddings": 128_000},
@@ -140,6 +146,16 @@ def _glm(t: Tensors, architecture: str, rope_known: bool) -> None:
         )
 
 
+def _phi3(t: Tensors, architecture: str, rope_known: bool) -> None:
+    """Phi 4 and Phi 4 mini differ from Phi 3 in more than their vocabularies."""
+    vocab = t.get("vocab_size")
+    if vocab == 100352:
+        t.default("rope_theta", 250_000.0, "Phi 4")
+        t.default("max_position_embeddings", 16_384, "Phi 4")
+    elif vocab == 200064:
+        t.default("partial_rotary_factor", 0.75, "Phi 4 mini")
+
+
 def _cohere(t: Tensors, architecture: str, rope_known: bool) -> None:
     if architecture == "CohereForCausalLM":
         t.put(
@@ -175,6 +191,7 @@ SPECIAL = {
     "FalconH1": _falcon_h1,
     "Granite": _granite,
     "Glm": _glm,
+    "Phi3": _phi3,
     "Cohere": _cohere,
     "Lfm2": _lfm2,
     "MiniMax": _minimax,

@@ -93,6 +93,33 @@ def test_olmo3_is_told_from_olmo2_by_its_vocabulary() -> None:
     assert "Olmo3ForCausalLM has the same" in why["architectures"]
 
 
+@pytest.mark.parametrize(
+    ("known_parts", "wanted"),
+    [
+        (
+            {"architectures": ["Olmo3ForCausalLM"]},
+            {"rope_theta": 5e5, "rope_scaling.factor": 8.0, "max_position_embeddings": 65_536},
+        ),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "vocab_size": 100352},
+            {"rope_theta": 250_000.0, "max_position_embeddings": 16_384},
+        ),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "vocab_size": 200064},
+            {"rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        ),
+        ({"architectures": ["Glm4ForCausalLM"]}, {"norm_eps": 1e-5, "max_position_embeddings": 32_768}),
+        ({"architectures": ["GlmForCausalLM"]}, {"norm_eps": None, "max_position_embeddings": 131_072}),
+    ],
+)
+def test_what_shapes_leave_open_is_as_published(known_parts: dict[str, Any], wanted: dict[str, Any]) -> None:
+    found, why = infer_config(llama_like(known_parts.get("vocab_size", 1000), 2048, 2), known_parts)
+    for key, value in wanted.items():
+        outer, _, inner = key.partition(".")
+        assert (found[outer][inner] if inner else found.get(outer)) == value
+        assert value is None or why[outer].startswith("default (")
+
+
 def test_every_value_says_where_it_came_from(tmp_path: Path) -> None:
     tiny.write("qwen3_next", tmp_path, tiny_bare.VARIANTS["qwen3_next"])
     _, tensors, _ = tiny.read(tmp_path)

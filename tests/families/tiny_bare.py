@@ -38,7 +38,24 @@ VARIANTS: dict[str, Variant] = {
     # A vocabulary tells these two from families with the same tensors.
     "olmo3": Variant(
         "Olmo3Config",
-        {**TWO, **rope(5e5), "rms_norm_eps": 1e-6, "num_hidden_layers": 4, "vocab_size": 100_278},
+        {
+            **TWO,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e5,
+                    "factor": 8.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "original_max_position_embeddings": 8192,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+            "rms_norm_eps": 1e-6,
+            "num_hidden_layers": 4,
+            "vocab_size": 100_278,
+            "max_position_embeddings": 65_536,
+        },
     ),
     "falcon_mamba": Variant("FalconMambaConfig", {**STATE, "vocab_size": 65_024, "num_hidden_layers": 2}),
     "gpt_oss": Variant(
@@ -67,7 +84,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "cohere": Variant("CohereConfig", {**PAD, **TWO, **rope(8e6), "tie_word_embeddings": True}),
     "cohere_norms": Variant("CohereConfig", {**PAD, **rope(8e6), "use_qk_norm": True}),
-    "glm": Variant("GlmConfig", {**PAD, **PLAIN, "rms_norm_eps": 1e-5}),
+    "glm": Variant("GlmConfig", {**PAD, **PLAIN, "rms_norm_eps": 1.5625e-7}),
     "glm4": Variant("Glm4Config", {**PAD, **PLAIN, "rms_norm_eps": 1e-5}),
     "glm4_moe": Variant(
         "Glm4MoeConfig",
