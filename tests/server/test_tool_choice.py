@@ -9,6 +9,7 @@ from plait.errors import ConfigError, InvalidField
 from plait.server.tool_choice import allowed
 from tests.server.conftest import serving
 from tests.server.fake import fake_front
+from tests.server.real_engine import engine_front
 from tests.server.speaking import TOOLS, SpeakingTemplate, said_call
 
 CLOCK_ONLY = [{"type": "function", "function": {"name": "clock"}}]
@@ -76,3 +77,18 @@ def test_the_formats_of_replies_can_be_named_and_an_unknown_one_is_refused() -> 
     for names in ({"tools": "telepathy"}, {"reasoning": "telepathy"}):
         with pytest.raises(ConfigError, match="telepathy"):
             other(**names)
+
+
+class PlainTemplate(SpeakingTemplate):
+    """Says nothing of how calls are written: they are JSON."""
+
+    source = "{{ tools }}"
+
+
+def test_a_strict_tool_is_no_reason_to_refuse_where_calls_have_no_marker() -> None:
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    with serving(engine_front(template=PlainTemplate())) as client:
+        for choice in ("auto", None):
+            answer = client.chat("Hi", tools=strict, tool_choice=choice, max_tokens=8, temperature=1, seed=5)
+            assert answer.status == 200, answer.body
+            assert answer.json["choices"][0]["finish_reason"] in {"stop", "length"}
