@@ -1,10 +1,10 @@
 """Plain numbers to GGUF's block formats, while a model is loaded. `encode_packed` has those of safetensors.
 
 For each block a grid is searched: for a few widths of the grid around the obvious one the numbers are rounded
-to codes, and for these codes the scale (and offset) of least squared error is solved for; the best pair is
-rounded as the format stores it, and the codes are taken once more for exactly those values. Everything works
-on pieces of bounded size, with the elements of a group along the first dimension: sums over groups are then
-sums of whole rows.
+to codes, and for these codes the scale (and offset) of least squared error is solved for; without an offset,
+errors are weighed by the size of the number. The best pair is rounded as the format stores it, and the codes
+are taken once more for exactly those values. Everything works on pieces of bounded size, with the elements of
+a group along the first dimension: sums over groups are then sums of whole rows.
 """
 
 from __future__ import annotations
@@ -116,16 +116,22 @@ def _codes(x: Tensor, inverse: Tensor, low: int, high: int) -> Tensor:
 
 
 def _symmetric(x: Tensor, low: int) -> Tensor:
-    """The scale d of x ~ d * q, q in low..-low-1, for every column of x: [size, n] -> [n]. It has a sign."""
+    """The scale d of x ~ d * q, q in low..-low-1, for every column of x: [size, n] -> [n]. It has a sign.
+
+    Errors count by the size of the number: with plain squares the many small numbers make the scale smaller,
+    and the few large ones, which no code reaches then, are what a model notices.
+    """
     least, most = torch.aminmax(x, dim=0)
     signed = torch.where(most > -least, most, least)
     per_unit = _inverse(signed)
     scale, best = torch.zeros_like(signed), torch.zeros_like(signed)
+    weight = x.abs()
+    weighted = weight * x
     for wider in _NARROW:
         q = _codes(x, per_unit * (low - wider), low, -low - 1)
-        xq, qq = (x * q).sum(0), q.square_().sum(0)
-        found = xq / qq.clamp_(min=1)
-        gain = xq * found  # by how much the squared error is less than that of zeros
+        xq, qq = (weighted * q).sum(0), q.square_().mul_(weight).sum(0)
+        found = xq * _inverse(qq)
+        gain = xq * found  # by how much the weighed squared error is less than that of zeros
         better = gain > best
         scale, best = torch.where(better, found, scale), torch.where(better, gain, best)
     return scale
