@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from plait.text.chat import ChatTemplate, Message, normalized
 from plait.text.reasoning import ReasoningFormat, reasoning_format
 from plait.text.tokenizer import Tokenizer
 from plait.text.tools import OutputParser, ToolFormat, as_lark, call_grammar, tool_format, tool_schemas
-from plait.text.tools.call_grammar import Json, OneOf, Repeated, Structure, thinking_first
+from plait.text.tools.call_grammar import Json, Marker, OneOf, Part, Repeated, Structure, thinking_first
 from plait.text.tools.held import held, held_by_name, held_in_turns
 
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it
@@ -53,6 +53,7 @@ class Speech:
         self._source = template.source if template else ""
         ids = tokenizer.special_ids if tokenizer else frozenset[int]()
         self._special = {tokenizer.token_text(i): i for i in ids} if tokenizer else {}
+        self._ends = {tokenizer.token_text(i) for i in tokenizer.eos_token_ids} if tokenizer else set[str]()
         known = template is not None
         self.tools: ToolFormat | None = tool_format(self._source, self._special, tools) if known else None
         self.reasoning: ReasoningFormat | None = None
@@ -186,7 +187,7 @@ class Speech:
         calls = self._calls(shape)
         parallel = self._may_be_several(shape)
         found = None if calls is None else call_grammar(calls, shape.tools, choice, parallel=parallel)
-        return None if found is None else _spaced(found)
+        return None if found is None else _generable(found, self._ends)
 
     def _held(self, shape: ReplyShape) -> Structure | None:
         """Text or calls that are as their schemas say; None where nobody asked for that."""
@@ -200,11 +201,10 @@ class Speech:
         if found is None:
             schemas = tool_schemas(shape.tools)
             parallel = self._may_be_several(shape)
-            found = _spaced(
-                held_by_name(
-                    form.syntax, form.frame, schemas, self._special, self.reasoning, parallel=parallel
-                )
+            found = held_by_name(
+                form.syntax, form.frame, schemas, self._special, self.reasoning, parallel=parallel
             )
+            found = _generable(found, self._ends)
         return found
 
     def _lark(self, structure: Structure) -> str:
@@ -219,18 +219,23 @@ def _new_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def _spaced(structure: Structure) -> Structure:
-    """The same, with schemas that let no reply get lost in white space."""
+def _generable(structure: Structure, ends: Collection[str]) -> Structure:
+    """The same, with schemas that let no reply get lost in white space.
+
+    Markers that end every reply are left out: where one stood the reply may end, with that or another.
+    """
     from plait.text.grammar.source import with_bounded_space  # a library that most requests need not load
 
-    found = []
+    found: list[Part] = []
     for part in structure:
         match part:
+            case Marker(text) if text in ends:
+                continue
             case Json(schema):
                 part = Json(with_bounded_space(schema)) if isinstance(schema, Mapping) else part
             case OneOf(options):
-                part = OneOf(tuple(_spaced(option) for option in options))
+                part = OneOf(tuple(_generable(option, ends) for option in options))
             case Repeated(parts):
-                part = Repeated(_spaced(parts))
+                part = Repeated(_generable(parts, ends))
         found.append(part)
     return tuple(found)

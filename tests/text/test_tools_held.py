@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer, grammar_from
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as HfVocabulary
 
 from plait.request import Grammar, ReplyShape
 from plait.text.builtin_tokenizer import builtin_tokenizer
 from plait.text.grammar.compiler import GrammarCompiler
+from plait.text.hf_tokenizer import TokenizerFiles, load_hf_tokenizer
 from plait.text.jinja_chat import JinjaTemplate
 from plait.text.speech import Speech
 from plait.text.tools import as_lark, tool_schemas
@@ -194,3 +199,48 @@ def test_thinking_may_come_first(compiler: GrammarCompiler, name: str) -> None:
     opened = thinking.grammar(None, ReplyShape(tools=tuple(STRICT), is_open=True))
     assert accepts(compiler, opened, f"hm</think>\n\n{call}")
     assert not accepts(compiler, opened, f"hm</think>\n\n{call.replace('2', 'true')}")
+
+
+def test_harmony_s_control_tokens_are_tokens_and_its_turns_are_kept(byte_level: Any, tmp_path: Path) -> None:
+    own = ["<|channel|>", "<|constrain|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>"]
+    vocabulary = HfVocabulary.from_str(byte_level.to_str())
+    vocabulary.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in own])
+    vocabulary.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_hf_tokenizer(tmp_path / "tokenizer.json", TokenizerFiles({}, {}))
+    source = "{{ tools }}{{ messages }}<|channel|>analysis<|message|> to=functions."
+    talk = Speech(tokenizer, JinjaTemplate("test", {"default": source}, tokenizer, {}))
+    assert talk.tools is FORMATS["harmony"]
+    own_compiler = GrammarCompiler(tokenizer)
+    think = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    call = WRITTEN["harmony"].removesuffix("<|call|>")  # which ends the reply
+    try:
+        demanded = talk.grammar(None, ReplyShape(tools=tuple(STRICT), choice="required"))
+        assert demanded is not None
+        closed, opened = (
+            own_compiler.compile(found)
+            for is_open in (False, True)
+            if (found := talk.grammar(None, ReplyShape(tools=tuple(STRICT), is_open=is_open)))
+        )
+
+        def takes(grammar: Any, text: str) -> bool:
+            state, ids = grammar.state(), tokenizer.encode(text, add_special=False, allow_special=True)
+            if state.accepts(ids) < len(ids):
+                return False
+            for token_id in ids:
+                state.accept(token_id)
+            return bool(state.may_stop)
+
+        for text in (
+            f"{think}{call}",
+            f"{think}<|channel|>final<|message|>Hello {{}}",
+            call,
+            think + think + call,
+        ):
+            assert takes(closed, text), text
+        assert takes(own_compiler.compile(demanded), call)
+        assert takes(opened, f"hm<|end|><|start|>assistant{call}")
+        assert takes(opened, "hm<|end|><|start|>assistant<|channel|>final<|message|>Hello")
+        for text in (call.replace("2", "true"), f"{think}{call.replace('city', 'town')}", "Hello", think):
+            assert not takes(closed, text), text
+    finally:
+        own_compiler.close()
