@@ -88,6 +88,7 @@ class _Replacing:
         self._watch, self._names = watch, names
         self._undo: list[tuple[Any, str, Any]] = []
         self._seen: set[int] = set()
+        self._is_inside = False
 
     def undo(self) -> None:
         for owner, name, value in reversed(self._undo):
@@ -118,9 +119,17 @@ class _Replacing:
         return value
 
     def _watching(self, fn: Callable[..., Any], path: str, op: str) -> Callable[..., Any]:
+        """Ops that another op calls are not seen: which, and how often, may hang on numbers (experts)."""
+
         @functools.wraps(fn, assigned=())
         def call(*args: Any, **kwargs: Any) -> Any:
-            result = fn(*args, **kwargs)
+            if self._is_inside:
+                return fn(*args, **kwargs)
+            self._is_inside = True
+            try:
+                result = fn(*args, **kwargs)
+            finally:
+                self._is_inside = False
             self._watch(path, op, result if result is not None else kwargs.get("out"))
             return result
 

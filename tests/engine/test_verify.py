@@ -184,6 +184,20 @@ def test_bound_ops_are_known_by_name(llama: Path, opened: Callable[..., Loaded])
     assert op_of(print, names) is None
 
 
+def test_what_experts_call_is_one_op_whichever_are_chosen(
+    nano_hybrid: Path, opened: Callable[..., Loaded]
+) -> None:
+    runner, seen = opened(nano_hybrid, ops="reference").runner, list[tuple[str, str]]()
+    orders = []
+    for prompt in ([5, 6, 7, 8, 9, 10, 11, 12], [900] * 8):  # several experts, and always the same two
+        seen.clear()
+        with watched(runner.decoder, lambda path, op, result: seen.append((path, op))):
+            runner.logits(prompt, 16)
+        orders.append([*seen])
+    assert "experts" in {op for _, op in orders[0]}
+    assert orders[0] == orders[1]
+
+
 def test_what_was_bound_is_back_also_after_a_failure(llama: Path, opened: Callable[..., Loaded]) -> None:
     decoder = opened(llama).runner.decoder
     before = _attributes(decoder)
