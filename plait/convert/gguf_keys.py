@@ -8,6 +8,7 @@ from typing import Any
 
 from plait.convert.making import Made
 from plait.errors import UnsupportedFormat
+from plait.ops.rope import frequencies
 from plait.spec import (
     Attention,
     DeltaNet,
@@ -110,7 +111,7 @@ def _attention(spec: ModelSpec) -> Values:
         values["attn_logit_softcapping"] = float(cap)
     full = next((m.rope for m in found if m.rope and not m.window), None)
     rope = full or next((m.rope for m in found if m.rope), None)
-    return values | (rope_keys(rope) if rope else {"rope.dimension_count": dim})
+    return values | (rope_keys(rope, spec.max_len) if rope else {"rope.dimension_count": dim})
 
 
 def _kv_heads(spec: ModelSpec, each: list[Attention | None]) -> Any:
@@ -125,8 +126,8 @@ def _told_by_interval(spec: ModelSpec) -> bool:
     return any(isinstance(m, Lightning) or (isinstance(m, DeltaNet) and m.decay == "head") for m in found)
 
 
-def rope_keys(rope: Rope) -> Values:
-    """The keys of rotary positions; those that are divisors per frequency are a tensor instead."""
+def rope_keys(rope: Rope, max_len: int) -> Values:
+    """The keys of rotary positions; divisors per frequency are tensors beside them."""
     values: Values = {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
     p = rope.scaling
     match p.get("rope_type", "default"):
@@ -134,11 +135,17 @@ def rope_keys(rope: Rope) -> Values:
             values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(p["factor"])}
         case "yarn":
             values |= _yarn(p)
+        case "longrope":
+            values |= {
+                "rope.scaling.type": "longrope",
+                "rope.scaling.original_context_length": int(p["original_max_position_embeddings"]),
+                "rope.scaling.attn_factor": frequencies(rope, max_len)[1],
+            }
         case "default" | "divisors" | "llama3":
             pass
         case kind:
             raise UnsupportedFormat(
-                f"rope_type {kind!r} cannot be written as GGUF; known: linear, yarn, llama3"
+                f"rope_type {kind!r} cannot be written as GGUF; known: linear, yarn, llama3, longrope"
             )
     return values
 
@@ -170,7 +177,7 @@ def _latent(spec: ModelSpec) -> Values:
         "attention.value_length": mla.kv_rank,
         "attention.key_length_mla": mla.nope_dim + mla.rope_dim,
         "attention.value_length_mla": mla.v_dim,
-        **(rope_keys(mla.rope) if mla.rope else {"rope.dimension_count": mla.rope_dim}),
+        **(rope_keys(mla.rope, spec.max_len) if mla.rope else {"rope.dimension_count": mla.rope_dim}),
     }
     return values | ({"attention.q_lora_rank": mla.q_rank} if mla.q_rank else {})
 

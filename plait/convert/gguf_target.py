@@ -142,8 +142,16 @@ def _shape(made: Made, spec: ModelSpec) -> tuple[int, ...]:
 def _extra(spec: ModelSpec) -> dict[str, Tensor]:
     """Divisors of rotary frequencies, where the scaling is none that the metadata can name."""
     ropes = [m.rope for _, m in spec.mixers() if isinstance(m, Attention) and m.rope]
-    rope = next((r for r in ropes if r.scaling.get("rope_type") in ("llama3", "divisors")), None)
-    return {ROPE_FREQS: divisors(rope, spec.max_len)} if rope else {}
+    for rope in ropes:
+        kind = rope.scaling.get("rope_type")
+        if kind in ("llama3", "divisors"):
+            return {ROPE_FREQS: divisors(rope, spec.max_len)}
+        if kind == "longrope":
+            return {
+                f"rope_factors_{x}.weight": torch.tensor(rope.scaling[f"{x}_factor"], dtype=torch.float32)
+                for x in ("long", "short")
+            }
+    return {}
 
 
 def divisors(rope: Rope, max_len: int) -> Tensor:

@@ -188,6 +188,8 @@ def _attention(config: Mapping[str, Any], spec: ModelSpec, family: str) -> Value
         values["rope_parameters"] = parameters
         flat = parameters.get(FULL, parameters)
         values["rope_theta"] = flat["rope_theta"]
+        if flat["rope_type"] == "longrope":  # Phi 3 has it beside the parameters, too
+            values["original_max_position_embeddings"] = flat["original_max_position_embeddings"]
         if SLIDING in parameters:
             values["rope_local_base_freq"] = parameters[SLIDING]["rope_theta"]
     return values

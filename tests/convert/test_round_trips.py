@@ -42,6 +42,9 @@ BOTH_WAYS = {
     "qwen3_5": "qwen35",
     "qwen3_next": "qwen3next",
     "lfm2_moe": "lfm2moe",
+    "phi3_longrope": "phi3",
+    "llama_longrope": "llama",
+    "llama_longrope_short": "llama",
     "glm4_moe": "glm4moe",
 }
 ONE_WAY = {
