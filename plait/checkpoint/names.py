@@ -19,13 +19,15 @@ class Back:
 
     fn: what undoes the recipe's arithmetic, of our numbers in float32; None: they stay as they are.
     at, of: which part of the source's rows this tensor is, of how many. stack: how many of these the source
-    holds one after the other, the field {e} counting them; 0: however many there are.
+    holds one after the other, the field {e} counting them; 0: however many there are. join: what makes one
+    of all `of` parts, whole and in float32, where rows one after another do not.
     """
 
     fn: Callable[[Any], Any] | None = None
     at: int = 0
     of: int = 1
     stack: int | None = None
+    join: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,8 @@ def _is_end(made: Made) -> bool:
 
 def _blocks_of(model: Numbers, made: Made) -> Gguf | None:
     """One of its parts, if all are in one block format and stay as they are."""
+    if made.join:
+        return None
     found: list[Gguf] = []
     for part in made.parts:
         value = model.read(part.ours) if part.is_plain else None

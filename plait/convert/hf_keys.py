@@ -60,6 +60,7 @@ MAMBA1 = {
 WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "mixtral": LOCAL,
+        "gpt_oss": LOCAL,
         "granitemoehybrid": LOCAL,
         "qwen2_moe": QWEN_SHARED,
         "deepseek_v2": {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
@@ -105,7 +106,7 @@ WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 LISTED = {
     *("gemma2", "gemma3_text", "granitemoehybrid", "nemotron_h", "ministral"),
-    *("bamba", "qwen2", "qwen3"),
+    *("bamba", "qwen2", "qwen3", "gpt_oss"),
 }
 
 

@@ -44,7 +44,7 @@ class Made:
     """One tensor to be written.
 
     `roles`: what it is to the model, as our names; () if nobody reads it. `order`: its rows as rows of all
-    parts one after another, None if they stand so.
+    parts one after another, None if they stand so. `join`: what makes one of every `joined` parts instead.
     """
 
     name: str
@@ -52,6 +52,8 @@ class Made:
     parts: tuple[Part, ...]
     roles: tuple[str, ...]
     order: Tensor | None = None
+    join: Callable[..., Tensor] | None = None
+    joined: int = 1
 
     @property
     def rows(self) -> int:
@@ -118,12 +120,16 @@ def _made(theirs: str, places: list[Place], wanted: Mapping[str, Wanted], form: 
         )
     parts = tuple(Part(ours, back.fn) for _, ours, back in found)
     shapes = [shape_of(part, wanted[part.ours].shape) for part in parts]
+    if first.join:
+        groups = [shapes[at : at + first.of] for at in range(0, count, first.of)]
+        shapes = [tuple(first.join(*(torch.empty(s, device="meta") for s in g)).shape) for g in groups]
     rows = sum(shape[0] for shape in shapes)
     if stack:
         shape = (stack, rows // stack, *shapes[0][1:])
     else:
-        shape = shapes[0] if count == 1 else (rows, *shapes[0][1:])
-    return Made(theirs, shape, parts, tuple(part.ours for part in parts))
+        shape = shapes[0] if len(shapes) == 1 else (rows, *shapes[0][1:])
+    roles = tuple(part.ours for part in parts)
+    return Made(theirs, shape, parts, roles, join=first.join, joined=first.of if first.join else 1)
 
 
 def _by_rows(theirs: str, places: list[Place], wanted: Mapping[str, Wanted], form: str) -> Made:
@@ -174,6 +180,12 @@ def value_of(model: Numbers, part: Part) -> Tensor | Weight:
     return numbers.contiguous()
 
 
+def numbers_of(model: Numbers, part: Part) -> Tensor:
+    """A part's whole value in float32, everything done to it."""
+    numbers = as_tensor(value_of(model, part)).float()
+    return numbers if part.fn else numbers * part.scale
+
+
 def matrix_of(model: Numbers, part: Part) -> Weight:
     """`value_of` as a matrix of rows; a vector is one row."""
     value = value_of(model, part)
@@ -187,6 +199,11 @@ def matrices(model: Numbers, made: Made) -> Iterator[tuple[Weight, float]]:
 
     Where rows of several parts alternate, all of them are taken together, in their storage if it is one.
     """
+    if made.join:
+        for at in range(0, len(made.parts), made.joined):
+            numbers = [numbers_of(model, part) for part in made.parts[at : at + made.joined]]
+            yield Dense(made.join(*numbers).reshape(-1, made.cols)), 1.0
+        return
     parts = [(matrix_of(model, part), 1.0 if part.fn else part.scale) for part in made.parts]
     if made.order is None:
         yield from parts
@@ -198,8 +215,8 @@ def matrices(model: Numbers, made: Made) -> Iterator[tuple[Weight, float]]:
     ):
         together: Weight = type(first).cat([m for m, _ in parts])
     else:
-        numbers = [m.dequantize(torch.float32) * scale for m, scale in parts]
-        together = Dense(torch.cat([n.reshape(-1, 1) if is_vector else n for n in numbers]))
+        decoded = [m.dequantize(torch.float32) * scale for m, scale in parts]
+        together = Dense(torch.cat([n.reshape(-1, 1) if is_vector else n for n in decoded]))
     yield together.pick(made.order), 1.0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from plait.checkpoint.names import Derived, NameMap, Rules
+from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.gguf_arch import FILE, Metadata, gguf_arch, windows
 from plait.families.grammar import gqa, model, norm
@@ -55,9 +55,11 @@ def _names(count: int) -> Rules:
         f"{FFN}.router": f"{MLP}.router",
         f"{one}.gate.weight": _every_other(0, count, up),
         f"{one}.up.weight": _every_other(1, count, up),
-        f"{one}.down.weight": Derived(lambda w, e, **_: _turned(w, int(e), count), (down,)),
-        f"{one}.gate.bias": Derived(lambda b, e, **_: as_tensor(b)[int(e), 0::2], (f"{up}_bias",)),
-        f"{one}.up.bias": Derived(lambda b, e, **_: as_tensor(b)[int(e), 1::2], (f"{up}_bias",)),
+        f"{one}.down.weight": Derived(
+            lambda w, e, **_: _turned(w, int(e), count), (down,), (Back(lambda w: w.T, stack=count),)
+        ),
+        f"{one}.gate.bias": _every_other_bias(0, count, f"{up}_bias"),
+        f"{one}.up.bias": _every_other_bias(1, count, f"{up}_bias"),
         f"{one}.down.bias": expert_bias(f"{down}_bias"),
     }
 
@@ -69,7 +71,18 @@ def _every_other(first: int, count: int, source: str) -> Derived:
         rows = _turned(w, int(e), count)
         return pick_rows(rows, torch.arange(first, rows.shape[0], 2))
 
-    return Derived(chosen, (source,))
+    return Derived(chosen, (source,), (Back(at=first, of=2, stack=count, join=_in_turns),))
+
+
+def _every_other_bias(first: int, count: int, source: str) -> Derived:
+    back = Back(at=first, of=2, stack=count, join=_in_turns)
+    return Derived(lambda b, e, **_: as_tensor(b)[int(e), first::2], (source,), (back,))
+
+
+def _in_turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """[out, in] each, or [out] -> [in, 2 out], or [2 out]: in a plain stack a map lies turned."""
+    both = torch.stack((gate, up), 1).flatten(0, 1)
+    return both.T if both.ndim == 2 else both
 
 
 def _turned(w: Stored, e: int, count: int) -> Stored:

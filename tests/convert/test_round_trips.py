@@ -42,6 +42,7 @@ BOTH_WAYS = {
     "qwen3_5": "qwen35",
     "qwen3_next": "qwen3next",
     "lfm2_moe": "lfm2moe",
+    "gpt_oss": "gpt-oss",
     "phi3_longrope": "phi3",
     "llama_longrope": "llama",
     "llama_longrope_short": "llama",
@@ -53,7 +54,6 @@ ONE_WAY = {
     "gemma2": "gemma2",  # whose scale no GGUF can say: it goes into k
     "gemma3": "gemma3",
     "bamba": "granitehybrid",
-    "gpt_oss": "gpt-oss",
     "phi3": "phi3",
     "granite_moe_shared": "granitemoe",
     "kimi_linear": "kimi-linear",
