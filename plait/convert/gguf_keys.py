@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from plait.convert.making import Made
 from plait.errors import UnsupportedFormat
-from plait.ops.rope import frequencies
+from plait.ops.rope import frequencies, yarn_mscale
 from plait.spec import (
     Attention,
     DeltaNet,
@@ -126,7 +127,7 @@ def _told_by_interval(spec: ModelSpec) -> bool:
     return any(isinstance(m, Lightning) or (isinstance(m, DeltaNet) and m.decay == "head") for m in found)
 
 
-def rope_keys(rope: Rope, max_len: int) -> Values:
+def rope_keys(rope: Rope, max_len: int, *, latent: bool = False) -> Values:
     """The keys of rotary positions; divisors per frequency are tensors beside them."""
     values: Values = {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
     p = rope.scaling
@@ -135,6 +136,11 @@ def rope_keys(rope: Rope, max_len: int) -> Values:
             values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(p["factor"])}
         case "yarn":
             values |= _yarn(p)
+            above = frequencies(rope, max_len)[1] / yarn_mscale(values["rope.scaling.factor"], 1.0)
+            if not latent and not math.isclose(above, 1.0, rel_tol=1e-6):
+                values["rope.scaling.attn_factor"] = above  # llama.cpp multiplies both
+            if latent and p.get("mscale_all_dim"):
+                values["rope.scaling.yarn_log_multiplier"] = 0.1 * p["mscale_all_dim"]
         case "longrope":
             values |= {
                 "rope.scaling.type": "longrope",
@@ -160,8 +166,6 @@ def _yarn(p: Mapping[str, Any]) -> Values:
     for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
         if p.get(ours):
             values[f"rope.scaling.{theirs}"] = float(p[ours])
-    if p.get("mscale_all_dim"):
-        values["rope.scaling.yarn_log_multiplier"] = 0.1 * p["mscale_all_dim"]
     return values
 
 
@@ -177,7 +181,11 @@ def _latent(spec: ModelSpec) -> Values:
         "attention.value_length": mla.kv_rank,
         "attention.key_length_mla": mla.nope_dim + mla.rope_dim,
         "attention.value_length_mla": mla.v_dim,
-        **(rope_keys(mla.rope, spec.max_len) if mla.rope else {"rope.dimension_count": mla.rope_dim}),
+        **(
+            rope_keys(mla.rope, spec.max_len, latent=True)
+            if mla.rope
+            else {"rope.dimension_count": mla.rope_dim}
+        ),
     }
     return values | ({"attention.q_lora_rank": mla.q_rank} if mla.q_rank else {})
 
@@ -278,6 +286,12 @@ def _gemma3(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
     return {"rope.freq_base_swa": local.theta} if local else {}
 
 
+def _olmo(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    """OLMo 3 has its windows in most layers, OLMo 2 has none."""
+    windows = [bool(m and m.window) for m in _each(spec, Attention)]
+    return {"attention.sliding_window_pattern": windows} if any(windows) else {}
+
+
 def _nemotron(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
     return {"attention.layer_norm_epsilon": spec.norm.eps}
 
@@ -305,6 +319,7 @@ _PARTICULARS: Mapping[str, Callable[[ModelSpec, Mapping[str, tuple[int, ...]]], 
         **dict.fromkeys(("command-r", "cohere2"), _cohere),
         **dict.fromkeys(("qwen35", "qwen35moe"), _sections),
         "gemma3": _gemma3,
+        "olmo2": _olmo,
         "minimax-01": _minimax,
     }
 )

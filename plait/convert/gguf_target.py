@@ -32,6 +32,7 @@ ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "mixtral": ("llama",),
         "deepseek_v3": ("deepseek2",),
+        "olmo3": ("olmo2",),
         "bamba": ("granitehybrid",),
         "falcon_mamba": ("mamba",),
         "oxidizr": ("llama", "mamba2", "deepseek2"),

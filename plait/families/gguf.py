@@ -7,6 +7,7 @@ interleaved rope.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from plait.errors import UnsupportedModel
 from plait.families.gguf_arch import ARCHITECTURES, FILE, Arch, Metadata, Shapes
 from plait.families.normalize import FULL, LINEAR
 from plait.families.registry import known
+from plait.ops.rope import yarn_mscale
 
 # key behind the architecture's prefix -> key of a config
 KEYS: Mapping[str, str] = {
@@ -121,9 +123,10 @@ def _rope(m: Metadata, read: Callable[[str], Tensor]) -> None:
             scaling["original_max_position_embeddings"] = m.values["rope.scaling.original_context_length"]
             scaling["beta_fast"] = m.values.get("rope.scaling.yarn_beta_fast", 32.0)
             scaling["beta_slow"] = m.values.get("rope.scaling.yarn_beta_slow", 1.0)
-            scaling["attention_factor"] = m.values.get("rope.scaling.attn_factor")
-            if multiplier := m.values.get("rope.scaling.yarn_log_multiplier"):
+            multiplier = m.values.get("rope.scaling.yarn_log_multiplier")
+            if multiplier and m.arch == "deepseek2":  # others do not have it, whatever their files say
                 scaling["mscale"] = scaling["mscale_all_dim"] = multiplier * 10  # stored as 0.1 * mscale
+            scaling["attention_factor"] = _yarn_factor(m, 1.0 if "mscale" in scaling else _usual(scaling))
     elif kind not in (None, "none", "longrope"):
         raise UnsupportedModel(
             f"rope.scaling.type {kind!r} is not known; known: none, linear, yarn, longrope"
@@ -140,6 +143,24 @@ def _rope(m: Metadata, read: Callable[[str], Tensor]) -> None:
         dim = m.config["hidden_size"] // m.config["num_attention_heads"]
     if rotated and dim and m.arch != "deepseek2":
         m.put("partial_rotary_factor", rotated / dim, f"{FILE} {m.prefix}rope.dimension_count")
+
+
+def _usual(scaling: Mapping[str, Any]) -> float:
+    """What YaRN multiplies cos and sin by where nothing else is said."""
+    return yarn_mscale(scaling["factor"], 1.0)
+
+
+def _yarn_factor(m: Metadata, plain: float) -> float | None:
+    """What cos and sin are multiplied by, if not by the `plain` factor of this stretch.
+
+    `attn_factor` comes on top of the plain one in llama.cpp; but converters of 2025 wrote the whole of
+    OLMo 3's there, which is the plain one. Later ones write `yarn_attn_factor`: the whole, or a 1 that says
+    nothing; llama.cpp does not use it.
+    """
+    above, whole = (m.values.get(f"rope.scaling.{x}attn_factor") for x in ("", "yarn_"))
+    if above is not None and not math.isclose(above, plain, rel_tol=1e-4):
+        return float(above) * plain
+    return None if whole in (None, 1.0) else float(whole)
 
 
 def _longrope(m: Metadata, read: Callable[[str], Tensor]) -> dict[str, Any]:

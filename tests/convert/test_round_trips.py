@@ -43,6 +43,9 @@ BOTH_WAYS = {
     "qwen3_next": "qwen3next",
     "lfm2_moe": "lfm2moe",
     "gpt_oss": "gpt-oss",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "olmo3_plain": "olmo2",
     "phi3_longrope": "phi3",
     "llama_longrope": "llama",
     "llama_longrope_short": "llama",
@@ -50,6 +53,7 @@ BOTH_WAYS = {
 }
 ONE_WAY = {
     "llama_linear": "llama",
+    "llama_yarn": "llama",
     "mistral": "llama",
     "gemma2": "gemma2",  # whose scale no GGUF can say: it goes into k
     "gemma3": "gemma3",

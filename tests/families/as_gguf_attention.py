@@ -93,7 +93,7 @@ def _rope(c: Config) -> dict[str, Any]:
     if rope["rope_type"] == "yarn":
         values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"]}
         if factor := rope.get("attention_factor"):
-            values["rope.scaling.attn_factor"] = factor
+            values["rope.scaling.yarn_attn_factor"] = factor
     if rope["rope_type"] == "longrope":
         stretch = c["max_position_embeddings"] / original
         values["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(stretch) / math.log(original))

@@ -13,6 +13,8 @@ import torch
 from plait.checkpoint.gguf import GgufFile
 from plait.errors import UnsupportedModel
 from plait.families.gguf import gguf_config
+from plait.ops.rope import frequencies, yarn_mscale
+from plait.spec import Attention
 from tests.families import tiny
 from tests.families.as_gguf import converted, permuted
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
@@ -211,3 +213,29 @@ def test_kimi_linear_is_refused_with_gates_that_are_not_implemented(folder: Path
     ):
         with pytest.raises(UnsupportedModel, match=rf"{said} is not implemented for Kimi-Linear"):
             resolved(Memory(stored), gguf={**metadata, f"kimi-linear.{key}": value})
+
+
+PLAIN = yarn_mscale(4.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("told", "factor"),
+    [
+        ({}, PLAIN),
+        ({"attn_factor": 1.3}, 1.3 * PLAIN),  # llama.cpp multiplies both
+        ({"attn_factor": 1.2, "yarn_attn_factor": 1.5}, 1.2 * PLAIN),
+        ({"attn_factor": PLAIN}, PLAIN),  # OLMo 3 as converted in 2025
+        ({"yarn_attn_factor": 1.3}, 1.3),  # attention_factor of transformers
+        ({"yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0}, PLAIN),
+        ({"yarn_log_multiplier": 0.1}, PLAIN),  # is DeepSeek's alone
+    ],
+)
+def test_what_yarn_sharpens_attention_by(told: dict[str, float], factor: float, tmp_path: Path) -> None:
+    tiny.write("olmo2", tmp_path)
+    config, tensors, _ = tiny.read(tmp_path)
+    metadata, stored = converted("olmo2", config, tensors)
+    metadata |= {f"olmo2.rope.scaling.{key}": float(np.float32(value)) for key, value in told.items()}
+    mixer = resolved(Memory(stored), gguf=metadata).spec.layers[0][0].mixer
+    assert isinstance(mixer, Attention)
+    assert mixer.rope
+    assert frequencies(mixer.rope, 64)[1] == pytest.approx(factor, rel=1e-5)
