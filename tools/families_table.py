@@ -55,13 +55,13 @@ OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GG
     "MambaLMHeadModel": (True, False, False),  # test_published
     "oxidizr": (True, False, True),  # test_oxidizr
 }
-# Title, what is counted as it, whether `plait convert` writes it: kinds of quantized safetensors.
+# Title, and the names of the packings that are counted as it: kinds of quantized safetensors.
 METHODS: tuple[tuple[str, str], ...] = (
     ("GPTQ, 2, 3, 4, 8 bits, both zero points, `desc_act`", r"gptq"),
     ("AWQ", r"awq"),
     ("auto-round", r"auto-round"),
     ("FP8 E4M3, per tensor, row and block (DeepSeek, Mistral, FBGEMM)", r"fp8|fbgemm"),
-    ("compressed-tensors: int3 to int8, FP8, MXFP4, MXFP8, NVFP4", r"compressed"),
+    ("compressed-tensors: int2 to int8, FP8, MXFP4, MXFP8, NVFP4", r"compressed"),
     ("modelopt: FP8, NVFP4", r"modelopt"),
     ("bitsandbytes: NF4, FP4, int8", r"nf4|bnb"),
 )
@@ -144,7 +144,7 @@ def _packed_lines(written: tuple[str, ...]) -> Iterator[str]:
         names = {name for name in PACKINGS if re.match(pattern, name)}
         counted |= names
         formats = {PACKINGS[name].format for name in names}
-        makes = ("int4" in written and "GPTQ" in title) or ("fp8" in written and title.startswith("FP8"))
+        makes = ("int4" in written and title.startswith("compressed")) or ("fp8" in written and title.startswith("FP8"))
         yield f"| {title} | ✓ | {_native(formats)} | {'✓' if makes else '–'} |"
     if left := sorted(set(PACKINGS) - counted):
         raise SystemExit(f"packings without a row: {left}")
