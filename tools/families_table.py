@@ -132,6 +132,7 @@ def format_lines() -> Iterator[str]:
     yield from _packed_lines(PACKED)
 
 
+WRITTEN_AS = {"int4": "compressed-tensors", "fp8": "FP8"}  # what `plait convert` packs, by method
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 
@@ -144,7 +145,7 @@ def _packed_lines(written: tuple[str, ...]) -> Iterator[str]:
         names = {name for name in PACKINGS if re.match(pattern, name)}
         counted |= names
         formats = {PACKINGS[name].format for name in names}
-        makes = ("int4" in written and title.startswith("compressed")) or ("fp8" in written and title.startswith("FP8"))
+        makes = any(name in written and title.startswith(by) for name, by in WRITTEN_AS.items())
         yield f"| {title} | ✓ | {_native(formats)} | {'✓' if makes else '–'} |"
     if left := sorted(set(PACKINGS) - counted):
         raise SystemExit(f"packings without a row: {left}")
