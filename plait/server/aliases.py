@@ -1,4 +1,4 @@
-"""Other servers' names for what we take: llama.cpp's, Ollama's and SGLang's, in one table.
+"""Other servers' names for what we take: llama.cpp's, Ollama's, SGLang's and Mistral's, in one table.
 
 Applied to every body before it is validated. A name stands for ours, or is refused because nothing here does
 what it asks; a value that changes nothing is taken and forgotten.
@@ -12,6 +12,7 @@ from typing import Any
 from plait.errors import InvalidField
 
 AS_MANY_AS_FIT = 2**31 - 1  # a limit that the room for a reply makes smaller
+_THINK = ("think", "enable_thinking")  # of a chat
 NO_LIMIT = (-1, -2)  # llama.cpp's and Ollama's words for as many tokens as fit
 
 # alias -> our name
@@ -28,6 +29,12 @@ NAMES: Mapping[str, str] = {
     "no_stop_trim": "include_stop_str_in_output",
     "truncate": "truncate_prompt_tokens",
     "thinking_budget": "thinking_token_budget",
+    "n_cmpl": "n",
+    "min_new_tokens": "min_tokens",
+    "random_seed": "seed",
+    "extra_key": "cache_salt",
+    "regex": "guided_regex",
+    "ebnf": "guided_grammar",
 }
 
 Harmless = Callable[[Any], bool]
@@ -133,6 +140,8 @@ def _meant(name: str, value: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         return _n_probs(value, is_chat="messages" in body)
     if name == "logit_bias" and not isinstance(value, dict):
         return {name: _bias(value)}
+    if name in _THINK and "prompt" not in body:
+        return _thinking(name, value)
     ours = NAMES.get(name, name)
     if ours == "max_tokens" and name != ours and value in NO_LIMIT:
         value = AS_MANY_AS_FIT
@@ -145,6 +154,15 @@ def _n_probs(value: Any, *, is_chat: bool) -> dict[str, Any]:
     if not value:
         return {}
     return {"logprobs": True, "top_logprobs": value} if is_chat else {"logprobs": value}
+
+
+def _thinking(name: str, value: Any) -> dict[str, Any]:
+    """Ollama's switch, which may say how much, too."""
+    if isinstance(value, str):
+        return {"reasoning_effort": value}
+    if not isinstance(value, bool):
+        raise InvalidField(f"{name}: {value!r:.80} is neither true or false nor an effort", name)
+    return {"chat_template_kwargs": {"enable_thinking": value}}
 
 
 def _bias(value: Any) -> dict[str, Any]:

@@ -7,12 +7,13 @@ knows is accepted, and reported.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from plait.engine.terms import Terms
 from plait.errors import InvalidField
 from plait.request import MAX_LOGPROBS, SamplingParams
+from plait.server.known import HINTS, UNREAD
 from plait.server.schema import ChatRequest, CompletionRequest, Sampling
 from plait.text.chat import THOUGHTS
 from plait.text.tools import tool_schemas
@@ -28,80 +29,8 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default, and vLLM's: clients that want mo
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TEXT_FIELDS = frozenset({"name", "tool_call_id", "refusal", *THOUGHTS})
 MAX_REPORTED, MAX_REPORTED_CHARS = 16, 64
-
-Harmless = Callable[[Any], bool]
-
-
-def _only(*values: Any) -> Harmless:
-    return lambda value: value in values and type(value) in {type(v) for v in values}
-
-
-def _empty(value: Any) -> bool:
-    return value in ("", [], {})
-
-
-def _never(_: Any) -> bool:
-    return False
-
-
-_OFF, _ON, _NOTHING, _ONE = _only(False), _only(True), _only(0, 0.0), _only(1, 1.0)
-# Known to OpenAI, vLLM, llama.cpp or Ollama; each with the values that change nothing.
-_REFUSED: Mapping[str, Harmless] = {
-    "tools": _empty,
-    "tool_choice": _only("none", "auto"),
-    "parallel_tool_calls": lambda value: isinstance(value, bool),
-    "include_reasoning": _ON,
-    "reasoning_field": _only("reasoning_content"),
-    "thinking_token_budget": _only(-1),
-    "functions": _empty,
-    "function_call": _only("none", "auto"),
-    "suffix": _only(""),
-    "modalities": _only(["text"]),
-    "audio": _never,
-    "prediction": _never,
-    "web_search_options": _never,
-    "reasoning_effort": _never,
-    "verbosity": _only("medium"),
-    "use_beam_search": _OFF,
-    "length_penalty": _ONE,
-    "early_stopping": _OFF,
-    "typical_p": _ONE,
-    "tfs_z": _ONE,
-    "top_a": _NOTHING,
-    "top_n_sigma": _only(-1, -1.0),
-    "mirostat": _NOTHING,
-    "dynatemp_range": _NOTHING,
-    "dry_multiplier": _NOTHING,
-    "xtc_probability": _NOTHING,
-    "samplers": _empty,
-    "allowed_token_ids": _empty,
-    "bad_words": _empty,
-    "logits_processors": _empty,
-    "prompt_logprobs": _never,
-    "truncate_prompt_tokens": _never,
-    "num_ctx": _never,
-    "lora": _empty,
-    "chat_template": _never,
-    "documents": _empty,
-    "continue_final_message": _OFF,
-    "add_generation_prompt": _ON,
-    "echo": _OFF,
-    "top_logprobs": _NOTHING,
-    "add_special_tokens": _OFF,
-    "detokenize": _ON,
-    "spaces_between_special_tokens": _ON,
-    "timeout": _never,
-}
-_HINTS = {
-    "functions": "; send tools",
-    "function_call": "; send tool_choice",
-    "tools": "; /v1/chat/completions calls tools",
-    "prompt_logprobs": "; /v1/completions with echo and logprobs scores a prompt",
-    "num_ctx": "; the server's --max-model-len sets the context",
-    "chat_template": "; the server's --chat-template sets it",
-    "truncate_prompt_tokens": "; a prompt that is too long is refused, never cut",
-    "timeout": "; send timeout_s, in seconds",
-}
+# It stands between markers, quotes or brackets in what a model writes, and must end nowhere but there.
+_TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 _KNOWN_STREAM_OPTIONS = frozenset({"include_usage"})
 _RESERVED_KWARGS = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
@@ -111,9 +40,9 @@ _RESERVED_KWARGS = frozenset(
 def refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
     """Raises InvalidField for a parameter that would have to be ignored. `read`: fields that are honoured."""
     for name, value in body.items():
-        harmless = _REFUSED.get(name)
+        harmless = UNREAD.get(name)
         if name not in read and harmless is not None and not harmless(value):
-            hint = _HINTS.get(name, "; leave it out")
+            hint = HINTS.get(name, "; leave it out")
             raise InvalidField(f"{name}: this server cannot honour {_short(value)}{hint}", name)
     options = body.get("stream_options")
     for name, value in options.items() if isinstance(options, dict) else ():
@@ -124,9 +53,10 @@ def refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
 
 def ignored(body: Mapping[str, Any], read: frozenset[str]) -> str:
     """The fields that nobody reads, for the header that reports them; made safe to print."""
-    unknown = [name for name in body if name not in read and name not in _REFUSED]
+    unknown = [name for name in body if name not in read and name not in UNREAD]
     safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:MAX_REPORTED_CHARS]) for name in unknown[:MAX_REPORTED]]
-    return ",".join(safe)
+    more = [f"+{len(unknown) - MAX_REPORTED}"] if len(unknown) > MAX_REPORTED else []
+    return ",".join(safe + more)
 
 
 def completion_params(asked: CompletionRequest) -> SamplingParams:
@@ -218,7 +148,15 @@ def check_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> None:
         if tool.get("type", "function") != "function":
             at = f"tools[{i}].type"
             raise InvalidField(f"{at}: {_short(tool['type'])} tools are not supported, only functions", at)
-    chosen_tools(tool_schemas(tools), choice)
+    schemas = tool_schemas(tools)
+    for i, name in enumerate(schemas):
+        if not _TOOL_NAME.fullmatch(name):
+            at = f"tools[{i}].function.name"
+            text = (
+                f"{at}: {_short(name)} is not a name of at most 128 letters, digits, '_', '-', '.', ':', '/'"
+            )
+            raise InvalidField(text, at)
+    chosen_tools(schemas, choice)
 
 
 def thinking_budget(asked: ChatRequest) -> int | None:

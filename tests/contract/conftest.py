@@ -6,7 +6,7 @@ without --base-url two real servers are started: the nano hybrid, and SmolLM2 fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -60,6 +60,16 @@ def smol_url(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Ite
 def base_url(nano_url: str) -> str:
     """Where a module's tests go; the modules about chat go to the other model."""
     return nano_url
+
+
+@pytest.fixture
+def unable(pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """Ends a test whose model does not say what the test is about. The models of this repository do."""
+
+    def end(why: str) -> None:
+        (pytest.skip if option(pytestconfig, "--base-url") else pytest.fail)(why)
+
+    return end
 
 
 @pytest.fixture(scope="module")

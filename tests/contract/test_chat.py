@@ -211,7 +211,6 @@ def test_the_openai_client_raises_what_it_should(openai: OpenAI, client: Any) ->
 @pytest.mark.parametrize(
     "extra",
     [
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"tool_choice": "required"},
         {"functions": [{"name": "f"}]},
         {"response_format": {"type": "json_schema"}},

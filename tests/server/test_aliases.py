@@ -29,6 +29,11 @@ from tests.server.fake import CONTEXT, EchoLoop
         ({"logit_bias": False}, {"logit_bias": {}}),
         ({"repeat_last_n": -1, "cache_prompt": True, "mirostat_tau": 4, "id_slot": -1}, {}),
         ({"strange": 1}, {"strange": 1}),
+        ({"n_cmpl": 2, "min_new_tokens": 3, "random_seed": 4}, {"n": 2, "min_tokens": 3, "seed": 4}),
+        ({"regex": "a+"}, {"guided_regex": "a+"}),
+        ({"think": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ({"think": "low"}, {"reasoning_effort": "low"}),
+        ({"think": False, "prompt": "a"}, {"think": False, "prompt": "a"}),
     ],
 )
 def test_names_of_others_stand_for_ours(body: dict[str, Any], want: dict[str, Any]) -> None:
@@ -50,6 +55,8 @@ def test_names_of_others_stand_for_ours(body: dict[str, Any], want: dict[str, An
         ({"keep_alive": "5m"}, "keep_alive"),
         ({"options": {"num_gpu": 3}}, "num_gpu"),
         ({"n_probs": True}, "n_probs"),
+        ({"think": 1}, "think"),
+        ({"think": False, "chat_template_kwargs": {"enable_thinking": True}}, "think"),
         ({"logit_bias": [["word", 1]]}, "logit_bias[0]"),
         ({"logit_bias": "x"}, "logit_bias[0]"),
     ],
@@ -94,3 +101,34 @@ def test_a_request_in_ollama_s_words(client: Client, engine: EchoLoop) -> None:
     error = client.chat("Hello there", options={"num_ctx": 4096}).error
     assert error["param"] == "num_ctx"
     assert "--max-model-len" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["complete", "chat"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("request_id", "a"),
+        ("structural_tag", {"type": "x"}),
+        ("do_sample", False),
+        ("system", "Be brief."),
+        ("reasoning_format", "none"),
+        ("thinking", {"type": "disabled"}),
+        ("prompt_embeds", "AAAA"),
+        ("return_tokens_as_token_ids", True),
+    ],
+)
+def test_what_others_know_is_not_passed_over(client: Client, path: str, name: str, value: Any) -> None:
+    answer = getattr(client, path)(max_tokens=1, **{name: value})
+    assert (answer.status, answer.error["param"]) == (400, name)
+
+
+def test_sglangs_patterns_hold_the_reply(client: Client) -> None:
+    """A field that says what the reply must be is never passed over."""
+    for name, value in (("regex", "(("), ("ebnf", "root ::= (")):
+        assert client.chat("x", **{name: value}).status == 400
+
+
+def test_unread_fields_are_counted_where_they_are_too_many_to_name(client: Client) -> None:
+    answer = client.complete(max_tokens=1, **{f"strange{i}": 1 for i in range(20)})
+    names = answer.headers["x-plait-ignored"].split(",")
+    assert (len(names), names[0], names[-1]) == (17, "strange0", "+4")
