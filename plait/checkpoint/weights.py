@@ -121,11 +121,23 @@ class Weights:
         self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         """Plain numbers on the target's device, in its compute dtype unless `dtype` says otherwise."""
-        value = as_tensor(self.read(name)).to(device=self.target.device, dtype=dtype or self.target.dtype)
+        return self._numbers(name, as_tensor(self.read(name)), shape, dtype)
+
+    def _numbers(
+        self, name: str, value: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        value = value.to(device=self.target.device, dtype=dtype or self.target.dtype)
         if shape is not None and tuple(value.shape) != shape:
             raise ShapeMismatch(_shape_message(self._full(name), tuple(value.shape), shape))
         self.target.weights_nbytes += value.numel() * value.element_size()
         return value.contiguous()
+
+    def stored(self, name: str, shape: tuple[int, int]) -> Tensor | Weight:
+        """Plain numbers as `tensor` gives them; a weight that is quantized as it is stored, on the device."""
+        value = self.read(name)
+        if isinstance(value, Tensor):
+            return self._numbers(name, value, shape)
+        return self._kept(self._matrix(name, value, shape))
 
     def optional(
         self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
@@ -134,12 +146,14 @@ class Weights:
 
     def weight(self, name: str, shape: tuple[int, int] | None = None) -> Weight:
         """A matrix in its own format, on the target's device."""
-        weight = self._matrix(name, shape)
+        return self._kept(self._matrix(name, self.read(name), shape))
+
+    def _kept(self, weight: Weight) -> Weight:
         self.target.weights_nbytes += weight.nbytes
         return weight
 
-    def _matrix(self, name: str, shape: tuple[int, int] | None) -> Weight:
-        weight = as_weight(self.read(name)).to(self.target.device)
+    def _matrix(self, name: str, value: Tensor | Weight, shape: tuple[int, int] | None) -> Weight:
+        weight = as_weight(value).to(self.target.device)
         if shape is not None and weight.shape != shape:
             raise ShapeMismatch(_shape_message(self._full(name), weight.shape, shape))
         return weight
@@ -154,7 +168,8 @@ class Weights:
         """
         weights, biases = [], []
         for name, out in zip(names, out_sizes, strict=True):
-            weights.append(self._encoded(name, self._matrix(f"{name}.weight", (out, in_size))))
+            full = f"{name}.weight"
+            weights.append(self._encoded(name, self._matrix(full, self.read(full), (out, in_size))))
             biases.append(self.optional(f"{name}.bias", (out,)))
         made = Linear(weights, biases, self.bind, self.target.dtype, split, self.target.activations)
         self.target.weights_nbytes += made.nbytes

@@ -12,7 +12,8 @@ from plait.checkpoint.names import Back, Derived, NameMap, Source
 from plait.families.gguf_arch import ARCHITECTURES
 from plait.families.normalize import Config
 from plait.families.tensors import Stored, conv, expert, expert_half, flat
-from plait.quant.weight import as_tensor
+from plait.quant.halves import Halves
+from plait.quant.weight import Weight, as_tensor, as_weight
 
 ROPE_TABLES = r"^rope_(freqs|factors_long|factors_short)\.weight$"  # read as a part of the config
 
@@ -47,10 +48,12 @@ def gguf_names(c: Config) -> NameMap:
 def _attention(ours: str, b: str, c: Mapping[str, Any]) -> dict[str, Source | tuple[Source, ...]]:
     heads, rank = c.get("num_attention_heads") or 1, c.get("kv_lora_rank") or 1
 
-    def joined(k: Stored, v: Stored, **_: str) -> Tensor:
-        """k_b [H, rank, nope] and v_b [H, v, rank], as kv_b [H * (nope + v), rank]."""
-        up = as_tensor(k).view(heads, rank, -1).transpose(1, 2)
-        return torch.cat([up, as_tensor(v).view(heads, -1, rank)], 1).flatten(0, 1)
+    def joined(k: Stored, v: Stored, **_: str) -> Stored:
+        """k_b [H, rank, nope] and v_b [H, v, rank], as kv_b [H * (nope + v), rank]; apart, if quantized."""
+        if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
+            return Halves(_rows(k), _rows(v), heads, turned=True)
+        up = k.view(heads, rank, -1).transpose(1, 2)
+        return torch.cat([up, v.view(heads, -1, rank)], 1).flatten(0, 1)
 
     def parts(kv_b: Tensor) -> tuple[Tensor, Tensor]:
         k, v = kv_b.view(heads, -1, rank).tensor_split([c["qk_nope_head_dim"]], 1)
@@ -67,6 +70,11 @@ def _attention(ours: str, b: str, c: Mapping[str, Any]) -> dict[str, Source | tu
         **{f"{ours}.{x}": f"{b}.attn_{x}" for x in ("q", "k", "v", "q_a", "q_b")},
         **{f"{ours}.{x}_norm": f"{b}.attn_{x}_norm" for x in ("q", "k", "q_a", "kv_a")},
     }
+
+
+def _rows(w: Stored) -> Weight:
+    """All rows of a stack, as what is in blocks has them."""
+    return as_weight(w.flatten(0, -2)) if isinstance(w, Tensor) else w
 
 
 def _ssm(ours: str, b: str) -> dict[str, Source | tuple[Source, ...]]:

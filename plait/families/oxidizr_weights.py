@@ -12,7 +12,8 @@ from torch import Tensor
 from plait.checkpoint.names import Derived, NameMap, Source
 from plait.families.oxidizr_names import IGNORED, Catalog, MixerKind
 from plait.families.tensors import Stored, conv
-from plait.quant.weight import as_tensor
+from plait.quant.halves import Halves
+from plait.quant.weight import as_tensor, as_weight
 
 A_RANGE = (1e-6, 1e6)  # the trainer clamps exp(A_log) to it
 TakeA = Literal["trainer", "saved"]
@@ -49,8 +50,10 @@ def _query(heads: int, *sources: str) -> Derived:
 
 
 def _key_value(heads: int, *sources: str) -> Derived:
-    def join(k: Stored, v: Stored, **_: str) -> Tensor:
-        return by_head(heads, as_tensor(k), as_tensor(v))
+    def join(k: Stored, v: Stored, **_: str) -> Stored:
+        if isinstance(k, Tensor) and isinstance(v, Tensor):
+            return by_head(heads, k, v)
+        return Halves(as_weight(k), as_weight(v), heads, turned=False)
 
     return Derived(join, sources)
 

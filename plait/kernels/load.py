@@ -28,6 +28,7 @@ CPU_KERNELS: tuple[str, ...] = (
     "experts",
     "route",
     "heads",
+    "heads_stored",
     "linear",
     "attention",
     "latent",

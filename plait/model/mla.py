@@ -10,12 +10,16 @@ from torch import Tensor
 
 from plait import spec
 from plait.checkpoint.weights import Weights
+from plait.errors import ShapeMismatch
 from plait.memory import PagedState, State, group_name
 from plait.model.batch import Batch
 from plait.model.norm import Norm
 from plait.model.rope import Rope
 from plait.ops.attention import paged_latent_attention
-from plait.ops.rows import join, map_heads
+from plait.ops.entry import latent_width
+from plait.ops.heads import HeadRows, facts_of, map_heads
+from plait.ops.rows import join
+from plait.quant.halves import Halves
 from plait.state.store import StateStore
 
 
@@ -33,16 +37,16 @@ class Mla:
         )
         self.kv_a = w.linear("kv_a", in_size=hidden, out_sizes=(s.kv_rank + s.rope_dim,))
         self.kv_norm = Norm(s.latent_norm, w.scope("kv_a_norm"), s.kv_rank) if s.latent_norm else None
-        up = w.tensor("kv_b.weight", (heads * (s.nope_dim + s.v_dim), s.kv_rank))
-        k_up, v_up = up.view(heads, -1, s.kv_rank).split([s.nope_dim, s.v_dim], 1)
-        self.k_up, self.v_up = k_up.mT.contiguous(), v_up.contiguous()  # [heads, out, in]
+        self.k_up, self.v_up = _halves(s, w)
         self.o = w.linear("o", in_size=heads * s.v_dim, out_sizes=(hidden,), split="in")
         self.rope = Rope(s.rope, w) if s.rope else None
         sizes = {"heads": heads, "kv_rank": s.kv_rank, "rope_dim": s.rope_dim}
         self._attend = w.bind(paged_latent_attention, **sizes)
-        self._join, self._map_heads = w.bind(join), w.bind(map_heads, heads=heads)
-        entry = {"latent": (s.kv_rank + s.rope_dim,)}
-        self.states: dict[str, State] = {self.name: PagedState(entry, dtype=w.target.kv_dtype)}
+        self._join = w.bind(join)
+        self._map_q, self._map_out = (w.bind(map_heads, **facts_of(up)) for up in (self.k_up, self.v_up))
+        kept = w.target.kv_dtype
+        entry = {"latent": (latent_width(s.kv_rank, s.rope_dim, kept),)}
+        self.states: dict[str, State] = {self.name: PagedState(entry, dtype=kept)}
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
@@ -55,8 +59,30 @@ class Mla:
         if self.rope:
             q_rope = self.rope(q_rope, batch.positions)
             k_rope = self.rope(k_rope[:, None], batch.positions)[:, 0]
-        q = self._join(self._map_heads(q_nope, self.k_up), q_rope)
+        q = self._join(self._map_q(q_nope, self.k_up), q_rope)
         cache, index = store[self.name]["latent"], batch.paged[group_name(None)]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
         out = self._attend(q, self._join(latent, k_rope), cache, *where, s.scale, s.kv_rank)
-        return self.o(self._map_heads(out, self.v_up).flatten(1))
+        return self.o(self._map_out(out, self.v_up).flatten(1))
+
+
+def _halves(s: spec.Mla, w: Weights) -> tuple[Tensor | HeadRows, Tensor | HeadRows]:
+    """Of the up-projection: what takes q to the latent, and the latent to values. Quantized, it stays so."""
+    heads, each = s.num_heads, s.nope_dim + s.v_dim
+    up = w.stored("kv_b.weight", (heads * each, s.kv_rank))
+    if isinstance(up, Tensor):
+        k_up, v_up = up.view(heads, each, s.kv_rank).split([s.nope_dim, s.v_dim], 1)
+        return k_up.mT.contiguous(), v_up.contiguous()  # [heads, out, in]
+    if not isinstance(up, Halves):
+        return (
+            HeadRows(up, heads, 0, s.nope_dim, turned=True),
+            HeadRows(up, heads, s.nope_dim, s.v_dim),
+        )
+    keys, turned = up.keys, up.turned
+    k_rows = HeadRows(keys, heads, 0, s.kv_rank if turned else s.nope_dim, turned=not turned)
+    if k_rows.widths != (s.nope_dim, s.kv_rank) or up.values.shape[0] != heads * s.v_dim:
+        raise ShapeMismatch(
+            f"{w.prefix}.kv_b: the file has keys {list(keys.shape)} and values {list(up.values.shape)}, the "
+            f"model wants {s.nope_dim} and {s.v_dim} of {s.kv_rank} for each of {heads} heads"
+        )
+    return k_rows, HeadRows(up.values, heads, 0, s.v_dim)

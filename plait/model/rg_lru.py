@@ -11,9 +11,9 @@ from plait.memory import SlotState, State
 from plait.model.batch import Batch
 from plait.model.mamba2 import ShortConv
 from plait.ops.activation import activate
+from plait.ops.heads import map_heads
 from plait.ops.product import multiply
 from plait.ops.rg_lru import rg_lru
-from plait.ops.rows import map_heads
 from plait.state.store import StateStore
 
 

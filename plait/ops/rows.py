@@ -75,16 +75,3 @@ def _join_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Ar
     shape = (case["rows"],) if case["rows"] == 1 else (case["rows"], 3)
     a = torch.randn(*shape, case["size"], dtype=dtype, device=device)
     return (a, torch.randn(*shape, 8, dtype=dtype, device=device)), {}
-
-
-@op(cases=CASES)
-def map_heads(x: Tensor, weight: Tensor) -> Tensor:
-    """Each head through a matrix of its own: x: [T, H, n], weight: [H, m, n] -> [T, H, m]."""
-    return torch.einsum("thn,hmn->thm", x, weight)
-
-
-@map_heads.inputs
-def _map_heads_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
-    x = torch.randn(case["rows"], 3, case["size"], dtype=dtype, device=device)
-    weight = torch.randn(3, 24, case["size"], dtype=dtype, device=device) / case["size"] ** 0.5
-    return (x, weight), {}

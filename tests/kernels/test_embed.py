@@ -40,7 +40,7 @@ def blocks(kind: BlockType) -> Gguf:
 def test_every_format_of_a_file_has_a_kernel() -> None:
     assert set(KERNELS) == {kind.name for kind in FORMATS} | {"float32", "bfloat16", "float16"}
     assert known_format(Facts("cpu", torch.float32, {"kind": "Q4_K"})) is None
-    assert known_format(Facts("cpu", torch.float32, {"kind": "bnb_nf4"})) == "it cannot read bnb_nf4"
+    assert known_format(Facts("cpu", torch.float32, {"kind": "hqq"})) == "it cannot read hqq"
     assert known_format(Facts("cpu", torch.float32, {"kind": "int4_g128"})) is None
 
 
@@ -60,7 +60,7 @@ def test_blocks_have_the_bits_of_the_reference(cpu: Any, kind: BlockType) -> Non
     "kind",
     [
         *("int4_g128", "int4_g32+bfloat16+zeros", "int3_g64+zeros+order", "int8+float32", "int6_g16"),
-        *("fp8", "fp8_b128", "mxfp4", "nvfp4"),
+        *("fp8", "fp8_b128", "mxfp4", "nvfp4", "bnb_nf4"),
     ],
 )
 def test_packed_tables_have_the_bits_of_the_reference(cpu: Any, kind: str) -> None:

@@ -11,10 +11,10 @@ import torch
 from plait.errors import CannotRecord, ShapeMismatch
 from plait.kernels.load import executor, load
 from plait.ops.blocks import random_weight
+from plait.ops.heads import map_heads
 from plait.ops.linear import Linear
 from plait.ops.moe import experts, route
 from plait.ops.registry import Facts, Op
-from plait.ops.rows import map_heads
 from plait.quant.weight import Dense, Weight
 from plait.runner.graphs import ViewsOnly
 from plait.spec import Router

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from plait.kernels.cpu.rows import float32_rows
 from plait.kernels.cpu.vec import get_bf16, get_f16, get_f32, get_i32, get_i64, get_u8, put_f32
 from plait.ops.registry import Facts
 from plait.ops.rows import embed
+from plait.quant.codebook import Codebook
 from plait.quant.fp4 import VALUES, Fp4
 from plait.quant.fp8 import Fp8
 from plait.quant.gguf import Gguf
@@ -37,7 +39,7 @@ KERNELS: Mapping[str, Kernel] = {**embed_blocks.KERNELS, **embed_parts.KERNELS}
 GRIDS = {name: name for name in ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")} | {
     "IQ1_M": "IQ1_S"
 }
-PACKED = re.compile(r"int\d(_g\d+)?|fp8(_b\d+)?|mxfp4|nvfp4")
+PACKED = re.compile(r"int\d(_g\d+)?|fp8(_b\d+)?|mxfp4|nvfp4|bnb_\w+")
 E2M1 = np.array(VALUES, np.float32)
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()  # by the byte
 E8M0 = np.array([2.0 ** (e - 127) for e in range(255)] + [np.nan], np.float32)
@@ -132,6 +134,32 @@ def fours(frame, args, thread, threads):
             put_f32(out + 4 * (i // per_row * n + c), E2M1[code] * by * scale)
 
 
+@kernel
+def places(frame, args, thread, threads):
+    """As `groups`, up to n; table, blocks' magnitudes (float32, or bytes that stand for places in a table),
+    bytes of their rows, columns of a block; that table or 0, scales, bytes of their rows, bytes under a
+    scale, offsets, bytes between them."""
+    ids, codes, row_bytes, per_row = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    scale, out, n = get_f32(args + 48), word(args, 7), word(args, 8)
+    table, absmax, absmax_bytes, block = word(args, 9), word(args, 10), word(args, 11), word(args, 12)
+    nested, scales, scale_bytes, under = word(args, 13), word(args, 14), word(args, 15), word(args, 16)
+    offsets, offset_bytes = word(args, 17), word(args, 18)
+    first, last = _share(frame, args, thread, threads)
+    for i in range(first, last):
+        token, start = get_i64(ids + 8 * (i // per_row)), i % per_row * 256
+        for c in range(start, min(start + 256, n)):
+            at, b = absmax + token * absmax_bytes, c // block
+            if nested != 0:
+                by = get_f32(nested + 4 * _byte(at + b)) * get_f32(
+                    scales + token * scale_bytes + 4 * (b // under)
+                )
+                by = by + get_f32(offsets + token * offset_bytes)
+            else:
+                by = get_f32(at + 4 * b)
+            code = _byte(codes + token * row_bytes + c // 2) >> (4 * (1 - (c & 1))) & 15
+            put_f32(out + 4 * (i // per_row * n + c), get_f32(table + 4 * code) * by * scale)
+
+
 def known_format(facts: Facts) -> str | None:
     kind = facts.sizes.get("kind", "float32")
     return float32_rows(facts) if kind in KERNELS or PACKED.fullmatch(kind) else f"it cannot read {kind}"
@@ -146,7 +174,31 @@ def _rows(data: Tensor) -> tuple[Tensor, int]:
     return data, data.stride(0) * data.element_size()
 
 
-def _packed(table: Weight) -> tuple[Kernel, tuple[Tensor, int], tuple[Any, ...]] | None:
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What reads rows of a table: a kernel, the rows' bytes and the bytes between them, pieces of a row, and
+    the kernel's words behind n. `table`: what these point into."""
+
+    kernel: Kernel
+    source: tuple[Tensor, int]
+    pieces: int
+    more: tuple[Any, ...]
+    table: Weight
+
+
+def reader(table: Weight) -> Reader:
+    """The kernel that reads this table, and how. Raises ShapeMismatch if none can."""
+    n = table.shape[1]
+    if isinstance(table, Dense | Gguf) and table.format in KERNELS:
+        source = _rows(table.data if isinstance(table, Gguf) else table.tensor)
+        more = (grid(GRIDS[table.format]),) if table.format in GRIDS else ()
+        pieces = n // table.kind.elements if isinstance(table, Gguf) else -(-n // PIECE)
+        return Reader(KERNELS[table.format], source, pieces, more, table)
+    made, source, words = _packed(table)
+    return Reader(made, source, -(-n // PIECE), words, table)
+
+
+def _packed(table: Weight) -> tuple[Kernel, tuple[Tensor, int], tuple[Any, ...]]:
     """The kernel of a packed table, its codes, and the words behind n."""
     if isinstance(table, Grouped):
         floats = (torch.float16, torch.bfloat16, torch.float32).index(table.scales.dtype)
@@ -160,7 +212,13 @@ def _packed(table: Weight) -> tuple[Kernel, tuple[Tensor, int], tuple[Any, ...]]
         factor = table.factor
         each = 0 if factor is None or len(factor) == 1 else factor.stride(0) * 4
         return fours, _rows(table.codes), (*_rows(table.scales), table.group, factor, each)
-    return None
+    if isinstance(table, Codebook):
+        own, more = (table.table, *_rows(table.absmax), table.block), table.nested
+        if more is None:
+            return places, _rows(table.codes), (*own, None, None, 0, 1, None, 0)
+        nested = (more.table, *_rows(more.scale), more.block, more.offset, more.offset.stride(0) * 4)
+        return places, _rows(table.codes), (*own, *nested)
+    raise ShapeMismatch(f"the embedding's kernel cannot read {table.format}")
 
 
 @embed.variant("native", on="cpu", when=known_format, native=True)
@@ -170,20 +228,10 @@ def _embed(cpu: Executor, token_ids: Tensor, table: Weight, scale: float, dtype:
         raise ShapeMismatch(
             f"token ids must be dense int64 [T], got {token_ids.dtype} {list(token_ids.shape)}"
         )
-    blocks = isinstance(table, Dense | Gguf) and table.format in KERNELS
-    packed = None if blocks else _packed(table)
-    if dtype != torch.float32 or not (blocks or packed):
-        raise ShapeMismatch(
-            f"the embedding's kernel makes float32, not {dtype}, and cannot read {table.format}"
-        )
-    n, tokens = table.shape[1], token_ids.shape[0]
-    if packed:
-        made, source, more = packed
-        pieces = -(-n // PIECE)
-    else:
-        made, source = KERNELS[table.format], _rows(table.data if isinstance(table, Gguf) else table.tensor)
-        more = (grid(GRIDS[table.format]),) if table.format in GRIDS else ()
-        pieces = n // table.kind.elements if isinstance(table, Gguf) else -(-n // PIECE)
+    if dtype != torch.float32:
+        raise ShapeMismatch(f"the embedding's kernel makes float32, not {dtype}")
+    how, n, tokens = reader(table), table.shape[1], token_ids.shape[0]
     out = cpu.empty(tokens, n)
-    cpu.launch(made, token_ids, *source, pieces, float(scale), out, n, *more, rows=tokens)
+    words = (*how.source, how.pieces, float(scale), out, n, *how.more)
+    cpu.launch(how.kernel, token_ids, *words, rows=tokens)
     return out

@@ -244,7 +244,7 @@ class Executor:
         counter, 0 at the start, for sharing out work); seqs: how many sequences (frame word SEQS).
         scratch, shared: bytes it needs per thread, and for all threads together.
         """
-        words = [0, 0, *(_word(a) for a in args)]
+        words = [0, 0, *(argument(a) for a in args)]
         if self._program is not None:
             self._record(self._program, kernel, words, args, rows, (scratch, shared))
             return
@@ -331,7 +331,8 @@ class Executor:
         self._words[place][0] = value
 
 
-def _word(value: Any) -> int:
+def argument(value: Any) -> int:
+    """A word of a launch: see `Executor.launch`."""
     if value is None:
         return 0
     if isinstance(value, Tensor):

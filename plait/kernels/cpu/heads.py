@@ -15,9 +15,10 @@ from plait.errors import ShapeMismatch
 from plait.kernels.cpu.executor import Executor
 from plait.kernels.cpu.kernel import Kernel, generated
 from plait.kernels.cpu.rows import Rows, float32_rows
-from plait.ops.rows import map_heads
+from plait.ops.heads import map_heads
+from plait.ops.registry import Facts
 
-_SOURCE = '''"""Sixteen dot products at a time."""
+_DOTS = '''"""Sixteen dot products at a time."""
 import numpy as np
 
 from plait.kernels.cpu.frame import rows_of, word
@@ -50,7 +51,8 @@ def dots(x, w, row_bytes, last, n, out, left):
 {rest}
 {folds}
     store_some(out, a0, left)
-
+'''
+_SOURCE = '''
 
 @kernel
 def map_rows(frame, args, thread, threads):
@@ -72,22 +74,33 @@ def map_rows(frame, args, thread, threads):
 
 
 @cache
-def product() -> Kernel:
-    """The kernel; its text names sixteen sums one by one."""
+def dots() -> str:
+    """The text of `dots`, with what it needs: it names sixteen sums one by one."""
     order = [int(f"{i:04b}"[::-1], 2) for i in range(16)]  # each fold interleaves: bits come out reversed
     folds = [f"    a{i} = fold(a{i}, a{i + step})" for step in (1, 2, 4, 8) for i in range(0, 16, 2 * step)]
-    source = _SOURCE.format(
+    return _DOTS.format(
         addresses="\n".join(f"    w{i} = w + min({order[i]}, last) * row_bytes" for i in range(16)),
         zeros="\n".join(f"    a{i} = zero_f32()" for i in range(16)),
         whole="\n".join(f"        a{i} = fma(v, load_f32(w{i} + at), a{i})" for i in range(16)),
         rest="\n".join(f"        a{i} = fma(v, load_some(w{i} + full, tail), a{i})" for i in range(16)),
         folds="\n".join(folds),
     )
-    made: Kernel = generated("heads", source).map_rows
+
+
+@cache
+def product() -> Kernel:
+    """The kernel of plain numbers."""
+    made: Kernel = generated("heads", dots() + _SOURCE).map_rows
     return made
 
 
-@map_heads.variant("native", on="cpu", when=float32_rows, native=True)
+def plain(facts: Facts) -> str | None:
+    """The `when` of matrices that are plain numbers."""
+    kind = facts.sizes.get("kind")
+    return float32_rows(facts) if kind is None else f"it reads plain numbers, {kind} stays as it is stored"
+
+
+@map_heads.variant("native", on="cpu", when=plain, native=True)
 def _map_heads(cpu: Executor, x: Tensor, weight: Tensor) -> Tensor:
     rows = Rows.of(x)
     if weight.dtype != torch.float32 or weight.dim() != 3 or not weight.is_contiguous():
