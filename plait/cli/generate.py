@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -61,10 +62,15 @@ def generate(model: str, prompt: str | None, ids: tuple[int, ...] | None, quiet:
 
 def load(model: str, settings: dict[str, Any], *, quiet: bool = False) -> LLM:
     """The model, loaded, with a progress bar on a terminal."""
-    from plait.engine.llm import LLM
+    gc.disable()  # looking for cycles in what libraries define takes a sixth of the time, and finds none
+    try:
+        from plait.engine.llm import LLM
 
-    with Loading(f"loading {model}") as loading:
-        return LLM(model, on_progress=None if quiet else loading.update, **settings)
+        with Loading(f"loading {model}") as loading:
+            return LLM(model, on_progress=None if quiet else loading.update, **settings)
+    finally:
+        gc.freeze()  # what is there now stays: no collection looks at it again
+        gc.enable()
 
 
 def write(deltas: Iterable[Delta], clock: Clock, *, as_ids: bool = False) -> str:

@@ -44,6 +44,9 @@ class SplintrEngine:
             return None
         return found
 
+    def has_token(self, token_id: int) -> bool:
+        return self.token_bytes(token_id) is not None
+
 
 def builtin_tokenizer(name: str, oxidizr: bool = False) -> TextTokenizer:
     """One of the four built-in vocabularies.

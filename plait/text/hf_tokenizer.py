@@ -44,13 +44,13 @@ class HfEngine:
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
         self._first = tokenizer
-        description = json.loads(tokenizer.to_str())
-        self._rest = _without_first_space(description) or tokenizer
+        description = _description(tokenizer)
+        self._rest = _without_first_space(tokenizer, description) or tokenizer
         self.strips_first_space = _strips_first_space(description)
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._pieces = {i: piece for piece, i in vocabulary.items() if i not in unused}
-        self._added = {t["id"]: t["content"] for t in description["added_tokens"]}
+        self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self._alphabet = byte_alphabet() if _is_byte_level(description) else None
 
     def encode(self, text: str, first: bool) -> list[int]:
@@ -62,6 +62,9 @@ class HfEngine:
         ids: list[int] = found.ids
         return ids
 
+    def has_token(self, token_id: int) -> bool:
+        return token_id in self._pieces
+
     def token_bytes(self, token_id: int) -> bytes | None:
         piece = self._pieces.get(token_id)
         if piece is None:
@@ -71,6 +74,12 @@ class HfEngine:
         if token_id in self._added or not self._alphabet.keys() >= set(piece):
             return piece.encode()
         return bytes(self._alphabet[c] for c in piece)
+
+
+def _description(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
+    """What a tokenizer.json would say of these two parts; its vocabulary takes long to write and to read."""
+    parts = {"decoder": tokenizer.decoder, "pre_tokenizer": tokenizer.pre_tokenizer}
+    return {name: part and json.loads(part.__getstate__()) for name, part in parts.items()}
 
 
 def _steps(part: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
@@ -103,7 +112,9 @@ def _strips_first_space(description: Mapping[str, Any]) -> bool:
     return False
 
 
-def _without_first_space(description: dict[str, Any]) -> tokenizers.Tokenizer | None:
+def _without_first_space(
+    tokenizer: tokenizers.Tokenizer, description: dict[str, Any]
+) -> tokenizers.Tokenizer | None:
     """The same tokenizer for text that does not begin a document; None where that makes no difference."""
     found = False
     for step in _steps(description["pre_tokenizer"], "pretokenizers"):
@@ -112,7 +123,7 @@ def _without_first_space(description: dict[str, Any]) -> tokenizers.Tokenizer | 
             found = True
     if not found:
         return None
-    rest = tokenizers.Tokenizer.from_str(json.dumps(description))
+    rest = tokenizers.Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | description))
     rest.encode_special_tokens = True
     return rest
 

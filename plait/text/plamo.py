@@ -68,8 +68,11 @@ class PlamoEngine:
                 ids.extend(self._bytes[byte] for byte in text[start:end][::-1].encode())
         return ids
 
+    def has_token(self, token_id: int) -> bool:
+        return token_id < len(self._pieces.texts) and self._pieces.kinds[token_id] != UNUSED
+
     def token_bytes(self, token_id: int) -> bytes | None:
-        if token_id >= len(self._pieces.texts) or self._pieces.kinds[token_id] == UNUSED:
+        if not self.has_token(token_id):
             return None
         text = self._pieces.texts[token_id]
         return sentencepiece_bytes(text) if self._pieces.kinds[token_id] == BYTE else text.encode()

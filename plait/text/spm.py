@@ -103,8 +103,11 @@ class SpmEngine:
         ids: list[int] = self._merger.encode_ordinary(escaped)[self._foreign :] if escaped else []
         return ids
 
+    def has_token(self, token_id: int) -> bool:
+        return token_id < len(self._pieces.texts) and self._pieces.kinds[token_id] != UNUSED
+
     def token_bytes(self, token_id: int) -> bytes | None:
-        if token_id >= len(self._pieces.texts) or self._pieces.kinds[token_id] == UNUSED:
+        if not self.has_token(token_id):
             return None
         if self._pieces.kinds[token_id] == BYTE:
             return sentencepiece_bytes(self._pieces.texts[token_id])

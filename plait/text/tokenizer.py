@@ -67,6 +67,10 @@ class Engine(Protocol):
         """What the token stands for in running text; None: there is no such token."""
         ...
 
+    def has_token(self, token_id: int) -> bool:
+        """Whether `token_bytes` finds something, at less cost."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
@@ -188,7 +192,7 @@ class TextTokenizer:
         """Whether no token has this id."""
         if token_id in self.specials.ids:
             return False
-        return token_id < 0 or self.engine.token_bytes(token_id) is None
+        return token_id < 0 or not self.engine.has_token(token_id)
 
     def holes(self, vocab_size: int) -> tuple[int, ...]:
         """Ids below `vocab_size` (the model's) that must never be sampled, in order."""
