@@ -14,7 +14,7 @@ from plait.errors import ConfigError
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Ops = Literal["auto", "reference"]
-KvDType = Literal["auto", "float32", "bfloat16"]
+KvDType = Literal["auto", "float32", "bfloat16", "int8"]
 Isa = Literal["native", "avx512", "avx2", "generic"]
 Quantize = Literal["q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0"]
 ASource = Literal["auto", "trainer", "saved"]
@@ -25,8 +25,9 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
-def option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+def option(default: Any, text: str, *also: str) -> Any:
+    """`also`: names that the flag has besides its field's."""
+    return field(default=default, metadata={"help": text, "also": also})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,9 @@ class EngineConfig:
     )
     kv_dtype: KvDType = option(
         "auto",
-        "what keys and values are kept in; auto: bfloat16, or float32 for float32 weights or --precise",
+        "what keys and values are kept in; auto: bfloat16, or float32 for float32 weights or --precise; "
+        "int8: codes, with a scale for each head of a token",
+        "--kv-cache-dtype",
     )
     quantize: Quantize | None = option(
         None, "encode plain weights of linear maps while loading; files already in blocks stay as they are"

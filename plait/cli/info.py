@@ -42,13 +42,16 @@ def info(model: str, as_json: bool, show_ops: bool, **given: Any) -> None:
 
 def model_facts(model: str, config: EngineConfig) -> Facts:
     """Everything `info` says, as plain values. Raises CheckpointError, UnsupportedModel."""
-    from plait.engine.opening import open_model
+    import torch
+
+    from plait.engine.opening import kv_dtype, open_model, stored_dtypes
     from plait.engine.outline import model_states
 
     opened = open_model(model, config)
     resolved, spec = opened.resolved, opened.resolved.spec
     dtype = "float32" if config.dtype == "auto" else config.dtype
-    states = model_states(resolved, opened.checkpoint)
+    kept = kv_dtype(config, stored_dtypes(opened), getattr(torch, dtype))
+    states = model_states(resolved, opened.checkpoint, kept)
     return {
         "model": model,
         "family": resolved.family,
@@ -63,7 +66,10 @@ def model_facts(model: str, config: EngineConfig) -> Facts:
             if key in resolved.provenance
         },
         "tokenizer": tokenizer_facts(opened),
-        "memory": memory_facts(states, dtype, config, spec.max_len),
+        "memory": {
+            **memory_facts(states, dtype, config, spec.max_len),
+            "kv_dtype": dtype if kept == "model" else kept,
+        },
     }
 
 
@@ -142,7 +148,9 @@ def text_lines(facts: Facts) -> list[str]:
     lines += layer_lines(facts["layers"])
     lines += ["", heading("values and their sources"), *source_lines(facts["sources"])]
     memory = facts["memory"]
-    lines += ["", heading(f"state of one sequence ({memory['dtype']})")]
+    kept = memory["kv_dtype"]
+    of = memory["dtype"] if kept == memory["dtype"] else f"{memory['dtype']}, keys and values {kept}"
+    lines += ["", heading(f"state of one sequence ({of})")]
     lines += columns(
         [(f"{row['tokens']:>8,} tokens", bytes_text(row["nbytes"])) for row in memory["sequence"]]
     )

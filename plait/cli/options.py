@@ -88,17 +88,18 @@ def flag(cls: type, field: Field[Any], text: str) -> Decorator[Any]:
         "envvar": ENVIRONMENT.get(field.name),
         "show_envvar": True,
     }
+    names = (name, *field.metadata.get("also", ()), field.name)
     if field.name in BYTES_FIELDS:
-        return click.option(name, field.name, type=Bytes(), metavar="BYTES", **shown)
+        return click.option(*names, type=Bytes(), metavar="BYTES", **shown)
     if get_origin(hint) is Literal:
-        return click.option(name, field.name, type=click.Choice(get_args(hint)), **shown)
+        return click.option(*names, type=click.Choice(get_args(hint)), **shown)
     if get_origin(hint) is tuple:
         metavar = "KEY=VALUE" if field.name == "set" else "TEXT"
-        return click.option(name, field.name, multiple=True, metavar=metavar, **shown)
+        return click.option(*names, multiple=True, metavar=metavar, **shown)
     if hint is bool:
         switch = f"{name}/--no-{name.removeprefix('--')}" if field.default is True else name
         return click.option(switch, field.name, is_flag=True, **shown)
-    return click.option(name, field.name, type=hint, **shown)
+    return click.option(*names, type=hint, **shown)
 
 
 def options(decorators: Sequence[Decorator[Any]]) -> Decorator[Any]:

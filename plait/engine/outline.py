@@ -46,8 +46,12 @@ class Outline:
         return format_of is None or isinstance(getattr(torch, format_of(name), None), torch.dtype)
 
 
-def model_states(resolved: Resolved, checkpoint: Checkpoint) -> Mapping[str, State]:
-    """What every mixer remembers, by mixer name. Raises MissingTensor, ShapeMismatch."""
+def model_states(resolved: Resolved, checkpoint: Checkpoint, kv_dtype: str = "model") -> Mapping[str, State]:
+    """What every mixer remembers, by mixer name; `kv_dtype`: of keys, values and latents.
+
+    Raises MissingTensor, ShapeMismatch.
+    """
     spec = resolved.spec
     target = Target(torch.device("meta"), torch.float32, spec.max_len, spec.hidden_size, ops="reference")
+    target.kv_dtype = kv_dtype
     return Decoder(spec, Weights(Outline(checkpoint), resolved.names, target)).states

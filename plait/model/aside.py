@@ -12,6 +12,7 @@ from plait.model.norm import Norm
 from plait.model.rope import Rope
 from plait.ops.activation import activate, combine
 from plait.ops.attention import paged_attention
+from plait.ops.entry import head_width
 from plait.ops.linear import Linear
 from plait.ops.rows import join
 from plait.state.store import StateStore
@@ -56,7 +57,7 @@ class Aside:
             softcap=None,
             sinks=False,
         )
-        entry = (s.num_kv_heads, s.head_dim)
+        entry = (s.num_kv_heads, head_width(s.head_dim, w.target.kv_dtype))
         self.states: dict[str, State] = {
             self.name: PagedState({"k": entry, "v": entry}, None, w.target.kv_dtype)
         }

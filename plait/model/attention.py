@@ -13,6 +13,7 @@ from plait.model.norm import Norm
 from plait.model.rope import Rope
 from plait.ops.activation import gate
 from plait.ops.attention import paged_attention
+from plait.ops.entry import head_width
 from plait.state.store import StateStore
 
 
@@ -38,7 +39,8 @@ class Attention:
         )
         self._gate = w.bind(gate) if s.gate else None
         self._parts = [size // s.head_dim for size in parts.values()]
-        entry, dtype = (s.num_kv_heads, s.head_dim), w.target.kv_dtype
+        dtype = w.target.kv_dtype
+        entry = (s.num_kv_heads, head_width(s.head_dim, dtype))
         self.states: dict[str, State] = {self.name: PagedState({"k": entry, "v": entry}, s.window, dtype)}
         self._group = group_name(s.window)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.ops.entry import SCALE_NBYTES, Codes, head_codes, head_width, latent_codes, latent_width
 from plait.ops.registry import Arguments, op
 
 SEQS = [1, 7, 5, 40]  # lengths: history lies in a layout of the variant's own, so that cases start without
@@ -26,21 +27,33 @@ CASES: list[dict[str, Any]] = [
     dict(seqs=SEQS, heads=2, kv_heads=2, dim=8, window=9, softcap=None, kv_dtype="bfloat16"),
     dict(seqs=[300, 2, 1], heads=6, kv_heads=2, dim=16, window=None, softcap=None, sinks=True),
     dict(seqs=SEQS, heads=4, kv_heads=4, dim=24, window=9, softcap=20.0, sinks=True),
+    dict(seqs=[300, 2], heads=9, kv_heads=3, dim=64, window=None, softcap=None, kv_dtype="int8"),
+    dict(seqs=[270, 4], heads=8, kv_heads=1, dim=40, window=70, softcap=30.0, kv_dtype="int8"),
+    dict(seqs=SEQS, heads=6, kv_heads=2, dim=20, window=9, softcap=None, sinks=True, kv_dtype="int8"),
 ]
 BLOCK = 16  # of the test cases
 
 
-def write_paged(cache: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
-    """Store an entry per new token. cache: [blocks, block_size, ...], values: [T, ...], slot_mapping: [T]."""
+def write_paged(cache: Tensor, values: Tensor, slot_mapping: Tensor, latent: Codes | None = None) -> None:
+    """Store an entry per new token. cache: [blocks, block_size, ...], values: [T, ...], slot_mapping: [T].
+
+    An int8 cache gets codes: of heads, or in the form of a `latent`.
+    """
+    if cache.dtype == torch.int8:
+        values = (latent or head_codes(values.shape[-1])).encode(values)
     cache.view(-1, *cache.shape[2:])[slot_mapping] = values.to(cache.dtype)
 
 
-def read_paged(cache: Tensor, table: Tensor, start: int, stop: int) -> Tensor:
-    """Entries of tokens start..stop of one sequence, [stop - start, ...]. table: [M] block ids."""
+def read_paged(cache: Tensor, table: Tensor, start: int, stop: int, latent: Codes | None = None) -> Tensor:
+    """Entries of tokens start..stop of one sequence, [stop - start, ...]; of an int8 cache what their codes
+    stand for, in float32. table: [M] block ids."""
     size = cache.shape[1]
     first = start // size
     blocks = cache[table[first : -(-stop // size)]]
-    return blocks.flatten(0, 1)[start - first * size : stop - first * size]
+    entries = blocks.flatten(0, 1)[start - first * size : stop - first * size]
+    if cache.dtype != torch.int8:
+        return entries
+    return (latent or head_codes(entries.shape[-1] - SCALE_NBYTES)).decode(entries)
 
 
 def visible(
@@ -79,11 +92,12 @@ def paged_attention(
 ) -> Tensor:
     """Store the new keys and values; then causal softmax attention over all each sequence has in memory.
 
-    q: [T, heads, d], k, v: [T, kv_heads, d], caches: [blocks, block_size, kv_heads, d], block_table: [S, M],
-    slot_mapping: [T], query_start: [S+1], seq_lens: [S] (new tokens included) -> [T, heads, d]. Query head h
-    reads kv head h // (heads / kv_heads). `window`: how many last keys are seen; `softcap`: scores become
-    cap·tanh(·/cap). `sinks`: [heads] float32, a score of each head for a key whose value is 0 (Xiao et al.
-    2023; gpt-oss). How a cache lies in memory is the affair of the variant that writes it.
+    q: [T, heads, d], k, v: [T, kv_heads, d], caches: [blocks, block_size, kv_heads, d], or of int8 codes
+    (`ops.entry.head_codes(d).width` bytes instead of d numbers), block_table: [S, M], slot_mapping: [T],
+    query_start: [S+1], seq_lens: [S] (new tokens included) -> [T, heads, d]. Query head h reads kv head
+    h // (heads / kv_heads). `window`: how many last keys are seen; `softcap`: scores become cap·tanh(·/cap).
+    `sinks`: [heads] float32, a score of each head for a key whose value is 0 (Xiao et al. 2023; gpt-oss).
+    How a cache lies in memory is the affair of the variant that writes it.
     """
     write_paged(k_cache, k, slot_mapping)
     write_paged(v_cache, v, slot_mapping)
@@ -114,10 +128,15 @@ def _paged_attention_inputs(case: Mapping[str, Any], dtype: torch.dtype, device:
     total, kv = sum(case["seqs"]), (case["kv_heads"], case["dim"])
     q = torch.randn(total, case["heads"], case["dim"], dtype=dtype, device=device)
     k, v = (torch.randn(total, *kv, dtype=dtype, device=device) for _ in range(2))
-    kept = getattr(torch, case["kv_dtype"]) if "kv_dtype" in case else dtype
-    caches = [torch.randn(num_blocks, BLOCK, *kv, dtype=kept, device=device) for _ in range(2)]
+    entry = (num_blocks, BLOCK, case["kv_heads"], head_width(case["dim"], case.get("kv_dtype", "")))
+    caches = [_random_cache(entry, case, dtype, device) for _ in range(2)]
     sinks = torch.randn(case["heads"], device=device) if case.get("sinks") else None
     return (q, k, v, *caches, *where, case["dim"] ** -0.5, case["window"], case["softcap"], sinks), {}
+
+
+def _random_cache(shape: tuple[int, ...], case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Tensor:
+    kept = getattr(torch, case["kv_dtype"]) if "kv_dtype" in case else dtype
+    return (torch.randn(*shape, device=device) * 50).to(kept)
 
 
 def paged_case(lengths: list[int], device: str) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], int]:
@@ -139,6 +158,8 @@ LATENT_CASES: list[dict[str, Any]] = [
     dict(seqs=SEQS, heads=3, kv_rank=32, rope_dim=8),
     dict(seqs=[130, 3], heads=16, kv_rank=64, rope_dim=32),
     dict(seqs=[150, 3], heads=5, kv_rank=24, rope_dim=6, kv_dtype="bfloat16"),
+    dict(seqs=[150, 3], heads=16, kv_rank=160, rope_dim=32, kv_dtype="int8"),
+    dict(seqs=SEQS, heads=3, kv_rank=20, rope_dim=6, kv_dtype="int8"),
 ]
 
 
@@ -157,13 +178,14 @@ def paged_latent_attention(
     """MLA with the key up-projection absorbed into q (DeepSeek-V2, 2.1): all heads read one latent per token.
 
     q: [T, heads, kv_rank + rope_dim], latent: [T, kv_rank + rope_dim] (new, stored first), cache: [blocks,
-    block_size, kv_rank + rope_dim] -> [T, heads, kv_rank], which the value up-projection turns into the
-    heads' outputs. The rest as in `paged_attention`.
+    block_size, kv_rank + rope_dim], or of int8 codes (`ops.entry.latent_codes(…).width` bytes) -> [T, heads,
+    kv_rank], which the value up-projection turns into the heads' outputs. The rest as in `paged_attention`.
     """
-    write_paged(cache, latent, slot_mapping)
+    form = latent_codes(kv_rank, latent.shape[-1] - kv_rank)
+    write_paged(cache, latent, slot_mapping, form)
     out = q.new_empty(*q.shape[:2], kv_rank)
     for s, rows, start, end in visible(q, (query_start, seq_lens), None):
-        known = read_paged(cache, block_table[s], start, end).float()
+        known = read_paged(cache, block_table[s], start, end, form).float()
         scores = torch.einsum("nhr,tr->hnt", q[rows].float(), known) * scale
         mask = causal_mask(rows.stop - rows.start, start, end, None, q.device)
         probs = scores.masked_fill(~mask, -math.inf).softmax(-1)
@@ -177,6 +199,6 @@ def _latent_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> 
     total, width = sum(case["seqs"]), case["kv_rank"] + case["rope_dim"]
     q = torch.randn(total, case["heads"], width, dtype=dtype, device=device)
     latent = torch.randn(total, width, dtype=dtype, device=device)
-    kept = getattr(torch, case["kv_dtype"]) if "kv_dtype" in case else dtype
-    cache = torch.randn(num_blocks, BLOCK, width, dtype=kept, device=device)
+    kept = latent_width(case["kv_rank"], case["rope_dim"], case.get("kv_dtype", ""))
+    cache = _random_cache((num_blocks, BLOCK, kept), case, dtype, device)
     return (q, latent, cache, *where, width**-0.5, case["kv_rank"]), {}

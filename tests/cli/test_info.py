@@ -49,8 +49,17 @@ def test_a_real_model_is_described_from_its_headers(plait: Run, smollm2: Path) -
     assert facts["checkpoint"]["parameters"] == pytest.approx(134.5e6, rel=0.01)
     assert sum(len(group["indices"]) for group in facts["layers"]) == 30
     (row,) = [row for row in facts["memory"]["sequence"] if row["tokens"] == 1024]
-    assert row["nbytes"] == 1024 * 30 * 2 * 3 * 64 * 4  # layers × (k, v) × kv heads × head dim × float32
+    assert row["nbytes"] == 1024 * 30 * 2 * 3 * 64 * 2  # layers × (k, v) × kv heads × head dim × bfloat16
+    assert facts["memory"]["kv_dtype"] == "bfloat16"
     assert all(entry["source"] for entry in facts["sources"].values())
+
+
+def test_its_memory_is_what_keys_and_values_are_kept_in(plait: Run, smollm2: Path) -> None:
+    result = plait("info", str(smollm2), "--json", "--kv-dtype", "int8")
+    facts = json.loads(result.out)
+    (row,) = [row for row in facts["memory"]["sequence"] if row["tokens"] == 1024]
+    assert row["nbytes"] == 1024 * 30 * 2 * 3 * (64 + 2)  # a code for each number, a scale for each head
+    assert "keys and values int8" in plait("info", str(smollm2), "--kv-dtype", "int8").out
 
 
 def test_a_real_model_is_described_in_words(plait: Run, smollm2: Path) -> None:

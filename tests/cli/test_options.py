@@ -19,7 +19,7 @@ Run = Callable[..., Any]
 def test_every_field_is_a_flag_of_serve_with_its_default(cls: type) -> None:
     flags = {param.name: param for param in serve.params}
     for field in fields(cls):
-        assert flags[field.name].opts == ["--" + field.name.replace("_", "-")]
+        assert flags[field.name].opts == ["--" + field.name.replace("_", "-"), *field.metadata["also"]]
         assert (flags[field.name].default or None) == (field.default or None)
 
 
@@ -35,6 +35,21 @@ def test_engine_flags_reach_the_engine(plait: Run, engine: Any) -> None:
         memory_limit=3 << 29,
         set=("rope_theta=1e6", "hidden_act=gelu"),
     )
+
+
+@pytest.mark.parametrize("name", ["--kv-dtype", "--kv-cache-dtype"])
+@pytest.mark.parametrize("kept", ["auto", "float32", "bfloat16", "int8"])
+def test_what_keys_and_values_are_kept_in_has_two_names(
+    name: str, kept: str, plait: Run, engine: Any
+) -> None:
+    assert plait("generate", "--model", "m", "--prompt", "x", name, kept).code == 0
+    assert engine.settings["kv_dtype"] == kept
+
+
+def test_what_they_cannot_be_kept_in_is_refused_with_what_can(plait: Run) -> None:
+    result = plait("generate", "--model", "m", "--prompt", "x", "--kv-cache-dtype", "fp8")
+    assert result.code == 2
+    assert "'auto', 'float32', 'bfloat16', 'int8'" in result.err
 
 
 def test_what_is_on_can_be_switched_off(plait: Run, engine: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.load import executor
 from plait.ops.attention import paged_attention, paged_latent_attention
+from plait.ops.entry import head_width, latent_width
 from plait.ops.registry import Facts
 
 
@@ -38,8 +39,9 @@ class Memory:
         for row, part in zip(self.table, ids.split(needs), strict=True):
             row[: len(part)] = part
         self.block, self.done = shape.block, [0] * len(lengths)
-        entry = (sum(needs) + 1, shape.block, shape.kv_heads, shape.dim)
-        self.k, self.v = (torch.full(entry, float("nan"), dtype=shape.kept) for _ in range(2))
+        entry = (sum(needs) + 1, shape.block, shape.kv_heads, head_width(shape.dim, name_of(shape.kept)))
+        unwritten = 127 if shape.kept == torch.int8 else float("nan")
+        self.k, self.v = (torch.full(entry, unwritten, dtype=shape.kept) for _ in range(2))
 
     def index(self, counts: Sequence[int], which: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(block_table, slot_mapping, query_start, seq_lens) of a step; it counts as done."""
@@ -51,6 +53,10 @@ class Memory:
         starts = torch.tensor([0, *counts]).cumsum(0)
         lens = torch.tensor([self.done[s] for s in which])
         return self.table[list(which)], torch.tensor(slots), starts, lens
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass
@@ -68,7 +74,7 @@ class Text:
 
 
 def bound(cpu: Any, shape: Shape) -> Any:
-    sizes = {"kv_dtype": "model", "block_size": shape.block, "softcap": shape.softcap, "dim": shape.dim}
+    sizes = {"kv_dtype": name_of(shape.kept), "block_size": shape.block, "dim": shape.dim}
     fn, row = paged_attention.bind(Facts("cpu", torch.float32, sizes, cpu))
     assert row.variant == "native", row
     return fn
@@ -112,6 +118,9 @@ SHAPES = [
     Shape(heads=14, kv_heads=2, dim=32, block=32, window=260, kept=torch.bfloat16),
     Shape(heads=13, kv_heads=1, dim=8, kept=torch.bfloat16),
     Shape(heads=4, kv_heads=4, dim=72, window=1000, kept=torch.bfloat16),
+    Shape(heads=9, kv_heads=3, dim=64, kept=torch.int8),
+    Shape(heads=8, kv_heads=2, dim=20, block=32, window=260, softcap=8.0, sinks=True, kept=torch.int8),
+    Shape(heads=13, kv_heads=1, dim=8, window=5, kept=torch.int8),
 ]
 
 
@@ -128,7 +137,7 @@ def test_history_in_any_pieces_gives_the_same_bits(cpu: Any, alone: Any, shape: 
         assert torch.equal(in_pieces(bound(alone, shape), shape, text, pieces), whole)
 
 
-@pytest.mark.parametrize("shape", SHAPES[2:7], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[2:7], *SHAPES[9:11]], ids=str)
 def test_a_batch_gives_each_sequence_the_bits_it_has_alone(cpu: Any, shape: Shape) -> None:
     lengths = [1, 40, 600, 17, 256, 257, 90, 3]
     texts = [Text.of(shape, n + 2) for n in lengths]
@@ -173,7 +182,7 @@ def test_scores_far_apart_do_not_overflow(cpu: Any) -> None:
     torch.testing.assert_close(in_pieces(bound(cpu, shape), shape, text, [600]), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[6]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[6], SHAPES[9]], ids=str)
 def test_a_recorded_step_serves_any_batch(cpu: Any, shape: Shape) -> None:
     lengths, capacity = [20, 300, 1], 64
     texts = [Text.of(shape, n + 3) for n in lengths]
@@ -204,7 +213,13 @@ def test_a_recorded_step_serves_any_batch(cpu: Any, shape: Shape) -> None:
             assert torch.equal(got, want[a:])
 
 
-LATENTS = [(3, 16, 4, torch.float32), (16, 32, 8, torch.bfloat16), (13, 20, 6, torch.float32)]
+LATENTS = [
+    (3, 16, 4, torch.float32),
+    (16, 32, 8, torch.bfloat16),
+    (13, 20, 6, torch.float32),
+    (5, 144, 32, torch.int8),
+    (13, 20, 6, torch.int8),
+]
 
 
 def latent_in_pieces(
@@ -212,11 +227,13 @@ def latent_in_pieces(
 ) -> Tensor:
     _, rank, rope, kept = sizes
     memory = Memory(Shape(kv_heads=1, dim=rank + rope, kept=kept), [len(q)])
+    width = latent_width(rank, rope, name_of(kept))
+    cache = torch.full((*memory.k.shape[:2], width), memory.k.flatten()[0], dtype=kept)
     outs, at = [], 0
     for n in pieces:
         new = slice(at, at + n)
         index = memory.index([n], [0])
-        outs.append(fn(q[new], latent[new], memory.k[:, :, 0], *index, (rank + rope) ** -0.5, rank))
+        outs.append(fn(q[new], latent[new], cache, *index, (rank + rope) ** -0.5, rank))
         at += n
     return torch.cat(outs)
 
@@ -240,6 +257,34 @@ def test_latents_in_any_pieces_give_the_same_bits(
         assert torch.equal(latent_in_pieces(one, sizes, q, latent, pieces), whole)
 
 
+def test_codes_are_the_reference_s_to_the_bit(cpu: Any) -> None:
+    """Both sides round alike: whatever one wrote, decoded, is what the other wrote. Heads of zeros too."""
+    shape = Shape(heads=2, kv_heads=2, dim=36, kept=torch.int8)
+    text, ours, theirs = Text.of(shape, 21), Memory(shape, [21]), Memory(shape, [21])
+    text.k[3], text.v[5], text.k[7, 0], text.v[9, 1] = 0.0, 0.0, 1e-42, 1e30
+    theirs.table.copy_(ours.table)
+    attend(bound(cpu, shape), shape, [text], ours, [21], [0])
+    attend(paged_attention, shape, [text], theirs, [21], [0])
+    blocks, d = theirs.k.shape[0], shape.dim
+    for mine, wanted, is_key in ((ours.k, theirs.k, True), (ours.v, theirs.v, False)):
+        flat = mine.view(blocks, shape.kv_heads, -1)  # one group of sixteen tokens a block
+        codes, scales = flat[..., : 16 * d], flat[..., 16 * d :]
+        codes = codes.unflatten(-1, (d, 16)).mT if is_key else codes.unflatten(-1, (16, d))
+        found = torch.cat([codes, scales.unflatten(-1, (16, 2))], -1).transpose(1, 2)
+        for t in range(21):
+            block, offset = int(ours.table[0, t // 16]), t % 16
+            assert torch.equal(found[block, offset], wanted[block, offset]), t
+
+
+def test_a_number_that_is_none_is_not_hidden_by_codes(cpu: Any) -> None:
+    shape = Shape(heads=2, kv_heads=2, dim=16, kept=torch.int8)
+    text = Text.of(shape, 4)
+    text.v[2, 1, 5] = float("nan")
+    out = in_pieces(bound(cpu, shape), shape, text, [4])
+    assert out[2:, 1].isnan().all()
+    assert out[:, 0].isfinite().all()
+
+
 def test_what_it_cannot_serve_is_refused_by_name(cpu: Any) -> None:
     def reason(**sizes: Any) -> str:
         _, row = paged_attention.bind(Facts("cpu", torch.float32, sizes, cpu))
@@ -248,6 +293,7 @@ def test_what_it_cannot_serve_is_refused_by_name(cpu: Any) -> None:
     assert "not of 24" in reason(block_size=24, dim=64)
     assert "float16" in reason(kv_dtype="float16")
     assert "even" in reason(dim=9)
+    assert "multiple of 4, not of 18" in reason(dim=18, kv_dtype="int8")
 
 
 def test_shapes_that_do_not_fit_are_told(cpu: Any) -> None:

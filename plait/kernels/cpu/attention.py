@@ -1,18 +1,21 @@
-"""Attention over paged keys and values, float32 or bfloat16, with windows, softcaps and shared heads.
+"""Attention over paged keys and values, float32, bfloat16 or int8, with windows, softcaps and shared heads.
 
 The caches keep their shape; inside, keys lie as [block][kv head][sixteen tokens][column][token] (bfloat16:
 [column pair][token][2]) and values as [block][kv head][token][column]: lanes are tokens for the scores and
-columns for the outputs, and nothing is ever summed across lanes but the softmax.
+columns for the outputs, and nothing is ever summed across lanes but the softmax. How int8 lies:
+`attention_codes.py`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
+from plait.kernels.cpu.attention_codes import SCRATCH, store_codes
 from plait.kernels.cpu.attention_source import Form, module, record_bytes
 from plait.kernels.cpu.executor import Executor
 from plait.kernels.cpu.frame import rows_of, word
@@ -20,11 +23,14 @@ from plait.kernels.cpu.kernel import Kernel, kernel
 from plait.kernels.cpu.rows import Rows, float32_rows
 from plait.kernels.cpu.vec import get_f32, get_i64, put_bf16, put_f32
 from plait.ops.attention import paged_attention
+from plait.ops.entry import SCALE_NBYTES
 from plait.ops.registry import Facts
 
 SPAN = 256  # tokens whose scores are in L1 together, and the grain of sharing out one long sequence
 APART = 8 << 20  # bytes for parts of rows: beyond, a row's spans are computed by one thread
-LOCATE = "locate(args, s, kv_head, at, first, end, {size}, {size}, scratch, {groups})"
+LOCATE = "locate(args, s, kv_head, at, first, end, {k_bytes}, {v_bytes}, scratch, {groups})"
+WEIGH = "weigh(args, scores + r * {line}, head, tail, values)"
+KEPT = (torch.float32, torch.bfloat16, torch.int8)
 
 
 @kernel
@@ -62,14 +68,17 @@ def store_rows(frame, args, thread, threads):
 
 def form_of(dtype: torch.dtype) -> Form:
     size = dtype.itemsize
-    return Form(
+    k_bytes, v_bytes = (f"word(args, {dim}) * {size}" for dim in ("K_DIM", "V_DIM"))
+    scale = f" + {SCALE_NBYTES}" if dtype == torch.int8 else ""
+    made = Form(
         name=str(dtype).removeprefix("torch."),
         span=SPAN,
         key_size=size,
         value_size=size,
-        value_stride=f"word(args, V_DIM) * {size}",
-        locate=LOCATE.format(size=size, groups=SPAN // 16),
+        value_stride=v_bytes,
+        locate=LOCATE.format(k_bytes=k_bytes + scale, v_bytes=v_bytes + scale, groups=SPAN // 16),
     )
+    return replace(made, weigh=WEIGH.format(line=made.line)) if scale else made
 
 
 @cache
@@ -83,8 +92,8 @@ def kept_dtype(facts: Facts) -> str | None:
     """Why caches like these cannot be kept here, if so."""
     if reason := float32_rows(facts):
         return reason
-    if (kept := facts.sizes.get("kv_dtype", "model")) not in ("model", "float32", "bfloat16"):
-        return f"it keeps float32 or bfloat16, not {kept}"
+    if (kept := facts.sizes.get("kv_dtype", "model")) not in ("model", "float32", "bfloat16", "int8"):
+        return f"it keeps float32, bfloat16 or int8, not {kept}"
     if facts.sizes.get("block_size", 16) % 16:
         return f"it wants blocks of 16, 32, ... tokens, not of {facts['block_size']}"
     return None
@@ -94,6 +103,8 @@ def served(facts: Facts) -> str | None:
     """Why the native kernels cannot serve these facts, if so."""
     if facts.sizes.get("dim", 2) % 2:
         return f"it wants heads of even size, not of {facts['dim']}"
+    if facts.sizes.get("kv_dtype") == "int8" and facts.sizes.get("dim", 4) % 4:
+        return f"it keeps int8 for heads of a multiple of 4, not of {facts['dim']}"
     return kept_dtype(facts)
 
 
@@ -115,16 +126,20 @@ def _paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     rows, k_rows, v_rows = Rows.of(q), Rows.of(k), Rows.of(v)
-    _, size, kv_heads, d = k_cache.shape
+    _, size, kv_heads, width = k_cache.shape
+    coded, d = k_cache.dtype == torch.int8, width
+    if coded:
+        d -= SCALE_NBYTES
     for name, cached in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_cache(name, cached, (size, kv_heads, d))
+        check_cache(name, cached, (size, kv_heads, width), k_cache.dtype)
     check_index(block_table, slot_mapping, query_start, seq_lens)
-    _check_heads(q, k, v, k_cache)
+    _check_heads(q, k, v, (kv_heads, d), 4 if coded else 2)
     _check_sinks(sinks, rows.heads)
-    cpu.launch(
-        store_rows, k, *k_rows.strides, v, *v_rows.strides, k_cache, v_cache, slot_mapping, kv_heads, d, size,
-        k_cache.element_size(), rows=k_rows.count,
-    )  # fmt: skip
+    new = (k, *k_rows.strides, v, *v_rows.strides, k_cache, v_cache, slot_mapping, kv_heads, d, size)
+    if coded:
+        cpu.launch(store_codes, *new, rows=k_rows.count, scratch=SCRATCH)
+    else:
+        cpu.launch(store_rows, *new, k_cache.element_size(), rows=k_rows.count)
     out = cpu.empty(*q.shape)
     spans = -(-block_table.shape[1] * size // SPAN)
     apart = min(APART, rows.count * rows.heads * spans * record_bytes(d))
@@ -137,13 +152,14 @@ def _paged_attention(
     return out
 
 
-def check_cache(name: str, cached: Tensor, entry: tuple[int, ...]) -> None:
+def check_cache(name: str, cached: Tensor, entry: tuple[int, ...], dtype: torch.dtype) -> None:
     """Raises ShapeMismatch unless the cache is dense [blocks, *entry] of whole groups of sixteen tokens."""
-    known = cached.dtype in (torch.float32, torch.bfloat16) and cached.is_contiguous()
+    known = cached.dtype == dtype and dtype in KEPT and cached.is_contiguous()
     if not known or tuple(cached.shape[1:]) != entry or entry[0] % 16:
         raise ShapeMismatch(
-            f"{name}: native attention wants contiguous float32 or bfloat16 [blocks, {entry}], blocks being "
-            f"of 16, 32, ... tokens, got {cached.dtype} {list(cached.shape)} strides {cached.stride()}"
+            f"{name}: native attention wants contiguous float32, bfloat16 or int8 [blocks, {entry}], the "
+            "same for keys and values, blocks being of 16, 32, ... tokens, got "
+            f"{cached.dtype} {list(cached.shape)} strides {cached.stride()}"
         )
 
 
@@ -162,13 +178,13 @@ def check_index(table: Tensor, slots: Tensor, starts: Tensor, lens: Tensor) -> N
         )
 
 
-def _check_heads(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor) -> None:
-    kv_heads, d = k_cache.shape[2:]
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, kept: tuple[int, int], step: int) -> None:
+    kv_heads, d = kept
     new_ones = k.shape == v.shape == (q.shape[0], kv_heads, d)
-    if not new_ones or q.dim() != 3 or q.shape[2] != d or q.shape[1] % kv_heads or d % 2:
+    if not new_ones or q.dim() != 3 or q.shape[2] != d or q.shape[1] % kv_heads or d % step:
         raise ShapeMismatch(
             f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit caches of {kv_heads} kv "
-            f"heads of {d}: heads must be a multiple of kv heads, and their size even and the same"
+            f"heads of {d}: heads must be a multiple of kv heads, all of one size, a multiple of {step}"
         )
 
 

@@ -22,6 +22,7 @@ from plait.kernels.cpu.vec import (
     get_f32,
     get_i64,
     largest,
+    load_bf16,
     load_f32,
     load_some,
     mul,
@@ -101,22 +102,19 @@ def pack(args, s, kv_head, base, count, size, to):
 
 
 @inline
-def locate(args, s, kv_head, span, first, end, k_size, v_size, to, groups):
+def locate(args, s, kv_head, span, first, end, k_bytes, v_bytes, to, groups):
     """Where each group of sixteen tokens lies: `groups` addresses of keys, then as many of values.
 
-    span: the position its groups first..end count from; k_size, v_size: bytes of a cached number.
+    span: the position its groups first..end count from; k_bytes, v_bytes: of a head of one token.
     """
     size, kv_heads = word(args, BLOCK), word(args, KV_HEADS)
-    k_head, v_head = size * word(args, K_DIM) * k_size, size * word(args, V_DIM) * v_size
     table = word(args, TABLE) + s * word(args, TABLE_ROW)
     for g in range(first, end):
         position = span + 16 * g
         place = get_i64(table + 8 * (position // size)) * kv_heads + kv_head
         offset = position % size
-        put_i64(to + 8 * g, word(args, KEYS) + place * k_head + offset * word(args, K_DIM) * k_size)
-        put_i64(
-            to + 8 * (groups + g), word(args, VALUES) + place * v_head + offset * word(args, V_DIM) * v_size
-        )
+        put_i64(to + 8 * g, word(args, KEYS) + (place * size + offset) * k_bytes)
+        put_i64(to + 8 * (groups + g), word(args, VALUES) + (place * size + offset) * v_bytes)
 
 
 @inline
@@ -143,6 +141,17 @@ def soften(args, scores, first, end, span, position, part):
         sum = add(sum, e)
     put_f32(part, most)
     put_f32(part + 4, total(sum))
+
+
+@inline
+def weigh(args, scores, first, end, places):
+    """Numbers of one row with the groups first..end of a span, each times the scale of its token's value.
+
+    places: addresses of groups of int8 values, behind which their scales lie.
+    """
+    for g in range(first, end):
+        at = scores + 64 * g
+        store_f32(at, mul(load_f32(at), load_bf16(get_i64(places + 8 * g) + 16 * word(args, V_DIM))))
 
 
 @inline

@@ -23,16 +23,23 @@ FEW = 4  # rows: tiles up to here wait for memory, and ask for the next group wh
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What one kernel is made for. Sizes are of one cached number, in bytes (4: float32, 2: bfloat16)."""
+    """What one kernel is made for. Sizes are of one cached number, in bytes (4 float32, 2 bfloat16, 1 int8).
+
+    Behind sixteen int8 keys lie their scales, sixteen bfloat16. So it is with int8 values, and the statement
+    `weigh` multiplies a row's exponentials with them; or each token has a scale for every `value_group`
+    columns behind its own.
+    """
 
     name: str
     span: int  # tokens
-    key_size: int  # 4: [column][token]; 2: [column pair][token][2]
+    key_size: int  # 4, 1: [column][token]; 2: [column pair][token][2]
     value_size: int
     value_stride: str  # bytes from token to token, in terms of `args`
     locate: str  # the statement that finds the groups of a span
     least: int = 1  # tiles of a unit of work, at least
     prelude: str = ""  # functions that `locate` calls
+    weigh: str = ""
+    value_group: int = 0
 
     @property
     def line(self) -> int:
@@ -60,7 +67,9 @@ def source(form: Form) -> str:
     parts = [
         _HEAD.format(name=form.name, digest=made_from),
         form.prelude,
-        _TILES.format(key_size=form.key_size, value_size=form.value_size, line=form.line),
+        _TILES.format(
+            key_size=form.key_size, value_size=form.value_size, line=form.line, group=form.value_group
+        ),
         _BODY.format(
             span=form.span,
             groups=form.span // 16,
@@ -71,6 +80,7 @@ def source(form: Form) -> str:
             stride=form.value_stride,
             locate=form.locate,
             part_at=form.span + TILE * form.line,
+            weigh=form.weigh or "pass",
         ),
     ]
     return "\n".join(parts)
@@ -115,8 +125,11 @@ class _Scoring:
             soon = range(wide, 2 * wide) if rows <= FEW else ()
             ahead = [w.get_i64(self.places + 8 * (g + i).least(self.end - 1)) for i in soon]
             zeros = [w.zero_f32()] * (rows * wide)
-            steps = self.d if self.key_size == 4 else self.d >> 1
+            steps = self.d >> {4: 0, 2: 1, 1: 2}[self.key_size]
             sums = w.loop(0, steps, 1, zeros, lambda p, *sums: self._step(w, rows, p, keys, ahead, sums))
+            if self.key_size == 1:
+                scales = [w.load_bf16(k + 16 * self.d) for k in keys]
+                sums = [w.mul(s, scales[i % wide]) for i, s in enumerate(sums)]
             for i, s in enumerate(sums):
                 w.store_f32(self.to + self.line * (i // wide) + 64 * own[i % wide], s)
 
@@ -125,13 +138,15 @@ class _Scoring:
     def _step(
         self, w: Writer, rows: int, p: Word, keys: list[Word], ahead: list[Word], sums: Sequence[Any]
     ) -> list[Any]:
-        """The next column, or the next two where a key's word holds two."""
-        found = [(w.load_f32 if self.key_size == 4 else w.load_i32)(k + 64 * p) for k in keys]
+        """The next column, or as many as 64 bytes hold."""
         for n in ahead:
             w.prefetch(n + 64 * p)
-        columns = [found]
+        if self.key_size == 1:
+            columns = [[w.to_f32(w.load_i8(k + 64 * p + 16 * i)) for k in keys] for i in range(4)]
+        else:
+            columns = [[(w.load_f32 if self.key_size == 4 else w.load_i32)(k + 64 * p) for k in keys]]
         if self.key_size == 2:
-            columns = [[unpack(x) for x in found] for unpack in (w.low_bf16, w.high_bf16)]
+            columns = [[unpack(x) for x in columns[0]] for unpack in (w.low_bf16, w.high_bf16)]
         for i, xs in enumerate(columns):
             at = self.q + 4 * rows * len(columns) * p + 4 * rows * i
             sums = _multiplied(w, xs, (at + 4 * r for r in range(rows)), sums)
@@ -148,7 +163,7 @@ def _multiplied(w: Writer, xs: Sequence[Any], ys: Iterable[Word], sums: Sequence
 
 
 @cache
-def values(value_size: int, line: int) -> Any:
+def values(value_size: int, line: int, group: int) -> Any:
     """Block: sums of values weighted by `size` rows of scores (one of SIZES), over tokens of a span."""
 
     def write(
@@ -163,7 +178,7 @@ def values(value_size: int, line: int) -> Any:
         out: Word,
         record: Word,
     ) -> None:
-        work = _Weighing(scores, start, end, places, stride, columns, out, record, line, value_size)
+        work = _Weighing(scores, start, end, places, stride, columns, out, record, line, value_size, group)
         for rows in SIZES:
             w.when(size.equals(rows), partial(work.write, w, rows))
 
@@ -184,12 +199,13 @@ class _Weighing:
     record: Word
     line: int
     value_size: int
+    group: int  # columns that share a scale behind their token's; 0: the scores have it already
 
     def write(self, w: Writer, rows: int) -> None:
         most = 4 if rows <= 4 else 2  # vectors of columns at a time
         bits = most.bit_length() + 3
         whole = self.columns >> bits << bits  # a multiple of 16 * most
-        part = 0 if self.value_size == 4 else 1
+        part = 1 if self.value_size == 2 else 0
 
         def last(c: Word) -> None:
             self._some(w, rows, c, 1, (self.columns - c).least(16) >> part)
@@ -210,6 +226,9 @@ class _Weighing:
                 for i in range(0, 16 * self.value_size * wide if ahead else 0, 64):
                     w.prefetch(n + self.stride * j + i)
                 xs = self._read(w, v + self.stride * j, wide, left)
+                if self.group:
+                    scale = w.spread(w.get_bf16(v - c + self.stride * j + self.columns + c // self.group * 2))
+                    xs = [w.mul(x, scale) for x in xs]
                 return _multiplied(w, xs, (s + 4 * j + self.line * r for r in range(rows)), sums)
 
             return w.loop(low, high, 1, sums, token)
@@ -219,6 +238,8 @@ class _Weighing:
             w.store_f32(self.out + self.record * (i // wide) + 64 + 4 * c + 64 * (i % wide), x)
 
     def _read(self, w: Writer, at: Word, wide: int, left: Word | None) -> list[Any]:
+        if self.value_size == 1:  # what lies behind the last column is read too, as numbers nobody wants
+            return [w.to_f32(w.load_i8(at + 16 * i)) for i in range(wide)]
         if left is None:
             load = w.load_f32 if self.value_size == 4 else w.load_bf16
             return [load(at + 16 * self.value_size * i) for i in range(wide)]
@@ -249,7 +270,7 @@ def widened(x):
 
 _TILES = """
 
-tile_scores, tile_values = tiles.scores({key_size}, {line}), tiles.values({value_size}, {line})
+tile_scores, tile_values = tiles.scores({key_size}, {line}), tiles.values({value_size}, {line}, {group})
 """
 
 _BODY = '''
@@ -369,6 +390,7 @@ def attend(frame, args, thread, threads):
                 for r in range(left):
                     position = past + (base + i + r) // group
                     soften(args, scores + r * {line}, head, tail, at, position, parts + r * record)
+                    {weigh}
                 tile_values(size, scores, start, stop, values, stride, columns, parts, record)
                 for r in range(left):
                     part = parts + r * record
