@@ -22,7 +22,7 @@ from plait.ops.registry import Arguments, Facts, op
 from plait.quant.codebook import Codebook
 from plait.quant.fp8 import Fp8
 from plait.quant.gguf import BLOCK_TYPES
-from plait.quant.weight import PIECE, Dense, Weight, stack_key
+from plait.quant.weight import Dense, Weight, piece_of, stack_key
 
 Activations = Literal["float32", "int8", "int8x2"]
 KINDS = tuple(kind.name for kind in BLOCK_TYPES.values() if kind.name not in ("Q8_1", "Q8_K"))
@@ -33,6 +33,7 @@ FLOATS = ("fp8", "fp8_b128", "bnb_nf4")  # whose products are of floats: activat
 SMALLEST = 3.8e-37  # largest number of a block that is not taken for zero
 BLOCK = 32  # activations that share a scale
 ROWS = 128  # of a weight, which storage may keep together
+TOGETHER = 4  # pieces that a device multiplies at a time: few rows do not fill it
 
 
 def _named(kind: str) -> dict[str, str]:
@@ -94,11 +95,12 @@ def _decoded(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """The product with a quantized weight, of which never more than a piece is plain numbers."""
     n_out, n_in = weight.shape
     out = torch.empty(*x.shape[:-1], n_out, dtype=x.dtype, device=x.device)
-    step = max(1, PIECE // max(1, n_in) // ROWS) * ROWS
+    piece = piece_of(x.device) * (1 if x.device.type == "cpu" else TOGETHER)
+    step = max(1, piece // max(1, n_in) // ROWS) * ROWS
     for start in range(0, n_out, step):
         stop = min(start + step, n_out)
-        part = weight.rows(start, stop).dequantize(x.dtype)
-        out[..., start:stop] = F.linear(x, part, bias[start:stop] if bias is not None else None)
+        added = bias[start:stop] if bias is not None else None
+        out[..., start:stop] = F.linear(x, weight.rows(start, stop).dequantize(x.dtype), added)
     return out
 
 
@@ -165,8 +167,8 @@ def _plain(facts: Facts) -> str | None:
 
 
 dense = Packing(pack=lambda weight, dtype: weight.dequantize(dtype).contiguous(), apply=_dense)
-linear.variant("dense", on="cpu", when=_plain)(dense)
-linear.variant("dense", on="cuda")(dense)
+for _device in ("cpu", "cuda"):
+    linear.variant("dense", on=_device, when=_plain)(dense)
 
 
 class Linear:

@@ -14,10 +14,10 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
         return ((packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(1)[:, :count]
     units = _units(packed, bits).long()  # [n, units, bits]: eight numbers each
-    at = torch.arange(bits, device=packed.device) * 8
-    words = (units << at).sum(-1, keepdim=True)
-    shifts = torch.arange(8, device=packed.device) * bits
-    return ((words >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(1)[:, :count]
+    units <<= torch.arange(bits, device=packed.device) * 8
+    numbers = units.sum(-1, keepdim=True) >> torch.arange(8, device=packed.device) * bits
+    numbers &= (1 << bits) - 1
+    return numbers.to(torch.uint8).flatten(1)[:, :count]
 
 
 def pack(values: Tensor, bits: int) -> Tensor:

@@ -5,8 +5,16 @@ Fields are little endian, and the lowest bits of a run of bytes come before its 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
+
+
+@cache
+def constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small table of a format, [n]. It is copied to a device once: at every copy the host waits for it."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def half(blocks: Tensor, at: int) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.quant.bits import unpack
+from plait.quant.fields import constants
 from plait.quant.weight import check_range, checked_rows, decode_in_pieces
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -82,7 +83,7 @@ class Fp4:
         return decode_in_pieces(self._decode, self.shape, dtype, self.codes.device)
 
     def _decode(self, start: int, stop: int) -> Tensor:
-        table = torch.tensor(VALUES, device=self.codes.device)
+        table = constants(VALUES, torch.float32, self.codes.device)
         numbers = table[unpack(self.codes[start:stop], 4, self.shape[1]).int()]
         scales = self.scales[start:stop]
         if scales.dtype == torch.uint8:

@@ -66,7 +66,9 @@ class Fp8:
 
     def _decode(self, start: int, stop: int) -> Tensor:
         of = torch.arange(self.shape[1], device=self.codes.device) // self.block[1]
-        return self.codes[start:stop].float() * self._row_scales(slice(start, stop))[:, of]
+        numbers = self.codes[start:stop].float()
+        numbers *= self._row_scales(slice(start, stop))[:, of]
+        return numbers
 
     def _row_scales(self, index: Tensor | slice) -> Tensor:
         """The scales of some rows, [n, blocks of columns]."""

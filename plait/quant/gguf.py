@@ -20,9 +20,7 @@ from plait.quant import gguf_iq, gguf_parts
 from plait.quant.fields import bits, half, nibbles
 from plait.quant.gguf_k import iq4_nl, iq4_xs, q2_k, q3_k, q4_k, q5_k, q6_k
 from plait.quant.gguf_parts import Parts
-from plait.quant.weight import checked_rows
-
-_PIECE = 1 << 20  # elements decoded at a time: 4 MiB of float32, so the peak does not follow the matrix
+from plait.quant.weight import checked_rows, decode_in_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +66,11 @@ class Gguf:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The whole map as numbers, [out, in]: decoded in float32, a few rows at a time, then cast."""
-        rows, cols = self.shape
-        out = torch.empty(rows, cols, dtype=dtype, device=self.data.device)
-        step = max(1, _PIECE // max(1, cols))
-        for start in range(0, rows, step):
-            piece = self.data[start : start + step]
-            out[start : start + step] = self.kind.decode(piece.reshape(-1, self.kind.nbytes)).view(-1, cols)
-        return out
+        return decode_in_pieces(self._decode, self.shape, dtype, self.data.device)
+
+    def _decode(self, start: int, stop: int) -> Tensor:
+        blocks = self.data[start:stop].reshape(-1, self.kind.nbytes)
+        return self.kind.decode(blocks).view(stop - start, self.shape[1])
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """index [n] -> [n, in]; only those rows are read and decoded."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import UnsupportedFormat
-from plait.quant.fields import bits, fields, half, words
+from plait.quant.fields import bits, constants, fields, half, words
 from plait.quant.gguf_parts import Parts
 
 IQ1_VALUES = (-9, -7, -1, 1, 7, 9)  # eight times (-1, 0 or 1, less or plus an eighth)
@@ -38,16 +38,21 @@ def grid(name: str) -> Tensor:
 
 
 @cache
-def _sign_bytes() -> Tensor:
+def _grid_on(name: str, device: torch.device) -> Tensor:
+    return grid(name).to(device)
+
+
+@cache
+def _sign_bytes(device: torch.device) -> Tensor:
     """uint8 [128]: seven sign bits -> eight, of which an even number is set."""
-    numbers = torch.arange(128)
-    parity = (numbers.unsqueeze(1) >> torch.arange(7)).sum(1) & 1
+    numbers = torch.arange(128, device=device)
+    parity = (numbers.unsqueeze(1) >> torch.arange(7, device=device)).sum(1) & 1
     return (numbers | parity << 7).to(torch.uint8)
 
 
 def _rows(name: str, index: Tensor) -> Tensor:
     """Rows of a grid one behind the other. index: [n, rows] -> uint8 [n, rows * 8 or 4]."""
-    return grid(name).to(index.device)[index].flatten(1)
+    return _grid_on(name, index.device)[index].flatten(1)
 
 
 def _signed(magnitudes: Tensor, signs: Tensor, count: int) -> Tensor:
@@ -57,8 +62,8 @@ def _signed(magnitudes: Tensor, signs: Tensor, count: int) -> Tensor:
 
 def _sevens(packed: Tensor) -> Tensor:
     """[n, words] of four seven-bit signs each -> sign bytes [n, words * 4]."""
-    index = (packed.unsqueeze(-1) >> torch.tensor([0, 7, 14, 21], device=packed.device)) & 127
-    return _sign_bytes().to(packed.device)[index].flatten(1)
+    index = (packed.unsqueeze(-1) >> constants((0, 7, 14, 21), torch.int64, packed.device)) & 127
+    return _sign_bytes(packed.device)[index].flatten(1)
 
 
 def _odd(levels: Tensor) -> Tensor:
@@ -81,7 +86,7 @@ def iq2_xxs(blocks: Tensor) -> Parts:
 def iq2_xs(blocks: Tensor) -> Parts:
     """16 groups of 16; nine bits of a row and seven signs in each two bytes; a nibble for each level."""
     packed = words(blocks, 2, 66, torch.int16)
-    signs = _sign_bytes().to(blocks.device)[packed >> 9]
+    signs = _sign_bytes(blocks.device)[packed >> 9]
     return Parts(
         _signed(_rows("IQ2_XS", packed & 511), signs, 3), _odd(_low_high(blocks[:, 66:])), half(blocks, 0) / 8
     )
@@ -112,7 +117,7 @@ def iq3_s(blocks: Tensor) -> Parts:
 def iq1_s(blocks: Tensor) -> Parts:
     """8 groups of 32: eleven bits of a row, three of them apart; an eighth to add or take; a level."""
     packed = words(blocks, 34, 50, torch.int16)  # [n, 8]: four times three bits, the level, the sign
-    high = (packed.unsqueeze(-1) >> torch.tensor([0, 3, 6, 9], device=blocks.device)) & 7
+    high = (packed.unsqueeze(-1) >> constants((0, 3, 6, 9), torch.int64, blocks.device)) & 7
     rows = _rows("IQ1_S", blocks[:, 2:34].long() | high.flatten(1) << 8)
     plus = (packed < 0x8000).to(torch.uint8).repeat_interleave(32, 1)
     return Parts(2 * rows + plus, _odd(packed >> 12 & 7), half(blocks, 0) / 8)
@@ -123,7 +128,7 @@ def iq1_m(blocks: Tensor) -> Parts:
     tops = words(blocks, 48, 56, torch.int16)  # [n, 4]: four times three bits, four bits of the float16
     bits16 = sum(tops[:, i] >> 12 << 4 * i for i in range(4))
     unit = torch.as_tensor(bits16).to(torch.int16).view(torch.float16).float().unsqueeze(1)
-    levels = (tops.unsqueeze(-1) >> torch.tensor([0, 3, 6, 9], device=blocks.device)) & 7
+    levels = (tops.unsqueeze(-1) >> constants((0, 3, 6, 9), torch.int64, blocks.device)) & 7
     high = _low_high(blocks[:, 32:48]).long()  # [n, 32]: three bits of a row, one of the sign
     rows = _rows("IQ1_S", blocks[:, :32].long() | (high & 7) << 8)
     plus = (high < 8).to(torch.uint8).repeat_interleave(8, 1)

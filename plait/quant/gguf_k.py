@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from plait.quant.fields import fields, half, nibbles
+from plait.quant.fields import constants, fields, half, nibbles
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -27,9 +27,9 @@ def q3_k(blocks: Tensor) -> Tensor:
     low = nibbles(blocks[:, None, 96:104]).flatten(1)  # [n, 16]
     high = fields(blocks[:, None, 104:108], 2).flatten(1)
     scale = half(blocks, 108) * ((low | (high << 4)).float() - 32)
-    q = fields(blocks[:, 32:96].reshape(-1, 2, 32), 2).flatten(1).float()
-    mask = fields(blocks[:, None, :32], 1).flatten(1).float()
-    return (scale.unsqueeze(-1) * (q - 4 * (1 - mask)).view(-1, 16, 16)).flatten(1)
+    q = fields(blocks[:, 32:96].reshape(-1, 2, 32), 2).flatten(1)
+    q |= fields(blocks[:, None, :32], 1).flatten(1) << 2
+    return (scale.unsqueeze(-1) * (q.float() - 4).view(-1, 16, 16)).flatten(1)
 
 
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,8 +71,7 @@ def q6_k(blocks: Tensor) -> Tensor:
 
 
 def _iq4(q: Tensor) -> Tensor:
-    table = torch.tensor(IQ4_VALUES, dtype=torch.float32, device=q.device)
-    return table[q.int()]
+    return constants(IQ4_VALUES, torch.float32, q.device)[q.int()]
 
 
 def iq4_nl(blocks: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.quant.fields import bits, fields, half, nibbles
+from plait.quant.fields import bits, constants, fields, half, nibbles
 
 E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # four-bit floats, doubled
 TERNARY = (-1, 0, 1, 2)
@@ -31,7 +31,7 @@ class Parts:
 
     def numbers(self, table: tuple[int, ...]) -> Tensor:
         """float32 [n, elements]."""
-        values = torch.tensor(table, dtype=torch.float32, device=self.codes.device)[self.codes.int()]
+        values = constants(table, torch.float32, self.codes.device)[self.codes.int()]
         scale = (self.unit * self.levels).unsqueeze(-1)
         return (scale * values.view(len(values), self.levels.shape[1], -1)).flatten(1)
 
@@ -42,9 +42,7 @@ def _one_level(codes: Tensor, unit: Tensor) -> Parts:
 
 def _trits(packed: Tensor, count: int) -> Tensor:
     """[n, runs, bytes] -> [n, runs * count, bytes]: base-3 digits, the first in the top of a byte."""
-    powers = torch.tensor([1, 3, 9, 27, 81][:count], dtype=torch.uint8, device=packed.device).view(
-        1, 1, -1, 1
-    )
+    powers = constants((1, 3, 9, 27, 81)[:count], torch.uint8, packed.device).view(1, 1, -1, 1)
     shifted = (packed.unsqueeze(2) * powers).int()  # modulo 256: digits before this one are gone
     return ((shifted * 3) >> 8).to(torch.uint8).flatten(1, 2)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 
 PIECE = 1 << 20  # elements decoded at a time: 4 MiB of float32, so the peak does not follow the matrix
+DEVICE_PIECE = 1 << 21  # the same beside a CPU, where a launch costs as much as a million numbers
 
 
 @runtime_checkable
@@ -140,13 +141,18 @@ def check_range(what: str, start: int, stop: int, size: int, weight: Weight) -> 
         raise ShapeMismatch(f"{what} {start}..{stop} of a {weight.format} weight of {list(weight.shape)}")
 
 
+def piece_of(device: torch.device) -> int:
+    """Elements that are decoded at a time there."""
+    return PIECE if device.type == "cpu" else DEVICE_PIECE
+
+
 def decode_in_pieces(
     decode: Callable[[int, int], Tensor], shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """The whole map, [out, in]: `decode(start, stop)` gives some rows in float32, and they are cast."""
     rows, cols = shape
     out = torch.empty(rows, cols, dtype=dtype, device=device)
-    step = max(1, PIECE // max(1, cols))
+    step = max(1, piece_of(device) // max(1, cols))
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         out[start:stop] = decode(start, stop)

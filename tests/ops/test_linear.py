@@ -41,7 +41,7 @@ def test_the_choice_says_why_no_plain_copy_is_kept() -> None:
 
 
 def test_the_reference_decodes_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maps, "PIECE", 256 * 128)
+    monkeypatch.setattr(maps, "piece_of", lambda device: 256 * 128)
     sizes: list[int] = []
     weight, x, bias = random_weight("fp8_b128", 300, 256), torch.randn(2, 5, 256), torch.randn(300)
     kind = type(weight)

@@ -139,7 +139,8 @@ def test_hand_written_four_bit_floats() -> None:
 
 
 def test_a_format_that_needs_tables_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    gguf_iq.grid.cache_clear()
+    for kept in (gguf_iq.grid, gguf_iq._grid_on):
+        kept.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UnsupportedFormat, match=r"IQ3_S blocks need .* pip install gguf"):
         values_of("IQ3_S", bytes(110))

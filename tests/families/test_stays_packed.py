@@ -1,0 +1,128 @@
+"""What a loaded quantized model holds on a device with no kernels for packed weights: what the file holds.
+
+The variants that CUDA would get are bound here over tensors of the CPU, and all that the model holds is
+looked at: no numbers of the size of a map may be in memory that is not the checkpoint's own.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from plait.checkpoint.packed import Packed
+from plait.checkpoint.scheme import find_scheme
+from plait.checkpoint.weights import Weights
+from plait.model.decoder import Decoder
+from plait.ops.blocks import random_weight
+from plait.ops.linear import linear
+from plait.ops.registry import Facts, Op
+from plait.quant.weight import Dense, Weight
+from tests.checkpoint.packings import PACKINGS, packed_like
+from tests.families import tiny
+from tests.families.parity import Memory, decoder, resolved, whole, worst
+from tests.families.test_packed import CONFIGS, IDS, Model
+
+LEAST = 64 * 64  # numbers in the smallest map of these models
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture
+def bound_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Which variant each op got, and for what kind of weight."""
+    rows: list[tuple[str, Any]] = []
+
+    def bind(self: Weights, op: Op, **sizes: Any) -> Any:
+        fn, row = op.bind(Facts("cuda", self.target.dtype, sizes), self.prefix)
+        rows.append((f"{op.name} {row.variant}", sizes.get("kind")))
+        return fn
+
+    monkeypatch.setattr(Weights, "bind", bind)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    found = {}
+    for name, config in CONFIGS.items():
+        model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.float32).eval()
+        tiny.randomize(model, one_plus=False)
+        folder = tmp_path_factory.mktemp(name)
+        tiny.save(model, folder)
+        found[name] = tiny.read(folder)[:2]
+    return found
+
+
+def held(thing: Any) -> Iterator[Tensor]:
+    """Every tensor that can be reached from a model: through attributes, slots, closures and partials."""
+    seen, waiting = set[int](), [thing]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, type | Op) or type(one).__name__ == "module":
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            yield one
+        elif not callable(one) or hasattr(one, "__self__") or not hasattr(one, "__globals__"):
+            waiting += gc.get_referents(one)
+        else:
+            waiting += [one.__closure__, one.__defaults__]
+
+
+def own_copies(model: Decoder, tensors: dict[str, Tensor]) -> list[tuple[int, ...]]:
+    """Shapes of the plain numbers, as many as a map has, that are not in the checkpoint's own memory."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    large = (t for t in held(model) if t.dtype in FLOATS and t.numel() >= LEAST)
+    return [tuple(t.shape) for t in large if t.untyped_storage().data_ptr() not in own]
+
+
+@pytest.mark.parametrize("name", [name for name, packing in PACKINGS.items() if packing.config])
+def test_no_numbers_of_a_quantized_model_are_kept(
+    name: str, models: dict[str, Model], bound_as_on_cuda: list[tuple[str, Any]]
+) -> None:
+    config, tensors = models["qwen3_moe" if "fp8" in name or name == "nf4" else "llama"]
+    said = PACKINGS[name].config
+    files, plain = packed_like(tensors, PACKINGS[name])
+    checkpoint = Packed(files, find_scheme({"quantization_config": said}))
+    found = decoder(resolved(checkpoint, {**config, "quantization_config": said}), checkpoint)
+    assert own_copies(found, files) == []
+    kinds = {kind for variant, kind in bound_as_on_cuda if variant == "linear reference"}
+    assert PACKINGS[name].format in kinds
+    logits = whole(decoder(resolved(Memory(plain), config), Memory(plain)), IDS)
+    assert worst(whole(found, IDS), logits) <= 1e-4 * float(logits.abs().max())
+    assert own_copies(found, files) == []  # nor after a pass
+
+
+def test_blocks_of_gguf_stay_blocks_at_both_ends_of_a_model_too(
+    models: dict[str, Model], bound_as_on_cuda: list[tuple[str, Any]]
+) -> None:
+    """Maps, the embedding's table and the head: of random blocks, several formats in one fused map."""
+    config, tensors = models["qwen3_moe"]
+    kinds = {"embed_tokens": "Q4_0", "lm_head": "Q8_0", "k_proj": "Q5_1", "up_proj": "IQ4_NL"}
+    stored: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        kind = next((kind for word, kind in kinds.items() if word in name), "Q4_1")
+        keeps = tensor.dim() != 2 or tensor.shape[1] % 32 or name.endswith("mlp.gate.weight")
+        stored[name] = tensor if keeps else random_weight(kind, *tensor.shape)
+    plain = {n: t if isinstance(t, Tensor) else t.dequantize(torch.float32) for n, t in stored.items()}
+    found = decoder(resolved(Memory(stored), config), Memory(stored))
+    assert own_copies(found, {n: t for n, t in stored.items() if isinstance(t, Tensor)}) == []
+    assert set(kinds.values()) <= {kind for variant, kind in bound_as_on_cuda if "reference" in variant}
+    logits = whole(decoder(resolved(Memory(plain), config), Memory(plain)), IDS)
+    assert worst(whole(found, IDS), logits) <= 1e-4 * float(logits.abs().max())
+
+
+def test_a_copy_that_is_kept_would_be_found() -> None:
+    weight = random_weight("Q8_0", 64, 64)
+
+    class Keeps:
+        def __init__(self, weight: Weight) -> None:
+            numbers = weight.dequantize(torch.float32)
+            self.apply = lambda x: linear(x, Dense(numbers), None)
+
+    assert own_copies(Keeps(weight), {}) == [(64, 64)]

@@ -1,0 +1,112 @@
+"""Quantized maps on a device: decoded at each use, in pieces, without a copy that stays or a host that waits.
+
+There is no device here. Tensors of torch's `meta` device go through the same code with sizes of real models:
+they have shapes and no memory, and whoever reads their numbers on the host fails.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from plait.ops.blocks import random_weight
+from plait.ops.linear import FLOATS, KINDS, STORED, Linear, linear
+from plait.ops.registry import Facts
+from plait.ops.rows import embed
+from plait.quant.weight import Weight
+
+META = torch.device("meta")
+MOST = 64 << 20
+FORMATS = [*KINDS, *STORED, *FLOATS]
+
+
+class Watch(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive, and notes copies between devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive, self.peak, self.copies = 0, 0, list[str]()
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_to_copy" in str(func) and (kwargs or {}).get("device") is not None:
+            self.copies.append(str(func))
+        for tensor in (t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
+            self._known.add(tensor.untyped_storage()._cdata)
+        result = func(*args, **(kwargs or {}))
+        for tensor in (t for t in tree_leaves(result) if isinstance(t, Tensor)):
+            self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._known:
+            return
+        place, nbytes = storage._cdata, storage.nbytes()
+        self._known.add(place)
+        self.alive += nbytes
+        self.peak = max(self.peak, self.alive)
+
+        def forget() -> None:
+            self.alive -= nbytes
+            self._known.discard(place)
+
+        weakref.finalize(storage, forget)
+
+
+def on_meta(kind: str, rows: int, cols: int) -> Weight:
+    """A map of that size, without memory."""
+    weight = random_weight(kind, 128, cols)
+    if kind not in ("bnb_nf4", "int4_g64+zeros+order"):  # whose tables and orders are compared to be joined
+        weight = weight.to(META)
+    whole = weight.cat([weight] * (rows // 128)).to(META)
+    assert whole.shape == (rows, cols)
+    return whole
+
+
+def watched(call: Callable[..., Tensor]) -> Watch:
+    """The second call: what is made once and kept (tables of the format) is there then."""
+    call()
+    with Watch() as watch:
+        call()
+    return watch
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_large_map_is_decoded_in_less_than_64_mib_and_nobody_waits(kind: str) -> None:
+    weight = on_meta(kind, 16384, 8192)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.empty(4, 8192, dtype=dtype, device=META)
+        watch = watched(lambda x=x: linear(x, weight, None))
+        assert 0 < watch.peak <= MOST < 16384 * 8192 * dtype.itemsize
+        assert not watch.copies
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "IQ2_XS", "MXFP4", "int4_g128", "fp8_b128", "mxfp4"])
+def test_an_embedding_decodes_the_rows_it_reads_and_nobody_waits(kind: str) -> None:
+    table, ids = on_meta(kind, 131072, 4096), torch.empty(512, dtype=torch.int64, device=META)
+    watch = watched(lambda: embed(ids, table, 1.0, torch.bfloat16))
+    assert 0 < watch.peak <= MOST // 2
+    assert not watch.copies
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_on_cuda_what_is_quantized_is_kept_as_it_is(kind: str) -> None:
+    weight = random_weight(kind, 128, 512)
+
+    def bind(op: Any, **sizes: Any) -> Any:
+        return op.bind(Facts("cuda", torch.bfloat16, sizes))[0]
+
+    made = Linear([weight], [None], bind, torch.bfloat16)
+    assert made.nbytes == weight.nbytes < 128 * 512 * 2
+    kept = made.only_part
+    assert kept is not None
+    assert kept[0] is weight
+    _, row = linear.bind(Facts("cuda", torch.bfloat16, {"kind": "bfloat16", "n_in": 512, "n_out": 128}))
+    assert row.variant == "dense"  # plain numbers are plain numbers there
