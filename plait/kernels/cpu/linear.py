@@ -7,19 +7,28 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.executor import Executor
-from plait.kernels.cpu.layout import LAYOUTS
+from plait.kernels.cpu.layout import LAYOUTS, Layout
 from plait.kernels.cpu.linear_source import linear_kernel
 from plait.kernels.cpu.pack import READERS
 from plait.kernels.cpu.pack import packed as packed_blocks
 from plait.kernels.cpu.packed import Packed, multiply
 from plait.kernels.cpu.rows import float32_rows
-from plait.kernels.cpu.streams import kept_grouped, packed
+from plait.kernels.cpu.streams import kept_grouped, packed, stream_of
 from plait.ops.linear import BLOCK, Activations, Packing, linear
 from plait.ops.registry import Facts
 from plait.quant.gguf import Gguf
 from plait.quant.weight import Weight
 
 KNOWN = (*LAYOUTS, "mxfp4", "nvfp4")
+
+
+def layout_of(weight: Weight) -> Layout:
+    """How that weight is kept. Raises ShapeMismatch for what is not packed here."""
+    if isinstance(weight, Gguf) and weight.format in READERS:
+        return LAYOUTS[weight.format]
+    if stream := stream_of(weight):
+        return stream.layout
+    raise ShapeMismatch(f"{weight.format} weights cannot be packed")
 
 
 def pack(cpu: Executor, weight: Weight, dtype: torch.dtype) -> Packed:

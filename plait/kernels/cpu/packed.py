@@ -5,7 +5,7 @@ with zeros. Its kernel takes these words (`Executor.launch`):
 
 2 x (float32 rows), 3 bytes between rows, 4 n_in, 5 weight (address of the first tile), 6 n_out, 7 bias
 (float32) or 0, 8 out, 9 bytes between its rows, 10 rounding of x (index into ROUNDINGS), 11 groups,
-12 starts, 13 weights, 14 bytes of x's rounded form at most.
+12 starts, 13 weights, 14 bytes of x's rounded form at most, 15 address of the kernel for few rows or 0.
 
 A weight may keep its columns in another order than its inputs come in: `order_columns` then goes first.
 
@@ -45,6 +45,8 @@ class Packed:
     kernel: Kernel
     shared_per_row: int  # bytes of shared scratch that a row of x needs
     order: Tensor | None = None  # int32 [n_in]: which input a column belongs to
+    few: Kernel | None = None  # what `kernel` calls where rows are few, if that is another one
+    scratch: int = 0  # bytes that each thread needs
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +129,9 @@ def multiply(
         ROUNDINGS.index(activations),
         *grouping,
         need,
+        weight.few.address if weight.few else 0,
         rows=asked,
+        scratch=weight.scratch,
         shared=need,
     )
     return out.view(*shape[:-1], weight.n_out)

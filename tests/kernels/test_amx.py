@@ -1,0 +1,205 @@
+"""AMX: tiles in memory do what the instructions are documented to do, and kernels on them multiply right."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from plait.kernels.load import executor, load
+from plait.ops.blocks import random_weight
+from plait.ops.linear import linear
+from plait.quant.weight import Dense, Weight
+
+load()
+amx = pytest.importorskip("plait.kernels.cpu.amx")
+rows_on_tiles = pytest.importorskip("plait.kernels.cpu.amx_linear")
+straight = pytest.importorskip("plait.kernels.cpu.straight")
+kernels = pytest.importorskip("plait.kernels.cpu.kernel")
+layouts = pytest.importorskip("plait.kernels.cpu.layout")
+packing = {name: pytest.importorskip(f"plait.kernels.cpu.{name}") for name in ("dense", "floats", "linear")}
+
+TEXT = '''"""Products of tiles, from {digest}."""
+import test_amx as blocks
+
+from plait.kernels.cpu.kernel import kernel
+from plait.kernels.cpu.vec import word
+
+once = blocks.ONCE[{kind!r}]
+
+
+@kernel
+def run(frame, args, thread, threads):
+    """scratch, a, b, c: the tiles of a product, and what it is added to."""
+    if thread == 0:
+        once(word(args, 2), word(args, 3), word(args, 4), word(args, 5))
+'''
+
+
+def product(kind: str) -> Any:
+    shapes = ((16, 64), (16, 64), (16, 64)) if kind == "bf16" else ((16, 64), (16, 32), (8, 64))
+
+    def write(w: Any, scratch: Any, a: Any, b: Any, c: Any) -> None:
+        tiles = amx.Tiles(w, "software", scratch, shapes)
+        tiles.configure()
+        tiles.load(0, c, 64)
+        tiles.load(1, a, shapes[1][1])
+        tiles.load(2, b, 64)
+        getattr(tiles, kind)(0, 1, 2)
+        tiles.store(0, c, 64)
+        tiles.release()
+
+    return straight.straight(write)
+
+
+ONCE = {kind: product(kind) for kind in ("bf16", "s8u8")}
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Iterator[Any]:
+    made = executor(2)
+    assert made is not None
+    yield made
+    made.close()
+
+
+def multiplied(cpu: Any, kind: str, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    sys.modules.setdefault("test_amx", sys.modules[__name__])
+    text = TEXT.format(kind=kind, digest=straight.digest("amx.py"))
+    run = kernels.generated(f"amx_test_{kind}", text).run
+    scratch, c = torch.zeros(amx.MEMORY, dtype=torch.uint8), c.clone()
+    cpu.launch(run, scratch, a, b, c, rows=1)
+    return c
+
+
+def nearest(x: Fraction) -> Fraction:
+    """x as float32: to nearest even, what is too small to be normal to zero."""
+    if not x:
+        return x
+    size, power = abs(x), 0
+    while size >= 2:
+        size, power = size / 2, power + 1
+    while size < 1:
+        size, power = size * 2, power - 1
+    kept = Fraction(round(size * 2**23), 2**23) * Fraction(2) ** power
+    return (kept if x > 0 else -kept) if kept >= Fraction(2) ** -126 else Fraction(0)
+
+
+def as_documented(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a: [rows, 32], b: [16 pairs, columns, 2], c: [rows, columns]: TDPBF16PS, number by number."""
+    result = torch.empty_like(c)
+    inputs, weights = ([Fraction(v) for v in t.double().flatten().tolist()] for t in (a, b))
+    inputs, weights = ([nearest(v) for v in part] for part in (inputs, weights))
+    columns = c.shape[1]
+    for m in range(c.shape[0]):
+        for n in range(columns):
+            sums = [Fraction(0), Fraction(0)]
+            for k in range(16):
+                for odd in (0, 1):
+                    x, y = inputs[32 * m + 2 * k + odd], weights[(k * columns + n) * 2 + odd]
+                    sums[odd] = nearest(sums[odd] + x * y)
+            before = nearest(Fraction(float(c[m, n])))
+            result[m, n] = float(nearest(before + nearest(sums[0] + sums[1])))
+    return result
+
+
+def test_products_of_bfloat16_are_added_in_the_documented_order(cpu: Any) -> None:
+    torch.manual_seed(0)
+    scale = 2.0 ** torch.randint(-12, 13, (16, 32))  # so that another order would round differently
+    a, b = (torch.randn(16, 32) * scale).bfloat16(), torch.randn(16, 16, 2).bfloat16()
+    c = torch.randn(16, 16)
+    assert torch.equal(multiplied(cpu, "bf16", a, b, c), as_documented(a, b, c))
+
+
+def test_subnormal_numbers_count_as_zero(cpu: Any) -> None:
+    a, b, c = torch.zeros(16, 32).bfloat16(), torch.zeros(16, 16, 2).bfloat16(), torch.zeros(16, 16)
+    a[0, 0], b[0, 0, 0] = 2.0**-130, 2.0**20  # an input that is subnormal
+    a[1, 1], b[0, 1, 1] = 2.0**-70, 2.0**-60  # a product that is
+    c[2, 2] = 2.0**-130  # a sum that was
+    a[3, 2], b[1, 3, 0] = 2.0**-60, 2.0**-60  # and one that is normal
+    found = multiplied(cpu, "bf16", a, b, c)
+    assert found[3, 3] == 2.0**-120
+    assert found.count_nonzero() == 1
+    assert torch.equal(found, as_documented(a, b, c))
+
+
+def test_products_of_bytes_are_exact(cpu: Any) -> None:
+    a = torch.randint(-128, 128, (16, 32), dtype=torch.int8)
+    b = torch.randint(0, 256, (8, 16, 4), dtype=torch.uint8)
+    a[0], b[:, 0] = -128, 255
+    c = torch.randint(-(1 << 20), 1 << 20, (16, 16), dtype=torch.int32)
+    whole = b.int().permute(0, 2, 1).reshape(32, 16)
+    assert torch.equal(multiplied(cpu, "s8u8", a, b, c), c + a.int() @ whole)
+
+
+def test_the_configuration_names_rows_and_bytes_of_each_tile() -> None:
+    table = np.array(amx.configuration(((16, 64), (3, 20))), np.int32).view(np.uint8)
+    assert table[0] == 1
+    assert table[48:51].tolist() == [16, 3, 0]
+    assert table[16:22].view(np.uint16).tolist() == [64, 20, 0]
+    assert len(table) == 64
+    assert not table[1:16].any()
+
+
+def kept_as(weight: Weight, packed: Any) -> Any:
+    if isinstance(weight, Dense):
+        return weight.format
+    if records := packing["floats"].records_of(weight):
+        return records
+    return packing["linear"].layout_of(weight)
+
+
+def on_tiles(cpu: Any, weight: Weight) -> Any:
+    name = {str: "dense", layouts.Layout: "linear"}.get(type(kept_as(weight, None)), "floats")
+    packed = packing[name].pack(cpu, weight, torch.float32)
+    return rows_on_tiles.on_tiles(packed, kept_as(weight, packed), "software")
+
+
+def expected(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """The op's reference of what is left after rounding."""
+    numbers = weight.dequantize(torch.float32).bfloat16().double()
+    out: Tensor = linear(x.bfloat16().double(), Dense(numbers), None if bias is None else bias.double())
+    return out
+
+
+STORAGES = (
+    "Q8_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ3_S", "TQ2_0", "mxfp4", "nvfp4",
+    "int4_g128", "int4_g64+zeros", "int8", "fp8_b128", "bnb_nf4",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_every_storage_is_decoded_and_multiplied(kind: str, cpu: Any) -> None:
+    torch.manual_seed(1)
+    weight, bias = random_weight(kind, 50, 512), torch.randn(50)
+    x = torch.randn(45, 512)
+    found = packing["linear"].multiply(cpu, x, on_tiles(cpu, weight), bias, "int8")
+    assert (found - expected(x, weight, bias)).abs().max() < 5e-5 * float(x.abs().max())
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("n_in", [64, 1031])
+def test_plain_numbers_and_inputs_that_fill_no_tile(kind: str, n_in: int, cpu: Any) -> None:
+    weight = Dense((torch.randn(70, n_in) / n_in**0.5).to(getattr(torch, kind)))
+    x = torch.randn(33, n_in)
+    found = packing["linear"].multiply(cpu, x, on_tiles(cpu, weight), None, "float32")
+    assert (found - expected(x, weight, None)).abs().max() < 5e-5
+    few = packing["linear"].multiply(cpu, x[:31], on_tiles(cpu, weight), None, "float32")
+    assert (few - linear(x[:31], weight, None)).abs().max() < 5e-5  # exact activations below the limit
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(cpu: Any) -> None:
+    weight = random_weight("Q4_1", 600, 288)
+    x = torch.randn(600, 288)
+    packed, one = on_tiles(cpu, weight), executor(1)
+    assert one is not None
+    whole = packing["linear"].multiply(cpu, x, packed, None, "int8")
+    part = packing["linear"].multiply(one, x[100:140], packed, None, "int8")
+    one.close()
+    assert torch.equal(whole[100:140], part)
