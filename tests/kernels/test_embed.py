@@ -15,8 +15,10 @@ from plait.ops.blocks import random_blocks, random_weight
 from plait.ops.registry import Facts
 from plait.ops.rows import embed
 from plait.quant.fp4 import Fp4
+from plait.quant.fp8 import Fp8
 from plait.quant.gguf import BLOCK_TYPES, BlockType, Gguf
 from plait.quant.weight import Dense
+from tests.quant.storages import made
 
 IDS = torch.tensor([0, 39, 7, 7, 12])
 FORMATS = list(BLOCK_TYPES.values())
@@ -73,6 +75,35 @@ def test_packed_tables_have_the_bits_of_the_reference(cpu: Any, kind: str) -> No
         part = Fp4(table.codes, table.scales, torch.rand(40))
         want = embed(IDS, part, 1.0, torch.float32)
         assert torch.equal(bits(_embed(cpu, IDS, part, 1.0, torch.float32)), bits(want))
+
+
+def test_every_small_float_has_the_bits_of_the_reference(cpu: Any) -> None:
+    """All bytes, in lanes of vectors and in the rest of a row; what is no number is none here either."""
+    every = torch.arange(256).roll(7).to(torch.uint8)
+    codes = torch.stack([every, every.flip(0)])[:, :250]
+    ids = torch.tensor([1, 0])
+    for block in ((1, 250), (2, 24), (1, 7)):
+        scale = torch.rand(-(-2 // block[0]), -(-250 // block[1]))
+        table = Fp8(codes.contiguous().view(torch.float8_e4m3fn), scale, block)
+        want = embed(ids, table, 1.0, torch.float32)
+        found = _embed(cpu, ids, table, 1.0, torch.float32)
+        torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+    fours = Fp4(
+        codes[:, :240].contiguous(), torch.arange(100, 115).expand(2, -1).to(torch.uint8).contiguous()
+    )
+    want = embed(ids, fours, 1.0, torch.float32)
+    assert torch.equal(bits(_embed(cpu, ids, fours, 1.0, torch.float32)), bits(want))
+
+
+@pytest.mark.parametrize(
+    "storage", ["int4 with zeros", "int4 with order", "int3 with a short last group", "nf4", "nf4, nested"]
+)
+def test_what_is_no_whole_vector_has_the_bits_of_the_reference(cpu: Any, storage: str) -> None:
+    table = made(storage)
+    ids = torch.tensor([6, 0, 3])
+    for part in (table, table.rows(0, 7), table.pick(torch.arange(7).flip(0))):
+        want = embed(ids, part, 3.5, torch.float32)
+        assert torch.equal(bits(_embed(cpu, ids, part, 3.5, torch.float32)), bits(want))
 
 
 @pytest.mark.parametrize("n", [1, 7, 15, 16, 17, 100, 256, 300])

@@ -1,7 +1,7 @@
 """Rows of an embedding's table, decoded from the bytes they are stored as: which kernel reads which storage.
 
-Kernels of GGUF's blocks and of plain numbers are in `embed_blocks` and `embed_parts`; those of packed
-safetensors are here. The operations are those of `quant`, in float32 and in the same order: so are the bits.
+The kernels are in `embed_blocks` (plain numbers, GGUF's blocks), `embed_parts` (GGUF's blocks of codes) and
+`embed_packed` (packed safetensors).
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu import embed_blocks, embed_parts
 from plait.kernels.cpu.embed_blocks import PIECE
+from plait.kernels.cpu.embed_packed import eights, fours, groups, places
 from plait.kernels.cpu.executor import Executor
-from plait.kernels.cpu.frame import rows_of, word
-from plait.kernels.cpu.kernel import Kernel, inline, kernel
+from plait.kernels.cpu.kernel import Kernel
 from plait.kernels.cpu.rows import float32_rows
-from plait.kernels.cpu.vec import get_bf16, get_f16, get_f32, get_i32, get_i64, get_u8, put_f32
 from plait.ops.registry import Facts
 from plait.ops.rows import embed
 from plait.quant.codebook import Codebook
-from plait.quant.fp4 import VALUES, Fp4
+from plait.quant.fp4 import Fp4
 from plait.quant.fp8 import Fp8
 from plait.quant.gguf import Gguf
 from plait.quant.gguf_iq import grid
@@ -40,124 +38,6 @@ GRIDS = {name: name for name in ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS
     "IQ1_M": "IQ1_S"
 }
 PACKED = re.compile(r"int\d(_g\d+)?|fp8(_b\d+)?|mxfp4|nvfp4|bnb_\w+")
-E2M1 = np.array(VALUES, np.float32)
-E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()  # by the byte
-E8M0 = np.array([2.0 ** (e - 127) for e in range(255)] + [np.nan], np.float32)
-
-
-@inline
-def _share(frame, args, thread, threads):
-    """The pieces of this thread: every row has as many as word 5 says."""
-    pieces = rows_of(frame, args) * word(args, 5)
-    return pieces * thread // threads, pieces * (thread + 1) // threads
-
-
-@inline
-def _byte(address):
-    return np.int64(get_u8(address))
-
-
-@kernel
-def groups(frame, args, thread, threads):
-    """token ids, codes, bytes of their rows, pieces of a row, scale, out (dense), n; scales, bytes of their
-    rows, which float they are (0 half, 1 bfloat16, 2 float32); zeros or 0, bytes of their rows; bits,
-    group, order or 0."""
-    ids, codes, row_bytes, per_row = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    scale, out, n = get_f32(args + 48), word(args, 7), word(args, 8)
-    scales, scale_bytes, float_kind = word(args, 9), word(args, 10), word(args, 11)
-    zeros, zero_bytes, bits, group, order = (
-        word(args, 12),
-        word(args, 13),
-        word(args, 14),
-        word(args, 15),
-        word(args, 16),
-    )
-    first, last = _share(frame, args, thread, threads)
-    for i in range(first, last):
-        token, start = get_i64(ids + 8 * (i // per_row)), i % per_row * 256
-        for c in range(start, min(start + 256, n)):
-            at = codes + token * row_bytes + (c * bits >> 3)
-            shift, g = c * bits & 7, c // group
-            code = _byte(at) >> shift
-            if shift + bits > 8:
-                code |= _byte(at + 1) << (8 - shift)
-            code &= (1 << bits) - 1
-            zero = _byte(zeros + token * zero_bytes + g) if zeros != 0 else np.int64(1) << (bits - 1)
-            place = scales + token * scale_bytes
-            if float_kind == 0:
-                by = get_f16(place + 2 * g)
-            elif float_kind == 1:
-                by = get_bf16(place + 2 * g)
-            else:
-                by = get_f32(place + 4 * g)
-            column = np.int64(get_i32(order + 4 * c)) if order != 0 else c
-            put_f32(out + 4 * (i // per_row * n + column), np.float32(code - zero) * by * scale)
-
-
-@kernel
-def eights(frame, args, thread, threads):
-    """As `groups`, up to n; scales (float32), how many there are in a row, rows and columns of a block."""
-    ids, codes, row_bytes, per_row = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    scale, out, n = get_f32(args + 48), word(args, 7), word(args, 8)
-    scales, count, tall, wide = word(args, 9), word(args, 10), word(args, 11), word(args, 12)
-    first, last = _share(frame, args, thread, threads)
-    for i in range(first, last):
-        token, start = get_i64(ids + 8 * (i // per_row)), i % per_row * 256
-        for c in range(start, min(start + 256, n)):
-            by = get_f32(scales + 4 * (token // tall * count + c // wide))
-            value = E4M3[get_u8(codes + token * row_bytes + c)] * by
-            put_f32(out + 4 * (i // per_row * n + c), value * scale)
-
-
-@kernel
-def fours(frame, args, thread, threads):
-    """As `groups`, up to n; scales (a byte each), bytes of their rows, columns of a group: 32 for powers of
-    two, 16 for E4M3; factors or 0, bytes between them."""
-    ids, codes, row_bytes, per_row = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    scale, out, n = get_f32(args + 48), word(args, 7), word(args, 8)
-    scales, scale_bytes, group, factors, factor_bytes = (
-        word(args, 9),
-        word(args, 10),
-        word(args, 11),
-        word(args, 12),
-        word(args, 13),
-    )
-    first, last = _share(frame, args, thread, threads)
-    for i in range(first, last):
-        token, start = get_i64(ids + 8 * (i // per_row)), i % per_row * 256
-        for c in range(start, min(start + 256, n)):
-            byte = get_u8(scales + token * scale_bytes + c // group)
-            by = E8M0[byte] if group == 32 else E4M3[byte]
-            if factors != 0:
-                by = by * get_f32(factors + token * factor_bytes)
-            code = _byte(codes + token * row_bytes + c // 2) >> (4 * (c & 1)) & 15
-            put_f32(out + 4 * (i // per_row * n + c), E2M1[code] * by * scale)
-
-
-@kernel
-def places(frame, args, thread, threads):
-    """As `groups`, up to n; table, blocks' magnitudes (float32, or bytes that stand for places in a table),
-    bytes of their rows, columns of a block; that table or 0, scales, bytes of their rows, bytes under a
-    scale, offsets, bytes between them."""
-    ids, codes, row_bytes, per_row = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    scale, out, n = get_f32(args + 48), word(args, 7), word(args, 8)
-    table, absmax, absmax_bytes, block = word(args, 9), word(args, 10), word(args, 11), word(args, 12)
-    nested, scales, scale_bytes, under = word(args, 13), word(args, 14), word(args, 15), word(args, 16)
-    offsets, offset_bytes = word(args, 17), word(args, 18)
-    first, last = _share(frame, args, thread, threads)
-    for i in range(first, last):
-        token, start = get_i64(ids + 8 * (i // per_row)), i % per_row * 256
-        for c in range(start, min(start + 256, n)):
-            at, b = absmax + token * absmax_bytes, c // block
-            if nested != 0:
-                by = get_f32(nested + 4 * _byte(at + b)) * get_f32(
-                    scales + token * scale_bytes + 4 * (b // under)
-                )
-                by = by + get_f32(offsets + token * offset_bytes)
-            else:
-                by = get_f32(at + 4 * b)
-            code = _byte(codes + token * row_bytes + c // 2) >> (4 * (1 - (c & 1))) & 15
-            put_f32(out + 4 * (i // per_row * n + c), get_f32(table + 4 * code) * by * scale)
 
 
 def known_format(facts: Facts) -> str | None:
