@@ -22,6 +22,7 @@ from plait.ops.registry import Arguments, Facts, op
 from plait.quant.codebook import Codebook
 from plait.quant.fp8 import Fp8
 from plait.quant.gguf import BLOCK_TYPES
+from plait.quant.kept import Kept
 from plait.quant.weight import Dense, Weight, piece_of, stack_key
 
 Activations = Literal["float32", "int8", "int8x2"]
@@ -175,13 +176,14 @@ class Linear:
     """One or more weights fused row-wise, ready to be called: [..., in] -> [..., out].
 
     Neighbours of one format are stacked; parts of several (Q4_K, Q6_K) are computed one after the other.
+    A `Kept` one is what its variant made of it at an earlier start.
     `bind` is `Weights.bind`; `activations`: what the input is rounded to beside weights in blocks; `split`
     says how tensor parallelism divides the rows ("out") or columns ("in").
     """
 
     def __init__(
         self,
-        weights: Sequence[Weight],
+        weights: Sequence[Weight | Kept],
         biases: Sequence[Tensor | None],
         bind: Callable[..., Any],
         dtype: torch.dtype,
@@ -213,6 +215,11 @@ class Linear:
         return sum(int(weight.nbytes) for _, (weight, *_) in self._parts)
 
     @property
+    def parts(self) -> list[tuple[Any, Tensor | None, Activations]]:
+        """Of each part: (weight as its variant keeps it, bias, rounding of the input)."""
+        return [rest for _, rest in self._parts]
+
+    @property
     def only_part(self) -> tuple[Any, Tensor | None, Activations] | None:
         """(weight as its variant keeps it, bias, rounding of the input), or None if there are several parts.
 
@@ -233,8 +240,10 @@ class Linear:
         return out
 
 
-def _rounding(weight: Weight, activations: Activations) -> Activations:
+def _rounding(weight: Weight | Kept, activations: Activations) -> Activations:
     """What the input is rounded to: nothing beside floats, or where blocks of inputs are not whole."""
+    if isinstance(weight, Kept):
+        return weight.rounding  # type: ignore[no-any-return]
     exact = isinstance(weight, Dense | Fp8 | Codebook) or weight.shape[1] % BLOCK
     return "float32" if exact else activations
 

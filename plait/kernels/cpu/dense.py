@@ -30,6 +30,7 @@ from plait.kernels.cpu.target import TARGETS, host_features
 from plait.kernels.cpu.vec import get_i32, get_u8, put_i32, put_u8, word
 from plait.ops.linear import Activations, Packing, linear
 from plait.ops.registry import Facts
+from plait.quant.kept import Kept
 from plait.quant.weight import Dense, Weight
 
 PAIR_BYTES = {"float32": 128, "bfloat16": 64, "float16": 64}  # two inputs of a tile
@@ -285,8 +286,10 @@ def room(nbytes: int) -> Tensor:
     return raw[start : start + nbytes]
 
 
-def pack(cpu: Executor, weight: Weight, dtype: torch.dtype) -> Packed:
+def pack(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
     """A Dense weight in tiles, in its own width."""
+    if isinstance(weight, Kept):
+        return Packed(weight.tiles, weight.format, *weight.shape, product(weight.format), 0)
     if not isinstance(weight, Dense) or weight.format not in PAIR_BYTES:
         raise ShapeMismatch(f"only {', '.join(PAIR_BYTES)} are packed here, not {weight.format}")
     source, kind = weight.tensor, weight.format

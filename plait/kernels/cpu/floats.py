@@ -36,6 +36,7 @@ from plait.ops.linear import Activations, Packing, linear
 from plait.ops.registry import Facts
 from plait.quant.codebook import Codebook
 from plait.quant.fp8 import Fp8
+from plait.quant.kept import Kept
 from plait.quant.weight import Weight
 
 PIECE = 1 << 22  # numbers at a time
@@ -261,8 +262,11 @@ def _codes_and_scales(weight: Weight, kept: Records, start: int, stop: int) -> t
     return codes, scale.masked_fill(damaged.unflatten(1, (-1, kept.step)).any(-1), float("nan"))
 
 
-def pack(cpu: Executor, weight: Weight, dtype: torch.dtype) -> Packed:
+def pack(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
     """A weight of small floats in tiles, its codes as they are. `dtype` is that of x, float32."""
+    if isinstance(weight, Kept):
+        kept = Records(*weight.layout)
+        return Packed(weight.tiles, weight.format, *weight.shape, product(kept), 0, layout=kept)
     kept, (n_out, n_in) = records_of(weight), weight.shape
     if kept is None or n_in % kept.each:
         raise ShapeMismatch(f"a {weight.format} weight of {[n_out, n_in]} cannot be packed")
@@ -281,7 +285,7 @@ def pack(cpu: Executor, weight: Weight, dtype: torch.dtype) -> Packed:
         sizes = (codes.stride(0), n_in, stop - start, part, kept.nbytes, kept.step)
         cpu.launch(packer, codes, *sizes, rows=stop - start)
         put_plane(part.view(-1, kept.steps(n_in), kept.nbytes), Plane(kept.codes, 1, scales))
-    return Packed(data, weight.format, n_out, n_in, product(kept), 0)
+    return Packed(data, weight.format, n_out, n_in, product(kept), 0, layout=kept)
 
 
 def apply(

@@ -17,6 +17,7 @@ from plait.kernels.cpu.streams import kept_grouped, packed, stream_of
 from plait.ops.linear import BLOCK, Activations, Packing, linear
 from plait.ops.registry import Facts
 from plait.quant.gguf import Gguf
+from plait.quant.kept import Kept
 from plait.quant.weight import Weight
 
 KNOWN = (*LAYOUTS, "mxfp4", "nvfp4")
@@ -31,19 +32,26 @@ def layout_of(weight: Weight) -> Layout:
     raise ShapeMismatch(f"{weight.format} weights cannot be packed")
 
 
-def pack(cpu: Executor, weight: Weight, dtype: torch.dtype) -> Packed:
+def pack(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
     """A weight in tiles that keep its codes and scales as they are. `dtype` is that of x, float32."""
+    return pack_on(cpu, weight, "")
+
+
+def pack_on(cpu: Executor, weight: Weight, kind: Kind) -> Packed:
+    """As `pack`; many rows are multiplied on tiles of that kind, to the same bits."""
     n_out, n_in = weight.shape
     if n_in % BLOCK:
         raise ShapeMismatch(f"{n_in} inputs of a {weight.format} weight are not whole blocks of {BLOCK}")
-    if isinstance(weight, Gguf) and weight.format in READERS:
+    if isinstance(weight, Kept):
+        data, layout = weight.tiles, Layout(*weight.layout)
+    elif isinstance(weight, Gguf) and weight.format in READERS:
         data, layout = packed_blocks(cpu, weight), LAYOUTS[weight.format]
     else:
         data, layout = packed(cpu, weight)
     order = getattr(weight, "order", None)
     # Activations may take two rows of codes each.
     shared = 2 * layout.rounded_bytes(n_in)
-    return Packed(data, weight.format, n_out, n_in, linear_kernel(layout), shared, order)
+    return Packed(data, weight.format, n_out, n_in, linear_kernel(layout), shared, order, layout=layout)
 
 
 def apply(

@@ -47,6 +47,7 @@ class Packed:
     order: Tensor | None = None  # int32 [n_in]: which input a column belongs to
     few: Kernel | None = None  # what `kernel` calls where rows are few, if that is another one
     scratch: int = 0  # bytes that each thread needs
+    layout: Any = None  # a description of the tiles whose fields are plain values, beside `kind`
 
     @property
     def nbytes(self) -> int:
