@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.disk import map_file
+from plait.checkpoint.gguf_own import is_own, truly_named
 from plait.errors import BadFile, MissingTensor, UnsupportedFormat
 from plait.quant.fp4 import Fp4
 from plait.quant.gguf import BLOCK_TYPES, BlockType, Gguf
@@ -94,6 +95,8 @@ class GgufFile:
         total = self.metadata.get("split.tensors.count")
         if len(parts) > 1 and total != len(self._entries):
             raise BadFile(f"{self.path}: the parts hold {len(self._entries)} tensors, the first says {total}")
+        if is_own(self.metadata):
+            self._entries = truly_named(self._entries, self.metadata)
         self._factors = self._find_factors()
         more = {scale.removesuffix("scale") + "input_scale" for scale in self._factors.values()}
         self._hidden = {*self._factors.values(), *more}

@@ -93,6 +93,11 @@ class Packed:
         self._plain = {name: None for name in left if name not in hidden}
         self._check_left()
 
+    @property
+    def files(self) -> Files:
+        """The tensors as they are stored."""
+        return self._files
+
     def _options(self, name: str) -> Options:
         if self._scheme is None:
             return Options()

@@ -78,6 +78,7 @@ def convert(model: str, out: Path, overrides: tuple[str, ...], **given: Any) -> 
     sys.stdout.write(f"{result.out}: {sizes} of tensors in {seconds:.1f} s\n")
     if result.storages:
         sys.stdout.write(f"  linear maps: {counted(result.storages)}\n")
+    sys.stdout.write("".join(f"  {note}\n" for note in result.notes))
     if given["verify"]:
         from plait.convert.quality import compare
 

@@ -55,8 +55,8 @@ def agreed(
             change(f"{name}.o.weight", fn=_columns(columns))
     if found := list(differences(_unordered(ours), _unordered(theirs))):
         raise UnsupportedFormat(
-            f"{form} cannot say what this model is: {'; '.join(found[:4])}"
-            + (f" and {len(found) - 4} more differences" if len(found) > 4 else "")
+            f"{form} cannot say {'; '.join(found[:2])}"
+            + (f" and {len(found) - 2} more differences" if len(found) > 2 else "")
         )
     return result
 

@@ -10,12 +10,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from plait.convert.counterparts import BLOCK, block_kind
 from plait.convert.making import Made
 from plait.convert.reading import Numbers
 from plait.convert.storage import Blocks, Fp8Blocks, Int4Groups, Plain, Stored
 from plait.errors import ConfigError
 from plait.quant.encode import ENCODERS, fitting
-from plait.quant.gguf import Gguf
+from plait.quant.gguf import BlockType
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -28,6 +29,7 @@ KEPT = {
 }
 ENDS = {"embed.weight", "head.weight"}
 ENDS_BITS = 6.5  # of a number: below that, the two ends of a model get Q6_K
+STACKS = (".experts.gate_up_proj", ".experts.down_proj")  # that transformers reads in FP8
 INT4_GROUPS = (128, 64, 32)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -39,18 +41,9 @@ class Choice:
     quantize: str | None
     form: str  # "gguf" or "safetensors"
     threads: int
+    is_own: bool = False  # GGUF that only Plait reads: small tensors keep their dtypes
     counts: Counter[str] = field(default_factory=Counter)
     recoded: int = 0  # tensors that were in blocks and are encoded anew
-
-    def __post_init__(self) -> None:
-        if self.quantize is None:
-            return
-        self.quantize = self.quantize.lower()
-        known = [*ENCODERS, *DTYPES] if self.form == "gguf" else [*PACKED, *DTYPES]
-        if self.quantize not in known:
-            other = {*ENCODERS, *PACKED} if self.quantize in {*ENCODERS, *PACKED} else set()
-            why = "is not a storage of" if other else "is not known for"
-            raise ConfigError(f"--quantize {self.quantize} {why} --to {self.form}; there: {', '.join(known)}")
 
     def __call__(self, model: Numbers, made: Made) -> Stored:
         """The form of one tensor."""
@@ -62,56 +55,82 @@ class Choice:
         return stored
 
     def _small(self, model: Numbers, made: Made) -> Stored:
-        """What is no linear map. GGUF's readers want float32; elsewhere, and unread, it stays as it is."""
+        """What is no linear map. llama.cpp wants float32; elsewhere, and unread, it stays as it is."""
         if not made.roles:
-            blocks = _blocks_of(model, made) if self.form == "gguf" else None
-            if blocks is not None:
-                return Blocks(made, blocks.kind, None, self.threads)
+            there = _blocks_of(model, made) if self.form == "gguf" else None
+            if there is not None:
+                return Blocks(made, there, None, self.threads)
             value = model.read(made.parts[0].ours)
             return Plain(made, value.dtype if isinstance(value, Tensor) else torch.float16)
-        return Plain(made, torch.float32 if self.form == "gguf" else _dtype_of(model, made))
+        if self.form == "gguf" and not self.is_own:
+            return Plain(made, torch.float32)
+        return Plain(made, _dtype_of(model, made))
 
     def _matrix(self, model: Numbers, made: Made) -> Stored:
         wanted = self.quantize
         if wanted is None:
             return self._as_it_is(model, made)
         if wanted in DTYPES:
-            return Plain(made, DTYPES[wanted])
-        packed = self._packed(model, made, wanted) if wanted in PACKED else None
+            return Plain(made.plain, DTYPES[wanted])
         if wanted in PACKED:
-            return packed or Plain(made, _float_of(model, made))
+            return self._packed(model, made, wanted) or Plain(made.plain, _float_of(model, made))
         return self._blocks(model, made, wanted)
 
     def _blocks(self, model: Numbers, made: Made, wanted: str) -> Stored:
         kind = ENCODERS[wanted].kind
         if _is_end(made) and kind.nbytes * 8 / kind.elements < ENDS_BITS:
             wanted = "q6_k"
-        how = fitting(wanted, made.cols)
-        if how is None:
+        packed = made.packed
+        how = fitting(wanted, packed.cols) if packed else None
+        if packed is None or how is None:
             return self._as_it_is(model, made)
-        blocks = _blocks_of(model, made)
-        if blocks is not None and blocks.kind.name == how.kind.name:
-            return Blocks(made, blocks.kind, None, self.threads)  # encoded already: its bytes are kept
-        self.recoded += blocks is not None
-        return Blocks(made, how.kind, how, self.threads)
+        there = _blocks_of(model, made)
+        if there is not None and there.name == how.kind.name:
+            return Blocks(made, there, None, self.threads)  # encoded already: its bytes are kept
+        self.recoded += _is_quantized(model, made)
+        return Blocks(packed, how.kind, how, self.threads)
 
     def _packed(self, model: Numbers, made: Made, wanted: str) -> Stored | None:
-        """fp8 or int4, for a map of two dimensions inside the layers."""
-        if _is_end(made) or len(made.shape) != 2 or not made.name.endswith(".weight"):
+        """fp8 or int4, for a map inside the layers; of stacks, for those that transformers reads so."""
+        if _is_end(made) or made.packed is not made:
             return None
-        if wanted == "fp8":
+        is_stack = len(made.shape) == 3 and made.name.endswith(STACKS)
+        if wanted == "fp8" and (is_stack or _is_matrix(made)):
+            self.recoded += _is_quantized(model, made)
             return Fp8Blocks(made)
+        if wanted == "fp8" or not _is_matrix(made):
+            return None
+        there = _blocks_of(model, made)
+        if there is not None and there.name == "Q4_0":
+            return Int4Groups(made, BLOCK, torch.float16, is_copied=True)
         group = next((g for g in INT4_GROUPS if made.cols % g == 0), None)
         dtype = _float_of(model, made)
         scale = torch.float16 if dtype is torch.float32 else dtype
+        self.recoded += group is not None and _is_quantized(model, made)
         return Int4Groups(made, group, scale) if group else None
 
     def _as_it_is(self, model: Numbers, made: Made) -> Stored:
         if self.form == "gguf":
-            blocks = _blocks_of(model, made)
-            if blocks is not None:
-                return Blocks(made, blocks.kind, None, self.threads)
-        return Plain(made, _float_of(model, made))
+            there = _blocks_of(model, made)
+            if there is not None:
+                return Blocks(made, there, None, self.threads)
+        return Plain(made.plain, _float_of(model, made))
+
+
+def chosen_storage(quantize: str | None, form: str) -> str | None:
+    """The storage asked for, if files of this form hold it. Raises ConfigError."""
+    if quantize is None:
+        return None
+    name = quantize.lower()
+    known = [*ENCODERS, *DTYPES] if form == "gguf" else [*PACKED, *DTYPES]
+    if name not in known:
+        held = f"--to {form} holds {', '.join(known)}"
+        if name in ENCODERS:
+            raise ConfigError(f"--quantize {name}: only GGUF has this storage (OUT.gguf); {held}")
+        if name in PACKED:
+            raise ConfigError(f"--quantize {name}: only safetensors have this storage; {held}")
+        raise ConfigError(f"--quantize {name} is not known; {held}")
+    return name
 
 
 def is_map(made: Made) -> bool:
@@ -129,17 +148,28 @@ def _is_end(made: Made) -> bool:
     return any(role in ENDS for role in made.roles)
 
 
-def _blocks_of(model: Numbers, made: Made) -> Gguf | None:
-    """One of its parts, if all are in one block format and stay as they are."""
-    if made.join:
+def _is_matrix(made: Made) -> bool:
+    return len(made.shape) == 2 and made.name.endswith(".weight")
+
+
+def _is_quantized(model: Numbers, made: Made) -> bool:
+    """Whether a part of it lost digits already."""
+    sources = (source for part in made.parts for source in model.wanted[part.ours].sources)
+    return any(not isinstance(model.checkpoint.read(source), Tensor) for source in sources)
+
+
+def _blocks_of(model: Numbers, made: Made) -> BlockType | None:
+    """The block format of GGUF that all its parts are in, or that says the same."""
+    if made.join or (made.turned and not made.is_packed):
         return None
-    found: list[Gguf] = []
+    found: dict[str, BlockType] = {}
     for part in made.parts:
         value = model.read(part.ours) if part.is_plain else None
-        if not isinstance(value, Gguf) or value.shape[1] != made.cols:
+        kind = None if value is None else block_kind(value)
+        if value is None or kind is None or value.shape[1] != made.cols:
             return None
-        found.append(value)
-    return found[0] if len({value.kind.name for value in found}) == 1 else None
+        found[kind.name] = kind
+    return found.popitem()[1] if len(found) == 1 else None
 
 
 def _dtype_of(model: Numbers, made: Made) -> torch.dtype:

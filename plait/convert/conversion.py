@@ -7,7 +7,7 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +16,13 @@ from torch import Tensor
 
 from plait.checkpoint.files import read_json
 from plait.checkpoint.gguf import GgufFile
+from plait.checkpoint.gguf_own import is_own, own_config
+from plait.checkpoint.packed import Packed
+from plait.checkpoint.scheme import BESIDE
 from plait.config import EngineConfig
-from plait.convert.choosing import Choice
+from plait.convert.agreeing import differences
+from plait.convert.choosing import STACKS, Choice, chosen_storage
+from plait.convert.counterparts import block_kind
 from plait.convert.file_type import file_type
 from plait.convert.gguf_file import total_nbytes, write_gguf
 from plait.convert.gguf_target import gguf_target
@@ -26,13 +31,16 @@ from plait.convert.hf_target import hf_target
 from plait.convert.hf_vocabulary import write_vocabulary
 from plait.convert.making import Made
 from plait.convert.output import check_place, check_space, placed
+from plait.convert.own_target import own_target, unpacked, with_overrides
 from plait.convert.packing import quantization_config
 from plait.convert.reading import Model, Numbers
 from plait.convert.safetensors_file import write_safetensors
-from plait.convert.same import Kept
-from plait.convert.storage import Stored
+from plait.convert.same import Copied, Kept
+from plait.convert.storage import Mxfp4Stack, Stored
 from plait.engine.opening import Opened, open_model
 from plait.errors import ConfigError, UnsupportedFormat
+from plait.families.resolve import parse_override, resolve
+from plait.quant.weight import as_tensor
 
 log = logging.getLogger("plait")
 Form = Literal["gguf", "safetensors"]
@@ -40,6 +48,7 @@ Progress = Callable[[str, int, int], None]  # what is being done, how much of it
 SHARD_NBYTES = 5_000_000_000  # a file of safetensors; larger models get several
 HELD_NBYTES = 32 << 20  # of the source's pages, before they are let go of
 SPLIT = "split."
+PROBED = "probed"  # how a value's source begins that a probe found
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +68,14 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was written: `storages` counts linear maps by their storage."""
+    """What was written: `storages` counts linear maps by their storage; `notes` say who cannot read it."""
 
     out: Path
     form: Form
     source_nbytes: int
     nbytes: int
     storages: Mapping[str, int]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -78,6 +88,8 @@ class Plan:
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     value_types: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None  # of safetensors
+    is_copy: bool = False  # of safetensors, as they are packed
+    notes: tuple[str, ...] = ()
 
 
 def convert(order: Order, progress: Progress) -> Result:
@@ -89,7 +101,7 @@ def convert(order: Order, progress: Progress) -> Result:
     form = chosen_form(order)
     is_directory = form == "safetensors"
     check_place(order.out, opened.files.weights, force=order.force, is_directory=is_directory)
-    choice = Choice(order.quantize, form, order.threads or torch.get_num_threads())
+    choice = Choice(chosen_storage(order.quantize, form), form, order.threads or torch.get_num_threads())
     model = Model(opened.resolved, opened.checkpoint)
     plan = _gguf_plan(opened, model, choice) if form == "gguf" else _hf_plan(opened, model, choice)
     nbytes = total_nbytes(plan.stored)
@@ -100,13 +112,13 @@ def convert(order: Order, progress: Progress) -> Result:
             write_gguf(path, plan.keys, plan.stored, plan.extra, plan.numbers, advance, plan.value_types)
         else:
             write_safetensors(path, plan.stored, plan.numbers, advance, order.shard_nbytes)
-            _write_beside(path, opened, plan.config)
+            _write_beside(path, opened, plan)
     if choice.recoded:
         log.warning(
             "%d tensors were quantized before and are so anew: from the plain weights it would be better",
             choice.recoded,
         )
-    return Result(order.out, form, opened.nbytes, nbytes, dict(choice.counts))
+    return Result(order.out, form, opened.nbytes, nbytes, dict(choice.counts), plan.notes)
 
 
 def chosen_form(order: Order) -> Form:
@@ -135,65 +147,118 @@ def _advancing(opened: Opened, total: int, progress: Progress) -> Callable[[int]
 
 
 def _gguf_plan(opened: Opened, model: Model, choice: Choice) -> Plan:
-    if isinstance(opened.checkpoint, GgufFile):
+    """The file's own names and metadata if it is GGUF; else llama.cpp's, or those that only Plait reads."""
+    if isinstance(opened.checkpoint, GgufFile) and not is_own(opened.metadata) and not opened.config.set:
         kept = Kept(model)
         stored = _stored(choice, kept, kept.made())
         keys = {k: v for k, v in opened.checkpoint.metadata.items() if not k.startswith(SPLIT)}
         return Plan(kept, stored, keys | _about(stored), value_types=opened.checkpoint.value_types)
-    target = gguf_target(model)
+    try:
+        target = gguf_target(model)
+    except UnsupportedFormat as error:
+        if isinstance(opened.checkpoint, GgufFile) and not is_own(opened.metadata):
+            raise  # its names are no family's
+        return _own_plan(opened, model, choice, str(error))
     stored = _stored(choice, model, target.made)
-    keys = {**target.keys, "general.name": opened.files.name, **_about(stored), **vocabulary_keys(opened)}
-    return Plan(model, stored, keys, target.extra)
+    return Plan(
+        model, stored, {**target.keys, **_rest_of_keys(opened, stored)}, target.extra, notes=target.notes
+    )
+
+
+def _own_plan(opened: Opened, model: Model, choice: Choice, why: str) -> Plan:
+    """GGUF under the checkpoint's names, with its config."""
+    kept, config = Kept(model), _raw_config(opened)
+    target = own_target(kept, None if config is None else unpacked(config))
+    choice.is_own = True
+    stored = _stored(choice, kept, target.made)
+    keys = {**target.keys, **_rest_of_keys(opened, stored, is_own=True)}
+    return Plan(kept, stored, keys, notes=(f"only Plait reads this file: {why}",))
+
+
+def _rest_of_keys(opened: Opened, stored: Sequence[Stored], *, is_own: bool = False) -> dict[str, Any]:
+    return {"general.name": opened.files.name, **_about(stored), **vocabulary_keys(opened, is_own=is_own)}
 
 
 def _about(stored: Sequence[Stored]) -> dict[str, Any]:
     return {"general.quantization_version": 2, "general.file_type": file_type(stored)}
 
 
-def _hf_plan(opened: Opened, model: Model, choice: Choice) -> Plan:
-    if opened.files.kind == "safetensors":
-        kept = Kept(model)
-        stored = _stored(choice, kept, kept.made())
-        path = opened.files.config
-        raw = dict(read_json(path, "config.json")) if path else None
-        numbers: Numbers = kept
+def _raw_config(opened: Opened) -> dict[str, Any] | None:
+    """config.json of the checkpoint, with the values of --set and of a probe.
+
+    Raises ConfigError if it cannot hold them.
+    """
+    if opened.metadata is not None:
+        raw = own_config(opened.metadata)
     else:
+        raw = read_json(opened.files.config, "config.json") if opened.files.config else None
+    why, values = opened.resolved.provenance, opened.resolved.config
+    given = {key: values[key] for key in why if why[key].startswith(PROBED)}
+    given |= dict(map(parse_override, opened.config.set))
+    if not given:
+        return raw
+    raw = with_overrides(raw, given)
+    shapes = {name: opened.checkpoint.shape(name) for name in opened.checkpoint.names()}
+    again = resolve(raw, shapes, read=lambda name: as_tensor(opened.checkpoint.read(name)))
+    if found := next(differences(opened.resolved.spec, again.spec), None):
+        raise ConfigError(f"--set: config.json cannot be made to say it ({found}); write it there by hand")
+    return raw
+
+
+def _hf_plan(opened: Opened, model: Model, choice: Choice) -> Plan:
+    if isinstance(opened.checkpoint, GgufFile) and not is_own(opened.metadata):
         dtype = {"f32": torch.float32, "bf16": torch.bfloat16}.get(choice.quantize or "", torch.float16)
         target = hf_target(model, str(dtype).removeprefix("torch."))
-        stored, raw, numbers = _stored(choice, model, target.made), dict(target.config), model
-    return Plan(numbers, stored, config=_with_storage(raw, stored, choice, opened))
+        stored = [_published(choice, model, made) or choice(model, made) for made in target.made]
+        return _with_storage(Plan(model, stored, config=target.config, notes=target.notes), choice)
+    config = _raw_config(opened)
+    if choice.quantize is None and isinstance(opened.checkpoint, Packed):
+        copied = Copied(opened.checkpoint.files)
+        return Plan(copied, _stored(choice, copied, copied.made()), config=config, is_copy=True)
+    kept = Kept(model)
+    stored = _stored(choice, kept, kept.made())
+    return _with_storage(Plan(kept, stored, config=None if config is None else unpacked(config)), choice)
 
 
-def _with_storage(
-    raw: dict[str, Any] | None, stored: Sequence[Stored], choice: Choice, opened: Opened
-) -> dict[str, Any] | None:
-    """config.json with what says how its tensors are packed."""
-    wanted = quantization_config(stored)
-    if raw is None:
-        if wanted is not None:
-            raise UnsupportedFormat(
-                f"{opened.files.name} has no config.json, where {choice.quantize} weights would have to be "
-                "announced; --quantize bf16, f16 or f32 needs none"
-            )
+def _published(choice: Choice, model: Model, made: Made) -> Stored | None:
+    """Experts of gpt-oss in MXFP4 as they were published, where nothing else is asked for."""
+    if choice.quantize is not None or model.spec.family != "gpt_oss" or not made.name.endswith(STACKS):
         return None
-    raw.pop("quantization_config", None)
+    kinds = {kind.name for part in made.parts if (kind := block_kind(model.read(part.ours)))}
+    if kinds != {"MXFP4"}:
+        return None
+    choice.counts["MXFP4"] += 1
+    return Mxfp4Stack(made)
+
+
+def _with_storage(plan: Plan, choice: Choice) -> Plan:
+    """The plan with a config.json that says how its tensors are packed."""
+    wanted = quantization_config(plan.stored)
+    if plan.config is None:
+        if wanted is not None:
+            note = (
+                "only Plait, which looks at the tensors, reads this: there is no config.json to tell others"
+            )
+            return replace(plan, notes=(*plan.notes, f"{note} of {choice.quantize}"))
+        return plan
+    raw = dict(plan.config)
     if choice.quantize in ("f32", "f16", "bf16"):
         name = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[choice.quantize]
         raw |= {key: name for key in ("torch_dtype", "dtype") if key in raw} or {"torch_dtype": name}
-    return raw if wanted is None else {**raw, "quantization_config": wanted}
+    return replace(plan, config=raw if wanted is None else {**raw, "quantization_config": wanted})
 
 
 def _stored(choice: Choice, numbers: Numbers, made: Sequence[Made]) -> list[Stored]:
     return [choice(numbers, one) for one in made]
 
 
-def _write_beside(folder: Path, opened: Opened, config: Mapping[str, Any] | None) -> None:
+def _write_beside(folder: Path, opened: Opened, plan: Plan) -> None:
     """config.json, and the files of text."""
-    if config is not None:
-        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    if plan.config is not None:
+        (folder / "config.json").write_text(json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n")
     if opened.files.kind == "safetensors":
         for name, path in opened.files.side_files.items():
-            if name not in ("quantize_config.json", "quant_config.json"):
+            if plan.is_copy or name not in BESIDE:
                 shutil.copyfile(path, folder / name)
         return
     tokenizer = opened.tokenizer()

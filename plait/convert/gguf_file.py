@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -17,11 +18,19 @@ from plait.convert.storage import Entry, Stored
 from plait.quant.gguf import BlockType
 
 Advance = Callable[[int], None]  # so many bytes more are written
-_TYPES = {
-    torch.float32: gguf.GGMLQuantizationType.F32,
-    torch.float16: gguf.GGMLQuantizationType.F16,
-    torch.bfloat16: gguf.GGMLQuantizationType.BF16,
-}
+_KIND = gguf.GGMLQuantizationType
+TYPES: Mapping[torch.dtype, gguf.GGMLQuantizationType] = MappingProxyType(
+    {
+        torch.float32: _KIND.F32,
+        torch.float16: _KIND.F16,
+        torch.bfloat16: _KIND.BF16,
+        torch.float64: _KIND.F64,
+        torch.int8: _KIND.I8,
+        torch.int16: _KIND.I16,
+        torch.int32: _KIND.I32,
+        torch.int64: _KIND.I64,
+    }
+)
 _UINT32_END = 1 << 32
 
 
@@ -86,15 +95,13 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 def _declare(writer: gguf.GGUFWriter, entry: Entry) -> None:
     if isinstance(entry.kind, BlockType):
-        kind = gguf.GGMLQuantizationType(entry.kind.type_id)
+        kind = _KIND(entry.kind.type_id)
         row = entry.shape[-1] // entry.kind.elements * entry.kind.nbytes
         shape: tuple[int, ...] = (*entry.shape[:-1], row)
         writer.add_tensor_info(entry.name, shape, np.dtype(np.uint8), entry.nbytes, kind)
     else:
         assert entry.nbytes == prod(entry.shape) * entry.kind.itemsize
-        writer.add_tensor_info(
-            entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, _TYPES[entry.kind]
-        )
+        writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, TYPES[entry.kind])
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any, types: tuple[int, ...] | None) -> None:

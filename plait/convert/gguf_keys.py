@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from plait.convert.making import Made
 from plait.errors import UnsupportedFormat
 from plait.ops.rope import frequencies, yarn_mscale
@@ -147,13 +149,21 @@ def rope_keys(rope: Rope, max_len: int, *, latent: bool = False) -> Values:
                 "rope.scaling.original_context_length": int(p["original_max_position_embeddings"]),
                 "rope.scaling.attn_factor": frequencies(rope, max_len)[1],
             }
-        case "default" | "divisors" | "llama3":
-            pass
-        case kind:
-            raise UnsupportedFormat(
-                f"rope_type {kind!r} cannot be written as GGUF; known: linear, yarn, llama3, longrope"
-            )
-    return values
+        case "dynamic":
+            values |= _dynamic(rope, max_len)
+    return values  # divisors, and llama3's, are tensors
+
+
+def _dynamic(rope: Rope, max_len: int) -> Values:
+    """Plait's own key: llama.cpp does not read it, and is right up to the context that the file tells."""
+    plain = Rope(rope.dim, rope.theta)
+    if not torch.equal(frequencies(rope, max_len)[0], frequencies(plain, max_len)[0]):
+        raise UnsupportedFormat("positions that are stretched by length (dynamic NTK) have no word")
+    original = int(rope.scaling["original_max_position_embeddings"])
+    return {
+        "rope.scaling.dynamic_factor": float(rope.scaling["factor"]),
+        "rope.scaling.original_context_length": original,
+    }
 
 
 def _yarn(p: Mapping[str, Any]) -> Values:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +24,6 @@ from plait.families.resolved import Resolved
 from plait.ops.rope import frequencies
 from plait.spec import Attention, DeltaNet, Mamba1, Mamba2, Mla, ModelSpec, Moe, Rope
 
-log = logging.getLogger("plait")
 FORM = "GGUF"
 # Families that are said in another's architecture; the others' own are those registered for them.
 ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -44,38 +42,43 @@ ROPE_FREQS = "rope_freqs.weight"
 
 @dataclass(frozen=True, slots=True)
 class GgufTarget:
-    """What is to be written: `keys` of the model (not of its tokenizer), its tensors, and small new ones."""
+    """What is to be written: `keys` of the model (not of its tokenizer), its tensors, and small new ones.
+
+    notes: what llama.cpp does not do, and Plait does, with the same file.
+    """
 
     arch: str
     keys: Mapping[str, Any]
     made: tuple[Made, ...]
     extra: Mapping[str, Tensor]  # float32
+    notes: tuple[str, ...] = ()
 
 
 def gguf_target(model: Model) -> GgufTarget:
-    """The model in GGUF's words. Raises UnsupportedFormat with the reason of each architecture tried."""
+    """The model in llama.cpp's words. Raises UnsupportedFormat with the reason of each architecture tried."""
     family, arches = model.resolved.family, arches_of(model)
     if not arches:
-        raise UnsupportedFormat(
-            f"{family} models cannot be written as GGUF: the format has no architecture for them, or none "
-            "that Plait reads; --to safetensors can"
-        )
+        raise UnsupportedFormat(f"llama.cpp has no architecture for {family} models")
     reasons = []
     for arch in arches:
         try:
-            found = _as_arch(model, arch)
+            return _as_arch(model, arch)
         except (UnsupportedFormat, UnsupportedModel) as error:
-            reasons.append(f"{arch}: {error}")
-        else:
-            _warn(model.spec, arch)
-            return found
-    raise UnsupportedFormat(f"this {family} model cannot be written as GGUF: {'; '.join(reasons)}")
+            reasons.append(f"as {arch}: {error}")
+    raise UnsupportedFormat(
+        f"llama.cpp has no architecture that says all of this {family} model ({'; '.join(reasons)})"
+    )
 
 
-def _warn(spec: ModelSpec, arch: str) -> None:
-    """What llama.cpp does not do, and Plait does, with the same file."""
-    if arch in NO_WINDOWS and any(isinstance(m, Attention) and m.window for _, m in spec.mixers()):
-        log.warning("llama.cpp has no windows for %s: there, attention sees all keys", arch)
+def _notes(spec: ModelSpec, arch: str) -> Iterator[str]:
+    attention = [m for _, m in spec.mixers() if isinstance(m, Attention)]
+    if arch in NO_WINDOWS and any(m.window for m in attention):
+        yield f"llama.cpp has no windows for {arch}: there, attention sees all keys"
+    if any(m.rope and m.rope.scaling.get("rope_type") == "dynamic" for m in attention):
+        yield (
+            f"llama.cpp does not stretch positions by length (dynamic NTK): its model is this one up to "
+            f"{spec.max_len:,} tokens"
+        )
 
 
 def arches_of(model: Model) -> list[str]:
@@ -99,9 +102,8 @@ def _as_arch(model: Model, arch: str) -> GgufTarget:
     check_complete(
         theirs, {m.name: m.shape for m in made} | {name: tuple(t.shape) for name, t in extra.items()}
     )
-    return GgufTarget(
-        arch, keys, tuple(agreed(made, spec, theirs.spec, model.wanted, f"{FORM} as {arch}")), extra
-    )
+    agreeing = tuple(agreed(made, spec, theirs.spec, model.wanted, "the format"))
+    return GgufTarget(arch, keys, agreeing, extra, tuple(_notes(spec, arch)))
 
 
 def read_back(keys: Mapping[str, Any], made: list[Made], extra: Mapping[str, Tensor]) -> Resolved:

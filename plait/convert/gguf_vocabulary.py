@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from plait.engine.opening import Opened
-from plait.errors import BadFile, UnsupportedFormat
+from plait.errors import BadFile
+from plait.text.gguf_files import CARRIED, FILES, GENERATION, TOKENIZER
 from plait.text.gguf_tokenizer import gguf_tokenizer
 from plait.text.load import template_sources
 from plait.text.patterns import PATTERNS
+from plait.text.plamo import plamo_metadata
 from plait.text.sentencepiece_file import sentencepiece_metadata
 from plait.text.spm import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from plait.text.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
 KEY = "tokenizer.ggml."
+NONE = "no_vocab"  # as llama.cpp calls it
 USUAL = ("llama-bpe", "smollm")  # of several names for the same, the one that most files have
 # Every class of character that the known vocabularies cut at, and what they treat apart.
 PROBE = (
@@ -29,42 +32,81 @@ PROBE = (
 )
 
 
-def vocabulary_keys(opened: Opened) -> dict[str, Any]:
-    """The `tokenizer.` keys of a file of this model. Raises UnsupportedFormat for vocabularies GGUF lacks."""
+def vocabulary_keys(opened: Opened, *, is_own: bool = False) -> dict[str, Any]:
+    """The `tokenizer.` keys of a file of this model.
+
+    Where GGUF's words do not cut text as the model does, or there are none, tokenizer.json itself is carried,
+    which Plait reads first. is_own: only Plait reads the file anyway.
+    """
     metadata = opened.metadata
-    if metadata and f"{KEY}model" in metadata:
-        return {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
+    if metadata and (f"{KEY}model" in metadata or TOKENIZER in metadata):
+        return {key: value for key, value in metadata.items() if key.startswith(CARRIED)}
     directory, tokenizer = opened.text_directory, opened.tokenizer()
     if tokenizer is None or directory is None or not _has_files(directory):
-        log.warning("no tokenizer is carried along: the model has no tokenizer.json or tokenizer.model")
-        return {f"{KEY}model": "no_vocab"}
-    keys = _from_files(directory, tokenizer, opened.resolved.spec.vocab_size)
-    keys |= _ids(tokenizer)
-    _check(keys, tokenizer)
+        log.warning("no tokenizer is carried along: the model has no file of one")
+        return {f"{KEY}model": NONE, **_generation(directory)}
+    said = {} if is_own and (directory / "tokenizer.json").exists() else _said(opened, directory, tokenizer)
+    keys = said or {f"{KEY}model": NONE, **carried_files(directory)}
     named = template_sources(directory, None)
     if default := named.pop("default", None):
         keys["tokenizer.chat_template"] = default
     keys |= {f"tokenizer.chat_template.{name}": text for name, text in named.items()}
+    return keys | _generation(directory)
+
+
+def _said(opened: Opened, directory: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The vocabulary in GGUF's words; {} if it has none for it."""
+    size = opened.resolved.spec.vocab_size
+    keys = _from_files(directory, tokenizer, size)
+    if not keys:
+        log.warning("llama.cpp has no vocabulary of this kind: only Plait finds one in the file")
+        return {}
+    keys |= {key: value for key, value in _ids(tokenizer).items() if not _is_beyond(value, size)}
+    if not _cuts_alike(keys, tokenizer):
+        log.warning(
+            "llama.cpp will not cut every text as this tokenizer (%s) does, it has no name for its way of "
+            "splitting words, and replies will be worse there",
+            keys.get(f"{KEY}pre", keys[f"{KEY}model"]),
+        )
+        keys |= carried_files(directory)
     return keys
 
 
+def carried_files(directory: Path) -> dict[str, str]:
+    """tokenizer.json and what stands beside it, as text, under the keys that Plait reads."""
+    found = {key: directory / name for key, name in FILES.items() if (directory / name).exists()}
+    return (
+        {key: path.read_text(encoding="utf-8") for key, path in found.items()} if TOKENIZER in found else {}
+    )
+
+
+def _generation(directory: Path | None) -> dict[str, str]:
+    """generation_config.json, if there is one: what ends a reply, and how it is sampled."""
+    path = None if directory is None else directory / "generation_config.json"
+    return {GENERATION: path.read_text(encoding="utf-8")} if path and path.exists() else {}
+
+
+def _is_beyond(value: Any, size: int) -> bool:
+    """Whether this is the id of a token that the model has no row for."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= size
+
+
 def _has_files(directory: Path) -> bool:
-    return any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer.jsonl")
+    return any((directory / name).exists() for name in names)
 
 
 def _from_files(directory: Path, tokenizer: Tokenizer, size: int) -> dict[str, Any]:
     path = directory / "tokenizer.json"
     if not path.exists():
-        return _padded(sentencepiece_metadata(directory / "tokenizer.model"), size)
+        return _padded(_other_files(directory), size)
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
         model = description["model"]
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise BadFile(f"{path}: not a tokenizer.json ({error})") from error
     if model.get("type") != "BPE":
-        raise UnsupportedFormat(
-            f"{path}: a vocabulary of the kind {model.get('type')} cannot be written as GGUF; known: BPE"
-        )
+        return {}
     tokens, kinds = _tokens(description, tokenizer)
     keys: dict[str, Any] = {f"{KEY}tokens": tokens, f"{KEY}token_type": kinds}
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
@@ -76,6 +118,15 @@ def _from_files(directory: Path, tokenizer: Tokenizer, size: int) -> dict[str, A
     else:
         keys |= {f"{KEY}model": "gpt2", f"{KEY}merges": merges, f"{KEY}pre": _pre(description)}
     return _padded(keys, size)
+
+
+def _other_files(directory: Path) -> dict[str, Any]:
+    """SentencePiece's own file, or PLaMo's."""
+    if (directory / "tokenizer.model").exists():
+        return sentencepiece_metadata(directory / "tokenizer.model")
+    beside = directory / "tokenizer_config.json"
+    config = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
+    return plamo_metadata(directory / "tokenizer.jsonl", config)
 
 
 def _tokens(description: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[list[str], list[int]]:
@@ -120,19 +171,22 @@ def _scores(directory: Path, tokens: Sequence[str], merges: Sequence[str]) -> li
 
 
 def _padded(keys: dict[str, Any], size: int) -> dict[str, Any]:
-    """As many tokens as the model has rows."""
+    """As many tokens as the model has rows: holes for rows without one, none for tokens without a row."""
     tokens = keys[f"{KEY}tokens"]
-    if len(tokens) > size:
-        raise UnsupportedFormat(
-            f"the tokenizer has {len(tokens)} tokens and the model {size} rows; GGUF wants as many of both"
-        )
     missing = range(len(tokens), size)
-    unused = [UNUSED] * len(missing)
-    filled: dict[str, list[Any]] = {"tokens": [f"[PAD{i}]" for i in missing], "token_type": unused}
-    filled["scores"] = [0.0] * len(missing)
+    filled: dict[str, list[Any]] = {
+        "tokens": [f"[PAD{i}]" for i in missing],
+        "token_type": [UNUSED] * len(missing),
+        "scores": [0.0] * len(missing),
+    }
     for kind, more in filled.items():
         if f"{KEY}{kind}" in keys:
-            keys[f"{KEY}{kind}"] = [*keys[f"{KEY}{kind}"], *more]
+            keys[f"{KEY}{kind}"] = [*keys[f"{KEY}{kind}"], *more][:size]
+    if len(tokens) > size:
+        log.warning("the last %d tokens are left out, for which the model has no rows", len(tokens) - size)
+        known = set(tokens[:size])
+        merges = keys.get(f"{KEY}merges", [])
+        keys[f"{KEY}merges"] = [m for m in merges if {*m.split(" "), m.replace(" ", "")} <= known]
     return keys
 
 
@@ -190,13 +244,8 @@ def _ids(tokenizer: Tokenizer) -> dict[str, Any]:
     return found
 
 
-def _check(keys: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Say so when the file's tokenizer will cut text otherwise than the model's own."""
+def _cuts_alike(keys: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
+    """Whether the file's tokenizer makes of a text what the model's own does."""
     written = gguf_tokenizer(keys)
     wanted = tokenizer.encode(PROBE, add_special=False)
-    if written is None or written.encode(PROBE, add_special=False) != wanted:
-        log.warning(
-            "the tokenizer of the GGUF file (%s) does not cut every text as the model's own does: GGUF has "
-            "no name for its way of splitting words, and replies will be worse",
-            keys.get(f"{KEY}pre", keys[f"{KEY}model"]),
-        )
+    return written is not None and written.encode(PROBE, add_special=False) == wanted

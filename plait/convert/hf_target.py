@@ -25,6 +25,7 @@ class HfTarget:
 
     config: Mapping[str, Any]
     made: tuple[Made, ...]
+    notes: tuple[str, ...] = ()
 
 
 def hf_target(model: Model, dtype: str) -> HfTarget:

@@ -13,6 +13,7 @@ from tokenizers import decoders, models, normalizers, processors
 
 from plait.convert.gguf_vocabulary import KEY, PROBE
 from plait.errors import BadFile
+from plait.text.gguf_files import FILES, GENERATION, TOKENIZER
 from plait.text.gguf_tokenizer import byte_level_library
 from plait.text.hf_tokenizer import TokenizerFiles, load_hf_tokenizer
 from plait.text.load import template_sources
@@ -24,24 +25,42 @@ log = logging.getLogger("plait")
 
 def write_vocabulary(folder: Path, metadata: Mapping[str, Any], tokenizer: Tokenizer) -> None:
     """tokenizer.json, tokenizer_config.json, generation_config.json and the template, into a folder."""
-    library = _library(metadata)
-    if library is None:
+    if TOKENIZER in metadata:
+        for key, name in FILES.items():
+            if key in metadata:
+                (folder / name).write_text(metadata[key], encoding="utf-8")
+    elif not _write_library(folder, metadata, tokenizer):
         log.warning("no tokenizer is carried along: the GGUF file has none that a tokenizer.json can hold")
         return
+    _write_templates(folder, metadata)
+    if GENERATION in metadata:
+        (folder / "generation_config.json").write_text(metadata[GENERATION], encoding="utf-8")
+        return
+    ends = sorted(tokenizer.eos_token_ids)
+    generation = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends if ends else None}
+    _write_json(folder / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
+
+
+def _write_library(folder: Path, metadata: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
+    """tokenizer.json and its config; False for a kind that they cannot hold."""
+    library = _library(metadata)
+    if library is None:
+        return False
     config = _config(metadata, tokenizer)
     _wrap(library, tokenizer)
     library.save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", config)
+    _check(folder, config, tokenizer)
+    return True
+
+
+def _write_templates(folder: Path, metadata: Mapping[str, Any]) -> None:
     named = template_sources(None, metadata)
     if "default" in named:
         (folder / "chat_template.jinja").write_text(named.pop("default"), encoding="utf-8")
     for name, text in named.items():
         (folder / "additional_chat_templates").mkdir(exist_ok=True)
         (folder / "additional_chat_templates" / f"{name}.jinja").write_text(text, encoding="utf-8")
-    _write_json(folder / "tokenizer_config.json", config)
-    ends = sorted(tokenizer.eos_token_ids)
-    generation = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends if ends else None}
-    _write_json(folder / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
-    _check(folder, config, tokenizer)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

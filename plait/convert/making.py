@@ -45,6 +45,8 @@ class Made:
 
     `roles`: what it is to the model, as our names; () if nobody reads it. `order`: its rows as rows of all
     parts one after another, None if they stand so. `join`: what makes one of every `joined` parts instead.
+    `turned`: of a stack whose matrices lie otherwise when packed than when plain, the other way round to
+    write it; `is_packed`: which of the two this is; `is_odd`: nobody knows how it would lie packed.
     """
 
     name: str
@@ -54,6 +56,21 @@ class Made:
     order: Tensor | None = None
     join: Callable[..., Tensor] | None = None
     joined: int = 1
+    turned: Made | None = None
+    is_packed: bool = False
+    is_odd: bool = False
+
+    @property
+    def plain(self) -> Made:
+        """As it is written in plain numbers."""
+        return self.turned if self.is_packed and self.turned else self
+
+    @property
+    def packed(self) -> Made | None:
+        """As it is written in blocks along its rows, if it can be."""
+        if self.is_odd:
+            return None
+        return self if self.is_packed or not self.turned else self.turned
 
     @property
     def rows(self) -> int:
@@ -190,7 +207,8 @@ def matrix_of(model: Numbers, part: Part) -> Weight:
     """`value_of` as a matrix of rows; a vector is one row."""
     value = value_of(model, part)
     if isinstance(value, Tensor):
-        return Dense(value.reshape(-1, value.shape[-1]) if value.ndim > 1 else value.reshape(1, -1))
+        is_matrix = value.ndim > 1 and value.numel()
+        return Dense(value.reshape(-1, value.shape[-1]) if is_matrix else value.reshape(1, -1))
     return value
 
 
@@ -220,12 +238,18 @@ def matrices(model: Numbers, made: Made) -> Iterator[tuple[Weight, float]]:
     yield together.pick(made.order), 1.0
 
 
-def pieces(weight: Weight, scale: float, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
-    """Its numbers, some rows at a time: [n, cols]."""
+def row_pieces(weight: Weight) -> Iterator[Weight]:
+    """The same in its own storage, some rows at a time."""
     rows, cols = weight.shape
     step = max(1, PIECE // max(1, cols))
     for start in range(0, rows, step):
-        numbers = weight.rows(start, min(rows, start + step)).dequantize(dtype)
+        yield weight.rows(start, min(rows, start + step))
+
+
+def pieces(weight: Weight, scale: float, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
+    """Its numbers, some rows at a time: [n, cols]."""
+    for piece in row_pieces(weight):
+        numbers = piece.dequantize(dtype)
         yield numbers if scale == 1.0 else numbers * scale
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from plait.convert.storage import FP8_BLOCK, Fp8Blocks, Int4Groups, Stored
+from plait.convert.choosing import is_map
+from plait.convert.storage import FP8_BLOCK, Fp8Blocks, Int4Groups, Mxfp4Stack, Stored
 
 
 def quantization_config(stored: Sequence[Stored]) -> dict[str, Any] | None:
-    """For fp8 as DeepSeek-V3 has it, for int4 as compressed-tensors; None where nothing is packed."""
+    """For fp8 as DeepSeek-V3 has it, int4 as compressed-tensors, MXFP4 as gpt-oss; None without any."""
     if any(isinstance(one, Fp8Blocks) for one in stored):
         return {
             "quant_method": "fp8",
@@ -18,6 +19,8 @@ def quantization_config(stored: Sequence[Stored]) -> dict[str, Any] | None:
             "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
             "modules_to_not_convert": _plain_modules(stored),
         }
+    if any(isinstance(one, Mxfp4Stack) for one in stored):
+        return {"quant_method": "mxfp4", "modules_to_not_convert": _plain_modules(stored)}
     packed = [one for one in stored if isinstance(one, Int4Groups)]
     if not packed:
         return None
@@ -50,12 +53,12 @@ def _module(one: Stored) -> str:
 
 
 def _plain_modules(stored: Sequence[Stored]) -> list[str]:
-    """Matrices that stay plain: the head, routers, and what no group fits."""
-    return [
-        _module(one)
+    """Matrices that stay plain: the head, routers, stacks of experts, and what no group fits."""
+    found = [
+        _module(one) if one.made.name.endswith(".weight") else one.made.name.rpartition(".")[0]
         for one in stored
-        if not isinstance(one, (Fp8Blocks, Int4Groups))
-        and one.made.name.endswith(".weight")
-        and len(one.made.shape) == 2
+        if not isinstance(one, (Fp8Blocks, Int4Groups, Mxfp4Stack))
+        and (is_map(one.made) or (one.made.name.endswith(".weight") and len(one.made.shape) == 2))
         and "embed" not in one.made.name
     ]
+    return list(dict.fromkeys(found))

@@ -10,11 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from plait.convert.making import Made, matrices, pieces
+from plait.convert.counterparts import BLOCK, as_blocks, nibbles_of
+from plait.convert.making import Made, matrices, pieces, row_pieces
 from plait.convert.reading import Numbers
 from plait.errors import BadFile
 from plait.quant.encode import Encoder
-from plait.quant.gguf import BlockType, Gguf
+from plait.quant.gguf import BlockType, Gguf, block_type
 from plait.quant.weight import Dense
 
 Sink = Callable[[Tensor], None]  # takes what comes next in the file, as a contiguous tensor of any dtype
@@ -71,7 +72,7 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """One of GGUF's block formats. `encoder` None: the parts are in it already, their bytes are copied."""
+    """One of GGUF's block formats. `encoder` None: the parts are in it, or in one that says the same."""
 
     made: Made
     kind: BlockType
@@ -85,9 +86,8 @@ class Blocks:
     def write(self, model: Numbers, sink: Sink) -> None:
         if self.encoder is None:
             for weight, _ in matrices(model, self.made):
-                assert isinstance(weight, Gguf)
-                assert weight.kind.name == self.kind.name
-                sink(weight.data)
+                for piece in row_pieces(weight):
+                    sink(as_blocks(piece, self.kind).data)
             return
         for numbers in _numbers(model, self.made):
             sink(self.encoder(numbers, self.made.name, self.threads).data)
@@ -95,14 +95,17 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Blocks:
-    """float8_e4m3fn under a float32 scale per 128 x 128 numbers, as DeepSeek-V3's checkpoints have it."""
+    """float8_e4m3fn under a float32 scale per 128 x 128 numbers, as DeepSeek-V3's checkpoints have it.
+
+    The matrices of a stack have blocks of their own.
+    """
 
     made: Made
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        rows, cols = self.made.shape
-        scales = (-(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK))
+        *stack, rows, cols = self.made.shape
+        scales = (*stack, -(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK))
         return (
             Entry(self.made.name, self.made.shape, torch.float8_e4m3fn),
             Entry(f"{self.made.name}_scale_inv", scales, torch.float32),
@@ -110,7 +113,7 @@ class Fp8Blocks:
 
     def write(self, model: Numbers, sink: Sink) -> None:
         scales = []
-        for numbers in _rows_of(FP8_BLOCK, _numbers(model, self.made)):
+        for numbers in _rows_of(FP8_BLOCK, self.made.shape[-2], _numbers(model, self.made)):
             rows, cols = numbers.shape
             width = -cols % FP8_BLOCK
             tall = -rows % FP8_BLOCK
@@ -126,11 +129,15 @@ class Fp8Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Int4Groups:
-    """Four-bit integers in groups along a row: compressed-tensors' pack-quantized form, symmetric."""
+    """Four-bit integers in groups along a row: compressed-tensors' pack-quantized form, symmetric.
+
+    is_copied: the parts are in Q4_0, or in one that says the same, and keep their codes and scales.
+    """
 
     made: Made
     group: int
     scale_dtype: torch.dtype
+    is_copied: bool = False
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -143,6 +150,20 @@ class Int4Groups:
         )
 
     def write(self, model: Numbers, sink: Sink) -> None:
+        scales = self._copied(model, sink) if self.is_copied else self._rounded(model, sink)
+        sink(torch.cat(scales))
+        sink(torch.tensor(self.made.shape, dtype=torch.int64))
+
+    def _copied(self, model: Numbers, sink: Sink) -> list[Tensor]:
+        scales = []
+        for weight, _ in matrices(model, self.made):
+            for piece in row_pieces(weight):
+                codes, scale = nibbles_of(as_blocks(piece, block_type("Q4_0")), 2)
+                sink(codes)
+                scales.append(scale.view(torch.float16).squeeze(2))
+        return scales
+
+    def _rounded(self, model: Numbers, sink: Sink) -> list[Tensor]:
         scales = []
         shifts = torch.arange(0, 32, 4, dtype=torch.int32)
         for numbers in _numbers(model, self.made):
@@ -152,8 +173,38 @@ class Int4Groups:
             nibbles = (codes.to(torch.int32) + 8).unflatten(1, (-1, 8))
             sink((nibbles << shifts).sum(2, dtype=torch.int32))
             scales.append(scale)
+        return scales
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Stack:
+    """Experts as gpt-oss was published: four-bit floats, out of GGUF's MXFP4; rows as the parts' alternate.
+
+    `made` is the plain stack, whose matrices lie turned.
+    """
+
+    made: Made
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        count, cols, rows = self.made.shape
+        return (
+            Entry(f"{self.made.name}_blocks", (count, rows, cols // BLOCK, BLOCK // 2), torch.uint8),
+            Entry(f"{self.made.name}_scales", (count, rows, cols // BLOCK), torch.uint8),
+        )
+
+    def write(self, model: Numbers, sink: Sink) -> None:
+        scales, together = [], self.made.joined
+        for at in range(0, len(self.made.parts), together):
+            found = []
+            for part in self.made.parts[at : at + together]:
+                blocks = model.read(part.ours)
+                assert isinstance(blocks, Gguf)
+                found.append(nibbles_of(blocks, 1))
+            codes, exponents = (torch.stack(each, 1).flatten(0, 1) for each in zip(*found, strict=True))
+            sink(codes)
+            scales.append(exponents)
         sink(torch.cat(scales))
-        sink(torch.tensor(self.made.shape, dtype=torch.int64))
 
 
 def _int4_scale(groups: Tensor) -> Tensor:
@@ -178,17 +229,16 @@ def _numbers(model: Numbers, made: Made, dtype: torch.dtype = torch.float32) -> 
         yield from pieces(matrix, scale, dtype if same else torch.float32)
 
 
-def _rows_of(multiple: int, found: Iterator[Tensor]) -> Iterator[Tensor]:
-    """The same rows in pieces of a multiple of so many rows; the last takes what is left."""
+def _rows_of(multiple: int, rows: int, found: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The same rows in pieces of a multiple of so many rows; the last of every `rows` takes what is left."""
     held: list[Tensor] = []
-    count = 0
+    count, left = 0, rows  # rows that are held, and those of the matrix that have not been given
     for piece in found:
         held.append(piece)
         count += len(piece)
-        if count >= multiple:
-            rows = torch.cat(held)
-            whole = count // multiple * multiple
-            yield rows[:whole]
-            held, count = [rows[whole:]], count - whole
-    if count:
-        yield torch.cat(held)
+        while count >= left or count >= multiple:
+            together = torch.cat(held)
+            whole = left if count >= left else count // multiple * multiple
+            yield together[:whole]
+            held, count = [together[whole:]], count - whole
+            left = left - whole or rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from plait.checkpoint.files import ModelFiles, find_model, read_json
 from plait.checkpoint.gguf import GgufFile
+from plait.checkpoint.gguf_own import CONFIG, is_own, own_config
 from plait.checkpoint.packed import Packed
 from plait.checkpoint.safetensors import SafetensorsFiles
 from plait.checkpoint.scheme import find_scheme
@@ -23,6 +24,7 @@ from plait.families.resolve import resolve
 from plait.families.resolved import Resolved
 from plait.model.decoder import Decoder
 from plait.quant.weight import as_tensor
+from plait.text.gguf_files import CARRIED
 from plait.text.tokenizer import Tokenizer
 
 HELD_NBYTES = 64 << 20  # of a file's pages, while its weights are packed one after the other
@@ -60,7 +62,7 @@ class Opened:
             name=self.files.name,
             vocab_size=self.resolved.spec.vocab_size,
             directory=None if self.text_directory is None else str(self.text_directory),
-            metadata=metadata and {k: v for k, v in metadata.items() if k.startswith("tokenizer.")},
+            metadata=metadata and {k: v for k, v in metadata.items() if k.startswith(CARRIED)},
             config={key: config[key] for key in ("tokenizer_vocab", "eos_token_id") if key in config},
             vocab=self.config.vocab,
             chat_template=self.config.chat_template,
@@ -85,6 +87,10 @@ def open_model(model: str, config: EngineConfig) -> Opened:
     raw = read_json(files.config, "config.json") if files.config else None
     if files.kind == "gguf":
         gguf = GgufFile(files.weights[0])
+        if is_own(gguf.metadata):
+            found = _resolve(gguf, own_config(gguf.metadata), None, config)
+            why = {key: text.replace("config.json", CONFIG) for key, text in found.provenance.items()}
+            return Opened(files, gguf, gguf.metadata, replace(found, provenance=why), config)
         return Opened(files, gguf, gguf.metadata, _resolve(gguf, None, gguf.metadata, config), config)
     scheme = find_scheme(raw, files.side_files)
     tensors = Packed(SafetensorsFiles(*files.weights, index=files.index), scheme)

@@ -18,8 +18,8 @@ from plait.text.tokenizer import Tokenizer
 class TextSource:
     """What the readers of tokenizers and templates ask for.
 
-    `directory`: where files of text lie, None if there are none. `metadata`: of a GGUF file, the keys of its
-    tokenizer. `config`: the model's, the keys that speak of tokens. `vocab` and `chat_template`: the user's.
+    `directory`: where files of text lie, None if there are none. `metadata`: of a GGUF file, the keys that
+    speak of text. `config`: the model's, those that speak of tokens. `vocab`, `chat_template`: the user's.
     """
 
     name: str
@@ -45,7 +45,7 @@ class TextSource:
     def language(self) -> Language:
         """The whole text side. Raises BadFile, UnsupportedFormat and ConfigError."""
         tokenizer = self.tokenizer()
-        generation_config = load_generation_config(self._path)
+        generation_config = load_generation_config(self._path, self.metadata)
         try:
             SamplingParams().resolved(generation_config)
         except InvalidField as error:

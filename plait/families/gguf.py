@@ -116,7 +116,27 @@ def _architecture(m: Metadata, usual: str) -> str:
 
 
 def _rope(m: Metadata, read: Callable[[str], Tensor]) -> None:
+    scaling = _scaling(m)
+    if "rope_factors_long.weight" in m.shapes:
+        m.put("rope_scaling", _longrope(m, read), "tensors rope_factors_long.weight and _short")
+    elif "rope_freqs.weight" in m.shapes:
+        scaling = {"rope_type": "divisors", "divisors": read("rope_freqs.weight").flatten().tolist()}
+        m.put("rope_scaling", scaling, "tensor rope_freqs.weight")
+    elif scaling:
+        m.put("rope_scaling", scaling, f"{FILE} {m.prefix}rope.scaling")
+    dim, rotated = m.config.get("head_dim"), m.values.get("rope.dimension_count")
+    if m.config.get("num_attention_heads") and not dim:
+        dim = m.config["hidden_size"] // m.config["num_attention_heads"]
+    if rotated and dim and m.arch != "deepseek2":
+        m.put("partial_rotary_factor", rotated / dim, f"{FILE} {m.prefix}rope.dimension_count")
+
+
+def _scaling(m: Metadata) -> dict[str, Any]:
+    """The scaling that the metadata names; {} for none, and for those that are tensors."""
     kind, scaling = m.values.get("rope.scaling.type"), dict[str, Any]()
+    original = m.values.get("rope.scaling.original_context_length")
+    if factor := m.values.get("rope.scaling.dynamic_factor"):  # Plait's own key
+        return {"rope_type": "dynamic", "factor": factor, "original_max_position_embeddings": original}
     if kind in ("linear", "yarn"):
         scaling = {"rope_type": kind, "factor": m.values["rope.scaling.factor"]}
         if kind == "yarn":
@@ -131,18 +151,7 @@ def _rope(m: Metadata, read: Callable[[str], Tensor]) -> None:
         raise UnsupportedModel(
             f"rope.scaling.type {kind!r} is not known; known: none, linear, yarn, longrope"
         )
-    if "rope_factors_long.weight" in m.shapes:
-        m.put("rope_scaling", _longrope(m, read), "tensors rope_factors_long.weight and _short")
-    elif "rope_freqs.weight" in m.shapes:
-        scaling = {"rope_type": "divisors", "divisors": read("rope_freqs.weight").flatten().tolist()}
-        m.put("rope_scaling", scaling, "tensor rope_freqs.weight")
-    elif scaling:
-        m.put("rope_scaling", scaling, f"{FILE} {m.prefix}rope.scaling")
-    dim, rotated = m.config.get("head_dim"), m.values.get("rope.dimension_count")
-    if m.config.get("num_attention_heads") and not dim:
-        dim = m.config["hidden_size"] // m.config["num_attention_heads"]
-    if rotated and dim and m.arch != "deepseek2":
-        m.put("partial_rotary_factor", rotated / dim, f"{FILE} {m.prefix}rope.dimension_count")
+    return scaling
 
 
 def _usual(scaling: Mapping[str, Any]) -> float:

@@ -141,14 +141,22 @@ def load_hf_tokenizer(path: Path, files: TokenizerFiles | None = None) -> TextTo
 
     Raises BadFile when it cannot be read, UnsupportedFormat when it cannot be honoured.
     """
-    files = files or TokenizerFiles({}, {})
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadFile(f"{path}: {error}") from error
+    return hf_tokenizer(text, path.name, str(path), files or TokenizerFiles({}, {}))
+
+
+def hf_tokenizer(text: str, name: str, where: str, files: TokenizerFiles) -> TextTokenizer:
+    """The same from the text of a tokenizer.json. `name`: what it is called; `where`: for errors."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
         raise BadFile(
-            f"{path}: not a tokenizer.json that the tokenizers library can read: {str(error)[:300]}"
+            f"{where}: not a tokenizer.json that the tokenizers library can read: {str(error)[:300]}"
         ) from error
-    _add_missing(tokenizer, files.config, path)
+    _add_missing(tokenizer, files.config, name)
     wrapping = _wrapping(tokenizer)
     specials = SpecialTokens(_specials(tokenizer, files))
     named = named_tokens(files)
@@ -160,7 +168,7 @@ def load_hf_tokenizer(path: Path, files: TokenizerFiles | None = None) -> TextTo
     engine = HfEngine(tokenizer)
     ends = end_of_generation(specials.by_id.values(), _ordinary_added(tokenizer, specials))
     return TextTokenizer(
-        name=path.name,
+        name=name,
         engine=engine,
         specials=specials,
         bos_token_id=bos,
@@ -172,7 +180,7 @@ def load_hf_tokenizer(path: Path, files: TokenizerFiles | None = None) -> TextTo
     )
 
 
-def _add_missing(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], path: Path) -> None:
+def _add_missing(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], name: str) -> None:
     """Tokens that only tokenizer_config.json knows; their ids must be the next free ones."""
     listed = config.get("added_tokens_decoder") or {}
     for token_id, entry in sorted(listed.items(), key=lambda item: int(item[0])):
@@ -184,7 +192,7 @@ def _add_missing(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], pat
         if tokenizer.token_to_id(entry["content"]) != int(token_id):
             raise BadFile(
                 f"tokenizer_config.json gives {entry['content']!r} the id {token_id}, which does not follow "
-                f"the last id of {path.name}; give a matching tokenizer.json with --vocab"
+                f"the last id of {name}; give a matching tokenizer.json with --vocab"
             )
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import BadFile, ConfigError, UnsupportedFormat
+from plait.text import gguf_files
 from plait.text.builtin_tokenizer import builtin_tokenizer, tiktoken_tokenizer
 from plait.text.chat import ChatTemplate
 from plait.text.gguf_tokenizer import gguf_tokenizer
-from plait.text.hf_tokenizer import TokenizerFiles, load_hf_tokenizer, named_tokens
+from plait.text.hf_tokenizer import TokenizerFiles, hf_tokenizer, load_hf_tokenizer, named_tokens
 from plait.text.jinja_chat import JinjaTemplate
 from plait.text.marker_chat import FORMATS, MarkerTemplate
 from plait.text.plamo import plamo_metadata
@@ -65,7 +66,7 @@ def _load_tokenizer(
         tokenizer = builtin_tokenizer(str(name), oxidizr) if name else None
     if tokenizer is None:
         return None
-    ends = _eos_ids(load_generation_config(directory)) | _eos_ids(config)
+    ends = _eos_ids(load_generation_config(directory, metadata)) | _eos_ids(config)
     return tokenizer.ending_with(frozenset(i for i in ends if not tokenizer.is_hole(i)))
 
 
@@ -89,8 +90,22 @@ def _find(
         return _named(vocab, oxidizr)
     if directory is not None and (directory / "tokenizer.json").exists():
         return _from_files(directory)
-    found = gguf_tokenizer(metadata) if metadata else None
+    found = (_carried(metadata) or gguf_tokenizer(metadata)) if metadata else None
     return found or (_from_files(directory) if directory is not None else None)
+
+
+def _carried(metadata: Mapping[str, Any]) -> TextTokenizer | None:
+    """The tokenizer.json that a GGUF file has in its metadata, if it has one."""
+    if gguf_files.TOKENIZER not in metadata:
+        return None
+    text = str(metadata[gguf_files.TOKENIZER])
+    return hf_tokenizer(text, "tokenizer.json", f"GGUF metadata {gguf_files.TOKENIZER}", _told(metadata))
+
+
+def _told(metadata: Mapping[str, Any]) -> TokenizerFiles:
+    """What the files say that stood beside it."""
+    config, special = (gguf_files.json_object(metadata, k) for k in (gguf_files.CONFIG, gguf_files.SPECIAL))
+    return TokenizerFiles(config, special)
 
 
 def _named(vocab: str, oxidizr: bool) -> TextTokenizer:
@@ -155,9 +170,13 @@ def _plamo(path: Path) -> TextTokenizer:
     return replace(tokenizer, name=path.name)
 
 
-def load_generation_config(directory: Path | None) -> dict[str, Any]:
-    """generation_config.json of a model's directory; {} if it has none."""
-    return _json(directory / "generation_config.json") if directory is not None else {}
+def load_generation_config(
+    directory: Path | None, metadata: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """generation_config.json of a model's directory, or in a GGUF file's metadata; {} if it has none."""
+    if directory is not None:
+        return _json(directory / "generation_config.json")
+    return gguf_files.json_object(metadata or {}, gguf_files.GENERATION)
 
 
 def load_chat_template(
@@ -195,7 +214,7 @@ def _load_chat_template(
         return MarkerTemplate(str(option), tokenizer)
     name, sources = _sources(directory, metadata, option)
     if sources:
-        return JinjaTemplate(name, sources, tokenizer, _variables(directory, tokenizer))
+        return JinjaTemplate(name, sources, tokenizer, _variables(directory, metadata, tokenizer))
     if oxidizr and tokenizer.token_id("<|assistant|>") in tokenizer.special_ids:
         return MarkerTemplate("oxidizr", tokenizer)
     return None
@@ -238,9 +257,9 @@ def _named_parts(found: Any, path: Path) -> dict[str, str]:
         raise BadFile(f"{path}: chat_template is neither text nor a list of named templates") from error
 
 
-def _variables(directory: Path | None, tokenizer: Tokenizer) -> dict[str, str]:
+def _variables(directory: Path | None, metadata: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
     """The special tokens that a template may write."""
-    found = named_tokens(_files(directory)) if directory is not None else {}
+    found = named_tokens(_told(metadata) if directory is None else _files(directory))
     if tokenizer.bos_token_id is not None:
         found.setdefault("bos_token", tokenizer.token_text(tokenizer.bos_token_id))
     if tokenizer.eos_token_id is not None:

@@ -20,7 +20,7 @@ from plait.convert import output
 from plait.convert.conversion import Order, convert
 from plait.convert.quality import compare
 from plait.engine.opening import open_model
-from plait.errors import ConfigError, OutOfMemory, PlaitError, UnsupportedFormat
+from plait.errors import ConfigError, OutOfMemory, PlaitError
 from plait.text.load import template_sources
 from tests.convert.words import byte_level
 from tests.families import tiny
@@ -172,9 +172,13 @@ def test_both_sides_are_compared_on_a_text(models: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("given", "out", "why"),
     [
-        ({"to": "safetensors", "quantize": "q4_k"}, "a", "q4_k is not a storage of --to safetensors"),
-        ({"quantize": "int4"}, "a.gguf", "int4 is not a storage of --to gguf"),
-        ({"quantize": "q9"}, "a.gguf", "q9 is not known"),
+        (
+            {"to": "safetensors", "quantize": "q4_k"},
+            "a",
+            "q4_k: only GGUF has this storage .*--to safetensors holds int4, fp8, f32",
+        ),
+        ({"quantize": "int4"}, "a.gguf", "int4: only safetensors have this storage; --to gguf holds q8_0"),
+        ({"quantize": "q9"}, "a.gguf", "q9 is not known; --to gguf holds q8_0"),
         ({"to": "safetensors"}, "a.gguf", "a name for GGUF"),
         ({}, "a.safetensors", "written into a directory"),
         ({}, "nowhere/a.gguf", "nowhere is no directory"),
@@ -256,8 +260,21 @@ def test_numbers_beyond_float16_are_refused_by_name(models: Path, tmp_path: Path
             run(tmp_path / "large", tmp_path / "a.gguf", quantize=storage)
 
 
-def test_without_a_config_packed_weights_could_not_be_announced(models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("storage", ["int4", "fp8"])
+def test_without_a_config_packed_weights_are_found_by_their_tensors(
+    models: Path, tmp_path: Path, storage: str
+) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "model.safetensors").symlink_to(models / "llama" / "model.safetensors")
-    with pytest.raises(UnsupportedFormat, match="has no config"):
-        run(tmp_path / "bare", tmp_path / "a", quantize="fp8")
+    result = run(tmp_path / "bare", tmp_path / "a", quantize=storage)
+    (note,) = result.notes
+    assert note.startswith("only Plait, which looks at the tensors, reads this")
+    assert note.endswith(f"no config.json to tell others of {storage}")
+    assert not (tmp_path / "a" / "config.json").exists()
+    run(models / "llama", tmp_path / "b", quantize=storage)
+    plain = logits(tmp_path / "bare")
+    assert (
+        0
+        < near(logits(tmp_path / "a"), plain)
+        < 1.01 * near(logits(tmp_path / "b"), logits(models / "llama"))
+    )

@@ -52,6 +52,7 @@ BOTH_WAYS = {
     "glm4_moe": "glm4moe",
 }
 ONE_WAY = {
+    "llama_dynamic": "llama",
     "llama_linear": "llama",
     "llama_yarn": "llama",
     "mistral": "llama",
@@ -131,12 +132,44 @@ def test_rotary_pairs_are_where_each_format_wants_them(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("llama_dynamic", "rope_type 'dynamic' cannot be written as GGUF"),
-        ("ministral", r"layers\.0\.0\.mixer\.window = None, there 6"),
-        ("zamba2", "zamba2 models cannot be written as GGUF"),
+        ("ministral", r"as llama: the format cannot say layers\.0\.0\.mixer\.window = None, there 6"),
+        ("zamba2", "llama.cpp has no architecture for zamba2 models"),
     ],
 )
-def test_what_gguf_cannot_say_is_refused_by_name(name: str, why: str, folder: Path) -> None:
+def test_what_llama_cpp_cannot_say_is_named(name: str, why: str, folder: Path) -> None:
     model, _ = source(name, folder)
     with pytest.raises(UnsupportedFormat, match=why):
         gguf_target(model)
+
+
+def test_positions_that_stretch_with_length_are_carried_and_llama_cpps_within_the_context(
+    folder: Path,
+) -> None:
+    model, _ = source("llama_dynamic", folder)
+    target = gguf_target(model)
+    assert target.keys["llama.rope.scaling.dynamic_factor"] == 2.0
+    assert target.keys["llama.context_length"] == 16
+    assert "llama.rope.scaling.type" not in target.keys
+    assert target.notes == (
+        "llama.cpp does not stretch positions by length (dynamic NTK): its model is this one up to 16 tokens",
+    )
+    again, _ = as_gguf(model, "llama")
+    ropes = [
+        dict(mixer.rope.scaling)
+        for spec in (model.spec, again.spec)
+        for _, mixer in spec.mixers()
+        if hasattr(mixer, "rope")
+    ]
+    assert len({str(sorted(rope.items())) for rope in ropes}) == 1
+
+
+def test_positions_that_are_stretched_within_the_context_are_plaits_alone(folder: Path) -> None:
+    source("llama_dynamic", folder)
+    config, tensors, _ = tiny.read(folder / "llama_dynamic")
+    longer = Memory(tensors)
+    config = {
+        **config,
+        "rope_parameters": {**config["rope_parameters"], "original_max_position_embeddings": 8},
+    }
+    with pytest.raises(UnsupportedFormat, match="dynamic NTK"):
+        gguf_target(Model(resolved(longer, config), longer))

@@ -12,7 +12,6 @@ import tokenizers
 
 from plait.convert.gguf_vocabulary import KEY, PROBE, vocabulary_keys
 from plait.convert.hf_vocabulary import write_vocabulary
-from plait.errors import UnsupportedFormat
 from plait.text.gguf_tokenizer import gguf_tokenizer
 from plait.text.load import load_tokenizer
 from plait.text.spm import CONTROL, UNUSED, USER_DEFINED
@@ -64,9 +63,12 @@ def test_an_unknown_way_is_written_as_default_and_warned_of(
     level = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
     library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, level])
     with caplog.at_level(logging.WARNING, logger="plait"):
-        _, keys = keys_of(library, tmp_path, 321)
+        first, keys = keys_of(library, tmp_path, 321)
     assert keys[f"{KEY}pre"] == "default"
-    assert "does not cut every text as the model's own does" in caplog.text
+    assert "will not cut every text as this tokenizer (default) does" in caplog.text
+    again = load_tokenizer(metadata=keys)  # Plait reads the file that is carried beside GGUF's words
+    assert again is not None
+    assert again.encode(PROBE) == first.encode(PROBE)
 
 
 @pytest.mark.parametrize("space_first", [True, False])
@@ -93,14 +95,33 @@ def test_templates_with_names_are_all_carried(tmp_path: Path) -> None:
     assert keys["tokenizer.chat_template.tool_use"] == "B"
 
 
-def test_more_words_than_rows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormat, match=r"3\d\d tokens and the model 300 rows"):
-        keys_of(byte_level(), tmp_path, 300)
+def test_words_without_a_row_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="plait"):
+        first, keys = keys_of(byte_level(), tmp_path, 300, bos_token="<|begin|>", eos_token="<tag>")
+    assert "tokens are left out, for which the model has no rows" in caplog.text
+    assert len(keys[f"{KEY}tokens"]) == 300
+    assert f"{KEY}eos_token_id" not in keys  # it has no row
+    ids = load_tokenizer(metadata={k: v for k, v in keys.items() if k.startswith(KEY)}).encode("the boat")
+    assert max(ids) < 300
+    assert first.decode(ids[1:]) == "the boat"
 
 
-def test_other_kinds_are_refused_by_name(tmp_path: Path) -> None:
-    model = tokenizers.models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0)
+def test_a_kind_that_gguf_does_not_know_is_carried_as_its_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tokenizers.models.Unigram([("<unk>", 0.0), ("▁", -2.0), ("a", -1.0), ("▁a", -1.5)], unk_id=0)
     library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     library.decoder = tokenizers.decoders.Metaspace()
-    with pytest.raises(UnsupportedFormat, match="Unigram cannot be written as GGUF"):
-        keys_of(library, tmp_path, 2)
+    with caplog.at_level(logging.WARNING, logger="plait"):
+        first, keys = keys_of(library, tmp_path, 4, eos_token="<unk>", chat_template="T")
+    assert "only Plait finds one" in caplog.text
+    assert keys[f"{KEY}model"] == "no_vocab"
+    again = load_tokenizer(metadata=keys)
+    assert again is not None
+    assert again.encode("a aa") == first.encode("a aa")
+    assert again.eos_token_id == first.eos_token_id == 0
+    (tmp_path / "back").mkdir()
+    write_vocabulary(tmp_path / "back", keys, again)
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+    assert (tmp_path / "back" / "chat_template.jinja").read_text() == "T"

@@ -1,0 +1,84 @@
+"""A checkpoint as GGUF under its own names, with its own config: for what llama.cpp has no architecture."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from plait.checkpoint.gguf_own import ARCHITECTURE, CONFIG, MAX_NAME_BYTES, NAMES, stand_in
+from plait.convert.gguf_file import TYPES
+from plait.convert.making import Made
+from plait.convert.same import Kept
+from plait.families.normalize import NESTS
+
+log = logging.getLogger("plait")
+_MAX_DIMS = 4  # of GGUF's tensors
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTarget:
+    """What is to be written: `keys` of the model (not of its tokenizer), and its tensors."""
+
+    keys: Mapping[str, Any]
+    made: tuple[Made, ...]
+
+
+def own_target(kept: Kept, config: Mapping[str, Any] | None) -> OwnTarget:
+    """The checkpoint as it is. `config`: what its config.json should say, None if it has none."""
+    made, left_out, names = [], [], list[str]()
+    for one in kept.made():
+        if not _is_writable(kept, one):
+            left_out.append(one.name)
+        elif len(one.name.encode()) > MAX_NAME_BYTES:
+            made.append(_named(one, stand_in(len(names))))
+            names.append(one.name)
+        else:
+            made.append(one)
+    if left_out:
+        log.warning(
+            "%d tensors that the model does not read are left out, GGUF has no type for them: %s",
+            len(left_out),
+            ", ".join(left_out[:4]),
+        )
+    keys: dict[str, Any] = {"general.architecture": ARCHITECTURE}
+    if config is not None:
+        keys[CONFIG] = json.dumps(config, ensure_ascii=False)
+    return OwnTarget(keys | ({NAMES: names} if names else {}), tuple(made))
+
+
+def _is_writable(kept: Kept, made: Made) -> bool:
+    """What nobody reads may be of any type and shape; what is read is numbers in one to four dimensions."""
+    if made.roles:
+        return True
+    value = kept.read(made.name)
+    is_known = not isinstance(value, Tensor) or value.dtype in TYPES
+    return is_known and 0 < len(made.shape) <= _MAX_DIMS and 0 not in made.shape
+
+
+def _named(made: Made, name: str) -> Made:
+    return replace(made, name=name, turned=None if made.turned is None else replace(made.turned, name=name))
+
+
+def with_overrides(config: Mapping[str, Any] | None, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config with the values of --set, at the top and wherever a text model's keys may be."""
+    if not given:
+        return None if config is None else dict(config)
+    found = {**(config or {}), **given}
+    for nest in (*NESTS, "model"):
+        if isinstance(found.get(nest), Mapping):
+            found[nest] = {**found[nest], **given}
+    return found
+
+
+def unpacked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without what it says of how tensors are packed, which they no longer are."""
+    return {
+        k: unpacked(v) if isinstance(v, Mapping) else v
+        for k, v in config.items()
+        if k not in ("quantization_config", "compression_config")
+    }
