@@ -13,7 +13,7 @@ from plait.errors import ShapeMismatch
 from plait.ops.blocks import random_weight
 from plait.ops.registry import Arguments, op
 from plait.quant.gguf import BLOCK_TYPES
-from plait.quant.weight import PIECE, Dense, Weight
+from plait.quant.weight import Dense, Weight, piece_of
 
 CASES: list[dict[str, Any]] = [
     dict(rows=1, size=64),
@@ -86,7 +86,7 @@ def map_heads(x: Tensor, weight: Tensor | HeadRows) -> Tensor:
     if isinstance(weight, Tensor):
         whole: Tensor = torch.einsum("thn,hmn->thm", x, weight)
         return whole
-    step = max(1, PIECE // max(1, weight.count * weight.weight.shape[1]))
+    step = max(1, piece_of(x.device) // max(1, weight.count * weight.weight.shape[1]))
     how = "thn,hnm->thm" if weight.turned else "thn,hmn->thm"
     parts = [
         torch.einsum(how, x[:, at : at + step], weight.numbers(at, min(at + step, weight.heads), x))

@@ -1,4 +1,4 @@
-"""Routing, experts and maps of heads: sorted rows, unusual shares, one order of additions, recordings."""
+"""Routing and experts: sorted rows, unusual shares, one order of additions, recordings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from plait.errors import CannotRecord, ShapeMismatch
 from plait.kernels.load import executor, load
 from plait.ops.blocks import random_weight
-from plait.ops.heads import map_heads
 from plait.ops.linear import Linear
 from plait.ops.moe import experts, route
 from plait.ops.registry import Facts, Op
@@ -221,21 +220,3 @@ def test_no_number_chooses_no_expert_that_is_not_there(cpu: Any) -> None:
         weight, index = bound(route, cpu)(logits, None, 3, router)
         assert bool(weight.isnan().all())
         assert bool(((index >= 0) & (index < 5)).all())
-
-
-@pytest.mark.parametrize(("n", "m"), [(128, 512), (512, 128), (16, 8), (7, 33), (1, 1), (100, 17)])
-def test_heads_are_mapped_the_same_alone_and_in_a_batch(cpu: Any, alone: Any, n: int, m: int) -> None:
-    x, weight, fn = torch.randn(19, 3, n + 9), torch.randn(3, m, n) / n**0.5, bound(map_heads, cpu)
-    part = x[..., 4 : 4 + n]
-    y = fn(part, weight)
-    close(y, map_heads.reference(part, weight))
-    assert torch.equal(y, bound(map_heads, alone)(part, weight))
-    assert torch.equal(y, torch.cat([fn(row, weight) for row in part.split(1)]))
-
-
-def test_recorded_maps_of_heads(cpu: Any) -> None:
-    x, weight, fn = torch.randn(64, 2, 24), torch.randn(2, 40, 24), bound(map_heads, cpu)
-    with cpu.recording(tokens=64, logits=65) as program, ViewsOnly():
-        y = fn(x, weight)
-    cpu.run(program, tokens=5, logits=1, seqs=1)
-    assert torch.equal(y[:5], fn(x[:5], weight))

@@ -26,6 +26,7 @@ from plait.kernels.cpu.kernel import Kernel, generated
 from plait.kernels.cpu.rows import Rows
 from plait.ops.heads import HeadRows, map_heads
 from plait.ops.registry import Facts
+from plait.quant.codebook import Codebook
 from plait.quant.weight import Weight
 
 WORDS = 32  # of a recipe: a decoder's own, then those of this file
@@ -144,6 +145,8 @@ def product(turned: bool) -> Kernel:
 def _pieces(weight: Weight) -> Sequence[tuple[int, Weight]]:
     """Its columns in pieces for threads to share, each with its first column; whole where none can be cut."""
     cols = weight.shape[1]
+    if isinstance(weight, Codebook) and weight.nested:  # cut, its magnitudes would be kept decoded
+        return [(0, weight)]
     for width in (128, 256, 512):
         try:
             return [(at, weight.cols(at, min(at + width, cols))) for at in range(0, cols, width)]
@@ -165,7 +168,7 @@ class Recipes:
     def of(cls, maps: HeadRows) -> Recipes:
         """Raises ShapeMismatch for a storage no kernel reads."""
         cut = _pieces(maps.weight) if maps.turned else [(0, maps.weight)]
-        ids = torch.arange(maps.weight.shape[0])
+        ids = torch.from_numpy(np.arange(maps.weight.shape[0]))  # in a recording torch must not compute
         readers = [reader(part) for _, part in cut]
         words = np.zeros((len(cut), WORDS), np.int64)
         for row, (start, part), how in zip(words, cut, readers, strict=True):
