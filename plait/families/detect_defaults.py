@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from plait.families.detect_tensors import Tensors
+from plait.families.detect_versions import fill_cohere, fill_phi3
 
 # vocabulary size -> (rope theta, longest sequence) of the Llama class that was trained with it
 LLAMA_VOCABULARIES: Mapping[int, tuple[float, int]] = {
@@ -146,25 +147,6 @@ def _glm(t: Tensors, architecture: str, rope_known: bool) -> None:
         )
 
 
-def _phi3(t: Tensors, architecture: str, rope_known: bool) -> None:
-    """Phi 4 and Phi 4 mini differ from Phi 3 in more than their vocabularies."""
-    vocab = t.get("vocab_size")
-    if vocab == 100352:
-        t.default("rope_theta", 250_000.0, "Phi 4")
-        t.default("max_position_embeddings", 16_384, "Phi 4")
-    elif vocab == 200064:
-        t.default("partial_rotary_factor", 0.75, "Phi 4 mini")
-
-
-def _cohere(t: Tensors, architecture: str, rope_known: bool) -> None:
-    if architecture == "CohereForCausalLM":
-        t.put(
-            "use_qk_norm",
-            t.has("self_attn.q_norm.weight"),
-            "whether the tensor self_attn.q_norm.weight is there",
-        )
-
-
 def _lfm2(t: Tensors, architecture: str, rope_known: bool) -> None:
     if "Moe" in architecture:
         bias = "feed_forward.expert_bias"
@@ -191,8 +173,8 @@ SPECIAL = {
     "FalconH1": _falcon_h1,
     "Granite": _granite,
     "Glm": _glm,
-    "Phi3": _phi3,
-    "Cohere": _cohere,
+    "Phi3": fill_phi3,
+    "Cohere": fill_cohere,
     "Lfm2": _lfm2,
     "MiniMax": _minimax,
     "Zamba2": _zamba2,

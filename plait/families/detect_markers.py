@@ -49,6 +49,11 @@ def _is_smollm3(t: Tensors) -> bool:
     return (t.get("vocab_size"), t.get("hidden_size"), len(t.layers)) == (128256, 2048, 36)
 
 
+def _is_command_a(t: Tensors) -> bool:
+    """Of the large models without norms of q and k, it is the only one; R+ has them."""
+    return t.get("hidden_size") == 12288
+
+
 # In this order; the first that fits. A mark is a tensor's name behind "layers.N.".
 MARKERS = (
     Marker("Zamba2ForCausalLM", ("shared_transformer.input_layernorm.weight",)),
@@ -74,6 +79,7 @@ MARKERS = (
     Marker("Qwen3_5ForCausalLM", ("linear_attn.in_proj_qkv.weight",)),
     Marker("OlmoHybridForCausalLM", ("linear_attn.g_proj.weight", "linear_attn.a_proj.weight")),
     Marker("KimiLinearForCausalLM", ("self_attn.f_a_proj.weight",)),
+    Marker("KimiLinearForCausalLM", ("self_attn.forget_gate.f_a_proj.weight",)),
     Marker("MiniMaxForCausalLM", ("self_attn.output_gate.weight", "self_attn.qkv_proj.weight")),
     Marker("Lfm2MoeForCausalLM", ("feed_forward.gate.weight", "ffn_norm.weight", "operator_norm.weight")),
     Marker("Lfm2ForCausalLM", ("conv.in_proj.weight", "operator_norm.weight")),
@@ -111,6 +117,17 @@ MARKERS = (
     Marker("Glm4MoeForCausalLM", (Q, "mlp.gate.e_score_correction_bias")),
     Marker("Starcoder2ForCausalLM", (Q, "mlp.c_fc.weight")),
     Marker(
+        "Cohere2ForCausalLM",
+        (Q, "input_layernorm.weight", "mlp.gate_proj.weight"),
+        (SECOND_NORM, "input_layernorm.bias", "self_attn.q_norm.weight"),
+        _is_command_a,
+    ),
+    Marker(
+        "CohereForCausalLM",
+        (Q, "input_layernorm.weight", "mlp.gate_proj.weight", "self_attn.q_norm.weight"),
+        (SECOND_NORM, "input_layernorm.bias"),
+    ),
+    Marker(
         "CohereForCausalLM",
         (Q, "input_layernorm.weight", "mlp.gate_proj.weight"),
         (SECOND_NORM, "input_layernorm.bias"),
@@ -142,6 +159,7 @@ KINDS: Mapping[str, str] = {
     "mixer.A_log": LINEAR,
     "linear_attn.A_log": LINEAR,
     "self_attn.A_log": LINEAR,
+    "self_attn.forget_gate.A_log": LINEAR,
     "self_attn.output_gate.weight": LINEAR,
     "temporal_block.rg_lru.recurrent_param": LINEAR,
     "mixer.dt_norm_weight": LINEAR,

@@ -23,7 +23,7 @@ def state_sizes(t: Tensors, architecture: str) -> None:
             _mamba2(t, at, architecture)
     if t.has("linear_attn.A_log"):
         _delta(t, architecture)
-    if t.has("self_attn.f_a_proj.weight"):
+    if t.has("self_attn.f_a_proj.weight") or t.has("self_attn.forget_gate.f_a_proj.weight"):
         _kimi_delta(t)
     if gate := t.first("temporal_block.rg_lru.recurrent_param"):
         t.size("lru_width", gate[1][0], gate)
@@ -105,7 +105,7 @@ def _kimi_delta(t: Tensors) -> None:
     beta, norm = t.need("self_attn.b_proj.weight"), t.need("self_attn.o_norm.weight")
     t.size("linear_num_heads", beta[1][0], beta)
     t.size("linear_head_dim", norm[1][0], norm)
-    _last(t, "linear_conv_kernel_dim", t.need("self_attn.q_conv1d.weight"))
+    _last(t, "linear_conv_kernel_dim", t.need("self_attn.q_conv1d.weight", "self_attn.conv1d.weight"))
 
 
 def _shared_block(t: Tensors) -> None:

@@ -15,7 +15,7 @@ from plait.families.gguf_arch import FILE, Metadata, gguf_arch
 from plait.families.grammar import mlp, model, norm, sigmoid_router
 from plait.families.normalize import LINEAR, Config
 from plait.families.registry import family
-from plait.families.tensors import Stored, either, ends, flat, mixtral_experts, unused
+from plait.families.tensors import Stored, conv, either, ends, flat, mixtral_experts, unused
 from plait.quant.weight import as_tensor
 from plait.spec import Branch, DeltaNet, Mla, ModelSpec, Moe, Norm
 
@@ -127,17 +127,28 @@ def _names(count: int, widths: Sequence[int]) -> Rules:
         **ends(),
         "layers.{i}.ffn.norm": f"{L}.post_attention_layernorm",
         "layers.{i}.{branch}.norm": f"{L}.input_layernorm",
-        f"{KDA}.conv.weight": joined_conv(widths, [f"{mixer}.{x}_conv1d.weight" for x in "qkv"]),
-        f"{KDA}.A": negative_exp_flat(f"{mixer}.A_log"),
-        f"{KDA}.dt_bias": f"{mixer}.dt_bias",
+        **either(_decay_names(mixer), _decay_names(f"{mixer}.forget_gate")),
+        f"{KDA}.conv.weight": (
+            joined_conv(widths, [f"{mixer}.{x}_conv1d.weight" for x in "qkv"]),
+            conv(f"{mixer}.conv1d.weight"),
+        ),
         f"{KDA}.gated_norm": f"{mixer}.o_norm",
         f"{KDA}.beta": f"{mixer}.b_proj",
-        **{f"{KDA}.{ours}": f"{mixer}.{theirs}_proj" for ours, theirs in FACTORS.items()},
+        **{f"{KDA}.gate_{x}": f"{mixer}.g_{x}_proj" for x in "ab"},
         f"{KDA}.{{x}}": f"{mixer}.{{x}}_proj",
         f"{ATTN}.kv_a": f"{mixer}.kv_a_proj_with_mqa",
         f"{ATTN}.{{x}}_a_norm": f"{mixer}.{{x}}_a_layernorm",
         f"{ATTN}.{{x}}": f"{mixer}.{{x}}_proj",
         **either(_ffn_names(f"{L}.block_sparse_moe", count), _ffn_names(f"{L}.mlp", count)),
+    }
+
+
+def _decay_names(theirs: str) -> Rules:
+    """As published, beside the mixer's maps, or as transformers 5 has it in memory, a module of its own."""
+    return {
+        f"{KDA}.A": negative_exp_flat(f"{theirs}.A_log"),
+        f"{KDA}.dt_bias": f"{theirs}.dt_bias",
+        **{f"{KDA}.decay_{x}": f"{theirs}.f_{x}_proj" for x in "ab"},
     }
 
 

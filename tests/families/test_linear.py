@@ -15,7 +15,7 @@ from plait.quant.encode import encoder
 from plait.quant.gguf import Gguf
 from plait.quant.weight import as_tensor
 from plait.spec import Attention, DeltaNet, Lightning, Mla, RgLru
-from tests.families import tiny
+from tests.families import tiny, tiny_bare
 from tests.families.parity import CPU, Memory, decoder, resolved, whole, worst
 
 TINY: dict[str, Any] = {
@@ -176,3 +176,25 @@ def test_what_is_not_implemented_is_refused_by_name() -> None:
     ):
         with pytest.raises(UnsupportedModel, match=said):
             spec_of(architecture, **keys)
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_kimi_linear_as_transformers_5_keeps_it_in_memory(folder: Path, has_config: bool) -> None:
+    """A module for the forget gate, one convolution for q, k and v."""
+    tiny.write("kimi_linear", folder / "kimi_in_memory", tiny_bare.VARIANTS["kimi_linear"])
+    config, tensors, oracle = tiny.read(folder / "kimi_in_memory")
+    theirs = {}
+    for name, w in tensors.items():
+        place, _, part = name.rpartition("self_attn.")
+        gate = part.startswith(("f_a_proj", "f_b_proj", "dt_bias", "A_log"))
+        theirs[f"{place}self_attn.forget_gate.{part}" if gate else name] = w
+    for name in [n for n in theirs if n.endswith("q_conv1d.weight")]:
+        place = name.removesuffix("q_conv1d.weight")
+        theirs[f"{place}conv1d.weight"] = torch.cat([theirs.pop(f"{place}{x}_conv1d.weight") for x in "qkv"])
+    assert sum("forget_gate" in name for name in theirs) == 8
+    checkpoint = Memory(theirs)
+    said = config if has_config else None
+    right = [] if has_config else ["num_experts_per_tok=2", "routed_scaling_factor=2.446"]
+    found = resolved(checkpoint, said, right)
+    assert found.config["layer_types"] == KINDS
+    assert worst(whole(decoder(found, checkpoint), oracle["ids"][0]), oracle["logits"][0]) <= 1e-4
