@@ -19,8 +19,11 @@ MIN_BODY_RATE = 1024  # bytes per second
 INLINE_BYTES = 64 * 1024  # larger bodies are decoded in a thread
 LINGER_S, LINGER_BYTES = 1.0, 64 * 1024 * 1024
 
-# Strings are skipped whole; possessive, so that no text makes it go back.
-_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
+# A string is skipped whole; possessive, so that no text makes it go back.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_ROUND, _NOT_BRACKETS = bytes.maketrans(b"[]{}", b"()()"), bytes(set(range(256)) - set(b"[]{}"))
+# Half of a pair that no character is written with, as in "\ud800".
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
@@ -46,7 +49,10 @@ def decode_object(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise BadBody(f"the body is nested deeper than {MAX_DEPTH} levels") from None
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-        raise BadBody(f"the body is not JSON that can be read: {error}") from None
+        hint = (
+            "; a \\ud800 to \\udfff without its other half is no character" if _SURROGATE.search(body) else ""
+        )
+        raise BadBody(f"the body is not JSON that can be read: {error}{hint}") from None
     if not isinstance(value, dict):
         raise BadBody(f"the body is a JSON {_kind(value)}; send an object")
     return value
@@ -106,18 +112,15 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
 
 
 def _too_deep(body: bytes) -> bool:
+    """Whether a JSON text has more levels; what is no JSON the decoder will find. No loop is over its length."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return False
-    depth = 0
-    for match in _BRACKETS.finditer(body):
-        mark = match.group()
-        if mark in b"[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                return True
-        elif mark in b"]}":
-            depth -= 1
-    return False
+    left = _STRING.sub(b"", body).translate(_ROUND, _NOT_BRACKETS)
+    for _ in range(MAX_DEPTH):  # takes the innermost level each time
+        left, before = left.replace(b"()", b""), len(left)
+        if len(left) == before:
+            return False
+    return b"()" in left
 
 
 def _kind(value: object) -> str:
