@@ -64,6 +64,12 @@ def test_a_reply_depends_on_its_request_alone(name: str, tmp_path: Path) -> None
     assert_same(*matrix(checkpoint(name, tmp_path), batch=3, max_tokens=8, threads=1))
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_keys_and_values_kept_as_codes_keep_it_too(name: str, tmp_path: Path) -> None:
+    folder = checkpoint(name, tmp_path)
+    assert_same(*matrix(folder, batch=3, max_tokens=8, threads=1, kv_dtype="int8"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*OTHERS, "oxidizr_hybrid", "oxidizr_zoo", "oxidizr_mamba3_mimo_conv"])
 def test_every_other_family_keeps_it_too(name: str, tmp_path: Path) -> None:

@@ -273,7 +273,9 @@ def test_drafts_and_moves_change_no_bit(model: Loaded) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "nemotron_h"])
-@pytest.mark.parametrize("options", [{"quantize": "q8_0", "kv_dtype": "bfloat16"}, {"quantize": "q4_1"}])
+@pytest.mark.parametrize(
+    "options", [{"quantize": "q8_0", "kv_dtype": "bfloat16"}, {"quantize": "q4_1"}, {"kv_dtype": "int8"}]
+)
 def test_nor_do_they_with_quantized_weights(name: str, options: dict[str, Any], checkpoints: Path) -> None:
     with loaded(folder_of(name, checkpoints), **options_of(name), **options) as model:
         assert_walked(model, 0)
