@@ -117,7 +117,11 @@ def _check(name: str, value: Any, low: float, high: float) -> None:
     if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise InvalidField(f"{name}: {_short(value)} is not a finite number", name)
     if not low <= value <= high:
-        raise InvalidField(f"{name}: {_short(value)} is outside [{low:g}, {high:g}]", name)
+        raise InvalidField(f"{name}: {_short(value)} is outside [{_bound(low)}, {_bound(high)}]", name)
+
+
+def _bound(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _short(value: Any) -> str:
@@ -176,8 +180,9 @@ class Grammar:
     JSON text of a list of strings, or a grammar in Lark's or llama.cpp's notation. `param` is the request's
     field that it came from, for messages; two grammars that differ in nothing else are equal.
 
-    `lead` and `instead` are Lark sources of the server's own, "" for none: what comes before the described
-    reply (a block of thinking), and what may stand in its place (calls of tools).
+    `lead`, `opening` and `instead` are Lark sources of the server's own, "" for none: what comes before the
+    described reply (a block of thinking), what begins it (the name of its channel), and what may stand in the
+    place of both (calls of tools).
     """
 
     kind: GrammarKind
@@ -185,6 +190,7 @@ class Grammar:
     param: str | None = field(default=None, compare=False)
     lead: str = ""
     instead: str = ""
+    opening: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +212,8 @@ class ReplyShape:
     """What is in the text of a reply beside content, for whoever reads it.
 
     `tools`: those that may be called, as OpenAI writes them; `choice`: its tool_choice. `parallel`: more than
-    one may be. `thinks` False: the model was told not to; `is_open`: the prompt ends inside of thinking.
+    one may be. `thinks` False: the model was told not to; `is_open`: the prompt ends inside of thinking;
+    `has_begun`: inside of content, for a model that names the channel of what it says.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -214,6 +221,7 @@ class ReplyShape:
     parallel: bool = True
     thinks: bool = True
     is_open: bool = False
+    has_begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
 
 
 def _too_deep(body: bytes) -> bool:
-    """Whether a JSON text has more levels; what is no JSON the decoder will find. No loop is over its length."""
+    """Whether JSON has more levels than may be; what is no JSON, the decoder finds."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return False
     left = _STRING.sub(b"", body).translate(_ROUND, _NOT_BRACKETS)
