@@ -203,3 +203,15 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(cpu: Any) ->
     part = packing["linear"].multiply(one, x[100:140], packed, None, "int8")
     one.close()
     assert torch.equal(whole[100:140], part)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K", "int4_g64+zeros"])
+@pytest.mark.parametrize("activations", ["int8", "int8x2"])
+def test_tiles_of_bytes_change_no_bit(kind: str, activations: Any, cpu: Any) -> None:
+    weight, linears = random_weight(kind, 70, 512), packing["linear"]
+    exact = linears.pack(cpu, weight, torch.float32)
+    tiled = linears.pack_on(cpu, weight, "software")
+    for rows in (14, 15, 16, 45, 200):
+        x = torch.randn(rows, 512)
+        a, b = (linears.multiply(cpu, x, packed, None, activations) for packed in (exact, tiled))
+        assert torch.equal(a, b)

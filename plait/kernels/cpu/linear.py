@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
+from plait.kernels.cpu.amx import Kind
+from plait.kernels.cpu.amx_int8 import SCRATCH
 from plait.kernels.cpu.executor import Executor
 from plait.kernels.cpu.layout import LAYOUTS, Layout
 from plait.kernels.cpu.linear_source import linear_kernel
@@ -37,7 +39,7 @@ def pack(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
     return pack_on(cpu, weight, "")
 
 
-def pack_on(cpu: Executor, weight: Weight, kind: Kind) -> Packed:
+def pack_on(cpu: Executor, weight: Weight | Kept, kind: Kind) -> Packed:
     """As `pack`; many rows are multiplied on tiles of that kind, to the same bits."""
     n_out, n_in = weight.shape
     if n_in % BLOCK:
@@ -51,7 +53,8 @@ def pack_on(cpu: Executor, weight: Weight, kind: Kind) -> Packed:
     order = getattr(weight, "order", None)
     # Activations may take two rows of codes each.
     shared = 2 * layout.rounded_bytes(n_in)
-    return Packed(data, weight.format, n_out, n_in, linear_kernel(layout), shared, order, layout=layout)
+    made, scratch = linear_kernel(layout, kind), SCRATCH if kind else 0
+    return Packed(data, weight.format, n_out, n_in, made, shared, order, layout=layout, scratch=scratch)
 
 
 def apply(

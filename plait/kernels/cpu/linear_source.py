@@ -22,6 +22,7 @@ from plait.kernels.cpu.layout import BLOCK, LINE, Layout
 from plait.kernels.cpu.straight import Word, Writer, digest, straight
 
 BUNDLES = (8, 4, 2, 1)  # rows of codes in a register tile, the larger first
+TILED = 16  # rows of codes in a tile of AMX
 AHEAD = {64: 3072, 128: 4096, 256: 6144}  # bytes weights are fetched ahead of need, by the step's length
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
 SMALLEST = 3.8e-37  # below it, 127 / largest is no float32: such a block is zeros
@@ -37,7 +38,7 @@ from plait.kernels.cpu.layout import Layout
 from plait.kernels.cpu.vec import get_i64, load_some, spread, word
 
 layout = $layout
-round_rows = linear_source.round_rows(layout)
+round_rows = linear_source.round_rows(layout, $sizes)
 $tiles
 
 @inline
@@ -74,7 +75,7 @@ def linear_rows(frame, args, thread, threads):
         round_rows(x + first * row_bytes, row_bytes, n, to, end - first, terms, me, all_of_us)
         work += pieces(end - first, terms, panel, n_out)
     if not alone:
-        barrier(frame, threads)
+        barrier(frame, threads)$start
     tiles, before = (n_out + 15) // 16, 0
     mine, stop = work * thread // threads, work * (thread + 1) // threads
     for g in range(max(groups, 1)):
@@ -92,7 +93,7 @@ def linear_rows(frame, args, thread, threads):
                 more = load_some(bias + 64 * t, np.int32(columns))
             codes = min(panel, (end - first) * terms - at)
 $bundles
-        before += count
+        before += count$stop
 ''')
 
 
@@ -130,11 +131,11 @@ def _round_block(w: Writer, layout: Layout, x: Word, to: Word, size: Word, at: W
     w.when(terms.equals(2), rest)
 
 
-def _bundle_of(w: Writer, at: Word, codes: Word) -> tuple[Word, Word]:
+def _bundle_of(w: Writer, at: Word, codes: Word, sizes: Sequence[int]) -> tuple[Word, Word]:
     """(first row, size) of the bundle that has row `at` of so many rows of codes."""
-    start, size = w.number(0), w.number(BUNDLES[0])
-    whole = (codes + 1) // BUNDLES[0] * BUNDLES[0]  # where bundles of this size end
-    for n in BUNDLES[1:]:
+    start, size = w.number(0), w.number(sizes[0])
+    whole = (codes + 1) // sizes[0] * sizes[0]  # where bundles of this size end
+    for n in sizes[1:]:
         past = (at + 1).above(whole)
         start, size = w.pick(past, whole, start), w.pick(past, w.number(n), size)
         whole = w.pick(past, start + (codes - start + (1 if n > 2 else 0)) // n * n, whole)
@@ -142,7 +143,7 @@ def _bundle_of(w: Writer, at: Word, codes: Word) -> tuple[Word, Word]:
 
 
 @cache
-def round_rows(layout: Layout) -> Any:
+def round_rows(layout: Layout, sizes: Sequence[int] = BUNDLES) -> Any:
     """Block: this thread's share of blocks of all rows, into bundles at `to`. Blocks behind n are zeros.
 
     x: the first row, others follow every `row_bytes`; terms: rows of codes per row.
@@ -164,7 +165,7 @@ def round_rows(layout: Layout) -> Any:
 
         def row(r: Word) -> None:
             at = r * terms
-            start, size = _bundle_of(w, at, rows * terms)
+            start, size = _bundle_of(w, at, rows * terms, sizes)
             bundle = to + start * blocks * layout.rounded_block
             first, last = (begin - r * blocks).most(0), (end - r * blocks).least(blocks)
             full = last.least((n + BLOCK - 1) // BLOCK).most(first)
@@ -240,12 +241,28 @@ def _scales(w: Writer, layout: Layout, at: Word, low_at: Word, outer: list[Any])
             return [w.mul(o, w.to_f32(part)) for o, part in zip(outer, parts, strict=True)]
 
 
-def _block(
-    w: Writer, layout: Layout, step: Word, b: Word, a: Word, outer: list[Any], sums: Sequence[Any]
-) -> list[Any]:
-    """Sums of as many rows, with block b of a step: for every group its integer sums, then the floats."""
-    rows, found = len(sums), list(sums)
+def _products(w: Writer, layout: Layout, p: Word, a: Word, quads: range, whole: list[Any]) -> list[Any]:
+    """Integer sums of as many rows, with those quads of the block at p and of the bundle's at a."""
     product = w.dot8 if _largest(layout) > 127 else w.dot
+    for q in quads:
+        v = _codes(w, layout, p, q)
+        whole = [product(n, v, w.spread_i32(a + 32 * r + 4 * q)) for r, n in enumerate(whole)]
+    return whole
+
+
+def _block(
+    w: Writer,
+    layout: Layout,
+    places: tuple[Word, Word, Word],
+    outer: list[Any],
+    sums: Sequence[Any],
+    products: Any,
+) -> list[Any]:
+    """Sums of as many rows, with a block: for every group its integer sums, then the floats.
+
+    places: the step, which block of it, and where the bundle's is; products: as `_products`.
+    """
+    (step, b, a), rows, found = places, len(sums), list(sums)
     quads, groups = BLOCK // 4 // layout.parts, layout.parts
     for j in range(groups):
         extra = a + (36 + 4 * j) * rows
@@ -260,9 +277,7 @@ def _block(
         if layout.zeros:
             zeros = w.load_u8(low_at)
             whole = [w.mul_i32(zeros, n) for n in whole]
-        for q in range(quads * j, quads * (j + 1)):
-            v = _codes(w, layout, step + layout.plane_bytes * b, q)
-            whole = [product(n, v, w.spread_i32(a + 32 * r + 4 * q)) for r, n in enumerate(whole)]
+        whole = products(step + layout.plane_bytes * b, a, range(quads * j, quads * (j + 1)), whole)
         s, *m = _scales(w, layout, at, low_at, outer)
         for r in range(rows):
             x = w.mul(w.to_f32(whole[r]), w.spread_f32(a + 32 * rows + 4 * r))
@@ -275,26 +290,36 @@ def _block(
 @cache
 def tile(layout: Layout, rows: int) -> Any:
     """Block (weights, a, steps): a bundle of `rows` rows of codes, at a, times a tile in that layout."""
-    lines = -(-layout.nbytes // LINE // layout.blocks)
 
     def write(w: Writer, weights: Word, a: Word, steps: Word) -> list[Any]:
-        def step(_: Word, at: Word, a: Word, *sums: Any) -> list[Any]:
-            above = at + layout.outer_at
-            if layout.scales in ("level", "small"):
-                outer = [w.load_f32(above)]
-            else:
-                outer = [w.load_f16(above + 32 * i) for i in range(layout.outer_bytes // 32)]
-
-            def block(b: Word, a: Word, *sums: Any) -> list[Any]:
-                for k in range(lines):
-                    w.prefetch(at + AHEAD[layout.step] + LINE * k + LINE * lines * b)
-                return [a + rows * layout.rounded_block, *_block(w, layout, at, b, a, outer, sums)]
-
-            return [at + layout.nbytes, *w.loop(0, layout.blocks, 1, (a, *sums), block)]
-
-        return w.loop(0, steps, 1, (weights, a, *[w.zero_f32()] * rows), step)[2:]
+        return through(w, layout, rows, (weights, a, steps), partial(_products, w, layout))
 
     return straight(write, gives=rows)
+
+
+def through(
+    w: Writer, layout: Layout, rows: int, places: tuple[Word, Word, Word], products: Any
+) -> list[Any]:
+    """What the block of `tile` writes; products: as `_products`."""
+    lines = -(-layout.nbytes // LINE // layout.blocks)
+    weights, a, steps = places
+
+    def step(_: Word, at: Word, a: Word, *sums: Any) -> list[Any]:
+        above = at + layout.outer_at
+        if layout.scales in ("level", "small"):
+            outer = [w.load_f32(above)]
+        else:
+            outer = [w.load_f16(above + 32 * i) for i in range(layout.outer_bytes // 32)]
+
+        def block(b: Word, a: Word, *sums: Any) -> list[Any]:
+            for k in range(lines):
+                w.prefetch(at + AHEAD[layout.step] + LINE * k + LINE * lines * b)
+            done = _block(w, layout, (at, b, a), outer, sums, products)
+            return [a + rows * layout.rounded_block, *done]
+
+        return [at + layout.nbytes, *w.loop(0, layout.blocks, 1, (a, *sums), block)]
+
+    return w.loop(0, steps, 1, (weights, a, *[w.zero_f32()] * rows), step)[2:]
 
 
 @cache
@@ -329,7 +354,7 @@ joined_{rows}, keep_{rows} = linear_source.joined({rows}), linear_source.keep({r
 
 # One row less than a large bundle takes is one, too: what is computed beside it is not kept.
 _BUNDLE = """while codes >= {least}:
-    kept, sums = min({rows}, codes) // terms, tile_{rows}(weights_at, rounded_at, steps)
+    kept, sums = min({rows}, codes) // terms, tile_{rows}(weights_at, rounded_at, steps{more})
     if terms == 2:
         sums = joined_{rows}(sums)
     keep_{rows}(to, out_bytes, kept, columns, more, sums)
@@ -338,27 +363,63 @@ _BUNDLE = """while codes >= {least}:
     codes -= {rows}"""
 
 
-def _bundles() -> list[str]:
+_TILED = """
+from plait.kernels.cpu import amx_int8
+from plait.kernels.cpu.frame import scratch_of
+
+tile_{rows} = amx_int8.tile(layout, "{kind}")
+start_tiles, stop_tiles = amx_int8.start(layout, "{kind}"), amx_int8.stop(layout, "{kind}")
+joined_{rows}, keep_{rows} = linear_source.joined({rows}), linear_source.keep({rows})"""
+
+_START = """
+    scratch, tiled = scratch_of(frame, thread), rows * terms >= {least}
+    if tiled:
+        start_tiles(scratch)"""
+
+_STOP = """
+    if tiled:
+        stop_tiles(scratch)"""
+
+
+def _bundles(sizes: Sequence[int]) -> list[str]:
     """Statements that take `codes` rows of codes through a tile."""
-    texts = (_BUNDLE.format(rows=n, least=n - 1 if n > 2 else n) for n in BUNDLES)
+    texts = (
+        _BUNDLE.format(rows=n, least=n - 1 if n > 2 else n, more="" if n in BUNDLES else ", scratch")
+        for n in sizes
+    )
     return [line for text in texts for line in text.split("\n")]
 
 
 @cache
-def linear_kernel(layout: Layout) -> Kernel:
-    """The kernel of `packed.multiply` for weights in that layout."""
+def linear_kernel(layout: Layout, kind: str = "") -> Kernel:
+    """The kernel of `packed.multiply` for weights in that layout.
+
+    kind: "amx" multiplies bundles of TILED rows of codes on its tiles ("software": on what stands for them),
+    to the same bits; it needs `amx_int8.SCRATCH`.
+    """
+    sizes = (TILED, *BUNDLES) if kind else BUNDLES
+    files = ("amx_int8.py", "amx.py") if kind else ()
     source = _SOURCE.substitute(
         step=layout.step,
         blocks=layout.blocks,
         nbytes=layout.nbytes,
         record=layout.rounded_block,
-        largest=BUNDLES[0],
+        largest=sizes[0],
+        sizes=repr(sizes),
+        start=_START.format(least=TILED - 1) if kind else "",
+        stop=_STOP if kind else "",
         panel=PANEL,
         alone=ALONE,
         layout=repr(layout),
-        bundles="\n".join(" " * 12 + line for line in _bundles()),
-        tiles="\n".join(_TILE.format(rows=n) for n in BUNDLES),
-        digest=digest("linear_source.py", "layout.py", "codes.py"),
+        bundles="\n".join(" " * 12 + line for line in _bundles(sizes)),
+        tiles="\n".join(
+            [
+                *(_TILE.format(rows=n) for n in BUNDLES),
+                *([_TILED.format(rows=TILED, kind=kind)] if kind else []),
+            ]
+        ),
+        digest=digest("linear_source.py", "layout.py", "codes.py", *files),
     )
-    made: Kernel = generated(f"linear_{layout.bits}_{layout.scales.split(',')[0]}", source).linear_rows
+    name = f"linear_{layout.bits}_{layout.scales.split(',')[0]}"
+    made: Kernel = generated(f"{name}_{kind}" if kind else name, source).linear_rows
     return made
