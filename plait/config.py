@@ -81,10 +81,18 @@ class EngineConfig:
     )
     isa: Isa = option("native", "instructions that CPU kernels are compiled for: to compare, or to be safe")
     cache_dir: str | None = option(None, "where compiled kernels are kept; default: ~/.cache/plait")
+    packed_cache: str = option(
+        "auto",
+        "where `plait warmup` keeps packed weights and starts look for them; auto: under --cache-dir; off",
+    )
     ssm_mode: SsmMode = option("ssd", "oxidizr only. ssd: the recurrence; exact: what its trainer computes")
     a_source: ASource = option("auto", "oxidizr only. A of Mamba2/3 from the trainer's rule or from the file")
     offline: bool = option(
         False, "models by Hub name: only what is on this disk; nobody is asked (as HF_HUB_OFFLINE)"
+    )
+    probe: bool = option(
+        False,
+        "of a model without a whole config: try on a text what its tensors leave open, once, and keep it",
     )
     set: tuple[str, ...] = option((), "key=value: overrides one key of the model's config; may be repeated")
 

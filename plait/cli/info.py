@@ -7,12 +7,14 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from plait.cli.describe import bytes_text, index_ranges, layer_groups, layer_text, plain
 from plait.cli.options import common_options, engine_options, engine_settings, model_option
+from plait.cli.probe_table import probe_rows, probed_model
 from plait.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -28,26 +30,32 @@ LENGTHS = (1024, 8192, 32768, 131072)
 @model_option()
 @click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
 @click.option("--ops", "show_ops", is_flag=True, help="load it, and show which variant runs each op, and why")
+@click.option("--probe-text", metavar="FILE", help="--probe on this text, in a language that the model knows")
 @engine_options(without=("ops",))
 @common_options()
-def info(model: str, as_json: bool, show_ops: bool, **given: Any) -> None:
-    """What a model is: layers, sources of every value, memory. Reads headers, not weights."""
+def info(model: str, as_json: bool, show_ops: bool, probe_text: str | None, **given: Any) -> None:
+    """What a model is: layers, sources of every value, memory. Reads headers, not weights.
+
+    With --probe it runs the model, also if that has been done before, and shows all that was tried.
+    """
     config = EngineConfig(**engine_settings({**given, "ops": "auto"}))
-    facts = model_facts(model, config)
+    facts = model_facts(model, replace(config, probe=config.probe or probe_text is not None), probe_text)
     if show_ops:
-        facts["ops"] = bound_ops(model, config)
+        facts["ops"] = bound_ops(model, replace(config, probe=False))
     lines = [json.dumps(facts, indent=2)] if as_json else text_lines(facts)
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def model_facts(model: str, config: EngineConfig) -> Facts:
+def model_facts(model: str, config: EngineConfig, probe_text: str | None = None) -> Facts:
     """Everything `info` says, as plain values. Raises CheckpointError, UnsupportedModel."""
     import torch
 
     from plait.engine.opening import kv_dtype, open_model, stored_dtypes
     from plait.engine.outline import model_states
 
-    opened = open_model(model, config)
+    opened, tried = (
+        probed_model(model, config, probe_text) if config.probe else (open_model(model, config), None)
+    )
     resolved, spec = opened.resolved, opened.resolved.spec
     dtype = "float32" if config.dtype == "auto" else config.dtype
     kept = kv_dtype(config, stored_dtypes(opened), getattr(torch, dtype))
@@ -70,6 +78,7 @@ def model_facts(model: str, config: EngineConfig) -> Facts:
             **memory_facts(states, dtype, config, spec.max_len),
             "kv_dtype": dtype if kept == "model" else kept,
         },
+        **({"probe": tried} if config.probe else {}),
     }
 
 
@@ -147,6 +156,8 @@ def text_lines(facts: Facts) -> list[str]:
     lines += ["", heading(f"layers ({len(spec['layers'])})")]
     lines += layer_lines(facts["layers"])
     lines += ["", heading("values and their sources"), *source_lines(facts["sources"])]
+    if "probe" in facts:
+        lines += ["", heading("probe"), *probe_lines(facts["probe"])]
     memory = facts["memory"]
     kept = memory["kv_dtype"]
     of = memory["dtype"] if kept == memory["dtype"] else f"{memory['dtype']}, keys and values {kept}"
@@ -157,6 +168,13 @@ def text_lines(facts: Facts) -> list[str]:
     if "ops" in facts:
         lines += ["", heading("ops"), *op_lines(facts["ops"])]
     return lines
+
+
+def probe_lines(tried: Facts | None) -> list[str]:
+    """What was tried, and how well the model knows the text with what was chosen."""
+    if tried is None:
+        return ["  nothing is open: the files say all that can be tried"]
+    return [*columns(probe_rows(tried)), f"  {tried['verdict']}"]
 
 
 def size_lines(facts: Facts) -> list[str]:

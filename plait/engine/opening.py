@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,15 +20,18 @@ from plait.checkpoint.safetensors import SafetensorsFiles
 from plait.checkpoint.scheme import find_scheme
 from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig
+from plait.engine.findings import Findings, read_findings
 from plait.engine.front import Language
 from plait.engine.text_source import TextSource
-from plait.families.resolve import resolve
+from plait.families.candidates import is_open
+from plait.families.resolve import SET, resolve
 from plait.families.resolved import Resolved
 from plait.model.decoder import Decoder
 from plait.quant.weight import as_tensor
 from plait.text.gguf_files import CARRIED
 from plait.text.tokenizer import Tokenizer
 
+log = logging.getLogger("plait")
 HELD_NBYTES = 64 << 20  # of a file's pages, while its weights are packed one after the other
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
 
@@ -78,8 +83,8 @@ class Opened:
         return self.text_source().language()
 
 
-def open_model(model: str, config: EngineConfig) -> Opened:
-    """Find a model's files and understand their headers.
+def open_model(model: str, config: EngineConfig, *, probed: bool = True) -> Opened:
+    """Find a model's files and understand their headers. `probed` False: as if nobody had probed it.
 
     Raises ConfigError, CheckpointError or UnsupportedModel.
     """
@@ -94,7 +99,33 @@ def open_model(model: str, config: EngineConfig) -> Opened:
         return Opened(files, gguf, gguf.metadata, _resolve(gguf, None, gguf.metadata, config), config)
     scheme = find_scheme(raw, files.side_files)
     tensors = Packed(SafetensorsFiles(*files.weights, index=files.index), scheme)
-    return Opened(files, tensors, None, _resolve(tensors, raw, None, config), config)
+    opened = Opened(files, tensors, None, _resolve(tensors, raw, None, config), config)
+    if not probed or not opened.resolved.is_detected:
+        return opened
+    findings = read_findings(files, tensors, config.cache_dir)
+    return replace(opened, resolved=with_findings(opened, findings)) if findings else opened
+
+
+def with_values(
+    opened: Opened, values: Mapping[str, Any], source: Callable[[str], str] = lambda _: "probed"
+) -> Resolved:
+    """What the model is if these keys of a config were said. --set wins. Raises as `open_model` does."""
+    raw = read_json(opened.files.config, "config.json") if opened.files.config else None
+    said = tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
+    config = replace(opened.config, set=(*said, *opened.config.set))
+    told = _resolve(opened.checkpoint, raw, opened.metadata, config)
+    why = {**told.provenance, **{key: source(key) for key in values}}
+    return replace(told, provenance=why, is_detected=True)
+
+
+def with_findings(opened: Opened, found: Findings) -> Resolved:
+    """What the model is by an earlier probe, where neither its config nor --set nor a tensor says it."""
+    plain = opened.resolved
+    if plain.provenance.get("architectures") == SET:
+        log.warning("what was probed is left aside: --set names another architecture")
+        return plain
+    values = {key: value for key, value in found.values.items() if is_open(plain, key)}
+    return with_values(opened, values, found.source)
 
 
 def load_decoder(opened: Opened, target: Target, report: Progress) -> Decoder:

@@ -102,7 +102,7 @@ def resolve_oxidizr(
     heads = next((p.mixer.num_heads for p in parts.values() if isinstance(p.mixer, Mla)), 0)
     stack = ours.get(next((n for n in ours if ".stacked.gate." in n), ""), (0, spec.hidden_size, 0))
     names = name_map(catalog, take_a, heads, flip_stacks=stack[1] == spec.hidden_size)
-    return Resolved(spec, names, facts.values, facts.provenance, "oxidizr")
+    return Resolved(spec, names, facts.values, facts.provenance, "oxidizr", is_detected=not config)
 
 
 def _check_layers(facts: Facts, catalog: Catalog) -> None:

@@ -83,7 +83,7 @@ class View:
         scaling = dict(self.facts.given("rope_scaling") or {})
         if "type" in scaling:
             scaling["rope_type"] = scaling.pop("type")
-        return Rope(dim, float(theta), scaling)
+        return Rope(dim, float(theta), scaling, bool(self.facts.given("rope_interleave")))
 
     def rms(self) -> Norm:
         return Norm(self.facts.default("rms_norm_eps", 1e-5))

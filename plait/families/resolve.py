@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -30,6 +31,7 @@ from plait.families.registry import UnknownArchitecture, find, names_in
 from plait.families.registry import known as every_family
 from plait.families.resolved import Resolved
 from plait.families.soundness import check_config, check_spec, told_as_config
+from plait.families.tensors import Shifted
 
 FILE, SET = "config.json", "--set"
 PACKED = (
@@ -52,6 +54,7 @@ KEYS = {
     *("v_head_dim", "first_k_dense_replace", "moe_layer_freq", "mlp_only_layers", "decoder_sparse_step"),
     *("n_group", "topk_group", "topk_method", "scoring_func", "mlp_layer_types", "mamba_d_ssm", "num_heads"),
     *("num_nextn_predict_layers", "attention_bias", "ssm_cfg", "rope_interleave", "mamba_hidden_act"),
+    *("norm_offset", "linear_key_head_dim", "topk_group", "use_mem_rope", "position_embedding_type"),
     *("attn_type_list", "block_ff_dim", "full_attention_idx", "lru_width", "mamba_enabled", "no_rope"),
     *("postnorm", "rotary_dim", "rotary_pct", "tokenizer_vocab", "eos_token_id"),
 }
@@ -111,7 +114,7 @@ def _resolve_tensors(config: Mapping[str, Any] | None, shapes: Shapes, overrides
     c = _normalized({**inferred, **known})
     why = {**reasons, **{k: why[k] for k in known}}
     _let_tensors_win(c, why, shapes)
-    return _built(c, why)
+    return replace(_built(c, why), is_detected=True)
 
 
 def _check_storage(shapes: Shapes) -> None:
@@ -193,6 +196,8 @@ def _built(c: Config, why: dict[str, str]) -> Resolved:
     entry = find(c)
     spec, names = entry.build(c)
     check_spec(spec)
+    if offset := c.get("norm_offset"):
+        names = Shifted(names, float(offset))
     for ours, others in ALIASES.items():
         other = next((o for o in others if o in why and c.get(o) is not None), None)
         if ours in c and other is not None:

@@ -16,7 +16,8 @@ class Resolved:
 
     `config`: the config after normalisation and completion, as it was used to build `spec`;
     `provenance`: for each of its keys where the value came from ("config.json", "tensor …", "default (…)",
-    "--set"); `family`: the name of the family that answered.
+    "--set"); `family`: the name of the family that answered; `is_detected`: no config says all of it, so that
+    names and shapes had to, and `plait.families.candidates` knows what they leave open.
     """
 
     spec: ModelSpec
@@ -24,3 +25,4 @@ class Resolved:
     config: Mapping[str, Any]
     provenance: Mapping[str, str]
     family: str
+    is_detected: bool = False

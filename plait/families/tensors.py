@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import Tensor
 
-from plait.checkpoint.names import Back, Derived, Rules, Source
+from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.families.normalize import Config
 from plait.quant.weight import Scalable, Weight, as_tensor, pick_rows, take_rows
 
 Stored = Tensor | Weight
 # Text tensors of a model alone, and inside the wrappers that also see images (old and new names).
 TEXT_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+_NORMS = re.compile(r"(^|\.)(norm|post_norm|q_norm|k_norm)\.weight$")  # ours, around branches, of q and k
 VISION = (r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\.")
 
 
@@ -54,6 +56,23 @@ def plus_one(source: str) -> Derived:
 def plus(number: float, source: str) -> Derived:
     """What is stored around 0 and used around a number, in float32."""
     return Derived(lambda w, **_: as_tensor(w).float() + number, (source,), (Back(lambda w: w - number),))
+
+
+class Shifted(NameMap):
+    """A family's names where every norm around a branch is stored around another number than the family's."""
+
+    def __init__(self, names: NameMap, by: float) -> None:
+        self._names, self._by, self.ignored = names, by, names.ignored
+
+    def resolve(self, name: str, present: Container[str] | None = None) -> tuple[Source, dict[str, str]]:
+        """As the family's, the norms' numbers moved."""
+        source, found = self._names.resolve(name, present)
+        if not _NORMS.search(name):
+            return source, found
+        if isinstance(source, str):
+            return plus(self._by, source), found
+        made, by = source.fn, self._by
+        return Derived(lambda *w, **own: as_tensor(made(*w, **own)).float() + by, source.sources), found
 
 
 def reordered(order: Tensor, source: str) -> Derived:
