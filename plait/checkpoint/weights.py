@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.names import Derived, NameMap, UnknownName
+from plait.checkpoint.shelf import Shelf
 from plait.errors import MissingTensor, ShapeMismatch, UnusedTensor
 from plait.ops.linear import Activations, Linear
 from plait.ops.registry import Binding, Facts, Op
 from plait.quant.encode import fitting
+from plait.quant.kept import Kept
 from plait.quant.weight import Dense, Weight, as_tensor, as_weight
 
 log = logging.getLogger("plait")
@@ -60,6 +62,7 @@ class Target:
     quantize: str | None = None  # the block format that plain weights of linear maps are encoded in
     encoded: Counter[str] = field(default_factory=Counter)  # how many linear weights were kept in what
     weights_nbytes: int = 0  # what the model keeps in memory, in the form it keeps it
+    shelf: Shelf | None = None  # what was packed at an earlier start
 
 
 class Weights:
@@ -166,14 +169,36 @@ class Weights:
         in_size, out_sizes: the widths the model wants of each part; ShapeMismatch says which is off.
         `split` is how tensor parallelism divides it: rows ("out", column-parallel) or columns ("in").
         """
-        weights, biases = [], []
-        for name, out in zip(names, out_sizes, strict=True):
-            full = f"{name}.weight"
-            weights.append(self._encoded(name, self._matrix(full, self.read(full), (out, in_size))))
-            biases.append(self.optional(f"{name}.bias", (out,)))
-        made = Linear(weights, biases, self.bind, self.target.dtype, split, self.target.activations)
-        self.target.weights_nbytes += made.nbytes
+        target, full, before = self.target, self._full("+".join(names)), Counter(self.target.encoded)
+        biases = [self.optional(f"{name}.bias", (out,)) for name, out in zip(names, out_sizes, strict=True)]
+        kept = target.shelf.find(full, in_size, out_sizes) if target.shelf else None
+        weights: list[Weight | Kept] = []
+        if kept is None:
+            for name, out in zip(names, out_sizes, strict=True):
+                stored = f"{name}.weight"
+                weights.append(self._encoded(name, self._matrix(stored, self.read(stored), (out, in_size))))
+        elif target.shelf:
+            target.encoded.update(target.shelf.counts(full))
+            weights, biases = self._from_shelf(names, kept, biases)
+        made = Linear(weights, biases, self.bind, target.dtype, split, target.activations)
+        target.weights_nbytes += made.nbytes
+        if target.shelf and kept is None:
+            target.shelf.note(full, made, (in_size, out_sizes), target.encoded - before)
         return made
+
+    def _from_shelf(
+        self, names: Sequence[str], parts: Sequence[tuple[Kept, int]], biases: Sequence[Tensor | None]
+    ) -> tuple[list[Weight | Kept], list[Tensor | None]]:
+        """What was packed, and of each part the bias; the tensors it came from count as used."""
+        for name in names:
+            source, _ = self.names.resolve(self._full(f"{name}.weight"), self.checkpoint)
+            self._used.update(source.sources if isinstance(source, Derived) else (source,))
+        joined, at = list[Tensor | None](), 0
+        for _, count in parts:
+            some = [bias for bias in biases[at : at + count] if bias is not None]
+            joined.append(torch.cat(some) if some else None)
+            at += count
+        return [kept for kept, _ in parts], joined
 
     def _encoded(self, name: str, weight: Weight) -> Weight:
         """A plain weight of a linear map in the blocks asked for, where its rows are whole blocks."""

@@ -1,40 +1,92 @@
-"""`plait warmup`: compile the kernels that a model needs on this machine, before anybody waits for it."""
+"""`plait warmup`: what a start needs is made before anybody waits for it: kernels, and packed weights."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from plait.checkpoint.shelves import clear, default_folder
+from plait.cli.describe import bytes_text
 from plait.cli.generate import load
-from plait.cli.options import common_options, engine_options, engine_settings, model_option
+from plait.cli.options import Bytes, common_options, engine_options, engine_settings, model_option
+
+if TYPE_CHECKING:
+    from plait.engine.llm import LLM
+
+LIMIT = "64GiB"
 
 
 @click.command()
-@model_option()
+@model_option(required=False)
+@click.option("--packed/--no-packed", default=True, help="keep packed weights on the disk, too")
+@click.option(
+    "--packed-limit",
+    type=Bytes(),
+    default=LIMIT,
+    metavar="BYTES",
+    show_default=True,
+    help="the most that the folder of packed weights may hold",
+)
+@click.option("--clear", "clears", is_flag=True, help="remove packed weights: of MODEL (a name), or all")
 @engine_options()
 @common_options()
-def warmup(model: str, **given: Any) -> None:
-    """Load a model, run one step, and keep what was compiled for it.
+def warmup(model: str | None, packed: bool, packed_limit: int, clears: bool, **given: Any) -> None:
+    """Load a model, run one step, and keep what was made for it: compiled kernels and packed weights.
 
     \b
     plait warmup --model model.gguf
-    plait warmup --model ./model --cache-dir ./kernels
+    plait warmup --model ./model --cache-dir ./cache
+    plait warmup --clear
 
     Compiled kernels depend on the formats and sizes of a model and on this machine, not on its weights.
+    Packed weights are a second copy of the model's, as kernels read them: later starts map it.
     """
-    from plait.request import SamplingParams
-
+    settings = engine_settings(given)
+    folder = _folder(settings["packed_cache"], settings["cache_dir"])
+    if clears:
+        freed = clear(folder, model)
+        print(f"removed packed weights from {folder}: {bytes_text(freed)} freed")
+        return
+    if model is None:
+        raise click.UsageError("name a model with --model, or --clear")
+    if packed and settings["packed_cache"] != "off":
+        _make(folder)
     started = time.perf_counter()
-    llm = load(model, engine_settings(given))
+    llm = load(model, settings)
+    if packed and llm.drop_damaged():
+        print(f"packed weights of {model} in {folder} were damaged: they are made again", file=sys.stderr)
+        llm.close()
+        llm = load(model, settings)
     try:
-        loaded_s = time.perf_counter() - started
-        for temperature in (0.0, 1.0):  # choosing the largest and drawing are two kernels
-            llm.generate([0], SamplingParams(max_tokens=2, temperature=temperature, ignore_eos=True))
-        print(f"step: {llm.step_kind}")
-        print(f"loaded in {loaded_s:.1f} s, first tokens after {time.perf_counter() - started:.1f} s")
+        _run(llm, started)
+        if packed:
+            print(llm.keep_packed(packed_limit))
     finally:
         llm.close()
-    print("the next start loads what was compiled", file=sys.stderr)
+    print("the next start loads what was made", file=sys.stderr)
+
+
+def _run(llm: LLM, started: float) -> None:
+    from plait.request import SamplingParams
+
+    loaded_s = time.perf_counter() - started
+    for temperature in (0.0, 1.0):  # choosing the largest and drawing are two kernels
+        llm.generate([0], SamplingParams(max_tokens=2, temperature=temperature, ignore_eos=True))
+    print(f"step: {llm.step_kind}")
+    print(f"loaded in {loaded_s:.1f} s, first tokens after {time.perf_counter() - started:.1f} s")
+
+
+def _folder(packed_cache: str, cache_dir: str | None) -> Path:
+    """Where packed weights are or would be kept."""
+    return default_folder(cache_dir) if packed_cache in ("auto", "off") else Path(packed_cache)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"packed weights: none are kept: {folder} cannot be made ({error.strerror})", file=sys.stderr)

@@ -12,6 +12,7 @@ from plait.config import EngineConfig, option_names
 from plait.engine.embedding import embedded, unit
 from plait.engine.load import load
 from plait.engine.outputs import RequestOutput, collect
+from plait.engine.packed_weights import keep
 from plait.engine.stream import Delta, Stream
 from plait.engine.terms import NO_TERMS, Terms
 from plait.errors import ConfigError, InvalidField, QueueFull
@@ -125,6 +126,24 @@ class LLM:
         return self._loaded.runner.logits(
             request.prompt_token_ids, self._loaded.config.max_num_batched_tokens
         )
+
+    def keep_packed(self, limit: int) -> str:
+        """Write its packed weights to the disk, so that the next start maps them; what came of it.
+
+        limit: bytes that their folder may hold in all. `EngineConfig.packed_cache` says where it is.
+        """
+        opened, target = self._loaded.opened, self._loaded.target
+        if target.shelf is None:
+            return "packed weights: none are kept: nothing is packed here, or there is no folder for them"
+        return keep(target.shelf, opened, target, limit)
+
+    def drop_damaged(self) -> bool:
+        """Remove the packed weights it runs on if they are damaged, and say so. Reads all of them."""
+        shelf = self._loaded.target.shelf
+        if shelf is None or not shelf.is_full or shelf.is_sound():
+            return False
+        shelf.path.unlink(missing_ok=True)
+        return True
 
     @property
     def step_kind(self) -> str:

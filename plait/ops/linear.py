@@ -7,7 +7,7 @@ Kernels that read packed weights register beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -196,7 +196,7 @@ class Linear:
         self._parts: list[tuple[Callable[..., Tensor], tuple[Any, Tensor | None, Activations]]] = []
         self._widths: list[int] = []
         self._empty: Callable[..., Tensor] | None = None
-        pairs = zip(weights, biases, strict=True)
+        pairs: Iterable[tuple[Any, Tensor | None]] = zip(weights, biases, strict=True)
         for _, same in groupby(pairs, key=lambda pair: (stack_key(pair[0]), pair[1] is None)):
             weight, bias = _stack(list(same))
             rounding = _rounding(weight, activations)
@@ -248,7 +248,7 @@ def _rounding(weight: Weight | Kept, activations: Activations) -> Activations:
     return "float32" if exact else activations
 
 
-def _stack(pairs: list[tuple[Weight, Tensor | None]]) -> tuple[Weight, Tensor | None]:
+def _stack(pairs: list[tuple[Any, Tensor | None]]) -> tuple[Any, Tensor | None]:
     weights = [w for w, _ in pairs]
     biases = [b for _, b in pairs if b is not None]
     if len(weights) == 1:
