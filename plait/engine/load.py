@@ -22,9 +22,10 @@ from plait.engine.opening import (
     banned_ids,
     kv_dtype,
     load_decoder,
-    open_model,
     stored_dtypes,
 )
+from plait.engine.packed_weights import shelf_of
+from plait.engine.probe_model import settled
 from plait.engine.sizing import ModelFacts, Sizing, gib, size_state
 from plait.errors import BadGrammar, ConfigError
 from plait.kernels.load import executor
@@ -100,10 +101,10 @@ def build(
 ) -> Built:
     """A model and an engine over it. `on_open` is told of the headers and finds the tokenizer.
 
-    Raises what `open_model` and `on_open` do, ConfigError and OutOfMemory.
+    Raises what `settled` and `on_open` do, ConfigError and OutOfMemory.
     """
     report("reading headers", 0, 1)
-    opened = open_model(model, config)
+    opened = settled(model, config, report)
     device, why = choose_device(config.device)
     log.info("device: %s (%s)", device, why)
     target = _target(opened, device)
@@ -120,8 +121,10 @@ def build(
 def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: Progress) -> Built:
     config = opened.config
     draft = draft_headers(config, opened.resolved.spec, tokenizer)
+    target.shelf = shelf_of(opened, target)
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, target, report)
+    target.bound.append(_packed_weights(target))
     sizing = _size(opened, decoder, target)
     vocab_size = decoder.spec.vocab_size
     _check_vocabulary(config.vocab, tokenizer, vocab_size)
@@ -149,6 +152,16 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
         _check_deterministic(target)
     report("ready", 1, 1)  # before there is a thread: who is told may raise, to say that nobody waits
     return Built(opened, runner, engine, sizing, target, guides)
+
+
+def _packed_weights(target: Target) -> Binding:
+    """Whether packed weights were mapped, as `plait info --ops` shows it."""
+    shelf = target.shelf
+    if shelf is not None and shelf.is_full:
+        log.info("weights: %d packed maps (%s) from %s", shelf.num_found, gib(shelf.nbytes), shelf.path)
+        return Binding("weights", "mapped", str(shelf.path), ())
+    why = "`plait warmup` has kept none for this model and these options"
+    return Binding("weights", "packed while loading", "", (("mapped", why),))
 
 
 def _compiler(opened: Opened, vocab_size: int) -> Callable[[], GrammarCompiler]:
@@ -289,7 +302,8 @@ def facts_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
 
 def _size(opened: Opened, decoder: Decoder, target: Target) -> Sizing:
     facts = facts_for_sizing(decoder, target)
-    sizing = size_state(facts, opened.config, free_memory=free_memory(target.device))
+    mapped = target.shelf.nbytes if target.shelf else 0  # counts as free until it is read
+    sizing = size_state(facts, opened.config, free_memory=free_memory(target.device) - mapped)
     for what, count, nbytes in sizing.rows(target.weights_nbytes):
         log.info("memory: %-28s %14s %10s", what, count, gib(nbytes))
     for note in sizing.notes:
