@@ -22,6 +22,7 @@ SLOT = SlotState({"conv": ((3, 2), "model"), "ssm": ((2, 2, 3), "float32"), "ang
 KINDS: dict[str, Mapping[str, State]] = {
     "all": {"a": WINDOW, "b": SLOT, "c": PAGED, "d": LATENT, "e": SLOT},
     "paged": {"a": PAGED, "b": WINDOW},
+    "codes": {"a": PagedState({"k": (2, 10), "v": (2, 10)}, dtype="int8"), "b": WINDOW, "c": SLOT},
     "slots": {"a": SLOT, "b": SlotState({"conv": ((0, 4), "model")})},
     "none": {},
 }

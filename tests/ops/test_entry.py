@@ -1,0 +1,66 @@
+"""Codes of keys, values and latents: how far they are from the numbers, what they keep, what they take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plait.ops.attention import paged_attention, paged_case
+from plait.ops.entry import Codes, head_codes, head_width, latent_codes, latent_width
+
+FORMS = [head_codes(64), head_codes(20), latent_codes(512, 64), latent_codes(20, 6), Codes(100, 32, 3, 8)]
+
+
+def sample(form: Codes) -> torch.Tensor:
+    """Numbers of many magnitudes, zeros among them."""
+    x = torch.randn(200, 3, form.columns + form.rest) * torch.logspace(-30, 30, 200)[:, None, None]
+    x[7], x[9, 1] = 0.0, 1e-42
+    return x
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_number_is_half_a_step_away_at_most(form: Codes) -> None:
+    x = sample(form)
+    entry = form.encode(x)
+    assert (entry.dtype, entry.shape) == (torch.int8, (200, 3, form.width))
+    found = form.decode(entry)
+    for got, want in zip(
+        found[..., : form.columns].split(form.group, -1),
+        x[..., : form.columns].split(form.group, -1),
+        strict=True,
+    ):
+        top = want.abs().amax(-1, keepdim=True)
+        step = top / 127 * (1 + 2**-8)  # as bfloat16 may round it
+        assert ((got - want).abs() <= step / 2 * (1 + 1e-6) + 1e-40).all()
+    assert torch.equal(found[..., form.columns :], x[..., form.columns :].bfloat16().float())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_what_was_decoded_has_the_same_codes(form: Codes) -> None:
+    entry = form.encode(sample(form))
+    assert torch.equal(form.encode(form.decode(entry)), entry)
+
+
+def test_both_signs_are_rounded_alike() -> None:
+    x, form = torch.randn(50, 64), head_codes(64)
+    assert torch.equal(form.decode(form.encode(-x)), -form.decode(form.encode(x)))
+
+
+def test_an_entry_takes_what_it_says() -> None:
+    assert head_width(64, "int8") == 64 + 2
+    assert head_width(64, "bfloat16") == head_width(64, "model") == 64
+    assert latent_width(512, 64, "int8") == 512 + 8 * 2 + 64 * 2
+    assert latent_width(20, 6, "int8") == 48  # 20 + 2 + 12, in sixteens
+    assert latent_width(512, 64, "float32") == 576
+
+
+def test_int8_attention_is_attention_over_rounded_keys_and_values() -> None:
+    where, blocks = paged_case([9, 40], "cpu")
+    q, k, v = torch.randn(49, 4, 16), torch.randn(49, 2, 16), torch.randn(49, 2, 16)
+    form = head_codes(16)
+    codes = [torch.zeros(blocks, 16, 2, form.width, dtype=torch.int8) for _ in range(2)]
+    plain = [torch.zeros(blocks, 16, 2, 16) for _ in range(2)]
+    rounded = [form.decode(form.encode(x)) for x in (k, v)]
+    got = paged_attention(q, k, v, *codes, *where, 0.25)
+    assert torch.equal(got, paged_attention(q, *rounded, *plain, *where, 0.25))
+    assert not torch.equal(got, paged_attention(q, k, v, *plain, *where, 0.25))
