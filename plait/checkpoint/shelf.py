@@ -1,55 +1,29 @@
-"""Packed weights on disk: what one start packed, the next one maps, and neither reads nor packs it again.
+"""The packed weights of one model: noted while a start packs them, mapped by the next ones.
 
-A file holds the maps of one model as kernels keep them:
-
-    magic (8 bytes), length of the header (8), its BLAKE2b (32) | header (JSON) | zeros | tiles
-
-The header has a key, which says of what and how the tiles were made; a file with another key is never used.
-Tiles lie at multiples of 64 bytes from a page's start; the header has a checksum of each. A file is written
-under another name, and gets its own when all of it is on the disk.
+Then neither the model's file is read nor is anything packed: the tiles are pages of a file, which all
+processes share.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import logging
-import mmap
-import os
-import struct
-import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.checkpoint.disk import map_file, parse_json
-from plait.checkpoint.shelves import UNFINISHED, drop_unfinished
+from plait.checkpoint.disk import map_file
+from plait.checkpoint.shelves import opening, read_header, whole, write_whole
 from plait.errors import BadFile
 from plait.ops.linear import Linear
 from plait.quant.kept import Kept
 
 log = logging.getLogger("plait")
-MAGIC = b"plaitpk1"
-_START = struct.Struct("<8sQ32s")
-_PAGE, _LINE = 4096, 64
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a file says of itself. `source`: the model's file; `start`: where tiles begin."""
-
-    key: Mapping[str, Any]
-    source: str
-    maps: Mapping[str, Any]  # by our name: its parts, and what encoding them counted
-    start: int
-    nbytes: int
 
 
 class Shelf:
@@ -121,18 +95,20 @@ class Shelf:
 
     def is_sound(self) -> bool:
         """Whether all tiles are what was written. Reads all of them."""
-        parts = [part for entry in self._maps.values() for part in entry["parts"]]
         return self.is_full and all(
-            _checksum(self._bytes(part["at"], part["nbytes"])) == part["crc"] for part in parts
+            _checksum(_of(self._kept(part, entry["in"]))) == part["crc"]
+            for entry in self._maps.values()
+            for part in entry["parts"]
         )
 
     def needed(self) -> int:
         """Bytes that `write` would write, without the header."""
-        return sum(_whole(block) for linear, *_ in self._noted.values() for block in _blocks(linear))
+        packed = [packed for linear, *_ in self._noted.values() for packed, *_ in linear.parts]
+        return sum(whole(block.nbytes) for one in packed for block in _of(one))
 
     def write(self) -> int:
         """What was noted, to the disk; the bytes of the file. Raises OSError, and leaves nothing then."""
-        blocks: list[Tensor] = []
+        blocks: list[memoryview] = []
         maps, at = dict[str, Any](), 0
         for name, (linear, (in_size, out_sizes), encoded) in self._noted.items():
             parts, left = [], list(out_sizes)
@@ -141,11 +117,11 @@ class Shelf:
                 for block in _of(packed):
                     blocks.append(block)
                     places.append(at)
-                    at += _whole(block)
+                    at += whole(block.nbytes)
                 parts.append(_described(packed, rounding, places) | {"names": _take(left, packed.n_out)})
             maps[name] = {"in": in_size, "out": list(out_sizes), "encoded": dict(encoded), "parts": parts}
         header = {"key": self.key, "source": self.source, "nbytes": at, "maps": maps}
-        return write_whole(self.path, _opening(json.dumps(header).encode()), blocks, at)
+        return write_whole(self.path, opening(json.dumps(header).encode()), blocks, at)
 
 
 def _described(packed: Any, rounding: str, places: Sequence[int]) -> dict[str, Any]:
@@ -157,7 +133,7 @@ def _described(packed: Any, rounding: str, places: Sequence[int]) -> dict[str, A
         "layout": astuple(packed.layout) if packed.layout else (),
         "at": places[0],
         "nbytes": packed.nbytes,
-        "crc": _checksum(packed.data),
+        "crc": _checksum(_of(packed)),
         "order_at": places[1] if len(places) > 1 else None,
     }
 
@@ -171,84 +147,15 @@ def _take(sizes: list[int], wanted: int) -> int:
     return count
 
 
-def _checksum(block: Tensor) -> int:
-    return zlib.crc32(block.numpy().data)
+def _checksum(blocks: Sequence[memoryview]) -> int:
+    found = 0
+    for block in blocks:
+        found = zlib.crc32(block, found)
+    return found
 
 
-def _of(packed: Any) -> list[Tensor]:
-    """Its bytes: tiles, and the order of its columns."""
-    return [packed.data] + ([] if packed.order is None else [packed.order.view(torch.uint8)])
-
-
-def _blocks(linear: Linear) -> Iterator[Tensor]:
-    for packed, *_ in linear.parts:
-        yield from _of(packed)
-
-
-def _whole(block: Tensor) -> int:
-    """Bytes in whole cache lines."""
-    return -(-block.numel() // _LINE) * _LINE
-
-
-def _opening(header: bytes) -> bytes:
-    """All that stands before the tiles."""
-    raw = _START.pack(MAGIC, len(header), hashlib.blake2b(header, digest_size=32).digest()) + header
-    return raw + bytes(-len(raw) % _PAGE)
-
-
-def write_whole(path: Path, opening: bytes, blocks: Sequence[Tensor], nbytes: int) -> int:
-    """A file with all of that or, if something fails, none. Raises OSError."""
-    drop_unfinished(path.parent)
-    descriptor, name = tempfile.mkstemp(suffix=UNFINISHED, dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            _reserve(file.fileno(), len(opening) + nbytes)
-            file.write(opening)
-            for block in blocks:
-                file.write(block.numpy().data)
-                file.write(bytes(_whole(block) - block.numel()))
-            file.flush()
-            os.fchmod(file.fileno(), 0o644)  # whoever may read the model: an image is built by another user
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        with suppress(OSError):
-            Path(name).unlink()
-        raise
-    return len(opening) + nbytes
-
-
-def _reserve(descriptor: int, nbytes: int) -> None:
-    """A full disk says so at once. Raises OSError; where nothing can be reserved, writing will tell."""
-    if hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(descriptor, 0, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-
-
-def read_header(mapped: mmap.mmap | bytes, path: Path) -> Header:
-    """The header of a file of packed weights. Raises BadFile for what is damaged, cut or something else."""
-    if len(mapped) < _START.size:
-        raise BadFile("the file is cut off")
-    magic, length, digest = _START.unpack(mapped[: _START.size])
-    if magic != MAGIC:
-        raise BadFile("it is not one of Plait's, or of another version")
-    raw = mapped[_START.size : _START.size + length]
-    if len(raw) != length or hashlib.blake2b(raw, digest_size=32).digest() != digest:
-        raise BadFile("its header is damaged")
-    found = parse_json(raw, f"{path}: header")
-    start = len(_opening(raw))
-    if len(mapped) != start + found["nbytes"]:
-        raise BadFile("the file is cut off")
-    return Header(found["key"], found["source"], found["maps"], start, found["nbytes"])
-
-
-def read_key(path: Path) -> tuple[str, Mapping[str, Any]] | None:
-    """(the model's file, the key) of a file of packed weights; None if it is damaged, or gone."""
-    try:
-        header = read_header(map_file(path), path)
-    except BadFile:
-        return None
-    return header.source, header.key
+def _of(packed: Any) -> list[memoryview]:
+    """Of a packed weight, or a kept one: the bytes of its tiles, and of the order of its columns."""
+    tiles = packed.tiles if isinstance(packed, Kept) else packed.data
+    order = [] if packed.order is None else [packed.order.view(torch.uint8)]
+    return [memoryview(block.numpy()) for block in (tiles, *order)]

@@ -1,16 +1,51 @@
-"""The folder of packed weights: what is in it, and how it gets rid of it. Knows no tensor."""
+"""Packed weights as files: their format, and the folder they are in. Knows no tensor.
+
+A file holds the maps of one model as kernels keep them:
+
+    magic (8 bytes), length of the header (8), its BLAKE2b (32) | header (JSON) | zeros | tiles
+
+The header has a key, which says of what and how the tiles were made; a file with another key is never used.
+Tiles lie at multiples of 64 bytes from a page's start; the header has a checksum of each. A file is written
+under another name, and gets its own when all of it is on the disk.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import mmap
+import os
 import re
+import struct
+import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from plait.checkpoint.disk import map_file, parse_json
+from plait.errors import BadFile
+
+MAGIC = b"plaitpk1"
 SUFFIX, UNFINISHED = ".packed", ".partial"
+LINE = 64  # bytes that tiles begin at a multiple of
+_START = struct.Struct("<8sQ32s")
+_PAGE = 4096
 _ABANDONED_S = 3600  # after which a file that nobody finished is removed
 _NAME = re.compile(r"(?P<model>.+)-[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself. `source`: the model's file; `start`: where tiles begin."""
+
+    key: Mapping[str, Any]
+    source: str
+    maps: Mapping[str, Any]  # by our name: its parts, and what encoding them counted
+    start: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +103,72 @@ def drop_unfinished(folder: Path) -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _ABANDONED_S:
                 path.unlink()
+
+
+def whole(nbytes: int) -> int:
+    """That many bytes, filled up to whole lines."""
+    return -(-nbytes // LINE) * LINE
+
+
+def opening(header: bytes) -> bytes:
+    """All that stands before the tiles."""
+    raw = _START.pack(MAGIC, len(header), hashlib.blake2b(header, digest_size=32).digest()) + header
+    return raw + bytes(-len(raw) % _PAGE)
+
+
+def write_whole(path: Path, first: bytes, blocks: Sequence[memoryview], nbytes: int) -> int:
+    """A file with all of that or, if something fails, none. Raises OSError."""
+    drop_unfinished(path.parent)
+    descriptor, name = tempfile.mkstemp(suffix=UNFINISHED, dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            _reserve(file.fileno(), len(first) + nbytes)
+            file.write(first)
+            for block in blocks:
+                file.write(block)
+                file.write(bytes(whole(block.nbytes) - block.nbytes))
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)  # whoever may read the model: an image is built by another user
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        with suppress(OSError):
+            Path(name).unlink()
+        raise
+    return len(first) + nbytes
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """A full disk says so at once. Raises OSError; where nothing can be reserved, writing will tell."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+
+
+def read_header(mapped: mmap.mmap | bytes, path: Path) -> Header:
+    """The header of a file of packed weights. Raises BadFile for what is damaged, cut or something else."""
+    if len(mapped) < _START.size:
+        raise BadFile("the file is cut off")
+    magic, length, digest = _START.unpack(mapped[: _START.size])
+    if magic != MAGIC:
+        raise BadFile("it is not one of Plait's, or of another version")
+    raw = mapped[_START.size : _START.size + length]
+    if len(raw) != length or hashlib.blake2b(raw, digest_size=32).digest() != digest:
+        raise BadFile("its header is damaged")
+    found = parse_json(raw, f"{path}: header")
+    start = len(opening(raw))
+    if len(mapped) != start + found["nbytes"]:
+        raise BadFile("the file is cut off")
+    return Header(found["key"], found["source"], found["maps"], start, found["nbytes"])
+
+
+def read_key(path: Path) -> tuple[str, Mapping[str, Any]] | None:
+    """(the model's file, the key) of a file of packed weights; None if it is damaged, or gone."""
+    try:
+        header = read_header(map_file(path), path)
+    except BadFile:
+        return None
+    return header.source, header.key

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import plait
-from plait.checkpoint.shelf import Shelf, read_key
-from plait.checkpoint.shelves import SUFFIX, as_stem, default_folder, shelved
+from plait.checkpoint.shelf import Shelf
+from plait.checkpoint.shelves import SUFFIX, as_stem, default_folder, read_key, shelved
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.opening import Opened
