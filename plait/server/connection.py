@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import socket
 import sys
 from typing import Any
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from httptools import HttpParserError, HttpRequestParser
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from plait.server.generation import new_id
 from plait.server.problems import http_problem
@@ -20,24 +20,21 @@ logger = logging.getLogger("plait.server")
 HEAD_TIMEOUT_S = 20.0  # from the connection, or from the last response, to the end of a request's headers
 READ_TIMEOUT_S = 60.0  # for a client to read enough that more can be sent: 48 KiB
 FLUSH_S = 10.0  # for a client to read the last of an answer before its connection is cut
-READ_BYTES = (
-    32 * 1024
-)  # parsed in one turn of the loop: a hundred thousand tiny pieces would hold up everybody
 WRITE_BUFFER_BYTES = 64 * 1024  # what is kept for a client that reads slowly; its stream waits then
+MAX_PIPELINED = 16  # requests sent ahead of the answer to the first
 
 
-_HEAD_END = re.compile(rb"\n\r?\n")
-
-
-class Connection(H11Protocol):
+class Connection(HttpToolsProtocol):
     """uvicorn's connection, closed when a client takes its time to say what it wants or to read."""
 
     _deadline: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
-    def __init__(self, *given: Any, max_connections: int, **more: Any) -> None:
+    def __init__(self, *given: Any, max_connections: int, max_head_bytes: int, **more: Any) -> None:
         super().__init__(*given, **more)
-        self._max_connections = max_connections
+        self._max_connections, self._max_head_bytes = max_connections, max_head_bytes
+        self._unused, self._is_used = 0, False  # bytes that were read and are part of nothing yet
+        self._in_head, self._piece = False, b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         turns: Any = TurnTransport(transport, self.loop)
@@ -46,8 +43,6 @@ class Connection(H11Protocol):
         # a token waits until the client has acknowledged the one before, 40 ms where it takes its time.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        if hasattr(transport, "max_size"):  # asyncio's own; uvloop has a bound of its own
-            transport.max_size = READ_BYTES
         if len(self.connections) > self._max_connections:
             logger.warning("more than %d connections are open; one was closed", self._max_connections)
             transport.close()
@@ -71,37 +66,75 @@ class Connection(H11Protocol):
         _stop(self._unread)
         super().resume_writing()
 
-    def handle_events(self) -> None:
-        """uvicorn's, but a head that is too long is refused before it is parsed."""
-        if self.conn.their_state is h11.IDLE:
-            waiting, _ = self.conn.trailing_data
-            limit = self._max_head_bytes
-            if len(waiting) > limit and not _HEAD_END.search(waiting, 0, limit):
-                self._refuse(431, "")
-                return
-        super().handle_events()
+    def data_received(self, data: bytes) -> None:
+        """uvicorn's, but what the parser keeps for itself (a head, a trailer) is bounded."""
+        if self.transport.is_closing():
+            return
+        self._is_used, self._piece = False, data
+        super().data_received(data)
+        self._unused = 0 if self._is_used else self._unused + len(data)
+        if self._unused > self._max_head_bytes and not self.transport.is_closing():
+            self._refuse(431 if self._in_head else 400, "what follows the body is too long")
+        elif len(self.pipeline) > MAX_PIPELINED:
+            self._refuse(400, f"more than {MAX_PIPELINED} requests were sent ahead of their answers")
 
-    def send_400_response(self, msg: str) -> None:
-        """The answer to what is not HTTP, and to headers that are too large."""
-        # uvicorn calls this while it handles h11's exception, which knows the status.
-        self._refuse(getattr(sys.exception(), "error_status_hint", 400), msg)
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # a trailer must not become a header of a request that has been looked at
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._is_used = False, True
+        if self._is_offer:
+            return
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = Unframed(self.cycle).send  # type: ignore[method-assign]
+
+    def on_body(self, body: bytes) -> None:
+        self._is_used = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_used = True
+        if not self._is_offer:
+            super().on_message_complete()
 
     @property
-    def _max_head_bytes(self) -> int:
-        return self.config.h11_max_incomplete_event_size or 0
+    def _is_offer(self) -> bool:
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An offer to speak another protocol is passed over (RFC 9110, 7.8); Java's client always makes one.
+
+        The parser takes what follows the head to be of that protocol: a new one reads the head without it.
+        """
+        offer = sys.exception()  # uvicorn calls this while it handles the parser's
+        read = offer.args[0] if offer else len(self._piece)
+        old, self.parser = self.parser, HttpRequestParser(self)
+        line = b"%s %s HTTP/%s" % (old.get_method(), self.url, old.get_http_version().encode())
+        headers = [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        super().data_received(b"\r\n".join([line, *headers, b"", self._piece[read:]]))
+
+    def send_400_response(self, msg: str) -> None:
+        """The answer to what is not HTTP."""
+        error = sys.exception()  # uvicorn calls this while it handles the parser's
+        cause = error.__context__ if error else None
+        if isinstance(error, HttpParserError) and not isinstance(cause, Exception):
+            msg = f"this is not HTTP/1.1: {error}"
+        self._refuse(400, msg)
 
     def _refuse(self, status: int, msg: str) -> None:
         if status == 431:
             msg = f"the request's headers take more than {self._max_head_bytes} bytes"
         found = http_problem(status, msg)
-        response = found.response()
-        more = [(b"connection", b"close"), (b"x-request-id", new_id("req").encode())]
-        for event in (
-            h11.Response(status_code=found.status, headers=[*response.raw_headers, *more]),
-            h11.Data(data=bytes(response.body)),
-            h11.EndOfMessage(),
-        ):
-            self.transport.write(self.conn.send(event) or b"")
+        answer: Response = found.response()
+        headers = [*answer.raw_headers, (b"connection", b"close"), (b"x-request-id", new_id("req").encode())]
+        lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+        self.transport.write(STATUS_LINE[found.status] + lines + b"\r\n" + bytes(answer.body))
         self.transport.close()
 
     def _expect_head(self) -> None:
@@ -118,6 +151,22 @@ class Connection(H11Protocol):
     def _give_up_reader(self) -> None:
         logger.warning("a client read nothing for %g s; its connection was cut", READ_TIMEOUT_S)
         self.transport.abort()
+
+
+class Unframed:
+    """Answers HTTP/1.0, which has no chunks: what has no length ends with its connection (RFC 9112, 6.3)."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._send, self._is_open = cycle, cycle.send, False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._is_open = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            if self._is_open:
+                self._cycle.chunked_encoding = False
+        elif self._is_open:
+            self._cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> None:

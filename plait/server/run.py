@@ -24,6 +24,7 @@ from plait.server.app import create_app
 from plait.server.loading import Loading
 from plait.server.log import log_to_stderr
 from plait.server.traffic import Traffic
+from plait.server.transport import READ_BYTES, Reads
 
 if TYPE_CHECKING:
     from plait.engine.front import Front
@@ -137,8 +138,11 @@ class Server(uvicorn.Server):
         scheme = "https" if self._certificate else "http"
         self.url = f"{scheme}://{host}:{sock.getsockname()[1]}"
         settings: dict[str, Any] = {
-            "http": functools.partial(connection.Connection, max_connections=config.max_connections),
-            "h11_max_incomplete_event_size": edge.MAX_HEAD_BYTES,
+            "http": functools.partial(
+                connection.Connection,
+                max_connections=config.max_connections,
+                max_head_bytes=edge.MAX_HEAD_BYTES,
+            ),
             "ws": "none",
             "lifespan": "off",
             "log_config": None,
@@ -154,12 +158,14 @@ class Server(uvicorn.Server):
         """Listen. As uvicorn does, which has no option for the time of a TLS handshake."""
         await self.lifespan.startup()
 
-        def connect() -> asyncio.Protocol:
+        room = memoryview(bytearray(READ_BYTES))
+
+        def connect() -> asyncio.BaseProtocol:
             kind: Any = self.config.http_protocol_class
             made: asyncio.Protocol = kind(
                 config=self.config, server_state=self.server_state, app_state=self.lifespan.state
             )
-            return made
+            return Reads(made, room)
 
         options: dict[str, Any] = {"backlog": BACKLOG}
         if self._certificate is not None:

@@ -1,4 +1,4 @@
-"""What is written to a client in one turn of the event loop, in one piece.
+"""What is read from and written to a client in one turn of the event loop.
 
 An answer's head, its body and its end are written one after the other, and each would be a call of the
 system and a packet of its own. Nothing is kept longer than the turn.
@@ -9,7 +9,39 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+READ_BYTES = 32 * 1024  # parsed in one turn: a hundred thousand tiny pieces would hold up everybody
 MOST_BYTES = 16 * 1024  # what a turn may gather before it is handed on: buffers and their limits are below
+
+
+class Reads(asyncio.BufferedProtocol):
+    """A protocol that is given at most READ_BYTES at a time, by any loop and through TLS.
+
+    `room`: so many bytes, which all connections of a loop read into: what is read is parsed before the next.
+    """
+
+    def __init__(self, inner: asyncio.Protocol, room: memoryview) -> None:
+        self._inner, self._room = inner, room
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._inner.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._inner.data_received(bytes(self._room[:nbytes]))
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
 
 
 class TurnTransport:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import struct
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import h11
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from plait.server import body, connection, edge, exchange, sse
+from plait.server.transport import READ_BYTES
 from plait.server.validate import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_TOKEN_IDS, MAX_STOPS
 from tests.server.conftest import Client, serving, wait_until
 from tests.server.fake import EchoLoop, fake_front
@@ -80,19 +82,90 @@ def test_a_head_that_is_too_long_is_not_parsed(
     client: Client, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     parsed: list[int] = []
-    real = h11.Connection.next_event
-
-    def next_event(self: h11.Connection) -> Any:
-        parsed.append(len(self.trailing_data[0]))
-        return real(self)
-
-    monkeypatch.setattr(h11.Connection, "next_event", next_event)
+    real = HttpToolsProtocol.data_received
+    monkeypatch.setattr(
+        HttpToolsProtocol,
+        "data_received",
+        lambda self, piece: (parsed.append(len(piece)), real(self, piece))[1],
+    )
     with connected(client) as sock:
         with contextlib.suppress(OSError):
             sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + sent + b"\r\n")
         with contextlib.suppress(ConnectionResetError):
             assert not answer(sock).startswith(b"HTTP/1.1 200")
-    assert max(parsed, default=0) <= edge.MAX_HEAD_BYTES + connection.READ_BYTES
+    assert sum(parsed) <= edge.MAX_HEAD_BYTES + READ_BYTES
+
+
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+
+
+def test_a_trailer_is_bounded(client: Client) -> None:
+    with connected(client) as sock:
+        with contextlib.suppress(OSError):
+            sock.sendall(CHUNKED + b"X: ")
+            for _ in range(64):
+                sock.sendall(b"x" * 1024)
+                time.sleep(0.001)
+        found = answer(sock)
+    assert found.startswith(b"HTTP/1.1 400 ")
+    assert b"what follows the body is too long" in found
+
+
+def test_a_trailer_is_not_a_header(client: Client) -> None:
+    body = b'{"prompt": "Hi", "max_tokens": 1}'
+    sent = POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(body), body)
+    with connected(client) as sock:
+        sock.sendall(sent + b"0\r\nX-Request-Id: from-the-trailer\r\n\r\n")
+        found = answer(sock)
+    assert found.startswith(b"HTTP/1.1 200 ")
+    assert b"from-the-trailer" not in found
+
+
+def test_too_many_requests_sent_ahead_end_the_connection(client: Client) -> None:
+    with connected(client) as sock:
+        sock.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" * (connection.MAX_PIPELINED + 2))
+        found = answer(sock)
+    assert b"HTTP/1.1 400 " in found
+    assert b"sent ahead of their answers" in found
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_an_offer_of_another_protocol_is_passed_over(client: Client, pieces: int) -> None:
+    body = b'{"prompt": "Hi", "max_tokens": 1}'
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    sent = POST + offer + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    sent += b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    with connected(client) as sock:
+        for i in range(pieces):
+            sock.sendall(sent[len(sent) * i // pieces : len(sent) * (i + 1) // pieces])
+            time.sleep(0.02)
+        assert re.findall(rb"HTTP/1.1 (\d+) ", answer(sock)) == [b"200", b"200"]
+
+
+def test_connect_is_no_method_here(client: Client) -> None:
+    with connected(client) as sock:
+        sock.sendall(b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org\r\n\r\n")
+        assert answer(sock).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 64,  # a client that speaks TLS
+        b"GET / HTTP/9.9\r\nHost: localhost\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_is_said_to_be_that(client: Client, sent: bytes) -> None:
+    with connected(client) as sock:
+        sock.sendall(sent)
+        found = answer(sock)
+    assert found.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(found.partition(b"\r\n\r\n")[2])["error"]["message"].startswith(
+        "this is not HTTP/1.1: "
+    )
 
 
 def test_a_body_in_tiny_chunks_is_parsed_a_little_at_a_time(
@@ -110,7 +183,7 @@ def test_a_body_in_tiny_chunks_is_parsed_a_little_at_a_time(
     with connected(client) as sock:
         sock.sendall(POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
         assert answer(sock).startswith(b"HTTP/1.1 200 ")
-    assert max(sizes) <= connection.READ_BYTES
+    assert max(sizes) <= READ_BYTES
 
 
 def test_a_body_that_drips_is_408(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def test_http_is_counted_by_route_method_and_status() -> None:
         client.complete("Hello", max_tokens=2)
         client.get("/v1/models/bigrams")
         client.get("/v1/models/other")
-        client.request("BREW", "/no/such/path")
+        client.request("PROPFIND", "/no/such/path")
         client.request("GET", "/v1/models", headers={"x-api-key": "wrong"})
         found = samples(client.get("/metrics"))
     assert found["plait_http_requests_total{POST}{/v1/completions}{200}"] == 1
