@@ -224,15 +224,18 @@ class Front:
         self._check_chars(num_chars(messages, options), "messages")
         return self.chat_template.render(self.speech.history(messages), **options)
 
-    def encode(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
-        """Token ids of a text. Raises InvalidField without a tokenizer, ContextTooLong for far too much."""
+    def encode(self, text: str, *, add_special: bool = True, allow_special: bool = False) -> tuple[int, ...]:
+        """Token ids of a text. Raises InvalidField without a tokenizer, ContextTooLong for far too much.
+
+        `allow_special`: the texts of control tokens become these tokens; only for text that is trusted.
+        """
         if not self.tokenizer:
             raise InvalidField(
                 f"prompt: {self.name} has no tokenizer; send token ids, or name a vocabulary with --vocab",
                 "prompt",
             )
         self._check_chars(len(text), "prompt")
-        return tuple(self.tokenizer.encode(text, add_special=add_special))
+        return tuple(self.tokenizer.encode(text, add_special=add_special, allow_special=allow_special))
 
     def check_room(self) -> None:
         """Raises QueueFull, or EngineError, if a request that came now would be refused, whatever it asks."""

@@ -38,6 +38,9 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> CompletionReply:
         )
         raise InvalidField(f"{text} at most, or serve with a larger --max-waiting", "prompt")
     special = asked.add_special_tokens
+    if asked.parse_special:
+        read = {"add_special": special, "allow_special": True}
+        prompts = [list(front.encode(p, **read)) if isinstance(p, str) else p for p in prompts]
     prepared = (front.prepare(p, params, add_special=special, terms=terms) for p in prompts)
     requests = [front.held(request, wish) for request in prepared]
     return CompletionReply(front.tokenizer, Head(new_id("cmpl"), "text_completion", model), asked, requests)
@@ -89,7 +92,8 @@ class _Prompt:
         request: Request,
         asked: CompletionRequest,
     ) -> None:
-        ids, skip_special = request.prompt_token_ids, asked.skip_special_tokens
+        ids = request.prompt_token_ids
+        skip_special = asked.skip_special_tokens and not asked.parse_special  # the echo shows what was sent
         self._tokenizer, self._ids, self._skip_special = tokenizer, ids, skip_special
         self.text, self.lists = "", None if asked.logprobs is None else _no_lists()
         self._waits = asked.echo and asked.logprobs is not None

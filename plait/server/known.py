@@ -64,6 +64,7 @@ UNREAD: Mapping[str, Harmless] = {
     "continue_final_message": _OFF,
     "add_generation_prompt": _ON,
     "add_special_tokens": _OFF,
+    "parse_special": _OFF,
     "detokenize": _ON,
     "spaces_between_special_tokens": _ON,
     "return_tokens_as_token_ids": _OFF,

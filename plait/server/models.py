@@ -46,11 +46,16 @@ def tokenize(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any
         raise InvalidField("prompt: send either prompt or messages", "prompt")
     if asked.prompt is not None and (unread := next((n for n in _OF_A_CHAT if body.get(n)), None)):
         raise InvalidField(f"{unread}: a prompt is taken as it is; send messages", unread)
+    if asked.messages is not None and asked.parse_special:
+        raise InvalidField(
+            "parse_special: the template's own control tokens are always read; leave it out", "parse_special"
+        )
     tokenizer = prompts.tokenizer_of(front)
     if asked.messages is not None:
         ids = prompts.prompt_ids(front, _template_request(asked, asked.messages))
     else:
-        ids = list(front.encode(asked.prompt or "", add_special=asked.add_special_tokens))
+        read = {"add_special": asked.add_special_tokens, "allow_special": asked.parse_special}
+        ids = list(front.encode(asked.prompt or "", **read))
     found = {"count": len(ids), "max_model_len": front.max_model_len, "tokens": ids}
     if asked.return_token_strs:
         found["token_strs"] = [tokenizer.token_text(i) for i in ids]

@@ -61,12 +61,17 @@ class Sampling(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class CompletionRequest(Sampling, kw_only=True, frozen=True):
-    """POST /v1/completions. `prompt`: text, token ids, or a list of either."""
+    """POST /v1/completions. `prompt`: text, token ids, or a list of either.
+
+    `parse_special`, llama.cpp's: what looks like a control token in the prompt is that token, as in a prompt
+    that a chat template wrote. Without it such text is text: it may be a user's.
+    """
 
     prompt: str | list[Any]
     echo: bool = False
     logprobs: int | None = None
     add_special_tokens: bool = True
+    parse_special: bool = False
 
 
 class ChatRequest(Sampling, kw_only=True, frozen=True):
@@ -100,6 +105,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
+    parse_special: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     return_token_strs: bool = False
