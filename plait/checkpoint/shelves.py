@@ -45,7 +45,6 @@ class Header:
     source: str
     maps: Mapping[str, Any]  # by our name: its parts, and what encoding them counted
     start: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +161,7 @@ def read_header(mapped: mmap.mmap | bytes, path: Path) -> Header:
     start = len(opening(raw))
     if len(mapped) != start + found["nbytes"]:
         raise BadFile("the file is cut off")
-    return Header(found["key"], found["source"], found["maps"], start, found["nbytes"])
+    return Header(found["key"], found["source"], found["maps"], start)
 
 
 def read_key(path: Path) -> tuple[str, Mapping[str, Any]] | None:
