@@ -21,6 +21,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,7 @@ def measured(kind: str, asked: argparse.Namespace) -> dict[str, Any]:
         runs = []
         for _ in range(asked.runs):
             cpu, began = cpu_s(pid), time.perf_counter()
-            times = asyncio.run(load(port, asked))
-            count = sum(len(one) for one in times)
+            count = sum(reply.tokens for reply in asyncio.run(load(port, asked)))
             took, used = time.perf_counter() - began, cpu_s(pid) - cpu
             runs.append((count / took, 1e6 * used / count))
         return {
@@ -79,23 +79,26 @@ def measured(kind: str, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def killed(asked: argparse.Namespace) -> dict[str, Any]:
-    """Seconds from the engine's end by SIGKILL to the next token of the first, median and last stream."""
+    """Seconds from the engine's end by SIGKILL to the next token of the first, median and last stream.
+
+    same: streams whose text is that of a run that nothing disturbed.
+    """
     with serving("process", asked) as (port, pid, _, _):
-        asyncio.run(load(port, asked))
-        times, at = asyncio.run(load_and_kill(port, pid, asked))
-        waits = sorted(
-            min(t for t in one if t > at + 0.05) - at for one in times if one and one[-1] > at + 0.05
-        )
-        return {
-            "streams_open": len(waits),
-            "whole": sum(len(one) == asked.tokens for one in times),
-            "first_s": round(waits[0], 2),
-            "median_s": round(statistics.median(waits), 2),
-            "last_s": round(waits[-1], 2),
-        }
+        whole = asyncio.run(load(port, asked))
+        replies, at = asyncio.run(load_and_kill(port, pid, asked))
+    later = [[t for t in reply.times if t > at + 0.05] for reply in replies]
+    waits = sorted(times[0] - at for times in later if times)
+    return {
+        "streams_open": len(waits),
+        "same": sum(a.text == b.text and a.tokens == b.tokens for a, b in zip(whole, replies, strict=True)),
+        "tokens_after": sum(map(len, later)),
+        "first_s": round(waits[0], 2),
+        "median_s": round(statistics.median(waits), 2),
+        "last_s": round(waits[-1], 2),
+    }
 
 
-async def load_and_kill(port: int, pid: int, asked: argparse.Namespace) -> tuple[list[list[float]], float]:
+async def load_and_kill(port: int, pid: int, asked: argparse.Namespace) -> tuple[list[Reply], float]:
     work = asyncio.ensure_future(load(port, asked))
     before = totals(port)
     half = asked.streams * asked.tokens // 2
@@ -106,29 +109,49 @@ async def load_and_kill(port: int, pid: int, asked: argparse.Namespace) -> tuple
     return await work, at
 
 
-async def load(port: int, asked: argparse.Namespace) -> list[list[float]]:
-    """When each event of each stream came."""
+@dataclass(slots=True)
+class Reply:
+    """What one stream brought. `times`: when each event with text came; `tokens`: the server's own count."""
+
+    text: str = ""
+    tokens: int = 0
+    times: list[float] = field(default_factory=list)
+
+    def take(self, line: bytes) -> None:
+        event = json.loads(line)
+        assert "error" not in event, event
+        self.tokens = (event.get("usage") or {}).get("completion_tokens", self.tokens)
+        for choice in event["choices"]:
+            self.text += choice["text"]
+            self.times.append(time.perf_counter())
+
+
+async def load(port: int, asked: argparse.Namespace) -> list[Reply]:
+    """Greedy and seeded streams by turns."""
     return await asyncio.gather(*(stream(port, i, asked.tokens) for i in range(asked.streams)))
 
 
-async def stream(port: int, i: int, tokens: int) -> list[float]:
+async def stream(port: int, i: int, tokens: int) -> Reply:
     body = json.dumps(
         {
             "prompt": [10 + i, 20, 30, 40],
             "max_tokens": tokens,
-            "temperature": 0,
+            "temperature": i % 2,
+            "seed": i,
             "ignore_eos": True,
             "stream": True,
+            "stream_options": {"include_usage": True},
         }
     ).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-    times: list[float] = []
-    while piece := await reader.read(1 << 16):
-        times += [time.perf_counter()] * piece.count(b'"text":')
+    reply = Reply()
+    async for line in reader:
+        if line.startswith(b"data: {"):
+            reply.take(line[6:])
     writer.close()
-    return times
+    return reply
 
 
 @contextlib.contextmanager
