@@ -18,6 +18,7 @@ from torch import Tensor
 from plait.checkpoint.packed import Packed
 from plait.checkpoint.scheme import find_scheme
 from plait.checkpoint.weights import Weights
+from plait.kernels.cpu.kernel import Kernel
 from plait.model.decoder import Decoder
 from plait.ops.blocks import random_weight
 from plait.ops.linear import linear
@@ -63,7 +64,7 @@ def held(thing: Any) -> Iterator[Tensor]:
     seen, waiting = set[int](), [thing]
     while waiting:
         one = waiting.pop()
-        if id(one) in seen or isinstance(one, type | Op) or type(one).__name__ == "module":
+        if id(one) in seen or isinstance(one, type | Op | Kernel) or type(one).__name__ == "module":
             continue
         seen.add(id(one))
         if isinstance(one, Tensor):
