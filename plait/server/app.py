@@ -23,6 +23,7 @@ from plait.server import (
     chat,
     completions,
     embeddings,
+    limits,
     messages,
     models,
     openapi,
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
     from plait.engine.front import Front
 
 IGNORED_HEADER = "x-plait-ignored"
-EXPOSED_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "retry-after", "retry-after-ms")  # to pages elsewhere
+# To pages of other origins.
+EXPOSED_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "retry-after", "retry-after-ms", *limits.HEADERS)
 GRAMMAR_THREADS = 2  # for bodies that bring a grammar: what is tried out may take seconds of a thread
 MAY_BRING_A_GRAMMAR = GRAMMAR_FIELDS | {"tools", "text", "output_config", "output_format"}
 Handler = Callable[[Request], Awaitable[Response]]

@@ -15,6 +15,11 @@ from plait.server.keys import Allowance, Key
 from plait.server.problems import RateLimited
 
 MINUTE_S = 60.0
+HEADERS = tuple(
+    f"x-ratelimit-{word}-{what}"
+    for what in ("requests", "tokens")
+    for word in ("limit", "remaining", "reset")
+)
 Clock = Callable[[], float]
 
 

@@ -40,6 +40,17 @@ def test_a_named_origin_may_ask_and_read_also_refusals(origin: str, allowed: str
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
 
 
+def test_every_header_that_says_something_can_be_read_elsewhere() -> None:
+    limits = {"requests_per_minute": 9, "tokens_per_minute": 900}
+    with serving(fake_front(), cors_origin=(ORIGIN,), **limits) as client:
+        body = {"prompt": "a", "max_tokens": 1, "strange": 1}
+        answer = client.post("/v1/completions", body, Origin=ORIGIN)
+        ours = {name for name in answer.headers if name.startswith("x-")}
+        exposed = {name.strip() for name in answer.headers["access-control-expose-headers"].split(",")}
+        assert len(ours) == 8
+        assert ours | {"retry-after", "retry-after-ms"} == exposed
+
+
 def test_another_origin_may_not() -> None:
     with serving(fake_front(), cors_origin=(ORIGIN,)) as client:
         headers = {**PREFLIGHT, "Origin": "https://evil.example"}
