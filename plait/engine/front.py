@@ -208,7 +208,8 @@ class Front:
         request = self.prepare(ids, free, add_special=False, terms=terms)
         if params.structured_outputs is not None:
             wish = grammar_from({"structured_outputs": params.structured_outputs})
-            shape = ReplyShape(is_open=self.speech.is_open(request.prompt_token_ids))
+            prompt = request.prompt_token_ids
+            shape = ReplyShape(is_open=self.speech.is_open(prompt), has_begun=self.speech.has_begun(prompt))
             request = self.held(request, self.speech.grammar(wish, shape))
         if not self.needs_boundaries or not self.chat_template:
             return request

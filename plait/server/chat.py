@@ -50,6 +50,7 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> ChatReply:
         parallel=asked.parallel_tool_calls,
         thinks=thinks,
         is_open=front.speech.is_open(request.prompt_token_ids, begun),
+        has_begun=front.speech.has_begun(request.prompt_token_ids),
     )
     request = front.shaped(request, shape, wish, validate.thinking_budget(asked))
     with_ids = asked.return_token_ids or front.tokenizer is None

@@ -22,7 +22,7 @@ class ReasoningFormat:
 
     `signs`: a chat template that holds all of them is of this kind; `tokens`: control tokens that mean it
     where no template does. `wrappers` stand around content and are passed over. `between`: what a model may
-    write after its thinking.
+    write after its thinking. `final`: what must stand before content, where it has a marker of its own.
     """
 
     name: str
@@ -31,6 +31,7 @@ class ReasoningFormat:
     tokens: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()
     between: tuple[str, ...] = ("\n\n", "\n", "")
+    final: str = ""
 
     @property
     def markers(self) -> frozenset[str]:
@@ -46,6 +47,13 @@ class ReasoningFormat:
         """
         return any(prompt.rstrip().endswith(pair.opening) for pair in self.pairs)
 
+    def has_begun(self, prompt: str) -> bool:
+        """Whether a prompt ends where content may follow at once: behind its marker, or within a message.
+
+        Where content has a marker, a prompt for a new reply ends with what stands between messages.
+        """
+        return not self.final or not any(prompt.rstrip().endswith(turn) for turn in self.between)
+
     def leaves_open(self, text: str) -> bool:
         """Whether an assistant's text begins a block of thinking and does not end it."""
         return any(
@@ -54,6 +62,7 @@ class ReasoningFormat:
         )
 
 
+HARMONY_TURN, HARMONY_FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 _THINK = Pair("<think>", "</think>")
 REASONING: Mapping[str, ReasoningFormat] = {
     form.name: form
@@ -89,13 +98,14 @@ REASONING: Mapping[str, ReasoningFormat] = {
             signs=("<|channel|>", "analysis", "<|message|>"),
             tokens=("<|channel|>", "<|message|>", "<|constrain|>"),
             wrappers=(
-                "<|start|>assistant",
-                "<|channel|>final<|message|>",
+                HARMONY_TURN,
+                HARMONY_FINAL,
                 "<|channel|>commentary<|message|>",
                 "<|end|>",
                 "<|return|>",
             ),
-            between=("<|start|>assistant",),
+            between=(HARMONY_TURN,),
+            final=HARMONY_FINAL,
         ),
     )
 }

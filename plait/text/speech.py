@@ -106,6 +106,13 @@ class Speech:
         tail = self._tokenizer.decode(prompt_ids[-_TAIL:], skip_special=False)
         return self.reasoning.starts_open(tail)
 
+    def has_begun(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends inside of content, for a model whose content begins with a marker."""
+        if self.reasoning is None or self._tokenizer is None or self.is_open(prompt_ids):
+            return False
+        tail = self._tokenizer.decode(prompt_ids[-_TAIL:], skip_special=False)
+        return self.reasoning.has_begun(tail)
+
     def reader(self, shape: ReplyShape) -> Reader | None:
         """How to read the replies; None where there is nothing in them but content.
 
@@ -142,11 +149,12 @@ class Speech:
             return Grammar("lark", self._lark(forced), "tool_choice", lead)
         if wish is None:
             calls = self._held(shape)
+            lead = self._lark(self._thinking(shape, again=False))  # text would take the space before another
             return None if calls is None else Grammar("lark", self._lark(calls), "tools", lead)
         instead = self._call(shape, "required") if shape.tools and shape.choice != "none" else None
-        return Grammar(
-            wish.kind, wish.source, wish.param, lead, "" if instead is None else self._lark(instead)
-        )
+        beside = {"lead": lead, "opening": self._lark(self._opening(shape))}
+        beside["instead"] = "" if instead is None else self._lark(instead)
+        return Grammar(wish.kind, wish.source, wish.param, **beside)
 
     def schemas(self, shape: ReplyShape) -> list[Grammar]:
         """The schema of each tool that a grammar may hold, to be checked by itself."""
@@ -177,9 +185,16 @@ class Speech:
     def _may_be_several(self, shape: ReplyShape) -> bool:
         return shape.parallel and (self._template is None or self._template.calls.several)
 
-    def _thinking(self, shape: ReplyShape) -> Structure:
+    def _thinking(self, shape: ReplyShape, *, again: bool = True) -> Structure:
         """What may come before the reply. Thinking that the prompt has opened must be closed in any case."""
-        return thinking_first(self.reasoning, shape.is_open) if shape.thinks or shape.is_open else ()
+        if not shape.thinks and not shape.is_open:
+            return ()
+        return thinking_first(self.reasoning, shape.is_open, again=again and shape.thinks)
+
+    def _opening(self, shape: ReplyShape) -> Structure:
+        """What must come right before content, unless the prompt ends behind it."""
+        final = self.reasoning.final if self.reasoning else ""
+        return (Marker(final),) if final and (shape.is_open or not shape.has_begun) else ()
 
     def _call(self, shape: ReplyShape, choice: Any) -> Structure | None:
         if not shape.tools or choice is None:
@@ -195,7 +210,7 @@ class Speech:
         demanded = self._call(shape, "required")
         if form is None or demanded is None or not any(_is_strict(tool) for tool in shape.tools):
             return None
-        found = held(demanded, form.syntax.opens, self._special)
+        found = held(demanded, form.syntax.opens, self._special, self.reasoning)
         if found is None and form.final:
             return held_in_turns(demanded, form.asides, "<|start|>assistant", form.final)
         if found is None:

@@ -211,3 +211,30 @@ def test_calls_of_a_strict_tool_are_held_to_their_schema_once_they_begin(compile
     alone = speech().grammar(None, ReplyShape(tools=(STRICT,), parallel=False))
     assert not accepts(compiler, alone, f"{CALL}\n{CALL}")
     assert speech().grammar(None, ReplyShape(tools=(STRICT,), choice="none")) is None
+
+
+@pytest.mark.parametrize("body", ["yes", CALL])
+def test_a_model_may_think_again_before_what_is_wished_for_and_not_behind_it(
+    compiler: GrammarCompiler, body: str
+) -> None:
+    grammar = speech().grammar(WISH, ReplyShape(tools=(TOOL,)))
+    opened = speech().grammar(WISH, ReplyShape(tools=(TOOL,), is_open=True))
+    again = "<think>and</think>\n\n"
+    assert accepts(compiler, grammar, f"<think>hm</think>\n\n{again}{again}{body}")
+    assert accepts(compiler, opened, f"hm</think>\n\n{again}{body}")
+    for text in (f"<think>hm</think><think>{body}", f"{body}<think>hm</think>", f"{body}{again}{body}"):
+        assert not accepts(compiler, grammar, text), text
+
+
+@pytest.mark.parametrize("tools", ["hermes", "json", "phi", "qwen_xml"])
+def test_no_thinking_begins_in_the_text_beside_calls_that_are_held(
+    compiler: GrammarCompiler, tools: str
+) -> None:
+    """What would be read as a thought is no text: a call in it would be lost."""
+    template = JinjaTemplate("test", {"default": THINKS}, TOKENIZER, {})
+    model = Speech(TOKENIZER, template, tools=tools)
+    grammar = model.grammar(None, ReplyShape(tools=(STRICT,)))
+    for text in ("So < that", "<think>a</think>\n\nSo", "<think>a</think>I think>"):
+        assert accepts(compiler, grammar, text), text
+    for text in ("So<think>", "So <think>b</think> it is", f"So <think>{CALL}", f"So <think>b</think>{CALL}"):
+        assert not accepts(compiler, grammar, text), text

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from plait.errors import BadGrammar
 from plait.text.grammar.grammar import Grammar, GrammarLimits
-from plait.text.grammar.library import compiled, readable, with_parts
+from plait.text.grammar.library import PARTS, compiled, readable, with_parts
 from plait.text.grammar.state import CompiledGrammar
 from plait.text.grammar.trial import Trial
 from plait.text.grammar.vocabulary import Vocabulary, vocabulary_of
@@ -92,8 +92,8 @@ class GrammarCompiler:
 
         It is tried without what the server put beside it: no trial would get through a block of thinking.
         """
-        beside = {"lead": grammar.lead, "instead": grammar.instead}
-        grammar = replace(grammar, lead="", instead="")
+        beside = {name: getattr(grammar, name) for name in PARTS}
+        grammar = replace(grammar, lead="", opening="", instead="")
         verdict = self._verdicts.get(grammar)
         if verdict is None:
             try:

@@ -60,17 +60,24 @@ def compiled(table: Any, form: str, limits: GrammarLimits) -> Any:
     return llguidance.LLMatcher(table, form, log_level=0, limits=bounds)
 
 
-def with_parts(form: str, lead: str, instead: str) -> str:
+PARTS = ("lead", "opening", "instead")
+"""What may stand beside a described reply: fields of a `Grammar`, rules of the library's grammar."""
+
+
+def with_parts(form: str, **beside: str) -> str:
     """A serialized grammar of two, the outer of which asks for `@reply`, with Lark sources beside it.
 
-    `lead` comes before the reply and `instead` may stand in its place; "": neither.
+    `beside`: those of `PARTS`, "" for none. `lead` and `opening` come before the reply, and `instead` may
+    stand in the place of the reply with its opening.
     """
-    if not lead and not instead:
+    parts = [{"name": name, "lark_grammar": beside[name]} for name in PARTS if beside.get(name)]
+    if not parts:
         return form
     outer, reply = json.loads(form)["grammars"]
-    start = "( @reply | @instead )" if instead else "@reply"
-    outer["lark_grammar"] = outer["lark_grammar"].replace("@reply", f"@lead {start}" if lead else start)
-    parts = [{"name": n, "lark_grammar": s} for n, s in (("lead", lead), ("instead", instead)) if s]
+    start = "@opening @reply" if beside.get("opening") else "@reply"
+    start = f"( {start} | @instead )" if beside.get("instead") else start
+    start = f"@lead {start}" if beside.get("lead") else start
+    outer["lark_grammar"] = outer["lark_grammar"].replace("@reply", start)
     return json.dumps({"grammars": [outer, reply, *parts]}, ensure_ascii=False)
 
 

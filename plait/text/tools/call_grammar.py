@@ -39,9 +39,13 @@ class Json:
 
 @dataclass(frozen=True, slots=True)
 class FreeUntil:
-    """Any text up to and with the first occurrence of `end`, which may be a marker."""
+    """Any text up to and with the first occurrence of `end`, which may be a marker.
+
+    None of `without` may stand before an `end` that is text.
+    """
 
     end: Marker | Text
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +178,21 @@ def framed(
     return (*parts(frame.opening), call, *more, *parts(frame.closing))
 
 
-def thinking_first(reasoning: ReasoningFormat | None, starts_open: bool) -> Structure:
-    """A block of thinking that may stand before a demanded call, or that the prompt has opened."""
+def thinking_first(reasoning: ReasoningFormat | None, starts_open: bool, *, again: bool = True) -> Structure:
+    """Thinking that may stand before what is demanded, opened by the prompt or not.
+
+    `again`: in any number of blocks.
+    """
     if reasoning is None:
         return ()
     first = reasoning.pairs[0]
     between = OneOf(tuple((Marker(text),) if text else () for text in reasoning.between))
     rest: Structure = (FreeUntil(Marker(first.closing)), between)
-    return rest if starts_open else (OneOf(((Marker(first.opening), *rest), ())),)
+    block: Structure = (Marker(first.opening), *rest)
+    more = Repeated(block) if again else OneOf((block, ()))
+    if not starts_open:
+        return (more,)
+    return (*rest, more) if again else rest
 
 
 def written_arguments(style: Literal["json", "python", "xml"], schema: Mapping[str, Any]) -> Structure:

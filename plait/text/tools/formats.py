@@ -12,7 +12,7 @@ from typing import Any
 
 from plait.errors import ConfigError, InvalidField
 from plait.text.chat import Message
-from plait.text.reasoning import ReasoningFormat
+from plait.text.reasoning import HARMONY_FINAL, ReasoningFormat
 from plait.text.tools.call_grammar import Frame, Structure, chosen_tools, framed, json_frame, thinking_first
 from plait.text.tools.history import with_short_ids
 from plait.text.tools.json_calls import one_or_list
@@ -273,7 +273,7 @@ FORMATS: Mapping[str, ToolFormat] = {
                 ("<|channel|>analysis<|message|>", "<|end|>"),
                 ("<|channel|>commentary<|message|>", "<|end|>"),
             ),
-            final="<|channel|>final<|message|>",
+            final=HARMONY_FINAL,
         ),
         ToolFormat(
             "pythonic",

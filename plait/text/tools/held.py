@@ -36,11 +36,16 @@ _JSON = r'\{{{s}("type"{s}:{s}"function"{s},{s})?"name"{s}:{s}"{name}"{t},{t}"(a
 _REGEX_MARKS = re.compile(r"[\\^$.|?*+()\[\]{}/]")
 
 
-def held(calls: Structure, starts: Sequence[str], special: Collection[str]) -> Structure | None:
+def held(
+    calls: Structure,
+    starts: Sequence[str],
+    special: Collection[str],
+    reasoning: ReasoningFormat | None = None,
+) -> Structure | None:
     """Text, and then perhaps `calls`, which begin with one of the markers `starts`: whoever writes it, calls.
 
-    `special`: the vocabulary's control tokens. None where calls begin with no marker of their own, or with
-    one that text may hold.
+    `special`: the vocabulary's control tokens. No thinking begins within text: a call in it would be a
+    thought. None where calls begin with no marker of their own, or with one that text may hold.
     """
     marker = next((m for m in starts if _rest(calls, m) is not None), None)
     if marker is None or marker[0].isalnum():
@@ -49,10 +54,11 @@ def held(calls: Structure, starts: Sequence[str], special: Collection[str]) -> S
         return None
     rest = _rest(calls, marker) or ()
     others = tuple(other for other in starts if other != marker)
-    lead: Structure = (FreeUntil(Marker(marker)),)
+    thoughts = tuple(pair.opening for pair in reasoning.pairs) if reasoning else ()
+    lead: Structure = (FreeUntil(Marker(marker), thoughts),)
     if marker in special:
-        lead = (FreeWithout(others), Marker(marker))
-    return (OneOf(((FreeWithout(tuple(starts)),), (*lead, *rest))),)
+        lead = (FreeWithout((*others, *thoughts)), Marker(marker))
+    return (OneOf(((FreeWithout((*starts, *thoughts)),), (*lead, *rest))),)
 
 
 def held_in_turns(calls: Structure, asides: Iterable[tuple[str, str]], between: str, final: str) -> Structure:
@@ -162,7 +168,7 @@ def _calls_as_text(
     else:
         yield from _bare_calls(syntax.bare, start, behind if plain else "", schemas)
     for pair in reasoning.pairs if reasoning else ():
-        yield f"{start}{_quoted(pair.opening)}{_ANY}"
+        yield f"{_ANY}{_quoted(pair.opening)}{_ANY}"
 
 
 def _bare_calls(bare: str, start: str, behind: str, names: Collection[str]) -> Iterable[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from plait.text.tools.call_grammar import (
     FreeUntil,
@@ -49,18 +49,28 @@ def _written(part: Part, special_ids: Mapping[str, int], rules: Rules) -> str:
             return _rule(rules, f": %json {json.dumps(schema, ensure_ascii=False)}")
         case FreeUntil(Marker(text)) if text in special_ids:
             return f"{_rule(rules, ': /(?s:.*)/')} <[{special_ids[text]}]>"
-        case FreeUntil(end):
-            return _rule(rules, f"[lazy]: /(?s:.*){_regex(end.text)}/")
+        case FreeUntil(end, without):
+            free = _without(without, special_ids)
+            return _rule(rules, f"[lazy]: /(?s:.*){_regex(end.text)}/" + (f" & {free}" if free else ""))
         case FreeWithout(markers):
-            # No text matches a control token, so only markers that are text need to be kept out of it.
-            texts = "|".join(_regex(text) for text in markers if text not in special_ids)
-            return _rule(rules, f": ~/(?s:.*)({texts})(?s:.*)/" if texts else ": /(?s:.*)/", "TEXT")
+            free = _without(markers, special_ids)
+            return _rule(rules, ": " + (f"{free} & " if free else "") + "/(?s:.*)/", "TEXT")
         case Unlike() | Head():
             return _expression(part, rules)
         case Repeated(parts):
             return f"{_rule(rules, ': ' + _sequence(parts, special_ids, rules))}*"
         case OneOf(options):
             return _rule(rules, ": " + " | ".join(_sequence(o, special_ids, rules) for o in options))
+
+
+def _without(markers: Iterable[str], special_ids: Mapping[str, int]) -> str:
+    """Anything without these: no text matches a control token, so that only markers that are text count.
+
+    What is no UTF-8 matches no expression, and so every complement of one: the caller adds one that it must
+    match as well, or a lexer would go on behind a marker, waiting for bytes that are no text.
+    """
+    texts = "|".join(_regex(text) for text in markers if text not in special_ids)
+    return f"~/(?s:.*)({texts})(?s:.*)/" if texts else ""
 
 
 def _expression(part: Unlike | Head, rules: Rules) -> str:
