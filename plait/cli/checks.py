@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.bench import machine
+from plait.checkpoint.shelves import default_folder, shelved
 from plait.kernels.load import KernelTarget, describe_target
 
 NEEDED = (
@@ -68,6 +69,7 @@ def examine(asked: Asked) -> tuple[Facts, list[Finding]]:
         "versions": {name: installed(name) for name in ("plait", *NEEDED, *WANTED)},
         "torch": torch_facts(),
         "kernels": kernel_facts(target),
+        "packed": packed_facts(asked.cache_dir),
         "hub": hub_facts(),
     }
     findings = [f for check in CHECKS for f in check(facts, asked)]
@@ -154,12 +156,13 @@ def torch_facts() -> Facts:
 def kernel_facts(target: KernelTarget | None) -> Facts:
     """What kernels are compiled for, and what of them is kept."""
     if target is None:
-        return {"target": None, "dot": None, "formats": [], "cache": None}
+        return {"target": None, "dot": None, "no_amx": None, "formats": [], "cache": None}
     rooms = target.room.parent
     kept = sorted(p for p in rooms.iterdir() if p.is_dir()) if rooms.is_dir() else []
     return {
         "target": target.name,
         "dot": target.dot,
+        "no_amx": target.no_amx,
         "formats": list(target.formats),
         "cache": {
             "folder": str(rooms),
@@ -168,6 +171,17 @@ def kernel_facts(target: KernelTarget | None) -> Facts:
             "current": {"room": target.room.name, "nbytes": size_of(target.room)},
             "old": {p.name: size_of(p) for p in kept if p != target.room},
         },
+    }
+
+
+def packed_facts(cache_dir: str | None) -> Facts:
+    """The packed weights that `plait warmup` keeps."""
+    folder = default_folder(cache_dir)
+    kept = shelved(folder)
+    return {
+        "folder": str(folder),
+        "models": sorted({item.model for item in kept}),
+        "nbytes": sum(item.nbytes for item in kept),
     }
 
 

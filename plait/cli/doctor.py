@@ -75,7 +75,7 @@ def text_lines(facts: Facts, findings: Iterable[Finding]) -> list[str]:
     lines += ["", heading("software"), f"  Python {system['python']}, {system['executable']}"]
     versions = [f"{name} {number}" for name, number in facts["versions"].items() if number]
     lines += [f"  {', '.join(versions[i : i + 6])}" for i in range(0, len(versions), 6)]
-    lines += ["", heading("kernels"), *columns(kernel_rows(kernels))]
+    lines += ["", heading("kernels"), *columns([*kernel_rows(kernels), packed_row(facts["packed"])])]
     if "formats" in facts:
         lines += ["", heading("formats")]
         lines += columns([(r["format"], r["variant"], r["why"]) for r in facts["formats"]])
@@ -123,12 +123,19 @@ def kernel_rows(kernels: Mapping[str, Any]) -> list[tuple[str, str]]:
             "bytes are multiplied",
             {"vnni": "with AVX-512 VNNI", "avx2": "with AVX2"}.get(kernels["dot"], "plainly"),
         ),
+        ("AMX", f"not used: {kernels['no_amx']}" if kernels["no_amx"] else "tried when a model is loaded"),
         (
             "read as stored",
             f"float32, bfloat16, float16, {', '.join(kernels['formats'])}; more with --formats",
         ),
         ("kept in", f"{cache['folder']}: {kept}{old}"),
     ]
+
+
+def packed_row(packed: Mapping[str, Any]) -> tuple[str, str]:
+    models = ", ".join(packed["models"])
+    kept = f"{bytes_text(packed['nbytes'])} of {models}" if models else "none; `plait warmup` keeps a model's"
+    return ("packed weights", f"{packed['folder']}: {kept}")
 
 
 def hub_rows(hub: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -6,10 +6,12 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from plait.checkpoint.shelves import default_folder, shelved
 from plait.cli.describe import bytes_text
 from plait.cli.options import common_options
 
@@ -21,20 +23,34 @@ UNITS = ((86_400 * 365, "year"), (86_400 * 30, "month"), (86_400, "day"), (3600,
 
 @click.command("list")
 @click.option("--json", "as_json", is_flag=True, help="everything as one JSON array")
+@click.option("--cache-dir", help="where packed weights are, if not under ~/.cache/plait")
 @common_options()
-def list(as_json: bool) -> None:
-    """The models of the Hub on this disk: revision, format, size, when they were last used."""
+def list(as_json: bool, cache_dir: str | None) -> None:
+    """The models of the Hub on this disk: revision, format, size, when they were last used.
+
+    And the packed weights that `plait warmup` keeps (not in --json).
+    """
     from plait.checkpoint.hub import cache_folder
     from plait.checkpoint.hub_cache import cached_models
 
     models = cached_models()
     if as_json:
         text = json.dumps([as_facts(m) for m in models], indent=2)
-    elif models:
-        text = table(models, time.time()) + f"\n{cache_folder()}"
     else:
         text = f"no models in {cache_folder()}; `plait pull org/name` fetches one"
+        if models:
+            text = table(models, time.time()) + f"\n{cache_folder()}"
+        text += packed_text(default_folder(cache_dir), time.time())
     sys.stdout.write(text + "\n")
+
+
+def packed_text(folder: Path, now: float) -> str:
+    """The packed weights that are kept in a folder, if there are any."""
+    kept = shelved(folder)
+    width = max((len(item.model) for item in kept), default=0)
+    rows = [f"{i.model:{width}}  {bytes_text(i.nbytes)}  {ago(now - i.made)}" for i in kept]
+    how = "`plait warmup --clear` removes them"
+    return "\n".join(["", "", "packed weights", *rows, f"{folder}; {how}"]) if rows else ""
 
 
 def as_facts(model: CachedModel) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def keep(shelf: Shelf, opened: Opened, target: Target, limit: int) -> str:
     if not needed:
         return "packed weights: none are kept: this model has no map that is packed"
     if key_of(opened, target) != shelf.key:
-        return "packed weights: none are kept: the model's files changed while they were read"
+        return "packed weights: none are kept: the model's files, or Plait's own, changed meanwhile"
     try:
         _drop_outdated(shelf)
         if why := _no_room(shelf, needed, limit):

@@ -27,6 +27,7 @@ WELL: dict[str, Any] = {
     "kernels": {
         "target": "znver4-vnni",
         "dot": "vnni",
+        "no_amx": "this processor has no amx-tile",
         "formats": ["Q4_0"],
         "cache": {
             "folder": "kernels",
@@ -36,6 +37,7 @@ WELL: dict[str, Any] = {
             "old": {},
         },
     },
+    "packed": {"folder": "packed", "models": [], "nbytes": 0},
     "hub": {
         "library": "2.4",
         "folder": "hub",
