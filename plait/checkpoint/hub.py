@@ -28,14 +28,9 @@ _QUANT = re.compile(
 )
 _NOT_MODELS = ("mmproj", "imatrix")
 # of the HTTP clients of the library's versions: requests, httpx and its successor
-_NO_CONNECTION = {
-    "ConnectError",
-    "ConnectionError",
-    "TimeoutException",
-    "Timeout",
-    "ProxyError",
-    "NetworkError",
-}
+_NO_CONNECTION = frozenset(
+    ("ConnectError", "ConnectionError", "TimeoutException", "Timeout", "ProxyError", "NetworkError")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +181,7 @@ def advice(error: BaseException, name: HubName) -> str:
     if status == 429:
         return f"too many requests (HTTP 429): wait a little, or {login}"
     text = " ".join(str(error).split())[:300] or type(error).__name__
-    if kinds & {
-        "ConnectError",
-        "ConnectionError",
-        "TimeoutException",
-        "Timeout",
-        "ProxyError",
-        "NetworkError",
-    }:
+    if kinds & _NO_CONNECTION:
         return f"no connection ({text}): check the network and proxies (HTTPS_PROXY), or pass --offline"
     return text
 

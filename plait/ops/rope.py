@@ -26,8 +26,8 @@ def frequencies(rope: Rope, max_len: int) -> Scaled:
     max_len: the longest sequence, in tokens. Raises UnsupportedModel for a rope_type that is not known.
     """
     kind = rope.scaling.get("rope_type", "default")
-    if kind not in _KINDS:
-        raise UnsupportedModel(f"rope_type {kind!r} is not known; known: {', '.join(sorted(_KINDS))}")
+    if kind not in KNOWN_KINDS:
+        raise UnsupportedModel(f"rope_type {kind!r} is not known; known: {', '.join(sorted(KNOWN_KINDS))}")
     try:
         return _KINDS[kind](rope, rope.scaling, max_len)
     except KeyError as missing:
