@@ -69,7 +69,7 @@ class Choice:
         """Why it ends before it is done: the limit, and how far it got until then."""
         limit, num_tokens = self.entry.request.timeout_s, self.sequence.num_output_tokens
         if num_tokens:
-            so_far = f"{num_tokens} tokens were generated until then and have been delivered"
+            so_far = f"{num_tokens} tokens were generated until then, and reach those who stream"
         elif self.first_scheduled_s is not None:
             so_far = f"its prompt of {self.sequence.prompt_len} tokens was still being computed"
         else:

@@ -169,9 +169,14 @@ class EngineProcess:
         return self._supervisor.num_restarts
 
     def stats(self) -> Mapping[str, int]:
-        """The engine's numbers as of a moment ago; totals are of all engines since the start."""
+        """The engine's numbers as of a moment ago; totals are of all engines since the start.
+
+        A request that a long step has kept the engine from looking at waits.
+        """
         with self._changed:
             found = self._stats()
+            unseen = self._num_open - found.get("num_running", 0) - found.get("num_waiting", 0)
+            found["num_waiting"] = found.get("num_waiting", 0) + max(0, unseen)
             for name, value in self._past_sums.items():
                 found[name] = found.get(name, 0) + value
         return {**found, "num_restarts": self.num_restarts}

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from plait.errors import CapacityError, EngineError, ModelNotFound, PlaitError, RequestError
+from plait.errors import CapacityError, DeadlineExceeded, EngineError, ModelNotFound, PlaitError, RequestError
 
 logger = logging.getLogger("plait.server")
 RETRY_AFTER_S = 1
@@ -120,6 +120,8 @@ def problem(error: BaseException) -> Problem:
             return Problem(429, str(error), None, error.code, _later(error.wait_s, error.headers))
         case RequestError():
             return Problem(error.status, str(error), error.param, error.code, _closing(error.status))
+        case DeadlineExceeded():  # the client's own; OpenAI's and Anthropic's clients would ask twice more
+            return Problem(504, str(error), None, error.code, {"x-should-retry": "false"})
         case CapacityError():
             return Problem(error.status, str(error), None, error.code, {"Retry-After": str(RETRY_AFTER_S)})
         case EngineError():

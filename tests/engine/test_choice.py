@@ -147,7 +147,7 @@ def test_a_deadline_ends_a_reply_and_what_was_said_stays_said() -> None:
     finish(e)
     text = refusal(reader.last("late"))
     assert "timeout_s (2.5 s)" in text
-    assert "3 tokens were generated until then and have been delivered" in text
+    assert "3 tokens were generated until then, and reach those who stream" in text
     assert reader.tokens("late") == oracle([1, 2, 3], 3)
     assert reader.tokens("other") == oracle([7], 9)
     assert e.traces[0].finish_reason == "error"

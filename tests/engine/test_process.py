@@ -339,6 +339,19 @@ def test_a_reader_that_fails_has_its_own_request_ended() -> None:
     assert reader.tokens("good") == oracle([5], 20)
 
 
+def test_requests_that_the_engine_has_not_looked_at_yet_wait() -> None:
+    reader = Reader()
+    with running() as process:
+        until(lambda: process.healthy)
+        os.kill(process.pid or 0, signal.SIGSTOP)
+        for i in range(3):
+            process.submit(request(f"r{i}", [5 + i], max_tokens=4), reader)
+        assert process.stats()["num_waiting"] == 3
+        os.kill(process.pid or 0, signal.SIGCONT)
+        until(done(reader, "r0", "r1", "r2"))
+        until(lambda: process.stats()["num_waiting"] == 0)
+
+
 def test_totals_go_on_when_an_engine_is_replaced() -> None:
     reader = Reader()
     with running() as process:

@@ -91,6 +91,7 @@ def test_a_request_that_takes_longer_than_its_timeout_ends_with_an_error() -> No
     with serving(engine_front(step_s=0.01)) as client:
         whole = client.complete("Long", **asked)
         assert (whole.status, whole.error["code"]) == (504, "deadline_exceeded")
+        assert whole.headers["x-should-retry"] == "false"
         *chunks, last = client.chat("Long", stream=True, **asked).events
         assert last["error"]["code"] == "deadline_exceeded"
         assert chunks, "what was generated in time is delivered"
