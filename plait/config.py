@@ -15,7 +15,8 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Ops = Literal["auto", "reference"]
 KvDType = Literal["auto", "float32", "bfloat16", "int8"]
-Isa = Literal["native", "avx512", "avx2", "generic"]
+Isa = Literal["native", "amx", "avx512", "avx2", "generic"]
+Prefill = Literal["same", "bf16"]
 Quantize = Literal["q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0"]
 ASource = Literal["auto", "trainer", "saved"]
 SsmMode = Literal["ssd", "exact"]
@@ -70,6 +71,11 @@ class EngineConfig:
         False,
         "one arithmetic path whatever shares the batch (always so on a CPU); refused where it cannot be",
     )
+    prefill: Prefill = option(
+        "same",
+        "linear maps of 32 rows and more. same: as of one row; bf16: in bfloat16 on AMX, faster, not with "
+        "--deterministic or --precise",
+    )
     kv_dtype: KvDType = option(
         "auto",
         "what keys and values are kept in; auto: bfloat16, or float32 for float32 weights or --precise; "
@@ -106,6 +112,11 @@ class EngineConfig:
             raise ConfigError(f"quantize: {self.quantize!r} is not one of {known}")
         for name, low in _AT_LEAST.items():
             _check_count(name, getattr(self, name), low)
+        if self.prefill == "bf16" and (self.deterministic or self.precise):
+            asked = "deterministic" if self.deterministic else "precise"
+            raise ConfigError(
+                f"prefill: bf16 gives long steps other sums than short ones; {asked} forbids that"
+            )
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size: {self.block_size} is not a power of two")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -130,6 +141,7 @@ _WORDS = {
     "ops": get_args(Ops),
     "kv_dtype": get_args(KvDType),
     "isa": get_args(Isa),
+    "prefill": get_args(Prefill),
     "ssm_mode": get_args(SsmMode),
     "a_source": get_args(ASource),
 }

@@ -28,7 +28,7 @@ from plait.engine.packed_weights import shelf_of
 from plait.engine.probe_model import settled
 from plait.engine.sizing import ModelFacts, Sizing, gib, size_state
 from plait.errors import BadGrammar, ConfigError
-from plait.kernels.load import executor
+from plait.kernels.load import executor, why_no_amx
 from plait.kernels.load import load as load_kernels
 from plait.memory import has_slots
 from plait.model.decoder import Decoder
@@ -269,7 +269,9 @@ def _target(opened: Opened, device: torch.device) -> Target:
     cache_dir = Path(config.cache_dir) if config.cache_dir else None
     load_kernels(cache_dir=cache_dir, isa=config.isa)
     target.activations = "int8x2" if config.precise else "int8"
-    target.executor = None if config.ops == "reference" else executor(threads)
+    target.executor = None if config.ops == "reference" else executor(threads, config.prefill)
+    if config.prefill == "bf16" and (why := why_no_amx()):
+        log.warning("prefill: bf16 is not possible: %s; prompts are computed as replies are", why)
     # Native kernels have threads of their own: torch's would wait for work on the same cores.
     torch.set_num_threads(1 if target.executor else threads)
     return target

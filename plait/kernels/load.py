@@ -39,6 +39,7 @@ CPU_KERNELS: tuple[str, ...] = (
     "mamba3",
     "delta",
     "rg_lru",
+    "amx_variants",
 )
 
 
@@ -67,7 +68,8 @@ def load(*, cache_dir: Path | None = None, isa: str = "native") -> None:
 class KernelTarget:
     """What kernels are compiled for here.
 
-    `dot`: how products of bytes are added, "vnni", "avx2" or "generic"; `features`: what LLVM finds in this
+    `dot`: how products of bytes are added, "vnni", "avx2" or "generic"; `no_amx`: why tiles of AMX are not
+    used, None if they are; `features`: what LLVM finds in this
     processor; `room`: where compiled kernels are, or would be, kept; `formats`: blocks of GGUF that are read.
     """
 
@@ -76,6 +78,7 @@ class KernelTarget:
     features: frozenset[str]
     room: Path
     formats: tuple[str, ...]
+    no_amx: str | None = None
 
 
 def describe_target(*, cache_dir: Path | None = None, isa: str = "native") -> KernelTarget | None:
@@ -89,17 +92,31 @@ def describe_target(*, cache_dir: Path | None = None, isa: str = "native") -> Ke
 
     target.aim(isa)
     features, room = target.host_features(), target.room_in(cache_dir)
-    return KernelTarget(target.name(), target.DOT, features, room, tuple(layout.LAYOUTS))
+    formats = tuple(layout.LAYOUTS)
+    return KernelTarget(target.name(), target.DOT, features, room, formats, target.no_amx())
 
 
 def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def executor(threads: int) -> Executor | None:
-    """Threads for native kernels on the CPU; None where there is no Numba. `load` comes first."""
+def executor(threads: int, prefill: str = "same") -> Executor | None:
+    """Threads for native kernels on the CPU; None where there is no Numba. `load` comes first.
+
+    prefill: "bf16" lets linear maps of many rows be other than those of few, where there is AMX.
+    """
     if not has_numba():
         return None
     from plait.kernels.cpu.executor import Executor
 
-    return Executor(threads)
+    return Executor(threads, prefill)
+
+
+def why_no_amx() -> str | None:
+    """Why kernels here use no AMX, or None: asks the system, and tries it once. `load` comes first."""
+    if not has_numba():
+        return "Numba is not installed"
+    from plait.kernels.cpu.amx_check import refusal
+
+    reason: str | None = refusal()
+    return reason

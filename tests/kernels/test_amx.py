@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,50 +15,18 @@ from torch import Tensor
 from plait.kernels.load import executor, load
 from plait.ops.blocks import random_weight
 from plait.ops.linear import linear
+from plait.ops.registry import Facts
 from plait.quant.weight import Dense, Weight
 
 load()
 amx = pytest.importorskip("plait.kernels.cpu.amx")
+check = pytest.importorskip("plait.kernels.cpu.amx_check")
+target = pytest.importorskip("plait.kernels.cpu.target")
 rows_on_tiles = pytest.importorskip("plait.kernels.cpu.amx_linear")
-straight = pytest.importorskip("plait.kernels.cpu.straight")
-kernels = pytest.importorskip("plait.kernels.cpu.kernel")
 layouts = pytest.importorskip("plait.kernels.cpu.layout")
+variants = pytest.importorskip("plait.kernels.cpu.amx_variants")
 packing = {name: pytest.importorskip(f"plait.kernels.cpu.{name}") for name in ("dense", "floats", "linear")}
-
-TEXT = '''"""Products of tiles, from {digest}."""
-import test_amx as blocks
-
-from plait.kernels.cpu.kernel import kernel
-from plait.kernels.cpu.vec import word
-
-once = blocks.ONCE[{kind!r}]
-
-
-@kernel
-def run(frame, args, thread, threads):
-    """scratch, a, b, c: the tiles of a product, and what it is added to."""
-    if thread == 0:
-        once(word(args, 2), word(args, 3), word(args, 4), word(args, 5))
-'''
-
-
-def product(kind: str) -> Any:
-    shapes = ((16, 64), (16, 64), (16, 64)) if kind == "bf16" else ((16, 64), (16, 32), (8, 64))
-
-    def write(w: Any, scratch: Any, a: Any, b: Any, c: Any) -> None:
-        tiles = amx.Tiles(w, "software", scratch, shapes)
-        tiles.configure()
-        tiles.load(0, c, 64)
-        tiles.load(1, a, shapes[1][1])
-        tiles.load(2, b, 64)
-        getattr(tiles, kind)(0, 1, 2)
-        tiles.store(0, c, 64)
-        tiles.release()
-
-    return straight.straight(write)
-
-
-ONCE = {kind: product(kind) for kind in ("bf16", "s8u8")}
+TILE = 1024  # bytes
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +37,21 @@ def cpu() -> Iterator[Any]:
     made.close()
 
 
-def multiplied(cpu: Any, kind: str, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    sys.modules.setdefault("test_amx", sys.modules[__name__])
-    text = TEXT.format(kind=kind, digest=straight.digest("amx.py"))
-    run = kernels.generated(f"amx_test_{kind}", text).run
-    scratch, c = torch.zeros(amx.MEMORY, dtype=torch.uint8), c.clone()
-    cpu.launch(run, scratch, a, b, c, rows=1)
-    return c
+@pytest.fixture(scope="module")
+def one() -> Iterator[Any]:
+    made = executor(1)
+    assert made is not None
+    yield made
+    made.close()
+
+
+def multiplied(cpu: Any, what: str, *given: Tensor) -> Tensor:
+    """c + a · b; the other product of the kernel gets zeros."""
+    tensors = {name: [torch.zeros(TILE, dtype=torch.uint8) for _ in range(3)] for name in ("bf16", "s8u8")}
+    tensors[what] = [t.clone() for t in given]
+    scratch = torch.zeros(amx.MEMORY, dtype=torch.uint8)
+    cpu.launch(check.products("software"), scratch, *tensors["bf16"], *tensors["s8u8"], rows=1)
+    return tensors[what][2]
 
 
 def nearest(x: Fraction) -> Fraction:
@@ -109,33 +85,33 @@ def as_documented(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return result
 
 
-def test_products_of_bfloat16_are_added_in_the_documented_order(cpu: Any) -> None:
+def test_products_of_bfloat16_are_added_in_the_documented_order(one: Any) -> None:
     torch.manual_seed(0)
     scale = 2.0 ** torch.randint(-12, 13, (16, 32))  # so that another order would round differently
     a, b = (torch.randn(16, 32) * scale).bfloat16(), torch.randn(16, 16, 2).bfloat16()
     c = torch.randn(16, 16)
-    assert torch.equal(multiplied(cpu, "bf16", a, b, c), as_documented(a, b, c))
+    assert torch.equal(multiplied(one, "bf16", a, b, c), as_documented(a, b, c))
 
 
-def test_subnormal_numbers_count_as_zero(cpu: Any) -> None:
+def test_subnormal_numbers_count_as_zero(one: Any) -> None:
     a, b, c = torch.zeros(16, 32).bfloat16(), torch.zeros(16, 16, 2).bfloat16(), torch.zeros(16, 16)
     a[0, 0], b[0, 0, 0] = 2.0**-130, 2.0**20  # an input that is subnormal
     a[1, 1], b[0, 1, 1] = 2.0**-70, 2.0**-60  # a product that is
     c[2, 2] = 2.0**-130  # a sum that was
     a[3, 2], b[1, 3, 0] = 2.0**-60, 2.0**-60  # and one that is normal
-    found = multiplied(cpu, "bf16", a, b, c)
+    found = multiplied(one, "bf16", a, b, c)
     assert found[3, 3] == 2.0**-120
     assert found.count_nonzero() == 1
     assert torch.equal(found, as_documented(a, b, c))
 
 
-def test_products_of_bytes_are_exact(cpu: Any) -> None:
+def test_products_of_bytes_are_exact(one: Any) -> None:
     a = torch.randint(-128, 128, (16, 32), dtype=torch.int8)
     b = torch.randint(0, 256, (8, 16, 4), dtype=torch.uint8)
     a[0], b[:, 0] = -128, 255
     c = torch.randint(-(1 << 20), 1 << 20, (16, 16), dtype=torch.int32)
     whole = b.int().permute(0, 2, 1).reshape(32, 16)
-    assert torch.equal(multiplied(cpu, "s8u8", a, b, c), c + a.int() @ whole)
+    assert torch.equal(multiplied(one, "s8u8", a, b, c), c + a.int() @ whole)
 
 
 def test_the_configuration_names_rows_and_bytes_of_each_tile() -> None:
@@ -168,13 +144,13 @@ def expected(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return out
 
 
-STORAGES = (
-    "Q8_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ3_S", "TQ2_0", "mxfp4", "nvfp4",
-    "int4_g128", "int4_g64+zeros", "int8", "fp8_b128", "bnb_nf4",
+STORAGES = ("Q4_1", "Q6_K", "int4_g64+zeros", "fp8_b128", "bnb_nf4")
+MORE = (  # that compile as long and differ in how codes and scales are read, which `linear_source` shares
+    "Q8_0", "Q5_0", "Q4_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ3_S", "TQ2_0", "mxfp4", "nvfp4", "int4_g128", "int8",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", STORAGES)
+@pytest.mark.parametrize("kind", [*STORAGES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE)])
 def test_every_storage_is_decoded_and_multiplied(kind: str, cpu: Any) -> None:
     torch.manual_seed(1)
     weight, bias = random_weight(kind, 50, 512), torch.randn(50)
@@ -194,18 +170,16 @@ def test_plain_numbers_and_inputs_that_fill_no_tile(kind: str, n_in: int, cpu: A
     assert (few - linear(x[:31], weight, None)).abs().max() < 5e-5  # exact activations below the limit
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(cpu: Any) -> None:
+def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(cpu: Any, one: Any) -> None:
     weight = random_weight("Q4_1", 600, 288)
     x = torch.randn(600, 288)
-    packed, one = on_tiles(cpu, weight), executor(1)
-    assert one is not None
+    packed = on_tiles(cpu, weight)
     whole = packing["linear"].multiply(cpu, x, packed, None, "int8")
     part = packing["linear"].multiply(one, x[100:140], packed, None, "int8")
-    one.close()
     assert torch.equal(whole[100:140], part)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K", "int4_g64+zeros"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "int4_g64+zeros"])
 @pytest.mark.parametrize("activations", ["int8", "int8x2"])
 def test_tiles_of_bytes_change_no_bit(kind: str, activations: Any, cpu: Any) -> None:
     weight, linears = random_weight(kind, 70, 512), packing["linear"]
@@ -215,3 +189,73 @@ def test_tiles_of_bytes_change_no_bit(kind: str, activations: Any, cpu: Any) -> 
         x = torch.randn(rows, 512)
         a, b = (linears.multiply(cpu, x, packed, None, activations) for packed in (exact, tiled))
         assert torch.equal(a, b)
+
+
+def test_tiles_that_are_as_documented_pass_the_check_and_others_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert check.differs("software") is None
+    exact = amx.Tiles.bf16
+
+    def wrong(tiles: Any, c: int, a: int, b: int) -> None:
+        exact(tiles, c, a, b)
+        exact(tiles, c, a, b)
+
+    real = check.products("software")
+    monkeypatch.setattr(amx.Tiles, "bf16", wrong)
+    check.product.cache_clear()
+    text = check._TEXT.format(digest="a wrong one", kind="software")
+    broken = check.generated("amx_check_wrong", text).products
+    monkeypatch.setattr(check, "products", lambda kind: broken if kind == "wrong" else real)
+    assert check.differs("wrong") == "its products of bfloat16 are not what is documented"
+    check.product.cache_clear()
+
+
+def facts(prefill: str, **sizes: Any) -> Facts:
+    asked = {"n_in": 512, "n_out": 64, "kind": "Q4_1", "activations": "int8", **sizes}
+    return Facts("cpu", torch.float32, asked, SimpleNamespace(prefill=prefill, empty=None))
+
+
+def bound(found: Facts) -> tuple[str, dict[str, str]]:
+    row = linear.bind(found)[1]
+    return row.variant, dict(row.skipped)
+
+
+def test_what_is_bound_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "refusal", lambda: "there is none")
+    variant, skipped = bound(facts("bf16"))
+    assert variant == "native"
+    assert skipped["native-amx"] == skipped["amx-bf16"] == "there is none"
+    monkeypatch.setattr(check, "refusal", lambda: None)
+    variant, skipped = bound(facts("same"))
+    assert variant == "native-amx"
+    assert "--prefill bf16 was not asked for" in skipped["amx-bf16"]
+    assert bound(facts("bf16"))[0] == "amx-bf16"
+    plain = facts("bf16", kind="bfloat16", activations="float32")
+    assert bound(plain)[0] == "amx-bf16-dense"
+    assert bound(facts("bf16", kind="fp8_b128", activations="float32"))[0] == "amx-bf16-floats"
+    assert bound(facts("same", kind="bfloat16", activations="float32"))[0] == "native-dense"
+
+
+def test_a_wrong_result_is_told_and_nothing_is_bound(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(check, "no_amx", lambda: None)
+    monkeypatch.setattr(check, "differs", lambda kind: "its products are wrong")
+    check.refusal.cache_clear()
+    with caplog.at_level("WARNING", "plait"):
+        assert check.refusal() == "its products are wrong"
+    assert "AMX is not used: its products are wrong" in caplog.text
+    check.refusal.cache_clear()
+
+
+def test_without_the_processor_or_the_permission_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "host_features", lambda: frozenset(target.NEEDED["amx"] - {"amx-bf16"}))
+    if target.platform.system() != "Linux" or target.platform.machine() != "x86_64":
+        pytest.skip("other systems give another reason")
+    assert target.no_amx() == "this processor has no amx-bf16"
+    monkeypatch.setattr(target, "host_features", lambda: frozenset(target.NEEDED["amx"]))
+    monkeypatch.setattr(target, "PERMISSION", (158, 0x1023, 63))  # no such state
+    assert "the system does not allow it" in target.no_amx()
+    monkeypatch.setattr(target.config, "CPU_NAME", "haswell")
+    assert target.no_amx() == "kernels are compiled for haswell"

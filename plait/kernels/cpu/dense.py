@@ -42,7 +42,7 @@ SHORT = 32768  # bytes of a tile that prefetching hardware has hardly begun to f
 def wide_registers() -> bool:
     """Whether a vector of sixteen floats is one register, of which there are many."""
     name = config.CPU_NAME or ""
-    return name == TARGETS["avx512"] or (not name and "avx512f" in host_features())
+    return name in (TARGETS["amx"], TARGETS["avx512"]) or (not name and "avx512f" in host_features())
 
 
 def _shapes() -> tuple[tuple[int, int], ...]:

@@ -186,8 +186,9 @@ class Arena:
 class Executor:
     """Runs kernels on `threads` threads. One caller at a time; others wait."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, prefill: str = "same") -> None:
         self.threads = threads
+        self.prefill = prefill  # what variants of linear maps may ask: "bf16" allows other sums in long steps
         self._lock = threading.RLock()
         self._pace = Pace()
         self._program: Program | None = None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import platform
 import sys
@@ -27,7 +28,20 @@ SHARED = (
     "maths.py",
 )  # all that kernels of other files may call
 # What LLVM may use under each name; "native": all that this machine has.
-TARGETS = {"native": "", "avx512": "skylake-avx512", "avx2": "haswell", "generic": "x86-64"}
+TARGETS = {
+    "native": "",
+    "amx": "sapphirerapids",
+    "avx512": "skylake-avx512",
+    "avx2": "haswell",
+    "generic": "x86-64",
+}
+NEEDED = {
+    "amx": {"amx-tile", "amx-bf16", "amx-int8", "avx512f", "avx512bw", "avx512vl", "avx512vnni"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl"},
+    "avx2": {"avx2", "fma"},
+}
+
+PERMISSION = (158, 0x1023, 18)  # arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA), Linux on x86-64
 
 
 @cache
@@ -43,6 +57,8 @@ def _dot() -> str:
         if {"avx512vnni", "avx512bw", "avx512vl"} <= features:
             return "vnni"
         return "avx2" if "avx2" in features else "generic"
+    if name == TARGETS["amx"]:
+        return "vnni"
     return "avx2" if name in (TARGETS["avx512"], TARGETS["avx2"]) else "generic"
 
 
@@ -65,8 +81,7 @@ def aim(isa: str) -> None:
     cpu = TARGETS[isa]
     if cpu and platform.machine().lower() not in ("x86_64", "amd64"):
         raise ConfigError(f"isa: {isa} is for x86-64; this machine is {platform.machine()}: use native")
-    needed = {"avx512": {"avx512f", "avx512bw", "avx512vl"}, "avx2": {"avx2", "fma"}}.get(isa, set())
-    if missing := needed - host_features():
+    if missing := NEEDED.get(isa, set()) - host_features():
         raise ConfigError(f"isa: this machine has no {', '.join(sorted(missing))}, which {isa} needs")
     if cpu == (config.CPU_NAME or ""):
         return
@@ -74,6 +89,24 @@ def aim(isa: str) -> None:
         raise ConfigError(f"isa: kernels of this process are made for {name()}; start another one for {isa}")
     config.CPU_NAME, config.CPU_FEATURES = cpu or None, "" if cpu else None
     globals()["DOT"] = _dot()
+
+
+def no_amx() -> str | None:
+    """Why kernels here are made without AMX, or None: the processor, `aim`, and whether the system allows it.
+
+    The system is asked for all threads of this process.
+    """
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return "AMX is used on Linux and x86-64 only"
+    if missing := NEEDED["amx"] - host_features():
+        return f"this processor has no {', '.join(sorted(missing))}"
+    cpu = config.CPU_NAME or TARGETS["amx"]
+    if cpu != TARGETS["amx"]:
+        return f"kernels are compiled for {cpu}"
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(*PERMISSION) == 0:
+        return None
+    return f"the system does not allow it (arch_prctl: error {ctypes.get_errno()}); Linux does from 5.16 on"
 
 
 def keep_in(folder: Path | None) -> Path:
