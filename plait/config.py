@@ -167,6 +167,9 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network")
     port: int = option(8080, "port to listen on; 0: any free one")
     served_model_name: str | None = option(None, "name clients ask for; default: the model's own name")
+    any_model_name: bool = option(
+        False, "answer under whatever model name a request has, instead of 404 for all but its own"
+    )
     tool_call_parser: str | None = option(
         None, "format of tool calls in replies, or none; default: what the chat template shows"
     )

@@ -30,6 +30,7 @@ TOLD_EVERY_S = 5.0
 @click.option("--output-file", "-o", required=True, metavar="FILE", help="answers, one a line; -: stdout")
 @click.option("--at-once", type=click.IntRange(1), default=64, show_default=True, help="requests in work")
 @click.option("--served-model-name", metavar="NAME", help="what the requests call the model")
+@click.option("--any-model-name", is_flag=True, help="take whatever the requests call the model")
 @engine_options()
 @common_options()
 @click.pass_context
@@ -41,6 +42,7 @@ def run_batch(
     output_file: str,
     at_once: int,
     served_model_name: str | None,
+    any_model_name: bool,
     **given: Any,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
@@ -55,7 +57,9 @@ def run_batch(
     config = EngineConfig(**engine_settings(given))
     if input_file != "-" and Path(input_file).resolve() == Path(output_file).resolve():
         raise ConfigError(f"output-file: {output_file} is the input; name another file")
-    server = ServerConfig(served_model_name=served_model_name, max_body_bytes=GIB)
+    server = ServerConfig(
+        served_model_name=served_model_name, any_model_name=any_model_name, max_body_bytes=GIB
+    )
     with _opened(input_file, "rb") as source, _opened(output_file, "wb") as target:
         counts = _answer(lambda: _load(model, config), server, (source, target), at_once)
     if counts.failed:

@@ -48,9 +48,14 @@ from plait.text.grammar.fields import GRAMMAR_FIELDS
 if TYPE_CHECKING:
     from plait.engine.front import Front
 
-IGNORED_HEADER = "x-plait-ignored"
 # To pages of other origins.
-EXPOSED_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "retry-after", "retry-after-ms", *limits.HEADERS)
+EXPOSED_HEADERS = (
+    REQUEST_ID_HEADER,
+    validate.IGNORED_HEADER,
+    "retry-after",
+    "retry-after-ms",
+    *limits.HEADERS,
+)
 GRAMMAR_THREADS = 2  # for bodies that bring a grammar: what is tried out may take seconds of a thread
 MAY_BRING_A_GRAMMAR = GRAMMAR_FIELDS | {"tools", "text", "output_config", "output_format"}
 Handler = Callable[[Request], Awaitable[Response]]
@@ -145,7 +150,7 @@ class Service:
 
         async def handle(request: Request) -> Response:
             front, body = await self._read(request)
-            served, plan, answer = self.served(front), endpoint.plan, endpoint.answer
+            served, plan, answer = self._named(front, body.get("model")), endpoint.plan, endpoint.answer
             shape, receive = endpoint.outcome, request.receive
             threads = None if MAY_BRING_A_GRAMMAR.isdisjoint(body) else self._grammar_threads
             if plan is not None or shape is not None:
@@ -161,10 +166,17 @@ class Service:
 
         return handle
 
+    def _named(self, front: Front, asked: object) -> str:
+        """What a reply calls the model. Raises InvalidField and ModelNotFound."""
+        if self._config.any_model_name:
+            return models.any_name(asked) or self.served(front)
+        models.check(asked, self.served(front))
+        return self.served(front)
+
     async def _read(self, request: Request) -> tuple[Front, dict[str, Any]]:
         body = present(await read_object(request, self._config.max_body_bytes))
         front = self._loading.ready()
-        models.check(body.get("model"), self.served(front))
+        self._named(front, body.get("model"))
         exchange: Exchange | None = request.scope.get(SCOPE_KEY)
         if exchange is not None:
             exchange.model = self.served(front)
@@ -197,7 +209,7 @@ def _route(path: str, handler: Handler, method: str, refusal: Refusal | None = N
 
 def _reporting(response: Response, body: Mapping[str, Any], fields: frozenset[str]) -> Response:
     if names := validate.ignored(body, fields):
-        response.headers[IGNORED_HEADER] = names
+        response.headers[validate.IGNORED_HEADER] = names
     return response
 
 

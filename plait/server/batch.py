@@ -2,6 +2,7 @@
 
 A line of the input is `{"custom_id", "method", "url", "body"}`, a line of the output `{"id", "custom_id",
 "response": {"status_code", "request_id", "body"}, "error"}`; they come in the order in which they are done.
+A response whose request had fields that nobody reads has their names, too: `ignored_fields`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from plait.errors import ConfigError, RequestError
 from plait.server.aliases import renamed
 from plait.server.body import decode_object
 from plait.server.generation import new_id
+from plait.server.validate import IGNORED_HEADER
 
 METHOD = "POST"
 MAX_ID_CHARS = 512
@@ -123,6 +125,8 @@ async def _answered(app: ASGIApp, line: Line) -> dict[str, Any]:
     answer: Any = msgspec.Raw(body) if _is_json(headers) else body.decode(errors="replace")
     request_id = headers.get(b"x-request-id", b"").decode("latin-1")
     response = {"status_code": status, "request_id": request_id, "body": answer}
+    if ignored := headers.get(IGNORED_HEADER.encode()):
+        response["ignored_fields"] = ignored.decode("latin-1").split(",")
     return {**found, "response": response, "error": None}
 
 

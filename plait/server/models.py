@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from plait.engine.front import Front
 
 
+MAX_NAME = 256  # of a model, in each chunk of a reply
 TOKENIZE_FIELDS, DETOKENIZE_FIELDS = field_names(TokenizeRequest), field_names(DetokenizeRequest)
 _OF_A_CHAT = ("tools", "reasoning_effort", "chat_template_kwargs", "continue_final_message")
 
@@ -25,6 +26,13 @@ def check(asked: object, served: str) -> None:
     if not isinstance(asked, str):
         raise InvalidField("model: it must be a string", "model")
     raise ModelNotFound(f"the model {asked[:200]!r} is not served here; {served!r} is", "model")
+
+
+def any_name(asked: object) -> str:
+    """The name of a request whose model may be called anything; "" if it has none. Raises InvalidField."""
+    if asked is not None and not (isinstance(asked, str) and len(asked) <= MAX_NAME):
+        raise InvalidField(f"model: it must be a string of at most {MAX_NAME} characters", "model")
+    return asked or ""
 
 
 def card(front: Front, served: str) -> dict[str, Any]:

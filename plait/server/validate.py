@@ -28,6 +28,7 @@ MAX_TOOLS = 1024
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default, and vLLM's: clients that want more say so
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TEXT_FIELDS = frozenset({"name", "tool_call_id", "refusal", *THOUGHTS})
+IGNORED_HEADER = "x-plait-ignored"
 MAX_REPORTED, MAX_REPORTED_CHARS = 16, 64
 # It stands between markers, quotes or brackets in what a model writes, and must end nowhere but there.
 _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")

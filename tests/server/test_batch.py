@@ -138,3 +138,9 @@ def test_through_the_engine_a_batch_gives_what_requests_alone_give() -> None:
         assert texts[0] == texts[1]
     finally:
         front.close()
+
+
+def test_fields_that_nobody_reads_are_named_in_the_answer() -> None:
+    found, _ = answered(line("a", prompt="hi", strange=1, odd=2), line("b", prompt="hi"))
+    assert found["a"]["response"]["ignored_fields"] == ["strange", "odd"]
+    assert "ignored_fields" not in found["b"]["response"]
