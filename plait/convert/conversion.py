@@ -21,24 +21,24 @@ from plait.checkpoint.packed import Packed
 from plait.checkpoint.scheme import BESIDE
 from plait.config import EngineConfig
 from plait.convert.agreeing import differences
-from plait.convert.choosing import STACKS, Choice, chosen_storage
+from plait.convert.choosing import STACKS, Choice, chosen_storage, is_map
 from plait.convert.counterparts import block_kind
 from plait.convert.file_type import file_type
 from plait.convert.gguf_file import total_nbytes, write_gguf
-from plait.convert.gguf_target import gguf_target
+from plait.convert.gguf_target import Unsayable, gguf_target
 from plait.convert.gguf_vocabulary import KEY, vocabulary_keys
 from plait.convert.hf_target import hf_target
 from plait.convert.hf_vocabulary import write_vocabulary
 from plait.convert.making import Made
 from plait.convert.output import check_place, check_space, placed
-from plait.convert.own_target import own_target, unpacked, with_overrides
+from plait.convert.own_target import own_target, unpacked, with_overrides, writable
 from plait.convert.packing import quantization_config
 from plait.convert.reading import Model, Numbers
 from plait.convert.safetensors_file import write_safetensors
 from plait.convert.same import Copied, Kept
 from plait.convert.storage import Mxfp4Stack, Stored
 from plait.engine.opening import Opened, open_model
-from plait.errors import ConfigError, UnsupportedFormat
+from plait.errors import ConfigError
 from plait.families.resolve import parse_override, resolve
 from plait.quant.weight import as_tensor
 
@@ -155,9 +155,9 @@ def _gguf_plan(opened: Opened, model: Model, choice: Choice) -> Plan:
         return Plan(kept, stored, keys | _about(stored), value_types=opened.checkpoint.value_types)
     try:
         target = gguf_target(model)
-    except UnsupportedFormat as error:
-        if isinstance(opened.checkpoint, GgufFile) and not is_own(opened.metadata):
-            raise  # its names are no family's
+    except Unsayable as error:
+        for reason in error.reasons:
+            log.info("not as %s", reason)
         return _own_plan(opened, model, choice, str(error))
     stored = _stored(choice, model, target.made)
     return Plan(
@@ -166,17 +166,23 @@ def _gguf_plan(opened: Opened, model: Model, choice: Choice) -> Plan:
 
 
 def _own_plan(opened: Opened, model: Model, choice: Choice, why: str) -> Plan:
-    """GGUF under the checkpoint's names, with its config."""
-    kept, config = Kept(model), _raw_config(opened)
-    target = own_target(kept, None if config is None else unpacked(config))
+    """GGUF under the checkpoint's names, with its config; under its family's if it is of llama.cpp's kind."""
+    numbers: Numbers
+    if isinstance(opened.checkpoint, GgufFile) and not is_own(opened.metadata):
+        theirs = hf_target(model, "float32")
+        numbers, target = model, own_target(theirs.made, theirs.config)
+    else:
+        numbers, config = (kept := Kept(model)), _raw_config(opened)
+        target = own_target(writable(kept), None if config is None else unpacked(config))
     choice.is_own = True
-    stored = _stored(choice, kept, target.made)
+    stored = _stored(choice, numbers, target.made)
     keys = {**target.keys, **_rest_of_keys(opened, stored, is_own=True)}
-    return Plan(kept, stored, keys, notes=(f"only Plait reads this file: {why}",))
+    return Plan(numbers, stored, keys, notes=(f"only Plait reads this file: {why}",))
 
 
 def _rest_of_keys(opened: Opened, stored: Sequence[Stored], *, is_own: bool = False) -> dict[str, Any]:
-    return {"general.name": opened.files.name, **_about(stored), **vocabulary_keys(opened, is_own=is_own)}
+    name = (opened.metadata or {}).get("general.name", opened.files.name)
+    return {"general.name": name, **_about(stored), **vocabulary_keys(opened, is_own=is_own)}
 
 
 def _about(stored: Sequence[Stored]) -> dict[str, Any]:
@@ -213,6 +219,8 @@ def _hf_plan(opened: Opened, model: Model, choice: Choice) -> Plan:
         return _with_storage(Plan(model, stored, config=target.config, notes=target.notes), choice)
     config = _raw_config(opened)
     if choice.quantize is None and isinstance(opened.checkpoint, Packed):
+        maps = (made.name for made in Kept(model).made() if is_map(made))
+        choice.counts.update(opened.checkpoint.format_of(name) for name in maps)
         copied = Copied(opened.checkpoint.files)
         return Plan(copied, _stored(choice, copied, copied.made()), config=config, is_copy=True)
     kept = Kept(model)

@@ -322,6 +322,14 @@ def _minimax(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
     return {"residual_scale": next((b.keep for layer in spec.layers for b in layer if b.keep), 1.0)}
 
 
+def _plamo2(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    """What is a rank elsewhere is its number of heads; layers that do not attend have 0 of both kinds."""
+    ssm = next((m for m in _each(spec, Mamba1) if m), None)
+    heads = _per_layer([m.num_heads if m else 0 for m in _each(spec, Attention)])
+    values: Values = {"attention.head_count": heads, "ssm.group_count": 0}
+    return values | ({"ssm.time_step_rank": ssm.num_heads} if ssm else {})
+
+
 _PARTICULARS: Mapping[str, Callable[[ModelSpec, Mapping[str, tuple[int, ...]]], Values]] = MappingProxyType(
     {
         **dict.fromkeys(("granitehybrid", "granite", "granitemoe"), _granite),
@@ -331,5 +339,6 @@ _PARTICULARS: Mapping[str, Callable[[ModelSpec, Mapping[str, tuple[int, ...]]], 
         "gemma3": _gemma3,
         "olmo2": _olmo,
         "minimax-01": _minimax,
+        "plamo2": _plamo2,
     }
 )

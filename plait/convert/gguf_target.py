@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -54,20 +54,27 @@ class GgufTarget:
     notes: tuple[str, ...] = ()
 
 
+class Unsayable(UnsupportedFormat):
+    """A model that llama.cpp has no words for. `reasons`: for each architecture what it lacks."""
+
+    def __init__(self, message: str, reasons: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.reasons = tuple(reasons)
+
+
 def gguf_target(model: Model) -> GgufTarget:
-    """The model in llama.cpp's words. Raises UnsupportedFormat with the reason of each architecture tried."""
+    """The model in llama.cpp's words. Raises Unsayable."""
     family, arches = model.resolved.family, arches_of(model)
     if not arches:
-        raise UnsupportedFormat(f"llama.cpp has no architecture for {family} models")
+        raise Unsayable(f"llama.cpp has no architecture for {family} models")
     reasons = []
     for arch in arches:
         try:
             return _as_arch(model, arch)
         except (UnsupportedFormat, UnsupportedModel) as error:
-            reasons.append(f"as {arch}: {error}")
-    raise UnsupportedFormat(
-        f"llama.cpp has no architecture that says all of this {family} model ({'; '.join(reasons)})"
-    )
+            reasons.append(f"{arch}: {error}")
+    why = f" ({reasons[0]})" if len(reasons) == 1 else ""
+    raise Unsayable(f"llama.cpp has no architecture that says all of this {family} model{why}", reasons)
 
 
 def _notes(spec: ModelSpec, arch: str) -> Iterator[str]:
@@ -95,7 +102,7 @@ def _as_arch(model: Model, arch: str) -> GgufTarget:
     spec = model.spec
     config = Config({**model.resolved.config, **_counts(spec), "gguf_architecture": arch})
     made = made_tensors(model.wanted, gguf_names(config), FORM)
-    made = [replace(m, shape=_shape(m, spec)) for m in made]
+    made = [replace(m, shape=_shape(m, spec, arch)) for m in made]
     keys = {"general.architecture": arch, **model_keys(arch, spec, config, made)}
     extra = _extra(spec)
     theirs = read_back(keys, made, extra)
@@ -122,7 +129,7 @@ def _counts(spec: ModelSpec) -> dict[str, Any]:
     return found
 
 
-def _shape(made: Made, spec: ModelSpec) -> tuple[int, ...]:
+def _shape(made: Made, spec: ModelSpec, arch: str) -> tuple[int, ...]:
     """Shapes that the format has otherwise than a plain tensor of ours."""
     kind = made.name.removeprefix("blk.").partition(".")[2]
     scans = [m for _, m in spec.mixers() if isinstance(m, (Mamba1, Mamba2))]
@@ -131,6 +138,9 @@ def _shape(made: Made, spec: ModelSpec) -> tuple[int, ...]:
         return (*made.shape, 1)
     if kind == "ssm_norm.weight" and grouped:
         return (grouped.norm_groups, made.shape[0] // grouped.norm_groups)
+    if arch == "plamo2" and kind in ("attn_q_norm.weight", "attn_k_norm.weight"):
+        dim = next(m.head_dim for _, m in spec.mixers() if isinstance(m, Attention))
+        return (made.shape[0] // dim, dim)
     if kind == "ffn_gate_inp_shexp.weight":
         return (made.shape[-1],)
     delta = next((m for _, m in spec.mixers() if isinstance(m, DeltaNet)), None)

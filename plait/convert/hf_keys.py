@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from plait.errors import UnsupportedFormat
 from plait.families.normalize import FULL, LINEAR, SLIDING
 from plait.families.registry import find
 from plait.ops.rope import frequencies
@@ -111,7 +110,7 @@ LISTED = {
 
 
 def config_json(config: Mapping[str, Any], spec: ModelSpec, dtype: str, tensors: Container[str]) -> Values:
-    """A config.json that says this model. Raises UnsupportedFormat for what transformers has no word for.
+    """A config.json that says this model, in the words of transformers where it has them.
 
     tensors: our names of those that the model has, for what configs say of biases.
     """
@@ -222,10 +221,7 @@ def _rope(mixer: Attention | Mla, spec: ModelSpec) -> Values:
 
 
 def llama3_scaling(rope: Rope, max_len: int) -> Values:
-    """The parameters of Llama 3's scaling that give these divisors.
-
-    Raises UnsupportedFormat when none of the usual ones do.
-    """
+    """The parameters of Llama 3's scaling that give these divisors; the divisors if none of the usual do."""
     found, _ = frequencies(rope, max_len)
     factor = round(max(rope.scaling["divisors"]), 4)
     for original in (8192, *(2**n for n in range(4, 20))):
@@ -240,10 +236,18 @@ def llama3_scaling(rope: Rope, max_len: int) -> Values:
             tried, _ = frequencies(Rope(rope.dim, rope.theta, scaling), max_len)
             if bool(((tried - found).abs() <= 1e-5 * found).all()):
                 return scaling
-    raise UnsupportedFormat(
-        "rope_freqs.weight: these divisors of rotary frequencies are not Llama 3's, and config.json has no "
-        "word for others"
-    )
+    return dict(rope.scaling)
+
+
+def strangers(config: Mapping[str, Any]) -> list[str]:
+    """What in a config.json of ours transformers has no word for, and Plait alone reads."""
+    sets = config.get("rope_parameters") or {}
+    found = []
+    if any(p.get("rope_type") == "divisors" for p in (sets, *sets.values()) if isinstance(p, Mapping)):
+        found.append("these divisors of rotary frequencies are not Llama 3's")
+    if isinstance(config.get("expand"), float):
+        found.append("a Mamba2 that is no whole number of times as wide as the model")
+    return [f"transformers has no word in config.json, only Plait does: {why}" for why in found]
 
 
 def _nothing(config: Mapping[str, Any], spec: ModelSpec) -> Values:
@@ -258,9 +262,12 @@ def _gemma(config: Mapping[str, Any], spec: ModelSpec) -> Values:
 def _mamba2(config: Mapping[str, Any], spec: ModelSpec) -> Values:
     mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba2))
     inner = mixer.num_heads * mixer.head_dim
-    if inner % spec.hidden_size:
-        raise UnsupportedFormat(f"Mamba2 of width {inner} is no multiple of hidden_size {spec.hidden_size}")
-    return {"head_dim": mixer.head_dim, "num_heads": mixer.num_heads, "expand": inner // spec.hidden_size}
+    expand = inner / spec.hidden_size
+    return {
+        "head_dim": mixer.head_dim,
+        "num_heads": mixer.num_heads,
+        "expand": int(expand) if expand == int(expand) else expand,
+    }
 
 
 def _mamba1(config: Mapping[str, Any], spec: ModelSpec) -> Values:

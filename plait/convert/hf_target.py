@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from plait.convert.agreeing import agreed
-from plait.convert.hf_keys import config_json
+from plait.convert.hf_keys import config_json, strangers
 from plait.convert.making import Made, made_tensors
 from plait.convert.reading import Model, check_complete
 from plait.errors import UnsupportedFormat
@@ -37,9 +37,8 @@ def hf_target(model: Model, dtype: str) -> HfTarget:
     theirs = resolve(config, shapes, read=_unread)
     check_complete(theirs, shapes)
     family = config["model_type"]
-    return HfTarget(
-        config, tuple(agreed(made, model.spec, theirs.spec, model.wanted, f"config.json of {family}"))
-    )
+    agreeing = tuple(agreed(made, model.spec, theirs.spec, model.wanted, f"config.json of {family}"))
+    return HfTarget(config, agreeing, tuple(strangers(config)))
 
 
 def _unread(name: str) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,31 +28,34 @@ class OwnTarget:
     made: tuple[Made, ...]
 
 
-def own_target(kept: Kept, config: Mapping[str, Any] | None) -> OwnTarget:
+def own_target(made: Sequence[Made], config: Mapping[str, Any] | None) -> OwnTarget:
     """The checkpoint as it is. `config`: what its config.json should say, None if it has none."""
-    made, left_out, names = [], [], list[str]()
-    for one in kept.made():
-        if not _is_writable(kept, one):
-            left_out.append(one.name)
-        elif len(one.name.encode()) > MAX_NAME_BYTES:
-            made.append(_named(one, stand_in(len(names))))
+    given, names = [], list[str]()
+    for one in made:
+        if len(one.name.encode()) > MAX_NAME_BYTES:
+            given.append(_named(one, stand_in(len(names))))
             names.append(one.name)
         else:
-            made.append(one)
-    if left_out:
+            given.append(one)
+    keys: dict[str, Any] = {"general.architecture": ARCHITECTURE}
+    if config is not None:
+        keys[CONFIG] = json.dumps(config, ensure_ascii=False)
+    return OwnTarget(keys | ({NAMES: names} if names else {}), tuple(given))
+
+
+def writable(kept: Kept) -> list[Made]:
+    """All tensors but those that nobody reads and GGUF has no type or shape for, which are named."""
+    found = {made.name: (made, _is_writable(kept, made)) for made in kept.made()}
+    if left_out := [name for name, (_, is_writable) in found.items() if not is_writable]:
         log.warning(
             "%d tensors that the model does not read are left out, GGUF has no type for them: %s",
             len(left_out),
             ", ".join(left_out[:4]),
         )
-    keys: dict[str, Any] = {"general.architecture": ARCHITECTURE}
-    if config is not None:
-        keys[CONFIG] = json.dumps(config, ensure_ascii=False)
-    return OwnTarget(keys | ({NAMES: names} if names else {}), tuple(made))
+    return [made for made, is_writable in found.values() if is_writable]
 
 
 def _is_writable(kept: Kept, made: Made) -> bool:
-    """What nobody reads may be of any type and shape; what is read is numbers in one to four dimensions."""
     if made.roles:
         return True
     value = kept.read(made.name)

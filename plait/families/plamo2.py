@@ -125,7 +125,7 @@ def _gguf_names(c: Mapping[str, Any]) -> Rules:
     bare |= {f"{x}.post_norm": f"{b}.post_attention_norm" for x in ("ssm", "attn")}
     bare["ffn.post_norm"] = f"{b}.post_ffw_norm"
     for ours, theirs in bare.items():  # some of llama.cpp's readers want these without a suffix
-        names[f"layers.{{i}}.{ours}.weight"] = (f"{theirs}.weight", theirs)
+        names[f"layers.{{i}}.{ours}.weight"] = (theirs, f"{theirs}.weight")
     halves = {"gate": 0, "up": 1}
     return names | {f"layers.{{i}}.ffn.{x}.weight": half(n, f"{b}.ffn_up.weight") for x, n in halves.items()}
 

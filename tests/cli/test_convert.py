@@ -28,6 +28,21 @@ def test_a_model_is_written_and_the_comparison_is_told(
     assert (out / "model.safetensors").exists()
 
 
+def test_who_reads_the_file_is_told_and_the_file_is_a_model_like_any_other(
+    nano_hybrid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "nano.gguf"
+    assert run(["convert", str(nano_hybrid), str(out), "--threads", "1"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[-1].startswith("  only Plait reads this file: llama.cpp has no architecture that says all of")
+    assert run(["info", str(out)]) == 0
+    info = capsys.readouterr().out
+    assert "nano.gguf: oxidizr" in info
+    assert "tensors, gguf, " in info
+    assert "plait.config" in info
+    assert "tokenizer: tokenizer.json" in info
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "why"),
     [
@@ -35,7 +50,7 @@ def test_a_model_is_written_and_the_comparison_is_told(
         (
             ["MODEL", "a", "-q", "q4_k"],
             2,
-            "not a storage of --to safetensors; there: int4, fp8, f32, f16, bf16",
+            "only GGUF has this storage (OUT.gguf); --to safetensors holds int4, fp8, f32, f16, bf16",
         ),
         (["MODEL"], 2, "Missing argument 'OUT'"),
     ],

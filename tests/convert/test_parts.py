@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plait.checkpoint.names import Back, Derived, NameMap
 from plait.convert import making
 from plait.convert.agreeing import differences, pairs_order, value_order
-from plait.convert.hf_keys import llama3_scaling
+from plait.convert.hf_keys import llama3_scaling, strangers
 from plait.convert.making import Made, Part, made_tensors, matrices, pieces
 from plait.convert.reading import Wanted
 from plait.convert.storage import Fp8Blocks, Int4Groups
@@ -127,8 +127,10 @@ def test_llama3_is_found_again_by_its_divisors() -> None:
     divisors = Rope(64, 5e5, {"rope_type": "divisors", "divisors": (plain / scaled).tolist()})
     assert llama3_scaling(divisors, 131_072) == scaling
     other = Rope(64, 5e5, {"rope_type": "divisors", "divisors": [1.0] * 31 + [7.0]})
-    with pytest.raises(UnsupportedFormat, match="not Llama 3's"):
-        llama3_scaling(other, 131_072)
+    assert llama3_scaling(other, 131_072) == other.scaling  # nobody else's: as they are
+    (told,) = strangers({"rope_parameters": dict(other.scaling)})
+    assert told.endswith("these divisors of rotary frequencies are not Llama 3's")
+    assert strangers({"rope_parameters": {"sliding_attention": dict(scaling)}}) == []
 
 
 def test_differences_have_their_place() -> None:

@@ -16,6 +16,7 @@ from plait.convert.reading import Model
 from plait.errors import UnsupportedFormat
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved, whole, worst
+from tests.families.plamo2_oracle import CONFIG, checkpoint
 
 # variant -> the architecture it becomes
 BOTH_WAYS = {
@@ -132,7 +133,7 @@ def test_rotary_pairs_are_where_each_format_wants_them(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("ministral", r"as llama: the format cannot say layers\.0\.0\.mixer\.window = None, there 6"),
+        ("ministral", r"\(llama: the format cannot say layers\.0\.0\.mixer\.window = None, there 6"),
         ("zamba2", "llama.cpp has no architecture for zamba2 models"),
     ],
 )
@@ -173,3 +174,72 @@ def test_positions_that_are_stretched_within_the_context_are_plaits_alone(folder
     }
     with pytest.raises(UnsupportedFormat, match="dynamic NTK"):
         gguf_target(Model(resolved(longer, config), longer))
+
+
+def test_what_transformers_has_no_word_for_is_read_by_plait(folder: Path) -> None:
+    first, _ = source("llama_llama3", folder)
+    target = gguf_target(first)
+    file = written(first, target.made) | {"rope_freqs.weight": torch.tensor([1.0, 1.5, 1.2, 7.0])}
+    model = Model(resolved(Memory(file), gguf=target.keys), Memory(file))
+    made = hf_target(model, "float32")
+    assert "transformers has no word" in made.notes[0]
+    back = written(model, made.made)
+    ids = torch.arange(2, 20)
+    found = whole(decoder(resolved(back, made.config), back), ids)
+    assert worst(found, whole(decoder(model.resolved, Memory(file)), ids)) <= 1e-4
+
+
+def mamba2_of_an_odd_width() -> tuple[dict[str, Any], Memory]:
+    """Six heads of eight beside a hidden size of 32."""
+    config = {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "vocab_size": 50, "expand": 1.5}
+    config |= {
+        "hidden_size": 32,
+        "num_heads": 6,
+        "head_dim": 8,
+        "state_size": 8,
+        "n_groups": 2,
+        "num_hidden_layers": 1,
+    }
+    shapes = {
+        "in_proj.weight": (48 * 2 + 32 + 6, 32),
+        "conv1d.weight": (80, 1, 4),
+        "conv1d.bias": (80,),
+        **dict.fromkeys(("A_log", "D", "dt_bias"), (6,)),
+        "norm.weight": (48,),
+        "out_proj.weight": (32, 48),
+    }
+    named = {f"backbone.layers.0.mixer.{name}": shape for name, shape in shapes.items()}
+    named |= {"backbone.embeddings.weight": (50, 32), "lm_head.weight": (50, 32)}
+    named |= {"backbone.layers.0.norm.weight": (32,), "backbone.norm_f.weight": (32,)}
+    draw = torch.Generator().manual_seed(2)
+    return config, Memory({name: torch.randn(shape, generator=draw) / 4 for name, shape in named.items()})
+
+
+def test_a_mamba2_of_an_odd_width_goes_there_and_back() -> None:
+    config, tensors = mamba2_of_an_odd_width()
+    first = Model(resolved(tensors, config), tensors)
+    model, file = as_gguf(first, "mamba2")
+    made = hf_target(model, "float32")
+    assert made.config["expand"] == 1.5
+    assert made.notes[0].endswith("no whole number of times as wide as the model")
+    back, ids = written(model, made.made), torch.arange(2, 20)
+    wanted = whole(decoder(first.resolved, tensors), ids)
+    assert worst(whole(decoder(model.resolved, file), ids), wanted) <= 1e-4
+    assert worst(whole(decoder(resolved(back, made.config), back), ids), wanted) <= 1e-4
+
+
+@pytest.mark.parametrize(("window", "arch"), [(2048, "plamo2"), (5, None)])
+def test_plamo2_has_its_usual_window_in_gguf(window: int, arch: str | None) -> None:
+    config = {**CONFIG, "attention_window_size": window, "full_attention_idx": []}
+    tensors = Memory(checkpoint(config))
+    model = Model(resolved(tensors, config), tensors)
+    if arch is None:
+        with pytest.raises(UnsupportedFormat, match="window"):
+            gguf_target(model)
+        return
+    again, file = as_gguf(model, arch)
+    wanted = whole(decoder(model.resolved, tensors), torch.arange(2, 20))
+    assert worst(whole(decoder(again.resolved, file), torch.arange(2, 20)), wanted) <= 1e-4
+    back = hf_target(again, "float32")
+    last = written(again, back.made)
+    assert worst(whole(decoder(resolved(last, back.config), last), torch.arange(2, 20)), wanted) <= 1e-4
