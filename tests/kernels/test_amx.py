@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +27,7 @@ amx = pytest.importorskip("plait.kernels.cpu.amx")
 check = pytest.importorskip("plait.kernels.cpu.amx_check")
 target = pytest.importorskip("plait.kernels.cpu.target")
 rows_on_tiles = pytest.importorskip("plait.kernels.cpu.amx_linear")
-layouts = pytest.importorskip("plait.kernels.cpu.layout")
+packed_maps = pytest.importorskip("plait.kernels.cpu.packed")
 variants = pytest.importorskip("plait.kernels.cpu.amx_variants")
 packing = {name: pytest.importorskip(f"plait.kernels.cpu.{name}") for name in ("dense", "floats", "linear")}
 TILE = 1024  # bytes
@@ -43,6 +47,11 @@ def one() -> Iterator[Any]:
     assert made is not None
     yield made
     made.close()
+
+
+@pytest.fixture(autouse=True)
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "TILES", "software")
 
 
 def multiplied(cpu: Any, what: str, *given: Tensor) -> Tensor:
@@ -123,18 +132,12 @@ def test_the_configuration_names_rows_and_bytes_of_each_tile() -> None:
     assert not table[1:16].any()
 
 
-def kept_as(weight: Weight, packed: Any) -> Any:
-    if isinstance(weight, Dense):
-        return weight.format
-    if records := packing["floats"].records_of(weight):
-        return records
-    return packing["linear"].layout_of(weight)
-
-
 def on_tiles(cpu: Any, weight: Weight) -> Any:
-    name = {str: "dense", layouts.Layout: "linear"}.get(type(kept_as(weight, None)), "floats")
-    packed = packing[name].pack(cpu, weight, torch.float32)
-    return rows_on_tiles.on_tiles(packed, kept_as(weight, packed), "software")
+    """Packed as the variant that would be bound packs it."""
+    if isinstance(weight, Dense):
+        return variants.pack_plain(cpu, weight, torch.float32)
+    pack = variants.pack_floats if packing["floats"].records_of(weight) else variants.pack_blocks
+    return pack(cpu, weight, torch.float32)
 
 
 def expected(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -211,6 +214,20 @@ def test_tiles_that_are_as_documented_pass_the_check_and_others_do_not(
     check.product.cache_clear()
 
 
+def test_rows_of_experts_are_multiplied_group_by_group(cpu: Any) -> None:
+    torch.manual_seed(2)
+    weights = [random_weight("Q4_1", 40, 288) for _ in range(3)]
+    maps, x, ends = [on_tiles(cpu, w) for w in weights], torch.randn(110, 288), [0, 40, 45, 110]
+    addresses = torch.tensor([m.data.data_ptr() for m in maps])
+    groups = packed_maps.Groups(3, torch.tensor(ends), addresses)
+    found = packed_maps.multiply(cpu, x, maps[0], None, "int8", groups=groups, rows=55)
+    for packed, weight, first, end in zip(maps, weights, ends, ends[1:], strict=False):
+        assert (found[first:end] - expected(x[first:end], weight, None)).abs().max() < 2e-4
+        if end - first >= 32:  # alone they are many enough, too
+            alone = packed_maps.multiply(cpu, x[first:end], packed, None, "int8")
+            assert torch.equal(found[first:end], alone)
+
+
 def facts(prefill: str, **sizes: Any) -> Facts:
     asked = {"n_in": 512, "n_out": 64, "kind": "Q4_1", "activations": "int8", **sizes}
     return Facts("cpu", torch.float32, asked, SimpleNamespace(prefill=prefill, empty=None))
@@ -259,3 +276,62 @@ def test_without_the_processor_or_the_permission_there_is_none(monkeypatch: pyte
     assert "the system does not allow it" in target.no_amx()
     monkeypatch.setattr(target.config, "CPU_NAME", "haswell")
     assert target.no_amx() == "kernels are compiled for haswell"
+
+
+ASSEMBLY = """
+import sys
+from pathlib import Path
+
+import llvmlite.binding as llvm
+from numba import cfunc
+
+from plait.kernels.cpu import target
+
+target.keep_in(Path(sys.argv[1]))
+from plait.kernels.cpu import amx_check, amx_linear, layout, linear_source
+from plait.kernels.cpu.kernel import SIGNATURE
+
+kernel = {
+    "check": lambda: amx_check.products("amx"),
+    "many": lambda: amx_linear.many_rows("bfloat16", "amx"),
+    "bytes": lambda: linear_source.linear_kernel(layout.LAYOUTS["Q8_0"], "amx"),
+}[sys.argv[2]]()
+made = cfunc(SIGNATURE, nopython=True, nogil=True, error_model="numpy", boundscheck=False)(kernel.function)
+llvm.initialize_all_targets()
+llvm.initialize_all_asmprinters()
+target = llvm.Target.from_triple("x86_64-unknown-linux-gnu")
+machine = target.create_target_machine(cpu="sapphirerapids", opt=3)
+print(machine.emit_assembly(llvm.parse_assembly(made.inspect_llvm())))
+"""
+
+
+@pytest.mark.skipif(target.platform.machine() != "x86_64", reason="compiles for x86-64")
+@pytest.mark.parametrize(
+    ("kernel", "product", "regions"),
+    [
+        ("check", "tdpbf16ps", 2),
+        ("many", "tdpbf16ps", 1),
+        pytest.param("bytes", "tdpbsud", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_the_instructions_for_a_processor_that_has_amx(
+    kernel: str, product: str, regions: int, tmp_path: Path
+) -> None:
+    told = {**os.environ, "NUMBA_CPU_NAME": "sapphirerapids", "NUMBA_CPU_FEATURES": ""}
+    text = subprocess.run(
+        [sys.executable, "-c", ASSEMBLY, str(tmp_path), kernel],
+        env=told, check=True, capture_output=True, text=True, timeout=240,
+    ).stdout  # fmt: skip
+    lines = [line.strip() for line in text.splitlines()]
+    starts = [i for i, line in enumerate(lines) if line.startswith("ldtilecfg")]
+    assert len(starts) == regions
+    for i in starts:
+        place = lines[i].split()[1]
+        before = [line for line in lines[i - 4 : i] if line.endswith(", " + place)]
+        assert before  # its 64 bytes are written just before they are read
+        assert before[-1].split()[1].startswith("%zmm")
+        end = next(j for j, line in enumerate(lines) if j > i and line == "tilerelease")
+        region = lines[i:end]
+        assert any(line.startswith(product) for line in region) or kernel == "check"
+        assert not [line for line in region if line.startswith(("call", "ret"))]
+    assert product in text

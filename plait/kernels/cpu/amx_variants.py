@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from plait.kernels.cpu import amx_check, dense, floats, linear
+from plait.kernels.cpu.amx import Kind
 from plait.kernels.cpu.amx_linear import on_tiles
 from plait.kernels.cpu.executor import Executor
 from plait.kernels.cpu.packed import Packed
@@ -19,28 +20,29 @@ from plait.quant.kept import Kept
 from plait.quant.weight import Weight
 
 When = Callable[[Facts], str | None]
+TILES: Kind = "amx"
 
 
 def pack_tiled(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
     """As `linear.pack`; sixteen rows and more go through tiles of bytes."""
-    return linear.pack_on(cpu, weight, "amx")
+    return linear.pack_on(cpu, weight, TILES)
 
 
 def pack_blocks(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
     """As `linear.pack`; many rows go through tiles of bfloat16, and fewer through those of bytes."""
     packed = pack_tiled(cpu, weight, dtype)
-    return on_tiles(packed, packed.layout, "amx")
+    return on_tiles(packed, packed.layout, TILES)
 
 
 def pack_plain(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
     """As `dense.pack`; many rows go through tiles."""
-    return on_tiles(dense.pack(cpu, weight, dtype), weight.format, "amx")
+    return on_tiles(dense.pack(cpu, weight, dtype), weight.format, TILES)
 
 
 def pack_floats(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
     """As `floats.pack`; many rows go through tiles."""
     packed = floats.pack(cpu, weight, dtype)
-    return on_tiles(packed, packed.layout, "amx")
+    return on_tiles(packed, packed.layout, TILES)
 
 
 def on_amx(when: When) -> When:
