@@ -12,7 +12,7 @@ from plait.model.norm import Norm
 from plait.model.rope import Rope
 from plait.ops.activation import activate, combine
 from plait.ops.attention import paged_attention
-from plait.ops.entry import head_width
+from plait.ops.entry import head_widths
 from plait.ops.linear import Linear
 from plait.ops.rows import join
 from plait.state.store import StateStore
@@ -57,10 +57,10 @@ class Aside:
             softcap=None,
             sinks=False,
         )
-        entry = (s.num_kv_heads, head_width(s.head_dim, w.target.kv_dtype))
-        self.states: dict[str, State] = {
-            self.name: PagedState({"k": entry, "v": entry}, None, w.target.kv_dtype)
-        }
+        dtype = w.target.kv_dtype
+        widths = zip("kv", head_widths(s.head_dim, dtype), strict=True)
+        entry = {name: (s.num_kv_heads, width) for name, width in widths}
+        self.states: dict[str, State] = {self.name: PagedState(entry, None, dtype)}
 
     def __call__(self, x: Tensor, embeddings: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x, embeddings: [T, hidden] -> what the norm beside it is to hear, [T, hidden]."""

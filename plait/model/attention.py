@@ -13,7 +13,7 @@ from plait.model.norm import Norm
 from plait.model.rope import Rope
 from plait.ops.activation import gate
 from plait.ops.attention import paged_attention
-from plait.ops.entry import head_width
+from plait.ops.entry import head_widths
 from plait.state.store import StateStore
 
 
@@ -40,8 +40,9 @@ class Attention:
         self._gate = w.bind(gate) if s.gate else None
         self._parts = [size // s.head_dim for size in parts.values()]
         dtype = w.target.kv_dtype
-        entry = (s.num_kv_heads, head_width(s.head_dim, dtype))
-        self.states: dict[str, State] = {self.name: PagedState({"k": entry, "v": entry}, s.window, dtype)}
+        widths = zip("kv", head_widths(s.head_dim, dtype), strict=True)
+        entry = {name: (s.num_kv_heads, width) for name, width in widths}
+        self.states: dict[str, State] = {self.name: PagedState(entry, s.window, dtype)}
         self._group = group_name(s.window)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.ops.entry import SCALE_NBYTES, Codes, head_codes, head_width, latent_codes, latent_width
+from plait.ops.entry import Codes, head_widths, key_codes, latent_codes, latent_width, value_codes
 from plait.ops.registry import Arguments, op
 
 SEQS = [1, 7, 5, 40]  # lengths: history lies in a layout of the variant's own, so that cases start without
@@ -34,26 +34,24 @@ CASES: list[dict[str, Any]] = [
 BLOCK = 16  # of the test cases
 
 
-def write_paged(cache: Tensor, values: Tensor, slot_mapping: Tensor, latent: Codes | None = None) -> None:
+def write_paged(cache: Tensor, values: Tensor, slot_mapping: Tensor, form: Codes | None = None) -> None:
     """Store an entry per new token. cache: [blocks, block_size, ...], values: [T, ...], slot_mapping: [T].
 
-    An int8 cache gets codes: of heads, or in the form of a `latent`.
+    `form`: of the entries, if they may be codes; an int8 cache has them.
     """
-    if cache.dtype == torch.int8:
-        values = (latent or head_codes(values.shape[-1])).encode(values)
+    if form and cache.dtype == torch.int8:
+        values = form.encode(values)
     cache.view(-1, *cache.shape[2:])[slot_mapping] = values.to(cache.dtype)
 
 
-def read_paged(cache: Tensor, table: Tensor, start: int, stop: int, latent: Codes | None = None) -> Tensor:
-    """Entries of tokens start..stop of one sequence, [stop - start, ...]; of an int8 cache what their codes
+def read_paged(cache: Tensor, table: Tensor, start: int, stop: int, form: Codes | None = None) -> Tensor:
+    """Entries of tokens start..stop of one sequence, [stop - start, ...]; of an int8 cache what its codes
     stand for, in float32. table: [M] block ids."""
     size = cache.shape[1]
     first = start // size
     blocks = cache[table[first : -(-stop // size)]]
     entries = blocks.flatten(0, 1)[start - first * size : stop - first * size]
-    if cache.dtype != torch.int8:
-        return entries
-    return (latent or head_codes(entries.shape[-1] - SCALE_NBYTES)).decode(entries)
+    return form.decode(entries) if form and cache.dtype == torch.int8 else entries
 
 
 def visible(
@@ -93,17 +91,19 @@ def paged_attention(
     """Store the new keys and values; then causal softmax attention over all each sequence has in memory.
 
     q: [T, heads, d], k, v: [T, kv_heads, d], caches: [blocks, block_size, kv_heads, d], or of int8 codes
-    (`ops.entry.head_codes(d).width` bytes instead of d numbers), block_table: [S, M], slot_mapping: [T],
+    (`ops.entry.head_widths` bytes instead of d numbers), block_table: [S, M], slot_mapping: [T],
     query_start: [S+1], seq_lens: [S] (new tokens included) -> [T, heads, d]. Query head h reads kv head
     h // (heads / kv_heads). `window`: how many last keys are seen; `softcap`: scores become cap·tanh(·/cap).
     `sinks`: [heads] float32, a score of each head for a key whose value is 0 (Xiao et al. 2023; gpt-oss).
     How a cache lies in memory is the affair of the variant that writes it.
     """
-    write_paged(k_cache, k, slot_mapping)
-    write_paged(v_cache, v, slot_mapping)
+    k_form, v_form = key_codes(k.shape[-1]), value_codes(v.shape[-1])
+    write_paged(k_cache, k, slot_mapping, k_form)
+    write_paged(v_cache, v, slot_mapping, v_form)
     out = torch.empty_like(q)
     for s, rows, start, end in visible(q, (query_start, seq_lens), window):
-        keys, values = (read_paged(c, block_table[s], start, end).float() for c in (k_cache, v_cache))
+        keys = read_paged(k_cache, block_table[s], start, end, k_form).float()
+        values = read_paged(v_cache, block_table[s], start, end, v_form).float()
         grouped = q[rows].float().unflatten(1, (keys.shape[1], -1))  # [n, kv, g, d]
         scores = torch.einsum("nkgd,tkd->kgnt", grouped, keys) * scale
         if softcap is not None:
@@ -128,8 +128,8 @@ def _paged_attention_inputs(case: Mapping[str, Any], dtype: torch.dtype, device:
     total, kv = sum(case["seqs"]), (case["kv_heads"], case["dim"])
     q = torch.randn(total, case["heads"], case["dim"], dtype=dtype, device=device)
     k, v = (torch.randn(total, *kv, dtype=dtype, device=device) for _ in range(2))
-    entry = (num_blocks, BLOCK, case["kv_heads"], head_width(case["dim"], case.get("kv_dtype", "")))
-    caches = [_random_cache(entry, case, dtype, device) for _ in range(2)]
+    widths, rows = head_widths(case["dim"], case.get("kv_dtype", "")), (num_blocks, BLOCK, case["kv_heads"])
+    caches = [_random_cache((*rows, width), case, dtype, device) for width in widths]
     sinks = torch.randn(case["heads"], device=device) if case.get("sinks") else None
     return (q, k, v, *caches, *where, case["dim"] ** -0.5, case["window"], case["softcap"], sinks), {}
 

@@ -15,13 +15,14 @@ from torch import Tensor
 
 LARGEST = 127  # code; -128 is not used, so that x and -x are rounded alike
 SCALE_NBYTES = 2
+KEY_GROUP = 32  # columns of a key under one scale: some columns of keys are far larger than the others
 LATENT_GROUP = 64  # columns of a latent under one scale
 LATENT_ALIGN = 16  # bytes; kernels read that many at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """The form of an int8 entry. Of a head, all columns share a scale; a latent has several, and a `rest`."""
+    """The form of an int8 entry."""
 
     columns: int
     group: int
@@ -63,8 +64,13 @@ def _bfloat16(bits: Tensor) -> Tensor:
     return bits.contiguous().view(torch.bfloat16).float() if bits.numel() else bits.float()
 
 
-def head_codes(dim: int) -> Codes:
-    """The form of one head's keys, or values, of `dim` columns."""
+def key_codes(dim: int) -> Codes:
+    """The form of one head's key of `dim` columns."""
+    return Codes(dim, KEY_GROUP)
+
+
+def value_codes(dim: int) -> Codes:
+    """The form of one head's value of `dim` columns."""
     return Codes(dim, dim)
 
 
@@ -73,9 +79,9 @@ def latent_codes(kv_rank: int, rope_dim: int) -> Codes:
     return Codes(kv_rank, LATENT_GROUP, rope_dim, LATENT_ALIGN)
 
 
-def head_width(dim: int, kv_dtype: str) -> int:
-    """Numbers of `kv_dtype` that a head's keys, or values, take."""
-    return head_codes(dim).width if kv_dtype == "int8" else dim
+def head_widths(dim: int, kv_dtype: str) -> tuple[int, int]:
+    """Numbers of `kv_dtype` that a head's key and its value take."""
+    return (key_codes(dim).width, value_codes(dim).width) if kv_dtype == "int8" else (dim, dim)
 
 
 def latent_width(kv_rank: int, rope_dim: int, kv_dtype: str) -> int:

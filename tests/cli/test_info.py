@@ -58,7 +58,9 @@ def test_its_memory_is_what_keys_and_values_are_kept_in(plait: Run, smollm2: Pat
     result = plait("info", str(smollm2), "--json", "--kv-dtype", "int8")
     facts = json.loads(result.out)
     (row,) = [row for row in facts["memory"]["sequence"] if row["tokens"] == 1024]
-    assert row["nbytes"] == 1024 * 30 * 2 * 3 * (64 + 2)  # a code for each number, a scale for each head
+    assert row["nbytes"] == 1024 * 30 * 3 * (
+        64 + 2 * 2 + 64 + 2
+    )  # a code for each number, scales: two of a key, one of a value
     assert "keys and values int8" in plait("info", str(smollm2), "--kv-dtype", "int8").out
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.load import executor
 from plait.ops.attention import paged_attention, paged_latent_attention
-from plait.ops.entry import head_width, latent_width
+from plait.ops.entry import head_widths, latent_width
 from plait.ops.registry import Facts
 
 
@@ -39,9 +39,11 @@ class Memory:
         for row, part in zip(self.table, ids.split(needs), strict=True):
             row[: len(part)] = part
         self.block, self.done = shape.block, [0] * len(lengths)
-        entry = (sum(needs) + 1, shape.block, shape.kv_heads, head_width(shape.dim, name_of(shape.kept)))
         unwritten = 127 if shape.kept == torch.int8 else float("nan")
-        self.k, self.v = (torch.full(entry, unwritten, dtype=shape.kept) for _ in range(2))
+        self.k, self.v = (
+            torch.full((sum(needs) + 1, shape.block, shape.kv_heads, width), unwritten, dtype=shape.kept)
+            for width in head_widths(shape.dim, name_of(shape.kept))
+        )
 
     def index(self, counts: Sequence[int], which: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(block_table, slot_mapping, query_start, seq_lens) of a step; it counts as done."""
@@ -270,7 +272,8 @@ def test_codes_are_the_reference_s_to_the_bit(cpu: Any) -> None:
         flat = mine.view(blocks, shape.kv_heads, -1)  # one group of sixteen tokens a block
         codes, scales = flat[..., : 16 * d], flat[..., 16 * d :]
         codes = codes.unflatten(-1, (d, 16)).mT if is_key else codes.unflatten(-1, (16, d))
-        found = torch.cat([codes, scales.unflatten(-1, (16, 2))], -1).transpose(1, 2)
+        scales = scales.unflatten(-1, (-1, 16, 2)).movedim(-2, -3).flatten(-2)  # [blocks, heads, 16, bytes]
+        found = torch.cat([codes, scales], -1).transpose(1, 2)
         for t in range(21):
             block, offset = int(ours.table[0, t // 16]), t % 16
             assert torch.equal(found[block, offset], wanted[block, offset]), t

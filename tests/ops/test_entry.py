@@ -6,9 +6,16 @@ import pytest
 import torch
 
 from plait.ops.attention import paged_attention, paged_case
-from plait.ops.entry import Codes, head_codes, head_width, latent_codes, latent_width
+from plait.ops.entry import Codes, head_widths, key_codes, latent_codes, latent_width, value_codes
 
-FORMS = [head_codes(64), head_codes(20), latent_codes(512, 64), latent_codes(20, 6), Codes(100, 32, 3, 8)]
+FORMS = [
+    key_codes(64),
+    key_codes(40),
+    value_codes(20),
+    latent_codes(512, 64),
+    latent_codes(20, 6),
+    Codes(100, 32, 3, 8),
+]
 
 
 def sample(form: Codes) -> torch.Tensor:
@@ -42,13 +49,14 @@ def test_what_was_decoded_has_the_same_codes(form: Codes) -> None:
 
 
 def test_both_signs_are_rounded_alike() -> None:
-    x, form = torch.randn(50, 64), head_codes(64)
+    x, form = torch.randn(50, 64), key_codes(64)
     assert torch.equal(form.decode(form.encode(-x)), -form.decode(form.encode(x)))
 
 
 def test_an_entry_takes_what_it_says() -> None:
-    assert head_width(64, "int8") == 64 + 2
-    assert head_width(64, "bfloat16") == head_width(64, "model") == 64
+    assert head_widths(64, "int8") == (64 + 2 * 2, 64 + 2)
+    assert head_widths(40, "int8") == (40 + 2 * 2, 40 + 2)
+    assert head_widths(64, "bfloat16") == head_widths(64, "model") == (64, 64)
     assert latent_width(512, 64, "int8") == 512 + 8 * 2 + 64 * 2
     assert latent_width(20, 6, "int8") == 48  # 20 + 2 + 12, in sixteens
     assert latent_width(512, 64, "float32") == 576
@@ -56,11 +64,11 @@ def test_an_entry_takes_what_it_says() -> None:
 
 def test_int8_attention_is_attention_over_rounded_keys_and_values() -> None:
     where, blocks = paged_case([9, 40], "cpu")
-    q, k, v = torch.randn(49, 4, 16), torch.randn(49, 2, 16), torch.randn(49, 2, 16)
-    form = head_codes(16)
-    codes = [torch.zeros(blocks, 16, 2, form.width, dtype=torch.int8) for _ in range(2)]
-    plain = [torch.zeros(blocks, 16, 2, 16) for _ in range(2)]
-    rounded = [form.decode(form.encode(x)) for x in (k, v)]
+    q, k, v = torch.randn(49, 4, 48), torch.randn(49, 2, 48), torch.randn(49, 2, 48)
+    forms = key_codes(48), value_codes(48)
+    codes = [torch.zeros(blocks, 16, 2, form.width, dtype=torch.int8) for form in forms]
+    plain = [torch.zeros(blocks, 16, 2, 48) for _ in range(2)]
+    rounded = [form.decode(form.encode(x)) for form, x in zip(forms, (k, v), strict=True)]
     got = paged_attention(q, k, v, *codes, *where, 0.25)
     assert torch.equal(got, paged_attention(q, *rounded, *plain, *where, 0.25))
     assert not torch.equal(got, paged_attention(q, k, v, *plain, *where, 0.25))

@@ -23,7 +23,7 @@ from plait.kernels.cpu.kernel import Kernel, kernel
 from plait.kernels.cpu.rows import Rows, float32_rows
 from plait.kernels.cpu.vec import get_f32, get_i64, put_bf16, put_f32
 from plait.ops.attention import paged_attention
-from plait.ops.entry import SCALE_NBYTES
+from plait.ops.entry import KEY_GROUP, SCALE_NBYTES, head_widths
 from plait.ops.registry import Facts
 
 SPAN = 256  # tokens whose scores are in L1 together, and the grain of sharing out one long sequence
@@ -69,16 +69,19 @@ def store_rows(frame, args, thread, threads):
 def form_of(dtype: torch.dtype) -> Form:
     size = dtype.itemsize
     k_bytes, v_bytes = (f"word(args, {dim}) * {size}" for dim in ("K_DIM", "V_DIM"))
-    scale = f" + {SCALE_NBYTES}" if dtype == torch.int8 else ""
+    coded = dtype == torch.int8
+    if coded:
+        scales = f"(word(args, K_DIM) + {KEY_GROUP - 1}) // {KEY_GROUP} * {SCALE_NBYTES}"
+        k_bytes, v_bytes = f"word(args, K_DIM) + {scales}", f"word(args, V_DIM) + {SCALE_NBYTES}"
     made = Form(
         name=str(dtype).removeprefix("torch."),
         span=SPAN,
         key_size=size,
         value_size=size,
-        value_stride=v_bytes,
-        locate=LOCATE.format(k_bytes=k_bytes + scale, v_bytes=v_bytes + scale, groups=SPAN // 16),
+        value_stride=f"word(args, V_DIM) * {size}",
+        locate=LOCATE.format(k_bytes=k_bytes, v_bytes=v_bytes, groups=SPAN // 16),
     )
-    return replace(made, weigh=WEIGH.format(line=made.line)) if scale else made
+    return replace(made, weigh=WEIGH.format(line=made.line)) if coded else made
 
 
 @cache
@@ -126,18 +129,17 @@ def _paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     rows, k_rows, v_rows = Rows.of(q), Rows.of(k), Rows.of(v)
-    _, size, kv_heads, width = k_cache.shape
-    coded, d = k_cache.dtype == torch.int8, width
-    if coded:
-        d -= SCALE_NBYTES
-    for name, cached in (("k_cache", k_cache), ("v_cache", v_cache)):
+    size, kv_heads = k_cache.shape[1:3]
+    coded, d = k_cache.dtype == torch.int8, rows.width
+    widths = head_widths(d, "int8" if coded else "model")
+    for name, cached, width in zip(("k_cache", "v_cache"), (k_cache, v_cache), widths, strict=True):
         check_cache(name, cached, (size, kv_heads, width), k_cache.dtype)
     check_index(block_table, slot_mapping, query_start, seq_lens)
     _check_heads(q, k, v, (kv_heads, d), 4 if coded else 2)
     _check_sinks(sinks, rows.heads)
     new = (k, *k_rows.strides, v, *v_rows.strides, k_cache, v_cache, slot_mapping, kv_heads, d, size)
     if coded:
-        cpu.launch(store_codes, *new, rows=k_rows.count, scratch=SCRATCH)
+        cpu.launch(store_codes, *new, KEY_GROUP, rows=k_rows.count, scratch=SCRATCH)
     else:
         cpu.launch(store_rows, *new, k_cache.element_size(), rows=k_rows.count)
     out = cpu.empty(*q.shape)

@@ -1,8 +1,8 @@
 """Keys, values and latents on their way into a cache of int8: codes under scales, as `ops.entry` rounds them.
 
 Heads lie as in `attention.py`, but by groups of sixteen tokens with their scales behind them: [block]
-[kv head][sixteen tokens][codes (keys: [column][token], values: [token][column]), sixteen bfloat16]. A latent
-lies as `ops.entry` says.
+[kv head][sixteen tokens][codes (keys: [column][token], values: [token][column]), scales (keys: [group of
+columns][token], values: [token])]. A latent lies as `ops.entry` says.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def code(x, n, to, stride, scale, scratch):
 
 @kernel
 def store_codes(frame, args, thread, threads):
-    """k, its strides, v, its strides, k_cache, v_cache, slots, kv_heads, d, block_size."""
+    """k, its strides, v, its strides, k_cache, v_cache, slots, kv_heads, d, block_size, columns of a key's
+    scale."""
     k, k_row, k_head, v, v_row, v_head = (
         word(args, 2),
         word(args, 3),
@@ -69,17 +70,19 @@ def store_codes(frame, args, thread, threads):
         word(args, 7),
     )
     keys, values, slots = word(args, 8), word(args, 9), word(args, 10)
-    heads, d, block = word(args, 11), word(args, 12), word(args, 13)
+    heads, d, block, part = word(args, 11), word(args, 12), word(args, 13), word(args, 14)
     scratch, items = scratch_of(frame, thread), rows_of(frame, args) * heads
     for item in range(items * thread // threads, items * (thread + 1) // threads):
         token, head = item // heads, item % heads
         slot = get_i64(slots + 8 * token)
         lane = slot % 16
-        group = ((slot // block * heads + head) * block + slot % block - lane) * (d + 2)
+        group = (slot // block * heads + head) * block + slot % block - lane
         x, y = k + token * k_row + head * k_head, v + token * v_row + head * v_head
-        scale = group + 16 * d + 2 * lane
-        code(x, d, keys + group + lane, 16, keys + scale, scratch)
-        code(y, d, values + group + d * lane, 1, values + scale, scratch)
+        key, value = keys + group * (d + (d + part - 1) // part * 2), values + group * (d + 2)
+        for i in range(0, d, part):
+            scale = key + 16 * d + 32 * (i // part) + 2 * lane
+            code(x + 4 * i, min(d - i, part), key + 16 * i + lane, 16, scale, scratch)
+        code(y, d, value + d * lane, 1, value + 16 * d + 2 * lane, scratch)
 
 
 @kernel

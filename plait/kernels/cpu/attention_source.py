@@ -16,6 +16,7 @@ from typing import Any
 from plait.kernels.cpu.attention_rows import SIZES, TILE
 from plait.kernels.cpu.kernel import generated
 from plait.kernels.cpu.straight import Word, Writer, digest, straight
+from plait.ops.entry import KEY_GROUP
 
 TILES = 8  # of one unit of work, at most: they share the keys and values of a span while those are in L2
 FEW = 4  # rows: tiles up to here wait for memory, and ask for the next group while they work on one
@@ -25,9 +26,9 @@ FEW = 4  # rows: tiles up to here wait for memory, and ask for the next group wh
 class Form:
     """What one kernel is made for. Sizes are of one cached number, in bytes (4 float32, 2 bfloat16, 1 int8).
 
-    Behind sixteen int8 keys lie their scales, sixteen bfloat16. So it is with int8 values, and the statement
-    `weigh` multiplies a row's exponentials with them; or each token has a scale for every `value_group`
-    columns behind its own.
+    Behind sixteen int8 keys lie their scales: for every KEY_GROUP columns sixteen bfloat16. Behind as many
+    int8 values lie sixteen scales, and the statement `weigh` multiplies a row's exponentials with them; or
+    each token has a scale for every `value_group` columns behind its own.
     """
 
     name: str
@@ -125,11 +126,23 @@ class _Scoring:
             soon = range(wide, 2 * wide) if rows <= FEW else ()
             ahead = [w.get_i64(self.places + 8 * (g + i).least(self.end - 1)) for i in soon]
             zeros = [w.zero_f32()] * (rows * wide)
-            steps = self.d >> {4: 0, 2: 1, 1: 2}[self.key_size]
-            sums = w.loop(0, steps, 1, zeros, lambda p, *sums: self._step(w, rows, p, keys, ahead, sums))
+
+            def some(first: Word | int, end: Word) -> list[Any]:
+                return w.loop(
+                    first, end, 1, zeros, lambda p, *sums: self._step(w, rows, p, keys, ahead, sums)
+                )
+
+            def scaled(n: Word, *sums: Any) -> list[Any]:
+                first, steps = n * (KEY_GROUP // 4), self.d >> 2
+                products = some(first, (first + KEY_GROUP // 4).least(steps))
+                scales = [w.load_bf16(k + 16 * self.d + 32 * n) for k in keys]
+                both = enumerate(zip(products, sums, strict=True))
+                return [w.fma(p, scales[i % wide], s) for i, (p, s) in both]
+
             if self.key_size == 1:
-                scales = [w.load_bf16(k + 16 * self.d) for k in keys]
-                sums = [w.mul(s, scales[i % wide]) for i, s in enumerate(sums)]
+                sums = w.loop(0, (self.d + (KEY_GROUP - 1)) >> KEY_GROUP.bit_length() - 1, 1, zeros, scaled)
+            else:
+                sums = some(0, self.d if self.key_size == 4 else self.d >> 1)
             for i, s in enumerate(sums):
                 w.store_f32(self.to + self.line * (i // wide) + 64 * own[i % wide], s)
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.ops.attention import causal_mask, paged_attention, read_paged, visible, write_paged
+from plait.ops.entry import key_codes, value_codes
 from plait.ops.registry import Facts
 
 NAME = "sdpa"
@@ -38,11 +39,12 @@ def sdpa(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention` without softcap: the same arguments and result."""
-    write_paged(k_cache, k, slot_mapping)
-    write_paged(v_cache, v, slot_mapping)
+    caches = ((k_cache, key_codes(k.shape[-1])), (v_cache, value_codes(v.shape[-1])))
+    for (cache, form), new in zip(caches, (k, v), strict=True):
+        write_paged(cache, new, slot_mapping, form)
     out = torch.empty_like(q)
     for s, rows, start, end in visible(q, (query_start, seq_lens), window):
-        keys, values = (read_paged(c, block_table[s], start, end).to(q.dtype) for c in (k_cache, v_cache))
+        keys, values = (read_paged(c, block_table[s], start, end, form).to(q.dtype) for c, form in caches)
         n = rows.stop - rows.start
         mask = None if n == 1 else causal_mask(n, start, end, window, q.device)
         if sinks is not None:
