@@ -26,6 +26,7 @@ NAMES: Mapping[str, str] = {
     "penalty_freq": "frequency_penalty",
     "typical": "typical_p",
     "return_tokens": "return_token_ids",
+    "add_special": "add_special_tokens",
     "no_stop_trim": "include_stop_str_in_output",
     "truncate": "truncate_prompt_tokens",
     "thinking_budget": "thinking_token_budget",

@@ -76,6 +76,8 @@ UNREAD: Mapping[str, Harmless] = {
     "request_id": _never,
     "kv_transfer_params": _empty,
     "vllm_xargs": _empty,
+    "embed_dtype": _only("float32"),
+    "endianness": _only("native", "little"),
     "media_io_kwargs": _empty,
     "mm_processor_kwargs": _empty,
     # llama.cpp's and Ollama's
@@ -127,7 +129,10 @@ UNREAD: Mapping[str, Harmless] = {
     "do_sample": _ON,
     "safe_prompt": _OFF,
     "prompt_mode": _never,
+    "late_chunking": _OFF,
+    "max_tokens_per_doc": _never,
 }
+_NEVER_CUT = "; a prompt that is too long is refused, never cut"
 _BY_HEADER = "; send the header x-request-id"
 _THINKING = '; send chat_template_kwargs: {"enable_thinking": …}, in a chat'
 HINTS: Mapping[str, str] = {
@@ -138,8 +143,9 @@ HINTS: Mapping[str, str] = {
     "num_ctx": "; the server's --max-model-len sets the context",
     "chat_template": "; the server's --chat-template sets it",
     "chat_template_kwargs": "; /v1/chat/completions has a template",
-    "truncate_prompt_tokens": "; a prompt that is too long is refused, never cut",
-    "shift": "; a prompt that is too long is refused, never cut",
+    "truncate_prompt_tokens": _NEVER_CUT,
+    "shift": _NEVER_CUT,
+    "max_tokens_per_doc": _NEVER_CUT,
     "timeout": "; send timeout_s, in seconds",
     "t_max_prompt_ms": "; send timeout_s",
     "request_id": _BY_HEADER,

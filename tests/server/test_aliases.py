@@ -122,6 +122,13 @@ def test_what_others_know_is_not_passed_over(client: Client, path: str, name: st
     assert (answer.status, answer.error["param"]) == (400, name)
 
 
+def test_a_vector_is_not_written_otherwise_than_was_asked(client: Client) -> None:
+    for name, value in (("embed_dtype", "float16"), ("endianness", "big"), ("late_chunking", True)):
+        answer = client.post("/v1/embeddings", {"input": "a", name: value})
+        assert (answer.status, answer.error["param"]) == (400, name)
+    assert client.post("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 5}).status == 400
+
+
 def test_sglangs_patterns_hold_the_reply(client: Client) -> None:
     """A field that says what the reply must be is never passed over."""
     for name, value in (("regex", "(("), ("ebnf", "root ::= (")):
