@@ -26,7 +26,7 @@ from plait.convert.counterparts import block_kind
 from plait.convert.file_type import file_type
 from plait.convert.gguf_file import total_nbytes, write_gguf
 from plait.convert.gguf_target import Unsayable, gguf_target
-from plait.convert.gguf_vocabulary import KEY, vocabulary_keys
+from plait.convert.gguf_vocabulary import KEY, readable_tokenizer, vocabulary_keys
 from plait.convert.hf_target import hf_target
 from plait.convert.hf_vocabulary import write_vocabulary
 from plait.convert.making import Made
@@ -269,10 +269,10 @@ def _write_beside(folder: Path, opened: Opened, plan: Plan) -> None:
             if plan.is_copy or name not in BESIDE:
                 shutil.copyfile(path, folder / name)
         return
-    tokenizer = opened.tokenizer()
+    tokenizer = readable_tokenizer(opened)
     metadata = opened.metadata or {}
     if tokenizer is None or f"{KEY}model" not in metadata:
-        log.warning("no tokenizer is carried along: the GGUF file has none")
+        log.warning("no tokenizer is carried along: the GGUF file has none that Plait reads")
         return
     write_vocabulary(folder, metadata, tokenizer)
 

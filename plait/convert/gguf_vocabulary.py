@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.engine.opening import Opened
-from plait.errors import BadFile
+from plait.errors import BadFile, UnsupportedFormat
 from plait.text.gguf_files import CARRIED, FILES, GENERATION, TOKENIZER
 from plait.text.gguf_tokenizer import gguf_tokenizer
 from plait.text.load import template_sources
@@ -41,9 +41,9 @@ def vocabulary_keys(opened: Opened, *, is_own: bool = False) -> dict[str, Any]:
     metadata = opened.metadata
     if metadata and (f"{KEY}model" in metadata or TOKENIZER in metadata):
         return {key: value for key, value in metadata.items() if key.startswith(CARRIED)}
-    directory, tokenizer = opened.text_directory, opened.tokenizer()
+    directory, tokenizer = opened.text_directory, readable_tokenizer(opened)
     if tokenizer is None or directory is None or not _has_files(directory):
-        log.warning("no tokenizer is carried along: the model has no file of one")
+        log.warning("no tokenizer is carried along: the model has none in a file that Plait reads")
         return {f"{KEY}model": NONE, **_generation(directory)}
     said = {} if is_own and (directory / "tokenizer.json").exists() else _said(opened, directory, tokenizer)
     keys = said or {f"{KEY}model": NONE, **carried_files(directory)}
@@ -52,6 +52,15 @@ def vocabulary_keys(opened: Opened, *, is_own: bool = False) -> dict[str, Any]:
         keys["tokenizer.chat_template"] = default
     keys |= {f"tokenizer.chat_template.{name}": text for name, text in named.items()}
     return keys | _generation(directory)
+
+
+def readable_tokenizer(opened: Opened) -> Tokenizer | None:
+    """The model's tokenizer; None, and a word, for one of a kind that Plait does not read."""
+    try:
+        return opened.tokenizer()
+    except UnsupportedFormat as error:
+        log.warning("%s", error)
+        return None
 
 
 def _said(opened: Opened, directory: Path, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -125,3 +125,14 @@ def test_a_kind_that_gguf_does_not_know_is_carried_as_its_file(
     write_vocabulary(tmp_path / "back", keys, again)
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     assert (tmp_path / "back" / "chat_template.jinja").read_text() == "T"
+
+
+def test_a_tokenizer_that_is_not_read_does_not_keep_the_weights_from_being_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    with caplog.at_level(logging.WARNING, logger="plait"):
+        keys = vocabulary_keys(Opened(tmp_path, 4))  # type: ignore[arg-type]
+    assert keys == {f"{KEY}model": "no_vocab"}
+    assert "vocab.json and merges.txt is not supported" in caplog.text
+    assert "no tokenizer is carried along" in caplog.text
