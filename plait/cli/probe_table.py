@@ -89,7 +89,7 @@ def _note(trial: Mapping[str, Any], quantity: Mapping[str, Any]) -> str:
     if quantity["margin"] is None:
         return "nothing depends on it"
     told = f"margin {quantity['margin']:.2g} nats on {trial['tokens']} tokens"
-    return told if quantity["sure"] else f"{told}: no more than chance; the likeliest is kept"
+    return told if quantity["sure"] else f"{told}, within chance"
 
 
 def values_text(values: Mapping[str, Any], limit: int = 60) -> str:

@@ -34,7 +34,8 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """`values`: keys of a config; `margins`: for each, by how many nats the next best value is worse.
+    """`values`: keys of a config; `margins`: for each, by how many nats the next best value is worse, 0 if the
+    text does not tell.
 
     `loss`: nats per token with all of them, on `tokens` tokens.
     """
@@ -46,7 +47,8 @@ class Findings:
 
     def source(self, key: str) -> str:
         """Where a value came from, as `plait info` shows it."""
-        return f"probed (margin {self.margins[key]:.2g} nats)"
+        margin = self.margins[key]
+        return f"probed (margin {margin:.2g} nats)" if margin else "probed (no other is better beyond chance)"
 
 
 def fingerprint(tensors: Tensors) -> str:
@@ -91,7 +93,7 @@ def _read(path: Path, bound_to: str) -> Findings | None:
     except (KeyError, TypeError, ValueError) as error:
         told = f"{type(error).__name__}: {error}"[:160]
         raise BadFile(
-            f"{path}: cannot be what a probe found ({told}); delete it, or run `plait info MODEL --probe` again"
+            f"{path}: cannot be what a probe found ({told}); delete it, or run `plait info MODEL --probe`"
         ) from error
 
 

@@ -28,7 +28,7 @@ from plait.engine.packed_weights import shelf_of
 from plait.engine.probe_model import settled
 from plait.engine.sizing import ModelFacts, Sizing, gib, size_state
 from plait.errors import BadGrammar, ConfigError
-from plait.kernels.load import executor, why_no_amx
+from plait.kernels.load import executor, load_for_gpu, why_no_amx
 from plait.kernels.load import load as load_kernels
 from plait.memory import has_slots
 from plait.model.decoder import Decoder
@@ -264,6 +264,7 @@ def _target(opened: Opened, device: torch.device) -> Target:
     target.quantize = config.quantize
     target.kv_dtype = kv_dtype(config, stored_dtypes(opened), dtype)
     if device.type != "cpu":
+        load_for_gpu()
         return target
     threads = config.threads or cores()
     cache_dir = Path(config.cache_dir) if config.cache_dir else None

@@ -23,6 +23,7 @@ from plait.config import EngineConfig
 from plait.engine.findings import Findings, read_findings
 from plait.engine.front import Language
 from plait.engine.text_source import TextSource
+from plait.errors import BadFile, PlaitError
 from plait.families.candidates import is_open
 from plait.families.resolve import SET, resolve
 from plait.families.resolved import Resolved
@@ -92,10 +93,6 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True) -> Open
     raw = read_json(files.config, "config.json") if files.config else None
     if files.kind == "gguf":
         gguf = GgufFile(files.weights[0])
-        if is_own(gguf.metadata):
-            found = _resolve(gguf, own_config(gguf.metadata), None, config)
-            why = {key: text.replace("config.json", CONFIG) for key, text in found.provenance.items()}
-            return Opened(files, gguf, gguf.metadata, replace(found, provenance=why), config)
         return Opened(files, gguf, gguf.metadata, _resolve(gguf, None, gguf.metadata, config), config)
     scheme = find_scheme(raw, files.side_files)
     tensors = Packed(SafetensorsFiles(*files.weights, index=files.index), scheme)
@@ -119,13 +116,21 @@ def with_values(
 
 
 def with_findings(opened: Opened, found: Findings) -> Resolved:
-    """What the model is by an earlier probe, where neither its config nor --set nor a tensor says it."""
+    """What the model is by an earlier probe, where neither its config nor --set nor a tensor says it.
+
+    Raises BadFile.
+    """
     plain = opened.resolved
     if plain.provenance.get("architectures") == SET:
         log.warning("what was probed is left aside: --set names another architecture")
         return plain
     values = {key: value for key, value in found.values.items() if is_open(plain, key)}
-    return with_values(opened, values, found.source)
+    try:
+        return with_values(opened, values, found.source)
+    except PlaitError as error:
+        raise BadFile(
+            f"{opened.files.name}: what a probe found cannot be ({error}); `plait info MODEL --probe` renews it"
+        ) from error
 
 
 def load_decoder(opened: Opened, target: Target, report: Progress) -> Decoder:
@@ -176,12 +181,17 @@ def _resolve(
         return as_tensor(checkpoint.read(name))
 
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
-    return resolve(
-        raw,
+    own = is_own(metadata)
+    found = resolve(
+        own_config(metadata or {}) if own else raw,
         shapes,
-        gguf=metadata,
+        gguf=None if own else metadata,
         overrides=config.set,
         read=read,
         ssm_mode=config.ssm_mode,
         a_source=config.a_source,
     )
+    if not own:
+        return found
+    why = {key: text.replace("config.json", CONFIG) for key, text in found.provenance.items()}
+    return replace(found, provenance=why)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from plait.engine.findings import Findings
 from plait.errors import PlaitError
-from plait.families.candidates import Quantity
+from plait.families.candidates import Quantity, Values
 
 log = logging.getLogger("plait")
 TEXT = Path(__file__).with_suffix(".txt")  # English and Python
@@ -42,7 +42,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One option tried, last with these others: its loss, or why it cannot be. `same`: as what held before."""
+    """One option tried: its loss in nats per token, or why it cannot be."""
 
     quantity: str
     values: Mapping[str, Any]
@@ -105,19 +105,19 @@ class Search:
         """Try all options and take the best. True if it is not what held before."""
         tokens = LONG if quantity.is_long else SHORT
         held, others = quantity.options[0], quantity.options[1:]
-        likely = self._losses({**self.values, **held}, tokens)
+        likely = self.losses({**self.values, **held}, tokens)
         trials, found = [Trial(quantity.name, held, tokens, fmean(likely))], {0: likely}
         for number, option in enumerate(others, 1):
             try:
-                losses = self._losses({**self.values, **option}, tokens)
+                losses = self.losses({**self.values, **option}, tokens)
             except PlaitError as error:
                 trials.append(Trial(quantity.name, option, tokens, error=str(error)))
                 continue
             trials.append(Trial(quantity.name, option, tokens, fmean(losses)))
             if losses is not likely:  # else nothing depends on it
                 found[number] = losses
-        best = min(found, key=lambda n: fmean(found[n]))
-        if best and not is_better(found[best], likely):
+        best = likeliest(found)
+        if best and not self._is_confirmed(quantity.options[best], held):
             best = 0
         rest = {n: losses for n, losses in found.items() if n != best}
         trials[best] = replace(trials[best], is_chosen=True)
@@ -126,12 +126,18 @@ class Search:
             self._choose(quantity, best, found[best], rest[min(rest, key=lambda n: fmean(rest[n]))])
         return bool(best)
 
+    def _is_confirmed(self, option: Values, held: Values) -> bool:
+        """What held goes only if the whole text says so."""
+        one, other = (self.losses({**self.values, **values}, LONG) for values in (option, held))
+        return is_better(one, other)
+
     def _choose(self, quantity: Quantity, best: int, losses: Losses, next_best: Losses) -> None:
         option, margin = quantity.options[best], fmean(next_best) - fmean(losses)
         self.choices[quantity.name] = Choice(option, margin, is_better(losses, next_best))
         self.values |= option
 
-    def _losses(self, values: Mapping[str, Any], tokens: int) -> Losses:
+    def losses(self, values: Mapping[str, Any], tokens: int) -> Losses:
+        """Of a model, which is run for them once. Raises Exhausted, and what the scorer does."""
         key = f"{tokens} {self.scorer.identity(values)}"
         if key not in self._known:
             if self.passes >= self.most:
@@ -141,6 +147,12 @@ class Search:
             self.passes += 1
             self._known[key] = [loss if math.isfinite(loss) else 1e9 for loss in losses]
         return self._known[key]
+
+
+def likeliest(found: Mapping[int, Losses]) -> int:
+    """The first, in the order of options, that the one with the lowest loss does not beat beyond chance."""
+    best = min(found, key=lambda n: fmean(found[n]))
+    return next(n for n in sorted(found) if n == best or not is_better(found[best], found[n]))
 
 
 def is_better(losses: Losses, others: Losses) -> bool:
@@ -169,8 +181,9 @@ class Probed:
 
     @property
     def findings(self) -> Findings:
-        """To be kept: each key with its margin."""
-        margins = {key: c.margin for c in self.choices.values() for key in c.values}
+        """To be kept: each key with its margin, 0 if it is within chance."""
+        sure = {name: c.margin if c.is_sure else 0.0 for name, c in self.choices.items()}
+        margins = {key: sure[name] for name, c in self.choices.items() for key in c.values}
         values = {key: value for key, value in self.values.items() if key in margins}
         return Findings(values, margins, self.loss, self.tokens)
 
@@ -181,7 +194,7 @@ class Probed:
         if self.is_understood:
             return told
         return (
-            f"the best loss is {told}: more than {self.limit:.1f}, so either this model is not understood, or "
+            f"the best loss is {told}: more than {self.limit:.1f}, so this model is not understood, or "
             "it does not know the language of the text (--probe-text FILE gives another); nothing is changed"
         )
 
@@ -192,7 +205,8 @@ def search(
     """Find the best values and say how good they are. Raises PlaitError if the model cannot run at all."""
     tried = Search(scorer, report, most - 1)
     tried.run()
-    losses = scorer.losses(tried.values, LONG)
+    tried.most = most  # one was left for this
+    losses = tried.losses(tried.values, LONG)
     limit = min(MOST_LOSS, OF_UNIFORM * math.log(max(vocab_size, 2)))
     return Probed(
         tried.trials,
@@ -201,6 +215,6 @@ def search(
         fmean(losses),
         limit,
         len(losses) + 1,
-        tried.passes + 1,
+        tried.passes,
         tried.is_whole,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FunctionType, TracebackType
@@ -12,14 +12,14 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 
-from plait.checkpoint.names import Derived, NameMap, Source
+from plait.checkpoint.names import Derived, NameMap, Source, UnknownName
 from plait.checkpoint.weights import Checkpoint, Split, Target, Weights
+from plait.config import EngineConfig
 from plait.engine.device import choose_device, choose_dtype, cores, out_of_memory
 from plait.engine.findings import write_findings
 from plait.engine.opening import (
     Opened,
     Progress,
-    banned_ids,
     open_model,
     stored_dtypes,
     with_findings,
@@ -62,11 +62,8 @@ class KeptWeights(Weights):
         self, *names: str, in_size: int, out_sizes: tuple[int, ...], split: Split | None = None
     ) -> Linear:
         """As of any weights, but not packed again."""
-        sources = [
-            self.names.resolve(self._full(f"{name}.{part}"), self.checkpoint)
-            for name in names
-            for part in ("weight", "bias")
-        ]
+        ours = [f"{name}.{end}" for name in names for end in ("weight", "bias")]
+        sources = [found for name in ours if (found := self._source(name)) is not None]
         recipes = tuple((recipe(source), tuple(found.items())) for source, found in sources)
         key = (self.prefix, names, in_size, out_sizes, recipes)
         if key not in self.kept:
@@ -75,6 +72,13 @@ class KeptWeights(Weights):
             self._used.update(source.sources if isinstance(source, Derived) else (source,))
         self.built[key] = self.kept[key]
         return self.kept[key]
+
+    def _source(self, name: str) -> tuple[Source, dict[str, str]] | None:
+        """None: there is no such tensor in this family."""
+        try:
+            return self.names.resolve(self._full(name), self.checkpoint)
+        except UnknownName:
+            return None
 
 
 def recipe(source: Source) -> object:
@@ -91,11 +95,9 @@ def recipe(source: Source) -> object:
 class ModelScorer:
     """A checkpoint as the search sees it. A context manager: it has threads."""
 
-    def __init__(self, opened: Opened, ids: Sequence[int], report: Progress) -> None:
+    def __init__(self, opened: Opened, ids: Sequence[int]) -> None:
         self._opened, self._ids, self._kept = opened, tuple(ids), Kept()
         self._target = _target(opened)
-        self._done, self._total = 0, opened.nbytes
-        self._report = report
 
     def __enter__(self) -> Self:
         return self
@@ -161,16 +163,16 @@ def probe(opened: Opened, report: Progress, text: str | None = None) -> Probed:
     tokenizer = opened.tokenizer()
     if tokenizer is None:
         raise ConfigError(
-            f"probe: {opened.files.name} has no tokenizer, and a text is needed to try values on; give --vocab"
+            f"probe: {opened.files.name} has no tokenizer, and values are tried on text; --vocab names one"
         )
     ids = tokenizer.encode(text or TEXT.read_text("utf-8"))[:LONG]
     size = opened.resolved.spec.vocab_size
     if len(ids) < 2 or max(ids) >= size:
         raise ConfigError(
-            f"probe: the text is {len(ids)} tokens up to id {max(ids, default=0)}; wanted are at least 2, of the "
-            f"model's {size}: another tokenizer (--vocab) or text (--probe-text) is needed"
+            f"probe: the text is {len(ids)} tokens up to id {max(ids, default=0)}; wanted are at least 2, of "
+            f"the model's {size}: another tokenizer (--vocab) or text (--probe-text) is needed"
         )
-    with ModelScorer(opened, ids, report) as scorer:
+    with ModelScorer(opened, ids) as scorer:
         return search(scorer, size, report)
 
 
@@ -186,7 +188,7 @@ def keep(opened: Opened, found: Probed) -> Opened:
     return replace(opened, resolved=with_findings(opened, findings))
 
 
-def settled(model: str, config: Any, report: Progress) -> Opened:
+def settled(model: str, config: EngineConfig, report: Progress) -> Opened:
     """`open_model`, and with `--probe` what no file tells is tried, unless that has been done before."""
     opened = open_model(model, config)
     if not config.probe:

@@ -36,7 +36,8 @@ GRANITE = ("embedding_multiplier", "attention_multiplier", "residual_multiplier"
 class Quantity:
     """Something to be tried. `options`: config keys with their values, what holds now first.
 
-    `is_long`: only a longer text tells (the base of the rope: what is far away turns slowly).
+    `is_long`: only a longer text tells (the base of the rope, because what is far away turns slowly; how many
+    experts, because one too many costs little).
     """
 
     name: str
@@ -195,7 +196,7 @@ def _experts(found: Resolved) -> Iterator[Quantity]:
     if (moe := _first(found, Moe)) is None:
         return
     key = "experts_per_tok" if found.family == "oxidizr" else "num_experts_per_tok"
-    yield from _ways(found, key, *(k for k in TOP_K if k <= moe.num_experts))
+    yield from _ways(found, key, *(k for k in TOP_K if k <= moe.num_experts), is_long=True)
     yield from _ways(found, "norm_topk_prob", True, False)
     yield from _ways(found, "routed_scaling_factor", 1.0, 2.5, 16.0)
     if is_open(found, "n_group") and "n_group" in found.config and moe.num_experts % 8 == 0:
