@@ -14,6 +14,7 @@ from plait.errors import Cancelled
 from plait.server.problems import BadBody, BodyTimeout, BodyTooLarge, UnsupportedMedia
 
 MAX_DEPTH = 64
+MAX_CONTAINERS = 100_000  # objects and lists: as many messages as may be, of ten each
 BODY_TIMEOUT_S = 30.0  # between two pieces of a body, and before it must have come at least so fast:
 MIN_BODY_RATE = 1024  # bytes per second
 INLINE_BYTES = 64 * 1024  # larger bodies are decoded in a thread
@@ -42,8 +43,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
     """A JSON object as plain values. Raises BadBody for anything that is not one."""
     if not body.strip():
         raise BadBody("the body is empty; send a JSON object")
-    if _too_deep(body):
-        raise BadBody(f"the body is nested deeper than {MAX_DEPTH} levels")
+    _check_structure(body)
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
@@ -111,16 +111,19 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"the body is larger than {max_bytes} bytes; the server's --max-body-bytes sets it")
 
 
-def _too_deep(body: bytes) -> bool:
-    """Whether JSON has more levels than may be; what is no JSON, the decoder finds."""
+def _check_structure(body: bytes) -> None:
+    """Raises BadBody for JSON that is costly to read, before it is; what is no JSON, the decoder finds."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return False
+        return
     left = _STRING.sub(b"", body).translate(_ROUND, _NOT_BRACKETS)
+    if (number := left.count(b"(")) > MAX_CONTAINERS:
+        raise BadBody(f"the body has {number} objects and lists; send at most {MAX_CONTAINERS}")
     for _ in range(MAX_DEPTH):  # takes the innermost level each time
         left, before = left.replace(b"()", b""), len(left)
         if len(left) == before:
-            return False
-    return b"()" in left
+            return
+    if b"()" in left:
+        raise BadBody(f"the body is nested deeper than {MAX_DEPTH} levels")
 
 
 def _kind(value: object) -> str:

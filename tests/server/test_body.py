@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.server.body import MAX_DEPTH, decode_object
+from plait.server.body import MAX_CONTAINERS, MAX_DEPTH, decode_object
 from plait.server.problems import BadBody
 
 
@@ -23,9 +23,21 @@ def test_the_deepest_body_is_taken_and_one_level_more_is_not() -> None:
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
-def test_what_is_never_closed_is_too_deep_as_well(opening: bytes) -> None:
+@pytest.mark.parametrize("number", [2000, 90_000])
+def test_what_is_never_closed_is_too_deep_as_well(opening: bytes, number: int) -> None:
     with pytest.raises(BadBody, match="nested deeper than 64"):
-        decode_object(opening * 100_000)
+        decode_object(opening * number)
+
+
+def test_objects_and_lists_are_counted_before_they_are_read() -> None:
+    def holding(number: int) -> bytes:
+        return b'{"a":[' + b",".join([b'{"b":"[{"}'] * (number - 2)) + b"]}"
+
+    assert len(decode_object(holding(MAX_CONTAINERS))["a"]) == MAX_CONTAINERS - 2
+    with pytest.raises(BadBody, match="has 100001 objects and lists; send at most 100000"):
+        decode_object(holding(MAX_CONTAINERS + 1))
+    with pytest.raises(BadBody, match="objects and lists"):
+        decode_object(b"[" * 1_000_000)
 
 
 def test_brackets_in_strings_are_text() -> None:
