@@ -64,6 +64,15 @@ def load(*, cache_dir: Path | None = None, isa: str = "native") -> None:
         importlib.import_module(f"plait.kernels.cpu.{name}")
 
 
+def load_for_gpu() -> None:
+    """Register what runs on GPUs: torch's own operators, and Triton's kernels where that is installed."""
+    from plait.kernels.torch import attention
+
+    attention.register()
+    if importlib.util.find_spec("triton") is not None:
+        importlib.import_module("plait.kernels.triton.packed")
+
+
 @dataclass(frozen=True, slots=True)
 class KernelTarget:
     """What kernels are compiled for here.

@@ -1,0 +1,1 @@
+"""Kernels for GPUs in Triton. Imported only where that is installed: `kernels.load`."""
