@@ -10,13 +10,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from plait.convert.counterparts import BLOCK, block_kind
+from plait.convert.counterparts import BLOCK, block_kind, factors
 from plait.convert.making import Made
 from plait.convert.reading import Numbers
-from plait.convert.storage import Blocks, Fp8Blocks, Int4Groups, Plain, Stored
+from plait.convert.storage import Blocks, Factors, Fp8Blocks, Int4Groups, Plain, Stored
 from plait.errors import ConfigError
 from plait.quant.encode import ENCODERS, fitting
-from plait.quant.gguf import BlockType
+from plait.quant.gguf import BlockType, Gguf
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -169,7 +169,19 @@ def _blocks_of(model: Numbers, made: Made) -> BlockType | None:
         if value is None or kind is None or value.shape[1] != made.cols:
             return None
         found[kind.name] = kind
-    return found.popitem()[1] if len(found) == 1 else None
+    has_factor = "NVFP4" in found and not all(isinstance(model.read(p.ours), Gguf) for p in made.parts)
+    if len(found) > 1 or (has_factor and nvfp4_factors(model, made) is None):
+        return None
+    return found.popitem()[1]
+
+
+def nvfp4_factors(model: Numbers, made: Made) -> Factors | None:
+    """The tensor that GGUF has beside a map in NVFP4, if it can be one."""
+    by = factors([model.read(part.ours) for part in made.parts], made.shape[0] if len(made.shape) == 3 else 1)
+    if by is None or not made.name.endswith(".weight"):
+        return None
+    name = made.name.removesuffix("weight") + "scale"
+    return Factors(Made(name, tuple(by.shape), (), ()), by)
 
 
 def _dtype_of(model: Numbers, made: Made) -> torch.dtype:

@@ -21,7 +21,7 @@ from plait.checkpoint.packed import Packed
 from plait.checkpoint.scheme import BESIDE
 from plait.config import EngineConfig
 from plait.convert.agreeing import differences
-from plait.convert.choosing import STACKS, Choice, chosen_storage, is_map
+from plait.convert.choosing import STACKS, Choice, chosen_storage, is_map, nvfp4_factors
 from plait.convert.counterparts import block_kind
 from plait.convert.file_type import file_type
 from plait.convert.gguf_file import total_nbytes, write_gguf
@@ -36,7 +36,7 @@ from plait.convert.packing import quantization_config
 from plait.convert.reading import Model, Numbers
 from plait.convert.safetensors_file import write_safetensors
 from plait.convert.same import Copied, Kept
-from plait.convert.storage import Mxfp4Stack, Stored
+from plait.convert.storage import Blocks, Mxfp4Stack, Stored
 from plait.engine.opening import Opened, open_model
 from plait.errors import ConfigError
 from plait.families.resolve import parse_override, resolve
@@ -257,7 +257,13 @@ def _with_storage(plan: Plan, choice: Choice) -> Plan:
 
 
 def _stored(choice: Choice, numbers: Numbers, made: Sequence[Made]) -> list[Stored]:
-    return [choice(numbers, one) for one in made]
+    found: list[Stored] = []
+    for one in made:
+        found.append(stored := choice(numbers, one))
+        is_nvfp4 = isinstance(stored, Blocks) and stored.kind.name == "NVFP4"
+        if is_nvfp4 and (beside := nvfp4_factors(numbers, stored.made)):
+            found.append(beside)
+    return found
 
 
 def _write_beside(folder: Path, opened: Opened, plan: Plan) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,18 +14,22 @@ from plait.quant.grouped import Grouped
 from plait.quant.weight import Weight
 
 BLOCK = 32  # columns under one scale in Q4_0, Q8_0 and MXFP4
+NVFP4 = 64  # columns of a block of it
 
 
 def block_kind(value: Tensor | Weight) -> BlockType | None:
     """The format of GGUF that says every number of the map exactly, if there is one.
 
-    MXFP4 is MXFP4 there, integers of 4 and 8 bits around a middle zero are Q4_0 and Q8_0.
+    MXFP4 is MXFP4 there, integers of 4 and 8 bits around a middle zero are Q4_0 and Q8_0. NVFP4 is NVFP4, but
+    for its factor, which is a tensor of its own: `factors`.
     """
     match value:
         case Gguf():
             return value.kind
         case Fp4(factor=None) if value.format == "mxfp4":
             return block_type("MXFP4")
+        case Fp4() if value.format == "nvfp4" and value.shape[1] % NVFP4 == 0 and _is_unsigned(value.scales):
+            return block_type("NVFP4")
         case Grouped(zeros=None, order=None, bits=4 | 8) if _fits(value):
             return block_type("Q8_0" if value.bits == 8 else "Q4_0")
     return None
@@ -42,7 +48,7 @@ def as_blocks(value: Weight, kind: BlockType) -> Gguf:
     if isinstance(value, Grouped):
         return Gguf(_integers(value), kind)
     if isinstance(value, Fp4):
-        return Gguf(_mxfp4(value), kind)
+        return Gguf(_mxfp4(value) if value.format == "mxfp4" else _nvfp4(value), kind)
     assert isinstance(value, Gguf)
     assert value.kind.name == kind.name
     return value
@@ -62,6 +68,32 @@ def _mxfp4(value: Fp4) -> Tensor:
     rows, cols = value.shape
     codes = unpack(value.codes, 4, cols).view(rows, -1, BLOCK)
     return torch.cat((value.scales.view(torch.uint8).unsqueeze(-1), _halves(codes)), 2).flatten(1)
+
+
+def _is_unsigned(scales: Tensor) -> bool:
+    """Numbers of E4M3 without a sign, as GGUF's have none."""
+    return bool((scales.view(torch.uint8) < 0x7F).all())
+
+
+def _nvfp4(value: Fp4) -> Tensor:
+    """Four bytes of scales, then four groups of sixteen, each in halves."""
+    rows, cols = value.shape
+    codes = unpack(value.codes, 4, cols).view(rows, -1, 4, 16)
+    halves = (codes[..., :8] | codes[..., 8:] << 4).flatten(2)
+    return torch.cat((value.scales.view(torch.uint8).view(rows, -1, 4), halves), 2).flatten(1)
+
+
+def factors(values: Sequence[Tensor | Weight], count: int) -> Tensor | None:
+    """By what each of `count` equal parts of the rows of these NVFP4 maps is multiplied, float32 [count].
+
+    None where a part has several numbers, or a map has no room for one.
+    """
+    if not all(isinstance(value, Fp4) for value in values):
+        return None
+    each = [torch.ones(1) if v.factor is None else v.factor for v in values if isinstance(v, Fp4)]
+    rows = [by.expand(value.shape[0]) for by, value in zip(each, values, strict=True)]
+    found = torch.cat(rows).view(count, -1)
+    return found.amax(1) if bool((found == found[:, :1]).all()) else None
 
 
 def _halves(codes: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ _NUMBERS: Mapping[str, int] = MappingProxyType(
         "TQ1_0": 36,
         "TQ2_0": 37,
         "MXFP4": 38,
+        "NVFP4": 39,
     }
 )
 _GUESSED = 1024

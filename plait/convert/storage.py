@@ -94,6 +94,21 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
+class Factors:
+    """What NVFP4's blocks are multiplied by, beside them: one number, or one for each matrix of a stack."""
+
+    made: Made
+    values: Tensor  # float32 [n]
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return (Entry(self.made.name, tuple(self.values.shape), torch.float32),)
+
+    def write(self, model: Numbers, sink: Sink) -> None:
+        sink(self.values)
+
+
+@dataclass(frozen=True, slots=True)
 class Fp8Blocks:
     """float8_e4m3fn under a float32 scale per 128 x 128 numbers, as DeepSeek-V3's checkpoints have it.
 

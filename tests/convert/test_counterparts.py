@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,7 +15,7 @@ from torch import Tensor
 from plait.checkpoint.gguf import GgufFile
 from plait.config import EngineConfig
 from plait.convert.conversion import Order, Result, convert
-from plait.convert.counterparts import as_blocks, block_kind, nibbles_of
+from plait.convert.counterparts import as_blocks, block_kind, factors, nibbles_of
 from plait.engine.opening import open_model
 from plait.quant.bits import pack
 from plait.quant.fp4 import Fp4
@@ -218,3 +219,53 @@ def test_stacks_of_experts_in_fp8_are_read_again(tmp_path: Path) -> None:
     assert result.storages["float8_e4m3fn"] > 12
     wanted, found = logits(tmp_path / "m"), logits(tmp_path / "a")
     assert 0 < float((found - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()) < 0.2
+
+
+def in_nvfp4(folder: Path, variant: Variant) -> Path:
+    """Maps as modelopt packs them, each under a factor of its own."""
+    tiny.write("m", folder / "m", variant)
+    path = folder / "m" / "model.safetensors"
+    tensors = load_file(path)
+    for n, key in enumerate([k for k in tensors if k.endswith("_proj.weight")]):
+        rows, cols = tensors.pop(key).shape
+        scales = torch.rand(rows, cols // 16, generator=drawn(n)).to(torch.float8_e4m3fn)
+        tensors[key] = fp4(rows, cols).codes
+        tensors[f"{key}_scale"] = scales
+        tensors[f"{key}_scale_2"] = torch.tensor(0.05 + n / 1000)
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((folder / "m" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    (folder / "m" / "config.json").write_text(json.dumps(config))
+    return folder / "m"
+
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64, "head_dim": 32}
+
+
+@pytest.mark.parametrize(("name", "maps"), [("llama", 21), ("qwen3_moe", 21)])
+def test_nvfp4_keeps_its_bits_and_its_factors(name: str, maps: int, tmp_path: Path) -> None:
+    variant = tiny.VARIANTS[name]
+    sizes = {k: v for k, v in SIZES.items() if name != "llama" or not k.startswith("moe")}
+    model = in_nvfp4(tmp_path, Variant(variant.config, {**variant.changes, **sizes}))
+    result = run(model, tmp_path / "a.gguf")
+    assert result.storages["NVFP4"] == maps
+    wanted = logits(model)
+    assert worst(logits(tmp_path / "a.gguf"), wanted) <= 1e-4
+    again = run(tmp_path / "a.gguf", tmp_path / "b.gguf")
+    assert again.storages["NVFP4"] == maps
+    assert torch.equal(logits(tmp_path / "b.gguf"), logits(tmp_path / "a.gguf"))
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "b.gguf").tensors}
+    last = "ffn_down_exps" if name == "qwen3_moe" else "ffn_down"
+    assert stored[f"blk.0.{last}.weight"].tensor_type.name == "NVFP4"
+    assert len(stored[f"blk.0.{last}.scale"].data) == (6 if name == "qwen3_moe" else 1)
+
+
+def test_several_factors_in_one_map_are_not_lost() -> None:
+    one, other = (
+        Fp4(torch.zeros(4, 32, dtype=torch.uint8), torch.ones(4, 4).to(torch.float8_e4m3fn), by)
+        for by in (torch.tensor([2.0]), torch.tensor([2.0, 2.0, 3.0, 3.0]))
+    )
+    assert factors([one, one], 1).tolist() == [2.0]  # type: ignore[union-attr]
+    assert factors([one, other], 1) is None
+    assert factors([one, other], 4).tolist() == [2.0, 2.0, 2.0, 3.0]  # type: ignore[union-attr]
+    assert factors([one, torch.zeros(4, 64)], 1) is None
