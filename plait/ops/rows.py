@@ -33,7 +33,7 @@ STORED: list[dict[str, Any]] = [
 def embed(token_ids: Tensor, table: Weight, scale: float, dtype: torch.dtype) -> Tensor:
     """Rows of a table in any format, as numbers, times `scale`. token_ids: [T] int64 -> [T, n] in `dtype`."""
     x = table.gather(token_ids, dtype)
-    return x if scale == 1.0 else x * torch.tensor(scale, dtype=dtype, device=x.device)
+    return x if scale == 1.0 else x * torch.full((), scale, dtype=dtype, device=x.device)
 
 
 @embed.inputs

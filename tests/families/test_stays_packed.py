@@ -31,6 +31,7 @@ from tests.families.test_packed import CONFIGS, IDS, Model
 
 LEAST = 64 * 64  # numbers in the smallest map of these models
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+MODELS = {"nf4": "qwen3_moe", "fp8 in blocks": "deepseek_v3", "compressed fp8 by row": "deepseek_v3"}
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def own_copies(model: Decoder, tensors: dict[str, Tensor]) -> list[tuple[int, ..
 def test_no_numbers_of_a_quantized_model_are_kept(
     name: str, models: dict[str, Model], bound_as_on_cuda: list[tuple[str, Any]]
 ) -> None:
-    config, tensors = models["qwen3_moe" if "fp8" in name or name == "nf4" else "llama"]
+    config, tensors = models[MODELS.get(name, "qwen3_moe" if "fp8" in name else "llama")]
     said = PACKINGS[name].config
     files, plain = packed_like(tensors, PACKINGS[name])
     checkpoint = Packed(files, find_scheme({"quantization_config": said}))
