@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from safetensors.torch import load_file
 from plait.checkpoint.gguf import GgufFile
 from plait.checkpoint.gguf_own import CONFIG, MAX_NAME_BYTES, NAMES, json_in, truly_named
 from plait.config import EngineConfig
+from plait.convert import conversion
 from plait.convert.conversion import Order, Result, convert
-from plait.engine.opening import open_model
+from plait.engine.opening import open_model, with_values
 from plait.errors import BadFile, PlaitError
 from tests.families import tiny, tiny_bare
 from tests.families.parity import decoder, whole, worst
@@ -149,6 +151,24 @@ def test_what_is_set_is_written_into_the_config(out: str, tmp_path: Path) -> Non
     wanted = whole(decoder(opened.resolved, opened.checkpoint), IDS)
     assert worst(logits(tmp_path / out), wanted) == 0
     assert worst(wanted, logits(model)) > 0.01
+
+
+def test_what_a_probe_found_is_written_into_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made("llama", tmp_path)
+    (model / "config.json").unlink()
+    opened = open_model(str(model), EngineConfig(device="cpu"))
+    found = replace(opened, resolved=with_values(opened, {"rope_theta": 77_000.0}))
+    monkeypatch.setattr(conversion, "open_model", lambda *_: found)
+    for out in ("a", "a.gguf"):
+        run(model, tmp_path / out)
+    monkeypatch.undo()
+    assert json.loads((tmp_path / "a" / "config.json").read_text()) == {"rope_theta": 77_000.0}
+    wanted = whole(decoder(found.resolved, found.checkpoint), IDS)
+    assert worst(wanted, logits(model)) > 0.01
+    for out in ("a", "a.gguf"):
+        assert worst(logits(tmp_path / out), wanted) <= NEAR
 
 
 def test_what_is_set_of_a_gguf_file_is_in_the_next(tmp_path: Path) -> None:
