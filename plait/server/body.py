@@ -22,6 +22,8 @@ LINGER_S, LINGER_BYTES = 1.0, 64 * 1024 * 1024
 
 # A string is skipped whole; possessive, so that no text makes it go back.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+# So many strings and what is between them: one step of a scan, which other threads wait for.
+_PART = re.compile(rb'(?:[^"]*+"(?:[^"\\]++|\\.)*+"){0,4096}+[^"]*+', re.DOTALL)
 _ROUND, _NOT_BRACKETS = bytes.maketrans(b"[]{}", b"()()"), bytes(set(range(256)) - set(b"[]{}"))
 # Half of a pair that no character is written with, as in "\ud800".
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -115,9 +117,11 @@ def _check_structure(body: bytes) -> None:
     """Raises BadBody for JSON that is costly to read, before it is; what is no JSON, the decoder finds."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
-    left = _STRING.sub(b"", body).translate(_ROUND, _NOT_BRACKETS)
-    if (number := left.count(b"(")) > MAX_CONTAINERS:
-        raise BadBody(f"the body has {number} objects and lists; send at most {MAX_CONTAINERS}")
+    left, at = b"", 0
+    while (found := _PART.match(body, at)) and found.end() > at:
+        left, at = left + _STRING.sub(b"", found[0]).translate(_ROUND, _NOT_BRACKETS), found.end()
+        if left.count(b"(") > MAX_CONTAINERS:
+            raise BadBody(f"the body has more than {MAX_CONTAINERS} objects and lists; send less")
     for _ in range(MAX_DEPTH):  # takes the innermost level each time
         left, before = left.replace(b"()", b""), len(left)
         if len(left) == before:
