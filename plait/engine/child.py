@@ -272,8 +272,7 @@ def serve_link(link: Link, page: Page, hello: Hello) -> None:
         lambda text, done, total: link.send(Progress(text, done, total)),
         lambda source: link.send(Headers(to_json(source))),
     )
-    gc.collect()
-    gc.freeze()  # what is there now stays: no collection looks at it again
+    gc.freeze()  # what is there now stays: to look at it takes a quarter of a second, and finds nothing
     gc.enable()
     engine = housed.engine
     child = EngineChild(link, page, engine)

@@ -71,20 +71,25 @@ def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
 
 def _byte_level(metadata: Mapping[str, Any]) -> TextTokenizer:
     name, pattern = _pattern(metadata)
-    library = byte_level_library(metadata)
     tokens, kinds = _tokens(metadata)
+    library = _library(metadata, tokens, kinds)
     engine = HfEngine(library, unused=frozenset(i for i, kind in enumerate(kinds) if kind == UNUSED))
     return _assemble(f"gguf:gpt2/{name}", engine, metadata, (tokens, kinds), _Defaults(pattern.add_bos))
 
 
 def byte_level_library(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """A gpt2 vocabulary as the `tokenizers` library has it. Raises BadFile, UnsupportedFormat."""
+    return _library(metadata, *_tokens(metadata))
+
+
+def _library(
+    metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
+) -> tokenizers.Tokenizer:
     _, pattern = _pattern(metadata)
     if metadata.get(f"{_KEY}add_space_prefix"):
         raise UnsupportedFormat(
             f"tokenizer.ggml.add_space_prefix with a gpt2 vocabulary is not supported; {_NO_WAY}"
         )
-    tokens, kinds = _tokens(metadata)
     library = tokenizers.Tokenizer(_bpe(tokens, metadata.get(f"{_KEY}merges"), pattern.whole_words))
     splits = [
         pre_tokenizers.Split(tokenizers.Regex(regex), "isolated", invert=False) for regex in pattern.splits

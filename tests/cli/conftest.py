@@ -37,6 +37,7 @@ class FakeEngine:
     prompts: list[Any] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     chats: list[list[dict[str, str]]] = field(default_factory=list)
+    step_kind: str = "9 launches of 3 native kernels, one call"
     closed: int = 0
     cancelled: int = 0
 
@@ -46,7 +47,7 @@ class FakeEngine:
         if on_progress is not None:
             on_progress("reading", 1, 2)
         self.settings = {"model": model, **settings}
-        return SimpleNamespace(front=self, close=self.close)
+        return SimpleNamespace(front=self, close=self.close, step_kind=self.step_kind)
 
     @property
     def name(self) -> str:

@@ -29,6 +29,13 @@ def test_the_text_is_on_stdout_and_the_speed_on_stderr(plait: Run, engine: Any) 
     assert engine.closed == 1
 
 
+def test_a_first_start_says_what_it_compiled(plait: Run, engine: Any) -> None:
+    engine.step_kind = "9 launches of 3 native kernels, one call; compiled 2 of them, once: 12.1 s"
+    told = "compiled 2 of them, once: 12.1 s; the next start loads them"
+    assert told in plait("generate", "-m", "m", "-p", "Say").err
+    assert told not in plait("generate", "-m", "m", "-p", "Say", "--quiet").err
+
+
 def test_quiet_is_quiet(plait: Run, engine: Any) -> None:
     assert plait("generate", "-m", "m", "-p", "Say", "--quiet").err == ""
 
