@@ -14,7 +14,7 @@ from plait.server import validate
 from plait.server.endpoint import Endpoint
 from plait.server.generation import new_id
 from plait.server.reply import Head, best, finite
-from plait.server.schema import ChatRequest, field_names, typed
+from plait.server.schema import ChatRequest, StreamOptions, field_names, typed
 from plait.server.tool_choice import allowed
 from plait.text.grammar.fields import grammar_from
 from plait.text.tools import Arguments, CallEnd, CallStart, Content, Reasoning
@@ -64,7 +64,7 @@ class ChatReply:
 
     def __init__(self, head: Head, asked: ChatRequest, request: Request, with_ids: bool) -> None:
         self.head, self.requests, self.stream = head, (request,), asked.stream
-        self.include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        self.told = asked.stream_options or StreamOptions()
         self._top = (asked.top_logprobs or 0) if asked.logprobs else None
         self._with_ids = with_ids
         self._n, self._is_named = asked.n, isinstance(asked.tool_choice, dict)

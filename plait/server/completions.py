@@ -12,7 +12,7 @@ from plait.server import validate
 from plait.server.endpoint import Endpoint
 from plait.server.generation import new_id
 from plait.server.reply import Head, best, finite
-from plait.server.schema import CompletionRequest, field_names, typed
+from plait.server.schema import CompletionRequest, StreamOptions, field_names, typed
 from plait.text.detokenize import StreamDecoder, text_offsets
 from plait.text.grammar.fields import grammar_from
 
@@ -56,7 +56,7 @@ class CompletionReply:
     ) -> None:
         self.head, self.requests, self.stream = head, requests, asked.stream
         self._n, self._is_ranked = asked.n, requests[0].params.n > asked.n
-        self.include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        self.told = asked.stream_options or StreamOptions()
         prompts = validate.prompts(asked.prompt, asked.n)
         self._prompts = [_Prompt(tokenizer, p, r, asked) for p, r in zip(prompts, requests, strict=True)]
 

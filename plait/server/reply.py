@@ -14,6 +14,7 @@ from starlette.types import Receive
 from plait.request import Request
 from plait.server.generation import Generation, planned, until_disconnect
 from plait.server.problems import json_response
+from plait.server.schema import StreamOptions
 from plait.server.sse import EventStream
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Reply(Protocol):
     @property
     def stream(self) -> bool: ...
     @property
-    def include_usage(self) -> bool: ...
+    def told(self) -> StreamOptions: ...
 
     def chunks(self, i: int, delta: Delta) -> list[dict[str, Any]]:
         """The choices of chunks that this delta of request `i` completes, one chunk each."""
@@ -130,12 +131,15 @@ async def _respond(front: Front, plan: Callable[[], Reply], threads: Executor | 
 
 
 async def _bodies(reply: Reply, generation: Generation, usage: Usage) -> AsyncIterator[Mapping[str, Any]]:
-    unknown: dict[str, Any] = {"usage": None} if reply.include_usage else {}
+    told = reply.told
+    more: dict[str, Any] = {"usage": None} if told.include_usage else {}
     async for i, delta in generation:
         usage.add(i, delta)
+        if told.continuous_usage_stats:
+            more = {"usage": usage.body()}
         for choice in reply.chunks(i, delta):
-            yield reply.head.body(reply.chunk_kind, [choice], **unknown)
-    if reply.include_usage:
+            yield reply.head.body(reply.chunk_kind, [choice], **more)
+    if told.include_usage:
         yield reply.head.body(reply.chunk_kind, [], usage=usage.body())
 
 

@@ -12,7 +12,10 @@ from plait.server.aliases import renamed
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
+    """`continuous_usage_stats`, vLLM's: every chunk tells the usage so far, not only the last one."""
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Sampling(msgspec.Struct, kw_only=True, frozen=True):

@@ -32,7 +32,7 @@ IGNORED_HEADER = "x-plait-ignored"
 MAX_REPORTED, MAX_REPORTED_CHARS = 16, 64
 # It stands between markers, quotes or brackets in what a model writes, and must end nowhere but there.
 _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
-_KNOWN_STREAM_OPTIONS = frozenset({"include_usage"})
+_KNOWN_STREAM_OPTIONS = frozenset({"include_usage", "continuous_usage_stats"})
 _RESERVED_KWARGS = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
@@ -92,6 +92,10 @@ def check_stream(asked: Sampling, params: SamplingParams) -> None:
     """Raises InvalidField for stream options without a stream, and for a stream that would have to wait."""
     if asked.stream_options is not None and not asked.stream:
         raise InvalidField("stream_options: it needs stream: true", "stream_options")
+    options = asked.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        at = "stream_options.continuous_usage_stats"
+        raise InvalidField(f"{at}: it needs include_usage: true", at)
     if asked.stream and params.is_ranked:
         raise InvalidField(
             f"best_of: {params.best_of} choices are ranked at their end and cannot be streamed; "

@@ -228,7 +228,8 @@ def test_the_openai_client_raises_what_it_should(openai: OpenAI, client: Any) ->
         {"timeout_s": 0},
         {"add_special_tokens": True},
         {"echo": True},
-        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True},
+        {"stream_options": {"include_usage": True, "include_obfuscation": True}, "stream": True},
+        {"stream_options": {"continuous_usage_stats": True}, "stream": True},
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(client: Any, extra: dict[str, Any]) -> None:

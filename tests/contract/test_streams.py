@@ -87,6 +87,17 @@ def test_usage_comes_once_before_done_if_asked_for(client: Any, path: str) -> No
 
 
 @BOTH
+def test_every_chunk_tells_the_usage_so_far_if_asked_for(client: Any, path: str) -> None:
+    """vLLM's `continuous_usage_stats`, which load generators send."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = client.post(path, body(path, stream=True, stream_options=options)).events
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] <= 1 < counts[-1] == last["usage"]["completion_tokens"]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
+
+
+@BOTH
 def test_usage_does_not_come_unasked(client: Any, path: str) -> None:
     """Point 11."""
     assert all("usage" not in chunk for chunk in client.post(path, body(path, stream=True)).events)
