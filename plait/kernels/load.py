@@ -40,6 +40,7 @@ CPU_KERNELS: tuple[str, ...] = (
     "delta",
     "rg_lru",
     "amx_variants",
+    "amx_attention",
 )
 
 

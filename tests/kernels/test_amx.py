@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from plait.kernels.load import executor, load
+from plait.ops.attention import paged_attention
 from plait.ops.blocks import random_weight
 from plait.ops.linear import linear
 from plait.ops.registry import Facts
@@ -29,6 +30,8 @@ target = pytest.importorskip("plait.kernels.cpu.target")
 rows_on_tiles = pytest.importorskip("plait.kernels.cpu.amx_linear")
 packed_maps = pytest.importorskip("plait.kernels.cpu.packed")
 variants = pytest.importorskip("plait.kernels.cpu.amx_variants")
+attention = pytest.importorskip("plait.kernels.cpu.amx_attention")
+plain_attention = pytest.importorskip("plait.kernels.cpu.attention")
 packing = {name: pytest.importorskip(f"plait.kernels.cpu.{name}") for name in ("dense", "floats", "linear")}
 TILE = 1024  # bytes
 
@@ -52,6 +55,7 @@ def one() -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "TILES", "software")
+    monkeypatch.setattr(attention, "TILES", "software")
 
 
 def multiplied(cpu: Any, what: str, *given: Tensor) -> Tensor:
@@ -288,12 +292,13 @@ from numba import cfunc
 from plait.kernels.cpu import target
 
 target.keep_in(Path(sys.argv[1]))
-from plait.kernels.cpu import amx_check, amx_linear, layout, linear_source
+from plait.kernels.cpu import amx_attention, amx_check, amx_linear, layout, linear_source
 from plait.kernels.cpu.kernel import SIGNATURE
 
 kernel = {
     "check": lambda: amx_check.products("amx"),
     "many": lambda: amx_linear.many_rows("bfloat16", "amx"),
+    "attention": lambda: amx_attention.attend("amx"),
     "bytes": lambda: linear_source.linear_kernel(layout.LAYOUTS["Q8_0"], "amx"),
 }[sys.argv[2]]()
 made = cfunc(SIGNATURE, nopython=True, nogil=True, error_model="numpy", boundscheck=False)(kernel.function)
@@ -305,12 +310,26 @@ print(machine.emit_assembly(llvm.parse_assembly(made.inspect_llvm())))
 """
 
 
+def calls_beside_sums(lines: list[str]) -> list[str]:
+    """Calls, and returns, between an instruction that puts something into a tile and the next that stores one."""
+    found, held = [], False
+    for line in lines:
+        if line.startswith(("tilezero", "tileload", "tdp")):
+            held = True
+        elif line.startswith("tilestored"):
+            held = False
+        elif held and line.startswith(("call", "ret")):
+            found.append(line)
+    return found
+
+
 @pytest.mark.skipif(target.platform.machine() != "x86_64", reason="compiles for x86-64")
 @pytest.mark.parametrize(
     ("kernel", "product", "regions"),
     [
         ("check", "tdpbf16ps", 2),
         ("many", "tdpbf16ps", 1),
+        pytest.param("attention", "tdpbf16ps", 1, marks=pytest.mark.slow),
         pytest.param("bytes", "tdpbsud", 1, marks=pytest.mark.slow),
     ],
 )
@@ -333,5 +352,59 @@ def test_the_instructions_for_a_processor_that_has_amx(
         end = next(j for j, line in enumerate(lines) if j > i and line == "tilerelease")
         region = lines[i:end]
         assert any(line.startswith(product) for line in region) or kernel == "check"
-        assert not [line for line in region if line.startswith(("call", "ret"))]
+        assert not calls_beside_sums(region)
     assert product in text
+
+
+ATTENTION = (
+    dict(seqs=[33], heads=4, kv_heads=2, dim=32, window=None, softcap=None),
+    dict(seqs=[300, 2], heads=9, kv_heads=3, dim=64, window=None, softcap=None),
+    dict(seqs=[530, 4], heads=4, kv_heads=2, dim=96, window=70, softcap=30.0),
+    dict(seqs=[300, 2, 1], heads=6, kv_heads=2, dim=32, window=None, softcap=None, sinks=True),
+)
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=str)
+def test_attention_of_many_tokens(case: Any, cpu: Any) -> None:
+    torch.manual_seed(4)
+    args, more = paged_attention.make({**case, "kv_dtype": "bfloat16"}, torch.float32, "cpu")
+    caches = [c.clone() for c in args[3:5]]
+    assert len(args[0]) >= 32
+    found = attention.paged_attention_on_tiles(cpu, *args, **more)
+    args = (*args[:3], *caches, *args[5:])
+    wanted = paged_attention(*args, **more)
+    assert (found - wanted).abs().max() < 2e-2
+
+
+def test_attention_of_few_tokens_is_what_it_was(cpu: Any) -> None:
+    case = dict(seqs=[20, 5], heads=4, kv_heads=2, dim=32, window=None, softcap=None, kv_dtype="bfloat16")
+    args, more = paged_attention.make(case, torch.float32, "cpu")
+    tokens = min(len(args[0]), 31)
+    assert len(args[0]) == tokens
+    exact = plain_attention.attended(cpu, None, *args, **more)
+    assert torch.equal(attention.paged_attention_on_tiles(cpu, *args, **more), exact)
+
+
+def test_attention_of_a_prompt_in_two_pieces_is_that_of_the_whole(cpu: Any) -> None:
+    case = dict(seqs=[400], heads=4, kv_heads=2, dim=64, window=None, softcap=None, kv_dtype="bfloat16")
+    args, more = paged_attention.make(case, torch.float32, "cpu")
+    whole = attention.paged_attention_on_tiles(cpu, *args, **more)
+    rows, (table, slots, _, _), rest = args[:3], args[5:9], args[9:]
+    parts = []
+    for first, end in ((0, 270), (270, 400)):
+        where = (table, slots[first:end], torch.tensor([0, end - first]), torch.tensor([end]))
+        given = (*(x[first:end] for x in rows), *args[3:5], *where, *rest)
+        parts.append(attention.paged_attention_on_tiles(cpu, *given, **more))
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_which_attention_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "refusal", lambda: None)
+    sizes = {"kv_dtype": "bfloat16", "block_size": 16, "dim": 64}
+
+    def chosen(prefill: str, **more: Any) -> str:
+        found = Facts("cpu", torch.float32, {**sizes, **more}, SimpleNamespace(prefill=prefill))
+        return str(paged_attention.bind(found)[1].variant)
+
+    assert chosen("bf16") == "amx-bf16"
+    assert chosen("same") == chosen("bf16", dim=80) == chosen("bf16", kv_dtype="int8") == "native"

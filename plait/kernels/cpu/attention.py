@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,9 +112,9 @@ def served(facts: Facts) -> str | None:
     return kept_dtype(facts)
 
 
-@paged_attention.variant("native", on="cpu", when=served, native=True)
-def _paged_attention(
+def attended(
     cpu: Executor,
+    tiled: tuple[Kernel, Form] | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -128,6 +129,7 @@ def _paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
+    """See `ops.attention.paged_attention`. `tiled`: a kernel that calls the usual one for few tokens."""
     rows, k_rows, v_rows = Rows.of(q), Rows.of(k), Rows.of(v)
     size, kv_heads = k_cache.shape[1:3]
     coded, d = k_cache.dtype == torch.int8, rows.width
@@ -145,13 +147,21 @@ def _paged_attention(
     out = cpu.empty(*q.shape)
     spans = -(-block_table.shape[1] * size // SPAN)
     apart = min(APART, rows.count * rows.heads * spans * record_bytes(d))
+    usual, few = (attend_of(k_cache.dtype), form_of(k_cache.dtype)), 0
+    if tiled:
+        usual, few = tiled, usual[0].address
     cpu.launch(
-        attend_of(k_cache.dtype), q, *rows.strides, out, k_cache, v_cache, block_table,
+        usual[0], q, *rows.strides, out, k_cache, v_cache, block_table,
         block_table.stride(0) * 8, query_start, seq_lens, rows.heads, kv_heads, d, d, size, window or 0,
-        float(scale), float(softcap or 0), apart, sinks,
-        rows=rows.count, seqs=seq_lens.shape[0], scratch=form_of(k_cache.dtype).scratch(d, d), shared=apart,
+        float(scale), float(softcap or 0), apart, sinks, few,
+        rows=rows.count, seqs=seq_lens.shape[0], scratch=usual[1].scratch(d, d), shared=apart,
     )  # fmt: skip
     return out
+
+
+@paged_attention.variant("native", on="cpu", when=served, native=True)
+def _paged_attention(cpu: Executor, *args: Any, **more: Any) -> Tensor:
+    return attended(cpu, None, *args, **more)
 
 
 def check_cache(name: str, cached: Tensor, entry: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -46,7 +46,7 @@ HIDDEN = np.float32(-np.inf)
 
 # Words of a launch: addresses, strides in bytes, sizes.
 Q, Q_ROW, Q_HEAD, OUT, KEYS, VALUES, TABLE, TABLE_ROW, START, LENS = range(2, 12)
-HEADS, KV_HEADS, K_DIM, V_DIM, BLOCK, WINDOW, SCALE, CAP, BUDGET, SINKS = range(12, 22)
+HEADS, KV_HEADS, K_DIM, V_DIM, BLOCK, WINDOW, SCALE, CAP, BUDGET, SINKS, FEW = range(12, 23)
 
 
 @inline

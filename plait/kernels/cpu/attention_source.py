@@ -41,6 +41,18 @@ class Form:
     prelude: str = ""  # functions that `locate` calls
     weigh: str = ""
     value_group: int = 0
+    # What a kernel on tiles of its own has instead (`amx_attention`):
+    rows: int = TILE  # whose products are computed together
+    before: int = 0  # bytes of a thread before what `attend` knows of
+    more: int = 0  # bytes behind it for every value column
+    products: str = ""  # the two blocks
+    pack: str = "pack"
+    size: str = "size_of(left)"
+    values: str = "stride"  # what stands for it in the product with values
+    few: str = ""  # whether the kernel at word FEW is called instead
+    enter: str = "pass"
+    leave: str = "pass"
+    paired: str = "pass"  # behind `locate`
 
     @property
     def line(self) -> int:
@@ -50,8 +62,9 @@ class Form:
     def scratch(self, k_dim: int, v_dim: int) -> int:
         """Bytes per thread, in the order of `attend`, without what `locate` needs."""
         record = record_bytes(v_dim)
-        packed = TILES * TILE * k_dim * 4
-        return self.span + TILE * self.line + TILE * record + packed + TILES * TILE * record
+        packed, rows = TILES * self.rows * k_dim * 4, self.rows
+        own = self.span + rows * self.line + rows * record + packed + TILES * rows * record
+        return self.before + own + self.more * v_dim
 
 
 def record_bytes(v_dim: int) -> int:
@@ -68,20 +81,29 @@ def source(form: Form) -> str:
     parts = [
         _HEAD.format(name=form.name, digest=made_from),
         form.prelude,
-        _TILES.format(
+        form.products
+        or _TILES.format(
             key_size=form.key_size, value_size=form.value_size, line=form.line, group=form.value_group
         ),
         _BODY.format(
             span=form.span,
             groups=form.span // 16,
             line=form.line,
-            tile=TILE,
+            tile=form.rows,
             parts=TILES,
             least=form.least,
             stride=form.value_stride,
             locate=form.locate,
-            part_at=form.span + TILE * form.line,
+            part_at=form.span + form.rows * form.line,
             weigh=form.weigh or "pass",
+            before=form.before,
+            pack=form.pack,
+            size=form.size,
+            values=form.values,
+            few=_FEW.format(few=form.few) if form.few else "",
+            enter=form.enter,
+            leave=form.leave,
+            paired=form.paired,
         ),
     ]
     return "\n".join(parts)
@@ -286,6 +308,11 @@ _TILES = """
 tile_scores, tile_values = tiles.scores({key_size}, {line}), tiles.values({value_size}, {line}, {group})
 """
 
+_FEW = """
+    if {few}:
+        call_kernel(word(args, FEW), frame, args, thread, threads)
+        return"""
+
 _BODY = '''
 @inline
 def first_span(args, s):
@@ -354,10 +381,11 @@ def attend(frame, args, thread, threads):
     """Attention of every new token; units of work are taken from the counter.
 
     A unit is some rows of a kv head: over all they see, or over one span, for `gather`.
-    """
+    """{few}
     seqs, kv_heads, window = get_i64(frame + 24), word(args, KV_HEADS), word(args, WINDOW)
     group, d, columns, stride = word(args, HEADS) // kv_heads, word(args, K_DIM), word(args, V_DIM), {stride}
-    record, scratch = record_bytes(args), scratch_of(frame, thread)
+    record, scratch = record_bytes(args), scratch_of(frame, thread) + {before}
+    {enter}
     scores, parts, values = scratch + {span}, scratch + {part_at}, scratch + 8 * {groups}
     packed = parts + {tile} * record
     states = packed + {parts} * {tile} * d * 4
@@ -385,26 +413,27 @@ def attend(frame, args, thread, threads):
             continue
         for i in range(0, count, {tile}):
             left = min(count - i, {tile})
-            pack(args, s, kv_head, base + i, left, size_of(left), packed + i * d * 4)
+            {pack}(args, s, kv_head, base + i, left, {size}, packed + i * d * 4)
         for i in range(count):
             begin(args, kv_head, base + i, states + i * record, record)
         for span in range(from_span, to_span):
             at = span * {span}
             first, end = max(low - at, 0) // 16, (min(high - at, {span}) + 15) // 16
             {locate}
+            {paired}
             for i in range(0, count, {tile}):
                 left = min(count - i, {tile})
                 earliest, latest = past + (base + i) // group, past + (base + i + left - 1) // group
                 start, stop = max(first_key(earliest, window) - at, 0), min(latest + 1 - at, {span})
                 if start >= stop:
                     continue
-                head, tail, size = start // 16, (stop + 15) // 16, size_of(left)
+                head, tail, size = start // 16, (stop + 15) // 16, {size}
                 tile_scores(size, packed + i * d * 4, d, scratch, head, tail, scores)
                 for r in range(left):
                     position = past + (base + i + r) // group
                     soften(args, scores + r * {line}, head, tail, at, position, parts + r * record)
                     {weigh}
-                tile_values(size, scores, start, stop, values, stride, columns, parts, record)
+                tile_values(size, scores, start, stop, values, {values}, columns, parts, record)
                 for r in range(left):
                     part = parts + r * record
                     if spans > 0:
@@ -414,6 +443,7 @@ def attend(frame, args, thread, threads):
         if spans == 0:
             for i in range(count):
                 finish(args, s, kv_head, base + i, states + i * record)
+    {leave}
     if spans > 0:
         barrier(frame, threads)
         gather(frame, args, thread, threads, seqs, spans)
