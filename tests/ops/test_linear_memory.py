@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +26,20 @@ from plait.quant.weight import Weight
 META = torch.device("meta")
 MOST = 64 << 20
 FORMATS = [*KINDS, *STORED, *FLOATS]
+
+
+class FromHost(TorchFunctionMode):
+    """Notes what makes tensors of the host's numbers: a device would be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        makers = (torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray)
+        if func in makers and not isinstance(args[0], Tensor):
+            self.made.append(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 class Watch(TorchDispatchMode):
@@ -73,8 +88,9 @@ def on_meta(kind: str, rows: int, cols: int) -> Weight:
 def watched(call: Callable[..., Tensor]) -> Watch:
     """The second call: what is made once and kept (tables of the format) is there then."""
     call()
-    with Watch() as watch:
+    with FromHost() as host, Watch() as watch:
         call()
+    watch.copies += host.made
     return watch
 
 
