@@ -72,8 +72,11 @@ class Setting:
 REFERENCE = Setting("float32, reference ops", True, None, "float32", "model", "reference")
 AS_IT_IS = (
     Setting("default: int8 activations, bfloat16 KV"),
+    Setting("--kv-dtype int8", kv_dtype="int8"),
     Setting("--kv-dtype float32", kv_dtype="model"),
     Setting("--precise: 16-bit activations, float32 KV", activations="int8x2", kv_dtype="model"),
+    Setting("float32, but bfloat16 KV", plain=True),
+    Setting("float32, but int8 KV", plain=True, kv_dtype="int8"),
     Setting("float32, fastest ops", plain=True, kv_dtype="model"),
 )
 
