@@ -29,7 +29,7 @@ KEPT = {
 }
 ENDS = {"embed.weight", "head.weight"}
 ENDS_BITS = 6.5  # of a number: below that, the two ends of a model get Q6_K
-STACKS = (".experts.gate_up_proj", ".experts.down_proj")  # that transformers reads in FP8
+GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"  # stacks, as transformers 5 calls them
 INT4_GROUPS = (128, 64, 32)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -91,15 +91,12 @@ class Choice:
         return Blocks(packed, how.kind, how, self.threads)
 
     def _packed(self, model: Numbers, made: Made, wanted: str) -> Stored | None:
-        """fp8 or int4, for a map inside the layers; of stacks, for those that transformers reads so."""
-        if _is_end(made) or made.packed is not made:
+        """fp8 or int4, for a map of two dimensions inside the layers."""
+        if _is_end(made) or len(made.shape) != 2 or not made.name.endswith(".weight"):
             return None
-        is_stack = len(made.shape) == 3 and made.name.endswith(STACKS)
-        if wanted == "fp8" and (is_stack or _is_matrix(made)):
+        if wanted == "fp8":
             self.recoded += _is_quantized(model, made)
             return Fp8Blocks(made)
-        if wanted == "fp8" or not _is_matrix(made):
-            return None
         there = _blocks_of(model, made)
         if there is not None and there.name == "Q4_0":
             return Int4Groups(made, BLOCK, torch.float16, is_copied=True)
@@ -146,10 +143,6 @@ def is_map_name(ours: str) -> bool:
 
 def _is_end(made: Made) -> bool:
     return any(role in ENDS for role in made.roles)
-
-
-def _is_matrix(made: Made) -> bool:
-    return len(made.shape) == 2 and made.name.endswith(".weight")
 
 
 def _is_quantized(model: Numbers, made: Made) -> bool:

@@ -21,7 +21,7 @@ from plait.checkpoint.packed import Packed
 from plait.checkpoint.scheme import BESIDE
 from plait.config import EngineConfig
 from plait.convert.agreeing import differences
-from plait.convert.choosing import STACKS, Choice, chosen_storage, is_map, nvfp4_factors
+from plait.convert.choosing import DOWN, GATE_UP, PACKED, Choice, chosen_storage, is_map, nvfp4_factors
 from plait.convert.counterparts import block_kind
 from plait.convert.file_type import file_type
 from plait.convert.gguf_file import total_nbytes, write_gguf
@@ -33,12 +33,12 @@ from plait.convert.making import Made
 from plait.convert.output import check_place, check_space, placed
 from plait.convert.own_target import own_target, unpacked, with_overrides, writable
 from plait.convert.packing import quantization_config
-from plait.convert.reading import Model, Numbers
+from plait.convert.reading import Model, Numbers, check_complete
 from plait.convert.safetensors_file import write_safetensors
 from plait.convert.same import Copied, Kept
 from plait.convert.storage import Blocks, Mxfp4Stack, Stored
 from plait.engine.opening import Opened, open_model
-from plait.errors import ConfigError
+from plait.errors import CheckpointError, ConfigError, UnsupportedModel
 from plait.families.resolve import parse_override, resolve
 from plait.quant.weight import as_tensor
 
@@ -223,14 +223,30 @@ def _hf_plan(opened: Opened, model: Model, choice: Choice) -> Plan:
         choice.counts.update(opened.checkpoint.format_of(name) for name in maps)
         copied = Copied(opened.checkpoint.files)
         return Plan(copied, _stored(choice, copied, copied.made()), config=config, is_copy=True)
-    kept = Kept(model)
-    stored = _stored(choice, kept, kept.made())
-    return _with_storage(Plan(kept, stored, config=None if config is None else unpacked(config)), choice)
+    kept, config = Kept(model), None if config is None else unpacked(config)
+    made = kept.made()
+    if choice.quantize in PACKED and len(apart := kept.apart(made)) > len(made) and _is_read(apart, config):
+        made = apart
+    return _with_storage(Plan(kept, _stored(choice, kept, made), config=config), choice)
+
+
+def _is_read(made: Sequence[Made], config: Mapping[str, Any] | None) -> bool:
+    """Whether a model in these tensors is read, all of them used."""
+    shapes = {one.name: one.shape for one in made}
+    try:
+        check_complete(resolve(config, shapes, read=lambda name: torch.zeros(shapes[name])), shapes)
+    except (UnsupportedModel, CheckpointError):
+        return False
+    return True
 
 
 def _published(choice: Choice, model: Model, made: Made) -> Stored | None:
     """Experts of gpt-oss in MXFP4 as they were published, where nothing else is asked for."""
-    if choice.quantize is not None or model.spec.family != "gpt_oss" or not made.name.endswith(STACKS):
+    if (
+        choice.quantize is not None
+        or model.spec.family != "gpt_oss"
+        or not made.name.endswith((GATE_UP, DOWN))
+    ):
         return None
     kinds = {kind.name for part in made.parts if (kind := block_kind(model.read(part.ours)))}
     if kinds != {"MXFP4"}:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Checkpoint
-from plait.convert.choosing import is_map
+from plait.convert.choosing import DOWN, GATE_UP, is_map
 from plait.convert.making import Made, Part
 from plait.convert.reading import Model, Wanted
 from plait.errors import PlaitError
@@ -64,6 +64,26 @@ class Kept:
     def made(self) -> list[Made]:
         """All its tensors, those too that no mixer reads."""
         return [self._made(name, wanted.shape) for name, wanted in list(self.wanted.items())]
+
+    def apart(self, made: Sequence[Made]) -> list[Made]:
+        """The same with stacks of experts taken apart, as checkpoints are published that pack them."""
+        return [part for one in made for part in self._apart(one)]
+
+    def _apart(self, made: Made) -> Iterator[Made]:
+        is_known = made.name.endswith((GATE_UP, DOWN)) and is_map(made) and len(made.shape) == 3
+        if not is_known or made.turned or made.is_odd:
+            yield made
+            return
+        stem, _, kind = made.name.rpartition(".")
+        names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        count, rows, cols = made.shape
+        size = rows // len(names)
+        for number in range(count):
+            matrix = f"{made.name}{MATRIX}{number}"
+            self.wanted[matrix] = Wanted((rows, cols), made.name, {})
+            for n, name in enumerate(names):
+                part = Part(matrix, rows=torch.arange(n * size, (n + 1) * size))
+                yield Made(f"{stem}.{number}.{name}.weight", (size, cols), (part,), made.roles)
 
     def _made(self, name: str, shape: tuple[int, ...]) -> Made:
         roles = tuple(self._roles.get(name, ()))

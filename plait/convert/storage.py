@@ -110,17 +110,14 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Blocks:
-    """float8_e4m3fn under a float32 scale per 128 x 128 numbers, as DeepSeek-V3's checkpoints have it.
-
-    The matrices of a stack have blocks of their own.
-    """
+    """float8_e4m3fn under a float32 scale per 128 x 128 numbers, as DeepSeek-V3's checkpoints have it."""
 
     made: Made
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        *stack, rows, cols = self.made.shape
-        scales = (*stack, -(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK))
+        rows, cols = self.made.shape
+        scales = (-(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK))
         return (
             Entry(self.made.name, self.made.shape, torch.float8_e4m3fn),
             Entry(f"{self.made.name}_scale_inv", scales, torch.float32),
@@ -128,7 +125,7 @@ class Fp8Blocks:
 
     def write(self, model: Numbers, sink: Sink) -> None:
         scales = []
-        for numbers in _rows_of(FP8_BLOCK, self.made.shape[-2], _numbers(model, self.made)):
+        for numbers in _rows_of(FP8_BLOCK, _numbers(model, self.made)):
             rows, cols = numbers.shape
             width = -cols % FP8_BLOCK
             tall = -rows % FP8_BLOCK
@@ -244,16 +241,17 @@ def _numbers(model: Numbers, made: Made, dtype: torch.dtype = torch.float32) -> 
         yield from pieces(matrix, scale, dtype if same else torch.float32)
 
 
-def _rows_of(multiple: int, rows: int, found: Iterator[Tensor]) -> Iterator[Tensor]:
-    """The same rows in pieces of a multiple of so many rows; the last of every `rows` takes what is left."""
+def _rows_of(multiple: int, found: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The same rows in pieces of a multiple of so many rows; the last takes what is left."""
     held: list[Tensor] = []
-    count, left = 0, rows  # rows that are held, and those of the matrix that have not been given
+    count = 0
     for piece in found:
         held.append(piece)
         count += len(piece)
-        while count >= left or count >= multiple:
-            together = torch.cat(held)
-            whole = left if count >= left else count // multiple * multiple
-            yield together[:whole]
-            held, count = [together[whole:]], count - whole
-            left = left - whole or rows
+        if count >= multiple:
+            rows = torch.cat(held)
+            whole = count // multiple * multiple
+            yield rows[:whole]
+            held, count = [rows[whole:]], count - whole
+    if count:
+        yield torch.cat(held)
