@@ -311,7 +311,7 @@ print(machine.emit_assembly(llvm.parse_assembly(made.inspect_llvm())))
 
 
 def calls_beside_sums(lines: list[str]) -> list[str]:
-    """Calls, and returns, between an instruction that puts something into a tile and the next that stores one."""
+    """Calls and returns between an instruction that fills a tile and the next that stores one."""
     found, held = [], False
     for line in lines:
         if line.startswith(("tilezero", "tileload", "tdp")):
