@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -134,6 +134,8 @@ def typed(body: Mapping[str, Any], kind: type[S]) -> S:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
         what, param = _located(str(error))
+        if what.startswith("Invalid enum value") and (known := _choices(kind, param or "")):
+            what = f"{what.removeprefix('Invalid enum value ')[:80]} is not {known}"
         raise InvalidField(f"{param}: {what}" if param else what, param) from None
 
 
@@ -152,6 +154,20 @@ def string_of(found: Mapping[str, Any], name: str, at: str) -> str:
 
 def field_names(kind: type[S]) -> frozenset[str]:
     return frozenset(kind.__struct_fields__)
+
+
+def _choices(kind: Any, param: str) -> str:
+    """The values that a field may have, as a client writes them; "" if it is not one of a few."""
+    name, _, rest = param.partition(".")
+    name, is_entry, _ = name.partition("[")
+    hint = get_type_hints(kind).get(name)
+    found = [hint, *get_args(hint)] if is_entry else [hint]
+    for part in (part for one in found for part in (one, *get_args(one))):
+        if rest and isinstance(part, type) and issubclass(part, msgspec.Struct):
+            return _choices(part, rest)
+        if get_origin(part) is Literal and not rest:
+            return " or ".join(msgspec.json.encode(value).decode() for value in get_args(part))
+    return ""
 
 
 def _located(message: str) -> tuple[str, str | None]:

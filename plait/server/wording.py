@@ -57,6 +57,8 @@ def in_words_of(names: Mapping[str, str], places: Sequence[str]) -> Iterator[Non
 
 
 def _renamed(param: str, names: Mapping[str, str], places: Sequence[str]) -> str:
+    if "response_format" in names:  # elsewhere a schema stands in the format itself
+        param = param.replace("response_format.json_schema.", "response_format.")
     head, bracket, rest = param.partition("[")
     number, closing, tail = rest.partition("]")
     if head == "messages" and closing and number.isdigit() and int(number) < len(places):

@@ -51,3 +51,21 @@ def test_cached_tokens_of_several_prompts_are_summed(client: Client) -> None:
 def test_a_timeout_without_a_unit_is_refused_with_the_right_name(client: Client) -> None:
     error = client.complete(timeout=5).error
     assert (error["param"], "timeout_s, in seconds" in error["message"]) == ("timeout", True)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "told"),
+    [
+        ("/v1/embeddings", {"pooling": "cls"}, "pooling", '\'cls\' is not "last" or "mean"'),
+        ("/v1/responses", {"truncation": "auto"}, "truncation", "'auto' is not \"disabled\""),
+        ("/v1/responses", {"background": True}, "background", "True is not false"),
+        ("/v1/responses", {"text": {"verbosity": "low"}}, "text.verbosity", "'low' is not \"medium\""),
+        ("/v1/responses", {"include": ["x"]}, "include[0]", '"reasoning.encrypted_content"'),
+    ],
+)
+def test_a_value_that_is_none_of_a_few_is_told_which(
+    client: Client, path: str, body: dict[str, Any], param: str, told: str
+) -> None:
+    error = client.post(path, {"input": "a", **body}).error
+    assert error["param"] == param
+    assert told in error["message"]

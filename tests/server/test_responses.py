@@ -354,3 +354,9 @@ def test_a_failure_keeps_what_was_said() -> None:
     assert (error["message"], error["param"], error["code"]) == ("too much", "p", "c")
     assert failed["response"]["error"]["code"] == "rate_limit_exceeded"
     assert [item["type"] for item in failed["response"]["output"]] == ["reasoning", "message"]
+
+
+def test_a_wrong_schema_is_named_by_its_place_here(client: Client) -> None:
+    told = {"type": "json_schema", "name": "a", "schema": {"type": "sound"}}
+    answer = client.post("/v1/responses", {"input": "hi", "text": {"format": told}})
+    assert (answer.status, answer.error["param"]) == (400, "text.format.schema")
