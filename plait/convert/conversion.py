@@ -21,7 +21,16 @@ from plait.checkpoint.packed import Packed
 from plait.checkpoint.scheme import BESIDE
 from plait.config import EngineConfig
 from plait.convert.agreeing import differences
-from plait.convert.choosing import DOWN, GATE_UP, PACKED, Choice, chosen_storage, is_map, nvfp4_factors
+from plait.convert.choosing import (
+    DOWN,
+    DTYPES,
+    GATE_UP,
+    PACKED,
+    Choice,
+    chosen_storage,
+    is_map,
+    nvfp4_factors,
+)
 from plait.convert.counterparts import block_kind
 from plait.convert.file_type import file_type
 from plait.convert.gguf_file import total_nbytes, write_gguf
@@ -213,7 +222,7 @@ def _raw_config(opened: Opened) -> dict[str, Any] | None:
 
 def _hf_plan(opened: Opened, model: Model, choice: Choice) -> Plan:
     if isinstance(opened.checkpoint, GgufFile) and not is_own(opened.metadata):
-        dtype = {"f32": torch.float32, "bf16": torch.bfloat16}.get(choice.quantize or "", torch.float16)
+        dtype = DTYPES.get(choice.quantize or "", torch.float16)
         target = hf_target(model, str(dtype).removeprefix("torch."))
         stored = [_published(choice, model, made) or choice(model, made) for made in target.made]
         return _with_storage(Plan(model, stored, config=target.config, notes=target.notes), choice)
@@ -266,8 +275,8 @@ def _with_storage(plan: Plan, choice: Choice) -> Plan:
             return replace(plan, notes=(*plan.notes, f"{note} of {choice.quantize}"))
         return plan
     raw = dict(plan.config)
-    if choice.quantize in ("f32", "f16", "bf16"):
-        name = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[choice.quantize]
+    if dtype := DTYPES.get(choice.quantize or ""):
+        name = str(dtype).removeprefix("torch.")
         raw |= {key: name for key in ("torch_dtype", "dtype") if key in raw} or {"torch_dtype": name}
     return replace(plan, config=raw if wanted is None else {**raw, "quantization_config": wanted})
 

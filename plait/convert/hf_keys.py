@@ -261,13 +261,13 @@ def _gemma(config: Mapping[str, Any], spec: ModelSpec) -> Values:
 
 def _mamba2(config: Mapping[str, Any], spec: ModelSpec) -> Values:
     mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba2))
-    inner = mixer.num_heads * mixer.head_dim
-    expand = inner / spec.hidden_size
-    return {
-        "head_dim": mixer.head_dim,
-        "num_heads": mixer.num_heads,
-        "expand": int(expand) if expand == int(expand) else expand,
-    }
+    return {"head_dim": mixer.head_dim, "num_heads": mixer.num_heads, "expand": _expand(mixer, spec)}
+
+
+def _expand(mixer: Mamba2, spec: ModelSpec) -> int | float:
+    """How many times as wide as the model its inner part is."""
+    expand = mixer.num_heads * mixer.head_dim / spec.hidden_size
+    return int(expand) if expand == int(expand) else expand
 
 
 def _mamba1(config: Mapping[str, Any], spec: ModelSpec) -> Values:
@@ -284,8 +284,7 @@ def _latent(config: Mapping[str, Any], spec: ModelSpec) -> Values:
 
 def _mamba_expand(config: Mapping[str, Any], spec: ModelSpec) -> Values:
     mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba2))
-    expand = mixer.num_heads * mixer.head_dim / spec.hidden_size
-    return {"mamba_expand": int(expand) if expand == int(expand) else expand, "mamba_d_head": mixer.head_dim}
+    return {"mamba_expand": _expand(mixer, spec), "mamba_d_head": mixer.head_dim}
 
 
 def _granite(config: Mapping[str, Any], spec: ModelSpec) -> Values:

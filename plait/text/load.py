@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from plait.checkpoint.gguf_own import json_in
 from plait.errors import BadFile, ConfigError, UnsupportedFormat
 from plait.text import gguf_files
 from plait.text.builtin_tokenizer import builtin_tokenizer, tiktoken_tokenizer
@@ -104,7 +105,7 @@ def _carried(metadata: Mapping[str, Any]) -> TextTokenizer | None:
 
 def _told(metadata: Mapping[str, Any]) -> TokenizerFiles:
     """What the files say that stood beside it."""
-    config, special = (gguf_files.json_object(metadata, k) for k in (gguf_files.CONFIG, gguf_files.SPECIAL))
+    config, special = (json_in(metadata, key) or {} for key in (gguf_files.CONFIG, gguf_files.SPECIAL))
     return TokenizerFiles(config, special)
 
 
@@ -176,7 +177,7 @@ def load_generation_config(
     """generation_config.json of a model's directory, or in a GGUF file's metadata; {} if it has none."""
     if directory is not None:
         return _json(directory / "generation_config.json")
-    return gguf_files.json_object(metadata or {}, gguf_files.GENERATION)
+    return json_in(metadata or {}, gguf_files.GENERATION) or {}
 
 
 def load_chat_template(
