@@ -51,7 +51,7 @@ def _is_smollm3(t: Tensors) -> bool:
 
 def _is_command_a(t: Tensors) -> bool:
     """Of the large models without norms of q and k, it is the only one; R+ has them."""
-    return t.get("hidden_size") == 12288
+    return bool(t.get("hidden_size") == 12288)
 
 
 # In this order; the first that fits. A mark is a tensor's name behind "layers.N.".
