@@ -54,9 +54,11 @@ def in_bfloat16(when: When) -> When:
     """The same, where somebody asked for other arithmetic in long steps."""
 
     def refusal(facts: Facts) -> str | None:
+        if reason := when(facts):
+            return reason
         if getattr(facts.executor, "prefill", "same") != "bf16":
-            return "--prefill bf16 was not asked for: its results depend on how many rows a step has"
-        return on_amx(when)(facts)
+            return "--prefill bf16 was not asked for"
+        return amx_check.refusal()
 
     return refusal
 
