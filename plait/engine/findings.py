@@ -34,10 +34,9 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """`values`: keys of a config; `margins`: for each, by how many nats the next best value is worse, 0 if the
-    text does not tell.
+    """`values`: keys of a config; `margins`: for each, by how many nats the next best value is worse.
 
-    `loss`: nats per token with all of them, on `tokens` tokens.
+    A margin of 0: the text does not tell. `loss`: nats per token with all of them, on `tokens` tokens.
     """
 
     values: Mapping[str, Any]

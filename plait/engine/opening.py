@@ -129,28 +129,37 @@ def with_findings(opened: Opened, found: Findings) -> Resolved:
         return with_values(opened, values, found.source)
     except PlaitError as error:
         raise BadFile(
-            f"{opened.files.name}: what a probe found cannot be ({error}); `plait info MODEL --probe` renews it"
+            f"{opened.files.name}: what a probe found cannot be ({error}); `plait info MODEL --probe`"
+            " finds it anew"
         ) from error
 
 
 def load_decoder(opened: Opened, target: Target, report: Progress) -> Decoder:
     """The model with all its weights, packed for `target`. Raises CheckpointError."""
+    target.on_read = releasing(opened, report)
+    weights = Weights(opened.checkpoint, opened.resolved.names, target)
+    decoder = Decoder(opened.resolved.spec, weights)
+    weights.check_all_used()
+    opened.checkpoint.release()
+    return decoder
+
+
+def releasing(opened: Opened, report: Progress) -> Callable[[str, int], None]:
+    """To be told what is read: it says how far that is, and lets go of the file's pages from time to time.
+
+    What was read is packed by then: the pages beside it would double the memory.
+    """
     total, done, held = opened.nbytes, 0, 0
 
     def on_read(_: str, nbytes: int) -> None:
         nonlocal done, held
         done, held = done + nbytes, held + nbytes
         report("loading weights", min(done, total), total)
-        if held > HELD_NBYTES:  # packed by now: the file's pages beside them would double the memory
+        if held > HELD_NBYTES:
             opened.checkpoint.release()
             held = 0
 
-    target.on_read = on_read
-    weights = Weights(opened.checkpoint, opened.resolved.names, target)
-    decoder = Decoder(opened.resolved.spec, weights)
-    weights.check_all_used()
-    opened.checkpoint.release()
-    return decoder
+    return on_read
 
 
 def stored_dtypes(opened: Opened) -> list[str]:

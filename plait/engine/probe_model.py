@@ -21,6 +21,7 @@ from plait.engine.opening import (
     Opened,
     Progress,
     open_model,
+    releasing,
     stored_dtypes,
     with_findings,
     with_values,
@@ -95,9 +96,10 @@ def recipe(source: Source) -> object:
 class ModelScorer:
     """A checkpoint as the search sees it. A context manager: it has threads."""
 
-    def __init__(self, opened: Opened, ids: Sequence[int]) -> None:
+    def __init__(self, opened: Opened, ids: Sequence[int], report: Progress) -> None:
         self._opened, self._ids, self._kept = opened, tuple(ids), Kept()
         self._target = _target(opened)
+        self._target.on_read = releasing(opened, report)
 
     def __enter__(self) -> Self:
         return self
@@ -172,7 +174,7 @@ def probe(opened: Opened, report: Progress, text: str | None = None) -> Probed:
             f"probe: the text is {len(ids)} tokens up to id {max(ids, default=0)}; wanted are at least 2, of "
             f"the model's {size}: another tokenizer (--vocab) or text (--probe-text) is needed"
         )
-    with ModelScorer(opened, ids) as scorer:
+    with ModelScorer(opened, ids, report) as scorer:
         return search(scorer, size, report)
 
 

@@ -72,8 +72,8 @@ WORDS: Check = (lambda v: isinstance(v, list) and all(isinstance(w, str) for w i
 _WHOLES = """hidden_size vocab_size num_layers num_attention_heads num_kv_heads head_dim max_seq_len
 mamba2_num_heads mamba2_head_dim mamba2_state_size mamba2_chunk_size mamba2_n_groups mamba2_conv_kernel
 kv_latent_dim q_latent_dim d_rope num_experts experts_per_tok intermediate_size moe_intermediate_size"""
-_FLAGS = """rope_interleave mamba3_enabled mamba3_complex_rope mamba3_use_conv shared_expert_enabled tie_word_embeddings
-use_alibi"""
+_FLAGS = """mamba3_enabled mamba3_complex_rope mamba3_use_conv shared_expert_enabled tie_word_embeddings
+use_alibi rope_interleave"""
 KEYS: Mapping[str, Check] = {
     **dict.fromkeys(_WHOLES.split(), WHOLE),
     **dict.fromkeys(_FLAGS.split(), FLAG),

@@ -153,7 +153,7 @@ def test_weights_are_packed_once(nano_hybrid: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Linear, "__init__", lambda self, *a, **k: (made.append(1), init(self, *a, **k))[1])
     source = opened(bare(nano_hybrid, tmp_path / "model"))
     ids = source.tokenizer().encode(OLD_WORDS)[:20]  # type: ignore[union-attr]
-    with ModelScorer(source, ids) as scorer:
+    with ModelScorer(source, ids, silent) as scorer:
         first = scorer.losses({}, 20)
         count = len(made)
         other = scorer.losses({"rope_interleave": True, "experts_per_tok": 1}, 20)
@@ -164,7 +164,7 @@ def test_weights_are_packed_once(nano_hybrid: Path, tmp_path: Path, monkeypatch:
 def test_losses_are_those_of_the_engine(nano_hybrid: Path, tmp_path: Path) -> None:
     source = opened(nano_hybrid)
     ids = source.tokenizer().encode(OLD_WORDS)[:40]  # type: ignore[union-attr]
-    with ModelScorer(source, ids) as scorer:
+    with ModelScorer(source, ids, silent) as scorer:
         losses = scorer.losses({}, 40)
     with LLM(str(nano_hybrid), device="cpu", ops="reference", kv_dtype="float32") as llm:
         (scores,) = llm.score([ids])
