@@ -222,7 +222,13 @@ def test_a_model_may_think_again_before_what_is_wished_for_and_not_behind_it(
     again = "<think>and</think>\n\n"
     assert accepts(compiler, grammar, f"<think>hm</think>\n\n{again}{again}{body}")
     assert accepts(compiler, opened, f"hm</think>\n\n{again}{body}")
-    for text in (f"<think>hm</think><think>{body}", f"{body}<think>hm</think>", f"{body}{again}{body}"):
+    endless = "<think>hm</think>\n\n" * 4 + again + body
+    for text in (
+        endless,
+        f"<think>hm</think><think>{body}",
+        f"{body}<think>hm</think>",
+        f"{body}{again}{body}",
+    ):
         assert not accepts(compiler, grammar, text), text
 
 

@@ -15,6 +15,8 @@ from typing import Any, Literal
 from plait.errors import InvalidField
 from plait.text.reasoning import ReasoningFormat
 
+MOST_THOUGHTS = 4  # blocks of thinking before what is demanded
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -181,7 +183,7 @@ def framed(
 def thinking_first(reasoning: ReasoningFormat | None, starts_open: bool, *, again: bool = True) -> Structure:
     """Thinking that may stand before what is demanded, opened by the prompt or not.
 
-    `again`: in any number of blocks.
+    `again`: in several blocks; not in any number, or a reply could think for ever.
     """
     if reasoning is None:
         return ()
@@ -189,10 +191,11 @@ def thinking_first(reasoning: ReasoningFormat | None, starts_open: bool, *, agai
     between = OneOf(tuple((Marker(text),) if text else () for text in reasoning.between))
     rest: Structure = (FreeUntil(Marker(first.closing)), between)
     block: Structure = (Marker(first.opening), *rest)
-    more = Repeated(block) if again else OneOf((block, ()))
-    if not starts_open:
-        return (more,)
-    return (*rest, more) if again else rest
+    most = MOST_THOUGHTS if again else 1
+    more: Structure = ()
+    for _ in range(most - starts_open):
+        more = (OneOf(((*block, *more), ())),)
+    return (*rest, *more) if starts_open else more
 
 
 def written_arguments(style: Literal["json", "python", "xml"], schema: Mapping[str, Any]) -> Structure:
