@@ -35,7 +35,13 @@ from plait.convert.counterparts import block_kind
 from plait.convert.file_type import file_type
 from plait.convert.gguf_file import total_nbytes, write_gguf
 from plait.convert.gguf_target import Unsayable, gguf_target
-from plait.convert.gguf_vocabulary import KEY, readable_tokenizer, vocabulary_keys
+from plait.convert.gguf_vocabulary import (
+    KEY,
+    VOCABULARIES,
+    named_vocabulary,
+    readable_tokenizer,
+    vocabulary_keys,
+)
 from plait.convert.hf_target import hf_target
 from plait.convert.hf_vocabulary import write_vocabulary
 from plait.convert.making import Made
@@ -50,6 +56,7 @@ from plait.engine.opening import Opened, open_model
 from plait.errors import CheckpointError, ConfigError, UnsupportedModel
 from plait.families.resolve import parse_override, resolve
 from plait.quant.weight import as_tensor
+from plait.text.gguf_files import FILES
 
 log = logging.getLogger("plait")
 Form = Literal["gguf", "safetensors"]
@@ -299,6 +306,11 @@ def _write_beside(folder: Path, opened: Opened, plan: Plan) -> None:
         for name, path in opened.files.side_files.items():
             if plan.is_copy or name not in BESIDE:
                 shutil.copyfile(path, folder / name)
+    if named := named_vocabulary(opened):
+        for path in (named / name for name in (*FILES.values(), *VOCABULARIES)):
+            if path.exists():
+                shutil.copyfile(path, folder / path.name)
+    if opened.files.kind == "safetensors" or named:
         return
     tokenizer = readable_tokenizer(opened)
     metadata = opened.metadata or {}

@@ -23,6 +23,7 @@ from plait.text.tokenizer import Tokenizer
 log = logging.getLogger("plait")
 KEY = "tokenizer.ggml."
 NONE = "no_vocab"  # as llama.cpp calls it
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tokenizer.jsonl")
 USUAL = ("llama-bpe", "smollm")  # of several names for the same, the one that most files have
 # Every class of character that the known vocabularies cut at, and what they treat apart.
 PROBE = (
@@ -38,20 +39,25 @@ def vocabulary_keys(opened: Opened, *, is_own: bool = False) -> dict[str, Any]:
     Where GGUF's words do not cut text as the model does, or there are none, tokenizer.json itself is carried,
     which Plait reads first. is_own: only Plait reads the file anyway.
     """
-    metadata = opened.metadata
-    if metadata and (f"{KEY}model" in metadata or TOKENIZER in metadata):
+    metadata, named_files = opened.metadata, named_vocabulary(opened)
+    if metadata and not named_files and (f"{KEY}model" in metadata or TOKENIZER in metadata):
         return {key: value for key, value in metadata.items() if key.startswith(CARRIED)}
-    directory, tokenizer = opened.text_directory, readable_tokenizer(opened)
+    directory, tokenizer = named_files or opened.text_directory, readable_tokenizer(opened)
     if tokenizer is None or directory is None or not _has_files(directory):
         log.warning("no tokenizer is carried along: the model has none in a file that Plait reads")
-        return {f"{KEY}model": NONE, **_generation(directory)}
+        return {f"{KEY}model": NONE, **_templates(opened), **_generation(opened)}
     said = {} if is_own and (directory / "tokenizer.json").exists() else _said(opened, directory, tokenizer)
     keys = said or {f"{KEY}model": NONE, **carried_files(directory)}
-    named = template_sources(directory, None)
-    if default := named.pop("default", None):
-        keys["tokenizer.chat_template"] = default
-    keys |= {f"tokenizer.chat_template.{name}": text for name, text in named.items()}
-    return keys | _generation(directory)
+    return keys | _templates(opened) | _generation(opened)
+
+
+def named_vocabulary(opened: Opened) -> Path | None:
+    """Where the files lie of the vocabulary that --vocab names; None without it, or without files."""
+    if opened.config.vocab is None:
+        return None
+    path = Path(opened.config.vocab)
+    directory = path if path.is_dir() else path.parent if path.name in VOCABULARIES else None
+    return directory if directory and _has_files(directory) else None
 
 
 def readable_tokenizer(opened: Opened) -> Tokenizer | None:
@@ -89,8 +95,17 @@ def carried_files(directory: Path) -> dict[str, str]:
     )
 
 
-def _generation(directory: Path | None) -> dict[str, str]:
+def _templates(opened: Opened) -> dict[str, str]:
+    """The chat template, and others that have names."""
+    key, named = "tokenizer.chat_template", template_sources(opened.text_directory, opened.metadata)
+    return {key if name == "default" else f"{key}.{name}": text for name, text in named.items()}
+
+
+def _generation(opened: Opened) -> dict[str, str]:
     """generation_config.json, if there is one: what ends a reply, and how it is sampled."""
+    if opened.metadata and GENERATION in opened.metadata:
+        return {GENERATION: opened.metadata[GENERATION]}
+    directory = opened.text_directory
     path = None if directory is None else directory / "generation_config.json"
     return {GENERATION: path.read_text(encoding="utf-8")} if path and path.exists() else {}
 
@@ -101,8 +116,7 @@ def _is_beyond(value: Any, size: int) -> bool:
 
 
 def _has_files(directory: Path) -> bool:
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer.jsonl")
-    return any((directory / name).exists() for name in names)
+    return any((directory / name).exists() for name in VOCABULARIES)
 
 
 def _from_files(directory: Path, tokenizer: Tokenizer, size: int) -> dict[str, Any]:

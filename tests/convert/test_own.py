@@ -20,6 +20,7 @@ from plait.convert import conversion
 from plait.convert.conversion import Order, Result, convert
 from plait.engine.opening import open_model, with_values
 from plait.errors import BadFile, PlaitError
+from tests.convert.words import byte_level
 from tests.families import tiny, tiny_bare
 from tests.families.parity import decoder, whole, worst
 from tests.families.variant import Variant
@@ -250,3 +251,17 @@ def test_a_number_that_a_tensor_does_not_read_is_left_out_with_a_word(
         load_file(tmp_path / "b" / "model.safetensors")["model.layers.0.self_attn.rotary_emb.inv_freq"],
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"],
     )
+
+
+def test_a_vocabulary_that_is_named_is_the_one_that_is_written(nano_hybrid: Path, tmp_path: Path) -> None:
+    (tmp_path / "words").mkdir()
+    library = byte_level()
+    library.save(str(tmp_path / "words" / "tokenizer.json"))
+    run(nano_hybrid, tmp_path / "a.gguf", vocab=str(tmp_path / "words"))
+    run(nano_hybrid, tmp_path / "b", vocab=str(tmp_path / "words" / "tokenizer.json"))
+    run(tmp_path / "a.gguf", tmp_path / "c")
+    wanted = library.encode("the boat", add_special_tokens=False).ids
+    for made in ("a.gguf", "b", "c"):
+        tokenizer = open_model(str(tmp_path / made), EngineConfig()).tokenizer()
+        assert tokenizer is not None
+        assert tokenizer.encode("the boat", add_special=False) == wanted

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tokenizers
 
+from plait.config import EngineConfig
 from plait.convert.gguf_vocabulary import KEY, PROBE, vocabulary_keys
 from plait.convert.hf_vocabulary import write_vocabulary
 from plait.text.gguf_tokenizer import gguf_tokenizer
@@ -24,7 +25,7 @@ class Opened:
     """What `vocabulary_keys` looks at."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        self.metadata, self.text_directory = None, folder
+        self.metadata, self.text_directory, self.config = None, folder, EngineConfig()
         self.resolved = type("R", (), {"spec": type("S", (), {"vocab_size": size})})
 
     def tokenizer(self) -> Any:
