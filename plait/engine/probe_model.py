@@ -98,8 +98,10 @@ class ModelScorer:
 
     def __init__(self, opened: Opened, ids: Sequence[int], report: Progress) -> None:
         self._opened, self._ids, self._kept = opened, tuple(ids), Kept()
+        self._built = False
         self._target = _target(opened)
-        self._target.on_read = releasing(opened, report)
+        # Later models read no more than their norms, which is nothing to be told.
+        self._target.on_read = releasing(opened, lambda *row: None if self._built else report(*row))
 
     def __enter__(self) -> Self:
         return self
@@ -136,7 +138,7 @@ class ModelScorer:
         with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
             decoder = Decoder(found.spec, weights)
         weights.check_all_used()
-        self._kept = weights.built  # what this model has no use for may go
+        self._kept, self._built = weights.built, True  # what this model has no use for may go
         opened.checkpoint.release()
         blocks = {group.name: 2 for group in block_groups(decoder.states)}
         slots = 2 if has_slots(decoder.states) else 0

@@ -119,6 +119,10 @@ def test_a_start_probes_once_and_later_ones_never(
     assert "probing" not in told
     assert scored(folder, probe=True) == pytest.approx(right, abs=0.1)
     assert told.count("probing") > 10
+    assert (
+        "loading weights"
+        not in told[told.index("probing", told.index("probing") + 1) : last(told, "probing")]
+    )
     told.clear()
     caplog.set_level(logging.INFO, "plait")
     assert scored(folder) == scored(folder, probe=True) == pytest.approx(right, abs=0.1)
@@ -126,6 +130,10 @@ def test_a_start_probes_once_and_later_ones_never(
     assert "probe: done before" in caplog.text
     record = json.loads((folder / "plait.json").read_text("utf-8"))
     assert record["values"]["experts_per_tok"] == 2
+
+
+def last(words: list[str], word: str) -> int:
+    return len(words) - 1 - words[::-1].index(word)
 
 
 def test_a_model_with_a_config_is_not_probed(nano_hybrid: Path, caplog: pytest.LogCaptureFixture) -> None:
