@@ -127,7 +127,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "minProperties": ({"type": "object", "minProperties": 2}, "'minProperties' is not supported above"),
     "format": ({"type": "string", "format": "iri"}, "Unknown format: iri"),
     "look-ahead": ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
-    "overlapping oneOf": ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, "oneOf"),
+    "overlapping oneOf": ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, "may both hold; send anyOf"),
     "a remote $ref": ({"$ref": "http://localhost/schema"}, "not present|not fetch"),
     "a file": ({"$ref": "file:///etc/passwd"}, "not present|not fetch"),
     "nothing": ({"enum": []}, "Unsatisfiable"),

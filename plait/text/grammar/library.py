@@ -81,8 +81,16 @@ def with_parts(form: str, **beside: str) -> str:
     return json.dumps({"grammars": [outer, reply, *parts]}, ensure_ascii=False)
 
 
+# Advice for who calls the library is none for who asks a server: (what it says, what is true here).
+_ADVICE = (
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf",
+    "oneOf is not supported where two of its schemas may both hold; send anyOf, or schemas that do not",
+)
+
+
 def readable(complaint: str) -> str:
     """A complaint of the library in one line of bounded length: it quotes the grammar, and draws arrows."""
+    complaint = complaint.replace(*_ADVICE)
     lines = complaint.split("\n<backtrace>")[0].replace("<non-verbose/>", "").split("\n")
     kept = [_cut(" ".join(line[:2000].split()), _LINE) for line in lines if line.strip(" ^")]
     return _cut("; ".join(kept).replace(":;", ":"), _SHOWN) or "no reason given"
