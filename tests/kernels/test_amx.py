@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from fractions import Fraction
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -280,80 +276,6 @@ def test_without_the_processor_or_the_permission_there_is_none(monkeypatch: pyte
     assert "the system does not allow it" in target.no_amx()
     monkeypatch.setattr(target.config, "CPU_NAME", "haswell")
     assert target.no_amx() == "kernels are compiled for haswell"
-
-
-ASSEMBLY = """
-import sys
-from pathlib import Path
-
-import llvmlite.binding as llvm
-from numba import cfunc
-
-from plait.kernels.cpu import target
-
-target.keep_in(Path(sys.argv[1]))
-from plait.kernels.cpu import amx_attention, amx_check, amx_linear, layout, linear_source
-from plait.kernels.cpu.kernel import SIGNATURE
-
-kernel = {
-    "check": lambda: amx_check.products("amx"),
-    "many": lambda: amx_linear.many_rows("bfloat16", "amx"),
-    "attention": lambda: amx_attention.attend("amx"),
-    "bytes": lambda: linear_source.linear_kernel(layout.LAYOUTS["Q8_0"], "amx"),
-}[sys.argv[2]]()
-made = cfunc(SIGNATURE, nopython=True, nogil=True, error_model="numpy", boundscheck=False)(kernel.function)
-llvm.initialize_all_targets()
-llvm.initialize_all_asmprinters()
-target = llvm.Target.from_triple("x86_64-unknown-linux-gnu")
-machine = target.create_target_machine(cpu="sapphirerapids", opt=3)
-print(machine.emit_assembly(llvm.parse_assembly(made.inspect_llvm())))
-"""
-
-
-def calls_beside_sums(lines: list[str]) -> list[str]:
-    """Calls and returns between an instruction that fills a tile and the next that stores one."""
-    found, held = [], False
-    for line in lines:
-        if line.startswith(("tilezero", "tileload", "tdp")):
-            held = True
-        elif line.startswith("tilestored"):
-            held = False
-        elif held and line.startswith(("call", "ret")):
-            found.append(line)
-    return found
-
-
-@pytest.mark.skipif(target.platform.machine() != "x86_64", reason="compiles for x86-64")
-@pytest.mark.parametrize(
-    ("kernel", "product", "regions"),
-    [
-        ("check", "tdpbf16ps", 2),
-        ("many", "tdpbf16ps", 1),
-        pytest.param("attention", "tdpbf16ps", 1, marks=pytest.mark.slow),
-        pytest.param("bytes", "tdpbsud", 1, marks=pytest.mark.slow),
-    ],
-)
-def test_the_instructions_for_a_processor_that_has_amx(
-    kernel: str, product: str, regions: int, tmp_path: Path
-) -> None:
-    told = {**os.environ, "NUMBA_CPU_NAME": "sapphirerapids", "NUMBA_CPU_FEATURES": ""}
-    text = subprocess.run(
-        [sys.executable, "-c", ASSEMBLY, str(tmp_path), kernel],
-        env=told, check=True, capture_output=True, text=True, timeout=240,
-    ).stdout  # fmt: skip
-    lines = [line.strip() for line in text.splitlines()]
-    starts = [i for i, line in enumerate(lines) if line.startswith("ldtilecfg")]
-    assert len(starts) == regions
-    for i in starts:
-        place = lines[i].split()[1]
-        before = [line for line in lines[i - 4 : i] if line.endswith(", " + place)]
-        assert before  # its 64 bytes are written just before they are read
-        assert before[-1].split()[1].startswith("%zmm")
-        end = next(j for j, line in enumerate(lines) if j > i and line == "tilerelease")
-        region = lines[i:end]
-        assert any(line.startswith(product) for line in region) or kernel == "check"
-        assert not calls_beside_sums(region)
-    assert product in text
 
 
 ATTENTION = (
