@@ -172,15 +172,26 @@ class Arena:
     def __init__(self, kept: list[Any]) -> None:
         self._kept = kept
         self._free: dict[int, list[Any]] = {}
+        self._spans: list[tuple[int, int]] = []  # addresses of all blocks
 
     def take(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         free = self._free.setdefault(nbytes, [])
-        block = free.pop() if free else aligned(nbytes)
-        if not any(block is other for other in self._kept):
-            self._kept.append(block)
+        block = free.pop() if free else self._made(nbytes)
         view = block[:]
         weakref.finalize(view, free.append, block)
         return view
+
+    def _made(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        block = aligned(nbytes)
+        start = int(block.ctypes.data)
+        self._kept.append(block)
+        self._spans.append((start, start + max(nbytes, 1)))
+        return block
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is memory of this recording."""
+        at = tensor.data_ptr()
+        return any(start <= at < end for start, end in self._spans)
 
 
 class Executor:
@@ -300,17 +311,12 @@ class Executor:
         words[1] = self._counters + LINE * (len(program.kernels) & 1)
         array = np.array(words, np.int64)
         # Tensors of the arena are kept by it, and come back to it: only what was there before is held here.
-        held = [a for a in args if isinstance(a, Tensor) and not self._is_arena(a, program)]
+        held = [a for a in args if isinstance(a, Tensor) and not (self._arena and self._arena.holds(a))]
         program.kept.append((array, held))
         program.entries += (kernel.address, array.ctypes.data)
         program.kernels.append(kernel)
         program.scratch = max(program.scratch, need[0])
         program.shared = max(program.shared, need[1])
-
-    def _is_arena(self, tensor: Tensor, program: Program) -> bool:
-        at = tensor.data_ptr()
-        blocks = (b for b in program.kept if isinstance(b, np.ndarray))
-        return any(b.ctypes.data <= at < b.ctypes.data + max(b.nbytes, 1) for b in blocks)
 
     def _grow(self, scratch: int, shared: int) -> None:
         frame, each = self._frame, -(-scratch // LINE) * LINE
