@@ -97,16 +97,18 @@ def _pairs(case: Case) -> tuple[int, int]:
 
 def _attention(case: Case, args: Arguments) -> Work:
     (pairs, keys), size = _pairs(case), args[0].element_size()
-    heads, kv, dim = case["heads"], case["kv_heads"], case["dim"]
+    heads, dim = case["heads"], case["dim"]
     rows = len(case["seqs"]) if case.get("decode") else sum(case["seqs"])
-    return Work((2 * keys * kv + 2 * rows * heads) * dim * size, 4 * pairs * heads * dim)
+    entry = sum(cache[0, 0].nbytes for cache in args[3:5])
+    return Work(keys * entry + 2 * rows * heads * dim * size, 4 * pairs * heads * dim)
 
 
 def _latent(case: Case, args: Arguments) -> Work:
     (pairs, keys), size = _pairs(case), args[0].element_size()
     heads, rank, width = case["heads"], case["kv_rank"], case["kv_rank"] + case["rope_dim"]
     rows = len(case["seqs"]) if case.get("decode") else sum(case["seqs"])
-    return Work((keys * width + rows * heads * (width + rank)) * size, 2 * pairs * heads * (width + rank))
+    moved = keys * args[2][0, 0].nbytes + rows * heads * (width + rank) * size
+    return Work(moved, 2 * pairs * heads * (width + rank))
 
 
 def _mamba2(case: Case, args: Arguments) -> Work:
