@@ -261,10 +261,10 @@ def test_what_has_no_room_is_not_written(model: Path, folder: Path, monkeypatch:
     with loaded(model, folder) as llm:
         assert "--packed-limit" in llm.keep_packed(1000)
         assert not list(folder.iterdir())
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
-        assert "must stay free" in llm.keep_packed(LIMIT)
+        with monkeypatch.context() as full:
+            full.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
+            assert "must stay free" in llm.keep_packed(LIMIT)
         assert not list(folder.iterdir())
-        monkeypatch.undo()
         folder.rmdir()
         assert "cannot be written" in llm.keep_packed(LIMIT)
 
