@@ -13,7 +13,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from plait.server.generation import new_id
-from plait.server.problems import http_problem
+from plait.server.problems import HeadTooLarge, Problem, problem
 from plait.server.transport import TurnTransport
 
 logger = logging.getLogger("plait.server")
@@ -21,6 +21,7 @@ HEAD_TIMEOUT_S = 20.0  # from the connection, or from the last response, to the 
 READ_TIMEOUT_S = 60.0  # for a client to read enough that more can be sent: 48 KiB
 FLUSH_S = 10.0  # for a client to read the last of an answer before its connection is cut
 WRITE_BUFFER_BYTES = 64 * 1024  # what is kept for a client that reads slowly; its stream waits then
+LINGER_S = 2.0  # for a client whose request is refused to send the rest of it
 MAX_PIPELINED = 16  # requests sent ahead of the answer to the first
 
 
@@ -34,7 +35,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*given, **more)
         self._max_connections, self._max_head_bytes = max_connections, max_head_bytes
         self._unused, self._is_used = 0, False  # bytes that were read and are part of nothing yet
-        self._in_head, self._piece = False, b""
+        self._in_head, self._is_refused, self._piece = False, False, b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         turns: Any = TurnTransport(transport, self.loop)
@@ -68,12 +69,14 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """uvicorn's, but what the parser keeps for itself (a head, a trailer) is bounded."""
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
         self._is_used, self._piece = False, data
         super().data_received(data)
         self._unused = 0 if self._is_used else self._unused + len(data)
-        if self._unused > self._max_head_bytes and not self.transport.is_closing():
+        if self._is_refused:
+            return
+        if self._unused > self._max_head_bytes:
             self._refuse(431 if self._in_head else 400, "what follows the body is too long")
         elif len(self.pipeline) > MAX_PIPELINED:
             self._refuse(400, f"more than {MAX_PIPELINED} requests were sent ahead of their answers")
@@ -128,14 +131,26 @@ class Connection(HttpToolsProtocol):
         self._refuse(400, msg)
 
     def _refuse(self, status: int, msg: str) -> None:
+        """Answer what reached no handler, and end the connection.
+
+        What the client still sends is read for a moment: were it not, its system would drop the answer.
+        """
+        found = Problem(status, msg, None, "invalid_http", {})
         if status == 431:
-            msg = f"the request's headers take more than {self._max_head_bytes} bytes"
-        found = http_problem(status, msg)
+            found = problem(
+                HeadTooLarge(f"the request's headers take more than {self._max_head_bytes} bytes")
+            )
         answer: Response = found.response()
         headers = [*answer.raw_headers, (b"connection", b"close"), (b"x-request-id", new_id("req").encode())]
-        lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+        lines = b"".join(name + b": " + value + b"\r\n" for name, value in dict(headers).items())
+        self._is_refused, is_answering = True, self.cycle and not self.cycle.response_complete
         self.transport.write(STATUS_LINE[found.status] + lines + b"\r\n" + bytes(answer.body))
-        self.transport.close()
+        if is_answering or not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        _stop(self._deadline)
+        self._deadline = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _expect_head(self) -> None:
         _stop(self._deadline)

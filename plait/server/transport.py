@@ -66,6 +66,11 @@ class TurnTransport:
         elif len(self._pieces) == 1:
             self._loop.call_soon(self._flush)
 
+    def write_eof(self) -> None:
+        """Nothing more will be written; what the other side sends is still read."""
+        self._flush()
+        self._inner.write_eof()
+
     def close(self) -> None:
         """Close when everything has been sent."""
         self._flush()
@@ -79,4 +84,5 @@ class TurnTransport:
     def _flush(self) -> None:
         if self._pieces:
             pieces, self._pieces, self._size = self._pieces, [], 0
-            self._inner.write(b"".join(pieces))
+            if not self._inner.is_closing():  # the client may have gone in this very turn
+                self._inner.write(b"".join(pieces))

@@ -125,6 +125,9 @@ class Wire:
         self.written: list[bytes] = []
         self.end = ""
 
+    def is_closing(self) -> bool:
+        return False
+
     def write(self, piece: bytes) -> None:
         self.written.append(piece)
 
