@@ -27,17 +27,12 @@ def is_own(metadata: Mapping[str, Any] | None) -> bool:
 
 def own_config(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     """The config.json of the checkpoint in such a file, if it had one. Raises BadFile."""
-    return json_in(metadata, CONFIG)
-
-
-def json_in(metadata: Mapping[str, Any], key: str) -> dict[str, Any] | None:
-    """The JSON object that a key of the metadata holds as text; None without the key. Raises BadFile."""
-    text = metadata.get(key)
+    text = metadata.get(CONFIG)
     if text is None:
         return None
     if not isinstance(text, str):
-        raise BadFile(f"GGUF metadata {key}: must be JSON as text, got {type(text).__name__}")
-    return parse_json(text.encode("utf-8", "surrogateescape"), f"GGUF metadata {key}")
+        raise BadFile(f"GGUF metadata {CONFIG}: must be JSON as text, got {type(text).__name__}")
+    return parse_json(text.encode("utf-8", "surrogateescape"), f"GGUF metadata {CONFIG}")
 
 
 def stand_in(number: int) -> str:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plait.checkpoint.gguf_own import json_in
 from plait.errors import BadFile, ConfigError, UnsupportedFormat
 from plait.text import gguf_files
 from plait.text.builtin_tokenizer import builtin_tokenizer, tiktoken_tokenizer
@@ -105,7 +104,7 @@ def _carried(metadata: Mapping[str, Any]) -> TextTokenizer | None:
 
 def _told(metadata: Mapping[str, Any]) -> TokenizerFiles:
     """What the files say that stood beside it."""
-    config, special = (json_in(metadata, key) or {} for key in (gguf_files.CONFIG, gguf_files.SPECIAL))
+    config, special = (_json_in(metadata, key) for key in (gguf_files.CONFIG, gguf_files.SPECIAL))
     return TokenizerFiles(config, special)
 
 
@@ -177,7 +176,7 @@ def load_generation_config(
     """generation_config.json of a model's directory, or in a GGUF file's metadata; {} if it has none."""
     if directory is not None:
         return _json(directory / "generation_config.json")
-    return json_in(metadata or {}, gguf_files.GENERATION) or {}
+    return _json_in(metadata or {}, gguf_files.GENERATION)
 
 
 def load_chat_template(
@@ -283,12 +282,27 @@ def _json(path: Path) -> dict[str, Any]:
     """A JSON object; {} if there is no such file. Raises BadFile."""
     if not path.exists():
         return {}
+    return _object(_text(path), str(path))
+
+
+def _json_in(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The same out of a GGUF file's metadata; numbers of any size, as transformers writes 10^30 for no limit.
+
+    Raises BadFile.
+    """
+    text = metadata.get(key, "{}")
+    if not isinstance(text, str):
+        raise BadFile(f"GGUF metadata {key}: must be JSON as text, got {type(text).__name__}")
+    return _object(text, f"GGUF metadata {key}")
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(_text(path))
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadFile(f"{path}: not JSON ({error})") from error
+        raise BadFile(f"{where}: not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise BadFile(f"{path}: a JSON object was expected, found a {type(value).__name__}")
+        raise BadFile(f"{where}: a JSON object was expected, found a {type(value).__name__}")
     return value
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from plait.checkpoint.gguf import GgufFile
-from plait.checkpoint.gguf_own import CONFIG, MAX_NAME_BYTES, NAMES, json_in, truly_named
+from plait.checkpoint.gguf_own import CONFIG, MAX_NAME_BYTES, NAMES, own_config, truly_named
 from plait.config import EngineConfig
 from plait.convert import conversion
 from plait.convert.conversion import Order, Result, convert
@@ -214,7 +214,7 @@ def test_a_list_of_names_that_lies_is_refused(names: Any, why: str) -> None:
 )
 def test_a_config_that_is_none_is_refused(text: Any, why: str) -> None:
     with pytest.raises(BadFile, match=rf"plait\.config.*{why}"):
-        json_in({CONFIG: text}, CONFIG)
+        own_config({CONFIG: text})
 
 
 def test_stacks_that_lie_turned_are_quantized_along_their_inputs(tmp_path: Path) -> None:

@@ -115,7 +115,9 @@ def test_a_kind_that_gguf_does_not_know_is_carried_as_its_file(
     library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     library.decoder = tokenizers.decoders.Metaspace()
     with caplog.at_level(logging.WARNING, logger="plait"):
-        first, keys = keys_of(library, tmp_path, 4, eos_token="<unk>", chat_template="T")
+        # 10^30 is what transformers writes where there is no limit.
+        told = {"eos_token": "<unk>", "chat_template": "T", "model_max_length": int(1e30)}
+        first, keys = keys_of(library, tmp_path, 4, **told)
     assert "only Plait finds one" in caplog.text
     assert keys[f"{KEY}model"] == "no_vocab"
     again = load_tokenizer(metadata=keys)
