@@ -52,8 +52,9 @@ def poisoned_memory() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def one_thread() -> None:
+    """Of torch, whatever an engine of the test before has set: some of its sums depend on it."""
     torch.set_num_threads(1)
 
 

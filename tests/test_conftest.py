@@ -1,0 +1,16 @@
+"""What every test finds as it starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_threads_that_a_test_sets_are_not_the_next_ones(turn: int) -> None:
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+
+
+def test_memory_that_nobody_wrote_is_no_number() -> None:
+    assert torch.empty(3).isnan().all()
