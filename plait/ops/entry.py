@@ -41,6 +41,8 @@ class Codes:
 
     def encode(self, x: Tensor) -> Tensor:
         """[..., columns + rest] floats -> [..., width] int8."""
+        if not x.numel():
+            return x.new_zeros(*x.shape[:-1], self.width, dtype=torch.int8)
         parts = []
         for part in x[..., : self.columns].float().split(self.group, -1):
             scale = (part.abs().amax(-1, keepdim=True) / LARGEST).bfloat16()
@@ -61,7 +63,7 @@ class Codes:
 
 def _bfloat16(bits: Tensor) -> Tensor:
     """[..., 2n] int8 -> [..., n] float32."""
-    return bits.contiguous().view(torch.bfloat16).float() if bits.numel() else bits.float()
+    return bits.contiguous().view(torch.bfloat16).float() if bits.shape[-1] else bits.float()
 
 
 def key_codes(dim: int) -> Codes:

@@ -48,6 +48,14 @@ def test_what_was_decoded_has_the_same_codes(form: Codes) -> None:
     assert torch.equal(form.encode(form.decode(entry)), entry)
 
 
+@pytest.mark.parametrize("form", [*FORMS, latent_codes(20, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)], ids=str)
+def test_no_tokens_are_no_entries(form: Codes, shape: tuple[int, ...]) -> None:
+    entry = form.encode(torch.randn(*shape, form.columns + form.rest))
+    assert entry.shape == (*shape, form.width)
+    assert form.decode(entry).shape == (*shape, form.columns + form.rest)
+
+
 def test_both_signs_are_rounded_alike() -> None:
     x, form = torch.randn(50, 64), key_codes(64)
     assert torch.equal(form.decode(form.encode(-x)), -form.decode(form.encode(x)))
