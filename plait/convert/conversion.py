@@ -45,7 +45,7 @@ from plait.convert.gguf_vocabulary import (
 from plait.convert.hf_target import hf_target
 from plait.convert.hf_vocabulary import write_vocabulary
 from plait.convert.making import Made
-from plait.convert.output import check_place, check_space, placed
+from plait.convert.output import TEMPLATES, check_place, check_space, placed
 from plait.convert.own_target import own_target, unpacked, with_overrides, writable
 from plait.convert.packing import quantization_config
 from plait.convert.reading import Model, Numbers, check_complete
@@ -303,9 +303,7 @@ def _write_beside(folder: Path, opened: Opened, plan: Plan) -> None:
     if plan.config is not None:
         (folder / "config.json").write_text(json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n")
     if opened.files.kind == "safetensors":
-        for name, path in opened.files.side_files.items():
-            if plan.is_copy or name not in BESIDE:
-                shutil.copyfile(path, folder / name)
+        _copy_beside(folder, opened, is_copy=plan.is_copy)
     if named := named_vocabulary(opened):
         for path in (named / name for name in (*FILES.values(), *VOCABULARIES)):
             if path.exists():
@@ -318,6 +316,16 @@ def _write_beside(folder: Path, opened: Opened, plan: Plan) -> None:
         log.warning("no tokenizer is carried along: the GGUF file has none that Plait reads")
         return
     write_vocabulary(folder, metadata, tokenizer)
+
+
+def _copy_beside(folder: Path, opened: Opened, *, is_copy: bool) -> None:
+    """The source's own files of text."""
+    for name, path in opened.files.side_files.items():
+        if is_copy or name not in BESIDE:
+            shutil.copyfile(path, folder / name)
+    for path in (opened.files.directory / TEMPLATES).glob("*.jinja"):
+        (folder / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / TEMPLATES / path.name)
 
 
 def counted(storages: Mapping[str, int]) -> str:

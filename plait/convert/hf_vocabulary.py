@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,17 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, processors
 
 from plait.convert.gguf_vocabulary import KEY, PROBE
+from plait.convert.output import TEMPLATES
 from plait.errors import BadFile
 from plait.text.gguf_files import FILES, GENERATION, TOKENIZER
 from plait.text.gguf_tokenizer import byte_level_library
 from plait.text.hf_tokenizer import TokenizerFiles, load_hf_tokenizer
 from plait.text.load import template_sources
-from plait.text.spm import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
+from plait.text.spm import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from plait.text.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
+_FILE_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)  # of a template
 
 
 def write_vocabulary(folder: Path, metadata: Mapping[str, Any], tokenizer: Tokenizer) -> None:
@@ -28,13 +31,13 @@ def write_vocabulary(folder: Path, metadata: Mapping[str, Any], tokenizer: Token
     if TOKENIZER in metadata:
         for key, name in FILES.items():
             if key in metadata:
-                (folder / name).write_text(metadata[key], encoding="utf-8")
+                _write_text(folder / name, metadata[key])
     elif not _write_library(folder, metadata, tokenizer):
         log.warning("no tokenizer is carried along: the GGUF file has none that a tokenizer.json can hold")
         return
     _write_templates(folder, metadata)
     if GENERATION in metadata:
-        (folder / "generation_config.json").write_text(metadata[GENERATION], encoding="utf-8")
+        _write_text(folder / "generation_config.json", metadata[GENERATION])
         return
     ends = sorted(tokenizer.eos_token_ids)
     generation = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends if ends else None}
@@ -57,10 +60,18 @@ def _write_library(folder: Path, metadata: Mapping[str, Any], tokenizer: Tokeniz
 def _write_templates(folder: Path, metadata: Mapping[str, Any]) -> None:
     named = template_sources(None, metadata)
     if "default" in named:
-        (folder / "chat_template.jinja").write_text(named.pop("default"), encoding="utf-8")
+        _write_text(folder / "chat_template.jinja", named.pop("default"))
     for name, text in named.items():
-        (folder / "additional_chat_templates").mkdir(exist_ok=True)
-        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(text, encoding="utf-8")
+        if not _FILE_NAME.fullmatch(name):  # it is the file's word, and may say ../..
+            log.warning("the chat template %s is left out: no file can be called so", ascii(name)[:80])
+            continue
+        (folder / TEMPLATES).mkdir(exist_ok=True)
+        _write_text(folder / TEMPLATES / f"{name}.jinja", text)
+
+
+def _write_text(path: Path, text: str) -> None:
+    """The same bytes that the GGUF file has."""
+    path.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -68,6 +79,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _library(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer | None:
+    metadata = _unpadded(metadata)
     match metadata.get(f"{KEY}model"):
         case "gpt2":
             return byte_level_library(metadata)
@@ -75,6 +87,20 @@ def _library(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer | None:
             return _sentencepiece(metadata)
         case _:
             return None
+
+
+def _unpadded(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without the names of rows that no token has at the end ([PAD317]), which would become tokens' texts."""
+    kinds = metadata.get(f"{KEY}token_type") or []
+    count = len(kinds)
+    while count and kinds[count - 1] == UNUSED:
+        count -= 1
+    lists = (f"{KEY}{kind}" for kind in ("tokens", "token_type", "scores"))
+    return (
+        {**metadata, **{key: metadata[key][:count] for key in lists if key in metadata}}
+        if kinds
+        else metadata
+    )
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:

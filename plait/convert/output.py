@@ -17,6 +17,7 @@ from pathlib import Path
 from plait.errors import ConfigError, OutOfMemory
 
 MODEL_SUFFIXES = {".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken", ".md", ".gguf"}
+TEMPLATES = "additional_chat_templates"
 
 
 def check_place(out: Path, sources: tuple[Path, ...], *, force: bool, is_directory: bool) -> None:
@@ -33,11 +34,18 @@ def check_place(out: Path, sources: tuple[Path, ...], *, force: bool, is_directo
         kind = "a directory" if out.is_dir() else "a file"
         raise ConfigError(f"{out} is {kind}, and the result would not be one; choose another place")
     if is_directory:
-        strange = [e.name for e in out.iterdir() if e.is_dir() or e.suffix not in MODEL_SUFFIXES]
+        strange = [e.name for e in out.iterdir() if _is_strange(e)]
         if strange:
             raise ConfigError(
                 f"{out} holds more than a model ({', '.join(sorted(strange)[:4])}); it is not replaced"
             )
+
+
+def _is_strange(entry: Path) -> bool:
+    """Whether this is no part of a model; the templates that have names lie in a folder of theirs."""
+    if entry.name == TEMPLATES and entry.is_dir() and not entry.is_symlink():
+        return any(e.suffix != ".jinja" or e.is_dir() for e in entry.iterdir())
+    return entry.is_dir() or entry.suffix not in MODEL_SUFFIXES
 
 
 def check_space(out: Path, nbytes: int) -> None:
@@ -53,7 +61,7 @@ def check_space(out: Path, nbytes: int) -> None:
 def placed(out: Path, *, is_directory: bool) -> Iterator[Path]:
     """A path to write to, a file or a directory; it becomes `out` if nothing went wrong, else it goes.
 
-    Raises OutOfMemory when the disk is full.
+    Raises OutOfMemory when the disk is full, or takes no file of that size.
     """
     beside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -65,6 +73,11 @@ def placed(out: Path, *, is_directory: bool) -> Iterator[Path]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutOfMemory(f"{out}: the disk is full ({error.strerror}); nothing was written") from error
+        if error.errno == errno.EFBIG:
+            raise OutOfMemory(
+                f"{out}: a file of that size is more than the disk or `ulimit -f` allows; nothing was "
+                "written. Safetensors can be cut with --max-shard"
+            ) from error
         raise
     finally:
         _remove(beside)
@@ -72,7 +85,7 @@ def placed(out: Path, *, is_directory: bool) -> Iterator[Path]:
 
 def _settle(path: Path) -> None:
     """Make sure that it is on the disk before it gets its name."""
-    for file in [*(path.iterdir() if path.is_dir() else []), path]:
+    for file in [*(path.rglob("*") if path.is_dir() else []), path]:
         descriptor = os.open(file, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from plait.checkpoint.gguf import GgufFile
 from plait.config import EngineConfig
 from plait.convert import output
 from plait.convert.conversion import Order, convert
+from plait.convert.output import TEMPLATES
 from plait.convert.quality import compare
 from plait.engine.opening import open_model
 from plait.errors import ConfigError, OutOfMemory, PlaitError
@@ -206,6 +208,18 @@ def test_what_is_there_is_replaced_only_by_force_and_never_itself(models: Path, 
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
+def test_templates_with_names_come_along_and_may_be_replaced(models: Path, tmp_path: Path) -> None:
+    shutil.copytree(models / "llama", tmp_path / "a")
+    (tmp_path / "a" / TEMPLATES).mkdir()
+    (tmp_path / "a" / TEMPLATES / "tool_use.jinja").write_text("named")
+    for _ in range(2):
+        run(tmp_path / "a", tmp_path / "b", quantize="f32", force=True)
+        assert (tmp_path / "b" / TEMPLATES / "tool_use.jinja").read_text() == "named"
+    (tmp_path / "b" / TEMPLATES / "diary.doc").write_text("mine")
+    with pytest.raises(ConfigError, match=rf"holds more than a model \({TEMPLATES}\)"):
+        run(tmp_path / "a", tmp_path / "b", force=True)
+
+
 def failing(error: BaseException) -> Callable[..., None]:
     """Progress that fails in the middle."""
     steps: Iterator[int] = iter(range(100))
@@ -222,6 +236,7 @@ def failing(error: BaseException) -> Callable[..., None]:
     ("error", "told"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), OutOfMemory),
+        (OSError(errno.EFBIG, "File too large"), OutOfMemory),
         (KeyboardInterrupt(), KeyboardInterrupt),
         (RuntimeError("a fault"), RuntimeError),
     ],

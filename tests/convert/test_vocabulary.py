@@ -96,6 +96,33 @@ def test_templates_with_names_are_all_carried(tmp_path: Path) -> None:
     assert keys["tokenizer.chat_template.tool_use"] == "B"
 
 
+def test_rows_without_a_token_are_no_words(tmp_path: Path) -> None:
+    library = byte_level()
+    first, keys = keys_of(library, tmp_path, library.get_vocab_size() + 3)
+    assert keys[f"{KEY}tokens"][-1].startswith("[PAD")
+    again = load_tokenizer(metadata=keys)
+    assert again is not None
+    write_vocabulary(tmp_path, keys, again)
+    written = load_tokenizer(directory=tmp_path)
+    assert written is not None
+    assert written.vocab_size == first.vocab_size == library.get_vocab_size()
+    assert [written.encode(text) for text in TEXTS] == [first.encode(text) for text in TEXTS]
+
+
+@pytest.mark.parametrize("name", ["../../out", "a/b", "..", "", "a" * 200])
+def test_a_template_is_written_nowhere_else(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder := tmp_path / "deep" / "model").mkdir(parents=True)
+    first, keys = keys_of(byte_level(), folder, 300)
+    keys |= {f"tokenizer.chat_template.{name}": "evil", "tokenizer.chat_template.rag": "good"}
+    before = {*tmp_path.rglob("*")}
+    write_vocabulary(folder, keys, first)
+    templates = {p.relative_to(folder) for p in {*tmp_path.rglob("*.jinja")} - before}
+    assert templates == {Path("additional_chat_templates/rag.jinja")}
+    assert "no file can be called so" in caplog.text
+
+
 def test_words_without_a_row_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="plait"):
         first, keys = keys_of(byte_level(), tmp_path, 300, bos_token="<|begin|>", eos_token="<tag>")
