@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import sys
+from collections import deque
 from typing import Any
 
 from httptools import HttpParserError, HttpRequestParser
@@ -36,6 +37,7 @@ class Connection(HttpToolsProtocol):
         self._max_connections, self._max_head_bytes = max_connections, max_head_bytes
         self._unused, self._is_used = 0, False  # bytes that were read and are part of nothing yet
         self._in_head, self._is_refused, self._piece = False, False, b""
+        self._asked: deque[RequestResponseCycle] = deque()  # in their order; `cycle` is the last of them
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         turns: Any = TurnTransport(transport, self.loop)
@@ -53,6 +55,11 @@ class Connection(HttpToolsProtocol):
         _stop(self._deadline)
         _stop(self._unread)
         super().connection_lost(exc)
+        if running := self._answering():  # uvicorn tells the last of several, which only waits
+            running.disconnected = True
+            running.message_event.set()
+        self._asked.clear()
+        self.pipeline.clear()
 
     def on_response_complete(self) -> None:
         self._expect_head()
@@ -91,9 +98,13 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head, self._is_used = False, True
-        if self._is_offer:
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("this is no proxy")  # the parser's caller answers 400
             return
         super().on_headers_complete()
+        self._answering()  # forgets those that are answered
+        self._asked.append(self.cycle)
         if self.scope["http_version"] == "1.0":
             self.cycle.send = Unframed(self.cycle).send  # type: ignore[method-assign]
 
@@ -103,24 +114,24 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._is_used = True
-        if not self._is_offer:
+        if not self.parser.should_upgrade():
             super().on_message_complete()
-
-    @property
-    def _is_offer(self) -> bool:
-        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def _unsupported_upgrade_warning(self) -> None:
         """An offer to speak another protocol is passed over (RFC 9110, 7.8); Java's client always makes one.
 
         The parser takes what follows the head to be of that protocol: a new one reads the head without it.
         """
+        if len(self.pipeline) > MAX_PIPELINED:
+            return  # `data_received` ends the connection
         offer = sys.exception()  # uvicorn calls this while it handles the parser's
-        read = offer.args[0] if offer else len(self._piece)
+        rest = self._piece[offer.args[0] :] if offer else b""
         old, self.parser = self.parser, HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
         line = b"%s %s HTTP/%s" % (old.get_method(), self.url, old.get_http_version().encode())
         headers = [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
-        super().data_received(b"\r\n".join([line, *headers, b"", self._piece[read:]]))
+        self._piece = b"\r\n".join([line, *headers, b"", rest])
+        super().data_received(self._piece)
 
     def send_400_response(self, msg: str) -> None:
         """The answer to what is not HTTP."""
@@ -134,7 +145,13 @@ class Connection(HttpToolsProtocol):
         """Answer what reached no handler, and end the connection.
 
         What the client still sends is read for a moment: were it not, its system would drop the answer.
+        Where another answer has begun, there is no place for this one: that is cut.
         """
+        self._is_refused = True
+        answering = self._answering()
+        if answering and answering.response_started:
+            self._end()
+            return
         found = Problem(status, msg, None, "invalid_http", {})
         if status == 431:
             found = problem(
@@ -143,14 +160,19 @@ class Connection(HttpToolsProtocol):
         answer: Response = found.response()
         headers = [*answer.raw_headers, (b"connection", b"close"), (b"x-request-id", new_id("req").encode())]
         lines = b"".join(name + b": " + value + b"\r\n" for name, value in dict(headers).items())
-        self._is_refused, is_answering = True, self.cycle and not self.cycle.response_complete
         self.transport.write(STATUS_LINE[found.status] + lines + b"\r\n" + bytes(answer.body))
-        if is_answering or not self.transport.can_write_eof():
-            self.transport.close()
+        if answering or not self.transport.can_write_eof():
+            self._end()
             return
         self.transport.write_eof()
         _stop(self._deadline)
-        self._deadline = self.loop.call_later(LINGER_S, self.transport.close)
+        self._deadline = self.loop.call_later(LINGER_S, self._end)
+
+    def _answering(self) -> RequestResponseCycle | None:
+        """The request that is being answered, if one is."""
+        while self._asked and self._asked[0].response_complete:
+            self._asked.popleft()
+        return self._asked[0] if self._asked else None
 
     def _expect_head(self) -> None:
         _stop(self._deadline)
@@ -159,8 +181,12 @@ class Connection(HttpToolsProtocol):
     def _give_up(self) -> None:
         if self.cycle and not self.cycle.response_complete:
             return
+        self._end()
+
+    def _end(self) -> None:
+        """Close, which waits until what is written has been read: not for ever."""
         self.transport.close()
-        # Closing waits until what is written has been read, which may be never.
+        _stop(self._deadline)
         self._deadline = self.loop.call_later(FLUSH_S, self.transport.abort)
 
     def _give_up_reader(self) -> None:
