@@ -70,6 +70,8 @@ def _halves(s: spec.Mla, w: Weights) -> tuple[Tensor | HeadRows, Tensor | HeadRo
     """Of the up-projection: what takes q to the latent, and the latent to values. Quantized, it stays so."""
     heads, each = s.num_heads, s.nope_dim + s.v_dim
     up = w.stored("kv_b.weight", (heads * each, s.kv_rank))
+    if isinstance(up, Halves) and up.index is not None:  # in another order they are halves no more
+        up = up.dequantize(w.target.dtype)
     if isinstance(up, Tensor):
         k_up, v_up = up.view(heads, each, s.kv_rank).split([s.nope_dim, s.v_dim], 1)
         return k_up.mT.contiguous(), v_up.contiguous()  # [heads, out, in]

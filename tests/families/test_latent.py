@@ -167,7 +167,7 @@ def as_blocks(
     for name, tensor in stored.items():
         block = name.rpartition("attn_")[0]
         if "attn_k_b" in name and len(kinds) == 1:
-            shape = (HEADS * (NOPE + VALUE), RANK)
+            shape: tuple[int, ...] = (HEADS * (NOPE + VALUE), RANK)
             found[f"{block}attn_kv_b.weight"] = random_weight(kinds[0], *shape), shape
         elif "attn_k_b" in name or ("attn_v_b" in name and len(kinds) == 2):
             kind = kinds["attn_v_b" in name]
@@ -242,6 +242,21 @@ def test_oxidizr_keeps_its_three_matrices_apart() -> None:
     assert isinstance(found, Halves)
     plain = _key_value(3, "uk", "uv").fn(k.dequantize(torch.float32), v.dequantize(torch.float32))
     assert torch.equal(found.dequantize(torch.float32), plain)
+
+
+def test_rows_of_halves_in_another_order_are_those_rows(models: dict[str, Model], cpu: Any) -> None:
+    config, tensors = models["deepseek_v3"]
+    order = torch.arange(HEADS * (NOPE + VALUE)).flip(0)
+
+    def halves(t: Tensor) -> Halves:
+        values = random_weight("Q8_0", HEADS * VALUE, RANK)
+        return Halves(random_weight("Q8_0", HEADS * NOPE, RANK), values, HEADS, False, order)
+
+    stored = Memory(with_up_projections(tensors, halves))
+    plain = numbers_of(stored)
+    wanted, found = whole(decoder(resolved(plain, config), plain), IDS), resolved(stored, config)
+    for made in (decoder(found, stored), native(found, stored, cpu)):
+        assert worst(whole(made, IDS), wanted) <= 1e-4 * float(wanted.abs().max())
 
 
 def test_halves_of_other_sizes_are_refused(models: dict[str, Model]) -> None:

@@ -39,7 +39,7 @@ class Memory:
         for row, part in zip(self.table, ids.split(needs), strict=True):
             row[: len(part)] = part
         self.block, self.done = shape.block, [0] * len(lengths)
-        unwritten = 127 if shape.kept == torch.int8 else float("nan")
+        unwritten = -1 if shape.kept == torch.int8 else float("nan")  # scales of such bytes are no numbers
         self.k, self.v = (
             torch.full((sum(needs) + 1, shape.block, shape.kv_heads, width), unwritten, dtype=shape.kept)
             for width in head_widths(shape.dim, name_of(shape.kept))

@@ -75,7 +75,7 @@ def test_few_rows_times_a_packed_weight(packed: Any, kind: str, rows: int, n_out
 
 def test_parts_of_weights_are_read_where_they_lie(packed: Any) -> None:
     x = torch.randn(2, 256)
-    for kind in ("Q4_K", "int4_g128", "fp8_b128"):
+    for kind in ("Q4_K", "int4_g128", "int4_g64+zeros", "fp8_b128"):
         whole = random_weight(kind, 64, 512)
         part = whole.rows(7, 40).cols(256, 512)
         torch.testing.assert_close(

@@ -236,7 +236,8 @@ def _stored(weight: Weight) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
     """(bytes, scales, zero points, rows of a scale, columns of a scale); scales lie in GGUF's own bytes."""
     match weight:
         case Grouped():
-            return weight.codes, weight.scales.contiguous(), weight.zeros, 1, weight.group
+            zeros = None if weight.zeros is None else weight.zeros.contiguous()  # in the lines of the scales
+            return weight.codes, weight.scales.contiguous(), zeros, 1, weight.group
         case Fp8():
             return weight.codes.view(torch.uint8), weight.scale.contiguous(), None, *weight.block
     assert isinstance(weight, Gguf)
