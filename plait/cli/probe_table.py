@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from plait.engine.probe import Choice, Trial
 
 Row = tuple[str, ...]
+MOST_LETTERS = 1 << 16  # of a text, more than are read of it
 
 
 def probed_model(
@@ -50,7 +51,8 @@ def probed_model(
 def read_text(path: str) -> str:
     """A text in the model's own language. Raises ConfigError."""
     try:
-        return Path(path).read_text("utf-8")
+        with Path(path).open(encoding="utf-8") as file:
+            return file.read(MOST_LETTERS)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--probe-text {path}: cannot be read as text in UTF-8: {error}") from error
 

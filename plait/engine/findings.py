@@ -22,6 +22,7 @@ from plait.errors import BadFile
 
 log = logging.getLogger("plait")
 KIND, VERSION = "plait probe", 1
+ADVICE = "delete it, or run `plait info MODEL --probe`"
 
 
 class Tensors(Protocol):
@@ -77,7 +78,10 @@ def read_findings(files: ModelFiles, tensors: Tensors, cache_dir: str | None) ->
 
 def _read(path: Path, bound_to: str) -> Findings | None:
     """None: it is another model's."""
-    record = read_json(path, "what a probe found")
+    try:
+        record = read_json(path, "what a probe found")
+    except BadFile as error:
+        raise BadFile(f"{error}; {ADVICE}") from error
     try:
         if record["kind"] != KIND or record["version"] != VERSION:
             raise ValueError(f"it is {record['kind']!r}, version {record['version']!r}")
@@ -91,9 +95,7 @@ def _read(path: Path, bound_to: str) -> Findings | None:
         return Findings(values, numbers, float(record["loss"]), int(record["tokens_read"]))
     except (KeyError, TypeError, ValueError) as error:
         told = f"{type(error).__name__}: {error}"[:160]
-        raise BadFile(
-            f"{path}: cannot be what a probe found ({told}); delete it, or run `plait info MODEL --probe`"
-        ) from error
+        raise BadFile(f"{path}: cannot be what a probe found ({told}); {ADVICE}") from error
 
 
 def write_findings(
@@ -107,8 +109,11 @@ def write_findings(
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(f".{path.name}.part")
-            part.write_text(json.dumps(record, indent=2) + "\n", "utf-8")
-            part.replace(path)
+            try:
+                part.write_text(json.dumps(record, indent=2) + "\n", "utf-8")
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)  # of a disk that is full
         except OSError as error:
             log.info("%s cannot be written: %s", path, error.strerror)
         else:

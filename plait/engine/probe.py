@@ -22,6 +22,7 @@ from plait.families.candidates import Quantity, Values
 log = logging.getLogger("plait")
 TEXT = Path(__file__).with_suffix(".txt")  # English and Python
 SHORT, LONG = 128, 256  # tokens of it
+LEAST = 64  # of any text: over fewer, what is chance and what is not cannot be told
 ROUNDS, MOST = 3, 80  # through all quantities, as long as something changes; forward passes in all
 MOST_LOSS = 7.0  # nats per token; beyond, the model does not understand the text, or we the model
 OF_UNIFORM = 0.85  # the same, for small vocabularies: this part of what knowing nothing costs
@@ -106,14 +107,15 @@ class Search:
         tokens = LONG if quantity.is_long else SHORT
         held, others = quantity.options[0], quantity.options[1:]
         likely = self.losses({**self.values, **held}, tokens)
-        trials, found = [Trial(quantity.name, held, tokens, fmean(likely))], {0: likely}
+        tokens_read = len(likely) + 1  # a text may be shorter
+        trials, found = [Trial(quantity.name, held, tokens_read, fmean(likely))], {0: likely}
         for number, option in enumerate(others, 1):
             try:
                 losses = self.losses({**self.values, **option}, tokens)
             except PlaitError as error:
-                trials.append(Trial(quantity.name, option, tokens, error=str(error)))
+                trials.append(Trial(quantity.name, option, tokens_read, error=str(error)))
                 continue
-            trials.append(Trial(quantity.name, option, tokens, fmean(losses)))
+            trials.append(Trial(quantity.name, option, tokens_read, fmean(losses)))
             if losses is not likely:  # else nothing depends on it
                 found[number] = losses
         best = likeliest(found)

@@ -26,7 +26,7 @@ from plait.engine.opening import (
     with_findings,
     with_values,
 )
-from plait.engine.probe import LONG, TEXT, Probed, search
+from plait.engine.probe import LEAST, LONG, TEXT, Probed, search
 from plait.engine.sizing import gib
 from plait.errors import ConfigError
 from plait.families.candidates import Quantity, quantities
@@ -169,12 +169,17 @@ def probe(opened: Opened, report: Progress, text: str | None = None) -> Probed:
         raise ConfigError(
             f"probe: {opened.files.name} has no tokenizer, and values are tried on text; --vocab names one"
         )
-    ids = tokenizer.encode(text or TEXT.read_text("utf-8"))[:LONG]
+    ids = tokenizer.encode(TEXT.read_text("utf-8") if text is None else text)[:LONG]
     size = opened.resolved.spec.vocab_size
-    if len(ids) < 2 or max(ids) >= size:
+    if len(ids) < LEAST:
         raise ConfigError(
-            f"probe: the text is {len(ids)} tokens up to id {max(ids, default=0)}; wanted are at least 2, of "
-            f"the model's {size}: another tokenizer (--vocab) or text (--probe-text) is needed"
+            f"probe: a text of {len(ids)} tokens tells too little; wanted are at least {LEAST}, and up to "
+            f"{LONG} are read: a longer one is needed (--probe-text)"
+        )
+    if max(ids) >= size:
+        raise ConfigError(
+            f"probe: the text has token {max(ids)}, and the model has {size}: another tokenizer (--vocab) is "
+            "needed"
         )
     with ModelScorer(opened, ids, report) as scorer:
         return search(scorer, size, report)

@@ -116,7 +116,7 @@ class _Tensors(dict[str, torch.Tensor]):
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda record: "{", "plait.json"),
+        (lambda record: "{", r"plait\.json.*not valid JSON.*delete it, or run"),
         (lambda record: json.dumps({**record, "kind": "diary"}), "'diary'"),
         (lambda record: json.dumps({**record, "version": 9}), "version 9"),
         (lambda record: json.dumps({k: v for k, v in record.items() if k != "margins"}), "margins"),
@@ -156,6 +156,17 @@ def test_a_folder_that_cannot_be_written_keeps_them_in_the_cache(
 def refused(path: Path, folder: Path) -> None:
     if path.parent == folder:
         raise PermissionError(13, "Permission denied", str(path))
+
+
+def test_a_disk_that_is_full_has_no_half_of_them(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(path: Path, text: str, *_: str) -> int:
+        path.write_bytes(text[:9].encode())
+        raise OSError(28, "No space left on device")
+
+    before = sorted(model.parent.rglob("*.*"))
+    monkeypatch.setattr(Path, "write_text", half)
+    assert keep(model) is None
+    assert sorted(model.parent.rglob("*.*")) == before
 
 
 def test_where_nothing_can_be_written_it_is_said(

@@ -89,6 +89,15 @@ def test_long_quantities_are_tried_on_more_tokens() -> None:
     assert {tokens for values, tokens in model.asked if "rope_theta" in values} == {LONG}
 
 
+def test_of_a_shorter_text_it_is_said_how_much_was_read() -> None:
+    class Short(Planted):
+        def losses(self, values: Mapping[str, Any], tokens: int) -> list[float]:
+            return super().losses(values, tokens)[:69]
+
+    result = found(Short({"head_dim": 64, "rope_theta": 1e4}, [HEADS, THETA]))
+    assert {trial.tokens for trials in result.trials.values() for trial in trials} == {result.tokens} == {70}
+
+
 def test_what_chance_prefers_does_not_move_the_likeliest() -> None:
     for seed in range(20):
         keys = [f"key{seed}.{n}" for n in range(3)]

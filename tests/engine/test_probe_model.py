@@ -150,9 +150,10 @@ def test_without_a_tokenizer_there_is_no_text_to_try(nano_hybrid: Path, tmp_path
         probe(opened(folder), silent)
 
 
-def test_a_text_of_nothing_is_refused(nano_hybrid: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="wanted are at least 2"):
-        probe(opened(bare(nano_hybrid, tmp_path / "model")), silent, ".")
+@pytest.mark.parametrize("text", ["", ".", "A few words are no sample of a language."])
+def test_a_text_of_nearly_nothing_is_refused(text: str, nano_hybrid: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="wanted are at least 64"):
+        probe(opened(bare(nano_hybrid, tmp_path / "model")), silent, text)
 
 
 def test_weights_are_packed_once(nano_hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
