@@ -11,6 +11,7 @@ from typing import Any
 
 from httptools import HttpParserError, HttpRequestParser
 from starlette.responses import Response
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from plait.server.generation import new_id
@@ -105,6 +106,8 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self._answering()  # forgets those that are answered
         self._asked.append(self.cycle)
+        if self.pipeline:
+            self._read_ahead()
         if self.scope["http_version"] == "1.0":
             self.cycle.send = Unframed(self.cycle).send  # type: ignore[method-assign]
 
@@ -167,6 +170,12 @@ class Connection(HttpToolsProtocol):
         self.transport.write_eof()
         _stop(self._deadline)
         self._deadline = self.loop.call_later(LINGER_S, self._end)
+
+    def _read_ahead(self) -> None:
+        """Go on reading behind requests that wait: who reads nothing does not learn that a client left."""
+        waiting = sum(len(cycle.body) for cycle, _ in self.pipeline)
+        if len(self.pipeline) < MAX_PIPELINED and waiting <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()
 
     def _answering(self) -> RequestResponseCycle | None:
         """The request that is being answered, if one is."""

@@ -80,6 +80,26 @@ def test_who_leaves_cancels_the_request_that_runs_and_not_only_the_last_that_was
     assert wait_until(lambda: engine.stats()["running"] == 0, 5)
 
 
+@pytest.mark.parametrize("ahead", [1, 5])
+def test_who_leaves_while_others_wait_is_noticed_though_nothing_is_written(
+    client: Client, engine: EchoLoop, ahead: int
+) -> None:
+    raw = b'{"prompt": "HANG"}'
+    with socket.create_connection(client.address, timeout=20) as sock:
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        )
+        sock.sendall(b"Content-Length: %d\r\n\r\n" % len(raw) + raw)
+        assert wait_until(lambda: engine.stats()["running"] == 1)
+        sock.sendall(GET % (b"fake", b"") * ahead)
+        time.sleep(0.05)
+    try:
+        assert wait_until(lambda: engine.stats()["running"] == 0, 5)
+    finally:
+        for request in engine.requests:
+            engine.cancel(request.id)
+
+
 def test_nothing_is_written_into_an_answer_that_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "PING_S", 0.02)
     front = fake_front()
