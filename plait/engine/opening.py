@@ -93,13 +93,14 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True) -> Open
     raw = read_json(files.config, "config.json") if files.config else None
     if files.kind == "gguf":
         gguf = GgufFile(files.weights[0])
-        return Opened(files, gguf, gguf.metadata, _resolve(gguf, None, gguf.metadata, config), config)
-    scheme = find_scheme(raw, files.side_files)
-    tensors = Packed(SafetensorsFiles(*files.weights, index=files.index), scheme)
-    opened = Opened(files, tensors, None, _resolve(tensors, raw, None, config), config)
+        opened = Opened(files, gguf, gguf.metadata, _resolve(gguf, None, gguf.metadata, config), config)
+    else:
+        scheme = find_scheme(raw, files.side_files)
+        tensors = Packed(SafetensorsFiles(*files.weights, index=files.index), scheme)
+        opened = Opened(files, tensors, None, _resolve(tensors, raw, None, config), config)
     if not probed or not opened.resolved.is_detected:
         return opened
-    findings = read_findings(files, tensors, config.cache_dir)
+    findings = read_findings(files, opened.checkpoint, config.cache_dir)
     return replace(opened, resolved=with_findings(opened, findings)) if findings else opened
 
 

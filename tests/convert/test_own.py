@@ -18,6 +18,7 @@ from plait.checkpoint.gguf_own import CONFIG, MAX_NAME_BYTES, NAMES, own_config,
 from plait.config import EngineConfig
 from plait.convert import conversion
 from plait.convert.conversion import Order, Result, convert
+from plait.engine.findings import Findings, write_findings
 from plait.engine.opening import open_model, with_values
 from plait.errors import BadFile, PlaitError
 from tests.convert.words import byte_level
@@ -170,6 +171,20 @@ def test_what_a_probe_found_is_written_into_the_config(
     assert worst(wanted, logits(model)) > 0.01
     for out in ("a", "a.gguf"):
         assert worst(logits(tmp_path / out), wanted) <= NEAR
+
+
+def test_what_a_probe_found_about_a_gguf_file_is_read(tmp_path: Path) -> None:
+    model = made("zamba2", tmp_path)
+    (model / "config.json").unlink()
+    run(model, tmp_path / "a.gguf")
+    bare = open_model(str(tmp_path / "a.gguf"), EngineConfig(device="cpu"))
+    found = Findings({"rope_theta": 77_000.0}, {"rope_theta": 1.0}, 2.0, 200)
+    assert write_findings(bare.files, bare.checkpoint, None, found) == tmp_path / "a.plait.json"
+    probed = open_model(str(tmp_path / "a.gguf"), EngineConfig(device="cpu")).resolved
+    assert probed.config["rope_theta"] == 77_000.0
+    assert probed.provenance["rope_theta"].startswith("probed")
+    run(tmp_path / "a.gguf", tmp_path / "b.gguf")  # which says it from now on
+    assert json.loads(GgufFile(tmp_path / "b.gguf").metadata[CONFIG]) == {"rope_theta": 77_000.0}
 
 
 def test_what_is_set_of_a_gguf_file_is_in_the_next(tmp_path: Path) -> None:
