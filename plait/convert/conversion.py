@@ -56,7 +56,7 @@ from plait.engine.opening import Opened, open_model
 from plait.errors import CheckpointError, ConfigError, UnsupportedModel
 from plait.families.resolve import parse_override, resolve
 from plait.quant.weight import as_tensor
-from plait.text.gguf_files import FILES
+from plait.text.gguf_files import CARRIED, FILES
 
 log = logging.getLogger("plait")
 Form = Literal["gguf", "safetensors"]
@@ -117,6 +117,11 @@ def convert(order: Order, progress: Progress) -> Result:
     form = chosen_form(order)
     is_directory = form == "safetensors"
     check_place(order.out, opened.files.weights, force=order.force, is_directory=is_directory)
+    if order.vocab is not None and named_vocabulary(opened) is None:
+        raise ConfigError(
+            f"--vocab {order.vocab}: there is no file of it to come along; name a {', '.join(VOCABULARIES)}, "
+            "or the folder of one"
+        )
     choice = Choice(chosen_storage(order.quantize, form), form, order.threads or torch.get_num_threads())
     model = Model(opened.resolved, opened.checkpoint)
     plan = _gguf_plan(opened, model, choice) if form == "gguf" else _hf_plan(opened, model, choice)
@@ -167,8 +172,11 @@ def _gguf_plan(opened: Opened, model: Model, choice: Choice) -> Plan:
     if isinstance(opened.checkpoint, GgufFile) and not is_own(opened.metadata) and not opened.config.set:
         kept = Kept(model)
         stored = _stored(choice, kept, kept.made())
-        keys = {k: v for k, v in opened.checkpoint.metadata.items() if not k.startswith(SPLIT)}
-        return Plan(kept, stored, keys | _about(stored), value_types=opened.checkpoint.value_types)
+        text = vocabulary_keys(opened) if named_vocabulary(opened) else None
+        left_out = SPLIT if text is None else (SPLIT, *CARRIED)
+        keys = {k: v for k, v in opened.checkpoint.metadata.items() if not k.startswith(left_out)}
+        types = {k: v for k, v in opened.checkpoint.value_types.items() if k in keys}
+        return Plan(kept, stored, keys | _about(stored) | (text or {}), value_types=types)
     try:
         target = gguf_target(model)
     except Unsayable as error:

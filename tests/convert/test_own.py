@@ -20,7 +20,7 @@ from plait.convert import conversion
 from plait.convert.conversion import Order, Result, convert
 from plait.engine.findings import Findings, write_findings
 from plait.engine.opening import open_model, with_values
-from plait.errors import BadFile, PlaitError
+from plait.errors import BadFile, ConfigError, PlaitError
 from tests.convert.words import byte_level
 from tests.families import tiny, tiny_bare
 from tests.families.parity import decoder, whole, worst
@@ -275,8 +275,17 @@ def test_a_vocabulary_that_is_named_is_the_one_that_is_written(nano_hybrid: Path
     run(nano_hybrid, tmp_path / "a.gguf", vocab=str(tmp_path / "words"))
     run(nano_hybrid, tmp_path / "b", vocab=str(tmp_path / "words" / "tokenizer.json"))
     run(tmp_path / "a.gguf", tmp_path / "c")
+    run(made("llama", tmp_path), tmp_path / "d.gguf")
+    run(tmp_path / "d.gguf", tmp_path / "e.gguf", vocab=str(tmp_path / "words"))  # llama.cpp's metadata, kept
     wanted = library.encode("the boat", add_special_tokens=False).ids
-    for made in ("a.gguf", "b", "c"):
-        tokenizer = open_model(str(tmp_path / made), EngineConfig()).tokenizer()
+    for name in ("a.gguf", "b", "c", "e.gguf"):
+        tokenizer = open_model(str(tmp_path / name), EngineConfig()).tokenizer()
         assert tokenizer is not None
         assert tokenizer.encode("the boat", add_special=False) == wanted
+
+
+@pytest.mark.parametrize("out", ["a.gguf", "a"])
+def test_a_vocabulary_without_a_file_is_not_passed_over(out: str, nano_hybrid: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--vocab cl100k_base: .* name a tokenizer\.json"):
+        run(nano_hybrid, tmp_path / out, vocab="cl100k_base")
+    assert not list(tmp_path.iterdir())
