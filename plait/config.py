@@ -112,6 +112,8 @@ class EngineConfig:
             raise ConfigError(f"quantize: {self.quantize!r} is not one of {known}")
         for name, low in _AT_LEAST.items():
             _check_count(name, getattr(self, name), low)
+        if not self.packed_cache.strip():
+            raise ConfigError("packed_cache: it is empty; name a folder, or auto or off")
         if self.prefill == "bf16" and (self.deterministic or self.precise):
             asked = "deterministic" if self.deterministic else "precise"
             raise ConfigError(

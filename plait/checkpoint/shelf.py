@@ -121,7 +121,9 @@ class Shelf:
                 parts.append(_described(packed, rounding, places) | {"names": _take(left, packed.n_out)})
             maps[name] = {"in": in_size, "out": list(out_sizes), "encoded": dict(encoded), "parts": parts}
         header = {"key": self.key, "source": self.source, "nbytes": at, "maps": maps}
-        return write_whole(self.path, opening(json.dumps(header).encode()), blocks, at)
+        # Whoever may read the model may read this: a container's image is built by another user.
+        mode = 0o600 | Path(self.source).stat().st_mode & 0o044
+        return write_whole(self.path, opening(json.dumps(header).encode()), blocks, at, mode)
 
 
 def _described(packed: Any, rounding: str, places: Sequence[int]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import hashlib
 import mmap
 import os
 import re
+import secrets
 import struct
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +34,8 @@ LINE = 64  # bytes that tiles begin at a multiple of
 _START = struct.Struct("<8sQ32s")
 _PAGE = 4096
 _ABANDONED_S = 3600  # after which a file that nobody finished is removed
+_FIELDS = {"key": dict, "source": str, "nbytes": int, "maps": dict}
+_NAME_BYTES = 160
 _NAME = re.compile(r"(?P<model>.+)-[0-9a-f]{16}")
 
 
@@ -58,8 +60,8 @@ class Shelved:
 
 
 def as_stem(model: str) -> str:
-    """A model's name as a part of a file's."""
-    return model.replace("/", "--")
+    """A model's name as a part of a file's, which systems bound."""
+    return model.replace("/", "--").encode(errors="replace")[:_NAME_BYTES].decode(errors="ignore")
 
 
 def default_folder(cache_dir: str | None) -> Path:
@@ -68,9 +70,9 @@ def default_folder(cache_dir: str | None) -> Path:
 
 
 def shelved(folder: Path) -> list[Shelved]:
-    """Everything that is kept in a folder, by name."""
+    """Everything that is kept in a folder, by name; nothing where it is not there, or not ours to read."""
     found = []
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
+    for path in _files(folder, SUFFIX):
         match = _NAME.fullmatch(path.stem)
         with suppress(OSError):
             status = path.stat()
@@ -78,6 +80,15 @@ def shelved(folder: Path) -> list[Shelved]:
                 Shelved(path, match["model"] if match else path.stem, status.st_size, status.st_mtime)
             )
     return found
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is a folder that can be looked into."""
+    return os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK)
+
+
+def _files(folder: Path, suffix: str) -> list[Path]:
+    return sorted(folder.glob(f"*{suffix}")) if is_folder(folder) else []
 
 
 def clear(folder: Path, model: str | None = None) -> int:
@@ -90,7 +101,7 @@ def clear(folder: Path, model: str | None = None) -> int:
     wanted = set(names)
     for item in shelved(folder):
         if model is None or item.model in wanted:
-            item.path.unlink()
+            item.path.unlink(missing_ok=True)  # another process may clear it, too
             freed += item.nbytes
     drop_unfinished(folder)
     return freed
@@ -98,7 +109,7 @@ def clear(folder: Path, model: str | None = None) -> int:
 
 def drop_unfinished(folder: Path) -> None:
     """Remove what a process began to write, and ended."""
-    for path in folder.glob(f"*{UNFINISHED}"):
+    for path in _files(folder, UNFINISHED):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _ABANDONED_S:
                 path.unlink()
@@ -115,10 +126,13 @@ def opening(header: bytes) -> bytes:
     return raw + bytes(-len(raw) % _PAGE)
 
 
-def write_whole(path: Path, first: bytes, blocks: Sequence[memoryview], nbytes: int) -> int:
-    """A file with all of that or, if something fails, none. Raises OSError."""
+def write_whole(
+    path: Path, first: bytes, blocks: Sequence[memoryview], nbytes: int, mode: int = 0o644
+) -> int:
+    """A file with all of that or, if something fails, none. Raises OSError. mode: before the umask."""
     drop_unfinished(path.parent)
-    descriptor, name = tempfile.mkstemp(suffix=UNFINISHED, dir=path.parent)
+    name = path.with_name(f"{secrets.token_hex(8)}{UNFINISHED}")
+    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             _reserve(file.fileno(), len(first) + nbytes)
@@ -127,12 +141,11 @@ def write_whole(path: Path, first: bytes, blocks: Sequence[memoryview], nbytes: 
                 file.write(block)
                 file.write(bytes(whole(block.nbytes) - block.nbytes))
             file.flush()
-            os.fchmod(file.fileno(), 0o644)  # whoever may read the model: an image is built by another user
             os.fsync(file.fileno())
-        Path(name).replace(path)
+        name.replace(path)
     except BaseException:
         with suppress(OSError):
-            Path(name).unlink()
+            name.unlink()
         raise
     return len(first) + nbytes
 
@@ -159,6 +172,8 @@ def read_header(mapped: mmap.mmap | bytes, path: Path) -> Header:
         raise BadFile("its header is damaged")
     found = parse_json(raw, f"{path}: header")
     start = len(opening(raw))
+    if {name: type(found.get(name)) for name in _FIELDS} != _FIELDS:
+        raise BadFile("its header is not one of Plait's")
     if len(mapped) != start + found["nbytes"]:
         raise BadFile("the file is cut off")
     return Header(found["key"], found["source"], found["maps"], start)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 import plait
 from plait.checkpoint.shelf import Shelf
-from plait.checkpoint.shelves import SUFFIX, as_stem, default_folder, read_key, shelved
+from plait.checkpoint.shelves import SUFFIX, as_stem, default_folder, is_folder, read_key, shelved
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.opening import Opened
@@ -55,7 +56,11 @@ def folder_of(config: EngineConfig) -> Path | None:
 def shelf_of(opened: Opened, target: Target) -> Shelf | None:
     """The shelf of a model, with what is on it; None where nothing is packed or there is no such folder."""
     folder = folder_of(opened.config)
-    if folder is None or target.executor is None or not folder.is_dir():
+    if folder is None or target.executor is None:
+        return None
+    if not is_folder(folder):
+        if opened.config.packed_cache != "auto":
+            log.warning("--packed-cache: %s is no folder that can be read; weights are packed anew", folder)
         return None
     key = key_of(opened, target)
     name = f"{as_stem(opened.files.name)}-{_digest(json.dumps(key).encode())[:16]}{SUFFIX}"
@@ -158,7 +163,13 @@ def _drop_outdated(shelf: Shelf) -> None:
             continue
         source, key = found
         is_same = key.get("weights") == shelf.key["weights"]
-        is_ours = key.get("made by") == shelf.key["made by"]
+        is_ours = _versions(key) == _versions(shelf.key)
         if (is_same and not is_ours) or (source == shelf.source and not is_same):
             log.info("packed weights that no start can use any more are removed: %s", item.path)
             item.path.unlink(missing_ok=True)
+
+
+def _versions(key: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of what made them, without the processor: machines of several kinds may share a folder."""
+    ours, torch_version, room = key.get("made by", ("", "", ""))
+    return ours, torch_version, room.rpartition("-")[2]

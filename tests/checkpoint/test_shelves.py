@@ -53,6 +53,58 @@ def test_a_file_that_was_cut_is_found(tmp_path: Path, nbytes: int) -> None:
         shelves.read_header(map_file(path), path)
 
 
+@pytest.mark.parametrize("header", [b"{}", HEADER.replace(b"128", b'"128"'), HEADER.replace(b"{}", b"[]")])
+def test_a_header_of_somebody_else_is_found(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / NAME
+    path.write_bytes(shelves.opening(header) + bytes(128))
+    with pytest.raises(BadFile, match="not one of Plait's"):
+        shelves.read_header(map_file(path), path)
+    assert shelves.read_key(path) is None
+
+
+def test_a_file_is_as_private_as_it_is_asked_to_be(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        for mode, found in ((0o644, 0o640), (0o600, 0o600)):
+            shelves.write_whole(tmp_path / NAME, b"first", [], 0, mode)
+            assert (tmp_path / NAME).stat().st_mode & 0o777 == found
+    finally:
+        os.umask(before)
+
+
+def test_a_folder_that_is_not_ours_to_read_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under the home of another user, in a container that runs as somebody else."""
+
+    def refuse(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    written(tmp_path)
+    for name in ("stat", "glob"):
+        monkeypatch.setattr(Path, name, refuse)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert not shelves.is_folder(tmp_path)
+    assert shelves.shelved(tmp_path) == []
+    assert shelves.clear(tmp_path) == 0
+
+
+def test_a_name_that_is_too_long_for_a_file_is_cut(tmp_path: Path) -> None:
+    stem = shelves.as_stem("org/" + "ä" * 300)
+    assert len(stem.encode()) <= 160
+    assert not (tmp_path / f"{stem}-0123456789abcdef.packed.partial").exists()
+    (tmp_path / f"{stem}-0123456789abcdef.packed").write_bytes(b"12345")
+    assert shelves.clear(tmp_path, "org/" + "ä" * 300) == 5
+
+
+def test_two_can_clear_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = shelves.shelved(written(tmp_path).parent)
+    monkeypatch.setattr(shelves, "shelved", lambda _: items)
+    shelves.clear(tmp_path)
+    shelves.clear(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_leaves_nothing_and_spoils_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +134,7 @@ def test_processes_that_write_at_once_leave_one_whole_file(tmp_path: Path) -> No
     script = (
         "import sys; from pathlib import Path; from plait.checkpoint.shelves import *\n"
         "fill, path = int(sys.argv[1]), Path(sys.argv[2])\n"
-        'header = opening(b\'{"key": %d, "source": "", "nbytes": 6400000, "maps": {}}\' % fill)\n'
+        'header = opening(b\'{"key": {"fill": %d}, "source": "", "nbytes": 6400000, "maps": {}}\' % fill)\n'
         "for _ in range(4): write_whole(path, header, [memoryview(bytes([fill]) * 640)] * 10000, 6400000)\n"
     )
     path = tmp_path / NAME
@@ -92,8 +144,8 @@ def test_processes_that_write_at_once_leave_one_whole_file(tmp_path: Path) -> No
         if path.exists():
             mapped = map_file(path)
             header = shelves.read_header(mapped, path)
-            assert {*mapped[header.start :]} == {header.key}
-            seen.add(header.key)
+            assert {*mapped[header.start :]} == {header.key["fill"]}
+            seen.add(header.key["fill"])
     assert [writer.returncode for writer in writers] == [0, 0, 0]
     assert seen
     assert [p.name for p in tmp_path.iterdir()] == [NAME]

@@ -195,6 +195,40 @@ def test_weights_that_other_code_packed_are_not_used(
     assert len(shelved(folder)) == 1
 
 
+def test_machines_of_two_kinds_can_share_a_folder(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for processor in ("one", "two", "one"):
+        room = SimpleNamespace(room=Path(f"/{processor}-0123"))
+        monkeypatch.setattr(packed_weights, "describe_target", lambda room=room, **_: room)
+        keep(model, folder)
+        assert is_used(model, folder)
+    assert len(shelved(folder)) == 2
+
+
+def test_a_folder_that_was_named_and_is_not_there_is_told(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "plait"):
+        assert not is_used(model, tmp_path / "none")
+    assert [r for r in caplog.records if f"{tmp_path / 'none'} is no folder" in r.getMessage()]
+    with pytest.raises(ConfigError, match="packed_cache"):
+        LLM(str(model), packed_cache="")
+
+
+def test_packed_weights_are_no_more_public_than_the_model(model: Path, folder: Path) -> None:
+    for mode in (0o600, 0o644):
+        for path in model.glob("*.safetensors"):
+            path.chmod(mode)
+            _touch(model)
+        before = os.umask(0o022)
+        try:
+            keep(model, folder)
+        finally:
+            os.umask(before)
+        assert shelved(folder)[0].path.stat().st_mode & 0o777 == mode
+
+
 def test_the_code_that_packs_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first = CODE()
     root = Path(packed_weights.plait.__file__).parent
