@@ -70,7 +70,7 @@ def with_scales(data: Tensor, kind: BlockType, scale: float) -> Tensor:
     data, count = data.clone(), len(data)
     values = scale * (0.5 + torch.rand(count, len(kind.scales_at)))
     for i, at in enumerate(kind.scales_at):
-        data[:, at : at + 2] = values[:, i].to(torch.float16).view(torch.uint8).view(-1, 2)
+        data[:, at : at + 2] = values[:, i : i + 1].to(torch.float16).view(torch.uint8)
     match kind.name:
         case "Q8_K":
             data[:, :4] = torch.full((count,), scale).view(torch.uint8).view(-1, 4)

@@ -114,6 +114,19 @@ def test_a_kernel_that_is_off_or_does_not_run_is_refused_with_the_reason(
     packed.trial.cache_clear()
 
 
+def test_a_trial_leaves_the_random_numbers_of_host_and_devices_as_they_were(
+    packed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    packed.trial.cache_clear()
+    before = torch.get_rng_state()
+    assert packed.trial("Q8_0", torch.float32, "cpu") is None
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not seeded
+    packed.trial.cache_clear()
+
+
 def test_the_choice_is_made_from_format_and_sizes(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "trial", lambda kind, dtype, device: None)
 

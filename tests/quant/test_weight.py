@@ -8,6 +8,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.ops.blocks import random_blocks
+from plait.quant.gguf import BLOCK_TYPES
 from plait.quant.weight import Dense, Weight, pick_rows
 
 WEIGHTS = {
@@ -54,3 +55,12 @@ def test_plain_tensors_are_picked_from_in_the_same_words() -> None:
     picked = pick_rows(weight, index)
     assert isinstance(picked, type(weight))
     assert picked.shape == (2, 64)
+
+
+@pytest.mark.parametrize("name", [kind.name for kind in BLOCK_TYPES.values()])
+def test_a_map_of_one_block_can_be_made_of_every_format(name: str) -> None:
+    elements = next(kind.elements for kind in BLOCK_TYPES.values() if kind.name == name)
+    numbers = random_blocks(name, 1, elements).dequantize(torch.float32)
+    assert numbers.shape == (1, elements)
+    assert numbers.isfinite().all()
+    assert numbers.any()

@@ -248,7 +248,7 @@ def _stored(weight: Weight) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
 def trial(kind: str, dtype: torch.dtype, device: str) -> str | None:
     """What is wrong with the kernel for this format on this device, compared with the reference; or None."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # the device's is not restored
         weight, x = random_weight(TRIED[kind], 96, 512), torch.randn(3, 512)
     try:
         weight, x = weight.to(torch.device(device)), x.to(device, dtype)
