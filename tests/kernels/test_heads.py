@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +123,22 @@ def test_the_same_kernel_may_see_one_weight_after_another(cpu: Any) -> None:
     x, fn = torch.randn(2, HEADS, 37), bound(cpu, first)
     for weight in (first, second, first):
         close(fn(x, weight), map_heads.reference(x, weight))
+
+
+def test_a_recording_holds_what_it_reads(cpu: Any) -> None:
+    """Although its kernel has seen another weight since."""
+    first, second = halves("Q8_0")[0], halves("Q8_0")[0]
+    x, fn = torch.randn(64, HEADS, 37), bound(cpu, first)
+    with cpu.recording(tokens=64, logits=65) as program:
+        y = fn(x, first)
+    want = map_heads.reference(x, first)
+    read = [weakref.ref(tensor) for tensor in fn._seen[1].held]
+    fn(x, second)
+    del first
+    gc.collect()
+    assert None not in [tensor() for tensor in read]
+    cpu.run(program, tokens=64, logits=1, seqs=1)
+    close(y, want)
 
 
 def test_what_does_not_fit_is_refused(cpu: Any) -> None:

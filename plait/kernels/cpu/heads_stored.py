@@ -55,7 +55,7 @@ def decode(frame, own, recipe, decoder, row, count):
 @kernel
 def stored_rows(frame, args, thread, threads):
     """x, its row and head strides, heads, n, m, out (dense), rows of a head, the first of them that counts,
-    recipes, how many, address of the decoder."""
+    recipes, how many, address of the decoder; then what recipes point into, which a recording has to hold."""
     x, row_bytes, head_bytes, heads = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
     n, m, out, each, skip = word(args, 6), word(args, 7), word(args, 8), word(args, 9), word(args, 10)
     recipe, decoder, rows = word(args, 11), word(args, 13), rows_of(frame, args)
@@ -160,8 +160,8 @@ class Recipes:
     """How one weight is decoded, column piece by column piece."""
 
     words: Tensor  # int64 [pieces, WORDS]
-    readers: Sequence[Reader]  # whose tensors the words point into
-    ids: Tensor  # int64 [rows]: the rows, as an embedding would be asked for them
+    readers: Sequence[Reader]
+    held: Sequence[Tensor]  # all that the words point into, the rows' own numbers first
     width: int  # of the widest piece
 
     @classmethod
@@ -170,13 +170,14 @@ class Recipes:
         cut = _pieces(maps.weight) if maps.turned else [(0, maps.weight)]
         ids = torch.from_numpy(np.arange(maps.weight.shape[0]))  # in a recording torch must not compute
         readers = [reader(part) for _, part in cut]
-        words = np.zeros((len(cut), WORDS), np.int64)
+        words, held = np.zeros((len(cut), WORDS), np.int64), [ids]
         for row, (start, part), how in zip(words, cut, readers, strict=True):
             width = part.shape[1]
             told = (ids, *how.source, how.pieces, 1.0, None, width, *how.more)
             row[2 : 2 + len(told)] = [argument(value) for value in told]
             row[START], row[WIDTH] = start, width
-        return cls(torch.from_numpy(words), readers, ids, max(part.shape[1] for _, part in cut))
+            held += [value for value in told[1:] if isinstance(value, Tensor)]
+        return cls(torch.from_numpy(words), readers, held, max(part.shape[1] for _, part in cut))
 
     @property
     def decoder(self) -> int:
@@ -204,7 +205,7 @@ class StoredHeads:
         out = self._cpu.empty(rows.count, weight.heads, m)
         where: tuple[Any, ...] = (x, *rows.strides, weight.heads, n, m, out, weight.each, weight.first)
         self._cpu.launch(
-            product(weight.turned), *where, how.words, len(how.readers), how.decoder,
+            product(weight.turned), *where, how.words, len(how.readers), how.decoder, *how.held,
             rows=rows.count, scratch=_HEAD + 4 * (how.width + 16) * (16 if weight.turned else TILE),
         )  # fmt: skip
         return out
