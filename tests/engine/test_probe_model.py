@@ -171,7 +171,7 @@ def test_weights_are_packed_once(nano_hybrid: Path, tmp_path: Path, monkeypatch:
 
 
 def test_losses_are_those_of_the_engine(nano_hybrid: Path, tmp_path: Path) -> None:
-    source = opened(nano_hybrid)
+    source = opened(nano_hybrid, cache_dir=str(tmp_path / "cache"))
     ids = source.tokenizer().encode(OLD_WORDS)[:40]  # type: ignore[union-attr]
     with ModelScorer(source, ids, silent) as scorer:
         losses = scorer.losses({}, 40)
