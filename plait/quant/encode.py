@@ -115,14 +115,19 @@ def _codes(x: Tensor, inverse: Tensor, low: int, high: int) -> Tensor:
     return (x * inverse).round_().clamp_(low, high)
 
 
+def _largest(x: Tensor) -> Tensor:
+    """The number of the largest size in every column, with its sign."""
+    least, most = torch.aminmax(x, dim=0)
+    return torch.where(most > -least, most, least)
+
+
 def _symmetric(x: Tensor, low: int) -> Tensor:
     """The scale d of x ~ d * q, q in low..-low-1, for every column of x: [size, n] -> [n]. It has a sign.
 
     Errors count by the size of the number: with plain squares the many small numbers make the scale smaller,
     and the few large ones, which no code reaches then, are what a model notices.
     """
-    least, most = torch.aminmax(x, dim=0)
-    signed = torch.where(most > -least, most, least)
+    signed = _largest(x)
     per_unit = _inverse(signed)
     scale, best = torch.zeros_like(signed), torch.zeros_like(signed)
     weight = x.abs()
@@ -198,9 +203,13 @@ def _pack_q8_0(blocks: Tensor) -> Tensor:
 
 
 def _pack_symmetric(blocks: Tensor, low: int) -> Tensor:
-    """Q4_0 (low -8) and Q5_0 (low -16)."""
+    """Q4_0 (low -8) and Q5_0 (low -16).
+
+    In four bits the largest number becomes the lowest code, as ggml has it: a scale of least squares is as
+    good for SmolLM2 (KL 0.397 to 0.401) and worse for Gemma 3 270M (0.686 to 0.503). In five it is better.
+    """
     x = _groups(blocks, 32)
-    scale, d = _scale(_symmetric(x, low))
+    scale, d = _scale(_largest(x) / low if low == -8 else _symmetric(x, low))
     q = _codes(x, _inverse(d), low, -low - 1).sub_(low).to(torch.uint8)
     high = [_high_bits(q)] if low == -16 else []
     return torch.cat((scale, *high, _by_byte(q & 15)), 1)
