@@ -24,6 +24,7 @@ from plait.kernels.cpu.straight import Word, Writer, digest, straight
 BUNDLES = (8, 4, 2, 1)  # rows of codes in a register tile, the larger first
 TILED = 16  # rows of codes in a tile of AMX
 AHEAD = {64: 3072, 128: 4096, 256: 6144}  # bytes weights are fetched ahead of need, by the step's length
+FETCHED = 4  # rows of codes that could be multiplied while the weights of a piece are fetched
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
 SMALLEST = 3.8e-37  # below it, 127 / largest is no float32: such a block is zeros
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
@@ -42,9 +43,11 @@ round_rows = linear_source.round_rows(layout, $sizes)
 $tiles
 
 @inline
-def pieces(rows, terms, panel, n_out):
-    """How many pieces of work some rows are: a panel of them through a tile each."""
-    return (rows * terms + panel - 1) // panel * ((n_out + 15) // 16)
+def panels(codes, most):
+    """Panels that so many rows of codes are cut into, rows of each (of the last: at most), what one costs."""
+    count = max((codes + most - 1) // most, 1)
+    panel = ((codes + count - 1) // count + $largest - 1) // $largest * $largest
+    return count if codes > 0 else 0, panel, min(panel, codes) + $fetched
 
 
 @kernel
@@ -65,7 +68,7 @@ def linear_rows(frame, args, thread, threads):
     if alone:
         apart = terms * each
         rounded += thread * rows * terms * each
-    panel, work = max($largest, $panel // each // $largest * $largest), 0
+    most, tiles, work = max($largest, $panel // each // $largest * $largest), (n_out + 15) // 16, 0
     me, all_of_us = (0, 1) if alone else (thread, threads)
     for g in range(max(groups, 1)):
         first, end = 0, rows
@@ -73,18 +76,19 @@ def linear_rows(frame, args, thread, threads):
             first, end = get_i64(starts + 8 * g), get_i64(starts + 8 * g + 8)
         to = rounded + first * apart
         round_rows(x + first * row_bytes, row_bytes, n, to, end - first, terms, me, all_of_us)
-        work += pieces(end - first, terms, panel, n_out)
+        count, panel, cost = panels((end - first) * terms, most)
+        work += count * tiles * cost
     if not alone:
         barrier(frame, threads)$start
-    tiles, before = (n_out + 15) // 16, 0
-    mine, stop = work * thread // threads, work * (thread + 1) // threads
+    before, mine, stop = 0, work * thread // threads, work * (thread + 1) // threads
     for g in range(max(groups, 1)):
         first, end = 0, rows
         if groups != 0:
             first, end = get_i64(starts + 8 * g), get_i64(starts + 8 * g + 8)
             weight = get_i64(weights + 8 * g)
-        count = pieces(end - first, terms, panel, n_out)
-        for i in range(max(mine, before) - before, min(stop, before + count) - before):
+        count, panel, cost = panels((end - first) * terms, most)
+        begin, last = (mine - before + cost - 1) // cost, (stop - before + cost - 1) // cost
+        for i in range(max(begin, 0), min(last, count * tiles)):
             at, t = i // tiles * panel, i % tiles
             weights_at, rounded_at = weight + t * steps * $nbytes, rounded + first * apart + at * each
             to, columns = out + (first + at // terms) * out_bytes + 64 * t, n_out - 16 * t
@@ -93,7 +97,7 @@ def linear_rows(frame, args, thread, threads):
                 more = load_some(bias + 64 * t, np.int32(columns))
             codes = min(panel, (end - first) * terms - at)
 $bundles
-        before += count$stop
+        before += count * tiles * cost$stop
 ''')
 
 
@@ -409,6 +413,7 @@ def linear_kernel(layout: Layout, kind: str = "") -> Kernel:
         start=_START.format(least=TILED - 1) if kind else "",
         stop=_STOP if kind else "",
         panel=PANEL,
+        fetched=FETCHED,
         alone=ALONE,
         layout=repr(layout),
         bundles="\n".join(" " * 12 + line for line in _bundles(sizes)),
