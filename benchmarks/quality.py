@@ -75,7 +75,8 @@ AS_IT_IS = (
     Setting("--kv-dtype int8", kv_dtype="int8"),
     Setting("--kv-dtype float32", kv_dtype="model"),
     Setting("--precise: 16-bit activations, float32 KV", activations="int8x2", kv_dtype="model"),
-    Setting("float32, but bfloat16 KV", plain=True),
+    Setting("float32, but bfloat16 KV", plain=True, activations="float32"),
+    Setting("float32, but bfloat16 KV, queries and attention weights", plain=True),
     Setting("float32, but int8 KV", plain=True, kv_dtype="int8"),
     Setting("float32, fastest ops", plain=True, kv_dtype="model"),
 )

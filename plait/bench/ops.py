@@ -146,7 +146,7 @@ def _rows(op: Op, case: Case, ground: Ground) -> Iterator[dict[str, Any]]:
             continue
         call, got, _ = prepared(op, variant, case, ground)
         error = difference(got, want)
-        tolerance = op.tolerance[ground.dtype]
+        tolerance = op.allowed(variant, ground.dtype)
         if not error <= tolerance:
             wrong = f"off by {error:.2g}, the tolerance is {tolerance:g}"
             yield {**row, "error": rounded(error), "wrong": wrong, "refusal": f"WRONG: {wrong}"}

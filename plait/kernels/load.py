@@ -31,6 +31,7 @@ CPU_KERNELS: tuple[str, ...] = (
     "heads_stored",
     "linear",
     "attention",
+    "attention_pairs",
     "latent",
     "rope",
     "conv",

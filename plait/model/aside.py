@@ -56,6 +56,7 @@ class Aside:
             window=None,
             softcap=None,
             sinks=False,
+            activations=w.target.activations,
         )
         dtype = w.target.kv_dtype
         widths = zip("kv", head_widths(s.head_dim, dtype), strict=True)

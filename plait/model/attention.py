@@ -36,6 +36,7 @@ class Attention:
             window=s.window,
             softcap=s.softcap,
             sinks=s.sinks,
+            activations=w.target.activations,
         )
         self._gate = w.bind(gate) if s.gate else None
         self._parts = [size // s.head_dim for size in parts.values()]

@@ -31,6 +31,14 @@ CASES: list[dict[str, Any]] = [
     dict(seqs=[270, 4], heads=8, kv_heads=1, dim=40, window=70, softcap=30.0, kv_dtype="int8"),
     dict(seqs=SEQS, heads=6, kv_heads=2, dim=20, window=9, softcap=None, sinks=True, kv_dtype="int8"),
 ]
+# Where activations of linear maps are rounded, queries and weights of values may be, beside bfloat16.
+ROUNDED = {"kv_dtype": "bfloat16", "activations": "int8"}
+CASES += [
+    dict(seqs=[300, 2], heads=9, kv_heads=3, dim=64, window=None, softcap=None, **ROUNDED),
+    dict(seqs=[530, 4], heads=4, kv_heads=2, dim=24, window=70, softcap=30.0, **ROUNDED),
+    dict(seqs=[*SEQS, 270], heads=8, kv_heads=1, dim=40, window=None, softcap=None, sinks=True, **ROUNDED),
+    dict(seqs=[300, 1], heads=4, kv_heads=4, dim=256, window=None, softcap=None, **ROUNDED),
+]
 BLOCK = 16  # of the test cases
 
 

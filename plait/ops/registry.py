@@ -37,7 +37,8 @@ class Facts:
 class Variant:
     """One way to compute an op. `when` returns None if it can serve these facts, else the reason why not.
 
-    A native one runs on an executor, which it gets as its first argument.
+    A native one runs on an executor, which it gets as its first argument. `tolerance`: its own, where it
+    rounds what the op does not.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Variant:
     fn: Callable[..., Any]
     when: Callable[[Facts], str | None]
     native: bool = False
+    tolerance: Mapping[torch.dtype, float] | None = None
 
     def refusal(self, facts: Facts) -> str | None:
         """Why it cannot serve these facts, or None."""
@@ -99,15 +101,20 @@ class Op:
         on: str,
         when: Callable[[Facts], str | None] = lambda facts: None,
         native: bool = False,
+        tolerance: Mapping[torch.dtype, float] | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register a faster way. Later registrations are tried first; a name that is there is kept."""
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
             if all((v.name, v.on) != (name, on) for v in self.variants):
-                self.variants.insert(0, Variant(name, on, fn, when, native))
+                self.variants.insert(0, Variant(name, on, fn, when, native, tolerance))
             return fn
 
         return register
+
+    def allowed(self, variant: Variant, dtype: torch.dtype) -> float:
+        """How far, absolutely and relatively, a variant may be from the reference."""
+        return (variant.tolerance or self.tolerance)[dtype]
 
     def bind(self, facts: Facts, user: str = "", choice: str = "auto") -> tuple[Callable[..., Any], Binding]:
         """The function to call for these facts, and the row that explains the choice."""

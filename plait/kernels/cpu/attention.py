@@ -129,7 +129,7 @@ def attended(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `ops.attention.paged_attention`. `tiled`: a kernel that calls the usual one for few tokens."""
+    """See `ops.attention.paged_attention`. `tiled`: another kernel, that may call the usual one for few."""
     rows, k_rows, v_rows = Rows.of(q), Rows.of(k), Rows.of(v)
     size, kv_heads = k_cache.shape[1:3]
     coded, d = k_cache.dtype == torch.int8, rows.width
@@ -149,7 +149,7 @@ def attended(
     apart = min(APART, rows.count * rows.heads * spans * record_bytes(d))
     usual, few = (attend_of(k_cache.dtype), form_of(k_cache.dtype)), 0
     if tiled:
-        usual, few = tiled, usual[0].address
+        usual, few = tiled, usual[0].address if tiled[1].few else 0
     cpu.launch(
         usual[0], q, *rows.strides, out, k_cache, v_cache, block_table,
         block_table.stride(0) * 8, query_start, seq_lens, rows.heads, kv_heads, d, d, size, window or 0,
