@@ -35,6 +35,7 @@ from plait.kernels.cpu.pairs import (
     both_bf16,
     dot_bf16,
     first_of_pairs,
+    near_bf16,
     rounded_bf16,
     second_of_pairs,
     upward,
@@ -46,7 +47,6 @@ from plait.kernels.cpu.vec import (
     bits_i32,
     div,
     fma,
-    get_bf16,
     get_f32,
     get_i32,
     get_i64,
@@ -56,7 +56,6 @@ from plait.kernels.cpu.vec import (
     load_some,
     mul,
     peak,
-    put_bf16,
     put_f32,
     put_i32,
     spread,
@@ -74,15 +73,22 @@ from plait.kernels.cpu.vec import (
 )
 
 LOG2_E = np.float32(1.4426950408889634)
+ONE = np.int32(0x3F800000)  # of float32
 ONES = np.int32(0x3F803F80)  # two of bfloat16
 WHOLE = np.float32(12582912.0)  # 1.5 * 2**23: added to a small number it leaves the nearest whole one
 
 
 @inline
+def above(x, y):
+    """The larger one; y, if one is no number. One instruction, where `largest` takes three."""
+    return where_less(y, x, x, y)
+
+
+@inline
 def power(x):
-    """2**x of x <= 0, to 3e-6 of it, exact of whole x; 0 below -127. A number that is none stays so."""
+    """2**x of x <= 0, to 3e-6 of it, 0 below -127. A number that is none stays so."""
     least, whole = spread(np.float32(-127.0)), spread(WHOLE)
-    x = where_less(x, least, least, x)
+    x = above(least, x)
     at = add(x, whole)
     f = sub(x, sub(at, whole))
     p = spread(np.float32(0.009582843631505966))
@@ -91,6 +97,13 @@ def power(x):
     p = fma(p, f, spread(np.float32(0.6931241750717163)))
     p = fma(p, f, spread(np.float32(1.0)))
     return bits_f32(add_i32(bits_i32(p), left(bits_i32(at), np.int32(23))))
+
+
+@inline
+def whole_power(x):
+    """2**x of whole x <= 0, exactly; 0 below -126."""
+    at = add(above(spread(np.float32(-127.0)), x), spread(WHOLE))
+    return bits_f32(add_i32(spread_int(ONE), left(bits_i32(at), np.int32(23))))
 
 
 @inline
@@ -115,9 +128,8 @@ def pack(args, s, kv_head, base, count, size, to):
                     put_i32(to + 2 * size * i + 4 * (size * j + r), get_i32(free + 4 * j))
             else:
                 for j in range(i, min(d, i + 16)):
-                    at = to + 4 * (size * j + r)
-                    put_bf16(at, get_f32(q + 4 * j) * factor if r < count else np.float32(0.0))
-                    put_f32(at, get_bf16(at))
+                    one = near_bf16(get_f32(q + 4 * j) * factor) if r < count else np.float32(0.0)
+                    put_f32(to + 4 * (size * j + r), one)
 
 
 @inline
@@ -157,8 +169,8 @@ def soften(args, scores, first, end, span, position, part):
         hide(scores, far - 1, low, high)
     top, other = spread(LOWEST), spread(LOWEST)
     for g in range(2 * near, 2 * far, 2):
-        top, other = largest(top, load_f32(scores + 64 * g)), largest(other, load_f32(scores + 64 * g + 64))
-    top = upward(spread(peak(largest(top, other))))
+        top, other = above(top, load_f32(scores + 64 * g)), above(other, load_f32(scores + 64 * g + 64))
+    top = upward(spread(peak(above(top, other))))
     sum = weigh(scores, near, far, top)
     clear(scores, first // 2, min(near, (end + 1) // 2))
     clear(scores, far, (end + 1) // 2)
@@ -215,7 +227,7 @@ def fold(state, part, record):
     """As `attention_rows.fold`: both factors are powers of two, one of them 1."""
     old, new = spread(get_f32(state)), spread(get_f32(part))
     top = largest(old, new)
-    a, b = power(sub(old, top)), power(sub(new, top))
+    a, b = whole_power(sub(old, top)), whole_power(sub(new, top))
     sum = fma(spread(get_f32(part + 4)), b, mul(spread(get_f32(state + 4)), a))
     for i in range(64, record, 64):
         store_f32(state + i, fma(load_f32(part + i), b, mul(load_f32(state + i), a)))

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import config
 
 from plait.kernels.cpu.target import TARGETS, host_features
-from plait.kernels.cpu.vec import VF, VI, _call, _define, _ints, _round_bf16, vf32, vi16, vi32
+from plait.kernels.cpu.vec import VF, VI, F, _call, _define, _ints, _round_bf16, f32, i32, vf32, vi16, vi32
 
 TINY = 0x00800000  # bits of the smallest normal float32
 
@@ -42,6 +42,10 @@ class _Bfloat(ir.Type):
 
 
 v32i16, v32bf = ir.VectorType(ir.IntType(16), 32), ir.VectorType(_Bfloat(), 32)
+
+
+def _int(value: int) -> ir.Constant:
+    return ir.Constant(i32, value)
 
 
 def _low(b: Any, x: ir.Value) -> ir.Value:
@@ -96,6 +100,12 @@ def _columns(b: Any, x: ir.Value, y: ir.Value, start: int) -> ir.Value:
 
 
 dot_bf16 = _define("dot_bf16", VF, (VF, VI, VI), _dot)  # sum + x·y by pairs
+near_bf16 = _define(  # one number rounded to bfloat16
+    "near_bf16",
+    F,
+    (F,),
+    lambda b, x: b.bitcast(b.shl(_round_bf16(b, x, i32, _int), _int(16)), f32),
+)
 both_bf16 = _define("both_bf16", VI, (VF, VF), _both)
 rounded_bf16 = _define("rounded_bf16", VF, (VF,), _rounded)
 words_low = _define("words_low", VI, (VI, VI), lambda b, x, y: _words(b, x, y, 0))
