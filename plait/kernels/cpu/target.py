@@ -22,6 +22,7 @@ from plait.errors import ConfigError
 
 SHARED = (
     "vec.py",
+    "plain_x86.py",
     "frame.py",
     "kernel.py",
     "target.py",

@@ -18,6 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
+from plait.kernels.cpu import plain_x86
 from plait.kernels.cpu.target import DOT
 
 LANES = 16
@@ -221,7 +222,18 @@ low4 = _define("low4", VI, (VI,), lambda b, x: b.and_(x, _ints(0x0F0F0F0F)))
 high4 = _define("high4", VI, (VI,), lambda b, x: b.and_(b.lshr(x, _ints(4)), _ints(0x0F0F0F0F)))
 sum_i32 = _define("sum_i32", N, (VI,), lambda b, x: _call(b, "llvm.vector.reduce.add.v16i32", i32, x))
 
+
 # ---- floats ----
+def _fma(b: Any, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    """x · y + z, rounded once."""
+    return plain_x86.fma(b, x, y, z) if plain_x86.HERE else _call(b, "llvm.fma.v16f32", vf32, x, y, z)
+
+
+def _nearest(b: Any, x: ir.Value) -> ir.Value:
+    """The nearest whole number, half to even."""
+    return plain_x86.nearest(b, x) if plain_x86.HERE else _call(b, "llvm.rint.v16f32", vf32, x)
+
+
 zero_f32 = _define("zero_f32", VF, (), lambda b: ir.Constant(vf32, [0.0] * LANES))
 spread = _define("spread", VF, (F,), _splat)
 to_f32 = _define("to_f32", VF, (VI,), lambda b, x: b.sitofp(x, vf32))
@@ -229,12 +241,12 @@ add = _define("add", VF, (VF, VF), lambda b, x, y: b.fadd(x, y))
 sub = _define("sub", VF, (VF, VF), lambda b, x, y: b.fsub(x, y))
 mul = _define("mul", VF, (VF, VF), lambda b, x, y: b.fmul(x, y))
 div = _define("div", VF, (VF, VF), lambda b, x, y: b.fdiv(x, y))
-fma = _define("fma", VF, (VF, VF, VF), lambda b, x, y, z: _call(b, "llvm.fma.v16f32", vf32, x, y, z))
+fma = _define("fma", VF, (VF, VF, VF), _fma)
 absolute = _define("absolute", VF, (VF,), lambda b, x: _call(b, "llvm.fabs.v16f32", vf32, x))
 root = _define("root", VF, (VF,), lambda b, x: _call(b, "llvm.sqrt.v16f32", vf32, x))
 largest = _define("largest", VF, (VF, VF), lambda b, x, y: _call(b, "llvm.maxnum.v16f32", vf32, x, y))
 smallest = _define("smallest", VF, (VF, VF), lambda b, x, y: _call(b, "llvm.minnum.v16f32", vf32, x, y))
-nearest = _define("nearest", VF, (VF,), lambda b, x: _call(b, "llvm.rint.v16f32", vf32, x))  # half to even
+nearest = _define("nearest", VF, (VF,), _nearest)
 to_i32 = _define("to_i32", VI, (VF,), lambda b, x: b.fptosi(x, vi32))  # of whole numbers
 low_bf16 = _define("low_bf16", VF, (VI,), lambda b, x: b.bitcast(b.shl(x, _ints(16)), vf32))
 high_bf16 = _define("high_bf16", VF, (VI,), lambda b, x: b.bitcast(b.and_(x, _ints(-65536)), vf32))
@@ -321,6 +333,8 @@ def _dot8_avx2(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
 
 
 def _dot_generic(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+    if plain_x86.HERE:
+        return plain_x86.dot(b, s, u, v)
     for j in range(4):
         byte = b.and_(b.lshr(u, _ints(8 * j)), _ints(255))
         signed = b.ashr(b.shl(v, _ints(24 - 8 * j)), _ints(24))
