@@ -34,7 +34,7 @@ from plait.server import (
     validate,
 )
 from plait.server.body import linger, read_object
-from plait.server.edge import REQUEST_ID_HEADER, Edge, Refusal
+from plait.server.edge import REQUEST_ID_HEADER, Door, Edge, Refusal
 from plait.server.endpoint import Endpoint
 from plait.server.exchange import SCOPE_KEY, Exchange, called
 from plait.server.loading import Loading
@@ -92,9 +92,9 @@ def create_app(front: Front | Loading, config: ServerConfig, traffic: Traffic | 
     app.router.redirect_slashes = False
     refusals = {e.path: e.refusal for e in ENDPOINTS if e.refusal is not None}
     generating = [e.path for e in ENDPOINTS if e.answer is None]
-    app.add_middleware(
-        Edge, traffic=traffic, loading=loading, routes=routes, refusals=refusals, generating=generating
-    )
+    door = Door(traffic, loading, routes, refusals, generating)
+    app.add_middleware(Edge, door=door, traffic=traffic, loading=loading)
+    app.state.turned_away = door.turned_away  # for a server that can ask before it starts a task
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,

@@ -7,6 +7,7 @@ import logging
 import socket
 import sys
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from httptools import HttpParserError, HttpRequestParser
@@ -33,8 +34,17 @@ class Connection(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
-    def __init__(self, *given: Any, max_connections: int, max_head_bytes: int, **more: Any) -> None:
+    def __init__(
+        self,
+        *given: Any,
+        max_connections: int,
+        max_head_bytes: int,
+        turned_away: Callable[[Any], Response | None] = lambda scope: None,
+        **more: Any,
+    ) -> None:
+        """`turned_away`: the answer to a request, by its scope, that needs no task; None: it needs one."""
         super().__init__(*given, **more)
+        self._turned_away = turned_away
         self._max_connections, self._max_head_bytes = max_connections, max_head_bytes
         self._unused, self._is_used = 0, False  # bytes that were read and are part of nothing yet
         self._in_head, self._is_refused, self._piece = False, False, b""
@@ -119,6 +129,24 @@ class Connection(HttpToolsProtocol):
         self._is_used = True
         if not self.parser.should_upgrade():
             super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """uvicorn's; who is turned away is answered at once, and what he sends of a body is passed over."""
+        answer = None if self.flow.write_paused else self._turned_away(cycle.scope)
+        if answer is None:
+            super()._start_asgi_task(cycle, app)
+            return
+        headers = [*cycle.default_headers, *answer.raw_headers]
+        if (b"connection", b"close") in headers:
+            cycle.keep_alive = False
+        elif not cycle.keep_alive:
+            headers.append((b"connection", b"close"))
+        lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+        self.transport.write(STATUS_LINE[answer.status_code] + lines + b"\r\n" + bytes(answer.body))
+        cycle.response_started = cycle.response_complete = True
+        if not cycle.keep_alive:
+            self.transport.close()
+        cycle.on_response()
 
     def _unsupported_upgrade_warning(self) -> None:
         """An offer to speak another protocol is passed over (RFC 9110, 7.8); Java's client always makes one.

@@ -8,9 +8,11 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -36,49 +38,65 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LOCAL_NAMES = frozenset({"localhost", "testserver"})
 
 
-class Edge:
-    """Wraps the application, whose `routes` are known. `refusals`: errors of other shapes, by path.
+class Door:
+    """Who is let in, and with what answer others are sent away.
 
-    `generating`: paths that need room in the engine. While there is none they are refused here, before their
-    bodies are read: what is refused must cost little, or it takes from what is served.
+    The application's `routes` are known. `refusals`: errors of other shapes, by path. `generating`: paths
+    that need room in the engine. While there is none they are refused before their bodies are read: what is
+    refused must cost little, or it takes from what is served.
     """
 
     def __init__(
         self,
-        app: ASGIApp,
         traffic: Traffic,
         loading: Loading,
         routes: Iterable[BaseRoute] = (),
         refusals: Mapping[str, Refusal] | None = None,
         generating: Iterable[str] = (),
     ) -> None:
-        self._app, self._traffic, self._loading = app, traffic, loading
+        self._traffic, self._loading = traffic, loading
         self._refusals, self._generating = refusals or {}, frozenset(generating)
         self._routes = [route for route in routes if isinstance(route, Route)]
         self._exact = {route.path for route in self._routes}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        path = self._inside(one_spelling(scope["path"]))
-        exchange = self._exchange(scope, headers, path)
-        scope = {**scope, "path": path, "raw_path": path.encode(), SCOPE_KEY: exchange}
+    def turned_away(self, scope: Scope) -> Response | None:
+        """The answer to a request that the engine has no room for; None: it takes the usual way.
+
+        The same as that way would have given, but without a task and without layers.
+        """
+        if scope["method"] != "POST":
+            return None
+        try:
+            self._loading.check_room()
+            return None
+        except QueueFull as error:
+            refusal: PlaitError = error
+        except PlaitError:
+            return None
+        path, headers = self.path_of(scope), Headers(scope=scope)
+        if path not in self._generating or "origin" in headers:  # a page's answer needs more headers
+            return None
+        exchange = self.exchange(scope, headers, path)
         self._traffic.begin()
         try:
-            app: ASGIApp = self._app
-            try:
-                self._check(scope, headers, exchange)
-                if not self._loading.stopping:
-                    self._traffic.work(exchange)
-            except PlaitError as error:
-                app = problem(error).response(self._refusals.get(path))
-            await app(scope, receive, self._named(exchange, send))
-        finally:
-            self._traffic.end(exchange)
+            self._check_caller({**scope, "path": path}, headers, exchange)
+            self._traffic.turn_away(exchange)
+        except PlaitError as error:
+            refusal = error
+        answer = self.answer_to(refusal, path)
+        answer.raw_headers.append((REQUEST_ID_HEADER.encode(), exchange.id.encode()))
+        exchange.status = answer.status_code
+        self._traffic.end(exchange)
+        return answer
 
-    def _exchange(self, scope: Scope, headers: Headers, path: str) -> Exchange:
+    def path_of(self, scope: Scope) -> str:
+        """The path asked for in one spelling, without the prefix that a proxy may have left on it."""
+        path, prefix = one_spelling(scope["path"]), self._traffic.config.root_path
+        if prefix and (path == prefix or path.startswith(prefix + "/")):
+            return path[len(prefix) :] or "/"
+        return path
+
+    def exchange(self, scope: Scope, headers: Headers, path: str) -> Exchange:
         given = headers.get(REQUEST_ID_HEADER, "")
         return Exchange(
             given if _SANE_ID.fullmatch(given) else new_id("req"),
@@ -88,24 +106,21 @@ class Edge:
             route=self._route(path),
         )
 
-    def _named(self, exchange: Exchange, send: Send) -> Send:
-        """`send` with what every answer's headers have."""
-
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers[REQUEST_ID_HEADER] = exchange.id
-                if exchange.account is not None:
-                    headers.update(exchange.account.headers())
-                if self._loading.stopping:
-                    headers["Connection"] = "close"
-            await send(message)
-
-        return named
-
-    def _check(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
+    def check(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
         """Raises what a request is refused with that nobody needs to look into."""
+        self._check_caller(scope, headers, exchange)
+        path = scope["path"]
+        if exchange.method == "POST" and not self._is_public(path, exchange.method):
+            if path in self._generating:
+                self._check_room(exchange)
+            self._traffic.admit(exchange)
+
+    def answer_to(self, error: PlaitError, path: str) -> Response:
+        """An error in the words of that path's API."""
+        return problem(error).response(self._refusals.get(path))
+
+    def _check_caller(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
+        """Raises what has nothing to do with how busy the engine is."""
         self._check_host(headers.get("host"))
         _check_head(scope)
         path = scope["path"]
@@ -115,10 +130,6 @@ class Edge:
             raise NotReady("the server is stopping and takes no more requests")
         if not self._is_public(path, exchange.method):
             self._traffic.recognize(exchange, headers)
-            if exchange.method == "POST":
-                if path in self._generating:
-                    self._check_room(exchange)
-                self._traffic.admit(exchange)
 
     def _check_room(self, exchange: Exchange) -> None:
         """Raises QueueFull, which costs the key nothing."""
@@ -149,13 +160,6 @@ class Edge:
             "host",
         )
 
-    def _inside(self, path: str) -> str:
-        """Without the prefix that a proxy may have left on it."""
-        prefix = self._traffic.config.root_path
-        if prefix and (path == prefix or path.startswith(prefix + "/")):
-            return path[len(prefix) :] or "/"
-        return path
-
     def _route(self, path: str) -> str:
         """One of few names, for metrics."""
         if path.startswith("/page/"):
@@ -164,6 +168,49 @@ class Edge:
             return path
         found = (route.path for route in self._routes if route.path_regex.match(path))
         return next(found, "other").replace(":path}", "}")
+
+
+class Edge:
+    """Wraps the application: what its `door` lets in has an id, and an end that is told."""
+
+    def __init__(self, app: ASGIApp, door: Door, traffic: Traffic, loading: Loading) -> None:
+        self._app, self._door, self._traffic, self._loading = app, door, traffic, loading
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, path = Headers(scope=scope), self._door.path_of(scope)
+        exchange = self._door.exchange(scope, headers, path)
+        scope = {**scope, "path": path, "raw_path": path.encode(), SCOPE_KEY: exchange}
+        self._traffic.begin()
+        try:
+            app: ASGIApp = self._app
+            try:
+                self._door.check(scope, headers, exchange)
+                if not self._loading.stopping:
+                    self._traffic.work(exchange)
+            except PlaitError as error:
+                app = self._door.answer_to(error, path)
+            await app(scope, receive, self._named(exchange, send))
+        finally:
+            self._traffic.end(exchange)
+
+    def _named(self, exchange: Exchange, send: Send) -> Send:
+        """`send` with what every answer's headers have."""
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID_HEADER] = exchange.id
+                if exchange.account is not None:
+                    headers.update(exchange.account.headers())
+                if self._loading.stopping:
+                    headers["Connection"] = "close"
+            await send(message)
+
+        return named
 
 
 def one_spelling(path: str) -> str:
@@ -179,6 +226,7 @@ def host_name(host: str) -> str:
     return host.rpartition(":")[0] if host.count(":") == 1 else host
 
 
+@lru_cache(maxsize=64)
 def is_loopback(host: str) -> bool:
     """Whether an address or a name means this machine only."""
     if host.lower() == "localhost":

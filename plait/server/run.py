@@ -137,9 +137,11 @@ class Server(uvicorn.Server):
         host = f"[{config.host}]" if ":" in config.host else config.host
         scheme = "https" if self._certificate else "http"
         self.url = f"{scheme}://{host}:{sock.getsockname()[1]}"
+        app = create_app(loading, config, self.traffic)
         settings: dict[str, Any] = {
             "http": functools.partial(
                 connection.Connection,
+                turned_away=app.state.turned_away,
                 max_connections=config.max_connections,
                 max_head_bytes=edge.MAX_HEAD_BYTES,
             ),
@@ -152,7 +154,7 @@ class Server(uvicorn.Server):
             "timeout_keep_alive": KEEP_ALIVE_S,
             "timeout_graceful_shutdown": round(CLOSING_S),
         }
-        super().__init__(uvicorn.Config(create_app(loading, config, self.traffic), **settings))
+        super().__init__(uvicorn.Config(app, **settings))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen. As uvicorn does, which has no option for the time of a TLS handshake."""

@@ -7,11 +7,14 @@ import contextlib
 import http.client
 import json
 import logging
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from plait.errors import QueueFull
 from plait.request import SamplingParams
@@ -27,6 +30,7 @@ __all__ = ["kept"]
 
 class FullLoop(EchoLoop):
     is_full = True
+    registry = CollectorRegistry()
 
     def check_room(self) -> None:
         if self.is_full:
@@ -116,6 +120,66 @@ def test_a_connection_lives_on_after_a_refusal_whose_body_nobody_read(full: Clie
             connection.request("GET", "/version")
             assert connection.getresponse().read().startswith(b"{")
             assert connection.sock is sock
+
+
+HEAD = b"POST /v1/completions HTTP/1.%d\r\nHost: %s\r\n%sContent-Length: 2\r\n%s\r\n{}"
+KEY = b"Authorization: Bearer secret\r\n"
+
+
+def everything(address: tuple[str, int], sent: bytes) -> bytes:
+    """What a server says until it closes the connection."""
+    with socket.create_connection(address, timeout=20) as sock:
+        sock.sendall(sent)
+        return b"".join(iter(lambda: sock.recv(65536), b""))
+
+
+def without_times(answer: bytes) -> list[bytes]:
+    lines = answer.split(b"\r\n")
+    return sorted(x for x in lines if not x.startswith((b"date:", b"x-request-id: req")))
+
+
+@pytest.mark.parametrize("version", [0, 1])
+@pytest.mark.parametrize(
+    ("host", "key", "status"), [(b"localhost", KEY, 429), (b"localhost", b"", 401), (b"evil", KEY, 403)]
+)
+def test_the_short_way_and_the_usual_one_give_the_same_answer(
+    full: Client, monkeypatch: pytest.MonkeyPatch, version: int, host: bytes, key: bytes, status: int
+) -> None:
+    tasks, real = [], HttpToolsProtocol._start_asgi_task
+
+    def started(self: Any, cycle: Any, app: Any) -> None:
+        tasks.append(cycle)
+        real(self, cycle, app)
+
+    monkeypatch.setattr(HttpToolsProtocol, "_start_asgi_task", started)
+    sent = HEAD % (version, host, key, b"Connection: close\r\n")
+    short = everything(full.address, sent)
+    assert not tasks
+    monkeypatch.setattr(Connection, "_start_asgi_task", started)
+    usual = everything(full.address, sent)
+    assert len(tasks) == 1
+    assert short.startswith(b"HTTP/1.1 %d " % status)
+    assert without_times(short) == without_times(usual)
+
+
+def test_refusals_and_answers_come_in_the_order_they_were_asked_for(full: Client) -> None:
+    refused, other = HEAD % (1, b"localhost", KEY, b""), b"GET /version HTTP/1.1\r\nHost: localhost\r\n"
+    sent = refused * 3 + other + KEY + b"\r\n" + refused + other + KEY + b"Connection: close\r\n\r\n"
+    answers = re.findall(rb"HTTP/1.1 (\d+) ", everything(full.address, sent))
+    assert answers == [b"429"] * 3 + [b"200", b"429", b"200"]
+
+
+def test_the_id_that_a_client_gave_is_told_with_a_refusal(full: Client) -> None:
+    sent = HEAD % (1, b"localhost", KEY, b"X-Request-Id: mine-1\r\nConnection: close\r\n")
+    assert b"\r\nx-request-id: mine-1\r\n" in everything(full.address, sent)
+
+
+def test_refusals_are_counted(full: Client) -> None:
+    for _ in range(3):
+        full.complete()
+    text = full.get("/metrics").body.decode()
+    assert 'plait_http_requests_total{method="POST",route="/v1/completions",status="429"} 3.0' in text
+    assert "plait_http_requests_open 1.0" in text  # the one for these numbers
 
 
 class Wire:

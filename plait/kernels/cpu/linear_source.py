@@ -1,6 +1,7 @@
 """The text of the kernels of quantized linear maps: one per layout, made when a model needs it.
 
-A kernel rounds its rows to int8 first and then multiplies, in one launch. Rounded rows are kept in *bundles*
+A kernel rounds its rows to int8 first and then multiplies, in one launch; few rows are shared out to threads
+beforehand, many piece by piece. Rounded rows are kept in *bundles*
 of as many as one register tile takes: for each block of 32 inputs, 32 codes of every row, then a scale of
 every row, then a number per group of weights. That number is what the zero point takes off, as an int32 to
 start the integer sum with, or what the minimum is multiplied by.
@@ -25,6 +26,7 @@ BUNDLES = (8, 4, 2, 1)  # rows of codes in a register tile, the larger first
 TILED = 16  # rows of codes in a tile of AMX
 AHEAD = {64: 3072, 128: 4096, 256: 6144}  # bytes weights are fetched ahead of need, by the step's length
 FETCHED = 4  # rows of codes that could be multiplied while the weights of a piece are fetched
+SHARED = 48  # rows of codes (of each group) from which threads take pieces one by one, so that one without a core gets fewer
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
 SMALLEST = 3.8e-37  # below it, 127 / largest is no float32: such a block is zeros
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
@@ -36,7 +38,7 @@ from plait.kernels.cpu import linear_source
 from plait.kernels.cpu.frame import barrier, rows_of, shared_of
 from plait.kernels.cpu.kernel import inline, kernel
 from plait.kernels.cpu.layout import Layout
-from plait.kernels.cpu.vec import get_i64, load_some, spread, word
+from plait.kernels.cpu.vec import atomic_add, get_i64, load_some, spread, word
 
 layout = $layout
 round_rows = linear_source.round_rows(layout, $sizes)
@@ -80,15 +82,21 @@ def linear_rows(frame, args, thread, threads):
         work += count * tiles * cost
     if not alone:
         barrier(frame, threads)$start
-    before, mine, stop = 0, work * thread // threads, work * (thread + 1) // threads
+    before, done, mine, stop = 0, 0, work * thread // threads, work * (thread + 1) // threads
+    taken, shared = np.int64(0), threads > 1 and rows * terms >= $shared * max(groups, 1)
+    if shared:
+        taken = np.int64(atomic_add(word(args, 1), np.int32(1)))
     for g in range(max(groups, 1)):
         first, end = 0, rows
         if groups != 0:
             first, end = get_i64(starts + 8 * g), get_i64(starts + 8 * g + 8)
             weight = get_i64(weights + 8 * g)
         count, panel, cost = panels((end - first) * terms, most)
-        begin, last = (mine - before + cost - 1) // cost, (stop - before + cost - 1) // cost
-        for i in range(max(begin, 0), min(last, count * tiles)):
+        i, last = (mine - before + cost - 1) // cost, (stop - before + cost - 1) // cost
+        i, last = max(i, 0), min(last, count * tiles)
+        if shared:
+            i, last = taken - done, count * tiles
+        while i < last:
             at, t = i // tiles * panel, i % tiles
             weights_at, rounded_at = weight + t * steps * $nbytes, rounded + first * apart + at * each
             to, columns = out + (first + at // terms) * out_bytes + 64 * t, n_out - 16 * t
@@ -97,7 +105,12 @@ def linear_rows(frame, args, thread, threads):
                 more = load_some(bias + 64 * t, np.int32(columns))
             codes = min(panel, (end - first) * terms - at)
 $bundles
-        before += count * tiles * cost$stop
+            if shared:
+                taken = np.int64(atomic_add(word(args, 1), np.int32(1)))
+                i = taken - done
+            else:
+                i += 1
+        before, done = before + count * tiles * cost, done + count * tiles$stop
 ''')
 
 
@@ -414,6 +427,7 @@ def linear_kernel(layout: Layout, kind: str = "") -> Kernel:
         stop=_STOP if kind else "",
         panel=PANEL,
         fetched=FETCHED,
+        shared=SHARED,
         alone=ALONE,
         layout=repr(layout),
         bundles="\n".join(" " * 12 + line for line in _bundles(sizes)),
