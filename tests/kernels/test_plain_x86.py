@@ -83,7 +83,7 @@ BY_DOTS = straight.straight(by_dots)
 
 
 def numbers() -> tuple[Tensor, Tensor, Tensor]:
-    """Of all sizes, sums that cancel, sums that end in the middle between two floats or nearly, and tiny ones."""
+    """Of all sizes; sums that cancel; sums that end nearly in the middle between two floats; tiny ones."""
     n, some = 4096, torch.Generator().manual_seed(0)
 
     def bits() -> Tensor:
