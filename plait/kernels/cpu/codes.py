@@ -27,7 +27,8 @@ TABLES: Mapping[str, tuple[int, ...]] = {
     "e2m1": E2M1_TWICE,
 }
 OFFSETS: Mapping[str, int] = {name: -min(values) for name, values in TABLES.items()}
-_v64i8, _v32i8, _v32i16 = ir.VectorType(i8, 64), ir.VectorType(i8, 32), ir.VectorType(i16, 32)
+_v64i8, _v32i8, _v16i8 = (ir.VectorType(i8, n) for n in (64, 32, 16))
+_v32i16 = ir.VectorType(i16, 32)
 
 
 def _constant(kind: ir.VectorType, values: list[int]) -> ir.Constant:
@@ -61,10 +62,29 @@ def _compared(b: Any, table: list[int], x: ir.Value) -> ir.Value:
     return found
 
 
+def _parts(b: Any, x: ir.Value) -> list[ir.Value]:
+    """64 bytes as four registers of NEON."""
+    orders = [list(range(n, n + 16)) for n in range(0, 64, 16)]
+    return [b.shuffle_vector(x, x, ir.Constant(vi32, order)) for order in orders]
+
+
+def _whole(b: Any, parts: list[ir.Value]) -> ir.Value:
+    """And back."""
+    halves = ir.Constant(ir.VectorType(i32, 32), list(range(32)))
+    low, high = b.shuffle_vector(*parts[:2], halves), b.shuffle_vector(*parts[2:], halves)
+    return b.shuffle_vector(low, high, ir.Constant(ir.VectorType(i32, 64), list(range(64))))
+
+
+def _looked(b: Any, table: list[int], x: ir.Value) -> ir.Value:
+    """Four table lookups of NEON."""
+    every = _constant(_v16i8, table)
+    return _whole(b, [_call(b, "llvm.aarch64.neon.tbl1.v16i8", _v16i8, every, p) for p in _parts(b, x)])
+
+
 def _look(name: str, b: Any, x: ir.Value) -> ir.Value:
     values = [v + OFFSETS[name] for v in TABLES[name]]
     table = values + [0] * (16 - len(values))
-    how = _compared if DOT == "generic" else _shuffled
+    how = {"vnni": _shuffled, "avx2": _shuffled, "generic": _compared}.get(DOT, _looked)
     return b.bitcast(how(b, table, b.bitcast(x, _v64i8)), vi32)
 
 
@@ -73,12 +93,20 @@ def _pick(b: Any, table: ir.Value, index: ir.Value) -> ir.Value:
     if DOT == "vnni":
         return _call(b, "llvm.x86.avx512.permvar.sf.512", vf32, table, index)
     index = b.and_(index, ir.Constant(vi32, [15] * LANES))
-    found: ir.Value = ir.Constant(vf32, [0.0] * LANES)
+    if DOT.startswith("neon"):  # by bytes: four of each float
+        places = b.add(b.mul(index, _every(0x04040404)), _every(0x03020100))
+        all_of_it = _parts(b, b.bitcast(table, _v64i8))
+        found = [
+            _call(b, "llvm.aarch64.neon.tbl4.v16i8", _v16i8, *all_of_it, p)
+            for p in _parts(b, b.bitcast(places, _v64i8))
+        ]
+        return b.bitcast(_whole(b, found), vf32)
+    picked: ir.Value = ir.Constant(vf32, [0.0] * LANES)
     for place in range(16):
         every = b.shuffle_vector(table, table, ir.Constant(vi32, [place] * LANES))
         hit = b.icmp_unsigned("==", index, ir.Constant(vi32, [place] * LANES))
-        found = b.select(hit, every, found)
-    return found
+        picked = b.select(hit, every, picked)
+    return picked
 
 
 def _widen(start: int, b: Any, x: ir.Value) -> ir.Value:

@@ -7,7 +7,6 @@ model code runs once, its launches are kept instead of run, and replay is one na
 
 from __future__ import annotations
 
-import platform
 import struct
 import threading
 import time
@@ -27,6 +26,7 @@ from plait.kernels.cpu import frame as layout
 from plait.kernels.cpu.frame import barrier
 from plait.kernels.cpu.kernel import OPTIONS, Kernel, inline
 from plait.kernels.cpu.vec import (
+    FUTEX,
     atomic_add,
     atomic_get,
     atomic_put,
@@ -40,7 +40,7 @@ from plait.kernels.cpu.vec import (
 LINE = 64  # bytes of a cache line: words that different threads write stay on lines of their own
 COMMAND, STOP, ASLEEP, TABLE, COUNT, FRAME, NAP = (LINE * i for i in range(7))  # of the mailbox
 AWAKE_SPINS = 20_000  # about half a millisecond: the next step of a running engine comes sooner
-HAS_FUTEX = platform.system() == "Linux" and platform.machine() == "x86_64"
+HAS_FUTEX = FUTEX is not None
 HUGE = 2 << 20
 SMALL = 64  # tokens: longer steps have work enough between barriers
 

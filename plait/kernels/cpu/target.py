@@ -42,16 +42,69 @@ NEEDED = {
     "avx2": {"avx2", "fma"},
 }
 
+X86_64 = platform.machine().lower() in ("x86_64", "amd64")
+AARCH64 = platform.machine().lower() in ("aarch64", "arm64")
+# Where aarch64 says whether it multiplies bytes by fours: Linux (word of the auxiliary vector, bit), macOS
+# (sysctl), Windows (number for IsProcessorFeaturePresent; it has none for i8mm that older versions know).
+ARM_BITS = {"dotprod": (16, 1 << 20), "i8mm": (26, 1 << 13)}
+ARM_NAMES = {"dotprod": b"hw.optional.arm.FEAT_DotProd", "i8mm": b"hw.optional.arm.FEAT_I8MM"}
+ARM_NUMBERS = {"dotprod": 43}
+
 PERMISSION = (158, 0x1023, 18)  # arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA), Linux on x86-64
 
 
 @cache
 def host_features() -> frozenset[str]:
-    return frozenset(name for name, has in binding.get_host_cpu_features().items() if has)
+    """What LLVM finds in this processor; on some systems of ARM it finds nothing, or cannot look."""
+    try:
+        found = binding.get_host_cpu_features()
+    except RuntimeError:
+        return arm_features()
+    return frozenset(name for name, has in found.items() if has) | arm_features()
+
+
+@cache
+def arm_features() -> frozenset[str]:
+    """Of "dotprod" and "i8mm", what the system says an aarch64 processor has: LLVM does not always ask."""
+    if not AARCH64:
+        return frozenset()
+    match platform.system():
+        case "Linux":
+            ask = ctypes.CDLL(None).getauxval
+            ask.restype, ask.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+            return frozenset(name for name, (word, bit) in ARM_BITS.items() if ask(word) & bit)
+        case "Darwin":
+            return frozenset(name for name, asked in ARM_NAMES.items() if _sysctl(asked))
+        case "Windows":
+            present = ctypes.CDLL("kernel32").IsProcessorFeaturePresent
+            return frozenset(name for name, number in ARM_NUMBERS.items() if present(number))
+    return frozenset()
+
+
+def _sysctl(name: bytes) -> bool:
+    """Whether macOS says 1 to that name; what it does not know is 0."""
+    value, size = ctypes.c_int(0), ctypes.c_size_t(4)
+    found = ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(value), ctypes.byref(size), None, 0)
+    return bool(found == 0 and value.value == 1)
+
+
+def _native_features() -> str | None:
+    """What Numba is told of this processor: nothing, or on aarch64 also what LLVM may not have found."""
+    if not arm_features():
+        return None
+    return ",".join(f"+{name}" for name in sorted(host_features()))
+
+
+def _arm_dot() -> str:
+    """ "neon-i8mm", "neon-dotprod" or "neon", by what Numba is told."""
+    told = (config.CPU_FEATURES or "").split(",")
+    return next((f"neon-{name}" for name in ("i8mm", "dotprod") if f"+{name}" in told), "neon")
 
 
 def _dot() -> str:
-    """How four products of bytes are added: "vnni", "avx2" or "generic"."""
+    """How four products of bytes are added: "vnni", "avx2", as `_arm_dot` says, or "generic"."""
+    if AARCH64:
+        return _arm_dot()
     name = config.CPU_NAME or ""
     if not name:
         features = host_features()
@@ -63,6 +116,8 @@ def _dot() -> str:
     return "avx2" if name in (TARGETS["avx512"], TARGETS["avx2"]) else "generic"
 
 
+if not config.CPU_NAME and config.CPU_FEATURES is None:
+    config.CPU_FEATURES = _native_features()
 DOT = _dot()
 
 
@@ -80,7 +135,7 @@ def aim(isa: str) -> None:
     if isa not in TARGETS:
         raise ConfigError(f"isa: {isa!r} is not one of {', '.join(TARGETS)}")
     cpu = TARGETS[isa]
-    if cpu and platform.machine().lower() not in ("x86_64", "amd64"):
+    if cpu and not X86_64:
         raise ConfigError(f"isa: {isa} is for x86-64; this machine is {platform.machine()}: use native")
     if missing := NEEDED.get(isa, set()) - host_features():
         raise ConfigError(f"isa: this machine has no {', '.join(sorted(missing))}, which {isa} needs")
@@ -88,7 +143,7 @@ def aim(isa: str) -> None:
         return
     if "plait.kernels.cpu.vec" in sys.modules:
         raise ConfigError(f"isa: kernels of this process are made for {name()}; start another one for {isa}")
-    config.CPU_NAME, config.CPU_FEATURES = cpu or None, "" if cpu else None
+    config.CPU_NAME, config.CPU_FEATURES = cpu or None, "" if cpu else _native_features()
     globals()["DOT"] = _dot()
 
 

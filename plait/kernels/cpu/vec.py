@@ -2,7 +2,8 @@
 
 Every function here is a Numba intrinsic that becomes a few LLVM instructions. Addresses are plain int64
 (`Tensor.data_ptr()`), so that a call unboxes nothing. LLVM splits sixteen lanes as the target needs: one
-source serves AVX-512, AVX2 and anything else; only `dot` and `dot8` know instructions (`target.DOT`).
+source serves AVX-512, AVX2, NEON and anything else; only `dot`, `dot8`, and what waits for other threads,
+know instructions (`target.DOT`).
 
 Nothing here reorders floating-point additions: a kernel that adds in one order does so on every machine.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -19,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 from plait.kernels.cpu import plain_x86
-from plait.kernels.cpu.target import DOT
+from plait.kernels.cpu.target import AARCH64, DOT
 
 LANES = 16
 i8, i16, i32, i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -27,7 +29,11 @@ f16, f32 = ir.HalfType(), ir.FloatType()
 vi8, vi16, vi32 = (ir.VectorType(t, LANES) for t in (i8, i16, i32))
 vf16, vf32 = ir.VectorType(f16, LANES), ir.VectorType(f32, LANES)
 v8i32, v16i16, v32i8 = ir.VectorType(i32, 8), ir.VectorType(i16, 16), ir.VectorType(i8, 32)
+v4i32, v8i16 = ir.VectorType(i32, 4), ir.VectorType(i16, 8)  # registers of NEON
 VOID = ir.VoidType()
+WINDOWS = platform.system() == "Windows"
+# The number of Linux's call that sleeps until a word changes; None elsewhere: who waits takes naps.
+FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if platform.system() == "Linux" else None
 
 
 class Vector(types.Type):  # type: ignore[misc]
@@ -109,7 +115,7 @@ def _loader(name: str, result: types.Type, kind: ir.Type, convert: Emit | None =
 
 
 # ---- float16 where no instruction converts it: LLVM would call a function that is in no library of ours ----
-SOFT_HALF = DOT == "generic" and platform.machine().lower() in ("x86_64", "amd64")
+SOFT_HALF = DOT == "generic"
 
 
 def _whole(kind: ir.Type, value: float) -> ir.Constant:
@@ -188,6 +194,25 @@ store_f16 = _define("store_f16", N, (A, VF), lambda b, a, x: _store(b, a, _to_ha
 
 def _masked_load(b: Any, a: ir.Value, count: ir.Value) -> ir.Value:
     """The first `count` floats; the rest is 0 and is not read."""
+    if not AARCH64:
+        return _masked_some(b, a, count)
+    with b.if_else(_all_lanes(b, count)) as (whole, some):
+        with whole:
+            every, from_whole = _load(b, a, vf32), b.block
+        with some:
+            part, from_some = _masked_some(b, a, count), b.block
+    value = b.phi(vf32)
+    value.add_incoming(every, from_whole)
+    value.add_incoming(part, from_some)
+    return value
+
+
+def _all_lanes(b: Any, count: ir.Value) -> ir.Value:
+    """Whether no mask is needed: NEON has none, so that each lane would be a branch."""
+    return b.icmp_signed(">=", count, ir.Constant(i32, LANES))
+
+
+def _masked_some(b: Any, a: ir.Value, count: ir.Value) -> ir.Value:
     mask = b.icmp_signed("<", ir.Constant(vi32, list(range(LANES))), _splat(b, count))
     pointer = _at(b, a, vf32)
     kind = ir.FunctionType(vf32, [pointer.type, i32, mask.type, vf32])
@@ -197,6 +222,17 @@ def _masked_load(b: Any, a: ir.Value, count: ir.Value) -> ir.Value:
 
 def _masked_store(b: Any, a: ir.Value, x: ir.Value, count: ir.Value) -> ir.Value:
     """Only the first `count` floats are written."""
+    if not AARCH64:
+        return _mask_stored(b, a, x, count)
+    with b.if_else(_all_lanes(b, count)) as (whole, some):
+        with whole:
+            _store(b, a, x)
+        with some:
+            _mask_stored(b, a, x, count)
+    return ir.Constant(i32, 0)
+
+
+def _mask_stored(b: Any, a: ir.Value, x: ir.Value, count: ir.Value) -> ir.Value:
     mask = b.icmp_signed("<", ir.Constant(vi32, list(range(LANES))), _splat(b, count))
     pointer = _at(b, a, vf32)
     kind = ir.FunctionType(VOID, [vf32, pointer.type, i32, mask.type])
@@ -342,9 +378,67 @@ def _dot_generic(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
     return s
 
 
+def _quarters(b: Any, x: ir.Value, lanes: int) -> list[ir.Value]:
+    """Sixteen ints as registers of NEON, each `lanes` bytes: sixteen (a whole one) or eight."""
+    x, kind = _as_bytes(b, None, x), ir.VectorType(i32, lanes)
+    starts = range(0, 64, lanes)
+    return [b.shuffle_vector(x, x, ir.Constant(kind, list(range(n, n + lanes)))) for n in starts]
+
+
+def _joined(b: Any, parts: list[ir.Value]) -> ir.Value:
+    """Four registers of four ints as one vector."""
+    kind = ir.VectorType(i32, 8)
+    low, high = (b.shuffle_vector(p, q, ir.Constant(kind, list(range(8)))) for p, q in (parts[:2], parts[2:]))
+    return b.shuffle_vector(low, high, ir.Constant(vi32, list(range(LANES))))
+
+
+def _by_fours(name: str, b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+    """An instruction of aarch64 that multiplies bytes by fours: sdot (signed) or usdot (u is unsigned)."""
+    sums = [b.shuffle_vector(s, s, ir.Constant(v4i32, list(range(n, n + 4)))) for n in range(0, LANES, 4)]
+    given = zip(sums, _quarters(b, u, 16), _quarters(b, v, 16), strict=True)
+    return _joined(b, [_call(b, f"llvm.aarch64.neon.{name}.v4i32.v16i8", v4i32, *part) for part in given])
+
+
+def _dot8_sdot(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+    """u as a signed byte is 128 less: so 128 times the sum of v is added."""
+    ones, top = _ints(0x01010101), _ints(-0x7F7F7F80)
+    beside = _by_fours("sdot", b, _ints(0), ones, v)
+    return _by_fours("sdot", b, b.add(s, b.shl(beside, _ints(7))), b.xor(u, top), v)
+
+
+def _pairs(b: Any, name: str, x: ir.Value, y: ir.Value | None = None) -> ir.Value:
+    """Sums of neighbours: "addp" of two registers, "saddlp" of one, in numbers twice as wide."""
+    kind = ir.VectorType(i32, 4) if name == "saddlp" else x.type
+    of = "v4i32.v8i16" if name == "saddlp" else f"v{kind.count}i{kind.element.width}"
+    return _call(b, f"llvm.aarch64.neon.{name}.{of}", kind, *([x] if y is None else [x, y]))
+
+
+def _dot_neon(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+    """Two products, each 127 · 128 at most, fit into 16 bits."""
+    products = [
+        _call(b, "llvm.aarch64.neon.smull.v8i16", v8i16, *part)
+        for part in zip(_quarters(b, u, 8), _quarters(b, v, 8), strict=True)
+    ]
+    twos = [_pairs(b, "addp", *products[n : n + 2]) for n in range(0, 8, 2)]
+    return b.add(s, _joined(b, [_pairs(b, "saddlp", x) for x in twos]))
+
+
+def _dot8_neon(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+    """A product, -255 · 128 at least, fits into 16 bits; a sum of two does not."""
+    products = [
+        b.mul(b.zext(x, v8i16), b.sext(y, v8i16))
+        for x, y in zip(_quarters(b, u, 8), _quarters(b, v, 8), strict=True)
+    ]
+    twos = [_pairs(b, "saddlp", x) for x in products]
+    return b.add(s, _joined(b, [_pairs(b, "addp", *twos[n : n + 2]) for n in range(0, 8, 2)]))
+
+
 _DOTS = {
     "vnni": (_dot_vnni, _dot_vnni),
     "avx2": (_dot_avx2, _dot8_avx2),
+    "neon-i8mm": (partial(_by_fours, "sdot"), partial(_by_fours, "usdot")),
+    "neon-dotprod": (partial(_by_fours, "sdot"), _dot8_sdot),
+    "neon": (_dot_neon, _dot8_neon),
     "generic": (_dot_generic, _dot_generic),
 }
 dot = _define("dot", VI, (VI, VI, VI), _DOTS[DOT][0])  # sum + u·v by fours; u in 0..127
@@ -387,10 +481,12 @@ def _prefetch(b: Any, a: ir.Value) -> ir.Value:
 prefetch = _define("prefetch", N, (A,), _prefetch)
 
 # ---- threads ----
+# In one order for all: who says that work is there and then looks for sleepers, and who says that it sleeps
+# and then looks for work, must not both miss the other. On x86-64 weaker words give the same instructions.
 atomic_add = _define(
-    "atomic_add", N, (A, N), lambda b, a, v: b.atomic_rmw("add", _at(b, a, i32), v, "acq_rel")
+    "atomic_add", N, (A, N), lambda b, a, v: b.atomic_rmw("add", _at(b, a, i32), v, "seq_cst")
 )
-atomic_get = _define("atomic_get", N, (A,), lambda b, a: b.load_atomic(_at(b, a, i32), "acquire", 4))
+atomic_get = _define("atomic_get", N, (A,), lambda b, a: b.load_atomic(_at(b, a, i32), "seq_cst", 4))
 
 
 def _atomic_put(b: Any, a: ir.Value, v: ir.Value) -> ir.Value:
@@ -400,8 +496,10 @@ def _atomic_put(b: Any, a: ir.Value, v: ir.Value) -> ir.Value:
 
 def _pause(b: Any) -> ir.Value:
     """A hint that this is a spinning wait; nothing where the instruction set is not known."""
-    if DOT != "generic":
+    if DOT in ("vnni", "avx2"):
         _call(b, "llvm.x86.sse2.pause", VOID)
+    elif AARCH64:  # isb waits about as long as x86's pause; yield is mostly nothing
+        _call(b, "llvm.aarch64.isb", VOID, ir.Constant(i32, 15))
     return ir.Constant(i32, 0)
 
 
@@ -414,27 +512,27 @@ def _call_kernel(b: Any, fn: ir.Value, *values: ir.Value) -> ir.Value:
 atomic_put = _define("atomic_put", N, (A, N), _atomic_put)
 pause = _define("pause", N, (), _pause)
 call_kernel = _define("call_kernel", N, (A, A, A, A, A), _call_kernel)  # address, then four arguments
-give_way = _define(
-    "give_way",
-    N,
-    (),
-    lambda b: b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(i32, []), "sched_yield"), []),
-)
+give_way = _define("give_way", N, (), lambda b: _call(b, "SwitchToThread" if WINDOWS else "sched_yield", i32))
 
 
 def _nanosleep(b: Any, spec: ir.Value) -> ir.Value:
-    """libc's nanosleep; `spec`: the address of two int64, seconds and nanoseconds."""
+    """libc's nanosleep; `spec`: the address of two int64, seconds and nanoseconds. On Windows 1 ms."""
+    if WINDOWS:
+        _call(b, "Sleep", VOID, ir.Constant(i32, 1))
+        return ir.Constant(i32, 0)
     kind = ir.FunctionType(i32, [i8.as_pointer(), i8.as_pointer()])
     fn = cgutils.get_or_insert_function(b.module, kind, "nanosleep")
     return b.call(fn, [_at(b, spec, i8), ir.Constant(i8.as_pointer(), None)])
 
 
 def _futex(b: Any, address: ir.Value, operation: ir.Value, value: ir.Value) -> ir.Value:
-    """Linux on x86-64, syscall 202. Operation 128: wait while *address == value; 129: wake that many."""
+    """A call of Linux. Operation 128: wait while *address == value; 129: wake that many."""
+    if FUTEX is None:
+        return ir.Constant(i32, -1)
     kind = ir.FunctionType(i64, [i64], var_arg=True)
     fn = cgutils.get_or_insert_function(b.module, kind, "syscall")
     null = ir.Constant(i64, 0)
-    number = ir.Constant(i64, 202)
+    number = ir.Constant(i64, FUTEX)
     words = (number, address, b.sext(operation, i64), b.sext(value, i64), null, null, null)
     return b.trunc(b.call(fn, words), i32)
 
