@@ -20,6 +20,7 @@ from plait.cli.options import (
 )
 from plait.cli.progress import Clock, Loading
 from plait.cli.vocabulary import read_stdin
+from plait.engine.torch_start import TorchStart
 
 if TYPE_CHECKING:
     from plait.engine.llm import LLM
@@ -66,6 +67,7 @@ def load(model: str, settings: dict[str, Any], *, quiet: bool = False) -> LLM:
     """The model, loaded, with a progress bar on a terminal."""
     gc.disable()  # looking for cycles in what libraries define takes a sixth of the time, and finds none
     try:
+        TorchStart().finish()
         from plait.engine.llm import LLM
 
         with Loading(f"loading {model}") as loading:

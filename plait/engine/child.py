@@ -26,6 +26,7 @@ from plait.engine.core import Engine, Runner
 from plait.engine.page import Page
 from plait.engine.rounds import Rounds
 from plait.engine.text_source import TextSource
+from plait.engine.torch_start import TorchStart
 from plait.engine.wire import (
     Cancel,
     Close,
@@ -291,12 +292,12 @@ def named(builder: str) -> Builder:
     return found
 
 
-def main() -> None:
+def main(torch: TorchStart | None = None) -> None:
     """The process. Its arguments, after the path: descriptors of socket and page, the page's size, the
-    front's process id.
+    front's process id, whether it begins with torch. `torch`: its import, begun.
     """
     gc.disable()  # while it loads: looking for cycles in what libraries define is a twentieth of the time
-    fd, page_fd, max_planned, parent = map(int, sys.argv[2:])
+    fd, page_fd, max_planned, parent = map(int, sys.argv[2:6])
     _die_with(parent)
     faulthandler.enable()
     page, link = Page(page_fd, max_planned), Link(socket.socket(fileno=fd))
@@ -306,6 +307,8 @@ def main() -> None:
         if not isinstance(hello, Hello):
             raise EngineError(f"a hello was expected, not {type(hello).__name__}")
         _log_to(link, hello.log_levels)
+        if torch is not None:
+            torch.finish()
         serve_link(link, page, hello)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the front has gone, and nobody is there who could be told anything

@@ -23,12 +23,21 @@ from plait.engine.front import TEMPLATES_OWN, Front, Parsers
 from plait.engine.spawned import Spawned
 from plait.engine.supervisor import FAREWELL_S, Patience, Supervisor
 from plait.engine.text_source import TextSource
-from plait.engine.wire import Cancel, Count, Counted, Headers, Hello, Progress, Ready, unpacked_spec
+from plait.engine.wire import (
+    LOAD_ENGINE,
+    Cancel,
+    Count,
+    Counted,
+    Headers,
+    Hello,
+    Progress,
+    Ready,
+    unpacked_spec,
+)
 from plait.errors import CapacityError, EngineError, PlaitError, QueueFull
 from plait.request import Request
 from plait.spec import ModelSpec
 
-LOAD_ENGINE = "plait.engine.child:load_engine"
 SUMS = ("num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_swaps")
 ASK_AGAIN_S = 0.5  # whether anybody still waits for a model that is loading
 Report = Callable[[str, int, int], None]

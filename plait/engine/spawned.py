@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Iterator
 
 from plait.engine.page import Page, new_page
-from plait.engine.wire import Frames, FromChild, FromFront, Hello, frame
+from plait.engine.wire import LOAD_ENGINE, Frames, FromChild, FromFront, Hello, frame
 
 PIECE = 1 << 18  # bytes read at a time
 # Signals for a whole group (Ctrl-C, a terminal or a service that goes) are the front's to answer.
 _RUN = (
     "import json, sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
-    "sys.path[:] = json.loads(sys.argv[1]); from plait.engine.child import main; main()"
+    "sys.path[:] = json.loads(sys.argv[1]); from plait.engine.torch_start import TorchStart; "
+    "begun = TorchStart() if sys.argv[6] == '1' else None; from plait.engine.child import main; main(begun)"
 )
 
 
@@ -33,7 +34,8 @@ class Spawned:
         self.socket, theirs = socket.socketpair()
         page = new_page(max_planned)
         try:
-            numbers = (theirs.fileno(), page, max_planned, os.getpid())
+            wants_torch = hello.builder == LOAD_ENGINE
+            numbers = (theirs.fileno(), page, max_planned, os.getpid(), int(wants_torch))
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _RUN, json.dumps(sys.path), *map(str, numbers)],
                 stdin=subprocess.DEVNULL,

@@ -22,6 +22,7 @@ from plait.spec import ModelSpec
 
 MAX_FRAME_NBYTES = 256 * MIB  # log-probabilities of a long prompt, with alternatives, are tens of megabytes
 LENGTH = struct.Struct(">I")
+LOAD_ENGINE = "plait.engine.child:load_engine"  # the builder of every real model
 M = TypeVar("M")
 
 

@@ -43,13 +43,69 @@ def test_version(plait: Run) -> None:
     assert plait("--version").out == f"plait {__version__}\n"
 
 
-def test_help_loads_neither_torch_nor_rich_nor_a_command() -> None:
-    script = (
-        "import sys; from plait.cli.main import run; run(['--help']);"
-        "print(sorted({'torch', 'numpy', 'rich', 'starlette', 'plait.cli.generate'} & set(sys.modules)))"
-    )
+HEAVY = {"torch", "numpy", "numba", "llvmlite", "tokenizers", "rich", "starlette", "prometheus_client"}
+
+
+def loaded_by(code: str) -> set[str]:
+    """Which modules a new Python has after it."""
+    script = f"import sys; {code}; print(); print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout.endswith("\n[]\n")
+    return set(run.stdout.splitlines()[-1].split())
+
+
+def test_help_loads_nothing_heavy_and_no_command() -> None:
+    loaded = loaded_by("from plait.cli.main import run; run(['--help'])")
+    assert not loaded & HEAVY
+    assert "plait.cli.generate" not in loaded
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "serve", "warmup"])
+def test_the_help_of_a_command_loads_nothing_heavy(name: str) -> None:
+    assert not loaded_by(f"from plait.cli.main import run; run([{name!r}, '--help'])") & HEAVY
+
+
+def test_importing_plait_loads_nothing_heavy() -> None:
+    assert not loaded_by("import plait; plait.SamplingParams()") & (HEAVY | {"click", "plait.engine"})
+
+
+def test_the_front_of_a_server_loads_neither_torch_nor_kernels() -> None:
+    loaded = loaded_by("import plait.server.run, plait.server.app, plait.engine.process")
+    assert not loaded & {"torch", "numba", "llvmlite", "plait.kernels", "plait.model", "plait.runner"}
+
+
+ENDING = """
+import atexit, sys, threading, time, types
+sys.modules["torch"] = types.ModuleType("torch")
+from plait.cli import main
+atexit.register(lambda: print("told at the end", flush=True))
+threading.Thread(target=lambda: (time.sleep(0.2), print("a thread has finished"))).start()
+class Kept:
+    def __del__(self):
+        print("taken apart")
+kept = Kept()
+sys.stdout.write("no line's end ")
+main.leave(CODE)
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3, 130])
+def test_a_process_with_torch_ends_in_order_and_is_not_taken_apart(code: int) -> None:
+    script = ENDING.replace("CODE", str(code))
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.stdout == "no line's end a thread has finished\ntold at the end\n"
+    assert (run.returncode, run.stderr) == (code, "")
+
+
+def test_what_cannot_be_written_at_the_end_is_an_exit_code() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    script = "import sys; sys.modules['torch'] = sys; from plait.cli.main import leave; print('x'); leave(0)"
+    held_back = {**os.environ, "PYTHONUNBUFFERED": ""}
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=held_back, stdout=writer, check=False)
+    os.close(writer)
+    assert run.returncode == 120
 
 
 @pytest.mark.parametrize(
