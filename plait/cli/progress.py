@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+MIN_PROMPT, MIN_WRITTEN = 64, 8  # tokens from which on it is said how fast they were read, or written
 FIRST = "reading headers"  # a model may have to be fetched for that, which draws bars of its own
 
 
@@ -68,11 +69,22 @@ class Clock:
             self._num_tokens = num_tokens
 
     def __str__(self) -> str:
-        """`12 prompt tokens, 340 tok/s · first token after 0.04 s · 100 tokens, 25.3 tok/s`."""
-        ttft, writing = self._first - self._started, self._last - self._first
-        prompt = f"{self._num_prompt_tokens} prompt tokens"
+        """`120 prompt tokens, 340 tok/s · first token after 0.35 s · 100 tokens, 25.3 tok/s`.
+
+        A speed needs enough tokens to be one: of a few, a step's own time would be told as if it were theirs.
+        """
         if not self._num_tokens:
-            return f"{prompt} · no token written"
-        speed = f", {(self._num_tokens - 1) / writing:.1f} tok/s" if writing else ""
-        rate = f", {self._num_prompt_tokens / ttft:.0f} tok/s" if ttft else ""
-        return f"{prompt}{rate} · first token after {ttft:.2f} s · {self._num_tokens} tokens{speed}"
+            return f"{_counted(self._num_prompt_tokens, 'prompt token')} · no token written"
+        ttft, writing = self._first - self._started, self._last - self._first
+        prompt = _counted(self._num_prompt_tokens, "prompt token")
+        if self._num_prompt_tokens >= MIN_PROMPT and ttft:
+            prompt += f", {self._num_prompt_tokens / ttft:.0f} tok/s"
+        written = _counted(self._num_tokens, "token")
+        if self._num_tokens >= MIN_WRITTEN and writing:
+            written += f", {(self._num_tokens - 1) / writing:.1f} tok/s"
+        return f"{prompt} · first token after {ttft:.2f} s · {written}"
+
+
+def _counted(count: int, what: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

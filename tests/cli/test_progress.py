@@ -1,0 +1,51 @@
+"""What is said about speed when a text has ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.cli import progress
+from plait.cli.progress import MIN_PROMPT, MIN_WRITTEN, Clock
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in a list of one."""
+    time = [100.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: time[0])
+    return time
+
+
+def timed(now: list[float], prompt: int, written: int) -> str:
+    """A reply whose first token takes half a second, and every other one a tenth."""
+    clock = Clock(prompt)
+    for n in range(1, written + 1):
+        now[0] += 0.5 if n == 1 else 0.1
+        clock.tokens(n)
+    return str(clock)
+
+
+def test_a_long_reply_has_both_speeds_each_of_its_own_tokens(now: list[float]) -> None:
+    told = "200 prompt tokens, 400 tok/s · first token after 0.50 s · 101 tokens, 10.0 tok/s"
+    assert timed(now, 200, 101) == told
+
+
+@pytest.mark.parametrize("written", [1, 2, MIN_WRITTEN - 1])
+def test_a_short_reply_has_no_speed(now: list[float], written: int) -> None:
+    told = timed(now, 3, written)
+    assert "tok/s" not in told
+    assert told.startswith("3 prompt tokens · first token after 0.50 s · ")
+
+
+def test_one_is_one(now: list[float]) -> None:
+    assert timed(now, 1, 1) == "1 prompt token · first token after 0.50 s · 1 token"
+
+
+def test_speeds_are_said_from_so_many_tokens_on(now: list[float]) -> None:
+    assert timed(now, MIN_PROMPT, MIN_WRITTEN).count("tok/s") == 2
+
+
+def test_a_reply_without_a_token_says_so(now: list[float]) -> None:
+    assert str(Clock(5)) == "5 prompt tokens · no token written"
+    now[0] += 1
+    assert str(Clock(1)) == "1 prompt token · no token written"
