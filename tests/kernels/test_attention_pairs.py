@@ -86,7 +86,8 @@ def test_numbers_are_rounded_to_nearest_even(cpu: Any) -> None:
 def rounded_attention(shape: Shape, text: Text) -> Tensor:
     """Plain attention in float64 that rounds queries and weights as the kernel does."""
     ratio, n = shape.heads // shape.kv_heads, len(text.q)
-    q = (text.q * (np.float32(shape.dim**-0.5) * np.float32(math.log2(math.e)))).bfloat16().double()
+    factor = float(np.float32(shape.dim**-0.5) * np.float32(math.log2(math.e)))
+    q = (text.q * factor).bfloat16().double()
     k, v = (x.bfloat16().double().repeat_interleave(ratio, 1) for x in (text.k, text.v))
     scores = torch.einsum("qhd,khd->hqk", q, k)
     if shape.softcap:
