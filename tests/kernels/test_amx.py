@@ -27,7 +27,7 @@ rows_on_tiles = pytest.importorskip("plait.kernels.cpu.amx_linear")
 packed_maps = pytest.importorskip("plait.kernels.cpu.packed")
 variants = pytest.importorskip("plait.kernels.cpu.amx_variants")
 attention = pytest.importorskip("plait.kernels.cpu.amx_attention")
-plain_attention = pytest.importorskip("plait.kernels.cpu.attention")
+pairs = pytest.importorskip("plait.kernels.cpu.attention_pairs")
 packing = {name: pytest.importorskip(f"plait.kernels.cpu.{name}") for name in ("dense", "floats", "linear")}
 TILE = 1024  # bytes
 
@@ -298,12 +298,12 @@ def test_attention_of_many_tokens(case: Any, cpu: Any) -> None:
     assert (found - wanted).abs().max() < 2e-2
 
 
-def test_attention_of_few_tokens_is_what_it_was(cpu: Any) -> None:
+def test_attention_of_few_tokens_is_that_without_tiles(cpu: Any) -> None:
     case = dict(seqs=[20, 5], heads=4, kv_heads=2, dim=32, window=None, softcap=None, kv_dtype="bfloat16")
     args, more = paged_attention.make(case, torch.float32, "cpu")
     tokens = min(len(args[0]), 31)
     assert len(args[0]) == tokens
-    exact = plain_attention.attended(cpu, None, *args, **more)
+    exact = pairs.paged_attention_by_pairs(cpu, *args, **more)
     assert torch.equal(attention.paged_attention_on_tiles(cpu, *args, **more), exact)
 
 

@@ -2,7 +2,7 @@
 
 Sixteen keys lie as a tile reads them. Values do not: those of a span are put into pairs of tokens once, for
 all rows of a unit. Queries and exponentials are rounded to bfloat16; softmax and folding are what
-`attention_source` and `attention_rows` do. Below LEAST tokens the other kernel takes over.
+`attention_source` and `attention_rows` do. Below LEAST tokens the kernel of `attention_pairs` takes over.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from plait.kernels.cpu import attention
+from plait.kernels.cpu import attention, attention_pairs
 from plait.kernels.cpu.amx import LINE, MEMORY, ROWS, TILE, Kind, Tiles
 from plait.kernels.cpu.amx_linear import LEAST
 from plait.kernels.cpu.amx_variants import TILES, When, in_bfloat16
@@ -226,7 +226,8 @@ def served(facts: Facts) -> str | None:
 
 def paged_attention_on_tiles(cpu: Any, *args: Any, **more: Any) -> torch.Tensor:
     """See `ops.attention.paged_attention`."""
-    return attention.attended(cpu, (attend(TILES), form_of(TILES)), *args, **more)
+    chosen = attention.Chosen(attend(TILES), form_of(TILES), attention_pairs.attend())
+    return attention.attended(cpu, chosen, *args, **more)
 
 
 _when: When = in_bfloat16(served)

@@ -8,7 +8,7 @@ columns for the outputs, and nothing is ever summed across lanes but the softmax
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -112,9 +112,18 @@ def served(facts: Facts) -> str | None:
     return kept_dtype(facts)
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What computes attention: a kernel, its form, and the one that it calls for few tokens, if it does."""
+
+    kernel: Kernel
+    form: Form
+    few: Kernel | None = None
+
+
 def attended(
     cpu: Executor,
-    tiled: tuple[Kernel, Form] | None,
+    chosen: Chosen | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -129,7 +138,7 @@ def attended(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `ops.attention.paged_attention`. `tiled`: another kernel, that may call the usual one for few."""
+    """See `ops.attention.paged_attention`. `chosen`: another kernel than the usual one of these caches."""
     rows, k_rows, v_rows = Rows.of(q), Rows.of(k), Rows.of(v)
     size, kv_heads = k_cache.shape[1:3]
     coded, d = k_cache.dtype == torch.int8, rows.width
@@ -147,14 +156,12 @@ def attended(
     out = cpu.empty(*q.shape)
     spans = -(-block_table.shape[1] * size // SPAN)
     apart = min(APART, rows.count * rows.heads * spans * record_bytes(d))
-    usual, few = (attend_of(k_cache.dtype), form_of(k_cache.dtype)), 0
-    if tiled:
-        usual, few = tiled, usual[0].address if tiled[1].few else 0
+    chosen = chosen or Chosen(attend_of(k_cache.dtype), form_of(k_cache.dtype))
     cpu.launch(
-        usual[0], q, *rows.strides, out, k_cache, v_cache, block_table,
+        chosen.kernel, q, *rows.strides, out, k_cache, v_cache, block_table,
         block_table.stride(0) * 8, query_start, seq_lens, rows.heads, kv_heads, d, d, size, window or 0,
-        float(scale), float(softcap or 0), apart, sinks, few,
-        rows=rows.count, seqs=seq_lens.shape[0], scratch=usual[1].scratch(d, d), shared=apart,
+        float(scale), float(softcap or 0), apart, sinks, chosen.few.address if chosen.few else 0,
+        rows=rows.count, seqs=seq_lens.shape[0], scratch=chosen.form.scratch(d, d), shared=apart,
     )  # fmt: skip
     return out
 

@@ -19,7 +19,7 @@ from plait.kernels.cpu import attention
 from plait.kernels.cpu.attention_rows import SIZES
 from plait.kernels.cpu.attention_source import FEW, Form, module
 from plait.kernels.cpu.kernel import Kernel
-from plait.kernels.cpu.pairs import HARDWARE
+from plait.kernels.cpu.pairs import HARDWARE, added, spread_pair
 from plait.kernels.cpu.straight import Word, Writer, digest, straight
 from plait.ops.attention import paged_attention
 from plait.ops.registry import Facts
@@ -36,26 +36,14 @@ tile_scores, tile_values = attention_pairs.scores({line}), attention_pairs.value
 """
 
 
-def _added(w: Writer, x: Pairs, y: Pairs, s: Any) -> Any:
-    """s + x · y: the product of the second numbers first."""
-    if HARDWARE:
-        return w.dot_bf16(s, x, y)
-    return w.fma(x[0], y[0], w.fma(x[1], y[1], s))
-
-
-def _spread(w: Writer, at: Word, apart: int) -> Pairs:
-    """The pair at an address in every lane; without the instruction its numbers lie `apart` bytes apart."""
-    return w.spread_i32(at) if HARDWARE else (w.spread_f32(at), w.spread_f32(at + apart))
-
-
 def _multiplied(
     w: Writer, xs: Sequence[Pairs], ys: Sequence[tuple[Word, int]], sums: Sequence[Any]
 ) -> list[Any]:
     """Sums, row by row, each with the products of its row's pair (at an address of ys) and its column's."""
     found, left = [], iter(sums)
     for at in ys:
-        y = _spread(w, *at)
-        found += [_added(w, x, y, next(left)) for x in xs]
+        y = spread_pair(w, *at)
+        found += [added(w, x, y, next(left)) for x in xs]
     return found
 
 
@@ -244,5 +232,6 @@ def served(facts: Facts) -> str | None:
 
 
 @paged_attention.variant(NAME, on="cpu", when=served, native=True, tolerance={torch.float32: 1e-2})
-def _paged_attention(cpu: Any, *args: Any, **more: Any) -> Tensor:
-    return attention.attended(cpu, (attend(), form_of()), *args, **more)
+def paged_attention_by_pairs(cpu: Any, *args: Any, **more: Any) -> Tensor:
+    """See `ops.attention.paged_attention`."""
+    return attention.attended(cpu, attention.Chosen(attend(), form_of()), *args, **more)
