@@ -15,6 +15,13 @@ from plait.cli.info import columns, heading
 from plait.cli.options import common_options
 from plait.config import Isa
 
+BYTES = {
+    "vnni": "with AVX-512 VNNI",
+    "avx2": "with AVX2",
+    "neon-i8mm": "with NEON, dotprod and i8mm",
+    "neon-dotprod": "with NEON and dotprod",
+    "neon": "with NEON",
+}
 SIGNS = {"broken": "✗", "warning": "!", "note": "·"}
 
 
@@ -121,7 +128,7 @@ def kernel_rows(kernels: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("compiled for", kernels["target"]),
         (
             "bytes are multiplied",
-            {"vnni": "with AVX-512 VNNI", "avx2": "with AVX2"}.get(kernels["dot"], "plainly"),
+            BYTES.get(kernels["dot"], "plainly"),
         ),
         ("AMX", f"not used: {kernels['no_amx']}" if kernels["no_amx"] else "tried when a model is loaded"),
         (

@@ -42,6 +42,7 @@ def info(model: str, as_json: bool, show_ops: bool, probe_text: str | None, **gi
     facts = model_facts(model, replace(config, probe=config.probe or probe_text is not None), probe_text)
     if show_ops:
         facts["ops"] = bound_ops(model, replace(config, probe=False))
+        facts["kernels"] = kernel_verdict(config)
     lines = [json.dumps(facts, indent=2)] if as_json else text_lines(facts)
     sys.stdout.write("\n".join(lines) + "\n")
 
@@ -125,6 +126,18 @@ def bound_ops(model: str, config: EngineConfig) -> list[Facts]:
         loaded.front.close()
 
 
+def kernel_verdict(config: EngineConfig) -> str:
+    """What native kernels are compiled for here, or why there are none; after a model was loaded."""
+    from plait.kernels.load import describe_target, why_no_kernels
+
+    made_for = describe_target(isa=config.isa)
+    if (why := why_no_kernels()) or made_for is None:
+        return f"no native kernels: {why}"
+    return f"native kernels are compiled for {made_for.name}" + (
+        ", and those that were tried first gave what is known" if made_for.tried else ""
+    )
+
+
 def grouped(bindings: Iterable[Binding]) -> list[Facts]:
     """Equal choices together, with the number of their users."""
     rows: dict[tuple[Any, ...], int] = {}
@@ -166,7 +179,7 @@ def text_lines(facts: Facts) -> list[str]:
         [(f"{row['tokens']:>8,} tokens", bytes_text(row["nbytes"])) for row in memory["sequence"]]
     )
     if "ops" in facts:
-        lines += ["", heading("ops"), *op_lines(facts["ops"])]
+        lines += ["", heading("ops"), *op_lines(facts["ops"]), f"  {facts['kernels']}"]
     return lines
 
 

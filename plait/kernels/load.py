@@ -79,9 +79,9 @@ def load_for_gpu() -> None:
 class KernelTarget:
     """What kernels are compiled for here.
 
-    `dot`: how products of bytes are added, "vnni", "avx2" or "generic"; `no_amx`: why tiles of AMX are not
-    used, None if they are; `features`: what LLVM finds in this
-    processor; `room`: where compiled kernels are, or would be, kept; `formats`: blocks of GGUF that are read.
+    `dot`: how products of bytes are added, as `target.DOT`; `no_amx`: why tiles of AMX are not used, None if
+    they are; `features`: what is found in this processor; `room`: where compiled kernels are, or would be,
+    kept; `formats`: blocks of GGUF that are read; `tried`: whether a start tries kernels before it binds any.
     """
 
     name: str
@@ -90,6 +90,7 @@ class KernelTarget:
     room: Path
     formats: tuple[str, ...]
     no_amx: str | None = None
+    tried: bool = False
 
 
 def describe_target(*, cache_dir: Path | None = None, isa: str = "native") -> KernelTarget | None:
@@ -104,7 +105,8 @@ def describe_target(*, cache_dir: Path | None = None, isa: str = "native") -> Ke
     target.aim(isa)
     features, room = target.host_features(), target.room_in(cache_dir)
     formats = tuple(layout.LAYOUTS)
-    return KernelTarget(target.name(), target.DOT, features, room, formats, target.no_amx())
+    tried = not target.X86_64
+    return KernelTarget(target.name(), target.DOT, features, room, formats, target.no_amx(), tried)
 
 
 def has_numba() -> bool:
@@ -112,15 +114,32 @@ def has_numba() -> bool:
 
 
 def executor(threads: int, prefill: str = "same") -> Executor | None:
-    """Threads for native kernels on the CPU; None where there is no Numba. `load` comes first.
+    """Threads for native kernels on the CPU; None where there are none: `why_no_kernels`. `load` comes first.
 
     prefill: "bf16" lets linear maps of many rows be other than those of few, where there is AMX.
     """
-    if not has_numba():
+    if why_no_kernels():
         return None
     from plait.kernels.cpu.executor import Executor
 
     return Executor(threads, prefill)
+
+
+def why_no_kernels() -> str | None:
+    """Why models run on torch here, or None. `load` comes first.
+
+    Where kernels were never tried on real processors, which is everywhere but on x86-64, some are tried once.
+    """
+    if not has_numba():
+        return "Numba is not installed"
+    from plait.kernels.cpu.target import X86_64
+
+    if X86_64:
+        return None
+    from plait.kernels.cpu.self_check import refusal
+
+    reason: str | None = refusal()
+    return reason
 
 
 def why_no_amx() -> str | None:
