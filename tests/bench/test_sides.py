@@ -67,7 +67,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch, given: Given, tmp_path: Path) -> Any:
     fake = SimpleNamespace(
         __version__="1", LLM=given_by("LLM", given, llm), SamplingParams=lambda **k: SimpleNamespace(**k)
     )
+    platform = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
     monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
     monkeypatch.setattr(os, "environ", {"LD_PRELOAD": "/x.so"})
     (tmp_path / "config.json").write_text("{}")
     return load_side(str(SIDES / PEERS["vllm"]))(model=str(tmp_path), **ROOM)
@@ -76,6 +78,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch, given: Given, tmp_path: Path) -> Any:
 def test_vllm_remembers_no_prefix_and_has_our_threads_and_no_network(vllm: Any, given: Given) -> None:
     asked = given.of("LLM")
     assert asked["enable_prefix_caching"] is False
+    assert asked["enforce_eager"] is True
     assert (asked["max_model_len"], asked["max_num_seqs"], asked["dtype"]) == (64, 4, "bfloat16")
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     if hasattr(os, "sched_getaffinity"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from ctypes.util import find_library
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ class Side:
             )
         os.environ.update(_surroundings(threads))
         self.vllm: Any = import_module("vllm")
-        given = {"dtype": "bfloat16", "kv_cache_memory_bytes": CACHE, **options}
+        # On a CPU its compiled graph takes a minute to be ready, at every start.
+        eager = import_module("vllm.platforms").current_platform.is_cpu()
+        given = {"dtype": "bfloat16", "kv_cache_memory_bytes": CACHE, "enforce_eager": eager, **options}
         self.llm = self.vllm.LLM(
             model=model,
             max_model_len=max_model_len,
@@ -40,6 +43,7 @@ class Side:
             "version": self.vllm.__version__,
             "threads": threads,
             "dtype": given["dtype"],
+            "eager": given["enforce_eager"],
         }
 
     def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
@@ -79,13 +83,15 @@ class Side:
 
 
 def _surroundings(threads: int | None) -> dict[str, str]:
-    """What its processes find in their environment: no network, these cores, OpenMP as its manual says."""
+    """What its processes find in their environment: no network, these cores, and the libraries that its
+    manual says to preload, where they are installed."""
     found = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if threads and hasattr(os, "sched_getaffinity"):
         cores = sorted(os.sched_getaffinity(0))[:threads]
         found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    loaded = os.environ.get("LD_PRELOAD", "")
-    if openmp.exists() and "libiomp5" not in loaded:
-        found["LD_PRELOAD"] = f"{openmp}:{loaded}".rstrip(":")
-    return found
+    memory = find_library("tcmalloc_minimal")
+    loaded = os.environ.get("LD_PRELOAD", "").split(":")
+    more = [memory or "", str(openmp) if openmp.exists() else ""]
+    preload = [library for library in [*more, *loaded] if library]
+    return {**found, "LD_PRELOAD": ":".join(dict.fromkeys(preload))} if preload else found
