@@ -50,7 +50,7 @@ class Side:
         self.pipe = None
 
     def _schedule(self) -> Any:
-        """Its default but for the cache of prefixes: a prompt that begins like one before would be shorter."""
+        """Its default without the cache of prefixes: what begins like a prompt before it would be free."""
         config = self.genai.SchedulerConfig()
         config.enable_prefix_caching = False
         config.max_num_batched_tokens = ANY
