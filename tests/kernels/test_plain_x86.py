@@ -96,7 +96,7 @@ def numbers() -> tuple[Tensor, Tensor, Tensor]:
     few = 2.0 ** -torch.randint(15, 21, (n,), generator=some).float()
     odd = 2 * torch.randint(0, 1 << 21, (n,), generator=some).float() + 1
     middle, tiny = 1 + odd * 2**-23, odd * 2**-74 * 2**-75
-    x = [bits(), like(-3, 3), like(-70, -60), like(-3, 3), 1 + few, (1 + few) * 2**-75]
+    x = [bits(), like(-3, 3).bfloat16().float(), like(-70, -60), like(-3, 3), 1 + few, (1 + few) * 2**-75]
     y = [bits(), like(-3, 3), like(-70, -60), like(-3, 3), (1 - few) * 2**-24, (1 - few) * 2**-75]
     z = [
         bits(),

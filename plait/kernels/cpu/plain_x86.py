@@ -36,18 +36,17 @@ def fma(b: Any, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     """x · y + z, rounded once.
 
     In float64 the product is exact, and rounding the sum to float64 first does no harm, unless that falls in
-    the middle between two float32, or the result has fewer bits than a float32 has: then libm is asked.
+    the middle between two float32, or the result has fewer bits than a float32 has: `_doubted` looks closer.
     """
-    wide = b.fadd(b.fmul(b.fpext(x, _vf64), b.fpext(y, _vf64)), b.fpext(z, _vf64))
+    wide = _sums(b, x, y, z)[2]
     narrow = b.fptrunc(wide, _vf32)
     halves = b.bitcast(wide, _v32i32)
     low = b.shuffle_vector(halves, halves, ir.Constant(_vi32, list(range(0, 32, 2))))
     middle = b.icmp_signed("==", b.shl(low, _all(_vi32, 3)), _all(_vi32, -(1 << 31)))
     small = b.fcmp_ordered("<=", _call(b, "llvm.fabs.v16f32", _vf32, narrow), _all(_vf32, SMALLEST))
-    doubtful = b.icmp_unsigned("!=", b.bitcast(b.or_(middle, small), _i16), ir.Constant(_i16, 0))
     before = b.block
-    with b.if_then(doubtful, likely=False):
-        asked = b.call(_one_by_one(b.module), [x, y, z])
+    with b.if_then(_any(b, b.or_(middle, small)), likely=False):
+        asked = b.call(_doubted(b.module), [x, y, z])
         inside = b.block
     value = b.phi(_vf32)
     value.add_incoming(narrow, before)
@@ -55,8 +54,21 @@ def fma(b: Any, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     return value
 
 
-def _one_by_one(module: ir.Module) -> ir.Function:
-    """A function of its own, so that what is hardly ever run is there once."""
+def _sums(b: Any, x: ir.Value, y: ir.Value, z: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """x · y, z, and their sum, in float64."""
+    product, more = b.fmul(b.fpext(x, _vf64), b.fpext(y, _vf64)), b.fpext(z, _vf64)
+    return product, more, b.fadd(product, more)
+
+
+def _any(b: Any, lanes: ir.Value) -> ir.Value:
+    return b.icmp_unsigned("!=", b.bitcast(lanes, _i16), ir.Constant(_i16, 0))
+
+
+def _doubted(module: ir.Module) -> ir.Function:
+    """fma, once more: sums that are exact in float64 are rounded once only, for others libm is asked.
+
+    A function of its own, so that what runs seldom is there once.
+    """
     name = "plait.fma"
     if name in module.globals:
         return module.globals[name]
@@ -64,7 +76,13 @@ def _one_by_one(module: ir.Module) -> ir.Function:
     function.linkage = "internal"
     function.attributes.add("noinline")
     b = ir.IRBuilder(function.append_basic_block())
-    b.ret(_call(b, "llvm.fma.v16f32", _vf32, *function.args))
+    product, more, wide = _sums(b, *function.args)
+    off = (
+        b.fcmp_unordered("!=", b.fsub(wide, part), rest) for part, rest in ((product, more), (more, product))
+    )
+    with b.if_then(_any(b, b.or_(*off)), likely=False):
+        b.ret(_call(b, "llvm.fma.v16f32", _vf32, *function.args))
+    b.ret(b.fptrunc(wide, _vf32))
     return function
 
 
