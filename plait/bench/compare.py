@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from plait.errors import ConfigError
@@ -85,20 +85,30 @@ def _commit(what: str) -> str:
 
 @contextmanager
 def source_of(commit: str) -> Iterator[Path]:
-    """A copy of `plait/` as it was at a commit, while the context lasts; for no commit, our own source."""
-    if not commit:
-        yield SOURCE
-        return
+    """The folder of `plait/` as it was at a commit; of our own source, for no commit."""
+    yield taken_out(commit) if commit else SOURCE
+
+
+def taken_out(commit: str) -> Path:
+    """A copy of `plait/` as it was at a commit, in the user's cache. Raises ConfigError: git has no such one.
+
+    It stays there: compiled kernels are found by the path and the time of their files, so those of a revision
+    are compiled once and not at every start.
+    """
+    kept = Path.home() / ".cache" / "plait" / "revisions" / commit
+    if kept.exists():
+        return kept
     command = ["git", "-C", str(SOURCE), "archive", "--format=tar", commit, "plait"]
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:
         raise ConfigError(
             f"git cannot take out {commit[:12]}: {done.stderr.decode(errors='replace').strip()}"
         )
-    folder = Path(mkdtemp(prefix="plait-bench-"))
-    try:
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=kept.parent) as folder:
+        whole = Path(folder) / "whole"
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-            archive.extractall(folder, filter="data")
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            archive.extractall(whole, filter="data")
+        if not kept.exists():
+            whole.rename(kept)
+    return kept
