@@ -17,16 +17,20 @@ from functools import cache, partial
 from string import Template
 from typing import Any
 
+from plait.kernels.cpu import twos
 from plait.kernels.cpu.codes import TABLES
+from plait.kernels.cpu.dense import wide_registers
 from plait.kernels.cpu.kernel import Kernel, generated
 from plait.kernels.cpu.layout import BLOCK, LINE, Layout
 from plait.kernels.cpu.straight import Word, Writer, digest, straight
+from plait.kernels.cpu.target import DOT
 
-BUNDLES = (8, 4, 2, 1)  # rows of codes in a register tile, the larger first
+NARROW = DOT in ("avx2", "generic") and not wide_registers()  # half as much room for sums, or less
+BUNDLES = (4, 2, 1) if NARROW else (8, 4, 2, 1)  # rows of codes in a register tile, the larger first
 TILED = 16  # rows of codes in a tile of AMX
 AHEAD = {64: 3072, 128: 4096, 256: 6144}  # bytes weights are fetched ahead of need, by the step's length
 FETCHED = 4  # rows of codes that could be multiplied while the weights of a piece are fetched
-SHARED = 48  # rows of codes (of each group) from which threads take pieces one by one, so that one without a core gets fewer
+SHARED = 48  # rows of codes of a group from which threads take pieces one by one: who has no core takes fewer
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
 SMALLEST = 3.8e-37  # below it, 127 / largest is no float32: such a block is zeros
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
@@ -260,7 +264,11 @@ def _scales(w: Writer, layout: Layout, at: Word, low_at: Word, outer: list[Any])
 
 def _products(w: Writer, layout: Layout, p: Word, a: Word, quads: range, whole: list[Any]) -> list[Any]:
     """Integer sums of as many rows, with those quads of the block at p and of the bundle's at a."""
-    product = w.dot8 if _largest(layout) > 127 else w.dot
+    largest, zero = _largest(layout), None if layout.zeros else layout.zero
+    if twos.HERE and twos.together(largest, zero):
+        codes = [partial(_codes, w, layout, p, q) for q in quads]
+        return twos.products(w, codes, lambda r, i: a + 32 * r + 4 * quads[i], whole, largest, zero)
+    product = w.dot8 if largest > 127 else w.dot
     for q in quads:
         v = _codes(w, layout, p, q)
         whole = [product(n, v, w.spread_i32(a + 32 * r + 4 * q)) for r, n in enumerate(whole)]
@@ -437,7 +445,7 @@ def linear_kernel(layout: Layout, kind: str = "") -> Kernel:
                 *([_TILED.format(rows=TILED, kind=kind)] if kind else []),
             ]
         ),
-        digest=digest("linear_source.py", "layout.py", "codes.py", *files),
+        digest=digest("linear_source.py", "layout.py", "codes.py", "twos.py", *files),
     )
     name = f"linear_{layout.bits}_{layout.scales.split(',')[0]}"
     made: Kernel = generated(f"{name}_{kind}" if kind else name, source).linear_rows

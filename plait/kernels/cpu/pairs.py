@@ -13,6 +13,7 @@ from typing import Any
 from llvmlite import ir
 from numba import config
 
+from plait.kernels.cpu import plain_x86
 from plait.kernels.cpu.target import TARGETS, host_features
 from plait.kernels.cpu.vec import VF, VI, F, _call, _define, _ints, _round_bf16, f32, i32, vf32, vi16, vi32
 
@@ -97,6 +98,23 @@ def _columns(b: Any, x: ir.Value, y: ir.Value, start: int) -> ir.Value:
     """Sixteen of what `words_low` (x) and `words_high` (y) took apart, in order again."""
     order = [lane for at in (start, start + 4) for of in (0, 16) for lane in range(of + at, of + at + 4)]
     return _shuffled(b, x, y, order)
+
+
+def added(w: Any, x: Any, y: Any, s: Any) -> Any:
+    """Written by `straight.Writer` w: s + x · y by pairs, the product of the second numbers first.
+
+    Pairs are vectors or, without the instruction, two of float32: all first numbers, all second ones.
+    """
+    if HARDWARE:
+        return w.dot_bf16(s, x, y)
+    if plain_x86.HERE:  # a product of two bfloat16 has 16 bits: it is exact, so that adding it rounds once
+        return w.add(w.mul(x[0], y[0]), w.add(w.mul(x[1], y[1]), s))
+    return w.fma(x[0], y[0], w.fma(x[1], y[1], s))
+
+
+def spread_pair(w: Any, at: Any, apart: int = 4) -> Any:
+    """The pair at an address in every lane; without the instruction its numbers lie `apart` bytes apart."""
+    return w.spread_i32(at) if HARDWARE else (w.spread_f32(at), w.spread_f32(at + apart))
 
 
 dot_bf16 = _define("dot_bf16", VF, (VF, VI, VI), _dot)  # sum + x·y by pairs
