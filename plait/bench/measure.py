@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
+from zlib import crc32
 
 from plait.bench.machine import Foreign
 from plait.bench.pipe import Cannot, Side
@@ -170,15 +171,15 @@ def take_turns(
 
 
 def one(measure: Measure, side: Side, prompts: Prompts, turn: int) -> float:
-    """One number of one side. Every turn has its own text, so that nothing can be remembered."""
-    m = measure
+    """One number of one side. Every turn of every measure has its own text: nothing can be remembered."""
+    m, own = measure, crc32(f"{measure.kind}/{measure.level}/{measure.size}".encode()) % 90_000 * 1000
     if m.kind in ("decode", "prefill", "ttft"):
-        given: dict[str, Any] = {"ids": prompts(m.size, turn), "level": m.level}
+        given: dict[str, Any] = {"ids": prompts(m.size, own + turn), "level": m.level}
         if m.kind == "decode":
             return m.tokens / float(side.ask("decode", tokens=m.tokens, **given))
         seconds = float(side.ask("prefill", **given))
         return 1000 * seconds if m.kind == "ttft" else m.size / seconds
-    many = [prompts(m.prompt, turn * m.size + i) for i in range(m.size)]
+    many = [prompts(m.prompt, own + turn * m.size + i) for i in range(m.size)]
     done = side.ask("batch", prompts=many, tokens=m.tokens, level=m.level)
     if m.kind == "requests":
         return float(done["tokens"] / done["seconds"])
