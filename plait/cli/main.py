@@ -133,7 +133,8 @@ def leave(code: int) -> NoReturn:
     Where torch was loaded, memory and modules are left to the system then: to take them apart piece by piece
     takes a tenth of a second, in which a caller would wait for nothing.
     """
-    if "torch" not in sys.modules:
+    is_watched = sys.gettrace() or sys.getprofile()  # by a debugger or profiler that wants to go on behind it
+    if "torch" not in sys.modules or is_watched:
         sys.exit(code)
     threading._shutdown()  # type: ignore[attr-defined]  # as a child of multiprocessing ends, step for step
     atexit._run_exitfuncs()

@@ -24,6 +24,9 @@ from plait.schedule.plan import Chunk, Plan
 from plait.state.store import StateStore
 
 Table = tuple[int, ...]
+ASKED = frozenset(
+    {int, bool, torch.Size, torch.dtype, torch.device, torch.layout}
+)  # no torch call writes these
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +64,14 @@ class ViewsOnly(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", str(func))
+        result = func(*args, **(kwargs or {}))
+        if type(result) in ASKED:  # most calls: a size, an address
+            return result
+        name = getattr(func, "__name__", str(func))
         if name == "frombuffer":  # how the executor makes room for a result
             return result
         made = {t.untyped_storage().data_ptr() for t in _tensors(result)}
-        if made:  # most calls ask for a size or an address
+        if made:
             made -= {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs or {}))}
         if made or _writes(name) or "out" in (kwargs or {}):
             raise CannotRecord(f"{name} is computed by torch, outside of native kernels")

@@ -196,4 +196,5 @@ class TextTokenizer:
 
     def holes(self, vocab_size: int) -> tuple[int, ...]:
         """Ids below `vocab_size` (the model's) that must never be sampled, in order."""
-        return tuple(i for i in range(vocab_size) if self.is_hole(i))
+        special, has_token = self.specials.ids, self.engine.has_token  # a loop over a hundred thousand
+        return tuple(i for i in range(vocab_size) if i not in special and not has_token(i))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from plait import __version__
-from plait.cli.main import COMMANDS
+from plait.cli.main import COMMANDS, leave
 from plait.errors import (
     BadFile,
     ConfigError,
@@ -96,6 +96,15 @@ def test_a_process_with_torch_ends_in_order_and_is_not_taken_apart(code: int) ->
     )
     assert run.stdout == "no line's end a thread has finished\ntold at the end\n"
     assert (run.returncode, run.stderr) == (code, "")
+
+
+def test_a_process_that_a_profiler_watches_ends_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("it ended at once"))
+    monkeypatch.setattr(sys, "getprofile", lambda: print)
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    with pytest.raises(SystemExit) as ended:
+        leave(3)
+    assert ended.value.code == 3
 
 
 def test_what_cannot_be_written_at_the_end_is_an_exit_code() -> None:
