@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 
 from plait.kernels.cpu.straight import Word, Writer
-from plait.kernels.cpu.target import DOT
+from plait.kernels.cpu.target import DOT, X86_64
 from plait.kernels.cpu.vec import DEFINED, VI, i8, i16, i32, v8i32, v16i16, v32i8, vi32
 
 HERE = DOT == "avx2"
@@ -56,15 +56,16 @@ def _as(kind: ir.Type, operation: str, b: Any, x: ir.Value, y: ir.Value) -> ir.V
     return b.bitcast(getattr(b, operation)(b.bitcast(x, kind), b.bitcast(y, kind)), vi32)
 
 
-DEFINED.update(
-    {
-        "twos": (VI, (VI, VI), lambda b, u, v: _by_halves(b, _unsigned, u, v)),  # u in 0..127
-        "signed_twos": (VI, (VI, VI), lambda b, u, v: _by_halves(b, _signed, u, v)),  # v in -127..127
-        "add_twos": (VI, (VI, VI), partial(_as, _v32i16, "add")),
-        "join_twos": (VI, (VI, VI), lambda b, s, x: b.add(s, _by_halves(b, _joined, x))),
-        "sub_bytes": (VI, (VI, VI), partial(_as, _v64i8, "sub")),
-    }
-)
+if X86_64:  # no other processor has them
+    DEFINED.update(
+        {
+            "twos": (VI, (VI, VI), lambda b, u, v: _by_halves(b, _unsigned, u, v)),  # u in 0..127
+            "signed_twos": (VI, (VI, VI), lambda b, u, v: _by_halves(b, _signed, u, v)),  # v in -127..127
+            "add_twos": (VI, (VI, VI), partial(_as, _v32i16, "add")),
+            "join_twos": (VI, (VI, VI), lambda b, s, x: b.add(s, _by_halves(b, _joined, x))),
+            "sub_bytes": (VI, (VI, VI), partial(_as, _v64i8, "sub")),
+        }
+    )
 
 
 def together(largest: int, zero: int | None) -> int:
