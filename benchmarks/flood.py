@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from plait.bench.serve_client import Outcome, Target
+from plait.bench.serve_client import KEPT_S, Outcome, Target
 from plait.bench.serve_drive import Run, runner
 from plait.bench.serve_work import Workload
 
@@ -43,6 +43,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, free: Callable[[Connection], None]) -> None:
         self._free, self._now = free, None
         self.transport: Any = None
+        self.free_since = 0.0
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -71,7 +72,8 @@ class Connection(asyncio.Protocol):
     def _end(self, broken: str) -> None:
         now, self._now = self._now, None
         if now is not None:
-            now.ended, now.broken = time.perf_counter(), broken
+            now.ended = self.free_since = time.perf_counter()
+            now.broken = broken
             self._free(self)
 
 
@@ -125,9 +127,12 @@ class Flood:
 
     async def _send(self) -> None:
         while self._idle:
-            connection = self._idle.pop()
-            if connection.transport is not None and not connection.transport.is_closing():
+            connection = self._idle.pop()  # the last that was used; a server may be closing older ones
+            is_open = connection.transport is not None and not connection.transport.is_closing()
+            if is_open and time.perf_counter() - connection.free_since < KEPT_S:
                 break
+            if is_open:
+                connection.transport.close()
         else:
             loop = asyncio.get_running_loop()
             _, connection = await loop.create_connection(
