@@ -142,6 +142,7 @@ def values(line: int, kind: Kind) -> Any:
         columns: Word,
         out: Word,
         record: Word,
+        next_keys: Word,
     ) -> None:
         memory = places - (SPAN // 16 * 8 + BEFORE)
         tiles, weights = Tiles(w, kind, memory), memory + MEMORY

@@ -81,6 +81,7 @@ def form_of(dtype: torch.dtype) -> Form:
         value_size=size,
         value_stride=f"word(args, V_DIM) * {size}",
         locate=LOCATE.format(k_bytes=k_bytes, v_bytes=v_bytes, groups=SPAN // 16),
+        next_keys=f"word(args, BLOCK) * ({k_bytes})",
     )
     return replace(made, weigh=WEIGH.format(line=made.line)) if coded else made
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from plait.kernels.cpu import attention
 from plait.kernels.cpu.attention_rows import SIZES
-from plait.kernels.cpu.attention_source import FEW, Form, module
+from plait.kernels.cpu.attention_source import FEW, Form, module, places_of, soon
 from plait.kernels.cpu.kernel import Kernel
 from plait.kernels.cpu.pairs import HARDWARE, added, spread_pair
 from plait.kernels.cpu.straight import Word, Writer, digest, straight
@@ -79,8 +79,7 @@ class _Scoring:
         def groups(g: Word) -> None:
             own = [(g + i).least(self.end - 1) for i in range(wide)]  # a group too many is computed twice
             keys = [w.get_i64(self.places + 8 * i) for i in own]
-            soon = range(wide, 2 * wide) if rows <= FEW else ()
-            ahead = [w.get_i64(self.places + 8 * (g + i).least(self.end - 1)) for i in soon]
+            ahead = soon(w, self.places, self.end, self.line, own, g + wide) if rows <= FEW else []
 
             def step(p: Word, *sums: Any) -> list[Any]:
                 for n in ahead:
@@ -115,8 +114,10 @@ def values(line: int) -> Any:
         columns: Word,
         out: Word,
         record: Word,
+        next_keys: Word,
     ) -> None:
-        work = _Weighing(scores, start, end, places, stride, columns, out, record, line)
+        keys = places - places_of(line), next_keys
+        work = _Weighing(scores, start, end, places, stride, columns, out, record, keys, line)
         for rows in SIZES:
             w.when(size.equals(rows), partial(work.write, w, rows))
 
@@ -135,6 +136,7 @@ class _Weighing:
     columns: Word
     out: Word
     record: Word
+    keys: tuple[Word, Word]
     line: int
 
     def write(self, w: Writer, rows: int) -> None:
@@ -154,7 +156,7 @@ class _Weighing:
 
         def group(g: Word, *sums: Any) -> list[Any]:
             v = w.get_i64(self.places + 8 * g) + 2 * c
-            n = w.get_i64(self.places + 8 * (g + 1).least((self.end - 1) >> 4)) + 2 * c if ahead else v
+            n = w.get_i64(self.keys[0] + 8 * g) + self.keys[1] + 2 * c if ahead else v
             low, high = (self.start - 16 * g).most(0), (self.end - 16 * g).least(16)
 
             def pair(j: Word, *sums: Any) -> list[Any]:

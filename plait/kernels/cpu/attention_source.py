@@ -37,6 +37,7 @@ class Form:
     value_size: int
     value_stride: str  # bytes from token to token, in terms of `args`
     locate: str  # the statement that finds the groups of a span
+    next_keys: str = "0"  # bytes from keys to those of the next kv head
     least: int = 1  # tiles of a unit of work, at least
     prelude: str = ""  # functions that `locate` calls
     weigh: str = ""
@@ -71,6 +72,11 @@ def record_bytes(v_dim: int) -> int:
     return 64 + -(-v_dim // 16) * 64
 
 
+def places_of(line: int) -> int:
+    """Bytes of the addresses of a span's groups, by `Form.line`: those of values lie so far behind keys'."""
+    return line // 8 - 8
+
+
 def module(form: Form) -> ModuleType:
     """The module whose `attend` is the kernel of this form."""
     return generated(f"attention_{form.name}", source(form))
@@ -100,6 +106,7 @@ def source(form: Form) -> str:
             pack=form.pack,
             size=form.size,
             values=form.values,
+            next_keys=form.next_keys,
             few=_FEW.format(few=form.few) if form.few else "",
             enter=form.enter,
             leave=form.leave,
@@ -145,8 +152,7 @@ class _Scoring:
         def groups(g: Word) -> None:
             own = [(g + i).least(self.end - 1) for i in range(wide)]  # a group too many is computed twice
             keys = [w.get_i64(self.places + 8 * i) for i in own]
-            soon = range(wide, 2 * wide) if rows <= FEW else ()
-            ahead = [w.get_i64(self.places + 8 * (g + i).least(self.end - 1)) for i in soon]
+            ahead = soon(w, self.places, self.end, self.line, own, g + wide) if rows <= FEW else []
             zeros = [w.zero_f32()] * (rows * wide)
 
             def some(first: Word | int, end: Word) -> list[Any]:
@@ -188,6 +194,12 @@ class _Scoring:
         return list(sums)
 
 
+def soon(w: Writer, places: Word, end: Word, line: int, own: Sequence[Word], then: Word) -> list[Word]:
+    """What few rows fetch while they score the groups `own`: their values, and the keys of those after."""
+    keys = [w.get_i64(places + 8 * (then + i).least(end - 1)) for i in range(len(own))]
+    return [*keys, *(w.get_i64(places + places_of(line) + 8 * g) for g in own)]
+
+
 def _multiplied(w: Writer, xs: Sequence[Any], ys: Iterable[Word], sums: Sequence[Any]) -> list[Any]:
     """Sums, row by row, each with the product of its row's number (at an address of ys) and its column's."""
     found, left = [], iter(sums)
@@ -199,7 +211,10 @@ def _multiplied(w: Writer, xs: Sequence[Any], ys: Iterable[Word], sums: Sequence
 
 @cache
 def values(value_size: int, line: int, group: int) -> Any:
-    """Block: sums of values weighted by `size` rows of scores (one of SIZES), over tokens of a span."""
+    """Block: sums of values weighted by `size` rows of scores (one of SIZES), over tokens of a span.
+
+    next_keys: how far behind this head's keys those are that few rows fetch meanwhile.
+    """
 
     def write(
         w: Writer,
@@ -212,8 +227,12 @@ def values(value_size: int, line: int, group: int) -> Any:
         columns: Word,
         out: Word,
         record: Word,
+        next_keys: Word,
     ) -> None:
-        work = _Weighing(scores, start, end, places, stride, columns, out, record, line, value_size, group)
+        keys = places - places_of(line), next_keys
+        work = _Weighing(
+            scores, start, end, places, stride, columns, out, record, keys, line, value_size, group
+        )
         for rows in SIZES:
             w.when(size.equals(rows), partial(work.write, w, rows))
 
@@ -232,6 +251,7 @@ class _Weighing:
     columns: Word
     out: Word  # as many records
     record: Word
+    keys: tuple[Word, Word]  # addresses of the keys of groups; how far behind are keys that come next
     line: int
     value_size: int
     group: int  # columns that share a scale behind their token's; 0: the scores have it already
@@ -254,7 +274,7 @@ class _Weighing:
 
         def group(g: Word, *sums: Any) -> list[Any]:
             v, s = w.get_i64(self.places + 8 * g) + offset, self.scores + 64 * g
-            n = w.get_i64(self.places + 8 * (g + 1).least((self.end - 1) >> 4)) + offset if ahead else v
+            n = w.get_i64(self.keys[0] + 8 * g) + self.keys[1] + offset if ahead else v
             low, high = (self.start - 16 * g).most(0), (self.end - 16 * g).least(16)
 
             def token(j: Word, *sums: Any) -> list[Any]:
@@ -334,7 +354,9 @@ def units_of(args, s, rows, spans):
 
 @inline
 def plan(args, seqs, threads):
-    """(rows of a unit; into how many spans a row is divided at most, 0 if spans are not units)."""
+    """(rows of a unit; into how many spans a row is divided at most, 0 if spans are not units; how many units
+    a thread takes at a time: where every sequence has one token, all heads of one).
+    """
     group, tokens, tiles, spans, units = word(args, HEADS) // word(args, KV_HEADS), 0, 0, 0, 0
     for s in range(seqs):
         tokens += rows_in(args, s)
@@ -345,7 +367,8 @@ def plan(args, seqs, threads):
         units += units_of(args, s, rows, 0)
     wanted = tokens * word(args, HEADS) * spans * record_bytes(args)
     apart = threads > 1 and spans > 1 and units < 4 * threads and wanted <= word(args, BUDGET)
-    return rows, spans if apart else 0
+    many = tokens == seqs and units >= 4 * threads * word(args, KV_HEADS)
+    return rows, spans if apart else 0, word(args, KV_HEADS) if many and not apart else 1
 
 
 @inline
@@ -390,10 +413,12 @@ def attend(frame, args, thread, threads):
     packed = parts + {tile} * record
     states = packed + {parts} * {tile} * d * 4
     copies = states + {parts} * {tile} * record
-    rows, spans = plan(args, seqs, threads)
-    s, before, units = -1, 0, 0
+    rows, spans, each = plan(args, seqs, threads)
+    s, before, units, taken, rest = -1, 0, 0, np.int64(0), 0
     while True:
-        unit = np.int64(atomic_add(word(args, 1), np.int32(1)))
+        if rest == 0:
+            taken, rest = np.int64(atomic_add(word(args, 1), np.int32(1))) * each, each
+        unit, taken, rest = taken, taken + 1, rest - 1
         while s < seqs and unit >= before + units:
             before, s = before + units, s + 1
             units = units_of(args, s, rows, spans) if s < seqs else 0
@@ -411,6 +436,7 @@ def attend(frame, args, thread, threads):
             from_span, to_span = max(from_span, only), min(to_span, only + 1)
         if from_span >= to_span:
             continue
+        ahead = {next_keys} if rest > 0 else 0
         for i in range(0, count, {tile}):
             left = min(count - i, {tile})
             {pack}(args, s, kv_head, base + i, left, {size}, packed + i * d * 4)
@@ -433,7 +459,7 @@ def attend(frame, args, thread, threads):
                     position = past + (base + i + r) // group
                     soften(args, scores + r * {line}, head, tail, at, position, parts + r * record)
                     {weigh}
-                tile_values(size, scores, start, stop, values, {values}, columns, parts, record)
+                tile_values(size, scores, start, stop, values, {values}, columns, parts, record, ahead)
                 for r in range(left):
                     part = parts + r * record
                     if spans > 0:
