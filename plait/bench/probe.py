@@ -21,7 +21,8 @@ class Probe:
 
     def __init__(self, nbytes: int, threads: int) -> None:
         self.nbytes, self.threads = max(nbytes, 1 << 20) // (HUGE) * HUGE or HUGE, threads
-        self._memory = mmap.mmap(-1, self.nbytes)
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        self._memory = mmap.mmap(-1, self.nbytes, **private)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._words = np.frombuffer(self._memory, np.int64)
@@ -59,11 +60,17 @@ def reader() -> Callable[[Any, int], int]:
 
     def read(words, passes):  # type: ignore[no-untyped-def]
         total = 0
+        quarter = len(words) // 4  # four streams at a time: one alone leaves memory waiting
         for again in range(passes):
-            part = 0
-            for i in range(len(words)):
-                part += words[i]
-            total += part + again - again
+            a, b, c, d = 0, 0, 0, 0
+            for i in range(quarter):
+                a += words[i]
+                b += words[quarter + i]
+                c += words[2 * quarter + i]
+                d += words[3 * quarter + i]
+            for i in range(4 * quarter, len(words)):
+                a += words[i]
+            total += a + b + c + d + again - again
         return total
 
     compiled = njit("int64(int64[::1], int64)", nogil=True, boundscheck=False)(read)

@@ -9,9 +9,9 @@ of rows, nor with how tiles are shared among threads.
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product as pairs_of
 from string import Template
 from typing import Any
 
@@ -21,9 +21,10 @@ from numba import config
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.executor import HUGE, LINE, Executor
+from plait.kernels.cpu.executor import LINE, Executor
 from plait.kernels.cpu.kernel import Kernel, generated, inline, kernel
 from plait.kernels.cpu.packed import Packed, multiply
+from plait.kernels.cpu.rooms import room
 from plait.kernels.cpu.rows import float32_rows
 from plait.kernels.cpu.straight import Word, Writer, digest, straight
 from plait.kernels.cpu.target import TARGETS, host_features
@@ -36,6 +37,7 @@ from plait.quant.weight import Dense, Weight
 PAIR_BYTES = {"float32": 128, "bfloat16": 64, "float16": 64}  # two inputs of a tile
 CHUNK = 512  # inputs whose products are summed before they join the rest: a pair of tiles stays in L2
 BLOCK = 192  # rows of one piece of work
+AHEAD = 4096  # bytes that one row fetches weights before it needs them
 SHORT = 32768  # bytes of a tile that prefetching hardware has hardly begun to follow
 
 
@@ -103,6 +105,9 @@ class _Part:
         tiles_at = [self.weights + self.tile_bytes * t for t in range(tiles)]
 
         def pair(k: Word, *sums: Any) -> list[Any]:
+            if rows == 1:
+                for at, line in pairs_of(tiles_at, range(0, step, LINE)):
+                    w.prefetch(at + step * k + (AHEAD + line))
             pairs = [_pair(w, self.kind, at + step * k) for at in tiles_at]
             even, odd = [], []
             for r, at in enumerate(rows_at):
@@ -273,17 +278,6 @@ def pack_dense(frame, args, thread, threads):
                             _put_half(to + 4 * j + 2 * odd, value)
                         else:
                             _put_half(to + 32 * odd + 2 * j, value)
-
-
-def room(nbytes: int) -> Tensor:
-    """Memory of its own for a packed weight, uint8, in large pages if it is large and the system has them."""
-    large = nbytes >= HUGE
-    memory = mmap.mmap(-1, nbytes + (HUGE if large else LINE))
-    if large and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    raw = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -raw.data_ptr() % (HUGE if large else LINE)
-    return raw[start : start + nbytes]
 
 
 def pack(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:

@@ -22,12 +22,13 @@ from torch import Tensor
 
 import plait.kernels.cpu.codes  # noqa: F401  operations that `Writer` has then
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.dense import room, wide_registers
+from plait.kernels.cpu.dense import wide_registers
 from plait.kernels.cpu.executor import Executor
 from plait.kernels.cpu.frame import word
 from plait.kernels.cpu.kernel import Kernel, generated, kernel
 from plait.kernels.cpu.layout import LINE, TILE
 from plait.kernels.cpu.packed import Packed, multiply
+from plait.kernels.cpu.rooms import room
 from plait.kernels.cpu.rows import float32_rows
 from plait.kernels.cpu.straight import Word, Writer, digest, straight
 from plait.kernels.cpu.streams import Plane, put_plane

@@ -26,11 +26,14 @@ from plait.kernels.cpu.straight import Word, Writer, digest, straight
 from plait.kernels.cpu.target import DOT
 
 NARROW = DOT in ("avx2", "generic") and not wide_registers()  # half as much room for sums, or less
-BUNDLES = (4, 2, 1) if NARROW else (8, 4, 2, 1)  # rows of codes in a register tile, the larger first
+BUNDLES = (4, 2, 1) if NARROW else (16, 8, 4, 2, 1)  # rows of codes in a register tile, the larger first
+EIGHT = 8  # rows whose integer sums are in registers together
 TILED = 16  # rows of codes in a tile of AMX
 AHEAD = {64: 3072, 128: 4096, 256: 6144}  # bytes weights are fetched ahead of need, by the step's length
 FETCHED = 4  # rows of codes that could be multiplied while the weights of a piece are fetched
 SHARED = 48  # rows of codes of a group from which threads take pieces one by one: who has no core takes fewer
+PIECES = 8  # that a thread takes at least
+TOGETHER, NEAR = 32, 384 << 10  # tiles of a piece at most, and their bytes: a bundle in L1 meets all of them
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
 SMALLEST = 3.8e-37  # below it, 127 / largest is no float32: such a block is zeros
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
@@ -67,14 +70,15 @@ def linear_rows(frame, args, thread, threads):
     if groups != 0:
         rows = get_i64(starts + 8 * groups)
     steps = (n + $step - 1) // $step
-    blocks = steps * $blocks
+    blocks, tile_bytes = steps * $blocks, steps * $nbytes
     rounded, each = shared_of(frame), blocks * $record
     alone = rows * terms <= $alone and threads * rows * terms * each <= room
     apart = 2 * each  # room for one row of codes more than a group has: its last bundle may be larger
     if alone:
         apart = terms * each
         rounded += thread * rows * terms * each
-    most, tiles, work = max($largest, $panel // each // $largest * $largest), (n_out + 15) // 16, 0
+    most, tiles = max($largest, $panel // each // $largest * $largest), (n_out + 15) // 16
+    work, all_tiles = 0, 0
     me, all_of_us = (0, 1) if alone else (thread, threads)
     for g in range(max(groups, 1)):
         first, end = 0, rows
@@ -83,13 +87,14 @@ def linear_rows(frame, args, thread, threads):
         to = rounded + first * apart
         round_rows(x + first * row_bytes, row_bytes, n, to, end - first, terms, me, all_of_us)
         count, panel, cost = panels((end - first) * terms, most)
-        work += count * tiles * cost
+        work, all_tiles = work + count * tiles * cost, all_tiles + count * tiles
     if not alone:
         barrier(frame, threads)$start
     before, done, mine, stop = 0, 0, work * thread // threads, work * (thread + 1) // threads
-    taken, shared = np.int64(0), threads > 1 and rows * terms >= $shared * max(groups, 1)
+    taken, left, shared = np.int64(0), 0, threads > 1 and rows * terms >= $shared * max(groups, 1)
+    piece = max(min(all_tiles // ($pieces * threads), $together, $near // tile_bytes), 1)
     if shared:
-        taken = np.int64(atomic_add(word(args, 1), np.int32(1)))
+        taken, left = np.int64(atomic_add(word(args, 1), np.int32(1))) * piece, piece
     for g in range(max(groups, 1)):
         first, end = 0, rows
         if groups != 0:
@@ -101,19 +106,18 @@ def linear_rows(frame, args, thread, threads):
         if shared:
             i, last = taken - done, count * tiles
         while i < last:
-            at, t = i // tiles * panel, i % tiles
-            weights_at, rounded_at = weight + t * steps * $nbytes, rounded + first * apart + at * each
-            to, columns = out + (first + at // terms) * out_bytes + 64 * t, n_out - 16 * t
-            more = spread(np.float32(-0.0))  # added to anything, it is that, to the bit
-            if bias != 0:
-                more = load_some(bias + 64 * t, np.int32(columns))
+            at, tile, rest = i // tiles * panel, i % tiles, 1
+            if shared:
+                rest = min(left, tiles - tile)
+            rounded_at, to = rounded + first * apart + at * each, out + (first + at // terms) * out_bytes
             codes = min(panel, (end - first) * terms - at)
 $bundles
+            i += rest
             if shared:
-                taken = np.int64(atomic_add(word(args, 1), np.int32(1)))
-                i = taken - done
-            else:
-                i += 1
+                taken, left = taken + rest, left - rest
+                if left == 0:
+                    taken, left = np.int64(atomic_add(word(args, 1), np.int32(1))) * piece, piece
+                    i = taken - done
         before, done = before + count * tiles * cost, done + count * tiles$stop
 ''')
 
@@ -136,8 +140,8 @@ def _put(w: Writer, layout: Layout, halves: list[Any], to: Word, size: Word, at:
 def _round_block(w: Writer, layout: Layout, x: Word, to: Word, size: Word, at: Word, terms: Word) -> None:
     """32 activations into one row of codes, or two: the second takes what the first leaves over."""
     halves = [w.load_f32(x), w.load_f32(x + 64)]
-    most = w.peak(w.largest(*(w.absolute(u) for u in halves)))
-    odd = w.total(w.add(*(w.sub(u, u) for u in halves)))  # 0, or NaN beside a number that is not finite
+    most = w.furthest(*halves)
+    odd = w.minus(most, most)  # 0, or NaN beside a number that is not finite
     scale = w.quotient(most, 127.0)
     per_unit = w.from_on(most, SMALLEST, w.product(w.quotient(1.0, most), 127.0))
     codes = [w.nearest(w.mul(u, w.spread(per_unit))) for u in halves]
@@ -167,6 +171,7 @@ def _bundle_of(w: Writer, at: Word, codes: Word, sizes: Sequence[int]) -> tuple[
 def round_rows(layout: Layout, sizes: Sequence[int] = BUNDLES) -> Any:
     """Block: this thread's share of blocks of all rows, into bundles at `to`. Blocks behind n are zeros.
 
+    Threads share out the blocks of a bundle, not its rows: no two of them write one line of memory.
     x: the first row, others follow every `row_bytes`; terms: rows of codes per row.
     """
 
@@ -182,13 +187,16 @@ def round_rows(layout: Layout, sizes: Sequence[int] = BUNDLES) -> Any:
         threads: Word,
     ) -> None:
         blocks = (n + layout.step - 1) // layout.step * layout.blocks
-        begin, end = rows * blocks * thread // threads, rows * blocks * (thread + 1) // threads
+        codes = rows * terms
+        begin, end = codes * blocks * thread // threads, codes * blocks * (thread + 1) // threads
+        end = w.pick((thread + 2).above(threads), end + sizes[0] * blocks, end)  # a bundle may be larger
 
         def row(r: Word) -> None:
             at = r * terms
-            start, size = _bundle_of(w, at, rows * terms, sizes)
-            bundle = to + start * blocks * layout.rounded_block
-            first, last = (begin - r * blocks).most(0), (end - r * blocks).least(blocks)
+            start, size = _bundle_of(w, at, codes, sizes)
+            bundle, before = to + start * blocks * layout.rounded_block, start * blocks + 1 - size
+            first = ((begin - before).most(0) // size).least(blocks)
+            last = ((end - before).most(0) // size).least(blocks)
             full = last.least((n + BLOCK - 1) // BLOCK).most(first)
             place = layout.rounded_block * size
 
@@ -205,7 +213,9 @@ def round_rows(layout: Layout, sizes: Sequence[int] = BUNDLES) -> Any:
             w.loop(first, full, 1, (), block)
             w.loop(full, last, 1, (), nothing)
 
-        w.when(end.above(begin), lambda: w.loop(begin // blocks, (end - 1) // blocks + 1, 1, (), row))
+        own = [_bundle_of(w, (u // blocks).least(codes - 1), codes, sizes) for u in (begin, end - 1)]
+        end_row = ((own[1][0] + own[1][1]) // terms).least(rows)
+        w.when(end.above(begin), lambda: w.loop(own[0][0] // terms, end_row, 1, (), row))
 
     return straight(write)
 
@@ -298,17 +308,19 @@ def _block(
                 (layout.minima_at, layout.minimum_bytes),
             )
         )
-        whole = [w.zero_i32() if layout.zero is None else w.spread_i32(extra + 4 * r) for r in range(rows)]
-        if layout.zeros:
-            zeros = w.load_u8(low_at)
-            whole = [w.mul_i32(zeros, n) for n in whole]
-        whole = products(step + layout.plane_bytes * b, a, range(quads * j, quads * (j + 1)), whole)
         s, *m = _scales(w, layout, at, low_at, outer)
-        for r in range(rows):
-            x = w.mul(w.to_f32(whole[r]), w.spread_f32(a + 32 * rows + 4 * r))
-            found[r] = w.fma(x, s, found[r])
-            if layout.zero is None:
-                found[r] = w.fma(m[0], w.spread_f32(extra + 4 * r), found[r])
+        for part in (range(r, min(r + EIGHT, rows)) for r in range(0, rows, EIGHT)):
+            whole = [w.zero_i32() if layout.zero is None else w.spread_i32(extra + 4 * r) for r in part]
+            if layout.zeros:
+                zeros = w.load_u8(low_at)
+                whole = [w.mul_i32(zeros, n) for n in whole]
+            some = a + 32 * part.start
+            whole = products(step + layout.plane_bytes * b, some, range(quads * j, quads * (j + 1)), whole)
+            for r in part:
+                x = w.mul(w.to_f32(whole[r - part.start]), w.spread_f32(a + 32 * rows + 4 * r))
+                found[r] = w.fma(x, s, found[r])
+                if layout.zero is None:
+                    found[r] = w.fma(m[0], w.spread_f32(extra + 4 * r), found[r])
     return found
 
 
@@ -379,10 +391,15 @@ joined_{rows}, keep_{rows} = linear_source.joined({rows}), linear_source.keep({r
 
 # One row less than a large bundle takes is one, too: what is computed beside it is not kept.
 _BUNDLE = """while codes >= {least}:
-    kept, sums = min({rows}, codes) // terms, tile_{rows}(weights_at, rounded_at, steps{more})
-    if terms == 2:
-        sums = joined_{rows}(sums)
-    keep_{rows}(to, out_bytes, kept, columns, more, sums)
+    kept = min({rows}, codes) // terms
+    for t in range(tile, tile + rest):
+        sums, columns = tile_{rows}(weight + t * tile_bytes, rounded_at, steps{more}), n_out - 16 * t
+        if terms == 2:
+            sums = joined_{rows}(sums)
+        more = spread(np.float32(-0.0))  # added to anything, it is that, to the bit
+        if bias != 0:
+            more = load_some(bias + 64 * t, np.int32(columns))
+        keep_{rows}(to + 64 * t, out_bytes, kept, columns, more, sums)
     rounded_at += {rows} * each
     to += kept * out_bytes
     codes -= {rows}"""
@@ -406,11 +423,11 @@ _STOP = """
         stop_tiles(scratch)"""
 
 
-def _bundles(sizes: Sequence[int]) -> list[str]:
-    """Statements that take `codes` rows of codes through a tile."""
+def _bundles(sizes: Sequence[int], tiled: bool) -> list[str]:
+    """Statements that take `codes` rows of codes through a tile. tiled: the first ones are AMX's."""
     texts = (
-        _BUNDLE.format(rows=n, least=n - 1 if n > 2 else n, more="" if n in BUNDLES else ", scratch")
-        for n in sizes
+        _BUNDLE.format(rows=n, least=n - 1 if n > 2 else n, more=", scratch" if tiled and i == 0 else "")
+        for i, n in enumerate(sizes)
     )
     return [line for text in texts for line in text.split("\n")]
 
@@ -422,7 +439,8 @@ def linear_kernel(layout: Layout, kind: str = "") -> Kernel:
     kind: "amx" multiplies bundles of TILED rows of codes on its tiles ("software": on what stands for them),
     to the same bits; it needs `amx_int8.SCRATCH`.
     """
-    sizes = (TILED, *BUNDLES) if kind else BUNDLES
+    plain = tuple(n for n in BUNDLES if n < TILED) if kind else BUNDLES
+    sizes = (TILED, *plain) if kind else plain
     files = ("amx_int8.py", "amx.py") if kind else ()
     source = _SOURCE.substitute(
         step=layout.step,
@@ -436,12 +454,15 @@ def linear_kernel(layout: Layout, kind: str = "") -> Kernel:
         panel=PANEL,
         fetched=FETCHED,
         shared=SHARED,
+        pieces=PIECES,
+        together=TOGETHER,
+        near=NEAR,
         alone=ALONE,
         layout=repr(layout),
-        bundles="\n".join(" " * 12 + line for line in _bundles(sizes)),
+        bundles="\n".join(" " * 12 + line for line in _bundles(sizes, bool(kind))),
         tiles="\n".join(
             [
-                *(_TILE.format(rows=n) for n in BUNDLES),
+                *(_TILE.format(rows=n) for n in plain),
                 *([_TILED.format(rows=TILED, kind=kind)] if kind else []),
             ]
         ),

@@ -12,10 +12,10 @@ from functools import cache
 import torch
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.dense import room
 from plait.kernels.cpu.executor import Executor
 from plait.kernels.cpu.kernel import Kernel, generated
 from plait.kernels.cpu.layout import BLOCK, LAYOUTS, TILE, Layout
+from plait.kernels.cpu.rooms import room
 from plait.quant.gguf import Gguf, block_type
 
 _HEAD = '''"""Packs {name} blocks: made by plait.kernels.cpu.pack."""

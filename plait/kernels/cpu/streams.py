@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.dense import room
 from plait.kernels.cpu.executor import Executor
 from plait.kernels.cpu.kernel import Kernel, generated
 from plait.kernels.cpu.layout import BLOCK, LAYOUTS, TILE, Layout, grouped
 from plait.kernels.cpu.pack import planes
+from plait.kernels.cpu.rooms import room
 from plait.quant.bits import unpack
 from plait.quant.fp4 import Fp4
 from plait.quant.gguf import Gguf

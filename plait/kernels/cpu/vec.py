@@ -310,6 +310,16 @@ total = _define("total", F, (VF,), lambda b, x: _halves(b, x, lambda b, x, y: b.
 peak = _define("peak", F, (VF,), lambda b, x: _halves(b, x, _max))
 
 
+def _furthest(b: Any, x: ir.Value, y: ir.Value) -> ir.Value:
+    """Sizes are in order of their bits, and infinity and what is no number come last."""
+    x, y = (b.and_(b.bitcast(v, vi32), _ints(0x7FFFFFFF)) for v in (x, y))
+    most = b.select(b.icmp_signed(">", x, y), x, y)
+    return b.bitcast(_call(b, "llvm.vector.reduce.smax.v16i32", i32, most), f32)
+
+
+furthest = _define("furthest", F, (VF, VF), _furthest)  # from 0: the largest size; NaN if one number is
+
+
 def _power_of_two(b: Any, n: ir.Value) -> ir.Value:
     """2**n of whole n in -126..127."""
     return b.bitcast(b.shl(b.add(b.fptosi(n, vi32), _ints(127)), _ints(23)), vf32)
@@ -555,6 +565,7 @@ word = _define(  # argument i, at args + 8 * i: one instruction, where `frame.wo
 # ---- floats, one at a time, where `straight` calculates with them ----
 quotient = _define("quotient", F, (F, F), lambda b, x, y: b.fdiv(x, y))
 plus = _define("plus", F, (F, F), lambda b, x, y: b.fadd(x, y))
+minus = _define("minus", F, (F, F), lambda b, x, y: b.fsub(x, y))
 product = _define("product", F, (F, F), lambda b, x, y: b.fmul(x, y))
 to_float = _define("to_float", F, (N,), lambda b, n: b.sitofp(n, f32))
 from_on = _define(  # x if value >= limit else 0
