@@ -15,7 +15,9 @@ def test_small_weights_share_memory_and_do_not_overlap() -> None:
     rooms = Rooms()
     taken = [rooms.take(n) for n in (1, 64, 100, 4096, 3 << 20)]
     for i, x in enumerate(taken):
-        assert x.dtype == torch.uint8 and x.data_ptr() % LINE == 0 and not x.any()
+        assert x.dtype == torch.uint8
+        assert x.data_ptr() % LINE == 0
+        assert not x.any()
         x.fill_(i + 1)
     assert all(torch.all(x == i + 1) for i, x in enumerate(taken))
     assert len({x.untyped_storage().data_ptr() for x in taken}) == 1
