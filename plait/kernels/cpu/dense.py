@@ -38,7 +38,6 @@ PAIR_BYTES = {"float32": 128, "bfloat16": 64, "float16": 64}  # two inputs of a 
 CHUNK = 512  # inputs whose products are summed before they join the rest: a pair of tiles stays in L2
 BLOCK = 192  # rows of one piece of work
 AHEAD = 4096  # bytes that one row fetches weights before it needs them
-SHORT = 32768  # bytes of a tile that prefetching hardware has hardly begun to follow
 
 
 def wide_registers() -> bool:
@@ -78,6 +77,7 @@ class _Part:
     earlier: Word
     bias: Word
     left: Word
+    apart: Word
     kind: str
     tiles: int
 
@@ -85,13 +85,16 @@ class _Part:
         """Rows row..row+rows, of which there are as many sums as registers hold."""
         out = self.out + self.out_bytes * row
         grid = [(r, t) for r in range(rows) for t in range(self.tiles)]
-        places = [(out + self.out_bytes * r + 64 * t, self.left - 16 * t) for r, t in grid]
+        places = [
+            (out + self.out_bytes * r + 64 * self.apart * t, self.left - 16 * self.apart * t) for r, t in grid
+        ]
 
         def behind(*sums: Any) -> list[Any]:
             return [w.add(w.load_some(*place), s) for place, s in zip(places, sums, strict=True)]
 
         def biased(*sums: Any) -> list[Any]:
-            vectors = [w.load_some(self.bias + 64 * t, self.left - 16 * t) for t in range(self.tiles)]
+            steps = [self.apart * t for t in range(self.tiles)]
+            vectors = [w.load_some(self.bias + 64 * t, self.left - 16 * t) for t in steps]
             return [w.add(s, vectors[t]) for s, (_, t) in zip(sums, grid, strict=True)]
 
         sums = w.unless_zero(self.earlier, self._sums(w, self.x + self.row_bytes * row, rows), behind)
@@ -102,7 +105,7 @@ class _Part:
         """Sums over even and over odd inputs together, row by row."""
         step, tiles, count = PAIR_BYTES[self.kind], self.tiles, rows * self.tiles
         rows_at = [x + self.row_bytes * r for r in range(rows)]
-        tiles_at = [self.weights + self.tile_bytes * t for t in range(tiles)]
+        tiles_at = [self.weights + self.tile_bytes * self.apart * t for t in range(tiles)]
 
         def pair(k: Word, *sums: Any) -> list[Any]:
             if rows == 1:
@@ -131,7 +134,7 @@ def rows_through(tiles: int, kind: str) -> Any:
     """Block: `rows` rows through so many tiles, over n inputs, in the largest groups that registers hold.
 
     earlier: 0 if these are the first inputs; otherwise what `out` has is added. bias: an address or 0.
-    left: outputs from the first tile on.
+    left: outputs from the first tile on; apart: from one of the tiles to the next, in tiles.
     """
     sizes = sorted({r for r, t in _shapes() if t == tiles}, reverse=True)
 
@@ -148,8 +151,11 @@ def rows_through(tiles: int, kind: str) -> Any:
         earlier: Word,
         bias: Word,
         left: Word,
+        apart: Word,
     ) -> None:
-        part = _Part(x, row_bytes, weights, tile_bytes, n, out, out_bytes, earlier, bias, left, kind, tiles)
+        part = _Part(
+            x, row_bytes, weights, tile_bytes, n, out, out_bytes, earlier, bias, left, apart, kind, tiles
+        )
         row = w.number(0)
         for size in sizes:
             end = row + (rows - row) // size * size
@@ -173,9 +179,12 @@ through_one, through_two = dense.rows_through(1, "$kind"), dense.rows_through(2,
 @inline
 def tiles_of(x, row_bytes, n, w, tile_bytes, begin, end, n_out, bias, out, out_bytes, rows):
     """Rows through the tiles begin..end."""
-    # One row reads short tiles one by one, as one stream: the machine's own prefetch then crosses their ends.
-    step = 1 if rows == 1 and tile_bytes <= $short else 2
-    for t in range(begin, end, step):
+    # One row reads both halves of the tiles at a time: a single stream leaves memory waiting.
+    t, half = begin, (end - begin) // 2 if rows == 1 else 0
+    while t < end:
+        tiles, step = min(end - t, 2), 1
+        if half > 1:
+            step = half
         to, left = out + 64 * t, n_out - 16 * t
         k = 0
         while k < n:
@@ -183,11 +192,14 @@ def tiles_of(x, row_bytes, n, w, tile_bytes, begin, end, n_out, bias, out, out_b
             at = w + t * tile_bytes + k // 2 * $pair_bytes
             plus = bias + 64 * t if bias != 0 and k + count == n else 0
             from_k = x + 4 * k
-            if min(end - t, step) == 2:
-                through_two(from_k, row_bytes, at, tile_bytes, count, rows, to, out_bytes, k, plus, left)
+            if tiles == 2:
+                through_two(from_k, row_bytes, at, tile_bytes, count, rows, to, out_bytes, k, plus, left, step)
             else:
-                through_one(from_k, row_bytes, at, tile_bytes, count, rows, to, out_bytes, k, plus, left)
+                through_one(from_k, row_bytes, at, tile_bytes, count, rows, to, out_bytes, k, plus, left, step)
             k += count
+        t += 1 if half > 1 else tiles
+        if half > 1 and t == begin + half:
+            t, half = begin + 2 * half, 0
 
 
 @kernel
@@ -229,7 +241,6 @@ def product(kind: str) -> Kernel:
         digest=digest("dense.py"),
         chunk=CHUNK,
         block=BLOCK,
-        short=SHORT,
         pair_bytes=PAIR_BYTES[kind],
     )
     made: Kernel = getattr(generated(f"dense_{kind}", source), f"dense_{kind}")
