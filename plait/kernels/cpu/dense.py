@@ -191,11 +191,11 @@ def tiles_of(x, row_bytes, n, w, tile_bytes, begin, end, n_out, bias, out, out_b
             count = n - k if n - k < $chunk * 3 // 2 else $chunk
             at = w + t * tile_bytes + k // 2 * $pair_bytes
             plus = bias + 64 * t if bias != 0 and k + count == n else 0
-            from_k = x + 4 * k
+            some = x + 4 * k
             if tiles == 2:
-                through_two(from_k, row_bytes, at, tile_bytes, count, rows, to, out_bytes, k, plus, left, step)
+                through_two(some, row_bytes, at, tile_bytes, count, rows, to, out_bytes, k, plus, left, step)
             else:
-                through_one(from_k, row_bytes, at, tile_bytes, count, rows, to, out_bytes, k, plus, left, step)
+                through_one(some, row_bytes, at, tile_bytes, count, rows, to, out_bytes, k, plus, left, step)
             k += count
         t += 1 if half > 1 else tiles
         if half > 1 and t == begin + half:

@@ -48,7 +48,7 @@ from plait.kernels.cpu.layout import Layout
 from plait.kernels.cpu.vec import atomic_add, get_i64, load_some, spread, word
 
 layout = $layout
-round_rows = linear_source.round_rows(layout, $sizes)
+round_rows, two_tiles = linear_source.round_rows(layout, $sizes), linear_source.two_tiles(layout)
 $tiles
 
 @inline
@@ -57,6 +57,15 @@ def panels(codes, most):
     count = max((codes + most - 1) // most, 1)
     panel = ((codes + count - 1) // count + $largest - 1) // $largest * $largest
     return count if codes > 0 else 0, panel, min(panel, codes) + $fetched
+
+
+@inline
+def beside(bias, t, n_out):
+    """What is added to the outputs of tile t: without a bias -0, which changes no bit."""
+    more = spread(np.float32(-0.0))
+    if bias != 0:
+        more = load_some(bias + 64 * t, np.int32(n_out - 16 * t))
+    return more
 
 
 @kernel
@@ -105,6 +114,15 @@ def linear_rows(frame, args, thread, threads):
         i, last = max(i, 0), min(last, count * tiles)
         if shared:
             i, last = taken - done, count * tiles
+        if rows * terms == 1 and groups == 0:
+            # One row reads both halves of its tiles at a time: a single stream leaves memory waiting.
+            half = (last - i) // 2
+            for t in range(i, i + half):
+                both = two_tiles(weight + t * tile_bytes, half * tile_bytes, rounded, steps)
+                keep_1(out + 64 * t, out_bytes, 1, n_out - 16 * t, beside(bias, t, n_out), both[:1])
+                u = t + half
+                keep_1(out + 64 * u, out_bytes, 1, n_out - 16 * u, beside(bias, u, n_out), both[1:])
+            i += 2 * half
         while i < last:
             at, tile, rest = i // tiles * panel, i % tiles, 1
             if shared:
@@ -335,28 +353,54 @@ def tile(layout: Layout, rows: int) -> Any:
 
 
 def through(
-    w: Writer, layout: Layout, rows: int, places: tuple[Word, Word, Word], products: Any
+    w: Writer,
+    layout: Layout,
+    rows: int,
+    places: tuple[Word, Word, Word],
+    products: Any,
+    apart: Word | None = None,
 ) -> list[Any]:
-    """What the block of `tile` writes; products: as `_products`."""
+    """What the block of `tile` writes, or with `apart`, the bytes to another tile, for both of them.
+
+    products: as `_products`.
+    """
     lines = -(-layout.nbytes // LINE // layout.blocks)
     weights, a, steps = places
 
     def step(_: Word, at: Word, a: Word, *sums: Any) -> list[Any]:
-        above = at + layout.outer_at
-        if layout.scales in ("level", "small"):
-            outer = [w.load_f32(above)]
-        else:
-            outer = [w.load_f16(above + 32 * i) for i in range(layout.outer_bytes // 32)]
+        tiles = [at] if apart is None else [at, at + apart]
+        outer = [_outer(w, layout, tile + layout.outer_at) for tile in tiles]
 
         def block(b: Word, a: Word, *sums: Any) -> list[Any]:
-            for k in range(lines):
-                w.prefetch(at + AHEAD[layout.step] + LINE * k + LINE * lines * b)
-            done = _block(w, layout, (at, b, a), outer, sums, products)
-            return [a + rows * layout.rounded_block, *done]
+            done = [a + rows * layout.rounded_block]
+            for i, tile in enumerate(tiles):
+                for k in range(lines):
+                    w.prefetch(tile + AHEAD[layout.step] + LINE * k + LINE * lines * b)
+                own = sums[rows * i : rows * (i + 1)]
+                done += _block(w, layout, (tile, b, a), outer[i], own, products)
+            return done
 
         return [at + layout.nbytes, *w.loop(0, layout.blocks, 1, (a, *sums), block)]
 
-    return w.loop(0, steps, 1, (weights, a, *[w.zero_f32()] * rows), step)[2:]
+    zeros = [w.zero_f32()] * (rows if apart is None else 2 * rows)
+    return w.loop(0, steps, 1, (weights, a, *zeros), step)[2:]
+
+
+def _outer(w: Writer, layout: Layout, at: Word) -> list[Any]:
+    """What is above a step's group scales."""
+    if layout.scales in ("level", "small"):
+        return [w.load_f32(at)]
+    return [w.load_f16(at + 32 * i) for i in range(layout.outer_bytes // 32)]
+
+
+@cache
+def two_tiles(layout: Layout) -> Any:
+    """Block (weights, apart, a, steps): a row of codes times the tile at `weights`, and that `apart` bytes on."""
+
+    def write(w: Writer, weights: Word, apart: Word, a: Word, steps: Word) -> list[Any]:
+        return through(w, layout, 1, (weights, a, steps), partial(_products, w, layout), apart)
+
+    return straight(write, gives=2)
 
 
 @cache
@@ -396,10 +440,7 @@ _BUNDLE = """while codes >= {least}:
         sums, columns = tile_{rows}(weight + t * tile_bytes, rounded_at, steps{more}), n_out - 16 * t
         if terms == 2:
             sums = joined_{rows}(sums)
-        more = spread(np.float32(-0.0))  # added to anything, it is that, to the bit
-        if bias != 0:
-            more = load_some(bias + 64 * t, np.int32(columns))
-        keep_{rows}(to + 64 * t, out_bytes, kept, columns, more, sums)
+        keep_{rows}(to + 64 * t, out_bytes, kept, columns, beside(bias, t, n_out), sums)
     rounded_at += {rows} * each
     to += kept * out_bytes
     codes -= {rows}"""
