@@ -395,7 +395,7 @@ def _outer(w: Writer, layout: Layout, at: Word) -> list[Any]:
 
 @cache
 def two_tiles(layout: Layout) -> Any:
-    """Block (weights, apart, a, steps): a row of codes times the tile at `weights`, and that `apart` bytes on."""
+    """Block (weights, apart, a, steps): a row of codes times the tile at `weights` and the one `apart` on."""
 
     def write(w: Writer, weights: Word, apart: Word, a: Word, steps: Word) -> list[Any]:
         return through(w, layout, 1, (weights, a, steps), partial(_products, w, layout), apart)
