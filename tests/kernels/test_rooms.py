@@ -36,6 +36,8 @@ def test_a_full_chunk_is_followed_by_another_and_goes_with_its_weights() -> None
     next_one = rooms.take(ROOM // 4)
     storage = weakref.ref(first[0].untyped_storage())
     assert next_one.untyped_storage().data_ptr() != first[0].untyped_storage().data_ptr()
+    gc.collect()
+    assert storage() is not None
     first.clear()
     gc.collect()
     assert storage() is None
