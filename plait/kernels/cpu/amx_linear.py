@@ -16,8 +16,9 @@ from functools import cache
 from string import Template
 from typing import Any
 
-from plait.kernels.cpu import floats, linear_source
+from plait.kernels.cpu import bf16_codes, floats, linear_source
 from plait.kernels.cpu.amx import MEMORY, TILE, Kind, Tiles
+from plait.kernels.cpu.bf16_codes import Coded
 from plait.kernels.cpu.floats import Records
 from plait.kernels.cpu.kernel import Kernel, generated
 from plait.kernels.cpu.layout import BLOCK, LINE, Layout
@@ -31,12 +32,13 @@ DECODED = PANEL * 32  # bytes of a panel of sixteen outputs
 SUMS = TALL // 32 * (WIDE // 2) * 4 * TILE  # bytes
 SCRATCH = MEMORY + WIDE * DECODED + SUMS  # bytes of a thread
 PAIR_BYTES = {"float32": 128, "bfloat16": 64, "float16": 64}
-Kept = Layout | Records | str  # how weights are kept; of plain numbers their name
+Kept = Layout | Records | Coded | str  # how weights are kept; of plain numbers their name
 
 _SOURCE = Template('''"""Linear map for many rows on tiles: made by plait, from $digest."""
 import numpy as np
 
 from plait.kernels.cpu import amx_linear
+from plait.kernels.cpu.bf16_codes import Coded
 from plait.kernels.cpu.frame import barrier, rows_of, scratch_of, shared_of
 from plait.kernels.cpu.floats import Records
 from plait.kernels.cpu.kernel import inline, kernel
@@ -191,6 +193,14 @@ def _from_plain(kind: str) -> Any:
     return straight(write)
 
 
+def _from_codes() -> Any:
+    def write(w: Writer, weight: Word, tile: Word, k0: Word, count: Word, n: Word, to: Word) -> None:
+        bf16_codes.unpack(w, weight, tile, n, k0, count, to)
+        _zeros(w, to, count >> 1, count)
+
+    return straight(write)
+
+
 def _from_records(kept: Records) -> Any:
     def write(w: Writer, weight: Word, tile: Word, k0: Word, count: Word, n: Word, to: Word) -> None:
         table = w.load_f32(weight) if kept.header else None
@@ -221,6 +231,8 @@ def decoder(kept: Kept) -> Any:
     """
     if isinstance(kept, Layout):
         return _from_layout(kept)
+    if isinstance(kept, Coded):
+        return _from_codes()
     return _from_records(kept) if isinstance(kept, Records) else _from_plain(kept)
 
 
@@ -292,6 +304,11 @@ def kept() -> Any:
     return straight(write)
 
 
+def _header(kept: Kept) -> int:
+    """Bytes in front of the first tile."""
+    return kept.header if isinstance(kept, Records) else LINE if isinstance(kept, Coded) else 0
+
+
 @cache
 def many_rows(kept: Kept, kind: Kind) -> Kernel:
     """The kernel of `packed.multiply` for weights kept that way, from LEAST rows on."""
@@ -300,10 +317,20 @@ def many_rows(kept: Kept, kind: Kind) -> Kernel:
             tile_bytes = f"(n + {kept.step - 1}) // {kept.step} * {kept.nbytes}"
         case Records():
             tile_bytes = f"(n + {kept.step - 1}) // {kept.step} * {kept.nbytes}"
+        case Coded():
+            tile_bytes = bf16_codes.TILE_BYTES
         case _:
             tile_bytes = f"(n + 1) // 2 * {PAIR_BYTES[kept]}"
     source = _SOURCE.substitute(
-        digest=digest("amx_linear.py", "amx.py", "linear_source.py", "floats.py", "layout.py", "codes.py"),
+        digest=digest(
+            "amx_linear.py",
+            "amx.py",
+            "linear_source.py",
+            "floats.py",
+            "layout.py",
+            "codes.py",
+            "bf16_codes.py",
+        ),
         kept=repr(kept),
         kind=kind,
         panel=PANEL,
@@ -313,7 +340,7 @@ def many_rows(kept: Kept, kind: Kind) -> Kernel:
         tall=TALL,
         decoded=DECODED,
         tile_bytes=tile_bytes,
-        header=kept.header if isinstance(kept, Records) else 0,
+        header=_header(kept),
     )
     made: Kernel = generated(f"amx_{kind}", source).amx_rows
     return made

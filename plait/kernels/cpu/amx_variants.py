@@ -36,7 +36,8 @@ def pack_blocks(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Pac
 
 def pack_plain(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
     """As `dense.pack`; many rows go through tiles."""
-    return on_tiles(dense.pack(cpu, weight, dtype), weight.format, TILES)
+    packed = dense.pack(cpu, weight, dtype)
+    return on_tiles(packed, packed.layout or weight.format, TILES)
 
 
 def pack_floats(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:

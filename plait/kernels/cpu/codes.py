@@ -41,15 +41,29 @@ def _call(b: Any, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
     return b.call(b.module.declare_intrinsic(name, fnty=kind), values)
 
 
-def _shuffled(b: Any, table: list[int], x: ir.Value) -> ir.Value:
-    """One byte shuffle of AVX-512, or two of AVX2."""
+def _shuffled(b: Any, table: ir.Value, x: ir.Value) -> ir.Value:
+    """One byte shuffle of AVX-512, or two of AVX2: table[x], of sixteen bytes that are there four times."""
     if DOT == "vnni":
-        return _call(b, "llvm.x86.avx512.pshuf.b.512", _v64i8, _constant(_v64i8, table * 4), x)
-    every, parts = _constant(_v32i8, table * 2), []
+        return _call(b, "llvm.x86.avx512.pshuf.b.512", _v64i8, table, x)
+    parts = []
     for start in (0, 32):
         order = ir.Constant(ir.VectorType(i32, 32), list(range(start, start + 32)))
-        parts.append(_call(b, "llvm.x86.avx2.pshuf.b", _v32i8, every, b.shuffle_vector(x, x, order)))
+        half = (b.shuffle_vector(v, v, order) for v in (table, x))
+        parts.append(_call(b, "llvm.x86.avx2.pshuf.b", _v32i8, *half))
     return b.shuffle_vector(*parts, ir.Constant(ir.VectorType(i32, 64), list(range(64))))
+
+
+def _looked_up(b: Any, table: list[int], x: ir.Value) -> ir.Value:
+    return _shuffled(b, _constant(_v64i8, table * 4), x)
+
+
+def _interleaved(start: int, b: Any, x: ir.Value, y: ir.Value) -> ir.Value:
+    """Of every sixteen bytes eight of x, each before the one of y."""
+    order = [
+        64 * from_y + lane + start + i for lane in range(0, 64, 16) for i in range(8) for from_y in (0, 1)
+    ]
+    both = (b.bitcast(v, _v64i8) for v in (x, y))
+    return b.bitcast(b.shuffle_vector(*both, ir.Constant(ir.VectorType(i32, 64), order)), vi32)
 
 
 def _compared(b: Any, table: list[int], x: ir.Value) -> ir.Value:
@@ -84,7 +98,7 @@ def _looked(b: Any, table: list[int], x: ir.Value) -> ir.Value:
 def _look(name: str, b: Any, x: ir.Value) -> ir.Value:
     values = [v + OFFSETS[name] for v in TABLES[name]]
     table = values + [0] * (16 - len(values))
-    how = {"vnni": _shuffled, "avx2": _shuffled, "generic": _compared}.get(DOT, _looked)
+    how = {"vnni": _looked_up, "avx2": _looked_up, "generic": _compared}.get(DOT, _looked)
     return b.bitcast(how(b, table, b.bitcast(x, _v64i8)), vi32)
 
 
@@ -138,6 +152,13 @@ def _small(b: Any, x: ir.Value) -> ir.Value:
 
 OPERATIONS: Mapping[str, tuple[Any, tuple[Any, ...], Callable[..., ir.Value]]] = {
     **{f"look_{name}": (VI, (VI,), partial(_look, name)) for name in TABLES},
+    "look_bytes": (  # table[x] of bytes 0..15, where HERE says so in `bf16_codes`
+        VI,
+        (VI, VI),
+        lambda b, table, x: b.bitcast(_shuffled(b, b.bitcast(table, _v64i8), b.bitcast(x, _v64i8)), vi32),
+    ),
+    "low_words": (VI, (VI, VI), partial(_interleaved, 0)),
+    "high_words": (VI, (VI, VI), partial(_interleaved, 8)),
     "pick_f32": (VF, (VF, VI), _pick),
     "upper_e4m3": (VI, (VI,), _halves),
     "low_halves": (VF, (VI,), partial(_widen, 0)),

@@ -71,8 +71,9 @@ class Word:
         right = other.value if isinstance(other, Word) else ir.Constant(i64, int(other))
         return self.builder.icmp_signed(">", self.value, right)
 
-    def equals(self, other: int) -> ir.Value:
-        return self.builder.icmp_signed("==", self.value, ir.Constant(i64, other))
+    def equals(self, other: Word | int) -> ir.Value:
+        right = other.value if isinstance(other, Word) else ir.Constant(i64, other)
+        return self.builder.icmp_signed("==", self.value, right)
 
     def _picked(self, sign: str, other: Word | int) -> Word:
         right = other.value if isinstance(other, Word) else ir.Constant(i64, int(other))
@@ -127,6 +128,30 @@ class Writer:
         b.position_at_end(inside)
         i = Word(b, phis[0])
         made = [i + step, *(body(i, *now) or ())]
+        for phi, value in zip(phis, made, strict=True):
+            phi.add_incoming(_raw(value), b.block)
+        b.branch(head)
+        b.position_at_end(after)
+        return now
+
+    def repeat(
+        self,
+        carried: Sequence[Any],
+        more: Callable[..., ir.Value],
+        body: Callable[..., Sequence[Any]],
+    ) -> list[Any]:
+        """while more(*carried): carried = body(*carried). Gives what was carried last."""
+        b, before = self._builder, self._builder.block
+        head, inside, after = (b.append_basic_block(name) for name in ("head", "inside", "after"))
+        b.branch(head)
+        b.position_at_end(head)
+        phis = [b.phi(_raw(c).type) for c in carried]
+        for phi, value in zip(phis, carried, strict=True):
+            phi.add_incoming(_raw(value), before)
+        now = [Word(b, p) if isinstance(c, Word) else p for p, c in zip(phis, carried, strict=True)]
+        b.cbranch(more(*now), inside, after)
+        b.position_at_end(inside)
+        made = body(*now)
         for phi, value in zip(phis, made, strict=True):
             phi.add_incoming(_raw(value), b.block)
         b.branch(head)
