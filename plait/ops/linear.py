@@ -32,6 +32,7 @@ STORED = (  # beside GGUF's: as `blocks.random_weight` names them
 )  # fmt: skip
 FLOATS = ("fp8", "fp8_b128", "bnb_nf4")  # whose products are of floats: activations are not rounded
 SMALLEST = 3.8e-37  # largest number of a block that is not taken for zero
+BASE = 1.5 * 2**23  # what kernels multiply a scale by
 BLOCK = 32  # activations that share a scale
 ROWS = 128  # of a weight, which storage may keep together
 TOGETHER = 4  # pieces that a device multiplies at a time: few rows do not fill it
@@ -76,8 +77,9 @@ CASES: list[dict[str, Any]] = [
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, activations: Activations = "float32") -> Tensor:
     """x: [..., in], weight: (out, in) in any format, bias: [out] -> [..., out], in x's dtype.
 
-    `activations`: what x is rounded to first. "int8": 32 neighbours share a scale, largest / 127, as
-    llama.cpp does beside block formats; "int8x2": a second int8 takes what is left over, 16 bits in all.
+    `activations`: what x is rounded to first. "int8": 32 neighbours share a scale, largest / 127 (of which
+    the last two bits are 0, so that kernels may multiply it exactly), as llama.cpp does beside block formats;
+    "int8x2": a second int8 takes what is left over, 16 bits in all. Numbers from 3e33 on are NaN then.
     Neighbours are those of the weight's columns, where it keeps these in an order of its own.
     """
     order = getattr(weight, "order", None)
@@ -110,13 +112,20 @@ def rounded(x: Tensor, activations: Activations) -> Tensor:
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     # Below this, 127 / largest is infinite: such numbers are zeros here.
-    scale, per_unit = largest / 127, torch.where(largest >= SMALLEST, 127 / largest, 0.0)
+    scale, per_unit = _shorter(largest / 127), torch.where(largest >= SMALLEST, 127 / largest, 0.0)
     first = (blocks * per_unit).round()
     kept = first * scale
     if activations == "int8x2":
-        kept = kept + ((blocks - kept) * (per_unit * 254)).round() * (scale / 254)
+        kept = kept + ((blocks - kept) * (per_unit * 254)).round() * _shorter(scale / 254)
+    based = scale * BASE
+    kept = kept + (based - based)  # 0, or NaN
     result: Tensor = kept.flatten(-2).to(x.dtype)
     return result
+
+
+def _shorter(scale: Tensor) -> Tensor:
+    """float32 without their last two bits."""
+    return (scale.view(torch.int32) & -4).view(torch.float32)
 
 
 @linear.inputs

@@ -85,6 +85,19 @@ def test_extreme_blocks(kind: str, cpu: Any) -> None:
         check(cpu, x, weight, activations)
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_the_largest_activations(kind: str, cpu: Any) -> None:
+    """Those that a scale cannot be made for are no numbers, and their rows alone."""
+    weight, x = random_weight(kind, 20, 64), torch.randn(6, 64)
+    for row, value in enumerate((3e33, 3.6e33, 3e38, float("inf"), float("nan"))):
+        x[row, 40] = value
+    for activations in ("int8", "int8x2"):
+        got = run(cpu, x, weight, activations)
+        assert got.isfinite().all(-1).tolist() == [True, False, False, False, False, True]
+        want = linear.reference(x, weight, None, activations)
+        torch.testing.assert_close(got.isnan(), want.isnan())
+
+
 def full_groups(bits: int, scale: torch.dtype) -> Grouped:
     """Rows of all zeros, all ones and noise, with zero points from one end to the other."""
     codes = torch.randint(0, 256, (40, 256 * bits // 8), dtype=torch.uint8)

@@ -19,10 +19,19 @@ from plait.errors import ShapeMismatch
 from plait.kernels.cpu.attention_codes import SCRATCH, store_codes
 from plait.kernels.cpu.attention_source import Form, module, record_bytes
 from plait.kernels.cpu.executor import Executor
-from plait.kernels.cpu.frame import rows_of, word
+from plait.kernels.cpu.frame import rows_of, scratch_of, word
 from plait.kernels.cpu.kernel import Kernel, kernel
 from plait.kernels.cpu.rows import Rows, float32_rows
-from plait.kernels.cpu.vec import get_f32, get_i64, put_bf16, put_f32
+from plait.kernels.cpu.vec import (
+    get_f32,
+    get_i32,
+    get_i64,
+    load_f32,
+    put_bf16,
+    put_f32,
+    put_i32,
+    store_bf16,
+)
 from plait.ops.attention import paged_attention
 from plait.ops.entry import KEY_GROUP, SCALE_NBYTES, head_widths
 from plait.ops.registry import Facts
@@ -47,7 +56,7 @@ def store_rows(frame, args, thread, threads):
     )
     keys, values, slots = word(args, 8), word(args, 9), word(args, 10)
     heads, d, block, size = word(args, 11), word(args, 12), word(args, 13), word(args, 14)
-    items = rows_of(frame, args) * heads
+    items, pairs = rows_of(frame, args) * heads, scratch_of(frame, thread)
     for item in range(items * thread // threads, items * (thread + 1) // threads):
         token, head = item // heads, item % heads
         slot = get_i64(slots + 8 * token)
@@ -61,10 +70,15 @@ def store_rows(frame, args, thread, threads):
                 put_f32(at + 64 * i, get_f32(x + 4 * i))
                 put_f32(row + 4 * i, get_f32(y + 4 * i))
         else:
-            at = group + 4 * (offset % 16)
-            for i in range(d):
-                put_bf16(at + 64 * (i // 2) + 2 * (i % 2), get_f32(x + 4 * i))
+            at, whole = group + 4 * (offset % 16), d // 16 * 16
+            for i in range(0, whole, 16):
+                store_bf16(pairs + 2 * i, load_f32(x + 4 * i))
+                store_bf16(row + 2 * i, load_f32(y + 4 * i))
+            for i in range(whole, d):
+                put_bf16(pairs + 2 * i, get_f32(x + 4 * i))
                 put_bf16(row + 2 * i, get_f32(y + 4 * i))
+            for i in range(d // 2):
+                put_i32(at + 64 * i, get_i32(pairs + 4 * i))
 
 
 def form_of(dtype: torch.dtype) -> Form:
@@ -153,7 +167,7 @@ def attended(
     if coded:
         cpu.launch(store_codes, *new, KEY_GROUP, rows=k_rows.count, scratch=SCRATCH)
     else:
-        cpu.launch(store_rows, *new, k_cache.element_size(), rows=k_rows.count)
+        cpu.launch(store_rows, *new, k_cache.element_size(), rows=k_rows.count, scratch=2 * d)
     out = cpu.empty(*q.shape)
     spans = -(-block_table.shape[1] * size // SPAN)
     apart = min(APART, rows.count * rows.heads * spans * record_bytes(d))

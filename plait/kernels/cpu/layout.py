@@ -121,8 +121,9 @@ class Layout:
 
     @property
     def rounded_block(self) -> int:
-        """Bytes of 32 rounded activations: codes, their scale, a number per group for the zero or minimum."""
-        return BLOCK + 4 + 4 * self.parts
+        """Bytes of 32 rounded activations: codes, a scale, what it makes of the base of sums, and a number
+        per group for the zero or minimum."""
+        return BLOCK + 8 + 4 * self.parts
 
     @property
     def parts(self) -> int:

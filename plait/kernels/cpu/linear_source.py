@@ -7,7 +7,9 @@ every row, then a number per group of weights. That number is what the zero poin
 start the integer sum with, or what the minimum is multiplied by.
 
 An output is a sum over groups, in order, of fma(integer sum · activation scale, weight scale, sum): the same
-operations whatever the rows beside it, the thread, or the instruction set.
+operations whatever the rows beside it, the thread, or the instruction set. Integer sums start from the bits
+of BASE, so that they are those of a float that is as much above it; what a scale makes of BASE is kept beside
+it, and one fma takes it off, converts and multiplies. Scales are two bits shorter for that: it is exact.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ SHARED = 48  # rows of codes of a group from which threads take pieces one by on
 PIECES = 8  # that a thread takes at least
 TOGETHER, NEAR = 32, 384 << 10  # tiles of a piece at most, and their bytes: a bundle in L1 meets all of them
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
+BASE, BASE_BITS = 12582912.0, 0x4B400000  # 1.5 · 2**23: floats 2**22 around it are whole numbers
 SMALLEST = 3.8e-37  # below it, 127 / largest is no float32: such a block is zeros
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
 
@@ -147,20 +150,24 @@ def _put(w: Writer, layout: Layout, halves: list[Any], to: Word, size: Word, at:
         w.store_i8(to + 32 * at + 16 * k, part)
     place = to + 32 * size + 4 * at
     w.put_f32(place, scale)
+    place += 4 * size
+    w.put_f32(place, w.product(scale, -BASE))
     for part in [w.add_i32(*ints)] if layout.parts == 1 else ints:
         place += 4 * size
         if layout.zero is None:
             w.put_f32(place, w.product(scale, w.to_float(w.sum_i32(part))))
         else:
-            w.put_i32(place, w.sum_i32(w.mul_i32(part, w.spread_int(-layout.zero))))
+            first = w.spread_int(0 if layout.zeros else BASE_BITS // 16)  # the sum has sixteen of them
+            w.put_i32(place, w.sum_i32(w.add_i32(first, w.mul_i32(part, w.spread_int(-layout.zero)))))
 
 
 def _round_block(w: Writer, layout: Layout, x: Word, to: Word, size: Word, at: Word, terms: Word) -> None:
     """32 activations into one row of codes, or two: the second takes what the first leaves over."""
     halves = [w.load_f32(x), w.load_f32(x + 64)]
     most = w.furthest(*halves)
-    odd = w.minus(most, most)  # 0, or NaN beside a number that is not finite
-    scale = w.quotient(most, 127.0)
+    scale = w.shorter(w.quotient(most, 127.0))
+    based = w.product(scale, BASE)
+    odd = w.minus(based, based)  # 0, or NaN beside a number that is not finite, or nearly so
     per_unit = w.from_on(most, SMALLEST, w.product(w.quotient(1.0, most), 127.0))
     codes = [w.nearest(w.mul(u, w.spread(per_unit))) for u in halves]
     _put(w, layout, codes, to, size, at, w.plus(scale, odd))
@@ -169,7 +176,7 @@ def _round_block(w: Writer, layout: Layout, x: Word, to: Word, size: Word, at: W
         unit, finer = w.spread(scale), w.spread(w.product(per_unit, 254.0))
         left = [w.sub(u, w.mul(code, unit)) for u, code in zip(halves, codes, strict=True)]
         fine = [w.nearest(w.mul(u, finer)) for u in left]
-        _put(w, layout, fine, to, size, at + 1, w.plus(w.quotient(scale, 254.0), odd))
+        _put(w, layout, fine, to, size, at + 1, w.plus(w.shorter(w.quotient(scale, 254.0)), odd))
 
     w.when(terms.equals(2), rest)
 
@@ -290,12 +297,17 @@ def _scales(w: Writer, layout: Layout, at: Word, low_at: Word, outer: list[Any])
             return [w.mul(o, w.to_f32(part)) for o, part in zip(outer, parts, strict=True)]
 
 
+def _place(a: Word, quads: range, row: int, i: int) -> Word:
+    return a + 32 * row + 4 * quads[i]
+
+
 def _products(w: Writer, layout: Layout, p: Word, a: Word, quads: range, whole: list[Any]) -> list[Any]:
     """Integer sums of as many rows, with those quads of the block at p and of the bundle's at a."""
     largest, zero = _largest(layout), None if layout.zeros else layout.zero
     if twos.HERE and twos.together(largest, zero):
         codes = [partial(_codes, w, layout, p, q) for q in quads]
-        return twos.products(w, codes, lambda r, i: a + 32 * r + 4 * quads[i], whole, largest, zero)
+        where = partial(_place, a, quads)
+        return twos.products(w, codes, where, whole, largest, zero, BASE_BITS)
     product = w.dot8 if largest > 127 else w.dot
     for q in quads:
         v = _codes(w, layout, p, q)
@@ -318,7 +330,7 @@ def _block(
     (step, b, a), rows, found = places, len(sums), list(sums)
     quads, groups = BLOCK // 4 // layout.parts, layout.parts
     for j in range(groups):
-        extra = a + (36 + 4 * j) * rows
+        extra = a + (40 + 4 * j) * rows
         at, low_at = (
             step + start + size * j + size * groups * (b if layout.group <= BLOCK else w.number(0))
             for start, size in (
@@ -328,14 +340,16 @@ def _block(
         )
         s, *m = _scales(w, layout, at, low_at, outer)
         for part in (range(r, min(r + EIGHT, rows)) for r in range(0, rows, EIGHT)):
-            whole = [w.zero_i32() if layout.zero is None else w.spread_i32(extra + 4 * r) for r in part]
+            base = w.spread_int(BASE_BITS)
+            whole = [base if layout.zero is None else w.spread_i32(extra + 4 * r) for r in part]
             if layout.zeros:
                 zeros = w.load_u8(low_at)
-                whole = [w.mul_i32(zeros, n) for n in whole]
+                whole = [w.add_i32(base, w.mul_i32(zeros, n)) for n in whole]
             some = a + 32 * part.start
             whole = products(step + layout.plane_bytes * b, some, range(quads * j, quads * (j + 1)), whole)
             for r in part:
-                x = w.mul(w.to_f32(whole[r - part.start]), w.spread_f32(a + 32 * rows + 4 * r))
+                scale, off = (w.spread_f32(a + k * rows + 4 * r) for k in (32, 36))
+                x = w.fma(w.bits_f32(whole[r - part.start]), scale, off)
                 found[r] = w.fma(x, s, found[r])
                 if layout.zero is None:
                     found[r] = w.fma(m[0], w.spread_f32(extra + 4 * r), found[r])

@@ -82,14 +82,15 @@ def products(
     sums: Sequence[Any],
     largest: int,
     zero: int | None,
+    base: int,
 ) -> list[Any]:
     """Sums of as many rows: `sums` and the products of every quad, which `codes` reads.
 
     place(r, i): where the four activations of row r for quad i are. With codes above 127, `sums` must be
-    what taking `zero` from each comes to, and is not added: the codes have it.
+    `base` and what taking `zero` from each comes to, and only `base` is added: the codes have the rest.
     """
     signed, most, rows = largest > LARGEST, together(largest, zero), range(len(sums))
-    product, found = (w.signed_twos, [w.zero_i32() for _ in rows]) if signed else (w.twos, list(sums))
+    product, found = (w.signed_twos, [w.spread_int(base) for _ in rows]) if signed else (w.twos, list(sums))
     for start in range(0, len(codes), most):
         pairs: list[Any] = []
         for i in range(start, min(start + most, len(codes))):

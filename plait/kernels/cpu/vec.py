@@ -567,6 +567,9 @@ quotient = _define("quotient", F, (F, F), lambda b, x, y: b.fdiv(x, y))
 plus = _define("plus", F, (F, F), lambda b, x, y: b.fadd(x, y))
 minus = _define("minus", F, (F, F), lambda b, x, y: b.fsub(x, y))
 product = _define("product", F, (F, F), lambda b, x, y: b.fmul(x, y))
+shorter = _define(  # without the last two bits
+    "shorter", F, (F,), lambda b, x: b.bitcast(b.and_(b.bitcast(x, i32), ir.Constant(i32, -4)), f32)
+)
 to_float = _define("to_float", F, (N,), lambda b, n: b.sitofp(n, f32))
 from_on = _define(  # x if value >= limit else 0
     "from_on",
