@@ -29,8 +29,7 @@ from plait.kernels.cpu.frame import word
 from plait.kernels.cpu.kernel import inline, kernel
 from plait.kernels.cpu.rooms import room
 from plait.kernels.cpu.straight import Word, Writer, straight
-from plait.kernels.cpu.target import DOT
-from plait.kernels.cpu.vec import get_i64, get_u8, put_i64, put_u8
+from plait.kernels.cpu.vec import DEFINED, get_i64, get_u8, put_i64, put_u8
 
 TILE, RECORD_INPUTS = 16, 8
 RECORD, RECORD_PLAIN = 3 * LINE, 4 * LINE  # bytes of a record, and of its lines in a plain tile
@@ -38,7 +37,7 @@ PIECE = 256  # inputs whose numbers without a code are told apart
 CODES, NONE = 8, 255  # how many exponents have a code; what stands for one that has none
 WORTH = 0.875  # of the plain size is the most that is worth it
 AHEAD = 3072  # bytes that a tile is fetched before it is needed
-HERE = DOT in ("vnni", "avx2")  # where bytes are looked up in a register
+HERE = "look_bytes" in DEFINED  # where bytes are looked up in a register
 
 
 @dataclass(frozen=True, slots=True)

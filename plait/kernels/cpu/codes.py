@@ -152,11 +152,6 @@ def _small(b: Any, x: ir.Value) -> ir.Value:
 
 OPERATIONS: Mapping[str, tuple[Any, tuple[Any, ...], Callable[..., ir.Value]]] = {
     **{f"look_{name}": (VI, (VI,), partial(_look, name)) for name in TABLES},
-    "look_bytes": (  # table[x] of bytes 0..15, where HERE says so in `bf16_codes`
-        VI,
-        (VI, VI),
-        lambda b, table, x: b.bitcast(_shuffled(b, b.bitcast(table, _v64i8), b.bitcast(x, _v64i8)), vi32),
-    ),
     "low_words": (VI, (VI, VI), partial(_interleaved, 0)),
     "high_words": (VI, (VI, VI), partial(_interleaved, 8)),
     "pick_f32": (VF, (VF, VI), _pick),
@@ -166,3 +161,9 @@ OPERATIONS: Mapping[str, tuple[Any, tuple[Any, ...], Callable[..., ir.Value]]] =
     "from_e4m3": (VF, (VI,), _small),
 }
 DEFINED.update(OPERATIONS)
+if DOT in ("vnni", "avx2"):  # table[x] of bytes 0..15
+    DEFINED["look_bytes"] = (
+        VI,
+        (VI, VI),
+        lambda b, table, x: b.bitcast(_shuffled(b, b.bitcast(table, _v64i8), b.bitcast(x, _v64i8)), vi32),
+    )
