@@ -21,37 +21,32 @@ from typing import Any
 
 from plait.kernels.cpu import twos
 from plait.kernels.cpu.codes import TABLES
-from plait.kernels.cpu.dense import wide_registers
 from plait.kernels.cpu.kernel import Kernel, generated
 from plait.kernels.cpu.layout import BLOCK, LINE, Layout
+from plait.kernels.cpu.rounding import BASE_BITS, BUNDLES
 from plait.kernels.cpu.straight import Word, Writer, digest, straight
-from plait.kernels.cpu.target import DOT
 
-NARROW = DOT in ("avx2", "generic") and not wide_registers()  # half as much room for sums, or less
-BUNDLES = (4, 2, 1) if NARROW else (16, 8, 4, 2, 1)  # rows of codes in a register tile, the larger first
 EIGHT = 8  # rows whose integer sums are in registers together
 TILED = 16  # rows of codes in a tile of AMX
 AHEAD = {64: 3072, 128: 4096, 256: 6144}  # bytes weights are fetched ahead of need, by the step's length
 FETCHED = 4  # rows of codes that could be multiplied while the weights of a piece are fetched
 SHARED = 48  # rows of codes of a group from which threads take pieces one by one: who has no core takes fewer
 PIECES = 8  # that a thread takes at least
-TOGETHER, NEAR = 32, 384 << 10  # tiles of a piece at most, and their bytes: a bundle in L1 meets all of them
+TOGETHER, NEAR = 48, 384 << 10  # tiles of a piece at most, and their bytes: a bundle in L1 meets all of them
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
-BASE, BASE_BITS = 12582912.0, 0x4B400000  # 1.5 · 2**23: floats 2**22 around it are whole numbers
-SMALLEST = 3.8e-37  # below it, 127 / largest is no float32: such a block is zeros
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
 
 _SOURCE = Template('''"""Quantized linear map: made by plait, from $digest."""
 import numpy as np
 
-from plait.kernels.cpu import linear_source
+from plait.kernels.cpu import linear_source, rounding
 from plait.kernels.cpu.frame import barrier, rows_of, shared_of
 from plait.kernels.cpu.kernel import inline, kernel
 from plait.kernels.cpu.layout import Layout
 from plait.kernels.cpu.vec import atomic_add, get_i64, load_some, spread, word
 
 layout = $layout
-round_rows, two_tiles = linear_source.round_rows(layout, $sizes), linear_source.two_tiles(layout)
+round_rows, two_tiles = rounding.round_rows(layout, $sizes), linear_source.two_tiles(layout)
 $tiles
 
 @inline
@@ -60,6 +55,21 @@ def panels(codes, most):
     count = max((codes + most - 1) // most, 1)
     panel = ((codes + count - 1) // count + $largest - 1) // $largest * $largest
     return count if codes > 0 else 0, panel, min(panel, codes) + $fetched
+
+
+@inline
+def pieces(codes, most, tiles, tile_bytes, wanted):
+    """Rows of codes of a panel and tiles of a piece, so that there are about as many pieces as wanted.
+
+    Panels become shorter rather than pieces narrower: a bundle comes into L1 once per piece.
+    """
+    near = max(min($together, $near // tile_bytes), 1)
+    parts, bundles = (tiles + near - 1) // near, (codes + $largest - 1) // $largest
+    each = max(bundles * parts // wanted, 1)
+    most = min(most, each * $largest)
+    count = (codes + most - 1) // most
+    parts = min(max(parts, (wanted + count - 1) // count), tiles)
+    return most, (tiles + parts - 1) // parts
 
 
 @inline
@@ -90,6 +100,9 @@ def linear_rows(frame, args, thread, threads):
         apart = terms * each
         rounded += thread * rows * terms * each
     most, tiles = max($largest, $panel // each // $largest * $largest), (n_out + 15) // 16
+    taken, left, shared, piece = np.int64(0), 0, threads > 1 and rows * terms >= $shared * max(groups, 1), 1
+    if shared:
+        most, piece = pieces(rows * terms, most, tiles, tile_bytes, $pieces * threads)
     work, all_tiles = 0, 0
     me, all_of_us = (0, 1) if alone else (thread, threads)
     for g in range(max(groups, 1)):
@@ -103,8 +116,6 @@ def linear_rows(frame, args, thread, threads):
     if not alone:
         barrier(frame, threads)$start
     before, done, mine, stop = 0, 0, work * thread // threads, work * (thread + 1) // threads
-    taken, left, shared = np.int64(0), 0, threads > 1 and rows * terms >= $shared * max(groups, 1)
-    piece = max(min(all_tiles // ($pieces * threads), $together, $near // tile_bytes), 1)
     if shared:
         taken, left = np.int64(atomic_add(word(args, 1), np.int32(1))) * piece, piece
     for g in range(max(groups, 1)):
@@ -141,108 +152,6 @@ $bundles
                     i = taken - done
         before, done = before + count * tiles * cost, done + count * tiles$stop
 ''')
-
-
-def _put(w: Writer, layout: Layout, halves: list[Any], to: Word, size: Word, at: Word, scale: Any) -> None:
-    """One row's 32 codes and what goes with them, row `at` of a bundle of `size`."""
-    ints = [w.to_i32(x) for x in halves]
-    for k, part in enumerate(ints):
-        w.store_i8(to + 32 * at + 16 * k, part)
-    place = to + 32 * size + 4 * at
-    w.put_f32(place, scale)
-    place += 4 * size
-    w.put_f32(place, w.product(scale, -BASE))
-    for part in [w.add_i32(*ints)] if layout.parts == 1 else ints:
-        place += 4 * size
-        if layout.zero is None:
-            w.put_f32(place, w.product(scale, w.to_float(w.sum_i32(part))))
-        else:
-            first = w.spread_int(0 if layout.zeros else BASE_BITS // 16)  # the sum has sixteen of them
-            w.put_i32(place, w.sum_i32(w.add_i32(first, w.mul_i32(part, w.spread_int(-layout.zero)))))
-
-
-def _round_block(w: Writer, layout: Layout, x: Word, to: Word, size: Word, at: Word, terms: Word) -> None:
-    """32 activations into one row of codes, or two: the second takes what the first leaves over."""
-    halves = [w.load_f32(x), w.load_f32(x + 64)]
-    most = w.furthest(*halves)
-    scale = w.shorter(w.quotient(most, 127.0))
-    based = w.product(scale, BASE)
-    odd = w.minus(based, based)  # 0, or NaN beside a number that is not finite, or nearly so
-    per_unit = w.from_on(most, SMALLEST, w.product(w.quotient(1.0, most), 127.0))
-    codes = [w.nearest(w.mul(u, w.spread(per_unit))) for u in halves]
-    _put(w, layout, codes, to, size, at, w.plus(scale, odd))
-
-    def rest() -> None:
-        unit, finer = w.spread(scale), w.spread(w.product(per_unit, 254.0))
-        left = [w.sub(u, w.mul(code, unit)) for u, code in zip(halves, codes, strict=True)]
-        fine = [w.nearest(w.mul(u, finer)) for u in left]
-        _put(w, layout, fine, to, size, at + 1, w.plus(w.shorter(w.quotient(scale, 254.0)), odd))
-
-    w.when(terms.equals(2), rest)
-
-
-def _bundle_of(w: Writer, at: Word, codes: Word, sizes: Sequence[int]) -> tuple[Word, Word]:
-    """(first row, size) of the bundle that has row `at` of so many rows of codes."""
-    start, size = w.number(0), w.number(sizes[0])
-    whole = (codes + 1) // sizes[0] * sizes[0]  # where bundles of this size end
-    for n in sizes[1:]:
-        past = (at + 1).above(whole)
-        start, size = w.pick(past, whole, start), w.pick(past, w.number(n), size)
-        whole = w.pick(past, start + (codes - start + (1 if n > 2 else 0)) // n * n, whole)
-    return start + (at - start) // size * size, size
-
-
-@cache
-def round_rows(layout: Layout, sizes: Sequence[int] = BUNDLES) -> Any:
-    """Block: this thread's share of blocks of all rows, into bundles at `to`. Blocks behind n are zeros.
-
-    Threads share out the blocks of a bundle, not its rows: no two of them write one line of memory.
-    x: the first row, others follow every `row_bytes`; terms: rows of codes per row.
-    """
-
-    def write(
-        w: Writer,
-        x: Word,
-        row_bytes: Word,
-        n: Word,
-        to: Word,
-        rows: Word,
-        terms: Word,
-        thread: Word,
-        threads: Word,
-    ) -> None:
-        blocks = (n + layout.step - 1) // layout.step * layout.blocks
-        codes = rows * terms
-        begin, end = codes * blocks * thread // threads, codes * blocks * (thread + 1) // threads
-        end = w.pick((thread + 2).above(threads), end + sizes[0] * blocks, end)  # a bundle may be larger
-
-        def row(r: Word) -> None:
-            at = r * terms
-            start, size = _bundle_of(w, at, codes, sizes)
-            bundle, before = to + start * blocks * layout.rounded_block, start * blocks + 1 - size
-            first = ((begin - before).most(0) // size).least(blocks)
-            last = ((end - before).most(0) // size).least(blocks)
-            full = last.least((n + BLOCK - 1) // BLOCK).most(first)
-            place = layout.rounded_block * size
-
-            def block(b: Word) -> None:
-                source = x + row_bytes * r + 4 * BLOCK * b
-                _round_block(w, layout, source, bundle + place * b, size, at - start, terms)
-
-            def nothing(b: Word) -> None:
-                zeros, to = [w.zero_f32()] * 2, bundle + place * b
-                w.loop(
-                    at - start, at - start + terms, 1, (), lambda k: _put(w, layout, zeros, to, size, k, 0.0)
-                )
-
-            w.loop(first, full, 1, (), block)
-            w.loop(full, last, 1, (), nothing)
-
-        own = [_bundle_of(w, (u // blocks).least(codes - 1), codes, sizes) for u in (begin, end - 1)]
-        end_row = ((own[1][0] + own[1][1]) // terms).least(rows)
-        w.when(end.above(begin), lambda: w.loop(own[0][0] // terms, end_row, 1, (), row))
-
-    return straight(write)
 
 
 def _codes(w: Writer, layout: Layout, p: Word, q: int) -> Any:
@@ -521,7 +430,7 @@ def linear_kernel(layout: Layout, kind: str = "") -> Kernel:
                 *([_TILED.format(rows=TILED, kind=kind)] if kind else []),
             ]
         ),
-        digest=digest("linear_source.py", "layout.py", "codes.py", "twos.py", *files),
+        digest=digest("linear_source.py", "rounding.py", "layout.py", "codes.py", "twos.py", *files),
     )
     name = f"linear_{layout.bits}_{layout.scales.split(',')[0]}"
     made: Kernel = generated(f"{name}_{kind}" if kind else name, source).linear_rows

@@ -317,6 +317,12 @@ def _furthest(b: Any, x: ir.Value, y: ir.Value) -> ir.Value:
     return b.bitcast(_call(b, "llvm.vector.reduce.smax.v16i32", i32, most), f32)
 
 
+later_bits = _define(  # lane by lane, of numbers that are not negative: a NaN comes after infinity
+    "later_bits",
+    VF,
+    (VF, VF),
+    lambda b, x, y: b.select(b.icmp_signed(">", b.bitcast(x, vi32), b.bitcast(y, vi32)), x, y),
+)
 furthest = _define("furthest", F, (VF, VF), _furthest)  # from 0: the largest size; NaN if one number is
 
 
