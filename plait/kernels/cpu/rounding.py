@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from plait.kernels.cpu.dense import wide_registers
-from plait.kernels.cpu.layout import BLOCK, LINE, Layout
+from plait.kernels.cpu.layout import BLOCK, Layout
 from plait.kernels.cpu.straight import Word, Writer, straight
 from plait.kernels.cpu.target import DOT
 from plait.kernels.cpu.vec import LANES
@@ -126,9 +126,7 @@ def _round_together(w: Writer, layout: Layout, rows: Sequence[Word], to: Word) -
             w.store_f32(place + 64 * (2 + j), w.mul(scale, w.to_f32(whole)))
         else:
             first = w.spread_int(0 if layout.zeros else BASE_BITS)
-            w.store_i32(
-                place + 64 * (2 + j), w.add_i32(first, w.mul_i32(whole, w.spread_int(-layout.zero)))
-            )
+            w.store_i32(place + 64 * (2 + j), w.add_i32(first, w.mul_i32(whole, w.spread_int(-layout.zero))))
 
 
 def _as_int32(value: int) -> int:
