@@ -29,7 +29,7 @@ from plait.kernels.cpu.attention_rows import (
     first_key,
 )
 from plait.kernels.cpu.kernel import inline
-from plait.kernels.cpu.maths import tanh
+from plait.kernels.cpu.maths import WHOLE, above, tanh
 from plait.kernels.cpu.pairs import (
     HARDWARE,
     both_bf16,
@@ -66,7 +66,6 @@ from plait.kernels.cpu.vec import (
     sub,
     total,
     where_below,
-    where_less,
     word,
     zero_f32,
     zero_i32,
@@ -75,13 +74,6 @@ from plait.kernels.cpu.vec import (
 LOG2_E = np.float32(1.4426950408889634)
 ONE = np.int32(0x3F800000)  # of float32
 ONES = np.int32(0x3F803F80)  # two of bfloat16
-WHOLE = np.float32(12582912.0)  # 1.5 * 2**23: added to a small number it leaves the nearest whole one
-
-
-@inline
-def above(x, y):
-    """The larger one; y, if one is no number. One instruction, where `largest` takes three."""
-    return where_less(y, x, x, y)
 
 
 @inline

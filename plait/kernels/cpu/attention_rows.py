@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from plait.kernels.cpu.kernel import inline
-from plait.kernels.cpu.maths import exp, tanh
+from plait.kernels.cpu.maths import above, exp, tanh
 from plait.kernels.cpu.vec import (
     add,
     div,
@@ -132,7 +132,7 @@ def soften(args, scores, first, end, span, position, part):
             x = where_below(np.int32(position + 1 - key), x, hidden)
             x = where_below(np.int32(low - key), hidden, x)
         store_f32(at, x)
-        top = largest(top, x)
+        top = above(x, top)
     most = peak(top)
     top, sum = spread(most), zero_f32()
     for g in range(first, end):
@@ -187,10 +187,10 @@ def finish(args, s, kv_head, row, state):
     group, d = word(args, HEADS) // word(args, KV_HEADS), word(args, V_DIM)
     token = get_i64(word(args, START) + 8 * s) + row // group
     out = word(args, OUT) + 4 * d * (token * word(args, HEADS) + kv_head * group + row % group)
-    sum = spread(get_f32(state + 4))
+    share = div(spread(np.float32(1.0)), spread(get_f32(state + 4)))
     for i in range(0, d, 16):
         left = np.int32(d - i)
-        store_some(out + 4 * i, div(load_some(state + 64 + 4 * i, left), sum), left)
+        store_some(out + 4 * i, mul(load_some(state + 64 + 4 * i, left), share), left)
 
 
 @inline

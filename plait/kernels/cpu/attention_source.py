@@ -440,8 +440,10 @@ def attend(frame, args, thread, threads):
         for i in range(0, count, {tile}):
             left = min(count - i, {tile})
             {pack}(args, s, kv_head, base + i, left, {size}, packed + i * d * 4)
-        for i in range(count):
-            begin(args, kv_head, base + i, states + i * record, record)
+        alone = spans == 0 and to_span - from_span == 1 and word(args, SINKS) == 0  # a part is all there is
+        if not alone:
+            for i in range(count):
+                begin(args, kv_head, base + i, states + i * record, record)
         for span in range(from_span, to_span):
             at = span * {span}
             first, end = max(low - at, 0) // 16, (min(high - at, {span}) + 15) // 16
@@ -462,11 +464,13 @@ def attend(frame, args, thread, threads):
                 tile_values(size, scores, start, stop, values, {values}, columns, parts, record, ahead)
                 for r in range(left):
                     part = parts + r * record
-                    if spans > 0:
+                    if alone:
+                        finish(args, s, kv_head, base + i + r, part)
+                    elif spans > 0:
                         copy(part, part_of(frame, args, s, kv_head, base + i + r, spans, span), record)
                     else:
                         fold(states + (i + r) * record, part, record)
-        if spans == 0:
+        if spans == 0 and not alone:
             for i in range(count):
                 finish(args, s, kv_head, base + i, states + i * record)
     {leave}
