@@ -219,6 +219,18 @@ def test_activations_too_small_to_scale_are_zeros(cpu: Any) -> None:
     assert not run(cpu, x, random_blocks("Q8_0", 16, 64)).any()
 
 
+@pytest.mark.parametrize("rows", [15, 16, 33])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_0"])
+def test_rows_of_a_bundle_are_rounded_as_alone(kind: str, rows: int, cpu: Any) -> None:
+    """Sixteen rows are rounded together, whatever numbers are among them; 96 inputs fill no step."""
+    weight, x = random_blocks(kind, 40, 96), torch.randn(rows, 96)
+    x[0, :32], x[1, 5], x[2, 40], x[3, 64:] = 0, float("nan"), float("inf"), 1e30
+    x[4], x[-1, 32:64], x[-2, 70] = 1e-40, 1e-20, -float("inf")
+    apart = torch.cat([run(cpu, x[r : r + 1], weight) for r in range(rows)])
+    assert torch.equal(run(cpu, x, weight).nan_to_num(nan=7.0), apart.nan_to_num(nan=7.0))
+    assert apart.isnan().any(1).tolist() == [r in (1, 2, rows - 2) for r in range(rows)]
+
+
 def test_rows_that_lie_apart(cpu: Any) -> None:
     """x and out are columns of wider tensors, and the weight is a slice of a wider file."""
     whole = random_blocks("Q4_K", 40, 1024)
