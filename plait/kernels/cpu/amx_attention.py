@@ -35,7 +35,7 @@ pair_values = amx_attention.paired()  # {digest}
 
 
 @inline
-def pack_bf16(args, s, kv_head, base, count, size, to):
+def pack_bf16(args, s, kv_head, base, count, size, to, free):
     """As `pack`, in bfloat16, row by row."""
     group, d = word(args, HEADS) // word(args, KV_HEADS), word(args, K_DIM)
     start = get_i64(word(args, START) + 8 * s)

@@ -23,7 +23,6 @@ from plait.kernels.cpu.attention_rows import (
     SCALE,
     SINKS,
     START,
-    TILE,
     WINDOW,
     Q,
     first_key,
@@ -35,7 +34,6 @@ from plait.kernels.cpu.pairs import (
     both_bf16,
     dot_bf16,
     first_of_pairs,
-    near_bf16,
     rounded_bf16,
     second_of_pairs,
     upward,
@@ -99,29 +97,27 @@ def whole_power(x):
 
 
 @inline
-def pack(args, s, kv_head, base, count, size, to):
+def pack(args, s, kv_head, base, count, size, to, free):
     """As `attention_rows.pack`, times scale / ln 2, rounded: [K_DIM / 2][size][2] bfloat16.
 
     Without the instruction they are [K_DIM][size] float32 of the same value.
     """
     group, d = word(args, HEADS) // word(args, KV_HEADS), word(args, K_DIM)
-    start, factor = get_i64(word(args, START) + 8 * s), get_f32(args + 8 * SCALE) * LOG2_E
-    scale = spread(factor)
-    free = to + 2 * TILE * d  # the half that pairs leave
+    start, scale = get_i64(word(args, START) + 8 * s), spread(get_f32(args + 8 * SCALE) * LOG2_E)
     for r in range(size):
         token, head = (base + r) // group, kv_head * group + (base + r) % group
         q = word(args, Q) + (start + token) * word(args, Q_ROW) + head * word(args, Q_HEAD)
         for i in range(0, d, 16):
+            some = min(d - i, 16)
+            x = mul(load_some(q + 4 * i, np.int32(some)), scale) if r < count else zero_f32()
             if HARDWARE:
-                some = min(d - i, 16)
-                x = mul(load_some(q + 4 * i, np.int32(some)), scale) if r < count else zero_f32()
                 store_i32(free, both_bf16(x, x))
                 for j in range(some // 2):
                     put_i32(to + 2 * size * i + 4 * (size * j + r), get_i32(free + 4 * j))
             else:
-                for j in range(i, min(d, i + 16)):
-                    one = near_bf16(get_f32(q + 4 * j) * factor) if r < count else np.float32(0.0)
-                    put_f32(to + 4 * (size * j + r), one)
+                store_f32(free, rounded_bf16(x))
+                for j in range(some):
+                    put_f32(to + 4 * (size * (i + j) + r), get_f32(free + 4 * j))
 
 
 @inline

@@ -82,10 +82,10 @@ def rows_in(args, s):
 
 
 @inline
-def pack(args, s, kv_head, base, count, size, to):
+def pack(args, s, kv_head, base, count, size, to, free):
     """Queries of rows base..base+count of a kv head, as [K_DIM][size]; rows beyond `count` are 0.
 
-    Row i is head i % group of the sequence's new token i // group.
+    Row i is head i % group of the sequence's new token i // group. free: a line for what is on its way.
     """
     group, d = word(args, HEADS) // word(args, KV_HEADS), word(args, K_DIM)
     start = get_i64(word(args, START) + 8 * s)
@@ -187,10 +187,10 @@ def finish(args, s, kv_head, row, state):
     group, d = word(args, HEADS) // word(args, KV_HEADS), word(args, V_DIM)
     token = get_i64(word(args, START) + 8 * s) + row // group
     out = word(args, OUT) + 4 * d * (token * word(args, HEADS) + kv_head * group + row % group)
-    share = div(spread(np.float32(1.0)), spread(get_f32(state + 4)))
+    sum = spread(get_f32(state + 4))
     for i in range(0, d, 16):
         left = np.int32(d - i)
-        store_some(out + 4 * i, mul(load_some(state + 64 + 4 * i, left), share), left)
+        store_some(out + 4 * i, div(load_some(state + 64 + 4 * i, left), sum), left)
 
 
 @inline

@@ -439,7 +439,7 @@ def attend(frame, args, thread, threads):
         ahead = {next_keys} if rest > 0 else 0
         for i in range(0, count, {tile}):
             left = min(count - i, {tile})
-            {pack}(args, s, kv_head, base + i, left, {size}, packed + i * d * 4)
+            {pack}(args, s, kv_head, base + i, left, {size}, packed + i * d * 4, scores)
         alone = spans == 0 and to_span - from_span == 1 and word(args, SINKS) == 0  # a part is all there is
         if not alone:
             for i in range(count):

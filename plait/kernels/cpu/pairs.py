@@ -15,7 +15,7 @@ from numba import config
 
 from plait.kernels.cpu import plain_x86
 from plait.kernels.cpu.target import host_features
-from plait.kernels.cpu.vec import VF, VI, F, _call, _define, _ints, _round_bf16, f32, i32, vf32, vi16, vi32
+from plait.kernels.cpu.vec import VF, VI, _call, _define, _ints, _round_bf16, i32, vf32, vi16, vi32
 
 TINY = 0x00800000  # bits of the smallest normal float32
 
@@ -123,12 +123,6 @@ def spread_pair(w: Any, at: Any, apart: int = 4) -> Any:
 
 
 dot_bf16 = _define("dot_bf16", VF, (VF, VI, VI), _dot)  # sum + x·y by pairs
-near_bf16 = _define(  # one number rounded to bfloat16
-    "near_bf16",
-    F,
-    (F,),
-    lambda b, x: b.bitcast(b.shl(_round_bf16(b, x, i32, _int), _int(16)), f32),
-)
 both_bf16 = _define("both_bf16", VI, (VF, VF), _both)
 rounded_bf16 = _define("rounded_bf16", VF, (VF,), _rounded)
 words_low = _define("words_low", VI, (VI, VI), lambda b, x, y: _words(b, x, y, 0))
