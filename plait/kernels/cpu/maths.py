@@ -35,7 +35,7 @@ def above(x, y):
 def exp(x):
     """e**x; 0 below -87, and 2.4e38 at most. x = n ln 2 + r, then a polynomial of r (Cody & Waite 1980)."""
     low, high = spread(np.float32(-87.0)), spread(np.float32(88.3))
-    least = x
+    given = x
     x = above(x, low)
     x = where_less(x, high, x, high)
     at = add(mul(x, spread(np.float32(1.44269504))), spread(WHOLE))
@@ -50,7 +50,7 @@ def exp(x):
     p = fma(p, r, spread(np.float32(5.0000001201e-1)))
     p = add(fma(mul(r, r), p, r), spread(np.float32(1.0)))
     power = bits_f32(left(add_i32(bits_i32(at), spread_int(np.int32(127))), np.int32(23)))  # 2**n
-    return where_less(least, low, zero_f32(), mul(p, power))
+    return where_less(given, low, zero_f32(), mul(p, power))
 
 
 @inline

@@ -119,7 +119,7 @@ def _round_together(w: Writer, layout: Layout, rows: Sequence[Word], to: Word) -
         sums.append(_tree(w, lambda r: w.bits_f32(kept[r]), added))
     w.store_f32(place, scale)
     w.store_f32(place + 64, w.mul(scale, w.spread(-BASE)))
-    over = 32 // layout.parts * BASE_BITS
+    over = 32 // layout.parts * BASE_BITS  # each number summed has the bits of BASE in it
     for j, bits in enumerate(sums):
         whole = w.sub_i32(w.bits_i32(bits), w.spread_int(_as_int32(over)))
         if layout.zero is None:
