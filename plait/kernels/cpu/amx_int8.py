@@ -46,11 +46,13 @@ def _on_tiles(
 
 @cache
 def tile(layout: Layout, kind: Kind) -> Any:
-    """Block (weights, a, steps, scratch): as `linear_source.tile`, of TILED rows."""
+    """Block (weights, a, steps, ahead, apart, scratch): as `linear_source.tile`, of TILED rows."""
 
-    def write(w: Writer, weights: Word, a: Word, steps: Word, scratch: Word) -> list[Any]:
-        tiles = Tiles(w, kind, scratch, _shapes(layout))
-        return through(w, layout, TILED, (weights, a, steps), partial(_on_tiles, w, layout, tiles))
+    def write(
+        w: Writer, weights: Word, a: Word, steps: Word, ahead: Word, apart: Word, scratch: Word
+    ) -> list[Any]:
+        products = partial(_on_tiles, w, layout, Tiles(w, kind, scratch, _shapes(layout)))
+        return through(w, layout, TILED, (weights, a, steps), products, (ahead, apart), TILED)
 
     return straight(write, gives=TILED)
 

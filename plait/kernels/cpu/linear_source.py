@@ -28,7 +28,8 @@ from plait.kernels.cpu.straight import Word, Writer, digest, straight
 
 EIGHT = 8  # rows whose integer sums are in registers together
 TILED = 16  # rows of codes in a tile of AMX
-AHEAD = {64: 3072, 128: 4096, 256: 6144}  # bytes weights are fetched ahead of need, by the step's length
+AHEAD = {64: 3072, 128: 4096, 256: 6144}  # bytes one row fetches weights ahead of need, by the step's length
+PAGES = 8192  # bytes of a tile whose halves lie in different pages: memory serves two at a time faster
 FETCHED = 4  # rows of codes that could be multiplied while the weights of a piece are fetched
 SHARED = 48  # rows of codes of a group from which threads take pieces one by one: who has no core takes fewer
 PIECES = 8  # that a thread takes at least
@@ -70,6 +71,22 @@ def pieces(codes, most, tiles, tile_bytes, wanted):
     count = (codes + most - 1) // most
     parts = min(max(parts, (wanted + count - 1) // count), tiles)
     return most, (tiles + parts - 1) // parts
+
+
+@inline
+def next_tiles(weight, t, low, high, tile_bytes):
+    """Where tile t of low..high fetches what is multiplied next, and how far on from there the other half is.
+
+    Those are halves of the next tile, or of both tiles of the next pair where they are small: t fetches the
+    first halves of that pair or the second ones. What does not exist is tile t again, which costs nothing.
+    """
+    half = tile_bytes // 128 * 64
+    if tile_bytes >= $pages:
+        return weight + min(t + 1, high - 1) * tile_bytes, half
+    pair = t - (t - low) % 2 + 2
+    if pair >= high:
+        return weight + t * tile_bytes, 0
+    return weight + pair * tile_bytes + (t - low) % 2 * half, tile_bytes if pair + 1 < high else 0
 
 
 @inline
@@ -137,10 +154,13 @@ def linear_rows(frame, args, thread, threads):
                 u = t + half
                 keep_1(out + 64 * u, out_bytes, 1, n_out - 16 * u, beside(bias, u, n_out), both[1:])
             i += 2 * half
+        begun = i
         while i < last:
             at, tile, rest = i // tiles * panel, i % tiles, 1
+            low, high = tile - min(tile, i - begun), tile + min(tiles - tile, last - i)
             if shared:
                 rest = min(left, tiles - tile)
+                low, high = tile, tile + rest
             rounded_at, to = rounded + first * apart + at * each, out + (first + at // terms) * out_bytes
             codes = min(panel, (end - first) * terms - at)
 $bundles
@@ -231,10 +251,12 @@ def _block(
     outer: list[Any],
     sums: Sequence[Any],
     products: Any,
+    together: int,
 ) -> list[Any]:
     """Sums of as many rows, with a block: for every group its integer sums, then the floats.
 
-    places: the step, which block of it, and where the bundle's is; products: as `_products`.
+    places: the step, which block of it, and where the bundle's is; products: as `_products`, of `together`
+    rows at a time.
     """
     (step, b, a), rows, found = places, len(sums), list(sums)
     quads, groups = BLOCK // 4 // layout.parts, layout.parts
@@ -248,7 +270,7 @@ def _block(
             )
         )
         s, *m = _scales(w, layout, at, low_at, outer)
-        for part in (range(r, min(r + EIGHT, rows)) for r in range(0, rows, EIGHT)):
+        for part in (range(r, min(r + together, rows)) for r in range(0, rows, together)):
             base = w.spread_int(BASE_BITS)
             whole = [base if layout.zero is None else w.spread_i32(extra + 4 * r) for r in part]
             if layout.zeros:
@@ -267,10 +289,11 @@ def _block(
 
 @cache
 def tile(layout: Layout, rows: int) -> Any:
-    """Block (weights, a, steps): a bundle of `rows` rows of codes, at a, times a tile in that layout."""
+    """Block (weights, a, steps, ahead, apart): a bundle of `rows` rows of codes, at a, times a tile in that
+    layout. As many bytes are fetched meanwhile, half of them from `ahead` and half from `apart` behind it."""
 
-    def write(w: Writer, weights: Word, a: Word, steps: Word) -> list[Any]:
-        return through(w, layout, rows, (weights, a, steps), partial(_products, w, layout))
+    def write(w: Writer, weights: Word, a: Word, steps: Word, ahead: Word, apart: Word) -> list[Any]:
+        return through(w, layout, rows, (weights, a, steps), partial(_products, w, layout), (ahead, apart))
 
     return straight(write, gives=rows)
 
@@ -281,32 +304,28 @@ def through(
     rows: int,
     places: tuple[Word, Word, Word],
     products: Any,
-    apart: Word | None = None,
+    fetched: tuple[Word, Word],
+    together: int = EIGHT,
 ) -> list[Any]:
-    """What the block of `tile` writes, or with `apart`, the bytes to another tile, for both of them.
+    """What the block of `tile` writes. products: as `_products`, of `together` rows at a time."""
+    each, lines = layout.nbytes // layout.blocks // 2, -(-layout.nbytes // LINE // layout.blocks // 2)
+    (weights, a, steps), (ahead, apart) = places, fetched
 
-    products: as `_products`.
-    """
-    lines = -(-layout.nbytes // LINE // layout.blocks)
-    weights, a, steps = places
-
-    def step(_: Word, at: Word, a: Word, *sums: Any) -> list[Any]:
-        tiles = [at] if apart is None else [at, at + apart]
-        outer = [_outer(w, layout, tile + layout.outer_at) for tile in tiles]
+    def step(_: Word, at: Word, a: Word, ahead: Word, *sums: Any) -> list[Any]:
+        outer = _outer(w, layout, at + layout.outer_at)
 
         def block(b: Word, a: Word, *sums: Any) -> list[Any]:
-            done = [a + rows * layout.rounded_block]
-            for i, tile in enumerate(tiles):
-                for k in range(lines):
-                    w.prefetch(tile + AHEAD[layout.step] + LINE * k + LINE * lines * b)
-                own = sums[rows * i : rows * (i + 1)]
-                done += _block(w, layout, (tile, b, a), outer[i], own, products)
-            return done
+            for k in range(lines):
+                place = ahead + each * b + LINE * k
+                w.prefetch_l2(place)
+                w.prefetch_l2(place + apart)
+            found = _block(w, layout, (at, b, a), outer, sums, products, together)
+            return [a + rows * layout.rounded_block, *found]
 
-        return [at + layout.nbytes, *w.loop(0, layout.blocks, 1, (a, *sums), block)]
+        a, *sums = w.loop(0, layout.blocks, 1, (a, *sums), block)
+        return [at + layout.nbytes, a, ahead + layout.nbytes // 2, *sums]
 
-    zeros = [w.zero_f32()] * (rows if apart is None else 2 * rows)
-    return w.loop(0, steps, 1, (weights, a, *zeros), step)[2:]
+    return w.loop(0, steps, 1, (weights, a, ahead, *([w.zero_f32()] * rows)), step)[3:]
 
 
 def _outer(w: Writer, layout: Layout, at: Word) -> list[Any]:
@@ -319,9 +338,26 @@ def _outer(w: Writer, layout: Layout, at: Word) -> list[Any]:
 @cache
 def two_tiles(layout: Layout) -> Any:
     """Block (weights, apart, a, steps): a row of codes times the tile at `weights` and the one `apart` on."""
+    lines = -(-layout.nbytes // LINE // layout.blocks)
 
     def write(w: Writer, weights: Word, apart: Word, a: Word, steps: Word) -> list[Any]:
-        return through(w, layout, 1, (weights, a, steps), partial(_products, w, layout), apart)
+        products = partial(_products, w, layout)
+
+        def step(_: Word, at: Word, a: Word, *sums: Any) -> list[Any]:
+            tiles = at, at + apart
+            outer = [_outer(w, layout, tile + layout.outer_at) for tile in tiles]
+
+            def block(b: Word, a: Word, *sums: Any) -> list[Any]:
+                found = []
+                for tile, above, sum in zip(tiles, outer, sums, strict=True):
+                    for k in range(lines):
+                        w.prefetch(tile + AHEAD[layout.step] + LINE * k + LINE * lines * b)
+                    found += _block(w, layout, (tile, b, a), above, [sum], products, 1)
+                return [a + layout.rounded_block, *found]
+
+            return [at + layout.nbytes, *w.loop(0, layout.blocks, 1, (a, *sums), block)]
+
+        return w.loop(0, steps, 1, (weights, a, w.zero_f32(), w.zero_f32()), step)[2:]
 
     return straight(write, gives=2)
 
@@ -360,7 +396,9 @@ joined_{rows}, keep_{rows} = linear_source.joined({rows}), linear_source.keep({r
 _BUNDLE = """while codes >= {least}:
     kept = min({rows}, codes) // terms
     for t in range(tile, tile + rest):
-        sums, columns = tile_{rows}(weight + t * tile_bytes, rounded_at, steps{more}), n_out - 16 * t
+        ahead, other = next_tiles(weight, t, low, high, tile_bytes)
+        sums = tile_{rows}(weight + t * tile_bytes, rounded_at, steps, ahead, other{more})
+        columns = n_out - 16 * t
         if terms == 2:
             sums = joined_{rows}(sums)
         keep_{rows}(to + 64 * t, out_bytes, kept, columns, beside(bias, t, n_out), sums)
@@ -416,6 +454,7 @@ def linear_kernel(layout: Layout, kind: str = "") -> Kernel:
         start=_START.format(least=TILED - 1) if kind else "",
         stop=_STOP if kind else "",
         panel=PANEL,
+        pages=PAGES,
         fetched=FETCHED,
         shared=SHARED,
         pieces=PIECES,
