@@ -35,7 +35,7 @@ pair_values = amx_attention.paired()  # {digest}
 
 
 @inline
-def pack_bf16(args, s, kv_head, base, count, size, to, free):
+def pack_bf16(args, s, kv_head, base, count, size, to):
     """As `pack`, in bfloat16, row by row."""
     group, d = word(args, HEADS) // word(args, KV_HEADS), word(args, K_DIM)
     start = get_i64(word(args, START) + 8 * s)
@@ -142,7 +142,7 @@ def values(line: int, kind: Kind) -> Any:
         columns: Word,
         out: Word,
         record: Word,
-        next_keys: Word,
+        soon: list[Word],
     ) -> None:
         memory = places - (SPAN // 16 * 8 + BEFORE)
         tiles, weights = Tiles(w, kind, memory), memory + MEMORY
@@ -197,6 +197,7 @@ def form_of(kind: Kind) -> Form:
         products=products.format(line=plain.line, kind=kind),
         pack="pack_bf16",
         size=str(ROWS),
+        next_keys="",
         few=f"rows_of(frame, args) < {LEAST}",
         enter=f"start_tiles(scratch - {BEFORE})",
         leave="stop_tiles(scratch)",

@@ -38,7 +38,7 @@ from plait.ops.registry import Facts
 
 SPAN = 256  # tokens whose scores are in L1 together, and the grain of sharing out one long sequence
 APART = 8 << 20  # bytes for parts of rows: beyond, a row's spans are computed by one thread
-LOCATE = "locate(args, s, kv_head, at, first, end, {k_bytes}, {v_bytes}, scratch, {groups})"
+LOCATE = "locate(args, s, kv_head, at, first, end, {k_bytes}, {v_bytes}, to, {groups})"
 WEIGH = "weigh(args, scores + r * {line}, head, tail, values)"
 KEPT = (torch.float32, torch.bfloat16, torch.int8)
 

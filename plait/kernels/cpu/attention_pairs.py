@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from plait.kernels.cpu import attention
+from plait.kernels.cpu.attention_pairs_rows import QUERY, WIDEST
 from plait.kernels.cpu.attention_rows import SIZES
-from plait.kernels.cpu.attention_source import FEW, Form, module, places_of, soon
+from plait.kernels.cpu.attention_source import FEW, Form, module, next_group, soon
 from plait.kernels.cpu.kernel import Kernel
 from plait.kernels.cpu.pairs import HARDWARE, added, spread_pair
 from plait.kernels.cpu.straight import Word, Writer, digest, straight
@@ -36,13 +37,11 @@ tile_scores, tile_values = attention_pairs.scores({line}), attention_pairs.value
 """
 
 
-def _multiplied(
-    w: Writer, xs: Sequence[Pairs], ys: Sequence[tuple[Word, int]], sums: Sequence[Any]
-) -> list[Any]:
+def _multiplied(w: Writer, xs: Sequence[Pairs], ys: Sequence[Word], sums: Sequence[Any]) -> list[Any]:
     """Sums, row by row, each with the products of its row's pair (at an address of ys) and its column's."""
     found, left = [], iter(sums)
     for at in ys:
-        y = spread_pair(w, *at)
+        y = spread_pair(w, at)
         found += [added(w, x, y, next(left)) for x in xs]
     return found
 
@@ -86,11 +85,8 @@ class _Scoring:
                     w.prefetch(n + 64 * p)
                 bits = [w.load_i32(k + 64 * p) for k in keys]
                 xs = bits if HARDWARE else [(w.low_bf16(x), w.high_bf16(x)) for x in bits]
-                if HARDWARE:
-                    ys = [(self.q + 4 * rows * p + 4 * r, 0) for r in range(rows)]
-                else:
-                    ys = [(self.q + 8 * rows * p + 4 * r, 4 * rows) for r in range(rows)]
-                return _multiplied(w, xs, ys, sums)
+                at = self.q + (4 if HARDWARE else 8) * p
+                return _multiplied(w, xs, [at + QUERY * r for r in range(rows)], sums)
 
             sums = w.loop(0, self.d >> 1, 1, [w.zero_f32()] * (rows * wide), step)
             for i, s in enumerate(sums):
@@ -114,10 +110,9 @@ def values(line: int) -> Any:
         columns: Word,
         out: Word,
         record: Word,
-        next_keys: Word,
+        soon: list[Word],
     ) -> None:
-        keys = places - places_of(line), next_keys
-        work = _Weighing(scores, start, end, places, stride, columns, out, record, keys, line)
+        work = _Weighing(scores, start, end, places, stride, columns, out, record, soon, line)
         for rows in SIZES:
             w.when(size.equals(rows), partial(work.write, w, rows))
 
@@ -136,7 +131,7 @@ class _Weighing:
     columns: Word
     out: Word
     record: Word
-    keys: tuple[Word, Word]
+    soon: list[Word]
     line: int
 
     def write(self, w: Writer, rows: int) -> None:
@@ -156,21 +151,19 @@ class _Weighing:
 
         def group(g: Word, *sums: Any) -> list[Any]:
             v = w.get_i64(self.places + 8 * g) + 2 * c
-            n = w.get_i64(self.keys[0] + 8 * g) + self.keys[1] + 2 * c if ahead else v
+            stage = g - (self.start >> 4)
+            ns = [next_group(w, self.soon, stage, i) for i in range(4)] if ahead else []
+            part = 2 * c + 4 * self.stride * (stage - (stage >> 2 << 2))
             low, high = (self.start - 16 * g).most(0), (self.end - 16 * g).least(16)
 
             def pair(j: Word, *sums: Any) -> list[Any]:
                 # Beside the first and the last token may be one that nobody sees: that again, of no weight.
                 both = [self.stride * (2 * j).most(low), self.stride * (2 * j + 1).least(high - 1)]
-                for at in both if ahead else ():
-                    for i in range(0, 64 * wide, 64):
-                        w.prefetch(n + at + i)
+                for n in ns:  # of 64 columns, which are two lines
+                    w.prefetch(n + part + self.stride * (j >> 1) + 64 * (j - (j >> 1 << 1)))
                 xs = self._read(w, [v + at for at in both], wide, left)
-                if HARDWARE:
-                    ys = [(self.scores + 32 * g + 4 * j + self.line * r, 0) for r in range(rows)]
-                else:
-                    ys = [(self.scores + 64 * g + 8 * j + self.line * r, 4) for r in range(rows)]
-                return _multiplied(w, xs, ys, sums)
+                y = self.scores + (32 * g + 4 * j if HARDWARE else 64 * g + 8 * j)
+                return _multiplied(w, xs, [y + self.line * r for r in range(rows)], sums)
 
             return w.loop(low >> 1, (high + 1) >> 1, 1, sums, pair)
 
@@ -214,6 +207,7 @@ def form_of() -> Form:
         name="bfloat16_pairs",
         prelude=_PRELUDE.format(digest=made_from),
         products=_PRODUCTS.format(line=plain.line),
+        query=QUERY,
     )
 
 
@@ -230,6 +224,8 @@ def served(facts: Facts) -> str | None:
         return f"it rounds queries to bfloat16, and activations are {rounding}"
     if (kept := facts.sizes.get("kv_dtype", "model")) != "bfloat16":
         return f"it reads caches of bfloat16, not of {kept}"
+    if facts.sizes.get("dim", 2) > WIDEST:
+        return f"it takes heads of at most {WIDEST}, not of {facts['dim']}"
     return attention.served(facts)
 
 

@@ -46,7 +46,6 @@ from plait.kernels.cpu.vec import (
     div,
     fma,
     get_f32,
-    get_i32,
     get_i64,
     largest,
     left,
@@ -55,7 +54,6 @@ from plait.kernels.cpu.vec import (
     mul,
     peak,
     put_f32,
-    put_i32,
     spread,
     spread_int,
     store_f32,
@@ -72,6 +70,8 @@ from plait.kernels.cpu.vec import (
 LOG2_E = np.float32(1.4426950408889634)
 ONE = np.int32(0x3F800000)  # of float32
 ONES = np.int32(0x3F803F80)  # two of bfloat16
+QUERY = 33 * 64  # bytes from query to query: constant, so that one address leads to all of a tile
+WIDEST = 512  # numbers of a query at most
 
 
 @inline
@@ -97,27 +97,27 @@ def whole_power(x):
 
 
 @inline
-def pack(args, s, kv_head, base, count, size, to, free):
-    """As `attention_rows.pack`, times scale / ln 2, rounded: [K_DIM / 2][size][2] bfloat16.
+def pack(args, s, kv_head, base, count, size, to):
+    """As `attention_rows.pack`, times scale / ln 2, rounded, each row QUERY bytes from the one before.
 
-    Without the instruction they are [K_DIM][size] float32 of the same value.
+    They are bfloat16; without the instruction float32 of the same value.
     """
     group, d = word(args, HEADS) // word(args, KV_HEADS), word(args, K_DIM)
     start, scale = get_i64(word(args, START) + 8 * s), spread(get_f32(args + 8 * SCALE) * LOG2_E)
     for r in range(size):
         token, head = (base + r) // group, kv_head * group + (base + r) % group
         q = word(args, Q) + (start + token) * word(args, Q_ROW) + head * word(args, Q_HEAD)
-        for i in range(0, d, 16):
-            some = min(d - i, 16)
-            x = mul(load_some(q + 4 * i, np.int32(some)), scale) if r < count else zero_f32()
+        at = to + QUERY * r
+        for i in range(0, d, 32):
+            x, y = zero_f32(), zero_f32()
+            if r < count:
+                x = mul(load_some(q + 4 * i, np.int32(d - i)), scale)
+                y = mul(load_some(q + 4 * i + 64, np.int32(d - i - 16)), scale)
             if HARDWARE:
-                store_i32(free, both_bf16(x, x))
-                for j in range(some // 2):
-                    put_i32(to + 2 * size * i + 4 * (size * j + r), get_i32(free + 4 * j))
+                store_i32(at + 2 * i, both_bf16(x, y))
             else:
-                store_f32(free, rounded_bf16(x))
-                for j in range(some):
-                    put_f32(to + 4 * (size * (i + j) + r), get_f32(free + 4 * j))
+                store_f32(at + 4 * i, rounded_bf16(x))
+                store_f32(at + 4 * i + 64, rounded_bf16(y))
 
 
 @inline

@@ -82,10 +82,10 @@ def rows_in(args, s):
 
 
 @inline
-def pack(args, s, kv_head, base, count, size, to, free):
+def pack(args, s, kv_head, base, count, size, to):
     """Queries of rows base..base+count of a kv head, as [K_DIM][size]; rows beyond `count` are 0.
 
-    Row i is head i % group of the sequence's new token i // group. free: a line for what is on its way.
+    Row i is head i % group of the sequence's new token i // group.
     """
     group, d = word(args, HEADS) // word(args, KV_HEADS), word(args, K_DIM)
     start = get_i64(word(args, START) + 8 * s)

@@ -36,14 +36,15 @@ class Form:
     key_size: int  # 4, 1: [column][token]; 2: [column pair][token][2]
     value_size: int
     value_stride: str  # bytes from token to token, in terms of `args`
-    locate: str  # the statement that finds the groups of a span
-    next_keys: str = "0"  # bytes from keys to those of the next kv head
+    locate: str  # the statement that finds the groups of a span: see `find`
+    next_keys: str = ""  # bytes from keys to those of the next kv head; "": keys are not fetched ahead
     least: int = 1  # tiles of a unit of work, at least
     prelude: str = ""  # functions that `locate` calls
     weigh: str = ""
     value_group: int = 0
     # What a kernel on tiles of its own has instead (`amx_attention`):
     rows: int = TILE  # whose products are computed together
+    query: int = 0  # bytes from one packed row to the next, if not as many as numbers take
     before: int = 0  # bytes of a thread before what `attend` knows of
     more: int = 0  # bytes behind it for every value column
     products: str = ""  # the two blocks
@@ -63,8 +64,8 @@ class Form:
     def scratch(self, k_dim: int, v_dim: int) -> int:
         """Bytes per thread, in the order of `attend`, without what `locate` needs."""
         record = record_bytes(v_dim)
-        packed, rows = TILES * self.rows * k_dim * 4, self.rows
-        own = self.span + rows * self.line + rows * record + packed + TILES * rows * record
+        packed, rows = TILES * self.rows * (self.query or k_dim * 4), self.rows
+        own = 2 * self.span + rows * self.line + rows * record + packed + TILES * rows * record
         return self.before + own + self.more * v_dim
 
 
@@ -100,13 +101,14 @@ def source(form: Form) -> str:
             least=form.least,
             stride=form.value_stride,
             locate=form.locate,
-            part_at=form.span + form.rows * form.line,
+            part_at=2 * form.span + form.rows * form.line,
+            query=form.query or "4 * d",
             weigh=form.weigh or "pass",
             before=form.before,
             pack=form.pack,
             size=form.size,
             values=form.values,
-            next_keys=form.next_keys,
+            upcoming=_UPCOMING.format(span=form.span, next_keys=form.next_keys) if form.next_keys else "",
             few=_FEW.format(few=form.few) if form.few else "",
             enter=form.enter,
             leave=form.leave,
@@ -200,6 +202,13 @@ def soon(w: Writer, places: Word, end: Word, line: int, own: Sequence[Word], the
     return [*keys, *(w.get_i64(places + places_of(line) + 8 * g) for g in own)]
 
 
+def next_group(w: Writer, soon: list[Word], g: Word, i: Word | int) -> Word:
+    """Group i of the four that few rows fetch a quarter of beside group g of the values: memory serves
+    several streams faster than one. soon: as `values` is given it."""
+    addresses, behind, count = soon
+    return w.get_i64(addresses + 8 * ((g >> 2 << 2) + i).least(count - 1)) + behind
+
+
 def _multiplied(w: Writer, xs: Sequence[Any], ys: Iterable[Word], sums: Sequence[Any]) -> list[Any]:
     """Sums, row by row, each with the product of its row's number (at an address of ys) and its column's."""
     found, left = [], iter(sums)
@@ -213,7 +222,8 @@ def _multiplied(w: Writer, xs: Sequence[Any], ys: Iterable[Word], sums: Sequence
 def values(value_size: int, line: int, group: int) -> Any:
     """Block: sums of values weighted by `size` rows of scores (one of SIZES), over tokens of a span.
 
-    next_keys: how far behind this head's keys those are that few rows fetch meanwhile.
+    soon: what few rows fetch meanwhile: where addresses of groups of keys are, how many bytes behind those the
+    keys lie, and how many groups there are.
     """
 
     def write(
@@ -227,11 +237,10 @@ def values(value_size: int, line: int, group: int) -> Any:
         columns: Word,
         out: Word,
         record: Word,
-        next_keys: Word,
+        soon: list[Word],
     ) -> None:
-        keys = places - places_of(line), next_keys
         work = _Weighing(
-            scores, start, end, places, stride, columns, out, record, keys, line, value_size, group
+            scores, start, end, places, stride, columns, out, record, soon, line, value_size, group
         )
         for rows in SIZES:
             w.when(size.equals(rows), partial(work.write, w, rows))
@@ -251,7 +260,7 @@ class _Weighing:
     columns: Word
     out: Word  # as many records
     record: Word
-    keys: tuple[Word, Word]  # addresses of the keys of groups; how far behind are keys that come next
+    soon: list[Word]  # what is fetched: see `values`
     line: int
     value_size: int
     group: int  # columns that share a scale behind their token's; 0: the scores have it already
@@ -274,12 +283,15 @@ class _Weighing:
 
         def group(g: Word, *sums: Any) -> list[Any]:
             v, s = w.get_i64(self.places + 8 * g) + offset, self.scores + 64 * g
-            n = w.get_i64(self.keys[0] + 8 * g) + self.keys[1] + offset if ahead else v
+            stage = g - (self.start >> 4)
+            part = offset + 4 * self.stride * (stage - (stage >> 2 << 2))
             low, high = (self.start - 16 * g).most(0), (self.end - 16 * g).least(16)
 
             def token(j: Word, *sums: Any) -> list[Any]:
-                for i in range(0, 16 * self.value_size * wide if ahead else 0, 64):
-                    w.prefetch(n + self.stride * j + i)
+                if ahead:
+                    n = next_group(w, self.soon, stage, j - (j >> 2 << 2))
+                    for i in range(0, 16 * self.value_size * wide, 64):
+                        w.prefetch(n + part + self.stride * (j >> 2) + i)
                 xs = self._read(w, v + self.stride * j, wide, left)
                 if self.group:
                     scale = w.spread(w.get_bf16(v - c + self.stride * j + self.columns + c // self.group * 2))
@@ -333,7 +345,38 @@ _FEW = """
         call_kernel(word(args, FEW), frame, args, thread, threads)
         return"""
 
+_UPCOMING = """
+            if span + 1 < to_span:
+                soon = upcoming(args, s, kv_head, at + {span}, high, scratch, copies)
+            elif rest > 0:
+                soon = scratch + 8 * first, {next_keys}, end - first
+            elif then >= 0 and then // units < seqs:
+                other = then // units
+                start = past_of(args, other)
+                soon = upcoming(args, other, 0, first_key(start, window), start + 1, scratch, copies)"""
+
 _BODY = '''
+@inline
+def find(args, s, kv_head, at, first, end, to, copies):
+    """Write to `to` where the groups first..end of a span lie, which starts at position `at`."""
+    {locate}
+
+
+@inline
+def upcoming(args, s, kv_head, low, high, scratch, copies):
+    """Keys low..high of a sequence, up to the end of a span: where addresses of groups are, 0, how many."""
+    at, to = low // {span} * {span}, scratch + {span}
+    first, end = (low - at) // 16, (min(high - at, {span}) + 15) // 16
+    find(args, s, kv_head, at, first, end, to, copies)
+    return to + 8 * first, np.int64(0), end - first
+
+
+@inline
+def ticket(args, each):
+    """The first of the next `each` units of work."""
+    return np.int64(atomic_add(word(args, 1), np.int32(1))) * each
+
+
 @inline
 def first_span(args, s):
     return first_key(past_of(args, s), word(args, WINDOW)) // {span}
@@ -409,15 +452,18 @@ def attend(frame, args, thread, threads):
     group, d, columns, stride = word(args, HEADS) // kv_heads, word(args, K_DIM), word(args, V_DIM), {stride}
     record, scratch = record_bytes(args), scratch_of(frame, thread) + {before}
     {enter}
-    scores, parts, values = scratch + {span}, scratch + {part_at}, scratch + 8 * {groups}
-    packed = parts + {tile} * record
-    states = packed + {parts} * {tile} * d * 4
+    scores, parts, values = scratch + 2 * {span}, scratch + {part_at}, scratch + 8 * {groups}
+    packed, query = parts + {tile} * record, {query}
+    states = packed + {parts} * {tile} * query
     copies = states + {parts} * {tile} * record
     rows, spans, each = plan(args, seqs, threads)
     s, before, units, taken, rest = -1, 0, 0, np.int64(0), 0
+    then = ticket(args, each) if each > 1 else np.int64(-1)  # taken early: its first keys are fetched
     while True:
         if rest == 0:
-            taken, rest = np.int64(atomic_add(word(args, 1), np.int32(1))) * each, each
+            taken, rest = ticket(args, each), each
+            if each > 1:
+                taken, then = then, taken
         unit, taken, rest = taken, taken + 1, rest - 1
         while s < seqs and unit >= before + units:
             before, s = before + units, s + 1
@@ -436,10 +482,9 @@ def attend(frame, args, thread, threads):
             from_span, to_span = max(from_span, only), min(to_span, only + 1)
         if from_span >= to_span:
             continue
-        ahead = {next_keys} if rest > 0 else 0
         for i in range(0, count, {tile}):
             left = min(count - i, {tile})
-            {pack}(args, s, kv_head, base + i, left, {size}, packed + i * d * 4, scores)
+            {pack}(args, s, kv_head, base + i, left, {size}, packed + i * query)
         alone = spans == 0 and to_span - from_span == 1 and word(args, SINKS) == 0  # a part is all there is
         if not alone:
             for i in range(count):
@@ -447,8 +492,9 @@ def attend(frame, args, thread, threads):
         for span in range(from_span, to_span):
             at = span * {span}
             first, end = max(low - at, 0) // 16, (min(high - at, {span}) + 15) // 16
-            {locate}
+            find(args, s, kv_head, at, first, end, scratch, copies)
             {paired}
+            soon = scratch + 8 * first, np.int64(0), end - first{upcoming}
             for i in range(0, count, {tile}):
                 left = min(count - i, {tile})
                 earliest, latest = past + (base + i) // group, past + (base + i + left - 1) // group
@@ -456,12 +502,12 @@ def attend(frame, args, thread, threads):
                 if start >= stop:
                     continue
                 head, tail, size = start // 16, (stop + 15) // 16, {size}
-                tile_scores(size, packed + i * d * 4, d, scratch, head, tail, scores)
+                tile_scores(size, packed + i * query, d, scratch, head, tail, scores)
                 for r in range(left):
                     position = past + (base + i + r) // group
                     soften(args, scores + r * {line}, head, tail, at, position, parts + r * record)
                     {weigh}
-                tile_values(size, scores, start, stop, values, {values}, columns, parts, record, ahead)
+                tile_values(size, scores, start, stop, values, {values}, columns, parts, record, soon)
                 for r in range(left):
                     part = parts + r * record
                     if alone:

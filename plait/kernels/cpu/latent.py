@@ -135,7 +135,7 @@ def form_of(dtype: torch.dtype) -> Form:
         key_size=4,
         value_size=size,
         value_stride=f"word(args, K_DIM) * {size}" if size > 1 else "token_bytes(args)",
-        locate="unfold(args, s, at, first, end, scratch, copies)",
+        locate="unfold(args, s, at, first, end, to, copies)",
         least=TILES,
         prelude=_turn(size),
         value_group=0 if size > 1 else LATENT_GROUP,

@@ -117,9 +117,9 @@ def added(w: Any, x: Any, y: Any, s: Any) -> Any:
     return w.fma(x[0], y[0], w.fma(x[1], y[1], s))
 
 
-def spread_pair(w: Any, at: Any, apart: int = 4) -> Any:
-    """The pair at an address in every lane; without the instruction its numbers lie `apart` bytes apart."""
-    return w.spread_i32(at) if HARDWARE else (w.spread_f32(at), w.spread_f32(at + apart))
+def spread_pair(w: Any, at: Any) -> Any:
+    """The pair at an address in every lane; without the instruction it is two float32."""
+    return w.spread_i32(at) if HARDWARE else (w.spread_f32(at), w.spread_f32(at + 4))
 
 
 dot_bf16 = _define("dot_bf16", VF, (VF, VI, VI), _dot)  # sum + x·y by pairs
