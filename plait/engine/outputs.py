@@ -68,6 +68,7 @@ def collect(stream: Stream, prompt: str | None, params: SamplingParams) -> Reque
     outputs = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(count)]
     scores = [Score() for _ in range(count)]
     result = RequestOutput(request.id, prompt, list(request.prompt_token_ids), outputs)
+    stream.be_patient()
     for delta in stream:
         if delta.error:
             raise delta.error

@@ -5,8 +5,6 @@ Stop strings are looked for in content alone: they end neither thinking nor the 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from plait.request import SamplingParams
 from plait.text.stop import StopMatcher
 from plait.text.tools import Content, Delta, OutputParser
@@ -68,7 +66,7 @@ class Reading:
                 is_asleep = self._num_tokens <= self._min_tokens
                 shown = part.text if is_asleep else self._stop.push(part.text)[0]
                 self._content_out += len(shown)
-                part = replace(part, text=shown)
+                part = Content(shown)
             if not isinstance(part, Content) or part.text:
                 told.append(part)
         return told

@@ -9,8 +9,9 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from queue import SimpleQueue
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
 
 from plait.engine.courier import Couriers
 from plait.engine.reading import Reading
@@ -150,9 +151,40 @@ def _each(
     return None if values is None else tuple(fn(v) for v in values)
 
 
+def joined(events: Sequence[Event]) -> list[Event]:
+    """The same tokens in fewer events: neighbours of one choice become one, but the end of it stays apart."""
+    runs: list[list[Event]] = []
+    for event in events:
+        if runs and _goes_on(runs[-1][-1], event):
+            runs[-1].append(event)
+        else:
+            runs.append([event])
+    return [_one(run) if len(run) > 1 else run[0] for run in runs]
+
+
+def _goes_on(last: Event, event: Event) -> bool:
+    same = last.index == event.index and (last.logprobs is None) == (event.logprobs is None)
+    is_end = last.finish_reason is not None or event.finish_reason is not None
+    return same and not is_end and event.prompt_logprobs is None
+
+
+def _one(run: Sequence[Event]) -> Event:
+    scores = None if run[0].logprobs is None else tuple(lp for event in run for lp in event.logprobs or ())
+    tokens = tuple(token_id for event in run for token_id in event.token_ids)
+    return replace(run[-1], token_ids=tokens, logprobs=scores, prompt_logprobs=run[0].prompt_logprobs)
+
+
+def _rest(events: SimpleQueue[Event] | asyncio.Queue[Event]) -> Iterator[Event]:
+    """What waits in a queue by now."""
+    with suppress(Empty, asyncio.QueueEmpty):
+        while True:
+            yield events.get_nowait()
+
+
 class Stream:
     """The text of one request while it is generated; iterate it, plainly or with `async for`, once.
 
+    A delta has one step's tokens, or those of all the steps that a reader has fallen behind.
     Leaving early, or `cancel()`, frees what the request holds within one engine step. `reader` tells content,
     thinking and calls apart. `couriers`: who brings events to event loops, shared by streams that are read
     there together.
@@ -172,6 +204,8 @@ class Stream:
         self._lock = threading.Condition()
         self._waiting: deque[Event] = deque()
         self._sink: Callable[[Event], None] | None = None
+        self._is_patient = False
+        self._ends_early = bool(request.params.stop) or reader is not None
         self._traces: dict[int, RequestTrace | None] = {}  # by choice; there once the engine is done with it
 
     def on_event(self, event: Event) -> None:
@@ -180,10 +214,16 @@ class Stream:
             if event.finish_reason is not None:
                 self._traces[event.index] = event.trace
                 self._lock.notify_all()
-            if self._sink is None:
-                self._waiting.append(event)
-            else:
-                self._sink(event)
+            self._waiting.append(event)
+            if self._sink and (event.finish_reason is not None or not self._is_patient):
+                self._bring(self._sink)
+
+    def be_patient(self) -> None:
+        """For who needs the end alone: it is woken when a choice has ended, not by every step.
+
+        Without effect where text ends a choice, so that somebody has to read it: stop strings, a reader.
+        """
+        self._is_patient = not self._ends_early
 
     def cancel(self) -> None:
         """Stop generating. Safe at any time, from any thread, also after the end."""
@@ -213,8 +253,9 @@ class Stream:
         self._connect(events.put)
         try:
             while not self.done:
-                if delta := self._delta(events.get()):
-                    yield delta
+                for event in joined([events.get(), *_rest(events)]):
+                    if delta := self._delta(event):
+                        yield delta
         finally:
             self._leave()
 
@@ -224,16 +265,20 @@ class Stream:
         self._connect(lambda event: courier.put(events, event))
         try:
             while not self.done:
-                if delta := self._delta(await events.get()):
-                    yield delta
+                for event in joined([await events.get(), *_rest(events)]):
+                    if delta := self._delta(event):
+                        yield delta
         finally:
             self._leave()
 
     def _connect(self, sink: Callable[[Event], None]) -> None:
         with self._lock:
-            while self._waiting:
-                sink(self._waiting.popleft())
+            self._bring(sink)
             self._sink = sink
+
+    def _bring(self, sink: Callable[[Event], None]) -> None:
+        while self._waiting:
+            sink(self._waiting.popleft())
 
     def _delta(self, event: Event) -> Delta | None:
         delta = self._choices[event.index].push(event)

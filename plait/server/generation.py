@@ -55,6 +55,11 @@ class Generation:
             raise
         return cls(requests, streams)
 
+    def be_patient(self) -> None:
+        """Nobody is told anything before the end: see `Stream.be_patient`."""
+        for stream in self._streams:
+            stream.be_patient()
+
     async def peek(self) -> None:
         """Wait a moment for the first delta. Raises what the engine refused the request with."""
         self._first = asyncio.ensure_future(anext(self._deltas))

@@ -95,6 +95,7 @@ async def _respond(front: Front, plan: Callable[[], Outcome], threads: Executor 
         requests = outcome.requests[first : first + size]
         # What was computed for the first of a list is not thrown away because others came meanwhile.
         generation = await Generation.start(front, requests, waits=bool(first))
+        generation.be_patient()
         try:
             async for i, delta in generation:
                 usage.add(first + i, delta)

@@ -119,6 +119,7 @@ async def _respond(front: Front, plan: Callable[[], Reply], threads: Executor | 
         if reply.stream:
             await generation.peek()
             return EventStream(_bodies(reply, generation, usage), generation.close)
+        generation.be_patient()
         async for i, delta in generation:
             usage.add(i, delta)
             reply.add(i, delta)

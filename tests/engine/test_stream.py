@@ -6,13 +6,13 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.engine.stream import Choice, Delta, Stream
+from plait.engine.stream import Choice, Delta, Stream, joined
 from plait.request import Event, Request, RequestTrace, SamplingParams, TokenLogprobs
 from plait.text.builtin_tokenizer import builtin_tokenizer
 from plait.text.tokenizer import Tokenizer
@@ -125,6 +125,63 @@ def test_async_reading_gives_the_same(tokenizer: Tokenizer) -> None:
         return "".join([delta.text async for delta in stream])
 
     assert asyncio.run(read()) == "async text"
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1), st.lists(st.integers(0, 9), max_size=3), st.booleans()), max_size=12
+    )
+)
+def test_joined_events_say_the_same_in_fewer(made: list[tuple[int, list[int], bool]]) -> None:
+    ended: set[int] = set()
+    given_events = []
+    for index, ids, is_end in made:
+        if index not in ended:
+            scores = tuple(TokenLogprobs(i, -1.0, ()) for i in ids)
+            finish = "length" if is_end else None
+            given_events.append(Event("r", index, tuple(ids), scores, finish_reason=finish))  # type: ignore[arg-type]
+            ended |= {index} if is_end else set()
+    told = joined(given_events)
+    assert all(a.index != b.index or b.finish_reason for a, b in pairwise(told))
+    for index in (0, 1):
+        before, after = ([e for e in some if e.index == index] for some in (given_events, told))
+        for field in ("token_ids", "logprobs"):
+            assert sum((getattr(e, field) for e in before), ()) == sum((getattr(e, field) for e in after), ())
+        assert [e.finish_reason for e in before][-1:] == [e.finish_reason for e in after][-1:]
+
+
+def test_events_that_cannot_be_one_stay_apart() -> None:
+    scored = Event("r", 0, (1,), (TokenLogprobs(1, -1.0, ()),), prompt_logprobs=())
+    plain = Event("r", 0, (2,))
+    assert joined([scored, plain]) == [scored, plain]
+    assert joined([plain, scored]) == [plain, scored]
+    assert joined([replace(plain, prompt_logprobs=()), plain]) == [Event("r", 0, (2, 2), prompt_logprobs=())]
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_a_patient_reader_is_woken_at_the_end_unless_text_may_end_it(
+    tokenizer: Tokenizer, stop: tuple[str, ...]
+) -> None:
+    stream, told = Stream(request(stop=stop), tokenizer, lambda *_: None), list[Delta]()
+    first, *rest = tokenizer.encode("one two three")
+    stream.be_patient()
+    some = threading.Event()
+
+    def read() -> None:
+        for delta in stream:
+            told.append(delta)
+            some.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    stream.on_event(Event("r", 0, (first,)))
+    assert some.wait(5.0 if stop else 0.1) == bool(stop)
+    for token_id in rest:
+        stream.on_event(Event("r", 0, (token_id,)))
+    stream.on_event(Event("r", 0, finish_reason="length"))
+    reader.join(5.0)
+    assert "".join(delta.text for delta in told) == "one two three"
+    assert stop or len(told) == 2  # its text, and its end
 
 
 PIECES = (b"a", b"b", b"ab", b"ba", b" aab", "é".encode()[:1], "é".encode()[1:], "文".encode(), b"", b"<end>")

@@ -222,8 +222,8 @@ def _multiplied(w: Writer, xs: Sequence[Any], ys: Iterable[Word], sums: Sequence
 def values(value_size: int, line: int, group: int) -> Any:
     """Block: sums of values weighted by `size` rows of scores (one of SIZES), over tokens of a span.
 
-    soon: what few rows fetch meanwhile: where addresses of groups of keys are, how many bytes behind those the
-    keys lie, and how many groups there are.
+    soon: what few rows fetch meanwhile: where addresses of groups of keys are, how many bytes behind those
+    the keys lie, and how many groups there are.
     """
 
     def write(
