@@ -184,7 +184,8 @@ def _rest(events: SimpleQueue[Event] | asyncio.Queue[Event]) -> Iterator[Event]:
 class Stream:
     """The text of one request while it is generated; iterate it, plainly or with `async for`, once.
 
-    A delta has one step's tokens, or those of all the steps that a reader has fallen behind.
+    A delta has one step's tokens. A plain reader, and a patient one, is given those of all the steps that it
+    has fallen behind at once.
     Leaving early, or `cancel()`, frees what the request holds within one engine step. `reader` tells content,
     thinking and calls apart. `couriers`: who brings events to event loops, shared by streams that are read
     there together.
@@ -265,7 +266,9 @@ class Stream:
         self._connect(lambda event: courier.put(events, event))
         try:
             while not self.done:
-                for event in joined([await events.get(), *_rest(events)]):
+                # A client that reads slowly is not sent in one piece what has piled up.
+                rest = _rest(events) if self._is_patient else ()
+                for event in joined([await events.get(), *rest]):
                     if delta := self._delta(event):
                         yield delta
         finally:
