@@ -28,13 +28,14 @@ from plait.kernels.cpu.straight import Word, Writer, digest, straight
 
 EIGHT = 8  # rows whose integer sums are in registers together
 TILED = 16  # rows of codes in a tile of AMX
-AHEAD = {64: 3072, 128: 4096, 256: 6144}  # bytes one row fetches weights ahead of need, by the step's length
+AHEAD = {64: 1536, 128: 2048, 256: 3072}  # bytes one row fetches weights ahead of need, by the step's length
 PAGES = 8192  # bytes of a tile whose halves lie in different pages: memory serves two at a time faster
 FETCHED = 4  # rows of codes that could be multiplied while the weights of a piece are fetched
 SHARED = 48  # rows of codes of a group from which threads take pieces one by one: who has no core takes fewer
 PIECES = 8  # that a thread takes at least
 TOGETHER, NEAR = 48, 384 << 10  # tiles of a piece at most, and their bytes: a bundle in L1 meets all of them
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
+STREAMS = 3  # that one row reads weights in: of two and four, memory liked each less
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
 
 _SOURCE = Template('''"""Quantized linear map: made by plait, from $digest."""
@@ -47,7 +48,7 @@ from plait.kernels.cpu.layout import Layout
 from plait.kernels.cpu.vec import atomic_add, get_i64, load_some, spread, word
 
 layout = $layout
-round_rows, two_tiles = rounding.round_rows(layout, $sizes), linear_source.two_tiles(layout)
+round_rows, tiles_apart = rounding.round_rows(layout, $sizes), linear_source.tiles_apart(layout)
 $tiles
 
 @inline
@@ -146,14 +147,11 @@ def linear_rows(frame, args, thread, threads):
         if shared:
             i, last = taken - done, count * tiles
         if rows * terms == 1 and groups == 0:
-            # One row reads both halves of its tiles at a time: a single stream leaves memory waiting.
-            half = (last - i) // 2
-            for t in range(i, i + half):
-                both = two_tiles(weight + t * tile_bytes, half * tile_bytes, rounded, steps)
-                keep_1(out + 64 * t, out_bytes, 1, n_out - 16 * t, beside(bias, t, n_out), both[:1])
-                u = t + half
-                keep_1(out + 64 * u, out_bytes, 1, n_out - 16 * u, beside(bias, u, n_out), both[1:])
-            i += 2 * half
+            # One row reads several parts of its tiles at a time: a single stream leaves memory waiting.
+            part = (last - i) // $streams
+            for t in range(i, i + part):
+                sums = tiles_apart(weight + t * tile_bytes, part * tile_bytes, rounded, steps)
+$kept            i += $streams * part
         begun = i
         while i < last:
             at, tile, rest = i // tiles * panel, i % tiles, 1
@@ -336,15 +334,16 @@ def _outer(w: Writer, layout: Layout, at: Word) -> list[Any]:
 
 
 @cache
-def two_tiles(layout: Layout) -> Any:
-    """Block (weights, apart, a, steps): a row of codes times the tile at `weights` and the one `apart` on."""
+def tiles_apart(layout: Layout) -> Any:
+    """Block (weights, apart, a, steps): a row of codes times STREAMS tiles, from `weights` on, each `apart`
+    from the one before."""
     lines = -(-layout.nbytes // LINE // layout.blocks)
 
     def write(w: Writer, weights: Word, apart: Word, a: Word, steps: Word) -> list[Any]:
         products = partial(_products, w, layout)
 
         def step(_: Word, at: Word, a: Word, *sums: Any) -> list[Any]:
-            tiles = at, at + apart
+            tiles = [at + apart * k for k in range(STREAMS)]
             outer = [_outer(w, layout, tile + layout.outer_at) for tile in tiles]
 
             def block(b: Word, a: Word, *sums: Any) -> list[Any]:
@@ -357,9 +356,9 @@ def two_tiles(layout: Layout) -> Any:
 
             return [at + layout.nbytes, *w.loop(0, layout.blocks, 1, (a, *sums), block)]
 
-        return w.loop(0, steps, 1, (weights, a, w.zero_f32(), w.zero_f32()), step)[2:]
+        return w.loop(0, steps, 1, (weights, a, *[w.zero_f32()] * STREAMS), step)[2:]
 
-    return straight(write, gives=2)
+    return straight(write, gives=STREAMS)
 
 
 @cache
@@ -406,6 +405,10 @@ _BUNDLE = """while codes >= {least}:
     to += kept * out_bytes
     codes -= {rows}"""
 
+
+_KEPT = """                u = t + {k} * part
+                keep_1(out + 64 * u, out_bytes, 1, n_out - 16 * u, beside(bias, u, n_out), sums[{k}:{end}])
+"""
 
 _TILED = """
 from plait.kernels.cpu import amx_int8
@@ -455,6 +458,8 @@ def linear_kernel(layout: Layout, kind: str = "") -> Kernel:
         stop=_STOP if kind else "",
         panel=PANEL,
         pages=PAGES,
+        streams=STREAMS,
+        kept="".join(_KEPT.format(k=k, end=k + 1) for k in range(STREAMS)),
         fetched=FETCHED,
         shared=SHARED,
         pieces=PIECES,
