@@ -27,6 +27,7 @@ from plait.kernels.cpu.bf16_codes import Coded
 from plait.kernels.cpu.executor import LINE, Executor
 from plait.kernels.cpu.kernel import Kernel, generated, inline, kernel
 from plait.kernels.cpu.packed import Packed, multiply
+from plait.kernels.cpu.plain_x86 import added
 from plait.kernels.cpu.rooms import room
 from plait.kernels.cpu.rows import float32_rows
 from plait.kernels.cpu.straight import Word, Writer, digest, straight
@@ -121,14 +122,14 @@ class _Part:
             even, odd = [], []
             for r, at in enumerate(rows_at):
                 v, u = w.spread_f32(at + 8 * k), w.spread_f32(at + 8 * k + 4)
-                even += [w.fma(v, a, sums[r * tiles + t]) for t, (a, _) in enumerate(pairs)]
-                odd += [w.fma(u, b, sums[count + r * tiles + t]) for t, (_, b) in enumerate(pairs)]
+                even += [added(w, v, a, sums[r * tiles + t]) for t, (a, _) in enumerate(pairs)]
+                odd += [added(w, u, b, sums[count + r * tiles + t]) for t, (_, b) in enumerate(pairs)]
             return even + odd
 
         def last(_: Word, *sums: Any) -> list[Any]:
             weights = [_pair(w, self.kind, at + step * (self.n >> 1))[0] for at in tiles_at]
             ys = [w.spread_f32(at + 4 * self.n - 4) for at in rows_at]
-            return [w.fma(ys[i // tiles], weights[i % tiles], s) for i, s in enumerate(sums)]
+            return [added(w, ys[i // tiles], weights[i % tiles], s) for i, s in enumerate(sums)]
 
         sums = w.loop(0, self.n >> 1, 1, [w.zero_f32()] * (2 * count), pair)
         even = w.loop(self.n >> 1 << 1, self.n, 1, sums[:count], last)  # the odd one, if there is one
@@ -205,7 +206,7 @@ def few_through_codes(tiles: int) -> Any:
                 at = [source + row_bytes * r + 8 * p for r in range(size)]
                 made = [(w.spread_f32(a + 4 * odd), odds if odd else evens) for odd in (0, 1) for a in at]
                 terms = [(v, weights) for v, several in made for weights in several]
-                return [w.fma(v, weights, s) for (v, weights), s in zip(terms, sums, strict=True)]
+                return [added(w, v, weights, s) for (v, weights), s in zip(terms, sums, strict=True)]
 
             sums = walk.lines(w, [w.zero_f32()] * (2 * half), add)
             joined = [w.add(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
@@ -325,7 +326,7 @@ def product(kind: str, coded: bool = False) -> Kernel:
     most = MOST if coded and wide_registers() else 1
     source = _SOURCE.safe_substitute(
         kind=kind,
-        digest=digest("dense.py", "bf16_codes.py", "codes.py"),
+        digest=digest("dense.py", "bf16_codes.py", "codes.py", "plain_x86.py"),
         chunk=CHUNK,
         block=BLOCK,
         find=Template(_CODED).safe_substitute(most=most) if coded else _PLAIN,

@@ -28,6 +28,7 @@ from plait.kernels.cpu.frame import word
 from plait.kernels.cpu.kernel import Kernel, generated, kernel
 from plait.kernels.cpu.layout import LINE, TILE
 from plait.kernels.cpu.packed import Packed, multiply
+from plait.kernels.cpu.plain_x86 import added
 from plait.kernels.cpu.rooms import room
 from plait.kernels.cpu.rows import float32_rows
 from plait.kernels.cpu.straight import Word, Writer, digest, straight
@@ -96,7 +97,7 @@ def _sums(w: Writer, kept: Records, x: list[Word], n: Word, tile: Word, table: A
             for j, v in enumerate(_weights(w, kept, place, table)):
                 for r, row in enumerate(x):
                     one = w.spread_f32(row + 4 * kept.step * k + 4 * kept.each * i + 4 * j)
-                    now[4 * r + j % 4] = w.fma(one, v, now[4 * r + j % 4])
+                    now[4 * r + j % 4] = added(w, one, v, now[4 * r + j % 4])
             return now
 
         inputs = (n - k * kept.step).least(kept.step)
@@ -105,7 +106,7 @@ def _sums(w: Writer, kept: Records, x: list[Word], n: Word, tile: Word, table: A
         joined = [
             w.add(w.add(*parts[4 * r : 4 * r + 2]), w.add(*parts[4 * r + 2 : 4 * r + 4])) for r in range(rows)
         ]
-        return [at + kept.nbytes, *(w.fma(a, scale, b) for a, b in zip(joined, found, strict=True))]
+        return [at + kept.nbytes, *(added(w, a, scale, b) for a, b in zip(joined, found, strict=True))]
 
     steps = (n + kept.step - 1) // kept.step
     return w.loop(0, steps, 1, (tile, *[w.zero_f32()] * rows), record)[1:]
@@ -198,7 +199,7 @@ def floats_rows(frame, args, thread, threads):
 def product(kept: Records) -> Kernel:
     """The kernel that multiplies rows by records of that kind."""
     source = _SOURCE.substitute(
-        digest=digest("floats.py", "codes.py"),
+        digest=digest("floats.py", "codes.py", "plain_x86.py"),
         kept=repr(kept),
         step=kept.step,
         nbytes=kept.nbytes,
