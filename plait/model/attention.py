@@ -53,8 +53,10 @@ class Attention:
         q, k, v, *closing = heads.split(self._parts, 1)
         if self.q_norm and self.k_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope:
-            q, k = self.rope(q, batch.positions), self.rope(k, batch.positions)
+            if self.rope:
+                q, k = self.rope(q, batch.positions), self.rope(k, batch.positions)
+        elif self.rope:  # both at once, as they lie
+            q, k = self.rope(heads[:, : sum(self._parts[:2])], batch.positions).split(self._parts[:2], 1)
         cache, index = store[self.name], batch.paged[self._group]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
         out = self._attend(q, k, v, cache["k"], cache["v"], *where, s.scale, s.window, s.softcap, self.sinks)
