@@ -23,6 +23,7 @@ from plait.text.tools import Content
 from plait.text.tools import Delta as Part
 from plait.text.tools.reply import merged
 
+AT_ONCE = 256  # events that are read as one: some milliseconds
 LAST_WORD_S = 60.0  # how long to wait for the engine to say how a choice went that a stop string ended
 
 
@@ -152,20 +153,24 @@ def _each(
 
 
 def joined(events: Sequence[Event]) -> list[Event]:
-    """The same tokens in fewer events: neighbours of one choice become one, but the end of it stays apart."""
+    """The same tokens in fewer events, each choice's in order: up to AT_ONCE become one, not the end."""
     runs: list[list[Event]] = []
+    open_runs: dict[int, list[Event]] = {}
     for event in events:
-        if runs and _goes_on(runs[-1][-1], event):
-            runs[-1].append(event)
+        run = open_runs.get(event.index)
+        if run and len(run) < AT_ONCE and _goes_on(run[-1], event):
+            run.append(event)
         else:
-            runs.append([event])
+            open_runs[event.index] = run = [event]
+            runs.append(run)
     return [_one(run) if len(run) > 1 else run[0] for run in runs]
 
 
 def _goes_on(last: Event, event: Event) -> bool:
-    same = last.index == event.index and (last.logprobs is None) == (event.logprobs is None)
     is_end = last.finish_reason is not None or event.finish_reason is not None
-    return same and not is_end and event.prompt_logprobs is None
+    return (
+        not is_end and (last.logprobs is None) == (event.logprobs is None) and event.prompt_logprobs is None
+    )
 
 
 def _one(run: Sequence[Event]) -> Event:
@@ -268,7 +273,9 @@ class Stream:
             while not self.done:
                 # A client that reads slowly is not sent in one piece what has piled up.
                 rest = _rest(events) if self._is_patient else ()
-                for event in joined([await events.get(), *rest]):
+                for i, event in enumerate(joined([await events.get(), *rest])):
+                    if i:
+                        await asyncio.sleep(0)  # long texts are read on the loop of all other clients
                     if delta := self._delta(event):
                         yield delta
         finally:

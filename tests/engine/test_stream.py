@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.engine.stream import Choice, Delta, Stream, joined
+from plait.engine.stream import AT_ONCE, Choice, Delta, Stream, joined
 from plait.request import Event, Request, RequestTrace, SamplingParams, TokenLogprobs
 from plait.text.builtin_tokenizer import builtin_tokenizer
 from plait.text.tokenizer import Tokenizer
@@ -142,12 +142,20 @@ def test_joined_events_say_the_same_in_fewer(made: list[tuple[int, list[int], bo
             given_events.append(Event("r", index, tuple(ids), scores, finish_reason=finish))  # type: ignore[arg-type]
             ended |= {index} if is_end else set()
     told = joined(given_events)
-    assert all(a.index != b.index or b.finish_reason for a, b in pairwise(told))
+    for index in (0, 1):
+        own = [e for e in told if e.index == index]
+        assert all(b.finish_reason for _, b in pairwise(own)), "two that could be one"
     for index in (0, 1):
         before, after = ([e for e in some if e.index == index] for some in (given_events, told))
         for field in ("token_ids", "logprobs"):
             assert sum((getattr(e, field) for e in before), ()) == sum((getattr(e, field) for e in after), ())
         assert [e.finish_reason for e in before][-1:] == [e.finish_reason for e in after][-1:]
+
+
+def test_long_texts_are_read_in_pieces() -> None:
+    told = joined([Event("r", 0, (i,)) for i in range(2 * AT_ONCE + 1)])
+    assert [len(e.token_ids) for e in told] == [AT_ONCE, AT_ONCE, 1]
+    assert [i for e in told for i in e.token_ids] == list(range(2 * AT_ONCE + 1))
 
 
 def test_events_that_cannot_be_one_stay_apart() -> None:

@@ -307,6 +307,23 @@ def test_attention_of_few_tokens_is_that_without_tiles(cpu: Any) -> None:
     assert torch.equal(attention.paged_attention_on_tiles(cpu, *args, **more), exact)
 
 
+def test_memory_is_asked_for_whichever_attention_computes(cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dict(seqs=[20, 5], heads=4, kv_heads=2, dim=32, window=None, softcap=None, kv_dtype="bfloat16")
+    args, more = paged_attention.make(case, torch.float32, "cpu")
+    asked: list[int] = []
+    launch = type(cpu).launch
+
+    def spy(self: Any, *words: Any, scratch: int = 0, **how: Any) -> None:
+        asked.append(scratch)
+        launch(self, *words, scratch=scratch, **how)
+
+    monkeypatch.setattr(type(cpu), "launch", spy)
+    pairs.paged_attention_by_pairs(cpu, *args, **more)
+    attention.paged_attention_on_tiles(cpu, *args, **more)
+    few, many = asked[1], asked[3]  # each stores first
+    assert many >= few > 0
+
+
 def test_attention_of_a_prompt_in_two_pieces_is_that_of_the_whole(cpu: Any) -> None:
     case = dict(seqs=[400], heads=4, kv_heads=2, dim=64, window=None, softcap=None, kv_dtype="bfloat16")
     args, more = paged_attention.make(case, torch.float32, "cpu")

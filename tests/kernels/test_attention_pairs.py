@@ -164,6 +164,7 @@ def test_a_number_that_is_none_is_not_hidden(cpu: Any) -> None:
         ({"activations": "int8", "kv_dtype": "float32"}, "caches of bfloat16, not of float32"),
         ({"activations": "int8", "kv_dtype": "int8"}, "caches of bfloat16, not of int8"),
         ({"activations": "int8", "dim": 9}, "even size"),
+        ({"activations": "int8", "dim": 514}, "heads of at most 512, not of 514"),
     ],
     ids=str,
 )

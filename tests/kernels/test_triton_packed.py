@@ -9,7 +9,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -51,11 +50,9 @@ assert made.asm["ptx"].count("mma.sync") or made.asm["ptx"].count("wgmma"), "no 
 
 
 @pytest.fixture(scope="module")
-def packed() -> Iterator[Any]:
-    """The kernels, interpreted: Triton looks at that word when it is imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        yield importlib.import_module("plait.kernels.triton.packed")
+def packed() -> Any:
+    """The kernels, interpreted: see `conftest.py`."""
+    return importlib.import_module("plait.kernels.triton.packed")
 
 
 @pytest.mark.parametrize("kind", READ)

@@ -17,6 +17,7 @@ from plait.kernels.cpu import attention, attention_pairs
 from plait.kernels.cpu.amx import LINE, MEMORY, ROWS, TILE, Kind, Tiles
 from plait.kernels.cpu.amx_linear import LEAST
 from plait.kernels.cpu.amx_variants import TILES, When, in_bfloat16
+from plait.kernels.cpu.attention_pairs_rows import WIDEST
 from plait.kernels.cpu.attention_source import Form, module
 from plait.kernels.cpu.kernel import Kernel
 from plait.kernels.cpu.straight import Word, Writer, digest, straight
@@ -223,12 +224,15 @@ def served(facts: Facts) -> str | None:
         return f"it reads caches of bfloat16, not of {kept}"
     if facts.sizes.get("dim", 32) % 32:
         return f"it wants heads of a multiple of 32, not of {facts['dim']}"
+    if facts.sizes.get("dim", 32) > WIDEST:
+        return f"it takes heads of at most {WIDEST}, not of {facts['dim']}"
     return attention.served(facts)
 
 
 def paged_attention_on_tiles(cpu: Any, *args: Any, **more: Any) -> torch.Tensor:
     """See `ops.attention.paged_attention`."""
-    chosen = attention.Chosen(attend(TILES), form_of(TILES), attention_pairs.attend())
+    few = attention.Chosen(attention_pairs.attend(), attention_pairs.form_of())
+    chosen = attention.Chosen(attend(TILES), form_of(TILES), few)
     return attention.attended(cpu, chosen, *args, **more)
 
 

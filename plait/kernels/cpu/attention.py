@@ -133,7 +133,12 @@ class Chosen:
 
     kernel: Kernel
     form: Form
-    few: Kernel | None = None
+    few: Chosen | None = None
+
+    def scratch(self, k_dim: int, v_dim: int) -> int:
+        """Bytes per thread: for whichever kernel computes a step."""
+        own = self.form.scratch(k_dim, v_dim)
+        return max(own, self.few.scratch(k_dim, v_dim)) if self.few else own
 
 
 def attended(
@@ -175,8 +180,8 @@ def attended(
     cpu.launch(
         chosen.kernel, q, *rows.strides, out, k_cache, v_cache, block_table,
         block_table.stride(0) * 8, query_start, seq_lens, rows.heads, kv_heads, d, d, size, window or 0,
-        float(scale), float(softcap or 0), apart, sinks, chosen.few.address if chosen.few else 0,
-        rows=rows.count, seqs=seq_lens.shape[0], scratch=chosen.form.scratch(d, d), shared=apart,
+        float(scale), float(softcap or 0), apart, sinks, chosen.few.kernel.address if chosen.few else 0,
+        rows=rows.count, seqs=seq_lens.shape[0], scratch=chosen.scratch(d, d), shared=apart,
     )  # fmt: skip
     return out
 

@@ -42,9 +42,9 @@ class Form:
     prelude: str = ""  # functions that `locate` calls
     weigh: str = ""
     value_group: int = 0
+    query: int = 0  # bytes from one packed row to the next, if not as many as numbers take
     # What a kernel on tiles of its own has instead (`amx_attention`):
     rows: int = TILE  # whose products are computed together
-    query: int = 0  # bytes from one packed row to the next, if not as many as numbers take
     before: int = 0  # bytes of a thread before what `attend` knows of
     more: int = 0  # bytes behind it for every value column
     products: str = ""  # the two blocks
@@ -348,8 +348,10 @@ _FEW = """
 _UPCOMING = """
             if span + 1 < to_span:
                 soon = upcoming(args, s, kv_head, at + {span}, high, scratch, copies)
-            elif rest > 0:
+            elif rest > 0 and to_span - from_span == 1:
                 soon = scratch + 8 * first, {next_keys}, end - first
+            elif rest > 0:
+                soon = upcoming(args, s, kv_head + 1, low, high, scratch, copies)
             elif then >= 0 and then // units < seqs:
                 other = then // units
                 start = past_of(args, other)
@@ -458,13 +460,13 @@ def attend(frame, args, thread, threads):
     copies = states + {parts} * {tile} * record
     rows, spans, each = plan(args, seqs, threads)
     s, before, units, taken, rest = -1, 0, 0, np.int64(0), 0
-    then = ticket(args, each) if each > 1 else np.int64(-1)  # taken early: its first keys are fetched
+    then = np.int64(-1)  # taken before the last unit is done, so that its first keys are fetched
     while True:
         if rest == 0:
-            taken, rest = ticket(args, each), each
-            if each > 1:
-                taken, then = then, taken
+            taken, then, rest = then if then >= 0 else ticket(args, each), np.int64(-1), each
         unit, taken, rest = taken, taken + 1, rest - 1
+        if each > 1 and rest == 0:
+            then = ticket(args, each)
         while s < seqs and unit >= before + units:
             before, s = before + units, s + 1
             units = units_of(args, s, rows, spans) if s < seqs else 0
