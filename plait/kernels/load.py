@@ -30,6 +30,7 @@ CPU_KERNELS: tuple[str, ...] = (
     "heads",
     "heads_stored",
     "linear",
+    "glu",
     "attention",
     "attention_pairs",
     "latent",

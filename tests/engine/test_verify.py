@@ -173,8 +173,7 @@ def test_bound_ops_are_known_by_name(llama: Path, opened: Callable[..., Loaded])
         decoder.branches[1].mixer.forward(torch.zeros(2, 32))  # type: ignore[attr-defined]
     assert seen == [
         ("embed._embed", "embed"),
-        ("layers.0.ffn.mixer.up._parts", "linear"),
-        ("layers.0.ffn.mixer._activate", "activate"),
+        ("layers.0.ffn.mixer._glu", "glu"),
         ("layers.0.ffn.mixer.down._parts", "linear"),
     ]
     assert _attributes(decoder) == before

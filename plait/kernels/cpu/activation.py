@@ -47,12 +47,12 @@ def _times_sigmoid(x, z):
 
 
 @inline
-def _silu(x):
+def silu(x):
     return _times_sigmoid(x, x)
 
 
 @inline
-def _gelu(x):
+def gelu(x):
     """x · Φ(x), within some ulp also far below 0.
 
     The tail Φ(-a) is exp(-a²/2) · P(t) / (a + k) with t = (a - k) / (a + k), after Shepherd & Laframboise
@@ -82,7 +82,7 @@ def _gelu(x):
 
 
 @inline
-def _gelu_tanh(x):
+def gelu_tanh(x):
     """0.5 x (1 + tanh(u)) = x · sigmoid(2u), u = √(2/π) (x + 0.044715 x³)."""
     cubic = fma(
         mul(x, x), spread(np.float32(2 * 0.7978845608 * 0.044715)), spread(np.float32(2 * 0.7978845608))
@@ -91,13 +91,13 @@ def _gelu_tanh(x):
 
 
 @inline
-def _relu(x):
+def relu(x):
     return where_less(x, zero_f32(), zero_f32(), x)
 
 
 @inline
-def _relu2(x):
-    positive = _relu(x)
+def relu2(x):
+    positive = relu(x)
     return mul(positive, positive)
 
 
@@ -126,50 +126,50 @@ def _put_some(out, up, at, y, count):
 def _silu_piece(x, up, out, n):
     full = n // 16 * 64
     for at in range(0, full, 64):
-        _put(out, up, at, _silu(load_f32(x + at)))
+        _put(out, up, at, silu(load_f32(x + at)))
     left = np.int32(n % 16)
     if left > 0:
-        _put_some(out, up, full, _silu(load_some(x + full, left)), left)
+        _put_some(out, up, full, silu(load_some(x + full, left)), left)
 
 
 @inline
 def _gelu_piece(x, up, out, n):
     full = n // 16 * 64
     for at in range(0, full, 64):
-        _put(out, up, at, _gelu(load_f32(x + at)))
+        _put(out, up, at, gelu(load_f32(x + at)))
     left = np.int32(n % 16)
     if left > 0:
-        _put_some(out, up, full, _gelu(load_some(x + full, left)), left)
+        _put_some(out, up, full, gelu(load_some(x + full, left)), left)
 
 
 @inline
 def _gelu_tanh_piece(x, up, out, n):
     full = n // 16 * 64
     for at in range(0, full, 64):
-        _put(out, up, at, _gelu_tanh(load_f32(x + at)))
+        _put(out, up, at, gelu_tanh(load_f32(x + at)))
     left = np.int32(n % 16)
     if left > 0:
-        _put_some(out, up, full, _gelu_tanh(load_some(x + full, left)), left)
+        _put_some(out, up, full, gelu_tanh(load_some(x + full, left)), left)
 
 
 @inline
 def _relu_piece(x, up, out, n):
     full = n // 16 * 64
     for at in range(0, full, 64):
-        _put(out, up, at, _relu(load_f32(x + at)))
+        _put(out, up, at, relu(load_f32(x + at)))
     left = np.int32(n % 16)
     if left > 0:
-        _put_some(out, up, full, _relu(load_some(x + full, left)), left)
+        _put_some(out, up, full, relu(load_some(x + full, left)), left)
 
 
 @inline
 def _relu2_piece(x, up, out, n):
     full = n // 16 * 64
     for at in range(0, full, 64):
-        _put(out, up, at, _relu2(load_f32(x + at)))
+        _put(out, up, at, relu2(load_f32(x + at)))
     left = np.int32(n % 16)
     if left > 0:
-        _put_some(out, up, full, _relu2(load_some(x + full, left)), left)
+        _put_some(out, up, full, relu2(load_some(x + full, left)), left)
 
 
 @inline
@@ -189,7 +189,7 @@ def _least(x, limit):
 
 
 @inline
-def _swiglu_oai(x, y):
+def swiglu_oai(x, y):
     """(up + 1) · gate · sigmoid(1.702 gate), gate at most 7 and up within ±7."""
     seven = spread(np.float32(7.0))
     x, y = _least(x, seven), _least(y, seven)
@@ -202,10 +202,10 @@ def _swiglu_oai(x, y):
 def _swiglu_oai_piece(x, up, out, n):
     full = n // 16 * 64
     for at in range(0, full, 64):
-        store_f32(out + at, _swiglu_oai(load_f32(x + at), load_f32(up + at)))
+        store_f32(out + at, swiglu_oai(load_f32(x + at), load_f32(up + at)))
     left = np.int32(n % 16)
     if left > 0:
-        y = _swiglu_oai(load_some(x + full, left), load_some(up + full, left))
+        y = swiglu_oai(load_some(x + full, left), load_some(up + full, left))
         store_some(out + full, y, left)
 
 

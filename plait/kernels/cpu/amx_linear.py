@@ -355,4 +355,5 @@ def on_tiles(weight: Packed, kept: Kept, kind: Kind) -> Packed:
         few=weight.kernel,
         shared_per_row=max(weight.shared_per_row, rounded),
         scratch=SCRATCH,
+        joins=False,
     )

@@ -17,7 +17,8 @@ from torch import Tensor
 from plait.errors import CannotRecord, ShapeMismatch
 from plait.kernels.cpu.executor import Executor
 from plait.kernels.cpu.frame import barrier, rows_of, word
-from plait.kernels.cpu.kernel import inline, kernel
+from plait.kernels.cpu.glu import join_of
+from plait.kernels.cpu.kernel import Kernel, inline, kernel
 from plait.kernels.cpu.packed import Groups, Packed, multiply
 from plait.kernels.cpu.rows import Rows, float32_rows
 from plait.kernels.cpu.vec import (
@@ -265,9 +266,11 @@ class GroupedExperts:
             *(index, *pair_bytes, k, count, starts, places, x, rows.row_bytes, rows.width, ordered),
             rows=tokens,
         )
-        h = self._multiply(ordered, up, starts, tokens)
-        # As many rows as pairs: k "heads" of each token, so that the frame's number of tokens counts them.
-        h = self._activate(h.view(tokens, k, -1), *activation).view(tokens * k, -1)
+        join = join_of(up.first, *activation) if up.biases is None else None
+        h = self._multiply(ordered, up, starts, tokens, join)
+        if join is None:
+            # As many rows as pairs: k "heads" of each token, so that the frame's count of tokens is right.
+            h = self._activate(h.view(tokens, k, -1), *activation).view(tokens * k, -1)
         h = self._multiply(h, down, starts, tokens)
         out = cpu.empty(tokens, rows.width)
         weight_bytes = (weight.stride(0) * 4, weight.stride(1) * 4)
@@ -279,11 +282,13 @@ class GroupedExperts:
         )
         return out
 
-    def _multiply(self, x: Tensor, maps: Maps, starts: Tensor, tokens: int) -> Tensor:
+    def _multiply(
+        self, x: Tensor, maps: Maps, starts: Tensor, tokens: int, join: Kernel | None = None
+    ) -> Tensor:
         """Sorted rows through the maps of their experts, and their biases."""
         count, first = len(maps.addresses), maps.first
         groups = Groups(count, starts, maps.addresses, maps.orders)
-        h = multiply(self._cpu, x, first, None, maps.rounding, groups=groups, rows=tokens)
+        h = multiply(self._cpu, x, first, None, maps.rounding, groups=groups, rows=tokens, join=join)
         if maps.biases is not None:
             self._cpu.launch(add_biases, h, first.n_out, starts, count, maps.biases, rows=tokens)
         return h

@@ -54,7 +54,7 @@ def pack_on(cpu: Executor, weight: Weight | Kept, kind: Kind) -> Packed:
     # Activations may take two rows of codes each.
     shared = 2 * layout.rounded_bytes(n_in)
     made, scratch = linear_kernel(layout, kind), SCRATCH if kind else 0
-    return Packed(data, weight.format, n_out, n_in, made, shared, order, layout=layout, scratch=scratch)
+    return Packed(data, weight.format, n_out, n_in, made, shared, order, None, scratch, layout, joins=True)
 
 
 def apply(

@@ -42,10 +42,10 @@ _SOURCE = Template('''"""Quantized linear map: made by plait, from $digest."""
 import numpy as np
 
 from plait.kernels.cpu import linear_source, rounding
-from plait.kernels.cpu.frame import barrier, rows_of, shared_of
+from plait.kernels.cpu.frame import barrier, rows_of, scratch_of, shared_of
 from plait.kernels.cpu.kernel import inline, kernel
 from plait.kernels.cpu.layout import Layout
-from plait.kernels.cpu.vec import atomic_add, get_i64, load_some, spread, word
+from plait.kernels.cpu.vec import atomic_add, call_kernel, get_i64, load_some, spread, word
 
 layout = $layout
 round_rows, tiles_apart = rounding.round_rows(layout, $sizes), linear_source.tiles_apart(layout)
@@ -75,13 +75,17 @@ def pieces(codes, most, tiles, tile_bytes, wanted):
 
 
 @inline
-def next_tiles(weight, t, low, high, tile_bytes):
+def next_tiles(weight, t, low, high, tile_bytes, up, to_up):
     """Where tile t of low..high fetches what is multiplied next, and how far on from there the other half is.
 
     Those are halves of the next tile, or of both tiles of the next pair where they are small: t fetches the
-    first halves of that pair or the second ones. What does not exist is tile t again, which costs nothing.
+    first halves of that pair or the second ones. Beside a gate, t + 1 and what is `to_up` from it are that
+    pair, and the tile of the gate comes before that of `up`. What does not exist is tile t again, which
+    costs nothing.
     """
     half = tile_bytes // 128 * 64
+    if to_up != 0:
+        return weight + min(t + 1, high - 1) * tile_bytes + up * half, to_up
     if tile_bytes >= $pages:
         return weight + min(t + 1, high - 1) * tile_bytes, half
     pair = t - (t - low) % 2 + 2
@@ -106,6 +110,7 @@ def linear_rows(frame, args, thread, threads):
     n_out, bias, out, out_bytes = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
     terms = word(args, 10)
     groups, starts, weights, room = word(args, 11), word(args, 12), word(args, 13), word(args, 14)
+    join, ups = word(args, 16), scratch_of(frame, thread) + $ups
     rows = rows_of(frame, args)
     if groups != 0:
         rows = get_i64(starts + 8 * groups)
@@ -117,10 +122,12 @@ def linear_rows(frame, args, thread, threads):
     if alone:
         apart = terms * each
         rounded += thread * rows * terms * each
-    most, tiles = max($largest, $panel // each // $largest * $largest), (n_out + 15) // 16
+    halves = 2 if join != 0 else 1
+    most, tiles = max($largest, $panel // each // $largest * $largest), (n_out + 15) // 16 // halves
+    to_up = (halves - 1) * tiles * tile_bytes
     taken, left, shared, piece = np.int64(0), 0, threads > 1 and rows * terms >= $shared * max(groups, 1), 1
     if shared:
-        most, piece = pieces(rows * terms, most, tiles, tile_bytes, $pieces * threads)
+        most, piece = pieces(rows * terms, most, tiles, halves * tile_bytes, $pieces * threads)
     work, all_tiles = 0, 0
     me, all_of_us = (0, 1) if alone else (thread, threads)
     for g in range(max(groups, 1)):
@@ -149,9 +156,14 @@ def linear_rows(frame, args, thread, threads):
         if rows * terms == 1 and groups == 0:
             # One row reads several parts of its tiles at a time: a single stream leaves memory waiting.
             part = (last - i) // $streams
-            for t in range(i, i + part):
-                sums = tiles_apart(weight + t * tile_bytes, part * tile_bytes, rounded, steps)
-$kept            i += $streams * part
+            for k in range(halves * part):
+                t, up = i + k // halves, k % halves
+                to, between = (ups, 64) if up else (out + 64 * t, 64 * part)
+                at = weight + t * tile_bytes + up * to_up
+                sums = tiles_apart(at, part * tile_bytes, rounded, steps)
+$kept                if up:
+                    call_kernel(join, out + 64 * t, ups, 64 * part, $streams)
+            i += $streams * part
         begun = i
         while i < last:
             at, tile, rest = i // tiles * panel, i % tiles, 1
@@ -394,25 +406,28 @@ joined_{rows}, keep_{rows} = linear_source.joined({rows}), linear_source.keep({r
 # One row less than a large bundle takes is one, too: what is computed beside it is not kept.
 _BUNDLE = """while codes >= {least}:
     kept = min({rows}, codes) // terms
-    for t in range(tile, tile + rest):
-        ahead, other = next_tiles(weight, t, low, high, tile_bytes)
-        sums = tile_{rows}(weight + t * tile_bytes, rounded_at, steps, ahead, other{more})
-        columns = n_out - 16 * t
+    for k in range(halves * rest):
+        t, up = tile + k // halves, k % halves
+        u = t + up * tiles
+        ahead, other = next_tiles(weight, t, low, high, tile_bytes, up, to_up)
+        sums = tile_{rows}(weight + u * tile_bytes, rounded_at, steps, ahead, other{more})
         if terms == 2:
             sums = joined_{rows}(sums)
-        keep_{rows}(to + 64 * t, out_bytes, kept, columns, beside(bias, t, n_out), sums)
+        here, between = (ups, 64) if up else (to + 64 * t, out_bytes)
+        keep_{rows}(here, between, kept, n_out - 16 * u, beside(bias, u, n_out), sums)
+        if up:
+            call_kernel(join, to + 64 * t, ups, out_bytes, kept)
     rounded_at += {rows} * each
     to += kept * out_bytes
     codes -= {rows}"""
 
 
-_KEPT = """                u = t + {k} * part
-                keep_1(out + 64 * u, out_bytes, 1, n_out - 16 * u, beside(bias, u, n_out), sums[{k}:{end}])
+_KEPT = """                u = t + {k} * part + up * tiles
+                keep_1(to + {k} * between, 0, 1, n_out - 16 * u, beside(bias, u, n_out), sums[{k}:{end}])
 """
 
 _TILED = """
 from plait.kernels.cpu import amx_int8
-from plait.kernels.cpu.frame import scratch_of
 
 tile_{rows} = amx_int8.tile(layout, "{kind}")
 start_tiles, stop_tiles = amx_int8.start(layout, "{kind}"), amx_int8.stop(layout, "{kind}")
@@ -446,7 +461,11 @@ def linear_kernel(layout: Layout, kind: str = "") -> Kernel:
     """
     plain = tuple(n for n in BUNDLES if n < TILED) if kind else BUNDLES
     sizes = (TILED, *plain) if kind else plain
-    files = ("amx_int8.py", "amx.py") if kind else ()
+    files, scratch = (), 0
+    if kind:
+        from plait.kernels.cpu.amx_int8 import SCRATCH
+
+        files, scratch = ("amx_int8.py", "amx.py"), SCRATCH
     source = _SOURCE.substitute(
         step=layout.step,
         blocks=layout.blocks,
@@ -456,6 +475,7 @@ def linear_kernel(layout: Layout, kind: str = "") -> Kernel:
         sizes=repr(sizes),
         start=_START.format(least=TILED - 1) if kind else "",
         stop=_STOP if kind else "",
+        ups=scratch,
         panel=PANEL,
         pages=PAGES,
         streams=STREAMS,

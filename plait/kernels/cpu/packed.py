@@ -5,7 +5,8 @@ with zeros. Its kernel takes these words (`Executor.launch`):
 
 2 x (float32 rows), 3 bytes between rows, 4 n_in, 5 weight (address of the first tile), 6 n_out, 7 bias
 (float32) or 0, 8 out, 9 bytes between its rows, 10 rounding of x (index into ROUNDINGS), 11 groups,
-12 starts, 13 weights, 14 bytes of x's rounded form at most, 15 address of the kernel for few rows or 0.
+12 starts, 13 weights, 14 bytes of x's rounded form at most, 15 address of the kernel for few rows or 0,
+16 address of the kernel that joins gate and up (`glu`) or 0: word 8 is then for the first half of n_out.
 
 A weight may keep its columns in another order than its inputs come in: `order_columns` then goes first.
 
@@ -27,10 +28,12 @@ from plait.errors import ShapeMismatch
 from plait.kernels.cpu.executor import Executor
 from plait.kernels.cpu.frame import rows_of
 from plait.kernels.cpu.kernel import Kernel, kernel
+from plait.kernels.cpu.layout import TILE
 from plait.kernels.cpu.rows import Rows
 from plait.kernels.cpu.vec import get_i32, get_i64, put_i32, word
 from plait.ops.linear import Activations
 
+JOINED = 64 * TILE  # bytes of a thread's scratch for a tile of as many rows
 ROUNDINGS: tuple[Activations, ...] = ("float32", "int8", "int8x2")
 
 
@@ -48,6 +51,7 @@ class Packed:
     few: Kernel | None = None  # what `kernel` calls where rows are few, if that is another one
     scratch: int = 0  # bytes that each thread needs
     layout: Any = None  # a description of the tiles whose fields are plain values, beside `kind`
+    joins: bool = False  # whether `kernel` joins gate and up
 
     @property
     def nbytes(self) -> int:
@@ -95,10 +99,12 @@ def multiply(
     *,
     groups: Groups | None = None,
     rows: int | None = None,
+    join: Kernel | None = None,
 ) -> Tensor:
     """x: [R, n_in] float32 -> [R, n_out] float32, written into `out` if given (its rows may lie apart).
 
-    With `groups`, `rows` is the launch's row count (tokens); R is the capacity of the sorted rows.
+    With `groups`, `rows` is the launch's row count (tokens); R is the capacity of the sorted rows. With
+    `join` (`glu.JOINS`), n_out is gate and up, a whole number of tiles each, and half as wide rows come out.
     """
     shape = x.shape
     if x.dim() == 3:
@@ -106,7 +112,10 @@ def multiply(
     a = Rows.of(x)
     if a.width != weight.n_in or (bias is not None and tuple(bias.shape) != (weight.n_out,)):
         raise ShapeMismatch(f"a map of {weight.n_in} -> {weight.n_out} numbers was given rows of {a.width}")
-    out = cpu.empty(a.count, weight.n_out) if out is None else out.reshape(-1, weight.n_out)
+    width = weight.n_out // 2 if join else weight.n_out
+    if join and not (weight.joins and width % TILE == 0):
+        raise ShapeMismatch(f"{weight.kind} weights of {weight.n_out} outputs are not joined by their kernel")
+    out = cpu.empty(a.count, width) if out is None else out.reshape(-1, width)
     b = Rows.of(out)
     if b.count != a.count:
         raise ShapeMismatch(f"{a.count} rows go in and {b.count} come out")
@@ -131,8 +140,9 @@ def multiply(
         *grouping,
         need,
         weight.few.address if weight.few else 0,
+        join.address if join else 0,
         rows=asked,
-        scratch=weight.scratch,
+        scratch=weight.scratch + (JOINED if join else 0),
         shared=need,
     )
-    return out.view(*shape[:-1], weight.n_out)
+    return out.view(*shape[:-1], width)

@@ -1,0 +1,40 @@
+"""Gated linear units (Dauphin et al. 2016): one map to gate and up, and the product of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.ops.activation import activate
+from plait.ops.linear import Linear
+from plait.ops.registry import Arguments, op
+from plait.quant.weight import Dense
+
+CASES: list[dict[str, Any]] = [
+    dict(tokens=1, n_in=64, size=32, kind="silu"),
+    dict(tokens=19, n_in=96, size=48, kind="gelu_pytorch_tanh"),
+    dict(tokens=5, n_in=64, size=40, kind="swiglu_oai", bias=True),
+]
+
+
+@op(cases=CASES)
+def glu(x: Tensor, up: Linear, kind: str, activate: Callable[[Tensor, str, bool], Tensor]) -> Tensor:
+    """activation(gate) · up, where `up` maps x to [gate, up] side by side (Shazeer 2020).
+
+    x: [..., in] -> [..., out / 2] in x's dtype. `activate`: what is bound for that op, for variants that
+    compute one after the other, as the reference does.
+    """
+    return activate(up(x), kind, True)
+
+
+@glu.inputs
+def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    n_in, n_out = case["n_in"], 2 * case["size"]
+    x = torch.randn(case["tokens"], n_in, dtype=dtype, device=device)
+    numbers = torch.randn(n_out, n_in, dtype=dtype, device=device) / n_in**0.5
+    bias = torch.randn(n_out, dtype=dtype, device=device) if "bias" in case else None
+    up = Linear([Dense(numbers)], [bias], lambda fn, **_: fn, dtype)
+    return (x, up, case["kind"], activate.reference), {}
