@@ -32,7 +32,18 @@ def test_an_engine_option_that_cannot_be_is_refused_by_name(options: dict[str, A
 
 @pytest.mark.parametrize(
     "options",
-    [{"port": 70_000}, {"max_body_bytes": 0}, {"shutdown_timeout_s": -1.0}, {"max_body_bytes": 1.5}],
+    [
+        {"port": 70_000},
+        {"max_body_bytes": 0},
+        {"shutdown_timeout_s": -1.0},
+        {"max_body_bytes": 1.5},
+        {"stream_interval": 0},
+        {"stream_interval": -4},
+        {"stream_interval": 257},
+        {"stream_interval": 4.0},
+        {"stream_interval": True},
+        {"stream_interval": "8"},
+    ],
 )
 def test_a_server_option_that_cannot_be_is_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from plait.engine.courier import Couriers
+from plait.engine.pace import Gathered, Pace
 from plait.engine.reading import Reading
 from plait.request import Event, FinishReason, Request, RequestTrace, TokenLogprobs
 from plait.text.detokenize import StreamDecoder
@@ -211,7 +212,10 @@ class Stream:
         self._waiting: deque[Event] = deque()
         self._sink: Callable[[Event], None] | None = None
         self._is_patient = False
-        self._ends_early = bool(request.params.stop) or reader is not None
+        self._is_read = bool(request.params.stop) or reader is not None
+        self._ends_early = bool(request.params.stop) or (reader is not None and reader.ends_early)
+        self._paces: list[Pace] = []  # by choice; none: every event wakes the reader
+        self._gathered: list[Gathered] = []  # by choice; none: every delta is told
         self._traces: dict[int, RequestTrace | None] = {}  # by choice; there once the engine is done with it
 
     def on_event(self, event: Event) -> None:
@@ -221,7 +225,7 @@ class Stream:
                 self._traces[event.index] = event.trace
                 self._lock.notify_all()
             self._waiting.append(event)
-            if self._sink and (event.finish_reason is not None or not self._is_patient):
+            if self._wakes(event) and self._sink:
                 self._bring(self._sink)
 
     def be_patient(self) -> None:
@@ -229,7 +233,21 @@ class Stream:
 
         Without effect where text ends a choice, so that somebody has to read it: stop strings, a reader.
         """
-        self._is_patient = not self._ends_early
+        self._is_patient = not self._is_read
+
+    def gather(self, interval: int) -> None:
+        """For who pays for every delta: one has `interval` tokens; see `Pace`. To be called before reading.
+
+        Where text may end a choice, its reader is woken for every token all the same, to end it in time.
+        """
+        if interval == 1:
+            return
+        self._gathered = [Gathered(interval) for _ in self._choices]
+        if not self._ends_early:
+            with self._lock:
+                self._paces = [Pace(interval) for _ in self._choices]
+                for event in self._waiting:  # some may have come already
+                    self._paces[event.index].is_due(event)
 
     def cancel(self) -> None:
         """Stop generating. Safe at any time, from any thread, also after the end."""
@@ -260,8 +278,7 @@ class Stream:
         try:
             while not self.done:
                 for event in joined([events.get(), *_rest(events)]):
-                    if delta := self._delta(event):
-                        yield delta
+                    yield from self._deltas(event)
         finally:
             self._leave()
 
@@ -276,7 +293,7 @@ class Stream:
                 for i, event in enumerate(joined([await events.get(), *rest])):
                     if i:
                         await asyncio.sleep(0)  # long texts are read on the loop of all other clients
-                    if delta := self._delta(event):
+                    for delta in self._deltas(event):
                         yield delta
         finally:
             self._leave()
@@ -290,11 +307,18 @@ class Stream:
         while self._waiting:
             sink(self._waiting.popleft())
 
-    def _delta(self, event: Event) -> Delta | None:
+    def _wakes(self, event: Event) -> bool:
+        if self._paces:
+            return self._paces[event.index].is_due(event)
+        return event.finish_reason is not None or not self._is_patient
+
+    def _deltas(self, event: Event) -> Sequence[Delta]:
         delta = self._choices[event.index].push(event)
         if delta and delta.finish_reason == "stop" and event.finish_reason is None:
             self._cancel_request(self.request.id, event.index)  # a stop string: the engine does not know it
-        return delta
+        if self._gathered:
+            return self._gathered[event.index].push(event, delta)
+        return () if delta is None else (delta,)
 
     def _leave(self) -> None:
         if not self.done:

@@ -151,14 +151,16 @@ class Service:
         async def handle(request: Request) -> Response:
             front, body = await self._read(request)
             served, plan, answer = self._named(front, body.get("model")), endpoint.plan, endpoint.answer
-            shape, receive = endpoint.outcome, request.receive
+            shape, receive, interval = endpoint.outcome, request.receive, self._config.stream_interval
             threads = None if MAY_BRING_A_GRAMMAR.isdisjoint(body) else self._grammar_threads
             if plan is not None or shape is not None:
                 front.check_room()  # before templates and tokens cost anything
             if plan is not None:
-                response = await respond(receive, front, lambda: plan(front, served, body), threads)
+                response = await respond(receive, front, lambda: plan(front, served, body), threads, interval)
             elif shape is not None:
-                response = await outcome.respond(receive, front, lambda: shape(front, served, body), threads)
+                response = await outcome.respond(
+                    receive, front, lambda: shape(front, served, body), threads, interval
+                )
             else:
                 assert answer is not None
                 response = json_response(await asyncio.to_thread(answer, front, served, body))

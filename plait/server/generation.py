@@ -60,6 +60,11 @@ class Generation:
         for stream in self._streams:
             stream.be_patient()
 
+    def gather(self, interval: int) -> None:
+        """A delta has so many tokens: see `Stream.gather`."""
+        for stream in self._streams:
+            stream.gather(interval)
+
     async def peek(self) -> None:
         """Wait a moment for the first delta. Raises what the engine refused the request with."""
         self._first = asyncio.ensure_future(anext(self._deltas))

@@ -76,20 +76,26 @@ class Whole:
 
 
 async def respond(
-    receive: Receive, front: Front, plan: Callable[[], Outcome], threads: Executor | None = None
+    receive: Receive,
+    front: Front,
+    plan: Callable[[], Outcome],
+    threads: Executor | None = None,
+    interval: int = 1,
 ) -> Response:
     """Run what `plan` (called in one of `threads`: it tokenizes) asks for.
 
-    Raises Cancelled if the client leaves.
+    `interval`: tokens that a stream tells together. Raises Cancelled if the client leaves.
     """
-    return await until_disconnect(receive, _respond(front, plan, threads))
+    return await until_disconnect(receive, _respond(front, plan, threads, interval))
 
 
-async def _respond(front: Front, plan: Callable[[], Outcome], threads: Executor | None) -> Response:
+async def _respond(
+    front: Front, plan: Callable[[], Outcome], threads: Executor | None, interval: int
+) -> Response:
     outcome = await planned(plan, threads)
     usage = Usage(outcome.requests)
     if outcome.stream:
-        return await _streamed(front, outcome, usage)
+        return await _streamed(front, outcome, usage, interval)
     size = max(min(AT_ONCE, front.max_open // 2), 1)
     for first in range(0, len(outcome.requests), size):
         requests = outcome.requests[first : first + size]
@@ -105,8 +111,9 @@ async def _respond(front: Front, plan: Callable[[], Outcome], threads: Executor 
     return json_response(await asyncio.to_thread(outcome.body, usage))
 
 
-async def _streamed(front: Front, outcome: Outcome, usage: Usage) -> Response:
+async def _streamed(front: Front, outcome: Outcome, usage: Usage, interval: int) -> Response:
     generation = await Generation.start(front, outcome.requests)
+    generation.gather(interval)
     try:
         await generation.peek()
     except BaseException:

@@ -102,21 +102,28 @@ class Usage:
 
 
 async def respond(
-    receive: Receive, front: Front, plan: Callable[[], Reply], threads: Executor | None = None
+    receive: Receive,
+    front: Front,
+    plan: Callable[[], Reply],
+    threads: Executor | None = None,
+    interval: int = 1,
 ) -> Response:
     """Run what `plan` (called in one of `threads`: it tokenizes) asks for.
 
-    Raises Cancelled if the client leaves.
+    `interval`: tokens that a stream tells together. Raises Cancelled if the client leaves.
     """
-    return await until_disconnect(receive, _respond(front, plan, threads))
+    return await until_disconnect(receive, _respond(front, plan, threads, interval))
 
 
-async def _respond(front: Front, plan: Callable[[], Reply], threads: Executor | None) -> Response:
+async def _respond(
+    front: Front, plan: Callable[[], Reply], threads: Executor | None, interval: int
+) -> Response:
     reply = await planned(plan, threads)
     generation = await Generation.start(front, reply.requests)
     usage = Usage(reply.requests)
     try:
         if reply.stream:
+            generation.gather(interval)
             await generation.peek()
             return EventStream(_bodies(reply, generation, usage), generation.close)
         generation.be_patient()

@@ -30,11 +30,12 @@ Tool = Mapping[str, Any]
 class Reader:
     """How the replies to one request are read. `parser` makes one for each choice.
 
-    `shown`: control tokens that must stand in the text.
+    `shown`: control tokens that must stand in the text. `ends_early`: a call may end a choice.
     """
 
     parser: Callable[[], OutputParser]
     shown: frozenset[int]
+    ends_early: bool
 
 
 class Speech:
@@ -135,7 +136,8 @@ class Speech:
             )
 
         shown = parser().shown(self._special)
-        return Reader(parser, frozenset(self._special[text] for text in shown))
+        ends_early = calls is not None and not parallel
+        return Reader(parser, frozenset(self._special[text] for text in shown), ends_early)
 
     def grammar(self, wish: Grammar | None, shape: ReplyShape) -> Grammar | None:
         """What the whole reply must be: thinking, then a call that is demanded, or what is wished for.

@@ -1,0 +1,88 @@
+"""How often a reader is told: every so many tokens of a choice, the first token and the end at once.
+
+The side that wakes the reader counts, and the reader does, by the same rule: so an event is made of the same
+tokens however far the reader has fallen behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from plait.request import Event
+from plait.text.tools import Content, Reasoning
+from plait.text.tools.reply import merged
+
+if TYPE_CHECKING:
+    from plait.engine.stream import Delta
+
+
+class Pace:
+    """Counts the tokens of one choice: `interval` of them are told together."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval, self._missing = interval, 1
+
+    def is_due(self, event: Event) -> bool:
+        """Whether what has gathered is told, now that this event has come."""
+        self._missing -= len(event.token_ids)
+        is_last = event.finish_reason is not None
+        if self._missing > 0 and not is_last and event.prompt_logprobs is None:
+            return False
+        self._missing = self._interval
+        return True
+
+
+class Gathered:
+    """Deltas of one choice until they are due; then they are one, with all that each of them said."""
+
+    def __init__(self, interval: int) -> None:
+        self._pace = Pace(interval)
+        self._held: list[Delta] = []
+
+    def push(self, event: Event, delta: Delta | None) -> list[Delta]:
+        """What is told now that this event has come, which brought this delta."""
+        is_due = self._pace.is_due(event)
+        ready: list[Delta] = []
+        if delta is not None:
+            if self._held and not _goes_on(self._held[-1], delta):
+                ready.append(self._told())
+            self._held.append(delta)
+            is_due = is_due or delta.finish_reason is not None
+        return [*ready, self._told()] if is_due and self._held else ready
+
+    def _told(self) -> Delta:
+        held, self._held = self._held, []
+        return _as_one(held) if len(held) > 1 else held[0]
+
+
+def _goes_on(last: Delta, delta: Delta) -> bool:
+    """A failure is raised where it is read, and would take with it what was said before.
+
+    Log-probabilities and ids belong to what their delta says, so content, thinking and calls stay apart.
+    """
+    kind, fails = _kind(delta), delta.finish_reason in ("error", "cancelled")
+    return kind is not None and kind == _kind(last) and not fails
+
+
+def _kind(delta: Delta) -> str | None:
+    """What all of a delta is; None: it is not all of one kind."""
+    kinds = {
+        "content" if isinstance(p, Content) else "thinking" if isinstance(p, Reasoning) else "call"
+        for p in delta.parts
+    }
+    return None if len(kinds) > 1 else next(iter(kinds), "content")
+
+
+def _as_one(held: Sequence[Delta]) -> Delta:
+    scores = [delta.logprobs for delta in held if delta.logprobs is not None]
+    return replace(
+        held[-1],
+        text="".join(delta.text for delta in held),
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in held)),
+        logprobs=tuple(chain.from_iterable(scores)) if scores else None,
+        num_cached_tokens=max(delta.num_cached_tokens for delta in held),
+        parts=tuple(merged(chain.from_iterable(delta.parts for delta in held))),
+    )
