@@ -228,13 +228,14 @@ class Allocation:
             return
         if end // self.block_size != seq.num_recorded:
             self._record(seq)
-        self._take_snapshots(seq, begin, end)
+        if seq.marks or self.has_slots:
+            self._take_snapshots(seq, begin, end)
         if self._trims:
             self._trim(seq)
 
     def _take_snapshots(self, seq: TokenSequence, begin: int, end: int) -> None:
         if not seq.marks:  # most of the time
-            if self.has_slots and not end % self.options.snapshot_interval:
+            if not end % self.options.snapshot_interval:
                 self._snapshot(seq, end, is_spare=True)
             return
         marks = {mark for mark in seq.marks if begin < mark <= end}

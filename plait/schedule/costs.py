@@ -79,6 +79,8 @@ class StepCosts:
 
     def _curve(self) -> list[tuple[float, float]]:
         if not self._knots and self._sizes:
+            for size in self._sizes.values():
+                size.sum_up()
             self._knots = _rising([self._sizes[bits] for bits in sorted(self._sizes)])
         return self._knots
 
@@ -90,19 +92,25 @@ def median(values: Iterable[float]) -> float:
 
 
 class _Size:
-    """Steps of about the same size. `tokens`, `seconds`: what stands for them all."""
+    """Steps of about the same size. `tokens`, `seconds`: what stands for them all, once summed up."""
 
     def __init__(self) -> None:
         self.tokens = self.seconds = 0.0
         self.newest = self.believed = 0  # numbers of the last step, and of the first of the last few
         self._steps: deque[tuple[int, float, int]] = deque(maxlen=NUM_REMEMBERED)
+        self._is_summed = True
 
     def observe(self, num_tokens: int, seconds: float, number: int) -> None:
         self._steps.append((num_tokens, seconds / StepCosts.assumed(num_tokens), number))
-        self.tokens = sum(step[0] for step in self._steps) / len(self._steps)
-        self.seconds = median(rate for _, rate, _ in self._steps) * StepCosts.assumed(self.tokens)
-        self.newest = number
+        self.newest, self._is_summed = number, False
         self.believed = self._steps[-NUM_BELIEVED][2] if len(self._steps) >= NUM_BELIEVED else 0
+
+    def sum_up(self) -> None:
+        """After the last step that matters: most steps ask for nothing."""
+        if not self._is_summed:
+            self.tokens = sum(step[0] for step in self._steps) / len(self._steps)
+            self.seconds = median(rate for _, rate, _ in self._steps) * StepCosts.assumed(self.tokens)
+            self._is_summed = True
 
 
 def _rising(sizes: Sequence[_Size]) -> list[tuple[float, float]]:

@@ -17,10 +17,11 @@ def answers_by_id(
 
     Raises EngineError if there are more or fewer.
     """
-    chunks = [c for c in plan.chunks if c.has_answer]
+    chunks, answers = [c for c in plan.chunks if c.has_answer], {}
     if len(chunks) != len(sampled):
         raise EngineError(f"step {plan.step}: {len(sampled)} answers for {len(chunks)} chunks that have one")
     for chunk, answer in zip(chunks, sampled, strict=True):
+        answers[chunk.seq_id] = answer
         seq = sequences.get(chunk.seq_id)
         if seq is None or not seq.in_step:
             continue
@@ -30,7 +31,7 @@ def answers_by_id(
                 f"step {plan.step}: {len(answer.token_ids)} tokens were sampled for "
                 f"{seq.request_id}[{seq.index}], not {wanted}"
             )
-    return {c.seq_id: s for c, s in zip(chunks, sampled, strict=True)}
+    return answers
 
 
 def num_right(draft: Sequence[int], token_ids: Sequence[int]) -> int:
@@ -42,14 +43,16 @@ def kept(seq: TokenSequence, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...
     """How many of these new tokens belong to the sequence, and whether it ends with them."""
     if seq.max_len <= seq.prompt_len:
         return (), "length"
+    guide, num_tokens = seq.guide, len(seq.token_ids)
     for i, token_id in enumerate(token_ids):
         # An end that comes before min_tokens was the only thing that its guide allowed.
-        is_due = seq.guide is not None or seq.num_output_tokens + i >= seq.params.min_tokens
-        if token_id in seq.stop_token_ids and is_due:
+        if token_id in seq.stop_token_ids and (
+            guide is not None or num_tokens - seq.prompt_len + i >= seq.params.min_tokens
+        ):
             return token_ids[:i], "stop"
-        if seq.guide is not None and seq.guide.accept(token_id):
+        if guide is not None and guide.accept(token_id):
             return token_ids[: i + 1], "stop"
-        if seq.num_tokens + i + 1 >= seq.max_len:
+        if num_tokens + i + 1 >= seq.max_len:
             return token_ids[: i + 1], "length"
     return token_ids, None
 

@@ -1,16 +1,21 @@
-"""What the scheduler decides for one step: plain integers, the same for every rank."""
+"""What the scheduler decides for one step: plain integers, the same for every rank.
+
+What is made for each sequence in each step is a struct of msgspec: as frozen as a dataclass, and made in
+a tenth of the time.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from msgspec import Struct
 
 from plait.request import SamplingParams, TokenLogprobs
 
 Table = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Struct, frozen=True, gc=False):
     """One sequence's share of a step: `token_ids` are computed at positions start, start+1, …
 
     `blocks`: one block table per block group, in the groups' order; `slot`: its place for fixed-size state.
@@ -99,8 +104,7 @@ class Plan:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
+class SamplingRow(Struct, frozen=True, gc=False):
     """What the sampler must know about one chunk with logits; its `num_logits` rows are consecutive.
 
     The first `len(prompt_targets)` rows are asked for the log-probabilities of those prompt tokens. The last
@@ -134,8 +138,7 @@ class SamplingBatch:
     rows: tuple[SamplingRow, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(Struct, frozen=True, gc=False):
     """The answer to one `SamplingRow`: one token per sample; `logprobs` as many, or None.
 
     `pooled`: the sum of the hidden states that its chunk asked for, one number per dimension.

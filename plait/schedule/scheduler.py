@@ -145,15 +145,15 @@ class Scheduler:
         self._moves, self.memory.pools.moves = tuple(self.memory.pools.moves), []
         if not chunks and not self._moves:
             return None
-        chunks.sort(key=lambda c: not (len(c.token_ids) == 1 and c.start > 0))  # stable: in line within
-        fresh = tuple(c.slot for c in chunks if c.start == 0 and c.slot)
+        chunks.sort(key=lambda c: len(c.token_ids) > 1 or c.start == 0)  # stable: in line within
+        fresh = tuple([c.slot for c in chunks if c.start == 0 and c.slot])
         self._step += 1
         return Plan(self._step, tuple(chunks), self._moves, fresh)
 
     def sampling(self, plan: Plan) -> SamplingBatch:
         """What the sampler must know about a plan that was just made."""
-        wanted = [(self._by_id[c.seq_id], c) for c in plan.chunks if c.has_answer]
-        return SamplingBatch(tuple(seq.sampling_row(c.start, c.end - len(seq.draft)) for seq, c in wanted))
+        rows = [self._by_id[c.seq_id].sampling_row(c) for c in plan.chunks if c.has_answer]
+        return SamplingBatch(tuple(rows))
 
     def commit(self, plan: Plan, sampled: Sequence[Sampled]) -> list[Update]:
         """Advance the sequences of a plan that has run; those cancelled since are left out.
@@ -245,12 +245,14 @@ class Scheduler:
 
     def _shares(self) -> dict[int, int]:
         """Tokens per running sequence: one for every decode, the rest to prompts in line."""
+        prompts = [seq for seq in self.running if seq.is_prefilling]
+        if not prompts:  # most steps: the budget, which is dear, is not asked for
+            return {seq.id: 1 for seq in self.running}
         shares = {seq.id: 1 for seq in self.running if not seq.is_prefilling}
         budget = self._budget(len(shares))
-        for seq in self.running:
-            if seq.is_prefilling:
-                shares[seq.id] = self._share(seq, budget)
-                budget -= shares[seq.id]
+        for seq in prompts:
+            shares[seq.id] = self._share(seq, budget)
+            budget -= shares[seq.id]
         return shares
 
     def _reserve(self, shares: dict[int, int]) -> None:
@@ -355,7 +357,7 @@ class Scheduler:
             seq_id=seq.id,
             start=start,
             token_ids=(*seq.token_ids[start:end], *seq.draft),
-            blocks=tuple(map(tuple, seq.tables)),
+            blocks=tuple([tuple(table) for table in seq.tables]),
             slot=seq.slot,
             num_logits=seq.num_logits(start, end),
             num_pooled=seq.num_pooled(start, end) if seq.pool else 0,

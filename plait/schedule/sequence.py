@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from msgspec import Struct
+
 from plait.request import FinishReason, SamplingParams, TokenLogprobs
-from plait.schedule.plan import Sampled, SamplingRow
+from plait.schedule.plan import Chunk, Sampled, SamplingRow
 from plait.schedule.pooling import Pool
 from plait.state.prefix import root
 
@@ -182,9 +184,10 @@ class Sequence:
         if self.pool and answer.pooled:
             self.pool.add(answer.pooled, end)
 
-    def sampling_row(self, start: int, end: int) -> SamplingRow:
-        """What the sampler must know about the chunk start..end, behind which the draft follows."""
-        params, num_logits, num_tokens = self.params, self.num_logits(start, end), len(self.token_ids)
+    def sampling_row(self, chunk: Chunk) -> SamplingRow:
+        """What the sampler must know about its chunk of a step that was just planned."""
+        params, num_logits, num_tokens = self.params, chunk.num_logits, len(self.token_ids)
+        end = chunk.end - len(self.draft)
         targets: tuple[int, ...] = ()
         if self.wants_prompt_logprobs and len(self.scored) < self.prompt_len - 1:
             targets = tuple(self.token_ids[end - num_logits + 1 : min(end + 1, self.prompt_len)])
@@ -211,8 +214,7 @@ def num_computed(prompt_len: int, max_len: int) -> int:
     return max(prompt_len, max_len - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(Struct, frozen=True, gc=False):
     """What one step added to a sequence, and why it ended if it did.
 
     `num_accepted` of the `num_drafted` tokens that were guessed before the step were right. `embedding`: the

@@ -4,13 +4,13 @@ import itertools
 import math
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import Tensor
 
 from plait.errors import EngineError
