@@ -208,7 +208,8 @@ class Stream:
         self.request, self._cancel_request = request, cancel
         self._couriers = couriers or Couriers()
         self._choices = [Choice(i, request, tokenizer, reader) for i in range(request.params.n)]
-        self._lock = threading.Condition()
+        self._mutex = threading.RLock()  # entered as it is, it is cheaper than by its condition
+        self._lock = threading.Condition(self._mutex)
         self._waiting: deque[Event] = deque()
         self._sink: Callable[[Event], None] | None = None
         self._is_patient = False
@@ -220,7 +221,7 @@ class Stream:
 
     def on_event(self, event: Event) -> None:
         """Called by the engine's thread; only hands over."""
-        with self._lock:
+        with self._mutex:
             if event.finish_reason is not None:
                 self._traces[event.index] = event.trace
                 self._lock.notify_all()

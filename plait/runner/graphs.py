@@ -124,45 +124,52 @@ class StaticBatch:
         )
 
     def fits(self, plan: Plan) -> bool:
-        c, chunks = self.capacity, plan.chunks
-        logits = sum(chunk.num_logits for chunk in chunks)
-        blocks = max((len(table) for chunk in chunks for table in chunk.blocks), default=0)
-        sizes = (len(chunks), c.seqs), (plan.num_tokens, c.tokens), (logits, c.logits), (blocks, c.blocks)
-        return all(size <= limit for size, limit in sizes)
+        c, tokens, logits = self.capacity, 0, 0
+        for chunk in plan.chunks:
+            tokens += len(chunk.token_ids)
+            logits += chunk.num_logits
+            for table in chunk.blocks:
+                if len(table) > c.blocks:
+                    return False
+        return len(plan.chunks) <= c.seqs and tokens <= c.tokens and logits <= c.logits
 
     def fill(self, plan: Plan) -> tuple[int, int]:
         """Write a plan down. Returns how many tokens and how many rows of logits it has."""
-        token = row = 0
+        token, row, size = 0, 0, self.block_size
         for s, chunk in enumerate(plan.chunks):
-            count, start = len(chunk.token_ids), token
+            at, start, count, wanted = chunk.start, token, len(chunk.token_ids), chunk.num_logits
             token += count
-            self._starts[s + 1], self._lens[s], self._slots[s] = token, chunk.end, chunk.slot
-            self._history[s] = chunk.start > 0
-            if count == 1:
-                self._ids[start], self._positions[start] = chunk.token_ids[0], chunk.start
-            else:
-                self._ids[start:token] = chunk.token_ids
-                self._positions[start:token] = np.arange(chunk.start, chunk.end)
+            self._starts[s + 1], self._lens[s], self._slots[s] = token, at + count, chunk.slot
+            self._history[s] = at > 0
             for g, table in enumerate(chunk.blocks):
-                self._map(g, s, table, chunk, slice(start, token))
-            wanted = chunk.num_logits
-            if wanted:
+                if table != self._known[g][s]:
+                    self._show(g, s, table)
+                if count == 1:  # numbers are cheaper than arrays of one
+                    self._mappings[g][start] = table[at // size] * size + at % size
+            if count == 1:
+                self._ids[start], self._positions[start] = chunk.token_ids[0], at
+            else:
+                self._fill_piece(s, chunk, start)
+            if wanted == 1:
+                self._logit_rows[row] = token - 1
+            elif wanted:
                 self._logit_rows[row : row + wanted] = range(token - wanted, token)
-                row += wanted
+            row += wanted
         return token, row
 
-    def _map(self, g: int, s: int, table: Table, chunk: Chunk, rows: slice) -> None:
-        """Block table of a sequence, where it changed, and the addresses of its new tokens."""
-        known, size = self._known[g][s], self.block_size
-        if table != known:
-            same = len(known) if table[: len(known)] == known else 0
-            self._tables[g][s, same : len(table)] = table[same:]
-            self._known[g][s] = table
-        if rows.stop - rows.start == 1:
-            self._mappings[g][rows.start] = table[chunk.start // size] * size + chunk.start % size
-        else:
-            at = np.arange(chunk.start, chunk.end)
-            self._mappings[g][rows] = self._tables[g][s][at // size] * size + at % size
+    def _fill_piece(self, s: int, chunk: Chunk, start: int) -> None:
+        """Several tokens of a sequence, where they are in it, and the addresses of what is kept of them."""
+        at, end, size = np.arange(chunk.start, chunk.end), start + len(chunk.token_ids), self.block_size
+        self._ids[start:end], self._positions[start:end] = chunk.token_ids, at
+        for mapping, table in zip(self._mappings, self._tables, strict=True):
+            mapping[start:end] = table[s][at // size] * size + at % size
+
+    def _show(self, g: int, s: int, table: Table) -> None:
+        """The block table of a sequence, where it changed."""
+        known = self._known[g][s]
+        same = len(known) if table[: len(known)] == known else 0
+        self._tables[g][s, same : len(table)] = table[same:]
+        self._known[g][s] = table
 
 
 class Program:
@@ -177,6 +184,7 @@ class Program:
         with executor.recording(capacity.tokens, capacity.logits) as self._program, ViewsOnly():
             self.hidden = decoder.hidden(static.batch, store)  # held, so that nothing takes its place
             self._logits = decoder.logits(self.hidden, static.batch)
+        self._rows: dict[int, Tensor] = {}  # the first so many rows of logits, as steps asked for them
 
     @property
     def launches(self) -> Sequence[str]:
@@ -194,7 +202,10 @@ class Program:
         """Logits of the wanted rows, [L, vocab] float32: memory that the next call overwrites."""
         tokens, logits = self._static.fill(plan)
         self._executor.run(self._program, tokens=tokens, logits=logits, seqs=len(plan.chunks))
-        return self._logits[:logits]
+        rows = self._rows.get(logits)
+        if rows is None:
+            rows = self._rows[logits] = self._logits[:logits]
+        return rows
 
 
 def recorded(

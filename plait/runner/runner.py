@@ -62,15 +62,24 @@ class ModelRunner:
             made = recorded(decoder, store, executor, self.groups, capacity)
             self._replay, self._static, self.step_kind = made
 
-    @torch.inference_mode()
     def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
         """One step: the answer to every chunk that has one, in the plan's order."""
-        self._move(plan.moves)
-        self.store.zero_slots(plan.fresh)
+        if plan.moves or plan.fresh:
+            self._arrange(plan)
         if not plan.chunks:
             return []
-        hidden, logits = self._computed(plan)
+        # What torch need not do is most of what a replay saves: behind the model's weights its code is cold.
+        if self._replay and self._static and self._static.fits(plan):
+            hidden, logits = self._replay.hidden, self._replay(plan)
+        else:
+            hidden, logits = self._computed(plan)
         return with_pooled(plan, hidden, self.sampler.sample(logits, sampling))
+
+    @torch.inference_mode()
+    def _arrange(self, plan: Plan) -> None:
+        """Memory as the plan wants it before the pass."""
+        self._move(plan.moves)
+        self.store.zero_slots(plan.fresh)
 
     def _move(self, moves: Sequence[Move]) -> None:
         """In their order; neighbours that copy the same kind of memory go to the store together."""
@@ -103,11 +112,9 @@ class ModelRunner:
         if self.executor:
             self.executor.close()
 
+    @torch.inference_mode()
     def _computed(self, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Hidden states, [at least the plan's tokens, hidden], and logits of the wanted rows."""
-        if self._replay and self._static and self._static.fits(plan):
-            logits = self._replay(plan)
-            return self._replay.hidden, logits
+        """Hidden states, [the plan's tokens, hidden], and logits of the wanted rows, op by op."""
         batch = build_batch(plan, self.groups, self.store.block_size, self.device)
         hidden = self.decoder.hidden(batch, self.store)
         return hidden, self.decoder.logits(hidden, batch)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -50,38 +49,34 @@ class Sampler:
         if self.limit == 0:
             raise EngineError(f"all {vocab_size} tokens of the vocabulary are banned")
         self.vocab_size = vocab_size
-        self.holes = torch.tensor(holes, dtype=torch.int64, device=device)
+        self.holes, self._has_holes = torch.tensor(holes, dtype=torch.int64, device=device), bool(holes)
         facts = Facts(device, torch.float32, {"vocab_size": vocab_size}, executor)
         self._largest, found = largest.bind(facts, "sampler", ops)
         self._draw, self.binding = sample.bind(facts, "sampler", ops)
         self.bindings = (found, self.binding)
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
         """logits: [L, vocab] float, each row's `num_logits` in turn -> one answer per row of the batch.
 
         Raises EngineError if a row to sample from has no finite maximum, naming the row.
         """
-        rows, logits = batch.rows, logits.float()
-        ends = list(accumulate(row.num_logits for row in rows))
-        if (ends[-1] if ends else 0) != logits.shape[0]:
-            raise EngineError(f"{logits.shape[0]} rows of logits for {sum(r.num_logits for r in rows)} asked")
+        rows = batch.rows
+        if logits.dtype != torch.float32:
+            logits = logits.float()
+        asked, count = sum([row.num_logits for row in rows]), logits.shape[0]
+        if asked != count:
+            raise EngineError(f"{count} rows of logits for {asked} asked")
         draws = [(row, i) for row in rows for i in range(row.num_samples)]
         ids: list[int] = []
-        logprobs: list[TokenLogprobs | None] = []
         if draws:
-            index = [
-                i for row, end in zip(rows, ends, strict=True) for i in range(end - row.num_samples, end)
-            ]
-            wanted = _rows(logits, index)
-            ids = self._choose(wanted, draws)
-            logprobs = self._logprobs_of(wanted, draws, ids)
-        answers, at = [], 0
-        for row, end in zip(rows, ends, strict=True):
-            mine = slice(at, at := at + row.num_samples)
-            scores = tuple(found for found in logprobs[mine] if found) or None
-            prompt = self._prompt_logprobs(logits, end - row.num_logits, row)
-            answers.append(Sampled(tuple(ids[mine]), scores, prompt))
+            ids = self._choose(logits if len(draws) == count else logits[_sampled(rows)], draws)
+        answers, at, end = [], 0, 0
+        for row in rows:
+            first, end = end, end + row.num_logits
+            mine, at = tuple(ids[at : at + row.num_samples]), at + row.num_samples
+            scores = self._logprobs_of(logits, end - row.num_samples, row, mine)
+            prompt = self._prompt_logprobs(logits, first, row) if row.prompt_targets else ()
+            answers.append(Sampled(mine, scores, prompt))
         return answers
 
     def prepare(self) -> None:
@@ -93,14 +88,14 @@ class Sampler:
 
     def _choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         """logits: [n, vocab], not changed -> n tokens."""
-        edited = self._edited(logits[:, : self.limit], draws)
-        found, values = (t.tolist() for t in self._largest(edited))
-        if broken := [value for value in values if not math.isfinite(value)]:
+        edited = self._edited(logits if logits.shape[1] == self.limit else logits[:, : self.limit], draws)
+        found, values = self._largest(edited)
+        if broken := [value for value in values.tolist() if not math.isfinite(value)]:
             raise EngineError(
                 f"the model computed {broken[0]} as the largest logit of {len(broken)} of "
                 f"{len(draws)} tokens; a weight or a state is broken, or every token is forbidden"
             )
-        ids: list[int] = found
+        ids: list[int] = found.tolist()
         if drawn := [i for i, (row, _) in enumerate(draws) if row.params.temperature]:
             chosen = self._drawn(_rows(edited, drawn), [draws[i] for i in drawn])
             for i, token_id in zip(drawn, chosen, strict=True):
@@ -131,7 +126,7 @@ class Sampler:
             or row.masks
             or (row.stop_token_ids and i < row.num_stopless)
         ]
-        if not edits and not len(self.holes):
+        if not edits and not self._has_holes:
             return logits
         logits = logits.clone()
         logits.index_fill_(1, self.holes, -torch.inf)
@@ -170,14 +165,15 @@ class Sampler:
         return allowed
 
     def _logprobs_of(
-        self, logits: Tensor, draws: Sequence[Draw], ids: Sequence[int]
-    ) -> list[TokenLogprobs | None]:
-        """Of the chosen tokens, for the rows that asked; from the model's own logits."""
-        found: list[TokenLogprobs | None] = [None] * len(draws)
-        for at, (row, _) in enumerate(draws):
-            if row.params.logprobs is not None:  # one by one: a row's bits must not depend on its neighbours
-                found[at] = self._logprobs(logits[at : at + 1], [ids[at]], row.params.logprobs)[0]
-        return found
+        self, logits: Tensor, first: int, row: SamplingRow, ids: Sequence[int]
+    ) -> tuple[TokenLogprobs, ...] | None:
+        """Of the tokens chosen from the logits `first`, `first` + 1, …, if the row asked; the model's own."""
+        num_top = row.params.logprobs
+        if num_top is None or not ids:
+            return None
+        # One by one: a row's bits must not depend on its neighbours.
+        found = [self._logprobs(logits[at : at + 1], [t], num_top)[0] for at, t in enumerate(ids, first)]
+        return tuple(found)
 
     def _prompt_logprobs(self, logits: Tensor, first: int, row: SamplingRow) -> tuple[TokenLogprobs, ...]:
         found: list[TokenLogprobs] = []
@@ -238,6 +234,16 @@ def _penalise(logits: Tensor, past: Tensor, prompt_len: int, params: SamplingPar
         logits[ids] -= params.frequency_penalty * counts
     if params.presence_penalty:
         logits[ids] -= params.presence_penalty
+
+
+def _sampled(rows: Iterable[SamplingRow]) -> list[int]:
+    """Which rows of logits are sampled from: of each row the last `num_samples`."""
+    index: list[int] = []
+    end = 0
+    for row in rows:
+        end += row.num_logits
+        index += range(end - row.num_samples, end)
+    return index
 
 
 def _rows(logits: Tensor, index: Sequence[int]) -> Tensor:
