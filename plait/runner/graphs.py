@@ -7,11 +7,12 @@ buffers: one program serves every batch, decodes and pieces of prompts alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -24,6 +25,8 @@ from plait.schedule.plan import Chunk, Plan
 from plait.state.store import StateStore
 
 Table = tuple[int, ...]
+Largest = Callable[[Tensor], tuple[Tensor, Tensor]]
+Found = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 ASKED = frozenset(
     {int, bool, torch.Size, torch.dtype, torch.device, torch.layout}
 )  # no torch call writes these
@@ -175,15 +178,24 @@ class StaticBatch:
 class Program:
     """The decoder's step as one native call. Raises CannotRecord, naming the op that is in the way.
 
-    `hidden`: what the last call left of each token, [tokens, hidden].
+    `hidden`: what the last call left of each token, [tokens, hidden]; `largest`: what it found in each row of
+    logits by the function given under this name, None if that cannot be recorded.
     """
 
-    def __init__(self, decoder: Decoder, store: StateStore, executor: Any, static: StaticBatch) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: StateStore,
+        executor: Any,
+        static: StaticBatch,
+        largest: Largest | None = None,
+    ) -> None:
         self._executor, self._static = executor, static
         capacity = static.capacity
         with executor.recording(capacity.tokens, capacity.logits) as self._program, ViewsOnly():
             self.hidden = decoder.hidden(static.batch, store)  # held, so that nothing takes its place
             self._logits = decoder.logits(self.hidden, static.batch)
+            self.largest = _recorded_largest(largest, self._logits) if largest else None
         self._rows: dict[int, Tensor] = {}  # the first so many rows of logits, as steps asked for them
 
     @property
@@ -208,21 +220,34 @@ class Program:
         return rows
 
 
+def _recorded_largest(largest: Largest, logits: Tensor) -> Found | None:
+    """Where each step leaves the ids and the values; None if torch computes them, or another executor."""
+    try:
+        ids, values = largest(logits)
+    except CannotRecord:
+        return None
+    return ids.numpy(), values.numpy()
+
+
 def recorded(
     decoder: Decoder,
     store: StateStore,
     executor: Any,
     groups: Sequence[BlockGroup],
     capacity: Capacity,
+    largest: Largest | None = None,
 ) -> tuple[Program | None, StaticBatch | None, str]:
-    """(replay, its buffers, what was done or why it could not be)."""
+    """(replay, its buffers, what was done or why it could not be).
+
+    `largest`: what gives id and value of the largest of each row of logits, in the same call if it can.
+    """
     if executor is None:
         return None, None, "there is no executor of native kernels"
     if not decoder.spec.causal:
         return None, None, "the model is not causal: a step has no fixed form"
     static = StaticBatch(capacity, groups, store.block_size)
     try:
-        program = Program(decoder, store, executor, static)
+        program = Program(decoder, store, executor, static, largest)
     except CannotRecord as error:
         return None, None, str(error)
     return program, static, str(program)

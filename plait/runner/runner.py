@@ -59,7 +59,7 @@ class ModelRunner:
         self.groups, self.executor = block_groups(decoder.states), executor
         self._replay, self._static, self.step_kind = None, None, "op by op: nobody asked for a recording"
         if capacity:
-            made = recorded(decoder, store, executor, self.groups, capacity)
+            made = recorded(decoder, store, executor, self.groups, capacity, sampler.plain_largest)
             self._replay, self._static, self.step_kind = made
 
     def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
@@ -70,10 +70,10 @@ class ModelRunner:
             return []
         # What torch need not do is most of what a replay saves: behind the model's weights its code is cold.
         if self._replay and self._static and self._static.fits(plan):
-            hidden, logits = self._replay.hidden, self._replay(plan)
+            logits, hidden, largest = self._replay(plan), self._replay.hidden, self._replay.largest
         else:
-            hidden, logits = self._computed(plan)
-        return with_pooled(plan, hidden, self.sampler.sample(logits, sampling))
+            (hidden, logits), largest = self._computed(plan), None
+        return with_pooled(plan, hidden, self.sampler.sample(logits, sampling, largest))
 
     @torch.inference_mode()
     def _arrange(self, plan: Plan) -> None:

@@ -6,7 +6,7 @@ A row's answer is a function of that row, its settings and its history alone, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 FLOOR = -9999.0  # log-probabilities stay finite: JSON has no infinity
 ROWS_AT_ONCE = 64  # of prompt log-probabilities: [64, vocab] float32 beside the logits
 Draw = tuple[SamplingRow, int]  # which of a row's samples, from 0
+Largest = tuple[Any, Any]  # the ids and values of a batch's largest logits: tensors or arrays
 
 
 class Sampler:
@@ -55,10 +56,16 @@ class Sampler:
         self._draw, self.binding = sample.bind(facts, "sampler", ops)
         self.bindings = (found, self.binding)
 
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
+    @property
+    def plain_largest(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+        """Finds what `sample` takes as `largest`; None where every row is edited."""
+        return None if self._has_holes else lambda logits: self._largest(self._limited(logits))
+
+    def sample(self, logits: Tensor, batch: SamplingBatch, largest: Largest | None = None) -> list[Sampled]:
         """logits: [L, vocab] float, each row's `num_logits` in turn -> one answer per row of the batch.
 
-        Raises EngineError if a row to sample from has no finite maximum, naming the row.
+        `largest`: what `plain_largest` finds in them, of L rows or more, if that is known. Raises EngineError
+        if a row to sample from has no finite maximum, naming the row.
         """
         rows = batch.rows
         if logits.dtype != torch.float32:
@@ -69,7 +76,10 @@ class Sampler:
         draws = [(row, i) for row in rows for i in range(row.num_samples)]
         ids: list[int] = []
         if draws:
-            ids = self._choose(logits if len(draws) == count else logits[_sampled(rows)], draws)
+            if len(draws) == count:
+                ids = self._choose(logits, draws, largest)
+            else:
+                ids = self._choose(logits[_sampled(rows)], draws)
         answers, at, end = [], 0, 0
         for row in rows:
             first, end = end, end + row.num_logits
@@ -86,21 +96,27 @@ class Sampler:
         device = self.holes.device
         self.sample(torch.zeros(len(rows), self.vocab_size, device=device), SamplingBatch(rows))
 
-    def _choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    def _choose(self, logits: Tensor, draws: Sequence[Draw], largest: Largest | None = None) -> list[int]:
         """logits: [n, vocab], not changed -> n tokens."""
-        edited = self._edited(logits if logits.shape[1] == self.limit else logits[:, : self.limit], draws)
-        found, values = self._largest(edited)
-        if broken := [value for value in values.tolist() if not math.isfinite(value)]:
+        edited = self._edited(logits, draws)
+        if largest is None or edited is not logits:
+            largest = self._largest(self._limited(edited))
+        found, values = (part[: len(draws)].tolist() for part in largest)
+        if broken := [value for value in values if not math.isfinite(value)]:
             raise EngineError(
                 f"the model computed {broken[0]} as the largest logit of {len(broken)} of "
                 f"{len(draws)} tokens; a weight or a state is broken, or every token is forbidden"
             )
-        ids: list[int] = found.tolist()
+        ids: list[int] = found
         if drawn := [i for i, (row, _) in enumerate(draws) if row.params.temperature]:
-            chosen = self._drawn(_rows(edited, drawn), [draws[i] for i in drawn])
+            chosen = self._drawn(_rows(self._limited(edited), drawn), [draws[i] for i in drawn])
             for i, token_id in zip(drawn, chosen, strict=True):
                 ids[i] = token_id
         return ids
+
+    def _limited(self, logits: Tensor) -> Tensor:
+        """Without the ids behind the last one that may be sampled."""
+        return logits if logits.shape[1] == self.limit else logits[:, : self.limit]
 
     def _drawn(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         params = [row.params for row, _ in draws]
@@ -117,7 +133,7 @@ class Sampler:
         return chosen
 
     def _edited(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-        """With what each row's settings forbid, favour or penalise; a copy if anything changes."""
+        """With what each row's settings forbid, favour or penalise; a copy [n, limit] if anything changes."""
         edits = [
             at
             for at, (row, i) in enumerate(draws)
@@ -128,7 +144,7 @@ class Sampler:
         ]
         if not edits and not self._has_holes:
             return logits
-        logits = logits.clone()
+        logits = logits[:, : self.limit].clone()
         logits.index_fill_(1, self.holes, -torch.inf)
         pasts: dict[int, Tensor] = {}  # by row: one for all of its samples
         for at in edits:

@@ -18,6 +18,7 @@ from plait.kernels.cpu.norm import _rms_norm
 from plait.memory import PagedState, block_groups
 from plait.runner.graphs import Capacity, StaticBatch, ViewsOnly, recorded
 from plait.runner.inputs import build_batch
+from plait.runner.sampler import Sampler
 from plait.schedule.plan import Chunk, Plan
 from tests.families import tiny, tiny_attention, tiny_ssm
 from tests.runner.recordings import (
@@ -216,6 +217,26 @@ def test_hidden_states_outlast_the_program_that_left_them(checkpoints: Path, nam
             none, one, eager = (runner._computed(plan)[0][:6].clone() for plan in plans)
         assert torch.equal(none, one)
         assert torch.equal(one, eager)
+
+
+def test_the_largest_logits_are_found_in_the_same_call(cpu: Any, checkpoints: Path) -> None:
+    with loaded(folder_of("llama", checkpoints)) as model:
+        runner, spec, store = model.runner, model.runner.decoder.spec, memory(model)
+        size, limit = spec.vocab_size, spec.vocab_size - 2
+
+        def recorded_with(**options: Any) -> Any:
+            sampler = Sampler(size, **options)
+            parts = runner.decoder, store, runner.executor, runner.groups, CAPACITY
+            return recorded(*parts, sampler.plain_largest)[0]
+
+        assert recorded_with(executor=cpu).largest is None  # another one than that of the recording
+        assert recorded_with(executor=runner.executor, ops="reference").largest is None
+        replay = recorded_with(executor=runner.executor, banned=(limit, limit + 1))
+        for plan in walk(runner.groups, size):
+            store.zero_slots(plan.fresh)
+            values, ids = replay(plan)[:, :limit].max(-1)
+            assert replay.largest[0][: len(ids)].tolist() == ids.tolist()
+            assert replay.largest[1][: len(ids)].tolist() == values.tolist()
 
 
 def test_without_an_executor_nothing_is_recorded(checkpoints: Path) -> None:

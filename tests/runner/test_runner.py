@@ -45,10 +45,12 @@ MOST = 9  # tokens of a later chunk
 class Keeper:
     """A sampler that keeps the logits."""
 
+    plain_largest = None
+
     def __init__(self) -> None:
         self.logits = torch.empty(0)
 
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
+    def sample(self, logits: Tensor, batch: SamplingBatch, largest: None) -> list[Sampled]:
         self.logits = logits.clone()
         return []
 

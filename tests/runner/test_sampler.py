@@ -406,6 +406,27 @@ def test_an_executor_changes_no_answer(cpu: Any, seed: int) -> None:
     assert answer(logits, *rows, sampler=native) == [answer(x, r, sampler=native)[0] for x, r in parts]
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_to_know_the_largest_logits_changes_no_answer(seed: int) -> None:
+    rng = random.Random(seed)
+    plain = [
+        row(temperature=t, top_k=k, logprobs=n) for t, k, n in ((0.0, 0, None), (0.9, 5, None), (0.0, 0, 2))
+    ]
+    rows = [rng.choice(plain) for _ in range(rng.randrange(5))]
+    rows += [random_row(rng)] * rng.randrange(2)
+    logits = random_logits(sum(r.num_logits for r in rows), seed)
+    logits[:, 49] += 9.0  # banned
+    sampler = Sampler(VOCAB, banned=(48, 49))
+    assert sampler.plain_largest is not None
+    ids, values = sampler.plain_largest(torch.cat([logits, random_logits(2)]))  # a program has room for more
+    known = sampler.sample(logits, SamplingBatch(tuple(rows)), (ids.numpy(), values.numpy()))
+    assert known == answer(logits, *rows, sampler=sampler)
+
+
+def test_the_largest_logit_is_no_help_where_every_row_is_edited() -> None:
+    assert Sampler(VOCAB, banned=(2,)).plain_largest is None
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_executor_finds_broken_logits(cpu: Any, value: float, temperature: float) -> None:
