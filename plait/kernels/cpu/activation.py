@@ -122,64 +122,22 @@ def _put_some(out, up, at, y, count):
     store_some(out + at, y, count)
 
 
-@inline
-def _silu_piece(x, up, out, n):
-    full = n // 16 * 64
-    for at in range(0, full, 64):
-        _put(out, up, at, silu(load_f32(x + at)))
-    left = np.int32(n % 16)
-    if left > 0:
-        _put_some(out, up, full, silu(load_some(x + full, left)), left)
+def _piece_of(function):
+    """The activation of n floats at x, times those at `up` if that is not 0."""
+
+    @inline
+    def piece(x, up, out, n):
+        full, left = n // 16 * 64, np.int32(n % 16)
+        for at in range(0, full, 64):
+            _put(out, up, at, function(load_f32(x + at)))
+        if left > 0:
+            _put_some(out, up, full, function(load_some(x + full, left)), left)
+
+    return piece
 
 
-@inline
-def _gelu_piece(x, up, out, n):
-    full = n // 16 * 64
-    for at in range(0, full, 64):
-        _put(out, up, at, gelu(load_f32(x + at)))
-    left = np.int32(n % 16)
-    if left > 0:
-        _put_some(out, up, full, gelu(load_some(x + full, left)), left)
-
-
-@inline
-def _gelu_tanh_piece(x, up, out, n):
-    full = n // 16 * 64
-    for at in range(0, full, 64):
-        _put(out, up, at, gelu_tanh(load_f32(x + at)))
-    left = np.int32(n % 16)
-    if left > 0:
-        _put_some(out, up, full, gelu_tanh(load_some(x + full, left)), left)
-
-
-@inline
-def _relu_piece(x, up, out, n):
-    full = n // 16 * 64
-    for at in range(0, full, 64):
-        _put(out, up, at, relu(load_f32(x + at)))
-    left = np.int32(n % 16)
-    if left > 0:
-        _put_some(out, up, full, relu(load_some(x + full, left)), left)
-
-
-@inline
-def _relu2_piece(x, up, out, n):
-    full = n // 16 * 64
-    for at in range(0, full, 64):
-        _put(out, up, at, relu2(load_f32(x + at)))
-    left = np.int32(n % 16)
-    if left > 0:
-        _put_some(out, up, full, relu2(load_some(x + full, left)), left)
-
-
-@inline
-def _sigmoid_piece(x, up, out, n):
-    full = n // 16 * 64
-    for at in range(0, full, 64):
-        _put(out, up, at, _sigmoid(load_f32(x + at)))
-    left = np.int32(n % 16)
-    if left > 0:
-        _put_some(out, up, full, _sigmoid(load_some(x + full, left)), left)
+_silu_piece, _gelu_piece, _gelu_tanh_piece = map(_piece_of, (silu, gelu, gelu_tanh))
+_relu_piece, _relu2_piece, _sigmoid_piece = map(_piece_of, (relu, relu2, _sigmoid))
 
 
 @inline
@@ -227,13 +185,8 @@ def _share(items, n, thread, threads):
 @kernel
 def activate_rows(frame, args, thread, threads):
     """x, its row and head strides, heads, n of the result, bytes from gate to up or 0, kind, out (dense)."""
-    x, row_bytes, head_bytes, heads, n = (
-        word(args, 2),
-        word(args, 3),
-        word(args, 4),
-        word(args, 5),
-        word(args, 6),
-    )
+    x, row_bytes, head_bytes = word(args, 2), word(args, 3), word(args, 4)
+    heads, n = word(args, 5), word(args, 6)
     to_up, kind, out = word(args, 7), word(args, 8), word(args, 9)
     first, last = _share(rows_of(frame, args) * heads, n, thread, threads)
     for item in range(first, last):
@@ -287,13 +240,8 @@ def _capped(x, cap):
 @kernel
 def rescale_rows(frame, args, thread, threads):
     """x, its row and head strides, heads, n, scale, cap or 0, out (dense)."""
-    x, row_bytes, head_bytes, heads, n = (
-        word(args, 2),
-        word(args, 3),
-        word(args, 4),
-        word(args, 5),
-        word(args, 6),
-    )
+    x, row_bytes, head_bytes = word(args, 2), word(args, 3), word(args, 4)
+    heads, n = word(args, 5), word(args, 6)
     scale, limit, out = spread(get_f32(args + 56)), get_f32(args + 64), word(args, 9)
     cap = spread(limit)
     first, last = _share(rows_of(frame, args) * heads, n, thread, threads)
@@ -316,13 +264,8 @@ def rescale_rows(frame, args, thread, threads):
 @kernel
 def gated_rows(frame, args, thread, threads):
     """x, its row stride, gate, its row stride, n, out (dense)."""
-    x, x_bytes, gate, gate_bytes, n = (
-        word(args, 2),
-        word(args, 3),
-        word(args, 4),
-        word(args, 5),
-        word(args, 6),
-    )
+    x, x_bytes, gate = word(args, 2), word(args, 3), word(args, 4)
+    gate_bytes, n = word(args, 5), word(args, 6)
     out = word(args, 7)
     first, last = _share(rows_of(frame, args), n, thread, threads)
     for item in range(first, last):

@@ -46,14 +46,8 @@ KEPT = (torch.float32, torch.bfloat16, torch.int8)
 @kernel
 def store_rows(frame, args, thread, threads):
     """k, its strides, v, its strides, k_cache, v_cache, slots, kv_heads, d, block_size, bytes of a number."""
-    k, k_row, k_head, v, v_row, v_head = (
-        word(args, 2),
-        word(args, 3),
-        word(args, 4),
-        word(args, 5),
-        word(args, 6),
-        word(args, 7),
-    )
+    k, k_row, k_head = word(args, 2), word(args, 3), word(args, 4)
+    v, v_row, v_head = word(args, 5), word(args, 6), word(args, 7)
     keys, values, slots = word(args, 8), word(args, 9), word(args, 10)
     heads, d, block, size = word(args, 11), word(args, 12), word(args, 13), word(args, 14)
     items, pairs = rows_of(frame, args) * heads, scratch_of(frame, thread)

@@ -61,14 +61,8 @@ def code(x, n, to, stride, scale, scratch):
 def store_codes(frame, args, thread, threads):
     """k, its strides, v, its strides, k_cache, v_cache, slots, kv_heads, d, block_size, columns of a key's
     scale."""
-    k, k_row, k_head, v, v_row, v_head = (
-        word(args, 2),
-        word(args, 3),
-        word(args, 4),
-        word(args, 5),
-        word(args, 6),
-        word(args, 7),
-    )
+    k, k_row, k_head = word(args, 2), word(args, 3), word(args, 4)
+    v, v_row, v_head = word(args, 5), word(args, 6), word(args, 7)
     keys, values, slots = word(args, 8), word(args, 9), word(args, 10)
     heads, d, block, part = word(args, 11), word(args, 12), word(args, 13), word(args, 14)
     scratch, items = scratch_of(frame, thread), rows_of(frame, args) * heads
@@ -90,13 +84,8 @@ def store_latent_codes(frame, args, thread, threads):
     """latent, its row stride, cache, slots, columns in codes, of a scale; where the rest begins, how many
     numbers it has, bytes of an entry."""
     latent, row_bytes, cached, slots = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    n, group, rest_at, rest, width = (
-        word(args, 6),
-        word(args, 7),
-        word(args, 8),
-        word(args, 9),
-        word(args, 10),
-    )
+    n, group, rest_at = word(args, 6), word(args, 7), word(args, 8)
+    rest, width = word(args, 9), word(args, 10)
     scratch, rows = scratch_of(frame, thread), rows_of(frame, args)
     for r in range(rows * thread // threads, rows * (thread + 1) // threads):
         x, to = latent + r * row_bytes, cached + get_i64(slots + 8 * r) * width

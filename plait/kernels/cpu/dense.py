@@ -355,13 +355,8 @@ def _put_half(address, value):
 @kernel
 def pack_dense(frame, args, thread, threads):
     """source, bytes between its rows, n_in, n_out, tiles, layout: 0 float32, 1 bfloat16, 2 float16."""
-    source, row_bytes, n, n_out, out = (
-        word(args, 2),
-        word(args, 3),
-        word(args, 4),
-        word(args, 5),
-        word(args, 6),
-    )
+    source, row_bytes, n = word(args, 2), word(args, 3), word(args, 4)
+    n_out, out = word(args, 5), word(args, 6)
     layout = word(args, 7)
     tiles, pairs = (n_out + 15) // 16, (n + 1) // 2
     size = 4 if layout == 0 else 2

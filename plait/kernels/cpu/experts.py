@@ -64,20 +64,10 @@ def _sort(index, row_bytes, pair_bytes, tokens, k, count, starts, places):
 @kernel
 def sort_rows(frame, args, thread, threads):
     """index, its row and pair strides, k, experts, starts, places, x, its row stride, n, out (dense)."""
-    index, row_bytes, pair_bytes, k, count = (
-        word(args, 2),
-        word(args, 3),
-        word(args, 4),
-        word(args, 5),
-        word(args, 6),
-    )
-    starts, places, x, x_bytes, n = (
-        word(args, 7),
-        word(args, 8),
-        word(args, 9),
-        word(args, 10),
-        word(args, 11),
-    )
+    index, row_bytes, pair_bytes = word(args, 2), word(args, 3), word(args, 4)
+    k, count = word(args, 5), word(args, 6)
+    starts, places, x = word(args, 7), word(args, 8), word(args, 9)
+    x_bytes, n = word(args, 10), word(args, 11)
     out, tokens = word(args, 12), rows_of(frame, args)
     if thread == 0:
         _sort(index, row_bytes, pair_bytes, tokens, k, count, starts, places)
@@ -96,13 +86,8 @@ def add_biases(frame, args, thread, threads):
 
     A pair finds its expert among the starts by halving.
     """
-    x, n, starts, count, biases = (
-        word(args, 2),
-        word(args, 3),
-        word(args, 4),
-        word(args, 5),
-        word(args, 6),
-    )
+    x, n, starts = word(args, 2), word(args, 3), word(args, 4)
+    count, biases = word(args, 5), word(args, 6)
     pairs = get_i64(starts + 8 * count)
     for p in range(pairs * thread // threads, pairs * (thread + 1) // threads):
         low, high = np.int64(0), count  # starts[low] <= p < starts[high]
@@ -125,12 +110,8 @@ def weigh_rows(frame, args, thread, threads):
     out (dense) = shared + the sum of weight · row over the k rows of each token, in the order they lie in.
     """
     x, n, places, k, weight = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
-    weight_row, weight_pair, shared, shared_bytes = (
-        word(args, 7),
-        word(args, 8),
-        word(args, 9),
-        word(args, 10),
-    )
+    weight_row, weight_pair = word(args, 7), word(args, 8)
+    shared, shared_bytes = word(args, 9), word(args, 10)
     out, tokens = word(args, 11), rows_of(frame, args)
     for t in range(tokens * thread // threads, tokens * (thread + 1) // threads):
         to, before = out + 4 * n * t, np.int64(-1)

@@ -108,22 +108,10 @@ def _move(h, n, decay, v, b, w, before, c):
 def mamba3_heads(frame, args, thread, threads):
     """heads, rows of one, n; x and B and C with two strides each, dt and blend with one; theta or 0 with two;
     A, D; state, angle or 0, prev_b, prev_x with a slot stride each; slots, query_start, has_history; out."""
-    heads, dim, n, x, x_bytes, x_head = (
-        word(args, 2),
-        word(args, 3),
-        word(args, 4),
-        word(args, 5),
-        word(args, 6),
-        word(args, 7),
-    )
-    b, b_bytes, b_head, c, c_bytes, c_head = (
-        word(args, 8),
-        word(args, 9),
-        word(args, 10),
-        word(args, 11),
-        word(args, 12),
-        word(args, 13),
-    )
+    heads, dim, n = word(args, 2), word(args, 3), word(args, 4)
+    x, x_bytes, x_head = word(args, 5), word(args, 6), word(args, 7)
+    b, b_bytes, b_head = word(args, 8), word(args, 9), word(args, 10)
+    c, c_bytes, c_head = word(args, 11), word(args, 12), word(args, 13)
     dt, dt_bytes, blend, blend_bytes = word(args, 14), word(args, 15), word(args, 16), word(args, 17)
     theta, theta_bytes, theta_head = word(args, 18), word(args, 19), word(args, 20)
     rate, skip, state, state_slot = word(args, 21), word(args, 22), word(args, 23), word(args, 24)

@@ -29,13 +29,8 @@ def _copy(source, to, n):
 @kernel
 def taken_rows(frame, args, thread, threads):
     """x, its row and head strides, heads, n, index (int64), out (dense)."""
-    x, row_bytes, head_bytes, heads, n = (
-        word(args, 2),
-        word(args, 3),
-        word(args, 4),
-        word(args, 5),
-        word(args, 6),
-    )
+    x, row_bytes, head_bytes = word(args, 2), word(args, 3), word(args, 4)
+    heads, n = word(args, 5), word(args, 6)
     index, out = word(args, 7), word(args, 8)
     items = rows_of(frame, args) * heads
     for i in range(items * thread // threads, items * (thread + 1) // threads):

@@ -119,13 +119,8 @@ def _top_of_span(x, first, last):
 @kernel
 def largest_rows(frame, args, thread, threads):
     """x, its row stride, vocab, ids (int64), values (float32): every row is shared out to all threads."""
-    x, row_bytes, vocab, ids, values = (
-        word(args, 2),
-        word(args, 3),
-        word(args, 4),
-        word(args, 5),
-        word(args, 6),
-    )
+    x, row_bytes, vocab = word(args, 2), word(args, 3), word(args, 4)
+    ids, values = word(args, 5), word(args, 6)
     rows, found = rows_of(frame, args), shared_of(frame)
     first = vocab // 16 * thread // threads * 16
     last = vocab if thread == threads - 1 else vocab // 16 * (thread + 1) // threads * 16
@@ -345,13 +340,8 @@ def _draw_of_all(x, vocab, settings, memory):
 @kernel
 def drawn_rows(frame, args, thread, threads):
     """x, its row stride, vocab, temperature, top_k, top_p, min_p, uniform, ids: float64 and int64."""
-    x, row_bytes, vocab, heat, top_k = (
-        word(args, 2),
-        word(args, 3),
-        word(args, 4),
-        word(args, 5),
-        word(args, 6),
-    )
+    x, row_bytes, vocab = word(args, 2), word(args, 3), word(args, 4)
+    heat, top_k = word(args, 5), word(args, 6)
     top_p, min_p, uniform, out = word(args, 7), word(args, 8), word(args, 9), word(args, 10)
     rows, scratch = rows_of(frame, args), scratch_of(frame, thread)
     memory = (scratch + 8 * vocab, scratch + 12 * vocab, scratch)  # values, ids, weights; then counts

@@ -125,13 +125,8 @@ def mamba1_channels(frame, args, thread, threads):
     """channels, n; x, dt, B, C with a row stride each; A, D or 0; limit, limited; state, its slot stride;
     slots, query_start, has_history; out (dense)."""
     inner, n, x, x_bytes, dt = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
-    dt_bytes, b, b_bytes, c, c_bytes = (
-        word(args, 7),
-        word(args, 8),
-        word(args, 9),
-        word(args, 10),
-        word(args, 11),
-    )
+    dt_bytes, b, b_bytes = word(args, 7), word(args, 8), word(args, 9)
+    c, c_bytes = word(args, 10), word(args, 11)
     decay, skip, limit, limited = word(args, 12), word(args, 13), get_f32(args + 112), word(args, 15) != 0
     state, slot_bytes, slots, starts = word(args, 16), word(args, 17), word(args, 18), word(args, 19)
     history, out, counter = word(args, 20), word(args, 21), word(args, 1)
