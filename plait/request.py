@@ -236,6 +236,8 @@ class Request:
     `grammar`: what every choice must be; `thinking`: how much of it may be thinking. `shape`: how its text is
     read; None: all of it is content.
     `pooling`: what is wanted is the hidden state after the last norm, of the last token or the mean of all.
+    `interval`: tokens of a choice that an engine in another process tells of at a time; the first, and the
+    end, it tells at once.
     """
 
     id: str
@@ -251,6 +253,7 @@ class Request:
     thinking: ThinkingBudget | None = None
     shape: ReplyShape | None = None
     pooling: Pooling | None = None
+    interval: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from plait.config import EngineConfig
 from plait.engine.core import Engine, Runner
+from plait.engine.events import Pace, joined
 from plait.engine.page import Page
 from plait.engine.rounds import Rounds
 from plait.engine.text_source import TextSource
@@ -233,14 +234,24 @@ class EngineChild:
 
 
 class _Reader:
-    """Passes the events of one request on; its choices that ended elsewhere are not awaited."""
+    """Passes the events of one request on, those of `interval` tokens as one.
+
+    Its choices that ended elsewhere are not awaited.
+    """
 
     def __init__(self, child: EngineChild, key: int, request: Request) -> None:
         self._child, self._key, self._request = child, key, request
         self._num_open = request.params.n - sum(tokens is None for tokens in request.resumed)
+        self._paces = [Pace(request.interval) for _ in range(request.params.n)]
+        self._held: list[list[Event]] = [[] for _ in self._paces]
 
     def __call__(self, event: Event) -> None:
-        self._child.say(self._key, event)
+        held = self._held[event.index]
+        held.append(event)
+        if self._paces[event.index].is_due(event):
+            for one in joined(held):
+                self._child.say(self._key, one)
+            held.clear()
         if event.finish_reason is not None:
             self._num_open -= 1
             if not self._num_open:

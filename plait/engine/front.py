@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from plait.engine.choice import OnEvent
 from plait.engine.courier import Couriers
+from plait.engine.events import MOST_AT_ONCE
 from plait.engine.stream import Stream
 from plait.engine.terms import NO_TERMS, Terms
 from plait.errors import BadGrammar, BadTemplate, ContextTooLong, InvalidField
@@ -242,11 +243,20 @@ class Front:
         """Raises QueueFull, or EngineError, if a request that came now would be refused, whatever it asks."""
         self.loop.check_room()
 
-    def submit(self, request: Request) -> Stream:
-        """Start a request. Raises QueueFull and other CapacityErrors at once."""
+    def submit(self, request: Request, interval: int | None = 1) -> Stream:
+        """Start a request. Raises QueueFull and other CapacityErrors at once.
+
+        `interval`: see `Stream.gather`; None: nobody needs more than the end, see `Stream.be_patient`.
+        """
         reader = None if request.shape is None else self.speech.reader(request.shape)
-        request = replace(request, shape=None)  # the engine reads no text
+        is_read = reader is not None or bool(request.params.stop)
+        told = 1 if is_read else interval or MOST_AT_ONCE
+        request = replace(request, shape=None, interval=told)  # the engine reads no text
         stream = Stream(request, self.tokenizer, self.loop.cancel, reader, self._couriers)
+        if interval is None:
+            stream.be_patient()
+        else:
+            stream.gather(interval)
         self.loop.submit(request, stream.on_event)
         return stream
 

@@ -54,7 +54,8 @@ class Entry:
         if not self.is_resumed:
             return self.request
         parts = (self.parts.get(i) for i in range(self.request.params.n))
-        return replace(self.request, resumed=tuple(None if p is None else tuple(p.token_ids) for p in parts))
+        resumed = tuple(None if p is None else tuple(p.token_ids) for p in parts)
+        return replace(self.request, resumed=resumed, interval=1)  # what it brings shows that it is sound
 
     @property
     def has_passed(self) -> bool:
@@ -108,7 +109,8 @@ class Ledger:
             return
         part = entry.parts[said.index]
         event = heard(entry.request.id, said)
-        if part.token_ids:  # what the first engine found counts: a later one finds the reply's own tokens
+        if part.token_ids and event.num_cached_tokens != part.num_cached_tokens:
+            # What the first engine found counts: a later one finds the reply's own tokens.
             event = replace(event, num_cached_tokens=part.num_cached_tokens)
         part.num_cached_tokens = event.num_cached_tokens
         if event.trace is not None and entry.is_resumed:

@@ -1,8 +1,4 @@
-"""How often a reader is told: every so many tokens of a choice, the first token and the end at once.
-
-The side that wakes the reader counts, and the reader does, by the same rule: so an event is made of the same
-tokens however far the reader has fallen behind.
-"""
+"""What a reader is told at a time: the deltas of so many tokens of a choice, as `events.Pace` counts them."""
 
 from __future__ import annotations
 
@@ -11,28 +7,13 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from plait.engine.events import Pace
 from plait.request import Event
 from plait.text.tools import Content, Reasoning
 from plait.text.tools.reply import merged
 
 if TYPE_CHECKING:
     from plait.engine.stream import Delta
-
-
-class Pace:
-    """Counts the tokens of one choice: `interval` of them are told together."""
-
-    def __init__(self, interval: int) -> None:
-        self._interval, self._missing = interval, 1
-
-    def is_due(self, event: Event) -> bool:
-        """Whether what has gathered is told, now that this event has come."""
-        self._missing -= len(event.token_ids)
-        is_last = event.finish_reason is not None
-        if self._missing > 0 and not is_last and event.prompt_logprobs is None:
-            return False
-        self._missing = self._interval
-        return True
 
 
 class Gathered:

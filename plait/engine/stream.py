@@ -10,11 +10,12 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from plait.engine.courier import Couriers
-from plait.engine.pace import Gathered, Pace
+from plait.engine.events import Pace, joined
+from plait.engine.pace import Gathered
 from plait.engine.reading import Reading
 from plait.request import Event, FinishReason, Request, RequestTrace, TokenLogprobs
 from plait.text.detokenize import StreamDecoder
@@ -24,7 +25,6 @@ from plait.text.tools import Content
 from plait.text.tools import Delta as Part
 from plait.text.tools.reply import merged
 
-AT_ONCE = 256  # events that are read as one: some milliseconds
 LAST_WORD_S = 60.0  # how long to wait for the engine to say how a choice went that a stop string ended
 
 
@@ -151,33 +151,6 @@ def _each(
     fn: Callable[[TokenLogprobs], TextLogprob], values: tuple[TokenLogprobs, ...] | None
 ) -> tuple[TextLogprob, ...] | None:
     return None if values is None else tuple(fn(v) for v in values)
-
-
-def joined(events: Sequence[Event]) -> list[Event]:
-    """The same tokens in fewer events, each choice's in order: up to AT_ONCE become one, not the end."""
-    runs: list[list[Event]] = []
-    open_runs: dict[int, list[Event]] = {}
-    for event in events:
-        run = open_runs.get(event.index)
-        if run and len(run) < AT_ONCE and _goes_on(run[-1], event):
-            run.append(event)
-        else:
-            open_runs[event.index] = run = [event]
-            runs.append(run)
-    return [_one(run) if len(run) > 1 else run[0] for run in runs]
-
-
-def _goes_on(last: Event, event: Event) -> bool:
-    is_end = last.finish_reason is not None or event.finish_reason is not None
-    return (
-        not is_end and (last.logprobs is None) == (event.logprobs is None) and event.prompt_logprobs is None
-    )
-
-
-def _one(run: Sequence[Event]) -> Event:
-    scores = None if run[0].logprobs is None else tuple(lp for event in run for lp in event.logprobs or ())
-    tokens = tuple(token_id for event in run for token_id in event.token_ids)
-    return replace(run[-1], token_ids=tokens, logprobs=scores, prompt_logprobs=run[0].prompt_logprobs)
 
 
 def _rest(events: SimpleQueue[Event] | asyncio.Queue[Event]) -> Iterator[Event]:

@@ -38,7 +38,7 @@ NATIVE = (
     *("_lzma", "_multiprocessing", "_opcode", "_pickle", "_posixshmem", "_posixsubprocess", "_queue"),
     *("_random", "_sha2", "_sha512", "_socket", "_ssl", "_struct", "_uuid", "array", "binascii", "cmath"),
     *("fcntl", "grp", "math", "mmap", "resource", "select", "unicodedata", "zlib"),
-    *("numpy", "tokenizers", "splintr", "markupsafe"),
+    *("_decimal", "msgspec", "numpy", "tokenizers", "splintr", "markupsafe"),
 )
 OURS = ("plait.engine.front", "plait.engine.core", "plait.engine.loop", "plait.text.load")
 THEIRS = ("torchgen.model", "unittest.mock", "urllib.request", "importlib.metadata", "llvmlite.ir")

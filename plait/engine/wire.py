@@ -182,9 +182,11 @@ class Frames(Generic[M]):
 
 def spoken(key: int, event: Event) -> Spoken:
     """An event as it is sent: most are a token and nothing more."""
-    index, token_ids, num_cached = event.index, event.token_ids, event.num_cached_tokens
-    plain = Event(event.request_id, index, token_ids, num_cached_tokens=num_cached)
-    return Spoken(key, index, token_ids, num_cached, None if event == plain else event)
+    is_more = (
+        event.finish_reason is not None or event.logprobs is not None or event.prompt_logprobs is not None
+    )
+    more = event if is_more else None  # a stop token, an error, a trace, an embedding come with the end
+    return Spoken(key, event.index, event.token_ids, event.num_cached_tokens, more)
 
 
 def heard(request_id: str, said: Spoken) -> Event:

@@ -75,13 +75,13 @@ class Caller:
         """As Front's, and bounded like `prepare`."""
         return self._counted(self._front.prepare_chat(messages, *given, **options))
 
-    def submit(self, request: Request) -> Stream:
+    def submit(self, request: Request, interval: int | None = 1) -> Stream:
         """As Front's, under the key's own salt. The key pays for the prompt."""
         exchange = self._exchange
         if exchange.key.name:
             # No name holds a slash, so no salt that is sent makes one key's prompts another's.
             request = replace(request, cache_salt=f"{exchange.key.name}/{request.cache_salt}")
-        stream = self._front.submit(request)
+        stream = self._front.submit(request, interval)
         exchange.streams.append(stream)
         if exchange.account is not None:
             exchange.account.pay(len(request.prompt_token_ids))

@@ -40,30 +40,24 @@ class Generation:
         self._finished = False
 
     @classmethod
-    async def start(cls, front: Front, requests: Sequence[Request], *, waits: bool = False) -> Generation:
+    async def start(
+        cls, front: Front, requests: Sequence[Request], interval: int | None, *, waits: bool = False
+    ) -> Generation:
         """Submit every request or none. Raises QueueFull and other CapacityErrors.
 
-        `waits`: where there is no room, it is waited for, so long at most for each request.
+        `interval`: tokens that a delta has, None where only the end matters, see `Front.submit`. `waits`:
+        where there is no room, it is waited for, so long at most for each request.
         """
         streams: list[Stream] = []
         try:
             for request in requests:
-                streams.append(await _taken(front, request) if waits else front.submit(request))
+                taken = await _taken(front, request, interval) if waits else front.submit(request, interval)
+                streams.append(taken)
         except BaseException:
             for stream in streams:
                 stream.cancel()
             raise
         return cls(requests, streams)
-
-    def be_patient(self) -> None:
-        """Nobody is told anything before the end: see `Stream.be_patient`."""
-        for stream in self._streams:
-            stream.be_patient()
-
-    def gather(self, interval: int) -> None:
-        """A delta has so many tokens: see `Stream.gather`."""
-        for stream in self._streams:
-            stream.gather(interval)
 
     async def peek(self) -> None:
         """Wait a moment for the first delta. Raises what the engine refused the request with."""
@@ -91,13 +85,13 @@ class Generation:
         await self._deltas.aclose()
 
 
-async def _taken(front: Front, request: Request) -> Stream:
+async def _taken(front: Front, request: Request, interval: int | None) -> Stream:
     until = time.monotonic() + min(PATIENCE_S, request.timeout_s or PATIENCE_S)
     while time.monotonic() < until:
         with contextlib.suppress(QueueFull):
-            return front.submit(request)
+            return front.submit(request, interval)
         await asyncio.sleep(RETRY_S)
-    return front.submit(request)
+    return front.submit(request, interval)
 
 
 async def planned(plan: Callable[[], T], threads: Executor | None) -> T:

@@ -100,8 +100,7 @@ async def _respond(
     for first in range(0, len(outcome.requests), size):
         requests = outcome.requests[first : first + size]
         # What was computed for the first of a list is not thrown away because others came meanwhile.
-        generation = await Generation.start(front, requests, waits=bool(first))
-        generation.be_patient()
+        generation = await Generation.start(front, requests, None, waits=bool(first))
         try:
             async for i, delta in generation:
                 usage.add(first + i, delta)
@@ -112,8 +111,7 @@ async def _respond(
 
 
 async def _streamed(front: Front, outcome: Outcome, usage: Usage, interval: int) -> Response:
-    generation = await Generation.start(front, outcome.requests)
-    generation.gather(interval)
+    generation = await Generation.start(front, outcome.requests, interval)
     try:
         await generation.peek()
     except BaseException:

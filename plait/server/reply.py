@@ -119,14 +119,12 @@ async def _respond(
     front: Front, plan: Callable[[], Reply], threads: Executor | None, interval: int
 ) -> Response:
     reply = await planned(plan, threads)
-    generation = await Generation.start(front, reply.requests)
+    generation = await Generation.start(front, reply.requests, interval if reply.stream else None)
     usage = Usage(reply.requests)
     try:
         if reply.stream:
-            generation.gather(interval)
             await generation.peek()
             return EventStream(_bodies(reply, generation, usage), generation.close)
-        generation.be_patient()
         async for i, delta in generation:
             usage.add(i, delta)
             reply.add(i, delta)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.engine.pace import Gathered, Pace
+from plait.engine.events import Pace
+from plait.engine.pace import Gathered
 from plait.engine.stream import Delta, Stream
 from plait.request import Event, FinishReason, Request, SamplingParams
 from plait.text.tools import Arguments, CallEnd, CallStart, Content, Reasoning

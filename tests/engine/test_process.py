@@ -415,3 +415,32 @@ def test_an_engine_that_takes_another_s_place_says_how_it_gets_on() -> None:
         assert process.loading is None
         assert seen[0][0] in {"starting another engine", "reading headers", "ready"}
     assert process.loading is None
+
+
+def test_tokens_that_are_told_together_cross_in_one_event() -> None:
+    reader, prompt = Reader(), [3, 5, 7, 11]
+    with running() as process:
+        process.submit(request("fours", prompt, max_tokens=11, n=2, more={"interval": 4}), reader)
+        process.submit(request("whole", prompt, max_tokens=70, more={"interval": 64}), reader)
+        until(done(reader, "whole"))
+        until(done(reader, "fours", choices=2))
+    for name, index, sizes in (  # what is told at the end is two events: the last one stays as it came
+        ("fours", 0, [1, 4, 4, 1, 1]),
+        ("fours", 1, [1, 4, 4, 1, 1]),
+        ("whole", 0, [1, 64, 4, 1]),
+    ):
+        events = reader.events[name, index]
+        assert [n for e in events if (n := len(e.token_ids))] == sizes
+        seed = choice_seed(0, index)
+        assert reader.tokens(name, index) == oracle(prompt, sum(sizes), seed)
+        assert [e.finish_reason for e in events if e.finish_reason] == ["length"]
+
+
+def test_tokens_that_an_engine_kept_when_it_was_killed_are_computed_again() -> None:
+    reader, prompt = Reader(), [3, 5, 7, 11]
+    with running() as process:
+        process.submit(request("whole", prompt, max_tokens=300, more={"interval": 64}), reader)
+        until(lambda: len(reader.tokens("whole")) > 65)
+        kill(process)
+        until(done(reader, "whole"))
+    assert reader.tokens("whole") == oracle(prompt, 300)

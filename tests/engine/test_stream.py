@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.engine.stream import AT_ONCE, Choice, Delta, Stream, joined
+from plait.engine.events import AT_ONCE, joined
+from plait.engine.stream import Choice, Delta, Stream
 from plait.request import Event, Request, RequestTrace, SamplingParams, TokenLogprobs
 from plait.text.builtin_tokenizer import builtin_tokenizer
 from plait.text.tokenizer import Tokenizer

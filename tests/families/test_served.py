@@ -63,8 +63,8 @@ class Watched:
         self.loaded.front.submit = self.submit
         self.loaded.runner.execute = self.execute
 
-    def submit(self, request: Request) -> Stream:
-        stream = self._submit(request)
+    def submit(self, request: Request, interval: int | None = 1) -> Stream:
+        stream = self._submit(request, interval)
         self._arrived.append(request.id)
         if len(self._arrived) == self.arrivals:
             self._all_here.set()

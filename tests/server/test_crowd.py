@@ -243,7 +243,7 @@ def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     request = front.prepare("FULL", SamplingParams(max_tokens=1))
 
     async def ask() -> None:
-        await Generation.start(front, [request], waits=True)
+        await Generation.start(front, [request], None, waits=True)
 
     with pytest.raises(QueueFull):
         asyncio.run(ask())

@@ -1,0 +1,58 @@
+"""Events of several steps as one, and how often that is told.
+
+The engine's process, the side that wakes the reader and the reader count by the same rule: so an event is
+made of the same tokens however far one of them has fallen behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from plait.request import Event
+
+AT_ONCE = 256  # events that are read as one: some milliseconds
+MOST_AT_ONCE = 64  # tokens that an engine's process keeps of a reply that nobody sees before its end
+
+
+class Pace:
+    """Counts the tokens of one choice: `interval` of them are told together."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval, self._missing = interval, 1
+
+    def is_due(self, event: Event) -> bool:
+        """Whether what has gathered is told, now that this event has come."""
+        self._missing -= len(event.token_ids)
+        is_last = event.finish_reason is not None
+        if self._missing > 0 and not is_last and event.prompt_logprobs is None:
+            return False
+        self._missing = self._interval
+        return True
+
+
+def joined(events: Sequence[Event]) -> list[Event]:
+    """The same tokens in fewer events, each choice's in order: up to AT_ONCE become one, not the end."""
+    runs: list[list[Event]] = []
+    open_runs: dict[int, list[Event]] = {}
+    for event in events:
+        run = open_runs.get(event.index)
+        if run and len(run) < AT_ONCE and _goes_on(run[-1], event):
+            run.append(event)
+        else:
+            open_runs[event.index] = run = [event]
+            runs.append(run)
+    return [_one(run) if len(run) > 1 else run[0] for run in runs]
+
+
+def _goes_on(last: Event, event: Event) -> bool:
+    is_end = last.finish_reason is not None or event.finish_reason is not None
+    return (
+        not is_end and (last.logprobs is None) == (event.logprobs is None) and event.prompt_logprobs is None
+    )
+
+
+def _one(run: Sequence[Event]) -> Event:
+    scores = None if run[0].logprobs is None else tuple(lp for event in run for lp in event.logprobs or ())
+    tokens = tuple(token_id for event in run for token_id in event.token_ids)
+    return replace(run[-1], token_ids=tokens, logprobs=scores, prompt_logprobs=run[0].prompt_logprobs)
