@@ -29,6 +29,7 @@ class Part:
     first_token_s: float | None = None
     is_cancelled: bool = False
     num_on_trial: int = 0  # tokens since it was last asked for
+    num_to_pass: int = TRIAL_TOKENS  # such tokens after which it is past the place where an engine ended
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +61,7 @@ class Entry:
     @property
     def has_passed(self) -> bool:
         """Whether it has got past the place where the last engine ended."""
-        return all(part.num_on_trial >= TRIAL_TOKENS for part in self.parts.values())
+        return all(part.num_on_trial >= part.num_to_pass for part in self.parts.values())
 
 
 class Ledger:
@@ -147,9 +148,11 @@ class Ledger:
         charged = self._charged(planned, arriving)
         self._on_trial, self._unsent = None, {**self._entries}
         for entry in self._unsent.copy().values():
+            kept = entry.request.interval - 1 if entry.is_sent and not entry.is_resumed else 0
             entry.is_sent, entry.is_resumed = False, entry.is_resumed or entry.is_sent
             for i, part in [*entry.parts.items()]:
-                part.num_on_trial = 0
+                # Behind its first token an engine may have had so many that it had not told of.
+                part.num_on_trial, part.num_to_pass = 0, TRIAL_TOKENS + (kept if part.token_ids else 0)
                 if part.is_cancelled:
                     self._pass(entry, Event(entry.request.id, i, finish_reason="cancelled"))
         for entry in charged:

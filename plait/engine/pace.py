@@ -22,10 +22,14 @@ class Gathered:
     def __init__(self, interval: int) -> None:
         self._pace = Pace(interval)
         self._held: list[Delta] = []
+        self.has_told = False
 
     def push(self, event: Event, delta: Delta | None) -> list[Delta]:
-        """What is told now that this event has come, which brought this delta."""
-        is_due = self._pace.is_due(event)
+        """What is told now that this event has come, which brought this delta.
+
+        The first that says anything does not wait: it may come with a later token than the first.
+        """
+        is_due = self._pace.is_due(event) or not self.has_told
         ready: list[Delta] = []
         if delta is not None:
             if self._held and not _goes_on(self._held[-1], delta):
@@ -35,7 +39,7 @@ class Gathered:
         return [*ready, self._told()] if is_due and self._held else ready
 
     def _told(self) -> Delta:
-        held, self._held = self._held, []
+        held, self._held, self.has_told = self._held, [], True
         return _as_one(held) if len(held) > 1 else held[0]
 
 

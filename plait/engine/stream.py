@@ -283,7 +283,8 @@ class Stream:
 
     def _wakes(self, event: Event) -> bool:
         if self._paces:
-            return self._paces[event.index].is_due(event)
+            is_due = self._paces[event.index].is_due(event)
+            return is_due or not self._gathered[event.index].has_told
         return event.finish_reason is not None or not self._is_patient
 
     def _deltas(self, event: Event) -> Sequence[Delta]:

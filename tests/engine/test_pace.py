@@ -91,6 +91,7 @@ def test_a_reader_is_woken_for_what_is_due_and_no_earlier() -> None:
         for one in events(TEXT):
             asked.on_event(one)
             counts.append(len(desk.brought))
+            await asyncio.sleep(0)  # the first is read: until something was told, every token wakes
         await reading
 
     asyncio.run(tell())
@@ -176,3 +177,35 @@ def test_thinking_content_and_calls_are_told_apart(
 def _kinds(delta: Delta) -> set[str]:
     names = {Content: "content", Reasoning: "thinking"}
     return {names.get(type(part), "call") for part in delta.parts} or {"content"}
+
+
+def test_the_first_text_does_not_wait_for_tokens_that_say_nothing() -> None:
+    """Half a character, a marker of thinking: the first token may bring no delta."""
+    held = Gathered(8)
+    silent = [held.push(event("x"), None) for _ in range(3)]
+    assert silent == [[], [], []]
+    assert [d.text for d in held.push(event("x"), Delta(0, "first"))] == ["first"]
+    later = [held.push(event("x"), Delta(0, str(i))) for i in range(8)]
+    assert [[d.text for d in found] for found in later if found] == [
+        ["01234"]
+    ]  # as the side that wakes counts
+
+
+def test_a_reader_is_woken_for_every_token_until_something_was_told() -> None:
+    desk = Desk()
+    asked = stream(8, desk)
+
+    async def read() -> list[str]:
+        deltas = aiter(asked)
+        half = "é".encode()
+        reading = asyncio.ensure_future(anext(deltas))
+        await asyncio.sleep(0)
+        asked.on_event(Event("r", 0, (half[0],)))
+        asked.on_event(Event("r", 0, (half[1],)))
+        first = (await reading).text
+        for one in events("12345678"):
+            asked.on_event(one)
+        return [first, *[d.text async for d in deltas]]
+
+    assert "".join(asyncio.run(read())) == "é12345678"
+    assert [len(e.token_ids) for e in desk.brought[:2]] == [1, 1]

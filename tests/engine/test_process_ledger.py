@@ -120,3 +120,24 @@ def test_a_choice_that_was_to_be_cancelled_ends_with_its_engine() -> None:
     book.die("a")
     assert [e.finish_reason for e in book.reader.events["a", 1]] == ["cancelled"]
     assert [entry.so_far().resumed for entry in book.ledger.due()] == [((), None)]
+
+
+def test_a_trial_is_as_long_as_what_an_engine_may_have_kept() -> None:
+    """Tokens that are told by fours: the engine may have ended three tokens behind what is known."""
+    book = Book("a", "b", more={"interval": 4})
+    book.due()
+    book.say("a", 1)
+    book.say("a", 2, 3, 4, 5)
+    assert book.die("a", "b")
+    (entry,) = book.ledger.due()
+    assert entry.so_far().interval == 1
+    for token_id in range(6, 10):  # three that may be lost, the step that ended the engine
+        book.say("a", token_id)
+        assert book.due() == []
+    book.say("a", 10)
+    assert book.due() == ["b"]  # which had told nothing, so nothing is lost
+    book.say("b", 1)
+    book.say("b", 2)
+    assert not book.failed()
+    assert book.die("a")  # nothing of it was kept since
+    assert book.failed() == {"a"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from plait.kernels.cpu import experts as native_experts
 from plait.kernels.cpu import glu as native
 from plait.kernels.cpu.linear import pack_on
 from plait.kernels.cpu.packed import multiply
+from plait.kernels.cpu.target import SHARED
 from plait.kernels.load import executor, load
 from plait.ops.activation import activate
 from plait.ops.blocks import random_weight
@@ -136,9 +139,9 @@ def test_what_cannot_be_joined_is_told(cpu: Any) -> None:
     for up, kind, why in (
         (map_of(cpu, "Q4_K", 256, 40), "silu", "whole tiles of 16"),
         (packed, "sigmoid", "by sigmoid"),
-        (mixed, "silu", "not one map of packed blocks"),
-        (map_of(cpu, None, 256, 64), "silu", "not one map of packed blocks"),
-        (None, "silu", "not one map of packed blocks"),
+        (mixed, "silu", "not one packed map"),
+        (map_of(cpu, None, 256, 64), "silu", "the kernel of these float32 weights does not join"),
+        (None, "silu", "not one packed map"),
     ):
         fn, row = bound(glu, cpu, kind=kind, up=up)
         assert row.variant == "reference"
@@ -155,3 +158,33 @@ def test_what_cannot_be_joined_is_told(cpu: Any) -> None:
 
 def plain_map(cpu: Any, weight: Any) -> Linear:
     return Linear([weight], [None], lambda op, **s: bound(op, cpu, **s)[0], torch.float32, None, "int8")
+
+
+def test_inline_functions_of_other_files_are_part_of_what_kernels_are_made_of() -> None:
+    """Numba looks at the file of a kernel alone: what others inline must be in the name of the cache's room,
+    or in a digest that the kernel's own text has."""
+    folder = Path(native.__file__).parent
+    trees = {path.stem: ast.parse(path.read_text()) for path in folder.glob("*.py")}
+    decorated = {
+        stem: {
+            kind: {
+                node.name
+                for node in tree.body
+                if isinstance(node, ast.FunctionDef)
+                and any(isinstance(d, ast.Name) and d.id == kind for d in node.decorator_list)
+            }
+            for kind in ("inline", "kernel")
+        }
+        for stem, tree in trees.items()
+    }
+    lacking = [
+        (stem, source, alias.name)
+        for stem, tree in trees.items()
+        if decorated[stem]["kernel"]
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("plait.kernels.cpu.")
+        for source in [(node.module or "").rsplit(".", 1)[-1]]
+        for alias in node.names
+        if alias.name in decorated[source]["inline"] and f"{source}.py" not in SHARED
+    ]
+    assert not lacking

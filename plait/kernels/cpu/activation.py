@@ -123,9 +123,8 @@ def _put_some(out, up, at, y, count):
 
 
 def _piece_of(function):
-    """The activation of n floats at x, times those at `up` if that is not 0."""
+    """What writes the activation of n floats at x, times those at `up` if that is not 0, to `out`."""
 
-    @inline
     def piece(x, up, out, n):
         full, left = n // 16 * 64, np.int32(n % 16)
         for at in range(0, full, 64):
@@ -133,7 +132,9 @@ def _piece_of(function):
         if left > 0:
             _put_some(out, up, full, function(load_some(x + full, left)), left)
 
-    return piece
+    # Machine code goes by this name, and no two functions may share one.
+    piece.__name__ = piece.__qualname__ = f"{function.__name__}_piece"
+    return inline(piece)
 
 
 _silu_piece, _gelu_piece, _gelu_tanh_piece = map(_piece_of, (silu, gelu, gelu_tanh))

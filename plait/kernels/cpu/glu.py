@@ -92,8 +92,10 @@ def joined(facts: Facts) -> str | None:
     """The `when` of a map that joins: one packed map of whole tiles, and an activation that is known."""
     up, kind = facts.sizes.get("up"), facts["kind"]
     part = up.only_part if isinstance(up, Linear) else None
-    if part is None or not isinstance(part[0], Packed) or not part[0].joins:
-        return "gate and up are not one map of packed blocks"
+    if part is None or not isinstance(part[0], Packed):
+        return "gate and up are not one packed map"
+    if not part[0].joins:
+        return f"the kernel of these {part[0].kind} weights does not join"
     if join_of(part[0], kind, True) is None:
         half = f"{part[0].n_out / 2:g}"
         return f"it joins whole tiles of {TILE} by {', '.join(JOINS)}, not {half} outputs by {kind}"

@@ -27,6 +27,7 @@ SHARED = (
     "kernel.py",
     "target.py",
     "maths.py",
+    "activation.py",
 )  # all that kernels of other files may call
 # What LLVM may use under each name; "native": all that this machine has.
 TARGETS = {
