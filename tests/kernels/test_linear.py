@@ -53,6 +53,12 @@ def check(cpu: Any, x: Tensor, weight: Weight, activations: Activations) -> None
     assert bool((error <= 2e-6 * (inputs.abs() @ w.abs().T) + 1e-30).all())
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"])
+def test_packed_blocks_are_no_larger_than_in_the_file(kind: str) -> None:
+    form, kept = block_type(kind), layout.LAYOUTS[kind]
+    assert kept.tile_bytes(1024) == 16 * 1024 // form.elements * form.nbytes
+
+
 def extreme_blocks(kind: str) -> Gguf:
     """Rows of blocks of all zeros, all ones, alternating bits and noise, under large scales of both signs."""
     form = block_type(kind)

@@ -24,7 +24,7 @@ TILE = 16  # outputs
 BLOCK = 32  # activations that share a scale
 LINE = 64  # bytes
 Scales = Literal[
-    "half", "half, half", "byte", "byte, byte", "nibbles", "level", "small",
+    "half", "half, half", "byte", "six, six", "nibbles", "level", "small",
     "brain", "float", "half, zero", "brain, zero", "float, zero",
 ]  # fmt: skip
 _BYTES = {"half": 2, "brain": 2, "float": 4}  # of one scale; others take a byte
@@ -37,9 +37,10 @@ class Layout:
     of `codes.TABLES`, in which codes are places.
 
     scales: "half", "brain", "float" a float16, bfloat16 or float32 per group; "half, half" its minimum too;
-    "…, zero" an unsigned byte that is its zero point; "byte" an int8 per group under one float16; "byte,
-    byte" unsigned scale and minimum under two; "nibbles" both in one byte under two; "level" an int8 and
-    "small" an unsigned E4M3 per group under one float32.
+    "…, zero" an unsigned byte that is its zero point; "byte" an int8 per group under one float16; "six, six"
+    unsigned scale and minimum of six bits under two: the byte of the scale has the minimum's lower two above
+    it, the other four lie as half bytes, output n's below that of n + 8; "nibbles" both in one byte under
+    two; "level" an int8 and "small" an unsigned E4M3 per group under one float32.
     """
 
     step: int
@@ -81,7 +82,9 @@ class Layout:
 
     @property
     def minimum_bytes(self) -> int:
-        """Bytes of one vector of minima or zero points."""
+        """Bytes of one vector of minima, or what scales have no room for of them, or zero points."""
+        if self.scales == "six, six":
+            return TILE // 2
         return TILE if self.zeros else self.scale_bytes
 
     @property
@@ -104,7 +107,7 @@ class Layout:
         match self.scales:
             case "byte":
                 return 2 * TILE
-            case "byte, byte" | "nibbles" | "level" | "small":
+            case "six, six" | "nibbles" | "level" | "small":
                 return 4 * TILE
             case _:
                 return 0
@@ -142,8 +145,8 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         "Q4_1": Layout(64, 4, 0, 32, None, "half, half"),
         "Q5_0": Layout(64, 4, 1, 32, 16, "half"),
         "Q5_1": Layout(64, 4, 1, 32, None, "half, half"),
-        "Q4_K": Layout(256, 4, 0, 32, None, "byte, byte"),
-        "Q5_K": Layout(256, 4, 1, 32, None, "byte, byte"),
+        "Q4_K": Layout(256, 4, 0, 32, None, "six, six"),
+        "Q5_K": Layout(256, 4, 1, 32, None, "six, six"),
         "Q6_K": Layout(256, 4, 2, 16, 32, "byte"),
         "Q3_K": Layout(256, 2, 1, 16, 4, "byte"),
         "Q2_K": Layout(256, 2, 0, 16, None, "nibbles"),

@@ -228,11 +228,12 @@ def _scales(w: Writer, layout: Layout, at: Word, low_at: Word, outer: list[Any])
             return [w.load_f16(at), w.load_f16(low_at)]
         case "byte" | "level":
             return [w.mul(outer[0], w.to_f32(w.load_i8(at)))]
-        case "byte, byte":
-            return [w.mul(o, w.to_f32(w.load_u8(a))) for o, a in zip(outer, (at, low_at), strict=True)]
-        case "nibbles":
+        case "six, six" | "nibbles":
             both = w.load_u8(at)
             parts = w.low4(both), w.high4(both)
+            if layout.scales == "six, six":
+                minimum = w.or_i32(w.right(both, 6), w.load_u4_fourfold(low_at))
+                parts = w.and_i32(both, w.spread_int(63)), minimum
             return [w.mul(o, w.to_f32(part)) for o, part in zip(outer, parts, strict=True)]
 
 

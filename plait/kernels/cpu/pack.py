@@ -6,7 +6,7 @@ each byte) and in the tile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -176,6 +176,14 @@ def _scales(layout: Layout, reader: _Reader) -> list[str]:
         return [f"s = {reader.scale}", f"put_byte({place}, s & 255)", f"put_byte({place} + 1, s >> 8)"]
     per_block = BLOCK // layout.group
     lines = []
+    if layout.scales == "six, six":
+        low = f"to + {layout.minima_at} + {layout.minimum_bytes} * b + n % 8"
+        lines = [
+            f"s, m = {reader.scale}, {reader.minimum}",
+            f"put_byte(to + {layout.scales_at} + 16 * b + n, s | (m & 3) << 6)",
+            f"put_byte({low}, byte({low}) | m >> 2 << n // 8 * 4)",  # what is packed into is zeros
+        ]
+        reader = replace(reader, scale="", minimum="")
     for place, text in ((layout.scales_at, reader.scale), (layout.minima_at, reader.minimum)):
         if text:
             for j in range(per_block):

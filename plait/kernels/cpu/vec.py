@@ -165,6 +165,14 @@ def _to_half(b: Any, x: ir.Value) -> ir.Value:
     return b.trunc(b.or_(value, b.and_(b.lshr(u, _whole(ints, 16)), _whole(ints, 0x8000))), shorts)
 
 
+def _half_bytes(b: Any, x: ir.Value) -> ir.Value:
+    """The lower halves of eight bytes, then the upper ones, times four."""
+    wide = b.zext(b.shuffle_vector(x, x, ir.Constant(vi32, [*range(8), *range(8)])), vi32)
+    kind = ir.FunctionType(vi32, [vi32] * 3)
+    turn = b.module.declare_intrinsic("llvm.fshl.v16i32", fnty=kind)  # one instruction of AVX-512
+    return b.and_(b.call(turn, [wide, wide, ir.Constant(vi32, [2] * 8 + [30] * 8)]), _ints(60))
+
+
 # ---- vectors from memory and back ----
 load_i32 = _loader("load_i32", VI, vi32)  # 64 bytes as they are
 load_f32 = _loader("load_f32", VF, vf32)
@@ -172,6 +180,7 @@ load_f16 = _loader("load_f16", VF, vi16, _from_half)
 load_bf16 = _loader("load_bf16", VF, vi16, lambda b, x: b.bitcast(b.shl(b.zext(x, vi32), _ints(16)), vf32))
 load_u8 = _loader("load_u8", VI, vi8, lambda b, x: b.zext(x, vi32))  # sixteen bytes, widened
 load_i8 = _loader("load_i8", VI, vi8, lambda b, x: b.sext(x, vi32))
+load_u4_fourfold = _loader("load_u4_fourfold", VI, ir.VectorType(i8, 8), _half_bytes)
 spread_i32 = _loader("spread_i32", VI, i32, _splat)  # four bytes in every lane
 spread_f32 = _loader("spread_f32", VF, f32, _splat)
 store_f32 = _define("store_f32", N, (A, VF), _store)
