@@ -33,7 +33,7 @@ PAGES = 8192  # bytes of a tile whose halves lie in different pages: memory serv
 FETCHED = 4  # rows of codes that could be multiplied while the weights of a piece are fetched
 SHARED = 48  # rows of codes of a group from which threads take pieces one by one: who has no core takes fewer
 PIECES = 8  # that a thread takes at least
-TOGETHER, NEAR = 48, 384 << 10  # tiles of a piece at most, and their bytes: a bundle in L1 meets all of them
+TOGETHER = 96  # tiles of a piece at most: a bundle in L1 meets all; the first come from memory unannounced
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
 STREAMS = 3  # that one row reads weights in: of two and four, memory liked each less
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
@@ -60,13 +60,12 @@ def panels(codes, most):
 
 
 @inline
-def pieces(codes, most, tiles, tile_bytes, wanted):
+def pieces(codes, most, tiles, wanted):
     """Rows of codes of a panel and tiles of a piece, so that there are about as many pieces as wanted.
 
     Panels become shorter rather than pieces narrower: a bundle comes into L1 once per piece.
     """
-    near = max(min($together, $near // tile_bytes), 1)
-    parts, bundles = (tiles + near - 1) // near, (codes + $largest - 1) // $largest
+    parts, bundles = (tiles + $together - 1) // $together, (codes + $largest - 1) // $largest
     each = max(bundles * parts // wanted, 1)
     most = min(most, each * $largest)
     count = (codes + most - 1) // most
@@ -127,7 +126,7 @@ def linear_rows(frame, args, thread, threads):
     to_up = (halves - 1) * tiles * tile_bytes
     taken, left, shared, piece = np.int64(0), 0, threads > 1 and rows * terms >= $shared * max(groups, 1), 1
     if shared:
-        most, piece = pieces(rows * terms, most, tiles, halves * tile_bytes, $pieces * threads)
+        most, piece = pieces(rows * terms, most, tiles, $pieces * threads)
     work, all_tiles = 0, 0
     me, all_of_us = (0, 1) if alone else (thread, threads)
     for g in range(max(groups, 1)):
@@ -485,7 +484,6 @@ def linear_kernel(layout: Layout, kind: str = "") -> Kernel:
         shared=SHARED,
         pieces=PIECES,
         together=TOGETHER,
-        near=NEAR,
         alone=ALONE,
         layout=repr(layout),
         bundles="\n".join(" " * 12 + line for line in _bundles(sizes, bool(kind))),
