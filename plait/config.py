@@ -57,7 +57,7 @@ class EngineConfig:
         None, "bytes of host memory for sequences and snapshots that had to make room; default: by need"
     )
     max_step_ms: int = option(
-        200, "prompts are cut so that no running reply waits longer for a token; 0: never"
+        200, "prompts are cut so that no reply that is streamed waits longer for a token; 0: never"
     )
     speculate: str = option(
         "off", "guess tokens and check several at once, same text: off, ngram (prompt lookup) or a model"

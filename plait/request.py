@@ -237,7 +237,7 @@ class Request:
     read; None: all of it is content.
     `pooling`: what is wanted is the hidden state after the last norm, of the last token or the mean of all.
     `interval`: tokens of a choice that an engine in another process tells of at a time; the first, and the
-    end, it tells at once.
+    end, it tells at once. `watched`: somebody sees the reply before its end, and would see it falter.
     """
 
     id: str
@@ -254,6 +254,7 @@ class Request:
     shape: ReplyShape | None = None
     pooling: Pooling | None = None
     interval: int = 1
+    watched: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

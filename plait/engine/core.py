@@ -208,6 +208,7 @@ class Engine:
                 priority=request.priority,
                 deadline=None if timeout_s is None else arrived + timeout_s,
                 pool=Pool(request.pooling) if request.pooling else None,
+                is_watched=request.watched,
             )
             for index, so_far in enumerate(request.resumed or ((),) * params.n)
             if so_far is not None

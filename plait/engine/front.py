@@ -251,7 +251,8 @@ class Front:
         reader = None if request.shape is None else self.speech.reader(request.shape)
         is_read = reader is not None or bool(request.params.stop)
         told = 1 if is_read else interval or MOST_AT_ONCE
-        request = replace(request, shape=None, interval=told)  # the engine reads no text
+        watched = interval is not None
+        request = replace(request, shape=None, interval=told, watched=watched)  # the engine reads no text
         stream = Stream(request, self.tokenizer, self.loop.cancel, reader, self._couriers)
         if interval is None:
             stream.be_patient()

@@ -183,7 +183,7 @@ class LLM:
     def _submitted(self, request: Request, others: Collection[object]) -> Stream | None:
         """None if the queue is full now, and `others` of ours will make room."""
         try:
-            return self.front.submit(request)
+            return self.front.submit(request, None)
         except QueueFull:
             if not others:
                 raise

@@ -234,22 +234,22 @@ class Scheduler:
             return min(seq.num_left, budget, self.memory.until_mark(seq))
         return seq.num_tokens if seq.num_tokens <= budget else 0
 
-    def _budget(self, num_decodes: int) -> int:
-        """Tokens of prompts in a step with so many running replies."""
+    def _budget(self, decodes: list[TokenSequence]) -> int:
+        """Tokens of prompts in a step with these running replies."""
         most = self.limits.max_num_batched_tokens
-        if num_decodes and self.limits.max_step_s is not None:
+        if self.limits.max_step_s is not None and any(seq.is_watched for seq in decodes):
             within = self.costs.tokens_within(self.limits.max_step_s)
             if within is not None:
-                most = min(most, max(within, num_decodes + LEAST_PIECE))
-        return most - num_decodes
+                most = min(most, max(within, len(decodes) + LEAST_PIECE))
+        return most - len(decodes)
 
     def _shares(self) -> dict[int, int]:
         """Tokens per running sequence: one for every decode, the rest to prompts in line."""
         prompts = [seq for seq in self.running if seq.is_prefilling]
         if not prompts:  # most steps: the budget, which is dear, is not asked for
             return {seq.id: 1 for seq in self.running}
-        shares = {seq.id: 1 for seq in self.running if not seq.is_prefilling}
-        budget = self._budget(len(shares))
+        decodes = [seq for seq in self.running if not seq.is_prefilling]
+        shares, budget = {seq.id: 1 for seq in decodes}, self._budget(decodes)
         for seq in prompts:
             shares[seq.id] = self._share(seq, budget)
             budget -= shares[seq.id]
@@ -285,7 +285,7 @@ class Scheduler:
     # Who starts, and who makes room
 
     def _admit_waiting(self, shares: dict[int, int]) -> None:
-        budget = self._budget(sum(1 for seq in self.running if shares.get(seq.id) and not seq.is_prefilling))
+        budget = self._budget([s for s in self.running if shares.get(s.id) and not s.is_prefilling])
         budget -= sum(n for seq_id, n in shares.items() if self._by_id[seq_id].is_prefilling)
         room = self.limits.max_num_seqs - len(self.running)
         for seq in [seq for seq in self.waiting if seq.is_ready][: 2 * room]:

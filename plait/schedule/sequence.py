@@ -73,7 +73,7 @@ class Sequence:
     `token_ids`: prompt and output; `num_computed_tokens` of them are in the state that `tables` (one block
     table per group) and `slot` point to. `max_len`: where it must end, in tokens. `scored`: log-probabilities
     of prompt tokens so far, the first of them for the second token. `pool`: its hidden states, if those are
-    wanted instead of tokens. `deadline`: on the scheduler's clock.
+    wanted instead of tokens. `deadline`: on the scheduler's clock. `is_watched`: somebody sees them come.
 
     `chain` and `num_recorded`: its hashes, and how many of its blocks the prefix cache knows. `marks`:
     positions where a snapshot is wanted. `in_step`: a step was planned with it and is not committed; `draft`:
@@ -115,6 +115,7 @@ class Sequence:
     num_preemptions: int = 0
     scored: list[TokenLogprobs] = field(default_factory=list)
     pool: Pool | None = None
+    is_watched: bool = True
     is_penalized: bool = field(init=False)  # whether its sampler must know what came before
 
     def __post_init__(self) -> None:

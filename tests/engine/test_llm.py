@@ -169,7 +169,7 @@ def test_a_best_of_that_would_have_to_wait_is_not_streamed(llm: LLM) -> None:
 def test_terms_are_for_all_prompts_and_priorities_for_each(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Request] = []
     submit = llm.front.submit
-    monkeypatch.setattr(llm.front, "submit", lambda request: (seen.append(request), submit(request))[1])
+    monkeypatch.setattr(llm.front, "submit", lambda r, *how: (seen.append(r), submit(r, *how))[1])
     params = SamplingParams(max_tokens=1)
     llm.generate(["And", "The"], params, cache_salt="me", priority=[2, -1], timeout_s=600)
     llm.chat([{"role": "user", "content": "Hi"}], params, cache_salt="you", priority=4)
@@ -184,6 +184,17 @@ def test_terms_are_for_all_prompts_and_priorities_for_each(llm: LLM, monkeypatch
         llm.generate(["And", "The"], params, priority=[1])
     with pytest.raises(InvalidField, match="cache_salt: "):
         llm.generate("And", params, cache_salt="")
+
+
+def test_only_a_stream_is_watched(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    submit = llm.front.loop.submit
+    monkeypatch.setattr(llm.front.loop, "submit", lambda r, on: (seen.append(r.watched), submit(r, on))[1])
+    params = SamplingParams(max_tokens=2)
+    llm.generate("And", params)
+    llm.chat([{"role": "user", "content": "Hi"}], params)
+    list(llm.stream("And", params))
+    assert seen == [False, False, True]
 
 
 def test_a_result_says_where_its_time_went_and_what_was_cached(llm: LLM) -> None:

@@ -509,6 +509,23 @@ def test_prompts_are_cut_so_that_running_replies_do_not_wait_too_long() -> None:
     assert 45 <= plan.num_tokens <= 50
 
 
+def test_a_running_reply_that_nobody_sees_before_its_end_cuts_no_prompt() -> None:
+    costs = StepCosts()
+    for tokens in (1, 64, 128) * 9:
+        costs.observe(tokens, 0.001 * tokens)
+    s = scheduler(blocks=1000, costs=costs, max_num_batched_tokens=128, max_model_len=500, max_step_s=0.05)
+    s.add(sequence(1, 8, max_tokens=50, is_watched=False))
+    run(s, planned(s))
+    s.add(sequence(2, 200))
+    plan = planned(s)
+    assert shape(plan) == [(1, 8, 9), (2, 0, 127)]
+    run(s, plan)
+    s.add(sequence(3, 8, max_tokens=50))
+    run(s, planned(s))
+    s.add(sequence(4, 200))
+    assert 45 <= planned(s).num_tokens <= 50  # the third is watched
+
+
 def test_a_sequence_that_makes_room_is_saved_or_computed_again_whichever_is_quicker() -> None:
     for byte_s, swaps in ((1e-9, 1), (1.0, 0)):
         costs = StepCosts()
