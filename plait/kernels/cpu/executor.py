@@ -140,16 +140,18 @@ class Pace:
     """How many threads a small step gets: all, unless somebody else uses the cores.
 
     A thread that has lost its core keeps the others waiting at every barrier, for a scheduler's slice each
-    time. If many barriers of a step had long waits, the next ones run on the calling thread alone, twice as
-    many each time; if that is slower, the waits had another reason and are ignored for a while. The number
-    of threads never changes a result.
+    time. If many barriers of several steps in a row had long waits, the next ones run on the calling thread
+    alone, twice as many each time; if that is slower, the waits had another reason and are ignored for a
+    while. One such step is no sign: whoever told sixteen readers of their first tokens is done after it. The
+    number of threads never changes a result.
     """
 
     FIRST, MOST, TRUST = 16, 1024, 512  # steps alone at first and at most; steps in which waits are ignored
+    SIGNS = 4  # steps in a row that waited, before the first that run alone
 
     def __init__(self) -> None:
         self.alone = 0  # steps still to run alone
-        self._span, self._ignored, self._waiting_s = self.FIRST, 0, 0.0
+        self._span, self._ignored, self._waiting_s, self._signs = self.FIRST, 0, 0.0, 0
 
     def observe(self, seconds: float, waits: int, launches: int) -> None:
         """What a small step took; `waits`: barriers of it with a long wait."""
@@ -160,10 +162,14 @@ class Pace:
         elif self._ignored:
             self._ignored -= 1
         elif waits * 4 > launches:
-            self.alone, self._waiting_s = self._span, seconds
-            self._span = min(2 * self._span, self.MOST)
-        elif waits * 16 < launches:
-            self._span = self.FIRST
+            self._signs += 1
+            if self._signs >= self.SIGNS or self._span > self.FIRST:
+                self.alone, self._waiting_s = self._span, seconds
+                self._span = min(2 * self._span, self.MOST)
+        else:
+            self._signs = 0
+            if waits * 16 < launches:
+                self._span = self.FIRST
 
 
 class Arena:
