@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from plait.bench.compare import PEERS, SIDES, contestant
-from plait.bench.sides.child import descendants, load_side, peak_mib
+from plait.bench.sides.child import descendants, load_side, memory_mib
 from plait.cli.bench import parse_options
 from plait.errors import ConfigError
 
@@ -216,7 +216,7 @@ def test_every_engine_has_a_side_and_a_name(name: str) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux tells it")
 def test_memory_of_processes_that_an_engine_starts_counts() -> None:
-    alone = peak_mib()
+    alone = memory_mib("VmHWM")
     with subprocess.Popen(
         [sys.executable, "-c", "x = b'x' * (100 << 20); print('here', flush=True); input()"],
         stdin=subprocess.PIPE,
@@ -225,6 +225,6 @@ def test_memory_of_processes_that_an_engine_starts_counts() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == b"here\n"
         assert process.pid in descendants(os.getpid())
-        assert peak_mib() > alone + 90
+        assert memory_mib("VmHWM") > alone + 90
         process.communicate(b"\n")
     assert process.pid not in descendants(os.getpid())

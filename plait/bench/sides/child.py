@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 
-def peak_mib() -> float:
-    """The most memory this process and those it has started held so far; of these, where /proc tells it."""
+def memory_mib(what: str) -> float:
+    """Resident now ("VmRSS") or most so far ("VmHWM", and without /proc), with processes it has started."""
+    if kib := sum(memory_kib(pid, what) for pid in (os.getpid(), *descendants(os.getpid()))):
+        return round(kib / 2**10, 1)
     try:
         import resource
     except ImportError:  # Windows
         return 0.0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    mine = peak / (2**20 if sys.platform == "darwin" else 2**10)
-    return round(mine + sum(peak_kib(pid) for pid in descendants(os.getpid())) / 2**10, 1)
+    return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)
 
 
 def descendants(pid: int) -> list[int]:
@@ -39,14 +40,14 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def peak_kib(pid: int) -> int:
-    """The most memory that was resident in a process; 0 if it has ended meanwhile."""
+def memory_kib(pid: int, what: str) -> int:
+    """Memory of a process, by its name in /proc; 0 if it has ended meanwhile."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return 0
     lines = (line.split() for line in status.splitlines())
-    return next((int(words[1]) for words in lines if words[0] == "VmHWM:"), 0)
+    return next((int(words[1]) for words in lines if words[0] == f"{what}:"), 0)
 
 
 def load_side(path: str) -> Any:
@@ -68,10 +69,10 @@ class Child:
     def load(self, started: float, **given: Any) -> dict[str, Any]:
         self.side = load_side(self.path)(**given)
         startup = time.time() - started
-        return {**self.side.facts, "startup_s": round(startup, 2), "loaded_mib": peak_mib()}
+        return {**self.side.facts, "startup_s": round(startup, 2), "loaded_mib": memory_mib("VmRSS")}
 
     def memory(self) -> dict[str, Any]:
-        return {"peak_mib": peak_mib()}
+        return {"peak_mib": memory_mib("VmHWM")}
 
     def run(self, do: str, **given: Any) -> Any:
         own: dict[str, Callable[..., Any]] = {"load": self.load, "memory": self.memory}
