@@ -91,9 +91,11 @@ def test_a_step_that_keeps_waiting_runs_alone_for_a_while_and_comes_back() -> No
     assert pace.alone == 2 * Pace.FIRST  # still waiting: longer
     pace.observe(2.0, waits=0, launches=100)
     assert not pace.alone  # alone it is slower: the waits had another reason
-    for _ in range(2 * Pace.SIGNS):
+    for _ in range(Pace.TRUST + Pace.SIGNS - 1):
         pace.observe(1.0, waits=60, launches=100)
         assert not pace.alone
+    pace.observe(1.0, waits=60, launches=100)
+    assert pace.alone == Pace.FIRST
 
 
 def test_steps_that_wait_now_and_then_stay_on_all_threads() -> None:

@@ -158,7 +158,7 @@ class Pace:
         if self.alone:
             self.alone -= 1
             if seconds > self._waiting_s:
-                self.alone, self._ignored, self._span = 0, self.TRUST, self.FIRST
+                self.alone, self._ignored, self._span, self._signs = 0, self.TRUST, self.FIRST, 0
         elif self._ignored:
             self._ignored -= 1
         elif waits * 4 > launches:
