@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import re
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.disk import map_file
+from plait.checkpoint.gguf_metadata import Cursor, FileMetadata
 from plait.checkpoint.gguf_own import is_own, truly_named
 from plait.errors import BadFile, MissingTensor, UnsupportedFormat
 from plait.quant.fp4 import Fp4
@@ -30,16 +30,10 @@ from plait.quant.weight import as_tensor
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MAX_KEY_BYTES = 65535
 _MAX_NAME_BYTES = 64
-_MAX_SHOWN = 400  # characters of a message: keys may be long, and are in it
 _MAX_DIMS = 4
-_MAX_DEPTH = 4  # of arrays in arrays
-_MAX_ELEMENTS = 1 << 23  # of all arrays of one file: several times the largest vocabulary with its merges
 _MAX_ALIGNMENT = 1 << 20
 _DEFAULT_ALIGNMENT = 32
-_STRING, _ARRAY, _BOOL = 8, 9, 7
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 _PLAIN: Mapping[int, tuple[str, torch.dtype]] = MappingProxyType(
     {
         0: ("F32", torch.float32),
@@ -72,8 +66,7 @@ class _Entry:
 class GgufFile:
     """A checkpoint in GGUF. Opening any part of a split file opens them all.
 
-    `metadata`: key -> int, float, bool, str or list (of these, or of lists), from the first part.
-    `value_types`: key -> GGUF's number for the type of its value, and for a list that of its elements.
+    `metadata`, `value_types`: of the first part.
     Raises BadFile for damaged or lying files, UnsupportedFormat for versions and tensor types we do not read.
     """
 
@@ -81,8 +74,8 @@ class GgufFile:
         self.path = Path(path)
         first = _Part(self.path)
         parts = _all_parts(first)
-        self.metadata: Mapping[str, Any] = MappingProxyType(parts[0].metadata)
-        self.value_types: Mapping[str, tuple[int, ...]] = MappingProxyType(parts[0].value_types)
+        self.metadata = parts[0].metadata
+        self.value_types = self.metadata.value_types
         architecture = self.metadata.get("general.architecture")
         if not isinstance(architecture, str) or not architecture:
             raise BadFile(f"{parts[0].path}: no 'general.architecture' in the metadata; not a model")
@@ -167,9 +160,9 @@ class _Part:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.mapped = map_file(path)
-        cursor = _Cursor(self.mapped, path)
+        cursor = Cursor(self.mapped, path)
         num_tensors, num_keys = _read_counts(cursor)
-        self.metadata, self.value_types = _read_metadata(cursor, num_keys)
+        self.metadata = FileMetadata(cursor, num_keys)
         self.entries = _read_entries(cursor, num_tensors, _alignment(self.metadata, path))
         self.count = self._split_number("split.count", 1)
         self.number = self._split_number("split.no", 0)
@@ -181,73 +174,7 @@ class _Part:
         return value
 
 
-class _Cursor:
-    """Reads forward through a mapped file; whatever would pass its end is a BadFile."""
-
-    def __init__(self, mapped: mmap.mmap, path: Path) -> None:
-        self.mapped, self.path, self.at, self.size = mapped, path, 0, len(mapped)
-        self.elements = 0  # of the arrays read so far
-
-    @property
-    def left(self) -> int:
-        return self.size - self.at
-
-    def need(self, nbytes: int, what: str) -> None:
-        if nbytes > self.left:
-            raise self.bad(f"{what} wants {nbytes} bytes at {self.at}, only {self.left} are left")
-
-    def bad(self, message: str) -> BadFile:
-        return BadFile(f"{self.path}: {message[:_MAX_SHOWN]}; the file is truncated or damaged")
-
-    def unpack(self, form: str, what: str) -> Any:
-        nbytes = struct.calcsize(f"<{form}")
-        self.need(nbytes, what)
-        (value,) = struct.unpack_from(f"<{form}", self.mapped, self.at)
-        self.at += nbytes
-        return value
-
-    def name(self, what: str, limit: int) -> str:
-        """A string that must be UTF-8, of 1..limit bytes."""
-        length = self.unpack("Q", what)
-        if not 0 < length <= limit:
-            raise self.bad(f"{what} has {length} bytes, allowed are 1..{limit}")
-        self.need(length, what)
-        raw = self.mapped[self.at : self.at + length]
-        self.at += length
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise self.bad(f"{what} {raw[:80]!r} is not UTF-8") from error
-
-    def strings(self, count: int, what: str) -> list[str]:
-        """`count` strings; one tight loop, since a vocabulary has hundreds of thousands."""
-        found: list[str] = []
-        mapped, at, size, unpack = self.mapped, self.at, self.size, struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            if at + 8 > size:
-                raise self.bad(f"the strings of {what} pass the end of the file")
-            start = at + 8
-            at = start + unpack(mapped, at)[0]
-            if at > size:
-                raise self.bad(f"a string of {what} passes the end of the file")
-            found.append(mapped[start:at].decode("utf-8", "surrogateescape"))
-        self.at = at
-        return found
-
-    def values(self, kind: int, count: int, what: str) -> list[Any]:
-        """`count` scalars of one of GGUF's value types."""
-        form = f"<{count}{_SCALARS[kind]}"
-        self.need(struct.calcsize(form), what)
-        found: list[Any] = list(struct.unpack_from(form, self.mapped, self.at))
-        self.at += struct.calcsize(form)
-        if kind == _BOOL:
-            if any(value > 1 for value in found):
-                raise self.bad(f"{what} has a bool that is neither 0 nor 1")
-            return [bool(value) for value in found]
-        return found
-
-
-def _read_counts(cursor: _Cursor) -> tuple[int, int]:
+def _read_counts(cursor: Cursor) -> tuple[int, int]:
     """(tensors, keys) of the header. Raises UnsupportedFormat for other versions and byte orders."""
     magic = cursor.mapped[:4]
     if magic != _MAGIC:
@@ -269,46 +196,6 @@ def _read_counts(cursor: _Cursor) -> tuple[int, int]:
     return num_tensors, num_keys
 
 
-def _read_metadata(cursor: _Cursor, count: int) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    metadata: dict[str, Any] = {}
-    types: dict[str, tuple[int, ...]] = {}
-    for _ in range(count):
-        key = cursor.name("a metadata key", _MAX_KEY_BYTES)
-        if key in metadata:
-            raise BadFile(f"{cursor.path}: the metadata key {key[:80]!r} appears twice")
-        kind = cursor.unpack("I", key)
-        types[key] = (kind,)
-        if kind == _ARRAY:
-            types[key] = (kind, int.from_bytes(cursor.mapped[cursor.at : cursor.at + 4], "little"))
-            metadata[key] = _read_array(cursor, key, 1)
-        else:
-            metadata[key] = _read_values(cursor, kind, 1, key)[0]
-    return metadata, types
-
-
-def _read_array(cursor: _Cursor, key: str, depth: int) -> list[Any]:
-    kind, count = cursor.unpack("I", key), cursor.unpack("Q", key)
-    cursor.elements += count
-    if count > cursor.left or cursor.elements > _MAX_ELEMENTS:
-        raise cursor.bad(
-            f"{key} brings the arrays to {cursor.elements} elements; "
-            f"{cursor.left} bytes are left and {_MAX_ELEMENTS} elements are allowed"
-        )
-    if kind != _ARRAY:
-        return _read_values(cursor, kind, count, key)
-    if depth == _MAX_DEPTH:
-        raise cursor.bad(f"{key} is an array nested more than {_MAX_DEPTH} deep")
-    return [_read_array(cursor, key, depth + 1) for _ in range(count)]
-
-
-def _read_values(cursor: _Cursor, kind: int, count: int, key: str) -> list[Any]:
-    if kind == _STRING:
-        return cursor.strings(count, key)
-    if kind not in _SCALARS:
-        raise cursor.bad(f"{key} has the value type {kind}; known are 0..12")
-    return cursor.values(kind, count, key)
-
-
 def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
     value = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if type(value) is not int or not 0 < value <= _MAX_ALIGNMENT or value & (value - 1):
@@ -316,7 +203,7 @@ def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
     return value
 
 
-def _read_entries(cursor: _Cursor, count: int, alignment: int) -> dict[str, _Entry]:
+def _read_entries(cursor: Cursor, count: int, alignment: int) -> dict[str, _Entry]:
     headers = [_read_header(cursor, alignment) for _ in range(count)]
     base = -(-cursor.at // alignment) * alignment
     data = torch.frombuffer(cursor.mapped, dtype=torch.uint8)
@@ -335,7 +222,7 @@ def _read_entries(cursor: _Cursor, count: int, alignment: int) -> dict[str, _Ent
 
 
 def _read_header(
-    cursor: _Cursor, alignment: int
+    cursor: Cursor, alignment: int
 ) -> tuple[str, tuple[int, ...], BlockType | tuple[str, torch.dtype], int, int]:
     """(name, shape, type, offset after the header, size in bytes) of the next tensor."""
     name = cursor.name("a tensor name", _MAX_NAME_BYTES)

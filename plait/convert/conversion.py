@@ -174,7 +174,8 @@ def _gguf_plan(opened: Opened, model: Model, choice: Choice) -> Plan:
         stored = _stored(choice, kept, kept.made())
         text = vocabulary_keys(opened) if named_vocabulary(opened) else None
         left_out = SPLIT if text is None else (SPLIT, *CARRIED)
-        keys = {k: v for k, v in opened.checkpoint.metadata.items() if not k.startswith(left_out)}
+        metadata = opened.checkpoint.metadata
+        keys = {k: metadata[k] for k in metadata if not k.startswith(left_out)}
         types = {k: v for k, v in opened.checkpoint.value_types.items() if k in keys}
         return Plan(kept, stored, keys | _about(stored) | (text or {}), value_types=types)
     try:

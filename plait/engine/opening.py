@@ -68,7 +68,7 @@ class Opened:
             name=self.files.name,
             vocab_size=self.resolved.spec.vocab_size,
             directory=None if self.text_directory is None else str(self.text_directory),
-            metadata=metadata and {k: v for k, v in metadata.items() if k.startswith(CARRIED)},
+            metadata=metadata and {k: metadata[k] for k in metadata if k.startswith(CARRIED)},
             config={key: config[key] for key in ("tokenizer_vocab", "eos_token_id") if key in config},
             vocab=self.config.vocab,
             chat_template=self.config.chat_template,

@@ -19,7 +19,7 @@ class Metadata:
     def __init__(self, metadata: Mapping[str, Any], shapes: Shapes) -> None:
         self.arch = metadata["general.architecture"]
         prefix = f"{self.arch}."
-        self.values = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
+        self.values = {k.removeprefix(prefix): metadata[k] for k in metadata if k.startswith(prefix)}
         self.prefix, self.shapes = prefix, shapes
         self.config: dict[str, Any] = {}
         self.why: dict[str, str] = {}

@@ -47,9 +47,8 @@ class HfEngine:
         description = _description(tokenizer)
         self._rest = _without_first_space(tokenizer, description) or tokenizer
         self.strips_first_space = _strips_first_space(description)
-        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self._pieces = {i: piece for piece, i in vocabulary.items() if i not in unused}
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._unused = unused
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self._alphabet = byte_alphabet() if _is_byte_level(description) else None
 
@@ -63,10 +62,10 @@ class HfEngine:
         return ids
 
     def has_token(self, token_id: int) -> bool:
-        return token_id in self._pieces
+        return self._piece(token_id) is not None
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        piece = self._pieces.get(token_id)
+        piece = self._piece(token_id)
         if piece is None:
             return None
         if self._alphabet is None:
@@ -74,6 +73,13 @@ class HfEngine:
         if token_id in self._added or not self._alphabet.keys() >= set(piece):
             return piece.encode()
         return bytes(self._alphabet[c] for c in piece)
+
+    def _piece(self, token_id: int) -> str | None:
+        """Asked of the library, which holds them anyway: a second copy is megabytes."""
+        if not 0 <= token_id < self.vocab_size or token_id in self._unused:
+            return None
+        piece: str | None = self._first.id_to_token(token_id)
+        return piece
 
 
 def _description(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from plait.errors import BadFile, CheckpointError, MissingTensor, ShapeMismatch,
 from plait.quant.fp4 import Fp4
 from plait.quant.gguf import BLOCK_TYPES, Gguf, block_type
 
-U32, STRING, ARRAY = 4, 8, 9
+U32, BOOL, STRING, ARRAY = 4, 7, 8, 9
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -126,6 +126,42 @@ def test_token_strings_keep_their_bytes(path: Path) -> None:
     written(path)
     tokens = GgufFile(path).metadata["tokenizer.ggml.tokens"]
     assert [t.encode("utf-8", "surrogateescape") for t in tokens] == [b"a", "é".encode(), b"\xc3"]
+
+
+def long_lists(words: list[bytes], flags: bytes) -> list[bytes]:
+    """Keys with as many strings and bools as a vocabulary has."""
+    strings = struct.pack("<IQ", STRING, len(words)) + b"".join(map(text, words))
+    bools = struct.pack("<IQ", BOOL, len(flags)) + flags
+    return [ARCHITECTURE, key("words", ARRAY, strings), key("flags", ARRAY, bools), u32("last", 7)]
+
+
+def test_long_lists_stay_in_the_file(path: Path) -> None:
+    words = [b"\xc3" + str(i).encode() for i in range(10_000)]
+    metadata = opened(path, whole(long_lists(words, bytes([1, 0]) * 5_000), [entry()])).metadata
+    assert list(metadata) == ["general.architecture", "words", "flags", "last"]
+    for _ in range(2):
+        assert [w.encode("utf-8", "surrogateescape") for w in metadata["words"]] == words
+        assert metadata["flags"] == [True, False] * 5_000
+    assert (metadata["last"], metadata.get("other", 3), "words" in metadata, "word" in metadata) == (
+        7,
+        3,
+        True,
+        False,
+    )
+    assert metadata["words"] is not metadata["words"], "nothing holds them"
+
+
+@pytest.mark.parametrize("damage", ["a string's length", "a bool"])
+def test_damage_in_long_lists_is_found_when_the_file_is_opened(path: Path, damage: str) -> None:
+    words, flags = [b"word"] * 10_000, bytearray(10_000)
+    if damage == "a bool":
+        flags[9_000] = 2
+    raw = bytearray(whole(long_lists(words, bytes(flags)), [entry()]))
+    if damage != "a bool":
+        at = raw.index(text("word") * 3) + 9_000 * len(text("word"))
+        raw[at : at + 8] = struct.pack("<Q", 1 << 40)
+    with pytest.raises(BadFile, match=r"a string of words passes the end|flags has a bool"):
+        opened(path, bytes(raw))
 
 
 def test_stacked_experts_are_rows_and_keep_their_shape(path: Path) -> None:

@@ -1,0 +1,181 @@
+"""The metadata of a GGUF file. Long lists stay in the file: a vocabulary is read when it is asked for.
+
+Nothing is believed: every count and length is checked against what is left of the file before anything is
+made of it, also in lists that stay where they are.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from plait.errors import BadFile
+
+_MAX_KEY_BYTES = 65535
+_MAX_SHOWN = 400  # characters of a message: keys may be long, and are in it
+_MAX_DEPTH = 4  # of arrays in arrays
+_MAX_ELEMENTS = 1 << 23  # of all arrays of one file: several times the largest vocabulary with its merges
+_LONG = 4096  # elements of a list that is not kept: those of layers are shorter, vocabularies are longer
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+
+
+class Cursor:
+    """Reads forward through a mapped file; whatever would pass its end is a BadFile."""
+
+    def __init__(self, mapped: mmap.mmap, path: Path, at: int = 0) -> None:
+        self.mapped, self.path, self.at, self.size = mapped, path, at, len(mapped)
+        self.elements = 0  # of the arrays read so far
+
+    @property
+    def left(self) -> int:
+        return self.size - self.at
+
+    def need(self, nbytes: int, what: str) -> None:
+        if nbytes > self.left:
+            raise self.bad(f"{what} wants {nbytes} bytes at {self.at}, only {self.left} are left")
+
+    def bad(self, message: str) -> BadFile:
+        return BadFile(f"{self.path}: {message[:_MAX_SHOWN]}; the file is truncated or damaged")
+
+    def unpack(self, form: str, what: str) -> Any:
+        nbytes = struct.calcsize(f"<{form}")
+        self.need(nbytes, what)
+        (value,) = struct.unpack_from(f"<{form}", self.mapped, self.at)
+        self.at += nbytes
+        return value
+
+    def name(self, what: str, limit: int) -> str:
+        """A string that must be UTF-8, of 1..limit bytes."""
+        length = self.unpack("Q", what)
+        if not 0 < length <= limit:
+            raise self.bad(f"{what} has {length} bytes, allowed are 1..{limit}")
+        self.need(length, what)
+        raw = self.mapped[self.at : self.at + length]
+        self.at += length
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.bad(f"{what} {raw[:80]!r} is not UTF-8") from error
+
+    def spans(self, count: int, what: str) -> Iterator[tuple[int, int]]:
+        """Where `count` strings start and end; one tight loop: vocabularies are long."""
+        mapped, at, size, unpack = self.mapped, self.at, self.size, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at + 8 > size:
+                raise self.bad(f"the strings of {what} pass the end of the file")
+            start = at + 8
+            at = start + unpack(mapped, at)[0]
+            if at > size:
+                raise self.bad(f"a string of {what} passes the end of the file")
+            yield start, at
+        self.at = at
+
+    def strings(self, count: int, what: str) -> list[str]:
+        mapped = self.mapped
+        return [mapped[a:b].decode("utf-8", "surrogateescape") for a, b in self.spans(count, what)]
+
+    def values(self, kind: int, count: int, what: str) -> list[Any]:
+        """`count` scalars of one of GGUF's value types."""
+        form = f"<{count}{_SCALARS[kind]}"
+        self.need(struct.calcsize(form), what)
+        found: list[Any] = list(struct.unpack_from(form, self.mapped, self.at))
+        self.at += struct.calcsize(form)
+        if kind == _BOOL:
+            if any(value > 1 for value in found):
+                raise self.bad(f"{what} has a bool that is neither 0 nor 1")
+            return [bool(value) for value in found]
+        return found
+
+
+class FileMetadata(Mapping[str, Any]):
+    """key -> int, float, bool, str or list (of these, or of lists), in the file's order.
+
+    A long list is made anew each time it is asked for: whoever needs it twice keeps it.
+    `value_types`: key -> GGUF's number for the type of its value, and for a list that of its elements.
+    Raises BadFile, all of it when it is opened.
+    """
+
+    def __init__(self, cursor: Cursor, count: int) -> None:
+        """Reads `count` keys and moves the cursor behind them."""
+        self._mapped, self._path = cursor.mapped, cursor.path
+        self._short: dict[str, Any] = {}
+        self._long: dict[str, int] = {}  # where the list starts
+        types: dict[str, tuple[int, ...]] = {}
+        for _ in range(count):
+            key = cursor.name("a metadata key", _MAX_KEY_BYTES)
+            if key in types:
+                raise BadFile(f"{cursor.path}: the metadata key {key[:80]!r} appears twice")
+            kind = cursor.unpack("I", key)
+            types[key] = (kind,)
+            if kind == _ARRAY:
+                types[key] = (kind, int.from_bytes(cursor.mapped[cursor.at : cursor.at + 4], "little"))
+                self._add_array(cursor, key)
+            else:
+                self._short[key] = _read_values(cursor, kind, 1, key)[0]
+        self.value_types: Mapping[str, tuple[int, ...]] = MappingProxyType(types)
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._long:
+            return _read_array(Cursor(self._mapped, self._path, self._long[key]), key, 1)
+        return self._short[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.value_types
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.value_types)
+
+    def __len__(self) -> int:
+        return len(self.value_types)
+
+    def _add_array(self, cursor: Cursor, key: str) -> None:
+        start = cursor.at
+        kind, count = _array_header(cursor, key)
+        if kind == _STRING and count > _LONG:
+            for _ in cursor.spans(count, key):  # looked at, not made
+                pass
+            self._long[key] = start
+            return
+        found = _read_elements(cursor, kind, count, key, 1)
+        if count > _LONG:
+            self._long[key] = start
+        else:
+            self._short[key] = found
+
+
+def _array_header(cursor: Cursor, key: str) -> tuple[int, int]:
+    """(type, number) of the elements that follow."""
+    kind, count = cursor.unpack("I", key), cursor.unpack("Q", key)
+    cursor.elements += count
+    if count > cursor.left or cursor.elements > _MAX_ELEMENTS:
+        raise cursor.bad(
+            f"{key} brings the arrays to {cursor.elements} elements; "
+            f"{cursor.left} bytes are left and {_MAX_ELEMENTS} elements are allowed"
+        )
+    return kind, count
+
+
+def _read_array(cursor: Cursor, key: str, depth: int) -> list[Any]:
+    kind, count = _array_header(cursor, key)
+    return _read_elements(cursor, kind, count, key, depth)
+
+
+def _read_elements(cursor: Cursor, kind: int, count: int, key: str, depth: int) -> list[Any]:
+    if kind != _ARRAY:
+        return _read_values(cursor, kind, count, key)
+    if depth == _MAX_DEPTH:
+        raise cursor.bad(f"{key} is an array nested more than {_MAX_DEPTH} deep")
+    return [_read_array(cursor, key, depth + 1) for _ in range(count)]
+
+
+def _read_values(cursor: Cursor, kind: int, count: int, key: str) -> list[Any]:
+    if kind == _STRING:
+        return cursor.strings(count, key)
+    if kind not in _SCALARS:
+        raise cursor.bad(f"{key} has the value type {kind}; known are 0..12")
+    return cursor.values(kind, count, key)
