@@ -129,7 +129,8 @@ class Engine:
         except EngineError as error:
             self._recover(plan, error)
             return True
-        self.metrics.count_step(plan.num_tokens, ended - began)
+        for _ in range(plan.num_steps):
+            self.metrics.count_step(plan.num_tokens, (ended - began) / plan.num_steps)
         self._learn(plan, ended - began)
         for update in updates:
             self._deliver(update, ended)
@@ -255,7 +256,7 @@ class Engine:
     def _note_start(self, plan: Plan, now: float) -> None:
         for chunk in plan.chunks:
             choice = self._choices[chunk.seq_id]
-            choice.num_steps += 1
+            choice.num_steps += plan.num_steps
             if choice.first_scheduled_s is None:
                 choice.first_scheduled_s = now
                 self.metrics.count_start(now - choice.arrival_s, choice.sequence.num_cached_tokens)
@@ -264,7 +265,7 @@ class Engine:
         """Tell the scheduler what a step like this costs: its pass, and what was moved beside it."""
         costs = self.scheduler.costs
         if not any(isinstance(move, Save | Load) for move in plan.moves):
-            costs.observe(plan.num_tokens, seconds)
+            costs.observe(plan.num_tokens, seconds / plan.num_steps)
             return
         pass_s = costs.step_s(plan.num_tokens) if plan.chunks else 0.0
         if pass_s is not None:

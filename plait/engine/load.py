@@ -36,6 +36,7 @@ from plait.ops.registry import Binding
 from plait.runner.graphs import Capacity
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
+from plait.schedule.multi_step import MOST_STEPS
 from plait.schedule.speculate import NgramProposer, Proposer, Speculation
 from plait.spec import ModelSpec
 from plait.state.store import StateStore
@@ -209,7 +210,9 @@ def engine_over(
         executor=target.executor,
         capacity=capacity if records else None,
     )
-    scheduler = sizing.scheduler(config, causal=decoder.spec.causal)
+    can_follow = runner.is_recorded and proposer is None  # who guesses has to see every step
+    num_steps = MOST_STEPS if can_follow else 1
+    scheduler = sizing.scheduler(config, causal=decoder.spec.causal, num_steps=num_steps)
     speculation = None
     if proposer is not None:
         replays = has_slots(decoder.states)

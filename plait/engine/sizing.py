@@ -75,14 +75,15 @@ class Sizing:
             table.append(("snapshots of it", f"{self.num_snapshots} slots", snapshots))
         return [*table, ("total", "", weights_nbytes + self.nbytes)]
 
-    def scheduler(self, config: EngineConfig, *, causal: bool) -> Scheduler:
-        """A scheduler over exactly this memory."""
+    def scheduler(self, config: EngineConfig, *, causal: bool, num_steps: int = 1) -> Scheduler:
+        """A scheduler over exactly this memory. `num_steps`: the most decode steps of one plan."""
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.max_waiting,
             max_model_len=self.max_model_len,
             max_step_s=config.max_step_ms / 1000 or None,
+            num_steps=num_steps,
             causal=causal,
         )
         cache = CacheOptions(

@@ -104,12 +104,16 @@ class StaticBatch:
     def __init__(self, capacity: Capacity, groups: Sequence[BlockGroup], block_size: int) -> None:
         self.capacity, self.block_size = capacity, block_size
         c = capacity
-        self._ids, self._positions, self._logit_rows, self._starts, self._lens, self._slots = (
-            np.zeros(n, np.int64) for n in (c.tokens, c.tokens, c.logits, c.seqs + 1, c.seqs, c.seqs)
+        self._ids, self._logit_rows, self._starts, self._slots = (
+            np.zeros(n, np.int64) for n in (c.tokens, c.logits, c.seqs + 1, c.seqs)
         )
+        # What grows by one from decode to decode, in one array: positions, lengths, and where entries go.
+        self._moving = np.zeros((2 + len(groups), max(c.tokens, c.seqs)), np.int64)
+        self._positions, self._lens = self._moving[0, : c.tokens], self._moving[1, : c.seqs]
+        self._mappings = [row[: c.tokens] for row in self._moving[2:]]
+        self._until_next_block = 0  # decodes that can follow before a sequence needs its next block; 0: see
         self._history = np.zeros(c.seqs, np.bool_)
         self._tables = [np.zeros((c.seqs, c.blocks), np.int64) for _ in groups]
-        self._mappings = [np.zeros(c.tokens, np.int64) for _ in groups]
         self._known: list[list[Table]] = [[() for _ in range(c.seqs)] for _ in groups]  # what tables hold
         pairs = zip(groups, self._tables, self._mappings, strict=True)
         self.batch = Batch(
@@ -138,7 +142,7 @@ class StaticBatch:
 
     def fill(self, plan: Plan) -> tuple[int, int]:
         """Write a plan down. Returns how many tokens and how many rows of logits it has."""
-        token, row, size = 0, 0, self.block_size
+        token, row, size, self._until_next_block = 0, 0, self.block_size, 0
         for s, chunk in enumerate(plan.chunks):
             at, start, count, wanted = chunk.start, token, len(chunk.token_ids), chunk.num_logits
             token += count
@@ -159,6 +163,21 @@ class StaticBatch:
                 self._logit_rows[row : row + wanted] = range(token - wanted, token)
             row += wanted
         return token, row
+
+    def follow(self, token_ids: Sequence[int]) -> int:
+        """The step behind one of decodes: every sequence's next token, one place further. Their number."""
+        count, size = len(token_ids), self.block_size
+        self._ids[:count] = token_ids
+        self._moving[:, :count] += 1
+        if self._until_next_block:
+            self._until_next_block -= 1
+            return count
+        offsets = self._positions[:count] % size
+        for s in np.flatnonzero(offsets == 0).tolist():
+            for mapping, table in zip(self._mappings, self._tables, strict=True):
+                mapping[s] = table[s, self._positions[s] // size] * size
+        self._until_next_block = size - 1 - int(offsets.max())
+        return count
 
     def _fill_piece(self, s: int, chunk: Chunk, start: int) -> None:
         """Several tokens of a sequence, where they are in it, and the addresses of what is kept of them."""
@@ -213,7 +232,15 @@ class Program:
     def __call__(self, plan: Plan) -> Tensor:
         """Logits of the wanted rows, [L, vocab] float32: memory that the next call overwrites."""
         tokens, logits = self._static.fill(plan)
-        self._executor.run(self._program, tokens=tokens, logits=logits, seqs=len(plan.chunks))
+        return self._run(tokens, logits, len(plan.chunks))
+
+    def follow(self, token_ids: Sequence[int]) -> Tensor:
+        """The same behind a call of decodes, with each sequence's next token, whose block is in its table."""
+        count = self._static.follow(token_ids)
+        return self._run(count, count, count)
+
+    def _run(self, tokens: int, logits: int, seqs: int) -> Tensor:
+        self._executor.run(self._program, tokens=tokens, logits=logits, seqs=seqs)
         rows = self._rows.get(logits)
         if rows is None:
             rows = self._rows[logits] = self._logits[:logits]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from plait.errors import EngineError
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.runner.graphs import Capacity, recorded
@@ -71,9 +72,26 @@ class ModelRunner:
         # What torch need not do is most of what a replay saves: behind the model's weights its code is cold.
         if self._replay and self._static and self._static.fits(plan):
             logits, hidden, largest = self._replay(plan), self._replay.hidden, self._replay.largest
+        elif plan.num_steps > 1:
+            raise EngineError(
+                f"{plan.num_steps} steps at once, and the first of them does not fit a recording"
+            )
         else:
             (hidden, logits), largest = self._computed(plan), None
-        return with_pooled(plan, hidden, self.sampler.sample(logits, sampling, largest))
+        answers = self.sampler.sample(logits, sampling, largest)
+        if plan.num_steps > 1:
+            return self._followed(plan, sampling, answers)
+        return with_pooled(plan, hidden, answers)
+
+    def _followed(self, plan: Plan, sampling: SamplingBatch, first: Sequence[Sampled]) -> list[Sampled]:
+        """The answers of a plan of several steps, of which the first has run."""
+        assert self._replay
+        tokens = [answer.token_ids[0] for answer in first]
+        steps, sampled = [tokens], self.sampler.following(sampling, self._replay.largest)
+        for i in range(1, plan.num_steps):
+            tokens = sampled(self._replay.follow(tokens), i)
+            steps.append(tokens)
+        return [Sampled(ids) for ids in zip(*steps, strict=True)]
 
     @torch.inference_mode()
     def _arrange(self, plan: Plan) -> None:

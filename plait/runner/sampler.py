@@ -89,6 +89,31 @@ class Sampler:
             answers.append(Sampled(mine, scores, prompt))
         return answers
 
+    def following(
+        self, batch: SamplingBatch, largest: Largest | None = None
+    ) -> Callable[[Tensor, int], list[int]]:
+        """What gives the tokens of the decode steps behind the one of `sample`: (logits, how many after it).
+
+        Rows must ask for nothing but tokens, without penalties and masks. What it gives raises as `sample`;
+        `largest` is memory that each step overwrites.
+        """
+
+        def chosen(logits: Tensor, step: int) -> list[int]:
+            return self._choose(logits, [(row, step) for row in batch.rows], largest)
+
+        if largest is None or not all(_is_greedy(row) for row in batch.rows):
+            return chosen
+        # Behind the model's weights Python's code is cold, so that every line counts.
+        found, values = (part[: len(batch.rows)] for part in largest)
+
+        def likeliest(logits: Tensor, step: int) -> list[int]:
+            if all(map(math.isfinite, values.tolist())):
+                ids: list[int] = found.tolist()
+                return ids
+            return chosen(logits, step)
+
+        return likeliest
+
     def prepare(self) -> None:
         """Choose and draw once, so that no request waits for what is compiled at its first use."""
         params = [SamplingParams(temperature=temperature, logprobs=1) for temperature in (0.0, 1.0)]
@@ -250,6 +275,11 @@ def _penalise(logits: Tensor, past: Tensor, prompt_len: int, params: SamplingPar
         logits[ids] -= params.frequency_penalty * counts
     if params.presence_penalty:
         logits[ids] -= params.presence_penalty
+
+
+def _is_greedy(row: SamplingRow) -> bool:
+    """Whether its token is that of the model's largest logit, if no penalty and no mask is in the way."""
+    return not (row.params.temperature or row.params.logit_bias or row.num_stopless)
 
 
 def _sampled(rows: Iterable[SamplingRow]) -> list[int]:

@@ -212,10 +212,10 @@ class Allocation:
         if accepted or not self.has_slots:
             self._advance(seq, end)
         if not accepted:
-            self._give_back_guesses(seq)
+            self.give_back_unused(seq)
 
-    def _give_back_guesses(self, seq: TokenSequence) -> None:
-        """Blocks behind all known tokens were reserved for a guess that was wrong."""
+    def give_back_unused(self, seq: TokenSequence) -> None:
+        """Blocks behind all known tokens: they were reserved for some that did not come."""
         needed = -(-seq.num_tokens // self.block_size)
         for pool, table in zip(self.pools.blocks, seq.tables, strict=True):
             pool.give(block for block in reversed(table[needed:]) if block)

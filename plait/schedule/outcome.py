@@ -8,6 +8,7 @@ from plait.errors import EngineError
 from plait.request import FinishReason
 from plait.schedule.plan import Plan, Sampled
 from plait.schedule.sequence import Sequence as TokenSequence
+from plait.schedule.sequence import Update
 
 
 def answers_by_id(
@@ -25,7 +26,7 @@ def answers_by_id(
         seq = sequences.get(chunk.seq_id)
         if seq is None or not seq.in_step:
             continue
-        wanted = (1 + len(seq.draft)) * seq.samples_after(chunk.end - len(seq.draft))
+        wanted = (plan.num_steps + len(seq.draft)) * seq.samples_after(chunk.end - len(seq.draft))
         if len(answer.token_ids) != wanted:
             raise EngineError(
                 f"step {plan.step}: {len(answer.token_ids)} tokens were sampled for "
@@ -61,3 +62,30 @@ def stop_token(seq: TokenSequence, sampled: Sequence[int], kept: Sequence[int]) 
     """The token that ended a sequence; None where its guide did, which waits for no token."""
     is_guides = len(kept) == len(sampled) or (seq.guide is not None and seq.guide.is_finished)
     return None if is_guides else sampled[len(kept)]
+
+
+def as_update(
+    seq: TokenSequence,
+    answer: Sampled | None,
+    tokens: tuple[int, ...],
+    reason: FinishReason | None,
+    checked: tuple[int, int],
+    *,
+    is_scoring: bool,
+) -> Update:
+    """What a step added. `checked`: how many tokens of a draft, and how many of these were right."""
+    new, logprobs = (answer.token_ids, answer.logprobs) if answer else ((), None)
+    return Update(
+        seq_id=seq.id,
+        request_id=seq.request_id,
+        index=seq.index,
+        token_ids=tokens,
+        logprobs=logprobs[: len(tokens)] if logprobs and tokens else None,
+        prompt_logprobs=tuple(seq.scored) if is_scoring else None,
+        finish_reason=reason,
+        stop_token_id=stop_token(seq, new, tokens) if reason == "stop" else None,
+        num_cached_tokens=seq.num_cached_tokens,
+        num_drafted=checked[0],
+        num_accepted=checked[1],
+        embedding=seq.pool.vector() if seq.pool else None,
+    )

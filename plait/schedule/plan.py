@@ -91,16 +91,19 @@ class Plan:
     """Decodes first, then prefill chunks.
 
     `moves`: in this order, before the pass; then `fresh` slots are zeroed. A plan without chunks moves memory
-    only: there is no pass, and nothing to sample.
+    only: there is no pass, and nothing to sample. `num_steps`: so many decode steps in a row, each of what
+    the one before it sampled; blocks for all of them are in the tables.
     """
 
     step: int
     chunks: tuple[Chunk, ...]
     moves: tuple[Move, ...] = ()
     fresh: tuple[int, ...] = ()
+    num_steps: int = 1
 
     @property
     def num_tokens(self) -> int:
+        """Of one step."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
 
@@ -139,7 +142,7 @@ class SamplingBatch:
 
 
 class Sampled(Struct, frozen=True, gc=False):
-    """The answer to one `SamplingRow`: one token per sample; `logprobs` as many, or None.
+    """The answer to one `SamplingRow`: one token per sample and step; `logprobs` as many, or None.
 
     `pooled`: the sum of the hidden states that its chunk asked for, one number per dimension.
     """

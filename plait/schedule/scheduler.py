@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from plait.errors import CapacityError, ContextTooLong, QueueFull
+from plait.schedule import multi_step
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import StepCosts
-from plait.schedule.outcome import answers_by_id, kept, num_right, stop_token
+from plait.schedule.outcome import answers_by_id, as_update, kept, num_right
 from plait.schedule.plan import Chunk, Move, Plan, Sampled, SamplingBatch
 from plait.schedule.sequence import Phase, Update, num_computed
 from plait.schedule.sequence import Sequence as TokenSequence
@@ -33,7 +34,8 @@ class Limits:
     """What the scheduler may do in one step and at one time, in the words of `EngineConfig`.
 
     `max_step_s`: prompts are cut so that a step with running replies takes no longer, as measured (None:
-    never). `causal` False: earlier outputs change as tokens are appended, so all is computed in each step.
+    never). `num_steps`: the most decode steps of one plan (`schedule.multi_step`). `causal` False: earlier
+    outputs change as tokens are appended, so all is computed in each step.
     """
 
     max_num_seqs: int
@@ -41,6 +43,7 @@ class Limits:
     max_waiting: int
     max_model_len: int
     max_step_s: float | None = None
+    num_steps: int = 1
     causal: bool = True
 
 
@@ -131,9 +134,9 @@ class Scheduler:
 
     def plan(self, drafts: Mapping[int, tuple[int, ...]] = NOTHING) -> Plan | None:
         """The next step, or None if there is nothing to do. `drafts`: guesses by id, of those `drafting`."""
-        suspect = self._next_suspect()
+        suspect, limits = self._next_suspect(), self.limits
         if suspect is not None:
-            shares = {suspect.id: self._share(suspect, self.limits.max_num_batched_tokens)}
+            shares = {suspect.id: self._share(suspect, limits.max_num_batched_tokens)}
         else:
             shares = self._shares()
         self._reserve(shares)
@@ -141,6 +144,9 @@ class Scheduler:
             self._admit_waiting(shares)
         if drafts and not self._suspects:
             self._add_drafts(shares, drafts)
+        num_steps = 1
+        if not (drafts or self.waiting or self._suspects):
+            num_steps = multi_step.num_steps(self.running, limits, self.costs, self.memory)
         chunks = [self._chunk(seq, shares[seq.id]) for seq in self.running if shares.get(seq.id)]
         self._moves, self.memory.pools.moves = tuple(self.memory.pools.moves), []
         if not chunks and not self._moves:
@@ -148,7 +154,7 @@ class Scheduler:
         chunks.sort(key=lambda c: len(c.token_ids) > 1 or c.start == 0)  # stable: in line within
         fresh = tuple([c.slot for c in chunks if c.start == 0 and c.slot])
         self._step += 1
-        return Plan(self._step, tuple(chunks), self._moves, fresh)
+        return Plan(self._step, tuple(chunks), self._moves, fresh, num_steps)
 
     def sampling(self, plan: Plan) -> SamplingBatch:
         """What the sampler must know about a plan that was just made."""
@@ -371,29 +377,17 @@ class Scheduler:
         if end < seq.num_tokens:
             self._settle(seq, end, accepted=True)
             return None
-        new, logprobs = (answer.token_ids, answer.logprobs) if answer else ((), None)
-        num_accepted = num_right(draft, new) if draft else 0
-        tokens, reason = kept(seq, new[: num_accepted + 1])
+        new = answer.token_ids if answer else ()
+        num_ahead = num_right(draft, new) if draft else max(len(new) - 1, 0)  # of further steps: all
+        tokens, reason = kept(seq, new[: num_ahead + 1])
         seq.token_ids += tokens  # before the memory learns of them: it names blocks by their tokens
-        self._settle(seq, end + num_accepted, accepted=num_accepted == len(draft))
+        self._settle(seq, end + num_ahead, accepted=not draft or num_ahead == len(draft))
         if seq in self._suspects:
             self._suspects.remove(seq)
         if reason is not None:
             self._finish(seq)
-        return Update(
-            seq_id=seq.id,
-            request_id=seq.request_id,
-            index=seq.index,
-            token_ids=tokens,
-            logprobs=logprobs[: len(tokens)] if logprobs and tokens else None,
-            prompt_logprobs=tuple(seq.scored) if is_scoring else None,
-            finish_reason=reason,
-            stop_token_id=stop_token(seq, new, tokens) if reason == "stop" else None,
-            num_cached_tokens=seq.num_cached_tokens,
-            num_drafted=len(draft),
-            num_accepted=num_accepted,
-            embedding=seq.pool.vector() if seq.pool else None,
-        )
+        checked = (len(draft), num_ahead) if draft else (0, 0)
+        return as_update(seq, answer, tokens, reason, checked, is_scoring=is_scoring)
 
     def _settle(self, seq: TokenSequence, end: int, *, accepted: bool) -> None:
         if self.limits.causal:  # an end inside of a right draft leaves state of tokens that do not count

@@ -117,11 +117,14 @@ class Sequence:
     pool: Pool | None = None
     is_watched: bool = True
     is_penalized: bool = field(init=False)  # whether its sampler must know what came before
+    is_unobserved: bool = field(init=False)  # whether nobody looks at it between two decode steps
 
     def __post_init__(self) -> None:
         params = self.params
         penalties = (params.repetition_penalty or 1, params.presence_penalty, params.frequency_penalty)
         self.is_penalized = penalties != (1, 0, 0)
+        looked_at = self.is_watched or self.is_penalized or params.logprobs is not None
+        self.is_unobserved = not looked_at and self.guide is None and self.pool is None
         self.prompt_len = self.prompt_len or len(self.token_ids)
         self.chain = [root(self.cache_salt)]
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from msgspec import structs
+
 from plait.memory import BlockGroup
 from plait.request import FinishReason, SamplingParams, TokenLogprobs
 from plait.schedule.plan import (
@@ -182,7 +184,23 @@ class ModelMemory:
         self.slots = dict.fromkeys(range(1, self.num_slots), POISON)
 
     def execute(self, plan: Plan, batch: SamplingBatch, stories: Mapping[int, Story]) -> list[Sampled]:
-        """Run a plan: its moves, zeroed slots, then every chunk is read, checked, computed and written."""
+        """Run a plan: each of its steps."""
+        stories = {i: Story(s.ask, [*s.tokens], [*s.digests], s.reply, s.draft) for i, s in stories.items()}
+        answers = self._step(plan, batch, stories)
+        if plan.num_steps == 1:
+            return answers
+        tokens = [answer.token_ids for answer in answers]
+        for _ in range(1, plan.num_steps):
+            for chunk, said in zip(plan.chunks, tokens, strict=True):
+                stories[chunk.seq_id].extend(said[-1:])
+            plan = Plan(plan.step, tuple([_next(c, t[-1]) for c, t in zip(plan.chunks, tokens, strict=True)]))
+            batch = SamplingBatch(tuple(map(_later, batch.rows)))
+            answers = self._step(plan, batch, stories)
+            tokens = [(*said, *more.token_ids) for said, more in zip(tokens, answers, strict=True)]
+        return list(map(Sampled, tokens))
+
+    def _step(self, plan: Plan, batch: SamplingBatch, stories: Mapping[int, Story]) -> list[Sampled]:
+        """One step: its moves, zeroed slots, then every chunk is read, checked, computed and written."""
         self._check_shape(plan, stories)
         for move in plan.moves:
             self._move(move)
@@ -334,6 +352,15 @@ def _digests(chunk: Chunk, story: Story) -> list[int]:
     for token in chunk.token_ids:
         digests.append(hash((digests[-1], token)))
     return digests
+
+
+def _next(chunk: Chunk, token_id: int) -> Chunk:
+    """The chunk of a decode's next step."""
+    return structs.replace(chunk, start=chunk.end, token_ids=(token_id,))
+
+
+def _later(row: SamplingRow) -> SamplingRow:
+    return structs.replace(row, position=row.position + 1, num_stopless=max(row.num_stopless - 1, 0))
 
 
 def _answer(chunk: Chunk, row: SamplingRow, story: Story) -> Sampled:

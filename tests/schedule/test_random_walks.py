@@ -21,6 +21,19 @@ def test_everybody_is_served_with_the_right_tokens_and_nothing_is_shared(shape: 
     assert all(start == 0 or world.wishes[i].num_choices > 1 for i, start in world.starts.items())
 
 
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("shape", ["full", "windows", "full+window", "full+slots"])
+def test_several_steps_of_a_plan_are_as_many_plans(shape: str, shares: bool) -> None:
+    rng = random.Random(shape)
+    size = Size(num_blocks=rng.randint(12, 20), num_steps=rng.choice([3, 8]), shares=shares)
+    world = World(SHAPES[shape], size)
+    wander(world, rng, 1200, busy=0.06, faults=0.02)
+    world.drain()
+    assert world.counts["finished"] > 20
+    assert world.counts["failed"] > 0
+    assert (world.counts["multi-steps"] > 20) is not SHAPES[shape].has_slots
+
+
 def test_a_model_that_is_not_causal_computes_every_sequence_whole_in_every_step() -> None:
     rng = random.Random(5)
     world = World(SHAPES["full+window+slots"], Size(num_blocks=14, budget=24, causal=False))

@@ -67,6 +67,7 @@ class Size:
     host_nbytes: int = 0
     shares: bool = True
     causal: bool = True
+    num_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class Wish:
     priority: int = 0
     deadline: float | None = None
     scores: bool = False
+    watched: bool = True
 
 
 class World:
@@ -99,6 +101,7 @@ class World:
             max_num_batched_tokens=size.budget,
             max_waiting=1000,
             max_model_len=size.max_model_len if size.causal else min(size.max_model_len, size.budget),
+            num_steps=size.num_steps,
             causal=size.causal,
         )
         num_blocks = tuple(size.num_blocks + 1 for _ in shape.groups)
@@ -120,6 +123,7 @@ class World:
         )
         self.now = 0.0
         self.s = Scheduler(self.limits, self.memory, clock=lambda: self.now)
+        self.s.costs.observe(1, 1e-4)
         self.device = ModelMemory(
             shape.groups, num_blocks, size.block_size, num_slots, self.limits, size.host_nbytes
         )
@@ -155,6 +159,7 @@ class World:
                     boundaries=tuple(b for b in wish.boundaries if b <= len(prompt)),
                     priority=wish.priority,
                     deadline=wish.deadline,
+                    is_watched=wish.watched,
                 )
             )
             self.stories[seq_id], self.wishes[seq_id] = Story.of(ask), wish
@@ -209,8 +214,9 @@ class World:
         for update in self.s.commit(plan, sampled):
             self._learn(update)
         self._name_blocks()
-        self.counts["steps"] += 1
-        self.counts["tokens"] += plan.num_tokens
+        self.counts["steps"] += plan.num_steps
+        self.counts["multi-steps"] += plan.num_steps > 1
+        self.counts["tokens"] += plan.num_tokens * plan.num_steps
 
     def fail(self, num_moves: int) -> None:
         """The step dies half-way. Who was alone in it did it; of several, nobody knows who."""
@@ -363,6 +369,7 @@ def any_wish(world: World, rng: random.Random) -> Wish:
         priority=rng.choice([0, 0, 0, 1, -1]),
         deadline=world.now + rng.randint(1, 60) if rng.random() < 0.05 else None,
         scores=rng.random() < 0.1,
+        watched=world.size.num_steps == 1 or rng.random() < 0.1,
     )
 
 

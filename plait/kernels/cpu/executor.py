@@ -278,8 +278,7 @@ class Executor:
         """Replay a recorded step for this many tokens, rows of logits and sequences."""
         with self._lock:
             self._grow(program.scratch, program.shared)
-            frame = self._frame
-            frame[layout.TOKENS], frame[layout.LOGITS], frame[layout.SEQS] = tokens, logits, seqs
+            self._frame[layout.TOKENS : layout.SEQS + 1] = tokens, logits, seqs
             launches, pace = len(program.kernels), self._pace
             if self.threads == 1 or tokens > SMALL:
                 self._play(program.address, launches)

@@ -1,0 +1,125 @@
+"""When several decode steps become one plan, and when they do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.schedule.costs import StepCosts
+from plait.schedule.plan import Plan, Sampled
+from plait.schedule.scheduler import Scheduler
+from plait.schedule.sequence import Sequence, Update
+from tests.schedule.test_scheduler import FULL, WINDOW, planned, run, scheduler, sequence
+
+
+def quick(seconds: float = 0.001) -> StepCosts:
+    costs = StepCosts()
+    for tokens in (1, 2, 4, 8, 16):
+        costs.observe(tokens, seconds)
+    return costs
+
+
+def world(seconds: float = 0.001, **options: Any) -> Scheduler:
+    return scheduler(costs=quick(seconds), **{"num_steps": 8, "max_model_len": 200, **options})
+
+
+def unseen(seq_id: int, prompt: int = 6, max_tokens: int = 20, **options: Any) -> Sequence:
+    return sequence(seq_id, prompt, max_tokens, **{"is_watched": False, **options})
+
+
+def decoding(s: Scheduler, *sequences: Sequence) -> Plan:
+    """The first plan behind the prompts."""
+    s.add(*sequences)
+    run(s, planned(s))
+    return planned(s)
+
+
+def commit(s: Scheduler, plan: Plan, *tokens: tuple[int, ...]) -> list[Update]:
+    updates = s.commit(plan, list(map(Sampled, tokens)))
+    s.check()
+    return updates
+
+
+def test_sequences_that_nobody_watches_decode_several_steps_at_once() -> None:
+    s = world()
+    plan = decoding(s, unseen(1), unseen(2))
+    assert (plan.num_steps, plan.num_tokens) == (8, 2)
+    assert all(len(chunk.blocks[0]) == 4 for chunk in plan.chunks), "blocks of 4 for 14 tokens"
+    first, second = commit(s, plan, tuple(range(20, 28)), tuple(range(30, 38)))
+    assert (first.token_ids, second.token_ids) == (tuple(range(20, 28)), tuple(range(30, 38)))
+    assert (first.num_drafted, first.num_accepted) == (0, 0)
+    assert [c.start for c in planned(s).chunks] == [14, 14]
+
+
+def test_the_last_steps_are_as_many_as_tokens_are_wanted() -> None:
+    s = world()
+    plan = decoding(s, unseen(1, max_tokens=4), unseen(2))
+    assert plan.num_steps == 3
+    first, _ = commit(s, plan, (1, 2, 3), (1, 2, 3))
+    assert (first.token_ids, first.finish_reason) == ((1, 2, 3), "length")
+
+
+def test_what_follows_a_stop_token_is_dropped_and_its_memory_is_given_back() -> None:
+    s = world(cache=None)
+    plan = decoding(s, unseen(1, stops=frozenset({9})))
+    (update,) = commit(s, plan, (5, 9, 6, 7, 8, 5, 5, 5))
+    assert (update.token_ids, update.finish_reason, update.stop_token_id) == ((5,), "stop", 9)
+    stats = s.stats()
+    assert stats["num_free_blocks"] + stats["num_cached_blocks"] == stats["num_blocks"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_watched": True},
+        {"params": {"logprobs": 0}},
+        {"params": {"presence_penalty": 0.5}},
+        {"params": {"repetition_penalty": 1.1}},
+    ],
+)
+def test_one_that_is_looked_at_between_two_steps_has_one_after_the_other(options: dict[str, Any]) -> None:
+    assert decoding(world(), unseen(1, **options), unseen(2)).num_steps == 1
+
+
+def test_so_have_all_while_somebody_waits_or_a_prompt_is_computed() -> None:
+    s = world(max_num_seqs=1)
+    assert decoding(s, unseen(1), unseen(2)).num_steps == 1
+    s = world()
+    plan = decoding(s, unseen(1, 6), unseen(2, 30))
+    assert [len(c.token_ids) for c in plan.chunks] == [1, 15]
+    assert plan.num_steps == 1
+
+
+def test_so_have_those_with_state_of_fixed_size_and_suspects() -> None:
+    assert decoding(world(slots=True), unseen(1)).num_steps == 1
+    s = world()
+    decoding(s, unseen(1), unseen(2))
+    s.isolate()
+    while s.has_work:
+        plan = planned(s)
+        if len(plan.chunks) > 1:
+            break
+        assert plan.num_steps == 1
+        run(s, plan)
+
+
+@pytest.mark.parametrize(("seconds", "limit", "steps"), [(0.011, None, 4), (0.04, None, 1), (0.004, 0.01, 2)])
+def test_who_comes_meanwhile_waits_for_fifty_milliseconds_at_most(
+    seconds: float, limit: float | None, steps: int
+) -> None:
+    assert decoding(world(seconds, max_step_s=limit), unseen(1)).num_steps == steps
+
+
+def test_nothing_is_known_about_costs_before_the_first_step() -> None:
+    s = scheduler(num_steps=8)
+    assert decoding(s, unseen(1)).num_steps == 1
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
+def test_nobody_makes_room_for_steps_ahead(groups: Any) -> None:
+    """Two sequences of 7 tokens and 4 blocks: 4 tokens more of each would be 6 blocks."""
+    s = world(blocks=6, groups=groups)
+    plan = decoding(s, unseen(1, 7, 8), unseen(2, 7, 8))
+    assert (plan.num_steps, s.num_preemptions) == (1, 0)
+    assert all(len(table) == 2 for chunk in plan.chunks for table in chunk.blocks), "nothing stays reserved"
