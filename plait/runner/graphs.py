@@ -21,6 +21,7 @@ from plait.errors import CannotRecord
 from plait.memory import BlockGroup
 from plait.model.batch import Batch, PagedIndex
 from plait.model.decoder import Decoder
+from plait.schedule.multi_step import MOST_STEPS
 from plait.schedule.plan import Chunk, Plan
 from plait.state.store import StateStore
 
@@ -111,7 +112,6 @@ class StaticBatch:
         self._moving = np.zeros((2 + len(groups), max(c.tokens, c.seqs)), np.int64)
         self._positions, self._lens = self._moving[0, : c.tokens], self._moving[1, : c.seqs]
         self._mappings = [row[: c.tokens] for row in self._moving[2:]]
-        self._until_next_block = 0  # decodes that can follow before a sequence needs its next block; 0: see
         self._history = np.zeros(c.seqs, np.bool_)
         self._tables = [np.zeros((c.seqs, c.blocks), np.int64) for _ in groups]
         self._known: list[list[Table]] = [[() for _ in range(c.seqs)] for _ in groups]  # what tables hold
@@ -142,7 +142,7 @@ class StaticBatch:
 
     def fill(self, plan: Plan) -> tuple[int, int]:
         """Write a plan down. Returns how many tokens and how many rows of logits it has."""
-        token, row, size, self._until_next_block = 0, 0, self.block_size, 0
+        token, row, size = 0, 0, self.block_size
         for s, chunk in enumerate(plan.chunks):
             at, start, count, wanted = chunk.start, token, len(chunk.token_ids), chunk.num_logits
             token += count
@@ -169,15 +169,31 @@ class StaticBatch:
         count, size = len(token_ids), self.block_size
         self._ids[:count] = token_ids
         self._moving[:, :count] += 1
-        if self._until_next_block:
-            self._until_next_block -= 1
-            return count
-        offsets = self._positions[:count] % size
-        for s in np.flatnonzero(offsets == 0).tolist():
+        for s in np.flatnonzero(self._positions[:count] % size == 0).tolist():  # in its next block
             for mapping, table in zip(self._mappings, self._tables, strict=True):
                 mapping[s] = table[s, self._positions[s] // size] * size
-        self._until_next_block = size - 1 - int(offsets.max())
         return count
+
+    def following(self, executor: Any, largest: Found, kept: Found, step: npt.NDArray[np.int64]) -> Any:
+        """What does the same between two steps of one call, for the tokens of the largest logits.
+
+        ids and values are kept for each step, in rows of `kept`; `step` counts.
+        """
+        places = [(table.ctypes.data, table.strides[0]) for table in self._tables]
+        self._table_places = np.array(places, np.int64)  # held: the program has its address
+        addresses = (a.ctypes.data for a in (*largest, self._ids, self._moving))
+        return executor.following(
+            self.capacity.tokens,
+            self.capacity.logits,
+            *addresses,
+            self._moving.strides[0],
+            len(places),
+            self._table_places.ctypes.data,
+            self.block_size,
+            *(a.ctypes.data for a in kept),
+            *(a.strides[0] for a in kept),
+            step.ctypes.data,
+        )
 
     def _fill_piece(self, s: int, chunk: Chunk, start: int) -> None:
         """Several tokens of a sequence, where they are in it, and the addresses of what is kept of them."""
@@ -216,6 +232,13 @@ class Program:
             self._logits = decoder.logits(self.hidden, static.batch)
             self.largest = _recorded_largest(largest, self._logits) if largest else None
         self._rows: dict[int, Tensor] = {}  # the first so many rows of logits, as steps asked for them
+        if self.largest is not None:
+            rows = (MOST_STEPS, capacity.seqs)
+            self._kept, self._step = (
+                (np.zeros(rows, np.int64), np.zeros(rows, np.float32)),
+                np.zeros(1, np.int64),
+            )
+            self._between = static.following(executor, self.largest, self._kept, self._step)
 
     @property
     def launches(self) -> Sequence[str]:
@@ -238,6 +261,20 @@ class Program:
         """The same behind a call of decodes, with each sequence's next token, whose block is in its table."""
         count = self._static.follow(token_ids)
         return self._run(count, count, count)
+
+    def several(self, plan: Plan) -> Found:
+        """All steps of a plan of decodes in one call, where `largest` is found: its ids, and its values.
+
+        Both are [steps, sequences]: memory that the next call overwrites.
+        """
+        assert self.largest is not None
+        count, _ = self._static.fill(plan)
+        self._step[0], last = 0, plan.num_steps - 1
+        sizes = {"tokens": count, "logits": count, "seqs": count}
+        self._executor.run(self._program, **sizes, steps=plan.num_steps, between=self._between)
+        ids, values = self._kept
+        ids[last, :count], values[last, :count] = (found[:count] for found in self.largest)
+        return ids[: last + 1, :count], values[: last + 1, :count]
 
     def _run(self, tokens: int, logits: int, seqs: int) -> Tensor:
         self._executor.run(self._program, tokens=tokens, logits=logits, seqs=seqs)

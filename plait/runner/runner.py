@@ -12,10 +12,10 @@ from torch import Tensor
 from plait.errors import EngineError
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
-from plait.runner.graphs import Capacity, recorded
+from plait.runner.graphs import Capacity, Program, recorded
 from plait.runner.inputs import build_batch
 from plait.runner.pooling import with_pooled
-from plait.runner.sampler import Sampler
+from plait.runner.sampler import Sampler, is_greedy
 from plait.schedule.plan import (
     Chunk,
     CopyBlock,
@@ -35,7 +35,10 @@ class Executor(Protocol):
     """Threads that run native kernels, now or recorded (`kernels.cpu.executor`)."""
 
     def recording(self, tokens: int, logits: int) -> Any: ...
-    def run(self, program: Any, *, tokens: int, logits: int, seqs: int) -> None: ...
+    def run(
+        self, program: Any, *, tokens: int, logits: int, seqs: int, steps: int = 1, between: Any = None
+    ) -> None: ...
+    def following(self, tokens: int, logits: int, *args: Any) -> Any: ...
     def close(self) -> None: ...
 
 
@@ -69,27 +72,26 @@ class ModelRunner:
             self._arrange(plan)
         if not plan.chunks:
             return []
+        fits = self._replay and self._static and self._static.fits(plan)
+        if plan.num_steps > 1:
+            if self._replay is None or not fits:
+                raise EngineError(f"{plan.num_steps} steps at once, and the first does not fit a recording")
+            return self._several(self._replay, plan, sampling)
         # What torch need not do is most of what a replay saves: behind the model's weights its code is cold.
-        if self._replay and self._static and self._static.fits(plan):
+        if self._replay and fits:
             logits, hidden, largest = self._replay(plan), self._replay.hidden, self._replay.largest
-        elif plan.num_steps > 1:
-            raise EngineError(
-                f"{plan.num_steps} steps at once, and the first of them does not fit a recording"
-            )
         else:
             (hidden, logits), largest = self._computed(plan), None
-        answers = self.sampler.sample(logits, sampling, largest)
-        if plan.num_steps > 1:
-            return self._followed(plan, sampling, answers)
-        return with_pooled(plan, hidden, answers)
+        return with_pooled(plan, hidden, self.sampler.sample(logits, sampling, largest))
 
-    def _followed(self, plan: Plan, sampling: SamplingBatch, first: Sequence[Sampled]) -> list[Sampled]:
-        """The answers of a plan of several steps, of which the first has run."""
-        assert self._replay
-        tokens = [answer.token_ids[0] for answer in first]
-        steps, sampled = [tokens], self.sampler.following(sampling, self._replay.largest)
+    def _several(self, replay: Program, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+        """The answers of a plan of several decode steps, each of which computes what the last one sampled."""
+        if replay.largest is not None and is_greedy(sampling):
+            return self.sampler.likeliest(*replay.several(plan))
+        tokens = [a.token_ids[0] for a in self.sampler.sample(replay(plan), sampling, replay.largest)]
+        steps = [tokens]
         for i in range(1, plan.num_steps):
-            tokens = sampled(self._replay.follow(tokens), i)
+            tokens = self.sampler.follow(replay.follow(tokens), sampling, i, replay.largest)
             steps.append(tokens)
         return [Sampled(ids) for ids in zip(*steps, strict=True)]
 

@@ -89,30 +89,19 @@ class Sampler:
             answers.append(Sampled(mine, scores, prompt))
         return answers
 
-    def following(
-        self, batch: SamplingBatch, largest: Largest | None = None
-    ) -> Callable[[Tensor, int], list[int]]:
-        """What gives the tokens of the decode steps behind the one of `sample`: (logits, how many after it).
+    def follow(
+        self, logits: Tensor, batch: SamplingBatch, step: int, largest: Largest | None = None
+    ) -> list[int]:
+        """The tokens of a batch's decode step that comes so many after the one of `sample`; raises the same.
 
-        Rows must ask for nothing but tokens, without penalties and masks. What it gives raises as `sample`;
-        `largest` is memory that each step overwrites.
+        Rows must ask for nothing but tokens, without penalties and masks.
         """
+        return self._choose(logits, [(row, step) for row in batch.rows], largest)
 
-        def chosen(logits: Tensor, step: int) -> list[int]:
-            return self._choose(logits, [(row, step) for row in batch.rows], largest)
-
-        if largest is None or not all(_is_greedy(row) for row in batch.rows):
-            return chosen
-        # Behind the model's weights Python's code is cold, so that every line counts.
-        found, values = (part[: len(batch.rows)] for part in largest)
-
-        def likeliest(logits: Tensor, step: int) -> list[int]:
-            if all(map(math.isfinite, values.tolist())):
-                ids: list[int] = found.tolist()
-                return ids
-            return chosen(logits, step)
-
-        return likeliest
+    def likeliest(self, ids: Any, values: Any) -> list[Sampled]:
+        """Answers of rows that `is_greedy`: ids and values of the largest logits, arrays [steps, rows]."""
+        _check(values.ravel().tolist())
+        return [Sampled(tuple(tokens)) for tokens in ids.T.tolist()]
 
     def prepare(self) -> None:
         """Choose and draw once, so that no request waits for what is compiled at its first use."""
@@ -127,11 +116,7 @@ class Sampler:
         if largest is None or edited is not logits:
             largest = self._largest(self._limited(edited))
         found, values = (part[: len(draws)].tolist() for part in largest)
-        if broken := [value for value in values if not math.isfinite(value)]:
-            raise EngineError(
-                f"the model computed {broken[0]} as the largest logit of {len(broken)} of "
-                f"{len(draws)} tokens; a weight or a state is broken, or every token is forbidden"
-            )
+        _check(values)
         ids: list[int] = found
         if drawn := [i for i, (row, _) in enumerate(draws) if row.params.temperature]:
             chosen = self._drawn(_rows(self._limited(edited), drawn), [draws[i] for i in drawn])
@@ -277,9 +262,18 @@ def _penalise(logits: Tensor, past: Tensor, prompt_len: int, params: SamplingPar
         logits[ids] -= params.presence_penalty
 
 
-def _is_greedy(row: SamplingRow) -> bool:
-    """Whether its token is that of the model's largest logit, if no penalty and no mask is in the way."""
-    return not (row.params.temperature or row.params.logit_bias or row.num_stopless)
+def is_greedy(batch: SamplingBatch) -> bool:
+    """Whether all tokens are those of the model's largest logits, if no row has a past or a mask."""
+    return not any(row.params.temperature or row.params.logit_bias or row.num_stopless for row in batch.rows)
+
+
+def _check(values: Sequence[float]) -> None:
+    """The largest logits of some tokens. Raises EngineError."""
+    if broken := [value for value in values if not math.isfinite(value)]:
+        raise EngineError(
+            f"the model computed {broken[0]} as the largest logit of {len(broken)} of {len(values)} tokens; "
+            "a weight or a state is broken, or every token is forbidden"
+        )
 
 
 def _sampled(rows: Iterable[SamplingRow]) -> list[int]:

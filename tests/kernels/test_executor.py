@@ -52,6 +52,24 @@ def test_a_recording_runs_for_any_number_of_rows_and_uses_memory_again(cpu: Any)
         assert torch.equal(out[:rows], 2.0**20 * x[:rows])
 
 
+def test_several_steps_are_one_call_with_a_launch_between_two(cpu: Any) -> None:
+    x, y, left = torch.zeros(64, 7), torch.zeros(64, 7), torch.zeros(64, 7)
+    programs = []
+    for source, out in ((x, y), (y, x)):
+        with cpu.recording(tokens=64, logits=65) as program:
+            cpu.launch(doubled, source, out, 7, rows=64)
+            if source is x:
+                cpu.launch(doubled, left, left, 7, rows=64)
+        programs.append(program)
+    for steps in (1, 2, 5):
+        first = torch.randn(5, 7)
+        x[:5], left[:5] = first, first
+        cpu.run(programs[0], tokens=5, logits=0, seqs=1, steps=steps, between=programs[1])
+        assert torch.equal(y[:5], 2.0 ** (2 * steps - 1) * first)
+        assert torch.equal(left[:5], 2.0**steps * first), "the table runs whole each time"
+        assert not y[5:].any()
+
+
 def test_a_number_of_rows_that_means_nothing_cannot_be_recorded(cpu: Any) -> None:
     with cpu.recording(tokens=64, logits=65), pytest.raises(CannotRecord, match="doubled works on 9 rows"):
         chain(cpu, torch.zeros(9, 2), 1)

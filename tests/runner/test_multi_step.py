@@ -6,11 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from plait import LLM, SamplingParams
 from plait.errors import EngineError
+from plait.memory import BlockGroup
+from plait.runner.graphs import Capacity, StaticBatch
 from plait.schedule.multi_step import MOST_STEPS
 from plait.schedule.plan import Chunk, Plan, SamplingBatch, SamplingRow
 from tests.families import tiny
@@ -106,21 +109,56 @@ def test_texts_are_the_same_with_and_without(folder: Path, params: list[dict[str
         assert not llm.front.loop.engine.audit()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_model_that_overflows_in_a_later_step_is_found(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
     with LLM(str(folder), device="cpu", max_model_len=128, max_num_seqs=4) as llm:
-        llm.generate([[3, 4, 5]], SamplingParams(temperature=0.0, max_tokens=8))
+        params = SamplingParams(temperature=temperature, max_tokens=30)
+        llm.generate([[3, 4, 5]], params)
         replay: Any = llm.front.loop.engine.runner._replay
-        follow = replay.follow
+        follow, several = replay.follow, replay.several
 
-        def broken(token_ids: Any) -> torch.Tensor:
+        def followed(token_ids: Any) -> torch.Tensor:
             logits: torch.Tensor = follow(token_ids)
             logits[0, 0] = torch.nan
             if replay.largest is not None:
                 replay.largest[1][0] = float("nan")
             return logits
 
-        monkeypatch.setattr(replay, "follow", broken)
+        def all_of_them(plan: Plan) -> Any:
+            ids, values = several(plan)
+            values[-2, 0] = float("nan")
+            return ids, values
+
+        monkeypatch.setattr(replay, "follow", followed)
+        monkeypatch.setattr(replay, "several", all_of_them)
         with pytest.raises(EngineError, match="a weight or a state is broken"):
-            llm.generate([[3, 4, 5]], SamplingParams(temperature=0.0, max_tokens=30))
+            llm.generate([[3, 4, 5]], params)
+
+
+@pytest.mark.parametrize("num_groups", [0, 1, 2])
+def test_the_kernel_between_two_steps_does_what_the_buffers_do(cpu: Any, num_groups: int) -> None:
+    """Over the ends of blocks, for fewer sequences than there is room for."""
+    groups, seqs, size, steps = [BlockGroup(str(g), None, ()) for g in range(num_groups)], 5, 4, 6
+    sides = [StaticBatch(Capacity(9, 7, seqs, 8), groups, size) for _ in range(2)]
+    rng = np.random.default_rng(3)
+    tables = [tuple(tuple(rng.permutation(90)[:8].tolist()) for _ in groups) for _ in range(3)]
+    plan = Plan(0, tuple(Chunk(s, 3 + 5 * s, (8,), tables[s], 0, 1) for s in range(3)))
+    for side in sides:
+        side.fill(plan)
+    found = np.zeros(7, np.int64), np.zeros(7, np.float32)
+    kept, step = (np.zeros((8, seqs), np.int64), np.zeros((8, seqs), np.float32)), np.zeros(1, np.int64)
+    between = sides[0].following(cpu, found, kept, step)
+    told = rng.integers(0, 90, (steps, 3)), rng.standard_normal((steps, 3)).astype(np.float32)
+    for ids, values in zip(*told, strict=True):
+        found[0][:3], found[1][:3] = ids, values
+        cpu.run(between, tokens=3, logits=3, seqs=3)
+        assert sides[1].follow(ids.tolist()) == 3
+        for name in ("_ids", "_moving", "_starts", "_slots", "_logit_rows"):
+            np.testing.assert_array_equal(getattr(sides[0], name), getattr(sides[1], name), err_msg=name)
+    assert step[0] == steps
+    for rows, wanted in zip(kept, told, strict=True):
+        np.testing.assert_array_equal(rows[:steps, :3], wanted)
+        assert not rows[steps:].any()
+        assert not rows[:, 3:].any()

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from plait.errors import CannotRecord, EngineError
 from plait.kernels.cpu import frame as layout
+from plait.kernels.cpu.following import follow_rows
 from plait.kernels.cpu.frame import barrier
 from plait.kernels.cpu.kernel import OPTIONS, Kernel, inline
 from plait.kernels.cpu.vec import (
@@ -38,7 +39,8 @@ from plait.kernels.cpu.vec import (
 )
 
 LINE = 64  # bytes of a cache line: words that different threads write stay on lines of their own
-COMMAND, STOP, ASLEEP, TABLE, COUNT, FRAME, NAP = (LINE * i for i in range(7))  # of the mailbox
+COMMAND, STOP, ASLEEP, TABLE, COUNT, FRAME, NAP, STEPS = (LINE * i for i in range(8))  # of the mailbox
+BETWEEN = STEPS + 8  # the table of what runs between two steps
 AWAKE_SPINS = 20_000  # about half a millisecond: the next step of a running engine comes sooner
 HAS_FUTEX = FUTEX is not None
 HUGE = 2 << 20
@@ -64,6 +66,18 @@ def _wake(mailbox):
         futex(mailbox, np.int32(129), np.int32(1 << 20))
 
 
+@inline
+def _play_steps(mailbox, thread, threads):
+    """The posted table, as many times as was posted, and the one launch of the other table in between."""
+    frame, table, count = get_i64(mailbox + FRAME), get_i64(mailbox + TABLE), get_i64(mailbox + COUNT)
+    between = get_i64(mailbox + BETWEEN)
+    for step in range(get_i64(mailbox + STEPS)):
+        if step > 0:  # it shares no work out: nobody touches a counter that the table's first launch needs
+            call_kernel(get_i64(between), frame, get_i64(between + 8), thread, threads)
+            barrier(frame, threads)
+        _play(frame, table, count, thread, threads)
+
+
 @njit("void(int64,int64,int64)", **OPTIONS)
 def _work(mailbox, thread, threads):
     """A worker's life: wait for the command counter to move, play, until the stop flag is up."""
@@ -83,7 +97,7 @@ def _work(mailbox, thread, threads):
         seen += np.int32(1)
         if atomic_get(mailbox + STOP) != 0:
             return
-        _play(get_i64(mailbox + FRAME), get_i64(mailbox + TABLE), get_i64(mailbox + COUNT), thread, threads)
+        _play_steps(mailbox, thread, threads)
 
 
 @njit("void(int64,int64)", **OPTIONS)
@@ -91,7 +105,7 @@ def _run(mailbox, threads):
     """Wake the workers, play as worker 0; everybody has finished when this returns."""
     if threads > 1:
         _wake(mailbox)
-    _play(get_i64(mailbox + FRAME), get_i64(mailbox + TABLE), get_i64(mailbox + COUNT), 0, threads)
+    _play_steps(mailbox, 0, threads)
 
 
 @njit("void(int64)", **OPTIONS)
@@ -221,7 +235,9 @@ class Executor:
         self._scratch, self._shared = aligned(0), aligned(0)
         self._one = np.zeros(2, np.int64)
         self._one_address = self._one.ctypes.data
-        self._words = {at: self._mailbox[at : at + 8].view(np.int64) for at in (TABLE, COUNT, FRAME)}
+        self._words = {
+            at: self._mailbox[at : at + 8].view(np.int64) for at in (TABLE, COUNT, FRAME, STEPS, BETWEEN)
+        }
         self._post(FRAME, self._frame.ctypes.data)
         self._address = self._mailbox.ctypes.data
         memory = (self._mailbox, self._sync)
@@ -274,19 +290,43 @@ class Executor:
             self._one[:] = kernel.address, array.ctypes.data
             self._play(self._one_address, 1)
 
-    def run(self, program: Program, *, tokens: int, logits: int, seqs: int) -> None:
-        """Replay a recorded step for this many tokens, rows of logits and sequences."""
+    def run(
+        self,
+        program: Program,
+        *,
+        tokens: int,
+        logits: int,
+        seqs: int,
+        steps: int = 1,
+        between: Program | None = None,
+    ) -> None:
+        """Replay a recorded step for this many tokens, rows of logits and sequences.
+
+        `steps`: so many times, and `between` two of them its one launch.
+        """
         with self._lock:
             self._grow(program.scratch, program.shared)
             self._frame[layout.TOKENS : layout.SEQS + 1] = tokens, logits, seqs
-            launches, pace = len(program.kernels), self._pace
+            launches, pace, posts = (
+                len(program.kernels),
+                self._pace,
+                (steps, between.address if between else 0),
+            )
             if self.threads == 1 or tokens > SMALL:
-                self._play(program.address, launches)
+                self._play(program.address, launches, posts)
                 return
             started = time.perf_counter()
             self._waits[0] = 0
-            self._play(program.address, launches, 1 if pace.alone else self.threads)
-            pace.observe(time.perf_counter() - started, int(self._waits[0]), launches)
+            self._play(program.address, launches, posts, 1 if pace.alone else self.threads)
+            seconds = (time.perf_counter() - started) / steps
+            for _ in range(steps):
+                pace.observe(seconds, int(self._waits[0]) // steps, launches)
+
+    def following(self, tokens: int, logits: int, *args: Any) -> Program:
+        """What `run` takes as `between`; its arguments are those of `follow_rows`."""
+        with self.recording(tokens, logits) as program:
+            self.launch(follow_rows, *args, rows=logits)
+        return program
 
     @contextmanager
     def recording(self, tokens: int, logits: int) -> Iterator[Program]:
@@ -332,11 +372,16 @@ class Executor:
             self._shared = aligned(shared)
             frame[layout.SHARED] = self._shared.ctypes.data
 
-    def _play(self, table: int, count: int, threads: int | None = None) -> None:
+    def _play(
+        self, table: int, count: int, steps: tuple[int, int] = (1, 0), threads: int | None = None
+    ) -> None:
+        """`steps`: how many, and the address of what runs between two."""
         if self._closed:
             raise EngineError("the CPU executor is closed")
         self._post(TABLE, table)
         self._post(COUNT, count)
+        self._post(STEPS, steps[0])
+        self._post(BETWEEN, steps[1])
         _run(self._address, threads or self.threads)
 
     def _post(self, place: int, value: int) -> None:
