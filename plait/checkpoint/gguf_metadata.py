@@ -62,8 +62,9 @@ class Cursor:
         except UnicodeDecodeError as error:
             raise self.bad(f"{what} {raw[:80]!r} is not UTF-8") from error
 
-    def spans(self, count: int, what: str) -> Iterator[tuple[int, int]]:
-        """Where `count` strings start and end; one tight loop: vocabularies are long."""
+    def strings(self, count: int, what: str, *, skips: bool = False) -> list[str]:
+        """`count` strings, or none if they are to be skipped; one tight loop: vocabularies are long."""
+        found: list[str] = []
         mapped, at, size, unpack = self.mapped, self.at, self.size, struct.Struct("<Q").unpack_from
         for _ in range(count):
             if at + 8 > size:
@@ -72,12 +73,10 @@ class Cursor:
             at = start + unpack(mapped, at)[0]
             if at > size:
                 raise self.bad(f"a string of {what} passes the end of the file")
-            yield start, at
+            if not skips:
+                found.append(mapped[start:at].decode("utf-8", "surrogateescape"))
         self.at = at
-
-    def strings(self, count: int, what: str) -> list[str]:
-        mapped = self.mapped
-        return [mapped[a:b].decode("utf-8", "surrogateescape") for a, b in self.spans(count, what)]
+        return found
 
     def values(self, kind: int, count: int, what: str) -> list[Any]:
         """`count` scalars of one of GGUF's value types."""
@@ -137,8 +136,7 @@ class FileMetadata(Mapping[str, Any]):
         start = cursor.at
         kind, count = _array_header(cursor, key)
         if kind == _STRING and count > _LONG:
-            for _ in cursor.spans(count, key):  # looked at, not made
-                pass
+            cursor.strings(count, key, skips=True)
             self._long[key] = start
             return
         found = _read_elements(cursor, kind, count, key, 1)

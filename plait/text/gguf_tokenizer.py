@@ -69,11 +69,17 @@ def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     return tokens, kinds
 
 
+def _odd(kinds: Sequence[int]) -> list[int]:
+    """The few ids that are not ordinary tokens."""
+    return [i for i, kind in enumerate(kinds) if kind != NORMAL]
+
+
 def _byte_level(metadata: Mapping[str, Any]) -> TextTokenizer:
     name, pattern = _pattern(metadata)
     tokens, kinds = _tokens(metadata)
     library = _library(metadata, tokens, kinds)
-    engine = HfEngine(library, unused=frozenset(i for i, kind in enumerate(kinds) if kind == UNUSED))
+    unused = frozenset(i for i in _odd(kinds) if kinds[i] == UNUSED)
+    engine = HfEngine(library, unused, range(len(tokens)))
     return _assemble(f"gguf:gpt2/{name}", engine, metadata, (tokens, kinds), _Defaults(pattern.add_bos))
 
 
@@ -99,9 +105,9 @@ def _library(
     library.decoder = decoders.ByteLevel()
     library.add_tokens(
         [
-            tokenizers.AddedToken(text, special=kind == CONTROL, normalized=False)
-            for text, kind in zip(tokens, kinds, strict=True)
-            if kind in (CONTROL, USER_DEFINED)
+            tokenizers.AddedToken(tokens[i], special=kinds[i] == CONTROL, normalized=False)
+            for i in _odd(kinds)
+            if kinds[i] in (CONTROL, USER_DEFINED)
         ]
     )
     return library
@@ -125,12 +131,10 @@ def _pattern(metadata: Mapping[str, Any]) -> tuple[str, Pattern]:
 def _bpe(tokens: Sequence[str], merges: Sequence[str] | None, whole_words: bool) -> models.BPE:
     if merges is None:
         raise BadFile("tokenizer.ggml.merges is missing: a gpt2 vocabulary cannot be used without its merges")
-    pairs = []
-    for merge in merges:
-        left, space, right = merge.partition(" ")
-        if not (left and space and right):
-            raise BadFile(f"tokenizer.ggml.merges: {merge!r} is not two tokens with a space between them")
-        pairs.append((left, right))
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    for i, (left, right) in enumerate(pairs):
+        if not (left and right):
+            raise BadFile(f"tokenizer.ggml.merges: {merges[i]!r} is not two tokens with a space between them")
     try:
         return models.BPE({t: i for i, t in enumerate(tokens)}, pairs, ignore_merges=whole_words)
     except Exception as error:  # the library raises bare Exception
@@ -169,13 +173,14 @@ def _assemble(
     space_first: bool = False,
 ) -> TextTokenizer:
     tokens, kinds = listed
-    by_kind = [Special(i, text) for i, text in enumerate(tokens) if kinds[i] in (CONTROL, UNKNOWN)]
+    odd = _odd(kinds)
+    by_kind = [Special(i, tokens[i]) for i in odd if kinds[i] in (CONTROL, UNKNOWN)]
     ends = {i for key in ("eos", "eot", "eom") if (i := _id(metadata, key, len(tokens))) is not None}
     bos, eos = _id(metadata, "bos", len(tokens)), _id(metadata, "eos", len(tokens))
     # A file may list its end-of-turn token as ordinary; it would then be shown and never end anything.
     known = {s.id for s in by_kind}
     control = [*by_kind, *(Special(i, tokens[i]) for i in sorted(ends - known))]
-    user = [Special(i, text) for i, text in enumerate(tokens) if kinds[i] == USER_DEFINED]
+    user = [Special(i, tokens[i]) for i in odd if kinds[i] == USER_DEFINED]
     add_bos = metadata.get(f"{_KEY}add_bos_token", defaults.add_bos)
     add_eos = metadata.get(f"{_KEY}add_eos_token", defaults.add_eos)
     return TextTokenizer(

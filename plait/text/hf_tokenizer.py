@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,17 @@ def sentencepiece_bytes(piece: str) -> bytes:
 class HfEngine:
     """Ordinary text by a `tokenizers.Tokenizer`, whose control tokens are switched off for good.
 
-    `unused`: ids that the file lists without giving them a meaning; they are holes.
+    `unused`: ids that the file lists without giving them a meaning; they are holes. `ids`: all that there
+    are, where somebody knows: the library makes a copy of its vocabulary to tell.
     Raises UnsupportedFormat for a decoder that is neither byte-level nor SentencePiece's.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, unused: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        unused: frozenset[int] = frozenset(),
+        ids: Collection[int] | None = None,
+    ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
@@ -47,8 +53,12 @@ class HfEngine:
         description = _description(tokenizer)
         self._rest = _without_first_space(tokenizer, description) or tokenizer
         self.strips_first_space = _strips_first_space(description)
-        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self._unused = unused
+        if ids is None:
+            ids = tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1
+        self._is_known = bytearray(self.vocab_size)
+        for token_id in ids:
+            self._is_known[token_id] = token_id not in unused
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self._alphabet = byte_alphabet() if _is_byte_level(description) else None
 
@@ -62,10 +72,11 @@ class HfEngine:
         return ids
 
     def has_token(self, token_id: int) -> bool:
-        return self._piece(token_id) is not None
+        return 0 <= token_id < self.vocab_size and bool(self._is_known[token_id])
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        piece = self._piece(token_id)
+        # Asked of the library, which holds them anyway: a second copy is megabytes.
+        piece = self._first.id_to_token(token_id) if self.has_token(token_id) else None
         if piece is None:
             return None
         if self._alphabet is None:
@@ -73,13 +84,6 @@ class HfEngine:
         if token_id in self._added or not self._alphabet.keys() >= set(piece):
             return piece.encode()
         return bytes(self._alphabet[c] for c in piece)
-
-    def _piece(self, token_id: int) -> str | None:
-        """Asked of the library, which holds them anyway: a second copy is megabytes."""
-        if not 0 <= token_id < self.vocab_size or token_id in self._unused:
-            return None
-        piece: str | None = self._first.id_to_token(token_id)
-        return piece
 
 
 def _description(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
