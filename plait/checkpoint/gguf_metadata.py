@@ -94,7 +94,8 @@ class Cursor:
 class FileMetadata(Mapping[str, Any]):
     """key -> int, float, bool, str or list (of these, or of lists), in the file's order.
 
-    A long list is made anew each time it is asked for: whoever needs it twice keeps it.
+    A long list is made anew each time it is asked for, `items` and `values` do so with all: whoever needs one
+    twice keeps it. As with weights, the file must stay what it was.
     `value_types`: key -> GGUF's number for the type of its value, and for a list that of its elements.
     Raises BadFile, all of it when it is opened.
     """

@@ -41,7 +41,7 @@ def vocabulary_keys(opened: Opened, *, is_own: bool = False) -> dict[str, Any]:
     """
     metadata, named_files = opened.metadata, named_vocabulary(opened)
     if metadata and not named_files and (f"{KEY}model" in metadata or TOKENIZER in metadata):
-        return {key: value for key, value in metadata.items() if key.startswith(CARRIED)}
+        return {key: metadata[key] for key in metadata if key.startswith(CARRIED)}
     directory, tokenizer = named_files or opened.text_directory, readable_tokenizer(opened)
     if tokenizer is None or directory is None or not _has_files(directory):
         log.warning("no tokenizer is carried along: the model has none in a file that Plait reads")

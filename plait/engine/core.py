@@ -111,7 +111,7 @@ class Engine:
             self._end(choice, Event(request_id, choice.sequence.index, finish_reason="cancelled"))
 
     def step(self) -> bool:
-        """Plan, run and commit one step. False if there was nothing to do."""
+        """Plan, run and commit once, which may be several decode steps. False: there was nothing to do."""
         has_ended = any([self._expire(), self._part_with_misguided()])
         plan = self.scheduler.plan(self._drafts())
         if plan is None:
@@ -129,8 +129,7 @@ class Engine:
         except EngineError as error:
             self._recover(plan, error)
             return True
-        for _ in range(plan.num_steps):
-            self.metrics.count_step(plan.num_tokens, (ended - began) / plan.num_steps)
+        self.metrics.count_steps(plan.num_steps, plan.num_tokens, ended - began)
         self._learn(plan, ended - began)
         for update in updates:
             self._deliver(update, ended)
@@ -269,7 +268,8 @@ class Engine:
             return
         pass_s = costs.step_s(plan.num_tokens) if plan.chunks else 0.0
         if pass_s is not None:
-            costs.observe_moved(self.scheduler.memory.pools.moved_nbytes(plan), seconds - pass_s)
+            moved_s = seconds - pass_s * plan.num_steps
+            costs.observe_moved(self.scheduler.memory.pools.moved_nbytes(plan), moved_s)
 
     def _deliver(self, update: Update, now: float) -> None:
         choice = self._choices.get(update.seq_id)

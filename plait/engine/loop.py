@@ -75,7 +75,7 @@ class EngineLoop:
             )
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its choices, before the next step. Safe after its end, and after close."""
+        """End a request, or one of its choices, before the next plan. Safe after its end, and after close."""
         if not self._thread.is_alive():
             return
         with self._wake:

@@ -64,7 +64,7 @@ class Metrics(Collector):
 
     def __init__(self, scheduler: Counted) -> None:
         self._scheduler = scheduler
-        self.num_steps = self.num_failed_steps = self.num_repairs = 0
+        self.num_steps = self.num_steps_ahead = self.num_failed_steps = self.num_repairs = 0
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         self.num_drafted_tokens = self.num_accepted_tokens = 0
         self._ended: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
@@ -101,11 +101,12 @@ class Metrics(Collector):
         self.num_cached_tokens += num_cached_tokens
         self._queue.observe(queue_s)
 
-    def count_step(self, num_tokens: int, seconds: float) -> None:
-        """A step was computed and committed."""
-        self.num_steps += 1
-        self._step.observe(seconds)
-        self._step_tokens.observe(num_tokens)
+    def count_steps(self, num_steps: int, num_tokens: int, seconds: float) -> None:
+        """So many steps, of so many tokens each, were computed and committed in so long."""
+        self.num_steps += num_steps
+        self.num_steps_ahead += num_steps - 1
+        self._step.observe(seconds / num_steps, num_steps)
+        self._step_tokens.observe(num_tokens, num_steps)
 
     def count_first(self, num_tokens: int, seconds: float) -> None:
         """The first tokens of a choice, so long after its arrival; those guessed come with the first."""

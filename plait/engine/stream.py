@@ -163,9 +163,9 @@ def _rest(events: SimpleQueue[Event] | asyncio.Queue[Event]) -> Iterator[Event]:
 class Stream:
     """The text of one request while it is generated; iterate it, plainly or with `async for`, once.
 
-    A delta has one step's tokens. A plain reader, and a patient one, is given those of all the steps that it
-    has fallen behind at once.
-    Leaving early, or `cancel()`, frees what the request holds within one engine step. `reader` tells content,
+    A delta has the tokens of one plan, which is mostly one. A plain reader, and a patient one, is given those
+    of all the plans that it has fallen behind at once.
+    Leaving early, or `cancel()`, frees what the request holds before the next one. `reader` tells content,
     thinking and calls apart. `couriers`: who brings events to event loops, shared by streams that are read
     there together.
     """

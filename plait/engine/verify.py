@@ -16,7 +16,7 @@ from plait.engine.core import Engine
 from plait.engine.device import free_memory
 from plait.engine.load import Loaded, engine_over, facts_for_sizing, loose_ops
 from plait.engine.sizing import Sizing, size_state
-from plait.engine.verify_doubles import CheapMoves, CheapRows, FailingRunner, KnownReplies
+from plait.engine.verify_doubles import CheapMoves, CheapRows, CheapSteps, FailingRunner, KnownReplies
 from plait.engine.verify_matrix import PLAIN, Cell, cells
 from plait.engine.verify_prompts import Asked, Prompt, default_prompts, first_turns, second_turns
 from plait.engine.verify_trace import Digests, OneRow, Parting, Place, Trace, TracedRunner, place_of, watched
@@ -159,7 +159,8 @@ class Verification:
     @property
     def cells(self) -> list[Cell]:
         spec = self.loaded.runner.decoder.spec
-        return [*cells(self.batch, self.loaded.config.block_size, causal=spec.causal)]
+        follows = self.loaded.runner.is_recorded and not has_slots(self.loaded.runner.decoder.states)
+        return [*cells(self.batch, self.loaded.config.block_size, causal=spec.causal, follows=follows)]
 
     def results(self) -> Iterator[Result]:
         """Every cell, as it is done."""
@@ -209,6 +210,8 @@ class Verification:
         _, engine = engine_over(decoder, sampler, target, config, sizing, records=trace is None)
         if cell.swaps:
             engine.scheduler.costs = CheapMoves()
+        if cell.unseen:
+            engine.scheduler.costs, waves = CheapSteps(), [list(map(_unseen, wave)) for wave in waves]
         engine.speculation = guesses = self._speculation(cell) if cell.guesses else None
         failing = FailingRunner(engine) if cell.fails else None
         engine.runner = failing or engine.runner
@@ -271,7 +274,7 @@ class Verification:
         """Where a reply parts from the plain one, if it does."""
         asked, plain = self.asked[name], self.plain[name]
         i = _first_other(plain.token_ids, reply.token_ids)
-        if i is None:  # the same tokens: but perhaps not the same numbers behind them
+        if i is None and not cell.unseen:  # the same tokens: but perhaps not the same numbers behind them
             i = _first_other(plain.logprobs, reply.logprobs)
         if i is None:
             return None
@@ -334,10 +337,17 @@ def _drive(
     return replies
 
 
+def _unseen(asked: Asked) -> Asked:
+    """The same for somebody who wants the whole reply, and nothing but its tokens."""
+    params = replace(asked.request.params, logprobs=None)
+    return replace(asked, request=replace(asked.request, params=params, watched=False))
+
+
 def _counts(engine: Engine) -> dict[str, int]:
     stats, hits = engine.stats(), engine.scheduler.cache_counts
     return {
         "steps": stats["num_steps"],
+        "steps_ahead": engine.metrics.num_steps_ahead,
         "preemptions": stats["num_preemptions"],
         "swaps": stats["num_swaps"],
         "hit_tokens": hits.get("hit_tokens", 0),

@@ -43,6 +43,13 @@ class CheapRows(StepCosts):
         return 1.0
 
 
+class CheapSteps(StepCosts):
+    """A step takes no time, so that there is time for several at once."""
+
+    def step_s(self, num_tokens: float) -> float | None:
+        return 1e-6
+
+
 class KnownReplies:
     """Guesses what the plain replies say, now and then with a wrong token (a `Proposer`)."""
 

@@ -22,8 +22,8 @@ class Cell:
     the longest sequence and no more than so many blocks beside it. `swaps`: moving memory counts as cheap, so
     that what must make room is moved and not computed again. `fails`: some steps fail after they ran.
     `guesses`: who guesses tokens ahead: prompt lookup, or one who knows the plain replies and is often right
-    and often wrong. `proof`: a number of `Ran.counts` that is above zero if what the cell is there for has
-    happened.
+    and often wrong. `unseen`: nobody looks at a reply before its end, so that steps may share a plan.
+    `proof`: a number of `Ran.counts` that is above zero if what the cell is there for has happened.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Cell:
     swaps: bool = False
     fails: bool = False
     guesses: Literal["ngram", "known"] | None = None
+    unseen: bool = False
     proof: str | None = None
 
     @property
@@ -45,8 +46,8 @@ class Cell:
 PLAIN = Cell("alone, each prompt in one piece", waves=(1, 2))
 
 
-def cells(batch: int, block_size: int, *, causal: bool = True) -> Iterator[Cell]:
-    """The matrix for batches of up to `batch`.
+def cells(batch: int, block_size: int, *, causal: bool = True, follows: bool = True) -> Iterator[Cell]:
+    """The matrix for batches of up to `batch`. `follows`: whether several decode steps can share a plan.
 
     A model that is not causal computes a sequence in one piece and keeps nothing: only batches are left.
     """
@@ -58,6 +59,10 @@ def cells(batch: int, block_size: int, *, causal: bool = True) -> Iterator[Cell]
     yield from _kept(batch, block_size)
     yield from _driven_out(batch, block_size)
     yield from _guessed(batch, block_size)
+    if follows:
+        yield Cell("several steps at once", unseen=True, proof="steps_ahead")
+        together = {"max_num_seqs": batch, "prefix_cache": True}
+        yield Cell("several steps at once, together", together, (1, 2), unseen=True, proof="steps_ahead")
     keeps = {"prefix_cache": True, "snapshot_interval": block_size, "swap_memory": GIB}
     pieces = {"max_num_seqs": batch, "max_num_batched_tokens": max(block_size + 1, batch)}
     waves = (1, 1, 2)

@@ -179,8 +179,7 @@ class StaticBatch:
 
         ids and values are kept for each step, in rows of `kept`; `step` counts.
         """
-        places = [(table.ctypes.data, table.strides[0]) for table in self._tables]
-        self._table_places = np.array(places, np.int64)  # held: the program has its address
+        places = np.array([(table.ctypes.data, table.strides[0]) for table in self._tables], np.int64)
         addresses = (a.ctypes.data for a in (*largest, self._ids, self._moving))
         return executor.following(
             self.capacity.tokens,
@@ -188,7 +187,7 @@ class StaticBatch:
             *addresses,
             self._moving.strides[0],
             len(places),
-            self._table_places.ctypes.data,
+            torch.from_numpy(places),  # which the program holds
             self.block_size,
             *(a.ctypes.data for a in kept),
             *(a.strides[0] for a in kept),
@@ -234,10 +233,8 @@ class Program:
         self._rows: dict[int, Tensor] = {}  # the first so many rows of logits, as steps asked for them
         if self.largest is not None:
             rows = (MOST_STEPS, capacity.seqs)
-            self._kept, self._step = (
-                (np.zeros(rows, np.int64), np.zeros(rows, np.float32)),
-                np.zeros(1, np.int64),
-            )
+            self._kept = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
+            self._step = np.zeros(1, np.int64)
             self._between = static.following(executor, self.largest, self._kept, self._step)
 
     @property

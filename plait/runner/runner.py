@@ -67,7 +67,7 @@ class ModelRunner:
             self._replay, self._static, self.step_kind = made
 
     def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
-        """One step: the answer to every chunk that has one, in the plan's order."""
+        """The steps of a plan: the answer to every chunk that has one, in the plan's order."""
         if plan.moves or plan.fresh:
             self._arrange(plan)
         if not plan.chunks:

@@ -175,6 +175,15 @@ class Allocation:
                 return self._lengthen(seq, blocks)
         return True
 
+    def reserve_ahead(self, sequences: Sequence[TokenSequence], count: int) -> bool:
+        """Blocks for so many tokens more of each, in every group and for all of them, or none for anybody."""
+        blocks = [-(-(seq.num_computed_tokens + count) // self.block_size) for seq in sequences]
+        for g, pool in enumerate(self.pools.blocks):
+            missing = [max(n - len(seq.tables[g]), 0) for seq, n in zip(sequences, blocks, strict=True)]
+            if sum(missing) > pool.num_available:
+                return False
+        return all(self._lengthen(seq, n) for seq, n in zip(sequences, blocks, strict=True))
+
     def _lengthen(self, seq: TokenSequence, blocks: int) -> bool:
         pools = self.pools.blocks
         missing = [max(blocks - len(table), 0) for table in seq.tables]
@@ -212,9 +221,9 @@ class Allocation:
         if accepted or not self.has_slots:
             self._advance(seq, end)
         if not accepted:
-            self.give_back_unused(seq)
+            self._give_back_unused(seq)
 
-    def give_back_unused(self, seq: TokenSequence) -> None:
+    def _give_back_unused(self, seq: TokenSequence) -> None:
         """Blocks behind all known tokens: they were reserved for some that did not come."""
         needed = -(-seq.num_tokens // self.block_size)
         for pool, table in zip(self.pools.blocks, seq.tables, strict=True):

@@ -31,19 +31,16 @@ def num_steps(running: Sequence[TokenSequence], limits: Limits, costs: StepCosts
     One for state of fixed size: behind a sequence's end it would be the state of tokens that do not count,
     and nobody could start from it.
     """
-    if limits.num_steps == 1 or memory.has_slots or not running:
+    most = limits.num_steps
+    if most == 1 or memory.has_slots or not running:
         return 1
-    seconds = costs.step_s(len(running))
-    if seconds is None:
-        return 1
-    most = min(limits.num_steps, int(min(LONGEST_S, limits.max_step_s or LONGEST_S) / seconds))
     for seq in running:
-        if most < 2 or not seq.is_unobserved or seq.is_prefilling:
+        # A first token is told when it is there: that is how long somebody waited for it.
+        if not seq.is_unobserved or seq.is_prefilling or not seq.num_output_tokens:
             return 1
         most = min(most, seq.max_len - seq.num_tokens)
-    for n, seq in enumerate(running):
-        if not memory.reserve(seq, seq.num_computed_tokens + most):
-            for other in running[:n]:
-                memory.give_back_unused(other)
-            return 1
-    return max(most, 1)
+    seconds = costs.step_s(len(running))  # dear: asked for behind all that is not
+    if seconds is None:
+        return 1
+    most = min(most, int(min(LONGEST_S, limits.max_step_s or LONGEST_S) / seconds))
+    return most if most > 1 and memory.reserve_ahead(running, most) else 1

@@ -219,7 +219,7 @@ def num_computed(prompt_len: int, max_len: int) -> int:
 
 
 class Update(Struct, frozen=True, gc=False):
-    """What one step added to a sequence, and why it ended if it did.
+    """What one plan added to a sequence, and why it ended if it did.
 
     `num_accepted` of the `num_drafted` tokens that were guessed before the step were right. `embedding`: the
     pooled hidden state, once, at the end of a sequence that was asked for it.

@@ -56,9 +56,8 @@ class HfEngine:
         if ids is None:
             ids = tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
-        self._is_known = bytearray(self.vocab_size)
-        for token_id in ids:
-            self._is_known[token_id] = token_id not in unused
+        self._ids: Collection[int] = range(self.vocab_size) if len(ids) == self.vocab_size else frozenset(ids)
+        self._unused = unused
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self._alphabet = byte_alphabet() if _is_byte_level(description) else None
 
@@ -72,7 +71,7 @@ class HfEngine:
         return ids
 
     def has_token(self, token_id: int) -> bool:
-        return 0 <= token_id < self.vocab_size and bool(self._is_known[token_id])
+        return token_id in self._ids and token_id not in self._unused
 
     def token_bytes(self, token_id: int) -> bytes | None:
         # Asked of the library, which holds them anyway: a second copy is megabytes.

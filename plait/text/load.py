@@ -244,7 +244,7 @@ def _sources(
         if found:
             return "tokenizer_config.json", _named_parts(found, directory / "tokenizer_config.json")
     key = "tokenizer.chat_template"
-    named = {k.removeprefix(f"{key}."): v for k, v in metadata.items() if k.startswith(f"{key}.")}
+    named = {k.removeprefix(f"{key}."): metadata[k] for k in metadata if k.startswith(f"{key}.")}
     found = {"default": metadata.get(key), **named}
     return "the GGUF file", {name: source for name, source in found.items() if isinstance(source, str)}
 

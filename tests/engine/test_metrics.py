@@ -84,7 +84,7 @@ def test_counters_add_up() -> None:
     metrics.count_request(7)
     metrics.count_request(5)
     metrics.count_start(0.3, 4)
-    metrics.count_step(12, 0.02)
+    metrics.count_steps(3, 12, 0.06)
     metrics.count_first(1, 0.4)
     metrics.count_next(3, 0.06)
     metrics.count_draft(8, 2)
@@ -97,15 +97,15 @@ def test_counters_add_up() -> None:
         output_tokens=4,
         drafted_tokens=8,
         accepted_tokens=2,
-        steps=1,
+        steps=3,
         failed_steps=1,
         repairs=2,
     ).items():
         assert found[f"plait_{name}_total"] == value
     assert found["plait_request_prompt_tokens_sum"] == 12
     assert found["plait_queue_time_seconds_sum"] == pytest.approx(0.3)
-    assert found["plait_step_tokens_sum"] == 12
-    assert found["plait_step_seconds_sum"] == pytest.approx(0.02)
+    assert found["plait_step_tokens_sum"] == 36
+    assert found["plait_step_seconds_sum"] == pytest.approx(0.06)
     assert found["plait_time_to_first_token_seconds_sum"] == pytest.approx(0.4)
 
 
@@ -155,7 +155,7 @@ def test_every_family_is_ours_with_help_and_base_units() -> None:
 
 def test_two_engines_count_apart() -> None:
     one, other = Metrics(Books()), Metrics(Books())
-    one.count_step(5, 0.1)
+    one.count_steps(1, 5, 0.1)
     assert read(one)["plait_steps_total"] == 1
     assert read(other)["plait_steps_total"] == 0
 

@@ -116,6 +116,20 @@ def test_a_step_that_keeps_waiting_runs_alone_for_a_while_and_comes_back() -> No
     assert pace.alone == Pace.FIRST
 
 
+def test_steps_of_one_call_count_as_one_sign_and_come_back_as_many() -> None:
+    pace = Pace()
+    for _ in range(Pace.SIGNS):
+        assert pace.alone == 0
+        pace.observe(0.1, waits=90, launches=100, steps=8)
+    assert pace.alone == Pace.FIRST
+    pace.observe(0.05, waits=0, launches=100, steps=8)
+    assert pace.alone == Pace.FIRST - 8
+    pace.observe(0.05, waits=0, launches=100, steps=12)
+    assert pace.alone == 0
+    pace.observe(0.1, waits=90, launches=100, steps=8)
+    assert pace.alone == 2 * Pace.FIRST, "the waits go on: twice as long"
+
+
 def test_steps_that_wait_now_and_then_stay_on_all_threads() -> None:
     pace = Pace()
     for _ in range(100):

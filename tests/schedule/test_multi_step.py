@@ -117,9 +117,39 @@ def test_nothing_is_known_about_costs_before_the_first_step() -> None:
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
+def test_nobody_and_nothing_makes_room_for_steps_of_only_some(groups: Any) -> None:
+    """Three sequences of 3 blocks, one of 12 left for six more each, and a prompt of two blocks is cached."""
+    s = world(blocks=13, groups=groups)
+    s.add(sequence(9, 9, 1))
+    run(s, planned(s))
+    cached = s.stats()["num_cached_blocks"]
+    assert cached
+    plan = decoding(s, *(unseen(i, 3, 15) for i in (1, 2, 3)))
+    while plan.num_steps > 1:
+        commit(s, plan, *[(7,) * plan.num_steps] * 3)
+        plan = planned(s)
+    assert s.num_preemptions == 0
+    tables = [len(table) for chunk in plan.chunks for table in chunk.blocks]
+    assert all(n == -(-chunk.end // 4) for n, chunk in zip(tables, plan.chunks, strict=False)), tables
+
+
+def test_a_first_token_is_told_when_it_is_there() -> None:
+    """Its prompt was known but for the last token: what is left looks like a decode."""
+    s = world()
+    s.add(sequence(1, list(range(9)), 1))
+    run(s, planned(s))
+    s.add(unseen(2, list(range(9)), 20))
+    plan = planned(s)
+    assert [(len(c.token_ids), c.start) for c in plan.chunks] == [(1, 8)]
+    assert plan.num_steps == 1
+    run(s, plan)
+    assert planned(s).num_steps == 8
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
 def test_nobody_makes_room_for_steps_ahead(groups: Any) -> None:
-    """Two sequences of 7 tokens and 4 blocks: 4 tokens more of each would be 6 blocks."""
-    s = world(blocks=6, groups=groups)
+    """Two sequences of 7 tokens: 7 tokens more of each would be 8 blocks, and there are 6."""
+    s = world(blocks=7, groups=groups)
     plan = decoding(s, unseen(1, 7, 8), unseen(2, 7, 8))
     assert (plan.num_steps, s.num_preemptions) == (1, 0)
     assert all(len(table) == 2 for chunk in plan.chunks for table in chunk.blocks), "nothing stays reserved"

@@ -167,14 +167,14 @@ class Pace:
         self.alone = 0  # steps still to run alone
         self._span, self._ignored, self._waiting_s, self._signs = self.FIRST, 0, 0.0, 0
 
-    def observe(self, seconds: float, waits: int, launches: int) -> None:
-        """What a small step took; `waits`: barriers of it with a long wait."""
+    def observe(self, seconds: float, waits: int, launches: int, steps: int = 1) -> None:
+        """What a small step took, or the mean of several; `waits`: barriers of one with a long wait."""
         if self.alone:
-            self.alone -= 1
+            self.alone = max(self.alone - steps, 0)
             if seconds > self._waiting_s:
                 self.alone, self._ignored, self._span, self._signs = 0, self.TRUST, self.FIRST, 0
         elif self._ignored:
-            self._ignored -= 1
+            self._ignored = max(self._ignored - steps, 0)
         elif waits * 4 > launches:
             self._signs += 1
             if self._signs >= self.SIGNS or self._span > self.FIRST:
@@ -319,8 +319,7 @@ class Executor:
             self._waits[0] = 0
             self._play(program.address, launches, posts, 1 if pace.alone else self.threads)
             seconds = (time.perf_counter() - started) / steps
-            for _ in range(steps):
-                pace.observe(seconds, int(self._waits[0]) // steps, launches)
+            pace.observe(seconds, int(self._waits[0]) // steps, launches, steps)
 
     def following(self, tokens: int, logits: int, *args: Any) -> Program:
         """What `run` takes as `between`; its arguments are those of `follow_rows`."""
