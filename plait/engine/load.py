@@ -36,7 +36,7 @@ from plait.ops.registry import Binding
 from plait.runner.graphs import Capacity
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
-from plait.schedule.multi_step import MOST_STEPS
+from plait.schedule.plan import MOST_STEPS
 from plait.schedule.speculate import NgramProposer, Proposer, Speculation
 from plait.spec import ModelSpec
 from plait.state.store import StateStore

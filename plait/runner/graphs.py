@@ -21,8 +21,7 @@ from plait.errors import CannotRecord
 from plait.memory import BlockGroup
 from plait.model.batch import Batch, PagedIndex
 from plait.model.decoder import Decoder
-from plait.schedule.multi_step import MOST_STEPS
-from plait.schedule.plan import Chunk, Plan
+from plait.schedule.plan import MOST_STEPS, Chunk, Plan
 from plait.state.store import StateStore
 
 Table = tuple[int, ...]

@@ -14,7 +14,6 @@ from plait.schedule.allocation import Allocation
 from plait.schedule.costs import StepCosts
 from plait.schedule.sequence import Sequence as TokenSequence
 
-MOST_STEPS = 8
 LONGEST_S = 0.05  # that whoever comes meanwhile, or goes, has to wait
 
 

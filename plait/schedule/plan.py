@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from plait.request import SamplingParams, TokenLogprobs
 
+MOST_STEPS = 8  # decode steps of one plan
 Table = tuple[int, ...]
 
 

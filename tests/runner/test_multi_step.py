@@ -14,8 +14,7 @@ from plait import LLM, SamplingParams
 from plait.errors import EngineError
 from plait.memory import BlockGroup
 from plait.runner.graphs import Capacity, StaticBatch
-from plait.schedule.multi_step import MOST_STEPS
-from plait.schedule.plan import Chunk, Plan, SamplingBatch, SamplingRow
+from plait.schedule.plan import MOST_STEPS, Chunk, Plan, SamplingBatch, SamplingRow
 from tests.families import tiny
 from tests.runner.recordings import BLOCK, loaded
 
