@@ -122,7 +122,12 @@ def _granite_positions(c: Config) -> dict[str, None]:
     honours=("sliding_window",),
 )
 def nemotron_h(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Nemotron-H, Nemotron 3: one mixer per layer (Mamba2, attention, MLP or experts), no positions."""
+    """Nemotron-H, Nemotron 3: one mixer per layer (Mamba2, attention, MLP or experts), no positions.
+
+    Step sizes are held to `time_step_limit` (0 to infinity in the published configs), as in NVIDIA's own
+    modeling code. transformers holds them above `time_step_min` instead, a value that the initialisation
+    uses: its logits differ where a step size falls below 0.001.
+    """
     if c.get("mamba_hidden_act", "silu") != "silu":
         raise UnsupportedModel(f"mamba_hidden_act {c['mamba_hidden_act']!r} is not implemented; known: silu")
     each = norm(c)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from plait.checkpoint.weights import Target, Weights
@@ -293,3 +294,33 @@ def test_published_configs_give_their_sizes() -> None:
     assert aside == Aside(
         *(0, 32, 32, 128, 64**-0.5, Rope(128, 1e4), 8192, "gelu", Norm(1e-5), 128), adapts_attention=True
     )
+
+
+def nemotron_h(folder: Path, limit: tuple[float, float] | None) -> tuple[dict[str, Any], Any, Tensor]:
+    """(tensors, ids, logits of transformers), with step sizes down to 1e-4. `limit`: instead of its own."""
+    tiny.write("nemotron_h_groups", folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            if hasattr(layer.mixer, "dt_bias"):
+                layer.mixer.dt_bias.copy_(torch.linspace(-9.0, 0.5, layer.mixer.num_heads))
+                layer.mixer.time_step_limit = limit or layer.mixer.time_step_limit
+    tiny.save(model, folder)
+    _, tensors, oracle = tiny.read(folder)
+    return tensors, oracle["ids"][0], oracle["logits"][0]
+
+
+@pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.01, 0.3)])
+def test_nemotron_h_holds_step_sizes_to_its_time_step_limit(
+    tmp_path: Path, limit: tuple[float, float]
+) -> None:
+    tensors, ids, wanted = nemotron_h(tmp_path, limit)
+    config = {**tiny.read(tmp_path)[0], "time_step_limit": list(limit)}
+    model = decoder(resolved(Memory(tensors), config), Memory(tensors))
+    assert worst(whole(model, ids), wanted) <= 1e-4
+
+
+def test_nemotron_h_has_no_lower_limit_of_time_step_min_as_transformers_has(tmp_path: Path) -> None:
+    tensors, ids, theirs = nemotron_h(tmp_path, None)
+    model = decoder(resolved(Memory(tensors), tiny.read(tmp_path)[0]), Memory(tensors))
+    assert worst(whole(model, ids), theirs) > 1e-3  # the step sizes above reach below 0.001
