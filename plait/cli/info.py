@@ -53,6 +53,7 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
 
     from plait.engine.opening import kv_dtype, open_model, stored_dtypes
     from plait.engine.outline import model_states
+    from plait.ops.rope import rope_notes
 
     opened, tried = (
         probed_model(model, config, probe_text) if config.probe else (open_model(model, config), None)
@@ -74,6 +75,7 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
             for key, value in resolved.config.items()
             if key in resolved.provenance
         },
+        "notes": rope_notes(spec, min(config.max_model_len or spec.max_len, spec.max_len)),
         "tokenizer": tokenizer_facts(opened),
         "memory": {
             **memory_facts(states, dtype, config, spec.max_len),
@@ -200,6 +202,7 @@ def size_lines(facts: Facts) -> list[str]:
         f"  {parameters} in {files['tensors']} tensors, {files['kind']}, {formats}",
         f"  {sizes}{tied}",
         f"  tokenizer: {tokenizer['name'] if tokenizer else 'none found; token ids only, or --vocab'}",
+        *(f"  {note}" for note in facts["notes"]),
     ]
 
 

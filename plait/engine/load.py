@@ -19,6 +19,7 @@ from plait.engine.loop import EngineLoop
 from plait.engine.opening import (
     Opened,
     Progress,
+    activations,
     banned_ids,
     kv_dtype,
     load_decoder,
@@ -33,6 +34,7 @@ from plait.kernels.load import load as load_kernels
 from plait.memory import has_slots
 from plait.model.decoder import Decoder
 from plait.ops.registry import Binding
+from plait.ops.rope import rope_notes
 from plait.runner.graphs import Capacity
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
@@ -109,6 +111,8 @@ def build(
     device, why = choose_device(config.device)
     log.info("device: %s (%s)", device, why)
     target = _target(opened, device)
+    for note in rope_notes(opened.resolved.spec, target.max_len):
+        log.info("%s", note)
     try:
         log.info("activations: %s, keys and values: %s", target.activations, target.kv_dtype)
         report("loading the tokenizer", 0, 1)
@@ -272,7 +276,7 @@ def _target(opened: Opened, device: torch.device) -> Target:
     threads = config.threads or cores()
     cache_dir = Path(config.cache_dir) if config.cache_dir else None
     load_kernels(cache_dir=cache_dir, isa=config.isa)
-    target.activations = "int8x2" if config.precise else "int8"
+    target.activations = activations(config)
     target.executor = None if config.ops == "reference" else executor(threads, config.prefill)
     if config.prefill == "bf16" and (why := why_no_amx()):
         log.warning("prefill: bf16 is not possible: %s; prompts are computed as replies are", why)

@@ -28,6 +28,7 @@ from plait.families.candidates import is_open
 from plait.families.resolve import SET, resolve
 from plait.families.resolved import Resolved
 from plait.model.decoder import Decoder
+from plait.ops.linear import Activations
 from plait.quant.weight import as_tensor
 from plait.text.gguf_files import CARRIED
 from plait.text.tokenizer import Tokenizer
@@ -172,8 +173,17 @@ def kv_dtype(config: EngineConfig, stored: Sequence[str], dtype: torch.dtype) ->
     """What keys and values are kept in: the name of a dtype, or "model"."""
     if config.kv_dtype != "auto":
         return config.kv_dtype
+    if config.ops == "reference":
+        return "model"
     exact = config.precise or dtype != torch.float32 or not any(name != "float32" for name in stored)
     return "model" if exact else "bfloat16"
+
+
+def activations(config: EngineConfig) -> Activations:
+    """What inputs of linear layers are rounded to where weights are in blocks; references round nothing."""
+    if config.ops == "reference":
+        return "float32"
+    return "int8x2" if config.precise else "int8"
 
 
 def banned_ids(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from plait.engine.findings import write_findings
 from plait.engine.opening import (
     Opened,
     Progress,
+    activations,
     open_model,
     releasing,
     stored_dtypes,
@@ -154,7 +155,7 @@ def _target(opened: Opened) -> Target:
     target = Target(device, dtype, LONG, spec.hidden_size, config.ops, block_size=config.block_size)
     if device.type == "cpu":
         load(cache_dir=Path(config.cache_dir) if config.cache_dir else None, isa=config.isa)
-        target.activations = "int8x2" if config.precise else "int8"
+        target.activations = activations(config)
         target.executor = None if config.ops == "reference" else executor(config.threads or cores())
     return target
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plait.errors import UnsupportedModel
 from plait.ops.registry import Arguments, op
-from plait.spec import Rope
+from plait.spec import ModelSpec, Rope
 
 Scaled = tuple[Tensor, float]
 
@@ -32,6 +32,32 @@ def frequencies(rope: Rope, max_len: int) -> Scaled:
         return _KINDS[kind](rope, rope.scaling, max_len)
     except KeyError as missing:
         raise UnsupportedModel(f"rope_type {kind!r} needs the key {missing} in the config") from None
+
+
+def rope_notes(spec: ModelSpec, max_len: int) -> list[str]:
+    """What a reader must know of the rotary positions of a model for sequences of up to `max_len` tokens."""
+    mixers = [getattr(mixer, "rope", None) for _, mixer in spec.mixers()]
+    asides = [branch.aside.rope for _, branch in spec.branches() if branch.aside]
+    notes = [_length_note(rope, max_len) for rope in (*mixers, *asides) if rope is not None]
+    return list(dict.fromkeys(note for note in notes if note))
+
+
+def _length_note(rope: Rope, max_len: int) -> str | None:
+    """Which factors a sequence of up to `max_len` tokens gets, where a scaling has more than one choice.
+
+    Published code changes them when a sequence passes the original length: cached keys would be wrong.
+    """
+    kind, original = rope.scaling.get("rope_type"), rope.scaling.get("original_max_position_embeddings")
+    if kind not in ("longrope", "dynamic") or original is None:
+        return None
+    if kind == "dynamic":
+        return f"rope: dynamic scaling for {max(max_len, original)} tokens, at every length of a sequence"
+    if max_len <= original:
+        return f"rope: the short factors of longrope, because no sequence passes {original} tokens"
+    return (
+        f"rope: the long factors of longrope at every length, because a sequence may pass {original} tokens; "
+        f"--max-model-len {original} takes the short ones"
+    )
 
 
 def _plain(dim: int, theta: float) -> Tensor:

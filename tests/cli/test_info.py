@@ -108,3 +108,10 @@ def test_a_model_without_a_config_shows_where_every_value_came_from(plait: Run, 
         assert words in result.out, words
     changed = json.loads(plait("info", str(tmp_path), "--json", "--set", "num_experts_per_tok=3").out)
     assert changed["sources"]["num_experts_per_tok"] == {"value": 3, "source": "--set"}
+
+
+def test_a_model_of_longrope_says_which_factors_it_gets(plait: Run, tmp_path: Path) -> None:
+    tiny.write("llama_longrope", tmp_path)
+    assert "the long factors of longrope at every length" in plait("info", str(tmp_path)).out
+    short = json.loads(plait("info", str(tmp_path), "--json", "--max-model-len", "16").out)["notes"]
+    assert short == ["rope: the short factors of longrope, because no sequence passes 16 tokens"]

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from plait.engine.llm import LLM
 from plait.errors import BadFile, ConfigError, EngineError, InvalidField
+from plait.quant.encode import fitting
 from plait.request import SamplingParams
+from tests.families import tiny
 from tests.families.oxidizr_checkpoint import HYBRID, HYBRID_CONFIG, golden
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,3 +155,37 @@ def test_what_must_be_a_list_is_refused_by_name(field: str) -> None:
 def test_what_is_not_a_prompt_is_refused(nano_hybrid: Path, prompt: object) -> None:
     with LLM(str(nano_hybrid), device="cpu") as llm, pytest.raises(InvalidField, match="neither text"):
         llm.generate(prompt)  # type: ignore[arg-type]
+
+
+def test_a_short_context_takes_the_short_factors_of_longrope(tmp_path: Path) -> None:
+    tiny.write("llama_longrope", tmp_path)  # original length 16
+    ids = [1, 5, 2, 9, 3, 7, 4, 4, 8, 6]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).logits[0]  # transformers: short factors for a short prompt
+    with LLM(str(tmp_path), device="cpu", ops="reference", max_model_len=16) as short:
+        torch.testing.assert_close(short.logits(ids), wanted, atol=1e-5, rtol=1e-4)
+    with LLM(str(tmp_path), device="cpu", ops="reference", max_model_len=17) as long:
+        assert (long.logits(ids) - wanted).abs().max() > 1e-3
+
+
+def test_reference_ops_are_the_plain_formulas_of_decoded_weights(tmp_path: Path) -> None:
+    tiny.write("llama", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    decoded = {name: through_q8_0(w) if is_linear(name) else w for name, w in stored.items()}
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    plain.load_state_dict(decoded, strict=False)
+    ids = [1, 5, 2, 9, 3, 7, 4, 4]
+    with torch.no_grad():
+        wanted = plain(torch.tensor([ids])).logits[0]
+    with LLM(str(tmp_path), device="cpu", ops="reference", quantize="q8_0") as reference:
+        torch.testing.assert_close(reference.logits(ids), wanted, atol=1e-5, rtol=1e-4)
+
+
+def is_linear(name: str) -> bool:
+    return name.endswith("proj.weight") or name == "lm_head.weight"
+
+
+def through_q8_0(weight: torch.Tensor) -> torch.Tensor:
+    encode = fitting("q8_0", weight.shape[1])
+    return encode(weight).dequantize(torch.float32) if encode else weight

@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from plait.errors import UnsupportedModel
-from plait.ops.rope import frequencies, rotate
-from plait.spec import Rope
+from plait.ops.rope import frequencies, rope_notes, rotate
+from plait.spec import Attention, Branch, ModelSpec, Norm, Rope
 
 KINDS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
@@ -67,3 +67,25 @@ def test_interleaved_is_half_split_after_a_permutation() -> None:
     halves = rotate(x[..., order], positions, inv, 1.0, False)
     torch.testing.assert_close(pairs[..., order], halves)
     assert torch.equal(pairs[..., 8:], x[..., 8:])  # what is not rotated stays
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_len", "words"),
+    [
+        ("longrope", 64, ["the short factors of longrope, because no sequence passes 64 tokens"]),
+        (
+            "longrope",
+            65,
+            ["the long factors of longrope at every length", "--max-model-len 64 takes the short"],
+        ),
+        ("dynamic", 256, ["dynamic scaling for 256 tokens, at every length"]),
+        ("dynamic", 32, ["dynamic scaling for 64 tokens"]),
+        ("yarn", 256, []),
+    ],
+)
+def test_rope_notes_say_once_which_factors_a_length_gets(kind: str, max_len: int, words: list[str]) -> None:
+    scaling = {"rope_type": kind, **KINDS[kind], "original_max_position_embeddings": 64}
+    layer = Branch("attn", Attention(2, 2, 32, 1.0, rope=Rope(32, scaling=scaling)), Norm())
+    notes = rope_notes(ModelSpec("llama", 64, 97, ((layer,), (layer,)), Norm(), 256), max_len)
+    assert len(notes) == bool(words)
+    assert all(word in notes[0] for word in words)
