@@ -112,3 +112,5 @@ class Conversation:
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
         if not self._quiet:
             print(clock, file=sys.stderr)
+            if note := clock.context_note(front.max_model_len):
+                print(note, file=sys.stderr)

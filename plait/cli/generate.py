@@ -59,6 +59,8 @@ def generate(model: str, prompt: str | None, ids: tuple[int, ...] | None, quiet:
         write(llm.front.submit(request), clock, as_ids=llm.front.tokenizer is None)
         if not quiet:
             print(clock, file=sys.stderr)
+            if note := clock.context_note(llm.front.max_model_len):
+                print(note, file=sys.stderr)
     finally:
         llm.close()
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from plait.cli.describe import bytes_text, index_ranges, layer_groups, layer_text, plain
+from plait.cli.fit import fit_facts, fit_lines
 from plait.cli.options import common_options, engine_options, engine_settings, model_option
 from plait.cli.probe_table import probe_rows, probed_model
 from plait.config import EngineConfig
@@ -65,6 +66,7 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
     return {
         "model": model,
         "family": resolved.family,
+        "fit": fit_facts(opened, states, dtype, config),
         "checkpoint": checkpoint_facts(opened),
         "spec": plain(spec),
         "layers": [
@@ -167,7 +169,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def text_lines(facts: Facts) -> list[str]:
     """The facts for a reader in a terminal."""
     spec = facts["spec"]
-    lines = [heading(f"{facts['model']}: {facts['family']}"), *size_lines(facts)]
+    lines = [heading(f"{facts['model']}: {facts['family']}"), *fit_lines(facts["fit"]), *size_lines(facts)]
     lines += ["", heading(f"layers ({len(spec['layers'])})")]
     lines += layer_lines(facts["layers"])
     lines += ["", heading("values and their sources"), *source_lines(facts["sources"])]

@@ -68,6 +68,15 @@ class Clock:
                 self._first = self._last
             self._num_tokens = num_tokens
 
+    def context_note(self, max_model_len: int) -> str | None:
+        """What to say where prompt and text fill the context, in tokens; None where there is room left."""
+        if self._num_prompt_tokens + self._num_tokens < max_model_len:
+            return None
+        return (
+            f"the context is full: prompt and text have {self._num_prompt_tokens} + {self._num_tokens} "
+            f"tokens, and it holds {max_model_len} (--max-model-len)"
+        )
+
     def __str__(self) -> str:
         """`120 prompt tokens, 340 tok/s · first token after 0.35 s · 100 tokens, 25.3 tok/s`.
 

@@ -61,11 +61,22 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can still be had on the device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    return _meminfo("MemAvailable") or 4 << 30  # a system that does not say: a laptop's worth
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes that the device has; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return _meminfo("MemTotal")
+
+
+def _meminfo(name: str) -> int | None:
     with contextlib.suppress(OSError):
         for line in MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
-    return 4 << 30  # a system that does not say: a laptop's worth
+    return None
 
 
 @contextlib.contextmanager

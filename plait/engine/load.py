@@ -12,7 +12,14 @@ import torch
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.core import Engine
-from plait.engine.device import choose_device, choose_dtype, cores, free_memory, out_of_memory
+from plait.engine.device import (
+    choose_device,
+    choose_dtype,
+    cores,
+    free_memory,
+    out_of_memory,
+    total_memory,
+)
 from plait.engine.front import Front, Language
 from plait.engine.guide import Guides
 from plait.engine.loop import EngineLoop
@@ -313,9 +320,14 @@ def facts_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
 def _size(opened: Opened, decoder: Decoder, target: Target) -> Sizing:
     facts = facts_for_sizing(decoder, target)
     mapped = target.shelf.nbytes if target.shelf else 0  # counts as free until it is read
-    sizing = size_state(facts, opened.config, free_memory=free_memory(target.device) - mapped)
-    for what, count, nbytes in sizing.rows(target.weights_nbytes):
-        log.info("memory: %-28s %14s %10s", what, count, gib(nbytes))
+    sizing = size_state(
+        facts,
+        opened.config,
+        free_memory=free_memory(target.device) - mapped,
+        total_memory=total_memory(target.device),
+    )
+    for what, count, nbytes in sizing.rows(target.weights_nbytes, is_lazy=target.device.type == "cpu"):
+        log.info("memory: %-31s %14s %10s", what, count, gib(nbytes))
     for note in sizing.notes:
         log.warning("%s", note)
     return sizing

@@ -63,8 +63,11 @@ class Sizing:
     def nbytes(self) -> int:
         return sum(size.nbytes for size in self.groups) + self.num_slots * self.nbytes_per_slot
 
-    def rows(self, weights_nbytes: int) -> list[tuple[str, str, int]]:
-        """The start-up table: (what, how many, bytes), the total last."""
+    def rows(self, weights_nbytes: int, *, is_lazy: bool = False) -> list[tuple[str, str, int]]:
+        """The start-up table: (what, how many, bytes), the total last.
+
+        `is_lazy`: the system gives memory to state as it is first written, so that the total is a bound.
+        """
         table = [("weights", "", weights_nbytes)]
         for size in self.groups:
             table.append((f"paged state, {size.group.name}", f"{size.num_blocks - 1} blocks", size.nbytes))
@@ -73,7 +76,8 @@ class Sizing:
             slots, snapshots = running * self.nbytes_per_slot, self.num_snapshots * self.nbytes_per_slot
             table.append(("state of fixed size", f"{running - 1} slots", slots))
             table.append(("snapshots of it", f"{self.num_snapshots} slots", snapshots))
-        return [*table, ("total", "", weights_nbytes + self.nbytes)]
+        total = "total once all state is in use" if is_lazy else "total"
+        return [*table, (total, "", weights_nbytes + self.nbytes)]
 
     def scheduler(self, config: EngineConfig, *, causal: bool, num_steps: int = 1) -> Scheduler:
         """A scheduler over exactly this memory. `num_steps`: the most decode steps of one plan."""
@@ -116,15 +120,25 @@ class ModelFacts:
 
 
 def size_state(
-    model: ModelFacts, config: EngineConfig, *, free_memory: int, free_host: int | None = None
+    model: ModelFacts,
+    config: EngineConfig,
+    *,
+    free_memory: int,
+    free_host: int | None = None,
+    total_memory: int | None = None,
 ) -> Sizing:
     """The memory for a model's state. `free_memory`: bytes free on the device once the weights are there;
-    `free_host`: on the host, if that is another.
+    `free_host`: on the host, if that is another; `total_memory`: all that the device has, if it is known.
 
     The limit is `config.memory_limit`, else half of `free_memory`. Raises ConfigError if the model cannot do
-    the `max_model_len` asked for, OutOfMemory with both numbers if not one such sequence fits; a length that
-    nobody asked for is made shorter instead, with a note.
+    the `max_model_len` asked for or the device has less than `memory_limit`, OutOfMemory with both numbers if
+    not one such sequence fits; a length that no option asked for is made shorter instead, with a note.
     """
+    if config.memory_limit is not None and total_memory is not None and config.memory_limit > total_memory:
+        raise ConfigError(
+            f"memory_limit: {config.memory_limit} bytes ({gib(config.memory_limit)}) are more than the "
+            f"{gib(total_memory)} of memory that there are; give at most {total_memory}, or none"
+        )
     limit = config.memory_limit or int(free_memory * DEFAULT_SHARE)
     asked, notes = _length(model, config)
     length = _fitting_length(model, config, asked, limit)

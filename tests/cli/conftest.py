@@ -38,6 +38,7 @@ class FakeEngine:
     params: list[SamplingParams] = field(default_factory=list)
     chats: list[list[dict[str, str]]] = field(default_factory=list)
     step_kind: str = "9 launches of 3 native kernels, one call"
+    max_model_len: int = 1024
     closed: int = 0
     cancelled: int = 0
 

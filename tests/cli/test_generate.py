@@ -36,6 +36,14 @@ def test_a_first_start_says_what_it_compiled(plait: Run, engine: Any) -> None:
     assert told not in plait("generate", "-m", "m", "-p", "Say", "--quiet").err
 
 
+def test_a_full_context_is_reported_on_stderr(plait: Run, engine: Any) -> None:
+    assert "context" not in plait("generate", "-m", "m", "-p", "Say").err
+    engine.max_model_len = 5
+    told = "the context is full: prompt and text have 3 + 2 tokens, and it holds 5 (--max-model-len)"
+    assert told in plait("generate", "-m", "m", "-p", "Say").err
+    assert told not in plait("generate", "-m", "m", "-p", "Say", "--quiet").err
+
+
 def test_quiet_is_quiet(plait: Run, engine: Any) -> None:
     assert plait("generate", "-m", "m", "-p", "Say", "--quiet").err == ""
 

@@ -115,3 +115,18 @@ def test_a_model_of_longrope_says_which_factors_it_gets(plait: Run, tmp_path: Pa
     assert "the long factors of longrope at every length" in plait("info", str(tmp_path)).out
     short = json.loads(plait("info", str(tmp_path), "--json", "--max-model-len", "16").out)["notes"]
     assert short == ["rope: the short factors of longrope, because no sequence passes 16 tokens"]
+
+
+def test_info_says_first_whether_the_model_fits(plait: Run, nano_hybrid: Path) -> None:
+    lines = plait("info", str(nano_hybrid), "--max-num-seqs", "8").out.splitlines()
+    assert lines[1].startswith("  fits: yes; ")
+    assert lines[2].startswith("  memory with so many users of 512 tokens each: 1: ")
+    assert lines[3].startswith("  kernels: native, compiled for ")
+    found = json.loads(plait("info", str(nano_hybrid), "--json", "--max-num-seqs", "8").out)
+    users, state = found["fit"]["users"], found["memory"]["sequence"][-1]["nbytes"]
+    assert [row["users"] for row in users] == [1, 4, 8]
+    assert [row["nbytes"] - found["checkpoint"]["nbytes"] for row in users] == [state, 4 * state, 8 * state]
+    lines = plait("info", str(nano_hybrid), "--memory-limit", "100000GiB").out.splitlines()
+    assert lines[1].startswith("  fits: no: memory_limit: ")
+    lines = plait("info", str(nano_hybrid), "--memory-limit", "1KiB").out.splitlines()
+    assert lines[1].startswith("  fits: no: the state of one sequence")

@@ -172,6 +172,19 @@ def test_the_start_up_table_adds_up() -> None:
     assert rows[-1][2] == sum(n for _, _, n in rows[:-1])
 
 
+def test_the_start_up_table_says_that_memory_of_state_is_given_as_it_is_used() -> None:
+    (what, _, nbytes) = size().rows(1_000_000, is_lazy=True)[-1]
+    assert (what, nbytes) == ("total once all state is in use", size().rows(1_000_000)[-1][2])
+
+
+def test_a_memory_limit_above_the_memory_there_is_is_refused_with_both_numbers() -> None:
+    model = ModelFacts(states=HYBRID, max_len=64, dtype="float32", causal=True)
+    config = EngineConfig(max_num_seqs=3, block_size=4, memory_limit=2 * GIB)
+    with pytest.raises(ConfigError, match=r"2147483648 bytes \(2 GiB\) are more than the 1 GiB of memory"):
+        size_state(model, config, free_memory=GIB // 2, total_memory=GIB)
+    assert size_state(model, config, free_memory=GIB // 2, total_memory=2 * GIB).nbytes
+
+
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [(512, "0.5 KiB"), (3 * MIB // 2, "1.5 MiB"), (GIB, "1 GiB"), (1000 * GIB + 5, "1000 GiB")],
