@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+from plait.checkpoint.addresses import is_file_address
 from plait.checkpoint.disk import read_json, read_start
 from plait.checkpoint.gguf import part_paths
 from plait.checkpoint.hub import (
@@ -27,6 +28,7 @@ from plait.checkpoint.hub import (
     repo_folder,
 )
 from plait.checkpoint.hub_fetch import fetch
+from plait.checkpoint.web import fetch_file
 from plait.errors import BadFile, CheckpointError, ConfigError, PlaitError, UnsupportedFormat
 
 __all__ = ["Fetch", "ModelFiles", "choose_weights", "fetch_model", "find_model", "plan_fetch", "read_json"]
@@ -88,8 +90,8 @@ class Fetch:
 
 
 def find_model(path_or_id: str | Path, *, offline: bool = False) -> ModelFiles:
-    """The files of a model: a directory, a weight file, or a Hub name (org/name, with @revision, and
-    :Q4_K_M or /file.gguf to choose). `offline`: a Hub name means what is on this disk; nobody is asked.
+    """The files of a model: a directory, a weight file, a Hub name (org/name, with @revision, and :Q4_K_M or
+    /file.gguf to choose), its address, or that of a GGUF file anywhere. `offline`: only what is on this disk.
 
     Raises ConfigError when nothing is there or the choice is not clear, UnsupportedFormat for pickle files,
     BadFile for unreadable ones, CheckpointError when the Hub cannot be asked.
@@ -105,6 +107,8 @@ def find_model(path_or_id: str | Path, *, offline: bool = False) -> ModelFiles:
             return _of_file(path)
     except OSError as error:
         raise BadFile(f"{text}: cannot be opened: {error.strerror}") from error
+    if is_file_address(text) and not is_hub_name(text):
+        return _of_file(fetch_file(text, offline=offline))
     if is_hub_name(text) and not path.parent.exists():
         return _on_hub(parse_hub_name(text), offline)
     raise ConfigError(_missing(path))

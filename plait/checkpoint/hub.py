@@ -9,9 +9,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
+from plait.checkpoint.addresses import hub_text
 from plait.errors import CheckpointError, ConfigError
 
 _WORD, _REVISION = r"[\w][\w.-]*", r"[\w][\w./-]*?"
@@ -61,17 +63,19 @@ class Listing:
 
 
 def is_hub_name(text: str) -> bool:
-    """Does it look like org/name, perhaps with @revision and :QUANT or /file.gguf?"""
-    return _NAME.fullmatch(text) is not None and ".." not in text
+    """Does it look like org/name, perhaps with @revision and :QUANT or /file.gguf, or like its address?"""
+    name = _named(text)
+    return _NAME.fullmatch(name) is not None and ".." not in name
 
 
 def parse_hub_name(text: str) -> HubName:
-    """The parts of a Hub name. Raises ConfigError."""
-    match = _NAME.fullmatch(text)
-    if match is None or ".." in text:
+    """The parts of a Hub name or address. Raises ConfigError."""
+    name = _named(text)
+    match = _NAME.fullmatch(name)
+    if match is None or ".." in name:
         raise ConfigError(
             f"{text!r} is not a name on the Hub; wanted org/name, org/name:Q4_K_M or org/name/file.gguf, "
-            "each with @revision if need be"
+            "each with @revision if need be, or the address of one of these"
         )
     if match["first"] and match["last"]:
         raise ConfigError(f"{text!r} names two revisions; keep one of them")
@@ -184,6 +188,12 @@ def advice(error: BaseException, name: HubName) -> str:
     if kinds & _NO_CONNECTION:
         return f"no connection ({text}): check the network and proxies (HTTPS_PROXY), or pass --offline"
     return text
+
+
+def _named(text: str) -> str:
+    """A Hub address as a name; it may be the address of another Hub, which the library asks instead."""
+    is_other = "://" in text and find_spec("huggingface_hub") is not None
+    return hub_text(text, import_module("huggingface_hub.constants").ENDPOINT if is_other else None)
 
 
 def library(model: str) -> ModuleType:

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from plait.cli.bench_serve import serve
 from plait.cli.options import TokenIds, common_options, engine_options, engine_settings, model_option
+from plait.cli.progress import Status, console
 from plait.config import DType, EngineConfig
 from plait.errors import ConfigError
 
@@ -84,7 +85,8 @@ def model(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     from plait.bench.plot import write_plot
     from plait.bench.report import model_report
 
-    result = bench_model(_job(model, given), say)
+    with Status("measuring") as status:
+        result = bench_model(_job(model, given), status.say)
     if plot is not None:
         write_plot(result, plot)
     if as_json:
@@ -151,7 +153,8 @@ def op(name: str | None, as_json: bool, **given: Any) -> None:
     from plait.bench.ops import bench_ops
     from plait.bench.report import ops_report
 
-    result = bench_ops(name, say=say, **given)
+    with Status("measuring") as status:
+        result = bench_ops(name, say=status.say, **given)
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
@@ -163,17 +166,3 @@ def op(name: str | None, as_json: bool, **given: Any) -> None:
 
 
 bench.add_command(serve)
-
-
-def say(text: str) -> None:
-    """What is going on, to a reader who waits."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text} …", end="", file=sys.stderr, flush=True)
-
-
-def console() -> Any:
-    from rich.console import Console
-
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    return Console() if sys.stdout.isatty() else Console(width=200)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from plait.cli.options import common_options, engine_options, engine_settings, options
+from plait.cli.progress import Status, console
 from plait.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -154,13 +155,12 @@ def serve(as_json: bool, plot: Path | None, **given: Any) -> None:
     """
     from plait.bench.serve import bench_serve
     from plait.bench.serve_report import serve_report, write_serve_plot
-    from plait.cli.bench import console, say
 
-    result = bench_serve(_job(given), say)
+    with Status("measuring") as status:
+        result = bench_serve(_job(given), status.say)
     if plot is not None:
         write_serve_plot(result, plot)
     if as_json:
-        say("")
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
         serve_report(result, console())

@@ -72,7 +72,7 @@ def load(model: str, settings: dict[str, Any], *, quiet: bool = False) -> LLM:
         TorchStart().finish()
         from plait.engine.llm import LLM
 
-        with Loading(f"loading {model}") as loading:
+        with Loading(f"loading {model}", is_quiet=quiet) as loading:
             return LLM(model, on_progress=None if quiet else loading.update, **settings)
     finally:
         gc.freeze()  # what is there now stays: no collection looks at it again

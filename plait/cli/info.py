@@ -16,6 +16,7 @@ from plait.cli.describe import bytes_text, index_ranges, layer_groups, layer_tex
 from plait.cli.fit import fit_facts, fit_lines
 from plait.cli.options import common_options, engine_options, engine_settings, model_option
 from plait.cli.probe_table import probe_rows, probed_model
+from plait.cli.progress import Loading
 from plait.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ def bound_ops(model: str, config: EngineConfig) -> list[Facts]:
     """Load the model and say which variant of each op it bound, and why not a faster one."""
     from plait.engine.load import load
 
-    loaded = load(model, config)
+    with Loading(f"loading {model}") as loading:
+        loaded = load(model, config, loading.update)
     try:
         return grouped(loaded.target.bound)
     finally:

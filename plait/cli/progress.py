@@ -3,34 +3,86 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress, TaskID
 
 MIN_PROMPT, MIN_WRITTEN = 64, 8  # tokens from which on it is said how fast they were read, or written
 FIRST = "reading headers"  # a model may have to be fetched for that, which draws bars of its own
 
 
-class Loading:
-    """A progress bar while a model loads; nothing at all unless stderr is a terminal.
+EVERY_S = 10.0  # without a terminal, so often a line says that work goes on
 
-    Use as a context manager and pass `update` as `on_progress`.
+
+class Status:
+    """What goes on, on stderr: one line that is written over on a terminal, else a line every ten seconds.
+
+    Use as a context manager around work that writes nothing for long. `is_quiet`: it writes nothing.
     """
 
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
+    def __init__(self, text: str, *, is_quiet: bool = False) -> None:
+        self._text, self._started = text, time.perf_counter()
+        self._is_terminal = sys.stderr.isatty() and not is_quiet
+        self._ended = threading.Event()
+        self._thread = (
+            None if self._is_terminal or is_quiet else threading.Thread(target=self._run, daemon=True)
+        )
 
     def __enter__(self) -> Self:
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def say(self, text: str) -> None:
+        """From now on this goes on."""
+        self._text = text
+        if self._is_terminal:
+            print(f"\r\x1b[K{text} …", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Take the line off the terminal, before something else is written there."""
+        if self._is_terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def _run(self) -> None:
+        while not self._ended.wait(EVERY_S):
+            seconds = time.perf_counter() - self._started
+            print(f"plait: {self._text}, {seconds:.0f} s so far", file=sys.stderr, flush=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.clear()
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+class Loading:
+    """A progress bar while a model loads; without a terminal a line every ten seconds.
+
+    Use as a context manager and pass `update` as `on_progress`. `is_quiet`: it writes nothing.
+    """
+
+    def __init__(self, title: str, *, is_quiet: bool = False) -> None:
+        self._title, self._is_quiet = title, is_quiet
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._lines = Status(title, is_quiet=is_quiet or sys.stderr.isatty())
+
+    def __enter__(self) -> Self:
+        self._lines.__enter__()
         return self
 
     def update(self, text: str, done: int, total: int) -> None:
         """`done` of `total` steps of what `text` says."""
-        if self._progress is None and text != FIRST and sys.stderr.isatty():
+        self._lines.say(f"{self._title}: {text}")
+        if self._progress is None and text != FIRST and sys.stderr.isatty() and not self._is_quiet:
             self._start()
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=text, completed=done, total=total)
@@ -48,8 +100,16 @@ class Loading:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._lines.__exit__(kind, error, trace)
         if self._progress is not None:
             self._progress.stop()
+
+
+def console() -> Console:
+    """Where tables are written: as wide as the terminal, or 200 columns in a file."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=200)
 
 
 class Clock:

@@ -30,17 +30,30 @@ def pull(model: str, revision: str | None, offline: bool, dry_run: bool, as_json
     plait pull org/name:Q4_K_M           # one quantization of a repository of GGUF files
     plait pull org/name/file.gguf        # one file, with all its parts
     plait pull org/name@v1.0             # a branch, tag or commit
+    plait pull hf.co/org/name:Q4_K_M     # also with the Hub's address in front, or a page's whole address
+    plait pull https://host/model.gguf   # a GGUF file of any server
 
     What was cut off goes on where it stopped. Where it is kept is the library's choice (HF_HOME,
     HF_HUB_CACHE); for gated models log in with `hf auth login`, or set HF_TOKEN.
     """
+    from plait.checkpoint.addresses import is_file_address
     from plait.checkpoint.files import fetch_model, find_model, plan_fetch
-    from plait.checkpoint.hub import ask, parse_hub_name
+    from plait.checkpoint.hub import ask, is_hub_name, parse_hub_name
 
+    facts: dict[str, Any]
+    if is_file_address(model) and not is_hub_name(model):
+        if revision or dry_run:
+            raise click.UsageError(
+                f"{model} is a file, not a repository: --revision and --dry-run are for those"
+            )
+        path = find_model(model, offline=offline).weights[0]
+        facts = {"model": model, "files": [str(path)]}
+        sys.stdout.write((json.dumps(facts, indent=2) if as_json else f"{model}: {path}") + "\n")
+        return
     name = parse_hub_name(f"{model}@{revision}" if revision else model)
     if offline:
         files = find_model(str(name), offline=True)
-        facts: dict[str, Any] = {"model": str(name), "files": [str(p) for p in files.weights], "fetched": 0}
+        facts = {"model": str(name), "files": [str(p) for p in files.weights], "fetched": 0}
         lines = [f"{name} is on this disk: {files.directory}"]
     else:
         plan = plan_fetch(name, ask(name))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import click
 
 from plait.cli.info import heading
 from plait.cli.options import common_options, engine_options, engine_settings, model_option
-from plait.cli.progress import Loading
+from plait.cli.progress import Loading, Status
 from plait.config import EngineConfig
 from plait.errors import ConfigError
 
@@ -26,6 +27,7 @@ OWN = (
     *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "memory_limit", "max_step_ms"),
     *("prefix_cache", "snapshot_interval", "swap_memory", "speculate", "chat_template"),
 )
+TOKENS, QUICK_TOKENS = 24, 12  # of each reply
 MOST_SHOWN = 5  # differences, where people read; --json has them all
 NEAR = 1e-3  # between two logits: rounding in float32 may make either the larger
 HAPPENED = {
@@ -48,7 +50,9 @@ NOTHING = {
 @model_option()
 @click.option("--batch", type=click.IntRange(2), default=4, show_default=True, help="most sequences at once")
 @click.option(
-    "--max-tokens", type=click.IntRange(1), default=24, show_default=True, help="tokens of each reply"
+    "--max-tokens",
+    type=click.IntRange(1),
+    help=f"tokens of each reply [default: {TOKENS}, quick {QUICK_TOKENS}]",
 )
 @click.option(
     "--prompts",
@@ -56,16 +60,24 @@ NOTHING = {
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="one prompt per line, as text or as [token, ids]; default: a few of Plait's own",
 )
+@click.option("--quick", is_flag=True, help="one way of each kind: a minute for a small model")
 @click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
 @engine_options(without=OWN)
 @common_options()
 def verify(
-    model: str, batch: int, max_tokens: int, prompts_file: Path | None, as_json: bool, **given: Any
+    model: str,
+    batch: int,
+    max_tokens: int | None,
+    prompts_file: Path | None,
+    quick: bool,
+    as_json: bool,
+    **given: Any,
 ) -> int:
     """Check that a reply depends on its request alone: same tokens, same bits.
 
     \b
     plait verify model.gguf
+    plait verify model.gguf --quick
     plait verify ./model --batch 8 --max-tokens 64 --prompts prompts.txt
 
     The same requests, greedy and drawn with a seed, run under many settings: batches, prompts in pieces, the
@@ -82,8 +94,10 @@ def verify(
     with Loading(f"loading {model}") as loading:
         loaded = load(model, config, loading.update)
     try:
-        made = Verification(loaded, batch=batch, max_tokens=max_tokens, prompts=prompts)
-        results = run_as_json(model, made) if as_json else run_as_text(model, made)
+        tokens = max_tokens or (QUICK_TOKENS if quick else TOKENS)
+        with Status("running each request alone") as status:
+            made = Verification(loaded, batch=batch, max_tokens=tokens, prompts=prompts, is_quick=quick)
+            results = run_as_json(model, made, status) if as_json else run_as_text(model, made, status)
     finally:
         loaded.front.close(drain=False)
     return int(any(result.differences for result in results))
@@ -104,9 +118,10 @@ def read_prompts(path: Path) -> list[str | list[int]]:
     return found
 
 
-def run_as_json(model: str, made: Verification) -> Sequence[Result]:
+def run_as_json(model: str, made: Verification, status: Status) -> Sequence[Result]:
     """Run the matrix, then write one object."""
-    results = [*made.results()]
+    results = [*timed(made, status)]
+    status.clear()
     facts = {
         "model": model,
         "same": not any(result.differences for result in results),
@@ -124,16 +139,30 @@ def run_as_json(model: str, made: Verification) -> Sequence[Result]:
     return results
 
 
-def run_as_text(model: str, made: Verification) -> Sequence[Result]:
+def timed(made: Verification, status: Status) -> Iterator[Result]:
+    """The results; meanwhile `status` says how many ways are left, and about how long they take."""
+    cells, started = made.cells, time.perf_counter()
+    status.say(f"way 1 of {len(cells)}: {cells[0].name}")
+    for done, result in enumerate(made.results(), 1):
+        yield result
+        if done < len(cells):
+            left = (time.perf_counter() - started) / done * (len(cells) - done)
+            status.say(f"way {done + 1} of {len(cells)}: {cells[done].name}; about {left:.0f} s left")
+
+
+def run_as_text(model: str, made: Verification, status: Status) -> Sequence[Result]:
     """Run the matrix and write every row as it is done."""
     cells, results = made.cells, []
     width = max(len(cell.name) for cell in cells)
+    status.clear()
     say(heading(f"{model}: {len(made.asked)} requests, {len(cells)} ways to run them"))
     say(*arithmetic_lines(made.arithmetic), "")
     say(f"  {'':{width}}  replies  tokens  other tokens  other bits")
-    for result in made.results():
+    for result in timed(made, status):
         results.append(result)
+        status.clear()
         say(row(result, width))
+    status.clear()
     differences = [d for result in results for d in result.differences]
     if differences:
         say("", heading("differences"))

@@ -13,6 +13,7 @@ from plait.checkpoint.shelves import clear, default_folder
 from plait.cli.describe import bytes_text
 from plait.cli.generate import load
 from plait.cli.options import Bytes, common_options, engine_options, engine_settings, model_option
+from plait.cli.progress import Status
 
 if TYPE_CHECKING:
     from plait.engine.llm import LLM
@@ -64,7 +65,9 @@ def warmup(model: str | None, packed: bool, packed_limit: int, clears: bool, **g
     try:
         _run(llm, started)
         if packed:
-            print(llm.keep_packed(packed_limit))
+            with Status("writing packed weights"):
+                kept = llm.keep_packed(packed_limit)
+            print(kept)
     finally:
         llm.close()
     print("the next start loads what was made", file=sys.stderr)
@@ -74,8 +77,9 @@ def _run(llm: LLM, started: float) -> None:
     from plait.request import SamplingParams
 
     loaded_s = time.perf_counter() - started
-    for temperature in (0.0, 1.0):  # choosing the largest and drawing are two kernels
-        llm.generate([0], SamplingParams(max_tokens=2, temperature=temperature, ignore_eos=True))
+    with Status("running a step (kernels are compiled where there are none)"):
+        for temperature in (0.0, 1.0):  # choosing the largest and drawing are two kernels
+            llm.generate([0], SamplingParams(max_tokens=2, temperature=temperature, ignore_eos=True))
     print(f"step: {llm.step_kind}")
     print(f"loaded in {loaded_s:.1f} s, first tokens after {time.perf_counter() - started:.1f} s")
 

@@ -123,12 +123,21 @@ class Arithmetic:
 
 
 class Verification:
-    """The matrix over one loaded model. `prompts` None: Plait's own. Iterate over `results()`."""
+    """The matrix over one loaded model. `prompts` None: Plait's own. Iterate over `results()`.
+
+    `is_quick`: one cell of each kind.
+    """
 
     def __init__(
-        self, loaded: Loaded, *, batch: int, max_tokens: int, prompts: Sequence[Prompt] | None = None
+        self,
+        loaded: Loaded,
+        *,
+        batch: int,
+        max_tokens: int,
+        prompts: Sequence[Prompt] | None = None,
+        is_quick: bool = False,
     ) -> None:
-        self.loaded, self.batch = loaded, batch
+        self.loaded, self.batch, self._is_quick = loaded, batch, is_quick
         self._num_traced = {True: 0, False: 0}
         front = loaded.front
         texts = prompts or default_prompts(front, max_tokens)
@@ -160,7 +169,8 @@ class Verification:
     def cells(self) -> list[Cell]:
         spec = self.loaded.runner.decoder.spec
         follows = self.loaded.runner.is_recorded and not has_slots(self.loaded.runner.decoder.states)
-        return [*cells(self.batch, self.loaded.config.block_size, causal=spec.causal, follows=follows)]
+        found = cells(self.batch, self.loaded.config.block_size, causal=spec.causal, follows=follows)
+        return [cell for cell in found if cell.is_quick or not self._is_quick]
 
     def results(self) -> Iterator[Result]:
         """Every cell, as it is done."""

@@ -23,6 +23,7 @@ class Cell:
     that what must make room is moved and not computed again. `fails`: some steps fail after they ran.
     `guesses`: who guesses tokens ahead: prompt lookup, or one who knows the plain replies and is often right
     and often wrong. `unseen`: nobody looks at a reply before its end, so that steps may share a plan.
+    `is_quick`: `plait verify --quick` runs it.
     `proof`: a number of `Ran.counts` that is above zero if what the cell is there for has happened.
     """
 
@@ -35,6 +36,7 @@ class Cell:
     fails: bool = False
     guesses: Literal["ngram", "known"] | None = None
     unseen: bool = False
+    is_quick: bool = False
     proof: str | None = None
 
     @property
@@ -52,7 +54,8 @@ def cells(batch: int, block_size: int, *, causal: bool = True, follows: bool = T
     A model that is not causal computes a sequence in one piece and keeps nothing: only batches are left.
     """
     yield Cell("alone, once more")
-    yield from (Cell(f"batch of {n}", {"max_num_seqs": n}) for n in range(2, batch + 1))
+    sizes = range(2, batch + 1)
+    yield from (Cell(f"batch of {n}", {"max_num_seqs": n}, is_quick=n == batch) for n in sizes)
     if not causal:
         return
     yield from _cut(batch, block_size)
@@ -62,11 +65,14 @@ def cells(batch: int, block_size: int, *, causal: bool = True, follows: bool = T
     if follows:
         yield Cell("several steps at once", unseen=True, proof="steps_ahead")
         together = {"max_num_seqs": batch, "prefix_cache": True}
-        yield Cell("several steps at once, together", together, (1, 2), unseen=True, proof="steps_ahead")
+        name = "several steps at once, together"
+        yield Cell(name, together, (1, 2), unseen=True, is_quick=True, proof="steps_ahead")
     keeps = {"prefix_cache": True, "snapshot_interval": block_size, "swap_memory": GIB}
     pieces = {"max_num_seqs": batch, "max_num_batched_tokens": max(block_size + 1, batch)}
     waves = (1, 1, 2)
-    yield Cell("all of it at once", keeps | pieces, waves, spared=1, swaps=True, guesses="known")
+    yield Cell(
+        "all of it at once", keeps | pieces, waves, spared=1, swaps=True, guesses="known", is_quick=True
+    )
 
 
 def _cut(batch: int, block_size: int) -> Iterator[Cell]:
@@ -76,14 +82,15 @@ def _cut(batch: int, block_size: int) -> Iterator[Cell]:
         yield Cell(f"pieces of {size}", {"max_num_batched_tokens": size}, only=only)
     size = max(FEW, batch)
     together = {"max_num_seqs": batch, "max_num_batched_tokens": size}
-    yield Cell(f"batch of {batch}, steps of {size} tokens", together)
+    yield Cell(f"batch of {batch}, steps of {size} tokens", together, is_quick=True)
 
 
 def _kept(batch: int, block_size: int) -> Iterator[Cell]:
     """The prefix cache: empty at first, then full; and conversations that go on."""
     keeps = {"prefix_cache": True, "snapshot_interval": block_size}
     yield Cell("prefix cache, cold then hot", keeps, (1, 1), proof="hit_tokens")
-    yield Cell("prefix cache, longer conversation", keeps, (1, 2), proof="hit_tokens")
+    name = "prefix cache, longer conversation"
+    yield Cell(name, keeps, (1, 2), is_quick=True, proof="hit_tokens")
     together = keeps | {"max_num_seqs": batch}
     yield Cell("prefix cache, together", together, (1, 1, 2), proof="hit_tokens")
     cut = together | {"max_num_batched_tokens": max(FEW, batch)}
@@ -96,7 +103,8 @@ def _driven_out(batch: int, block_size: int) -> Iterator[Cell]:
     keeps = {"prefix_cache": True, "snapshot_interval": block_size}
     again = seqs | {"swap_memory": 0}
     yield Cell("preempted, computed again", again, spared=1, proof="preemptions")
-    yield Cell("preempted, with a prefix cache", again | keeps, spared=1, proof="preemptions")
+    name = "preempted, with a prefix cache"
+    yield Cell(name, again | keeps, spared=1, is_quick=True, proof="preemptions")
     swap = seqs | {"swap_memory": GIB}
     yield Cell("preempted, swapped out and in", swap, spared=1, swaps=True, proof="swaps")
     yield Cell("steps that fail", seqs | keeps, fails=True, proof="failed_steps")
@@ -107,6 +115,7 @@ def _guessed(batch: int, block_size: int) -> Iterator[Cell]:
     yield Cell("prompt lookup, alone", guesses="ngram", proof="drafted")
     yield Cell("right and wrong guesses, alone", guesses="known", proof="accepted")
     together = {"max_num_seqs": batch}
-    yield Cell("right and wrong guesses, together", together, guesses="known", proof="accepted")
+    name = "right and wrong guesses, together"
+    yield Cell(name, together, guesses="known", is_quick=True, proof="accepted")
     keeps = together | {"prefix_cache": True, "snapshot_interval": block_size}
     yield Cell("prompt lookup, with a prefix cache", keeps, (1, 2), guesses="ngram", proof="drafted")

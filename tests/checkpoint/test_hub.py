@@ -379,3 +379,30 @@ def test_a_mistyped_path_never_asks_the_hub(hub: FakeHub, tmp_path: Path) -> Non
 )  # fmt: skip
 def test_what_looks_like_a_hub_name(text: str, is_name: bool) -> None:
     assert is_hub_name(text) is is_name
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("hf.co/org/name", "org/name"),
+        ("hf.co/org/name:Q4_K_M", "org/name:Q4_K_M"),
+        ("https://huggingface.co/org/name/", "org/name"),
+        ("https://hf.co/org/name/tree/v1.0", "org/name@v1.0"),
+        ("https://huggingface.co/org/name/resolve/main/s/f.gguf?download=true", "org/name/s/f.gguf@main"),
+        ("https://huggingface.co/org/name/blob/refs%2Fpr%2F1/f.gguf#L1", "org/name/f.gguf@refs/pr/1"),
+    ],
+)
+def test_an_address_of_the_hub_is_the_name_it_shows(address: str, name: str) -> None:
+    assert is_hub_name(address)
+    assert str(parse_hub_name(address)) == name
+
+
+@pytest.mark.parametrize("address", ["https://huggingface.co/org", "https://hf.co/datasets/org/name"])
+def test_an_address_that_is_no_model_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="wanted is the address of a repository"):
+        parse_hub_name(address)
+
+
+def test_the_address_of_another_hub_is_one_of_the_hub_that_is_asked(hub: FakeHub) -> None:
+    hub.repos["org/m"].commit({"m.gguf": b"GGUF" + bytes(600)})
+    assert find_model(f"{hub.url}/org/m/resolve/main/m.gguf").weights[0].name == "m.gguf"

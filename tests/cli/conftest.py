@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from plait.cli import progress
 from plait.cli.main import run
 from plait.errors import PlaitError
 from plait.request import Request, SamplingParams
@@ -109,3 +110,9 @@ def plait(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
         return Result(code, out, err)
 
     return call
+
+
+@pytest.fixture(autouse=True)
+def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine must not add lines to the stderr that tests count."""
+    monkeypatch.setattr(progress, "EVERY_S", 3600.0)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import pytest
 
 from plait.cli import progress
-from plait.cli.progress import MIN_PROMPT, MIN_WRITTEN, Clock
+from plait.cli.progress import MIN_PROMPT, MIN_WRITTEN, Clock, Loading, Status
 
 
 @pytest.fixture
@@ -49,3 +52,46 @@ def test_a_reply_without_a_token_says_so(now: list[float]) -> None:
     assert str(Clock(5)) == "5 prompt tokens · no token written"
     now[0] += 1
     assert str(Clock(1)) == "1 prompt token · no token written"
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines that come every ten seconds come at once."""
+    monkeypatch.setattr(progress, "EVERY_S", 0.001)
+
+
+def until(said: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Everything on stderr until `said` is there."""
+    text = ""
+    while said not in text:
+        time.sleep(0.002)
+        text += capsys.readouterr().err
+    return text
+
+
+@pytest.mark.usefixtures("often")
+def test_without_a_terminal_lines_say_what_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with Status("reading") as status:
+        assert re.match(r"plait: reading, \d+ s so far\n", until("so far\n", capsys))
+        status.say("packing")
+        until("plait: packing, ", capsys)
+    with Loading("loading m") as loading:
+        loading.update("weights", 1, 3)
+        until("plait: loading m: weights, ", capsys)
+
+
+@pytest.mark.usefixtures("often")
+def test_quiet_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Status("reading", is_quiet=True), Loading("loading m", is_quiet=True) as loading:
+        loading.update("weights", 1, 3)
+        time.sleep(0.02)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_has_one_line_that_is_written_over(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True)
+    with Status("reading") as status:
+        status.say("packing")
+    assert capsys.readouterr().err == "\r\x1b[Kpacking …\r\x1b[K"

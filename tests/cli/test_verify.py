@@ -44,6 +44,20 @@ def test_a_sound_model_is_a_table_and_exit_code_0(plait: Run, llama: str) -> Non
     assert "no difference in" in result.out.splitlines()[-1]
 
 
+def test_quick_runs_one_way_of_each_kind(plait: Run, llama: str) -> None:
+    result = plait("verify", llama, "--quick", "--json", "--max-tokens", "4")
+    assert result.code == 0, result.err
+    assert [cell["cell"] for cell in json.loads(result.out)["cells"]] == [
+        "batch of 4",
+        "batch of 4, steps of 7 tokens",
+        "prefix cache, longer conversation",
+        "preempted, with a prefix cache",
+        "right and wrong guesses, together",
+        "several steps at once, together",
+        "all of it at once",
+    ]
+
+
 def test_json_has_every_cell(plait: Run, llama: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("[1, 2, 3]\n\n[1, 2, 3, 4, 5]\n")
