@@ -22,13 +22,13 @@ class SamplingParams:
 
     `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` None: the model's generation_config.json
     decides, then 0.7, 0.9, 40, 0, 1.
-    `top_k` 0 or -1: no limit. `max_tokens` None: the rest of the context. `logprobs`: how many alternatives
-    are reported beside the chosen token (0: the chosen one only); raw model log-probabilities, natural log,
-    before penalties and temperature. `best_of`: how many choices are generated, of which the `n` with the
-    highest log-probability per token are returned, best first (None: `n`, in their order); OpenAI's meaning,
-    where vLLM's V0 took the sum, which favours short replies. `structured_outputs`: what the reply must be,
-    in vLLM's shape: one of `json` (a schema), `regex`, `choice`, `grammar` and `json_object`. Raises
-    InvalidField, naming the field.
+    `top_k` 0: no limit (and -1, as vLLM spells it). `max_tokens` None: the rest of the context. `logprobs`:
+    how many alternatives are reported beside the chosen token (0: the chosen one only); raw model
+    log-probabilities, natural log, before penalties and temperature. `best_of`: how many choices are
+    generated, of which the `n` with the highest log-probability per token are returned, best first (None:
+    `n`, in their order); OpenAI's meaning, where vLLM's V0 took the sum, which favours short replies.
+    `structured_outputs`: what the reply must be, in vLLM's shape: one of `json` (a schema), `regex`,
+    `choice`, `grammar` and `json_object`. Raises InvalidField, naming the field.
     """
 
     n: int = 1

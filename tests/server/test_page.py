@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import plait.server
+from plait.cli.options import SAMPLING_HELP
 from plait.config import ServerConfig
 from plait.engine.front import Front
 from tests.server.conftest import Client, serving, start, wait_until
@@ -255,3 +256,10 @@ def test_every_metric_the_page_reads_is_there() -> None:
     labels = {sample.name: set(sample.labels) for family in families for sample in family.samples}
     assert labels["plait_blocks"] == labels["plait_slots"] == {"state"}
     assert labels["plait_prefix_cache_lookups_total"] == {"cause"}
+
+
+def test_no_limit_of_top_k_is_the_same_value_in_the_page_and_on_the_command_line() -> None:
+    row = re.search(r'\["top_k".*\]', (PAGE / "js" / "settings.js").read_text(encoding="utf-8"))
+    assert row is not None
+    assert "0: no limit" in row[0]
+    assert "0: no limit" in SAMPLING_HELP["top_k"]

@@ -7,7 +7,7 @@ import * as store from "./store.js";
 const NUMBERS = [
   ["temperature", "Temperature", "0 is greedy", 0, 2, 0.05],
   ["top_p", "Top p", "share of probability kept", 0, 1, 0.01],
-  ["top_k", "Top k", "tokens kept, -1: all", -1, 1000, 1],
+  ["top_k", "Top k", "tokens kept, 0: no limit", 0, 1000, 1],
   ["min_p", "Min p", "share of the best kept", 0, 1, 0.01],
   ["max_tokens", "Max tokens", "of a reply", 1, null, 1],
   ["seed", "Seed", "same seed, same text", 0, null, 1],
