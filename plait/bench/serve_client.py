@@ -136,7 +136,7 @@ def open_session(target: Target) -> ClientSession:
     try:
         import aiohttp
     except ImportError as error:
-        raise ConfigError("bench serve needs aiohttp; pip install 'plait[bench]'") from error
+        raise ConfigError("bench serve needs aiohttp; pip install 'plait-engine[bench]'") from error
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
         timeout=aiohttp.ClientTimeout(total=target.timeout_s),

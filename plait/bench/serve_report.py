@@ -158,7 +158,7 @@ def _write_png(result: Facts, path: Path) -> None:
         figures = import_module("matplotlib.figure")
     except ImportError as error:
         raise ConfigError(
-            f"--plot {path}: a PNG needs matplotlib; pip install 'plait[bench]', or name an .html file"
+            f"--plot {path}: a PNG needs matplotlib; pip install 'plait-engine[bench]', or name an .html file"
         ) from error
     found = list(sections(result))
     figure = figures.Figure(figsize=(9, 2.2 * len(found)), layout="constrained")

@@ -202,7 +202,7 @@ def library(model: str) -> ModuleType:
         import huggingface_hub
     except ImportError as error:
         raise ConfigError(
-            f"{model!r} is not a path here. To fetch it from the Hub: pip install 'plait[hub]'; "
+            f"{model!r} is not a path here. To fetch it from the Hub: pip install 'plait-engine[hub]'; "
             "or pass the directory or file of a model."
         ) from error
     module: ModuleType = huggingface_hub

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from plait import __version__
 from plait.bench import machine
 from plait.checkpoint.shelves import default_folder, shelved
 from plait.kernels.load import KernelTarget, describe_target
@@ -66,7 +67,7 @@ def examine(asked: Asked) -> tuple[Facts, list[Finding]]:
         "cpu": cpu_facts(),
         "memory": memory_facts(),
         "gpus": gpu_facts(),
-        "versions": {name: installed(name) for name in ("plait", *NEEDED, *WANTED)},
+        "versions": {"plait": __version__, **{name: installed(name) for name in (*NEEDED, *WANTED)}},
         "torch": torch_facts(),
         "kernels": kernel_facts(target),
         "packed": packed_facts(asked.cache_dir),
@@ -211,7 +212,9 @@ def check_packages(facts: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
         )
     if facts["versions"]["huggingface-hub"] is None:
         yield Finding(
-            "note", "models cannot be fetched by their Hub name", "pip install 'plait[hub]', if you want to"
+            "note",
+            "models cannot be fetched by their Hub name",
+            "pip install 'plait-engine[hub]', if you want to",
         )
 
 

@@ -73,7 +73,7 @@ def recorder(config: ServerConfig) -> Tracing | None:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        text = "otlp_endpoint: traces need OpenTelemetry: pip install 'plait[otel]', or leave it out"
+        text = "otlp_endpoint: traces need OpenTelemetry: pip install 'plait-engine[otel]', or leave it out"
         raise ConfigError(text) from error
     logger.info("traces go to %s", config.otlp_endpoint)
     return Tracing(OTLPSpanExporter(endpoint=config.otlp_endpoint, timeout=EXPORT_TIMEOUT_S))

@@ -355,7 +355,7 @@ def test_without_the_library_the_error_says_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"pip install 'plait\[hub\]'; or pass the directory"):
+    with pytest.raises(ConfigError, match=r"pip install 'plait-engine\[hub\]'; or pass the directory"):
         find_model("org/some-model")
 
 

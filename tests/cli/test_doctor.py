@@ -72,7 +72,7 @@ def test_a_good_machine_has_no_findings() -> None:
     [
         ({"versions__torch": None}, "broken", "not installed: torch", "pip install torch"),
         ({"versions__numba": None}, "warning", "many times slower", "pip install numba"),
-        ({"versions__huggingface-hub": None}, "note", "cannot be fetched", "plait[hub]"),
+        ({"versions__huggingface-hub": None}, "note", "cannot be fetched", "plait-engine[hub]"),
         ({"kernels__dot": "generic"}, "warning", "no AVX2", "fraction"),
         ({"kernels__dot": "avx2"}, "note", "no AVX-512 VNNI", "nothing to do"),
         ({"cpu__quota": 2.0}, "warning", "a quota of 2 CPUs", "--threads 2"),

@@ -64,7 +64,7 @@ def test_without_a_parent_that_is_one_a_trace_begins(spans: Any, sent: str) -> N
 
 def test_without_the_packages_the_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"plait\[otel\]"):
+    with pytest.raises(ConfigError, match=r"plait-engine\[otel\]"):
         tracing.recorder(ServerConfig(otlp_endpoint="http://localhost:4318/v1/traces"))
     assert tracing.recorder(ServerConfig()) is None
 
