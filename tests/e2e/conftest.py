@@ -16,8 +16,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from plait.engine.front import Front
+from tests.e2e import browser
+from tests.server.conftest import serving
+from tests.server.fake import fake_front
+
 ROOT = Path(__file__).resolve().parents[2]
 NANO_HYBRID = ROOT / "examples" / "nano-hybrid"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    # Not for the session: while Playwright runs, this thread has an event loop, and asyncio.run() refuses.
+    with browser.launched() as found:
+        yield found
+
+
+@pytest.fixture
+def page(chromium: Any) -> Iterator[Any]:
+    with browser.tab(chromium) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def front() -> Front:
+    return fake_front()
+
+
+@pytest.fixture(scope="module")
+def url(front: Front) -> Iterator[str]:
+    """The address of a server over the fake model."""
+    with serving(front) as client:
+        yield client.base_url + "/"
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,20 @@
-"""The page in a real browser: skipped where Playwright or a Chromium is not installed."""
+"""The page in a real browser: chats, completions, tokens, settings, the engine."""
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 import threading
-from collections.abc import Iterator
 from typing import Any
-
-import pytest
 
 from plait.config import ServerConfig
 from plait.engine.front import Front
+from tests.e2e.browser import HEIGHT, answers, expect, needs_browser, opened, said, streamed
 from tests.e2e.conftest import NANO_HYBRID, serve
 from tests.server.conftest import serving, start, wait_until
 from tests.server.fake import EchoLoop, fake_front
 from tests.server.real_engine import engine_front
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs `pip install playwright`")
-BROWSER = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
-    None,
-)
-if BROWSER is None:
-    pytest.skip("needs Chromium or Chrome on the path", allow_module_level=True)
-
-expect = playwright.expect
-HEIGHT = 720
+pytestmark = needs_browser
 HOSTILE = (
     '<img src=x onerror="window.hurt = 1"> <script>window.hurt = 1</script> '
     "[a](javascript:window.hurt=1) **b**"
@@ -48,76 +35,6 @@ print("<b>")
 |---|--:|
 | 1 | 2 |
 """
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(chromium: Any) -> Iterator[Any]:
-    """A fresh tab; whatever its scripts raise, or its policy refuses, fails the test."""
-    context = chromium.new_context(viewport={"width": 1200, "height": HEIGHT})
-    tab, said = context.new_page(), []
-    tab.on("pageerror", lambda error: said.append(str(error)))
-    tab.on(
-        "console", lambda message: said.append(message.text) if "Security Policy" in message.text else None
-    )
-    yield tab
-    context.close()
-    assert said == []
-
-
-@pytest.fixture(scope="module")
-def front() -> Front:
-    return fake_front()
-
-
-@pytest.fixture(scope="module")
-def url(front: Front) -> Iterator[str]:
-    with serving(front) as client:
-        yield client.base_url + "/"
-
-
-def opened(page: Any, url: str) -> Any:
-    page.goto(url)
-    expect(page.locator("#send")).to_be_enabled()
-    expect(page.locator("#version")).not_to_be_empty()
-    return page
-
-
-def said(page: Any, text: str, key: str = "Enter") -> Any:
-    """Send a text and wait for the end of the reply; returns the newest message."""
-    page.fill("#draft", text)
-    page.press("#draft", key)
-    expect(page.locator("#stop")).to_be_hidden()
-    expect(page.locator(".message.live")).to_have_count(0)
-    return page.locator(".message").last
-
-
-def streamed(*deltas: dict[str, Any], finish: str = "stop") -> str:
-    """A stream of chat chunks, as the wire has it."""
-    choices: list[dict[str, Any]] = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
-    choices.append({"index": 0, "delta": {}, "finish_reason": finish})
-    frames = [json.dumps({"choices": [choice]}) for choice in choices]
-    return "".join(f"data: {frame}\n\n" for frame in [*frames, "[DONE]"])
-
-
-def answers(page: Any, *bodies: str) -> list[dict[str, Any]]:
-    """Have chats answered by these streams, in turn; returns the list of what was sent."""
-    sent: list[dict[str, Any]] = []
-
-    def answer(route: Any) -> None:
-        sent.append(json.loads(route.request.post_data))
-        body = bodies[min(len(sent), len(bodies)) - 1]
-        route.fulfill(content_type="text/event-stream", body=body)
-
-    page.route("**/v1/chat/completions", answer)
-    return sent
 
 
 def test_a_message_gets_a_reply_with_its_numbers(page: Any, url: str) -> None:
@@ -161,7 +78,6 @@ def test_markdown_becomes_what_it_says(page: Any, url: str) -> None:
     assert "noopener" in (link.get_attribute("rel") or "")
 
 
-@pytest.mark.slow
 def test_markdown_written_to_be_slow_is_drawn(page: Any, url: str) -> None:
     script = """async (text) => {
         const { Markdown } = await import("/page/js/markdown.js");
@@ -194,7 +110,6 @@ def test_a_token_shows_what_else_it_could_have_been_and_the_reply_goes_on_from_i
     assert page.locator(".message.assistant .token").count() > 2
 
 
-@pytest.mark.slow
 def test_a_reply_is_written_again_and_a_question_edited(page: Any, url: str) -> None:
     said(opened(page, url), "First")
     said(page, "Second")
@@ -209,13 +124,13 @@ def test_a_reply_is_written_again_and_a_question_edited(page: Any, url: str) -> 
     expect(page.locator(".message")).to_have_count(2)
 
 
-@pytest.mark.slow
 def test_conversations_are_kept_in_the_browser_until_they_are_deleted(page: Any, url: str) -> None:
     said(opened(page, url), "Remember me")
     page.click("#new")
     expect(page.locator(".message")).to_have_count(0)
     said(page, "Another")
     opened(page, url)
+    expect(page.locator(".message.assistant .facts")).to_contain_text("7 tok")
     expect(page.locator(".entry")).to_have_text(["Another", "Remember me"])
     page.click("text=Remember me")
     expect(page.locator(".message.assistant .prose")).to_have_text("Remember me")
@@ -268,7 +183,6 @@ def test_reasoning_is_folded_and_tool_calls_wait_for_their_results(page: Any, ur
     assert result == {"role": "tool", "tool_call_id": "c1", "content": "25 degrees"}
 
 
-@pytest.mark.slow
 def test_a_refusal_says_why_and_can_be_tried_again(page: Any, url: str) -> None:
     reply = said(opened(page, url), "UNSAYABLE")
     expect(reply.locator(".failure")).to_contain_text("does not say UNSAYABLE")
@@ -278,7 +192,6 @@ def test_a_refusal_says_why_and_can_be_tried_again(page: Any, url: str) -> None:
     expect(broken.locator(".prose")).to_have_text("BOO")
 
 
-@pytest.mark.slow
 def test_tools_that_are_no_json_are_not_sent(page: Any, url: str) -> None:
     sent = answers(opened(page, url), streamed({"content": "Yes."}))
     page.click("#panel-settings")
@@ -287,7 +200,6 @@ def test_tools_that_are_no_json_are_not_sent(page: Any, url: str) -> None:
     assert sent == []
 
 
-@pytest.mark.slow
 def test_what_another_version_stored_does_no_harm(page: Any, url: str) -> None:
     opened(page, url).evaluate("""() => {
         localStorage["plait.conversation.old"] = '{"id": "old", "title": "Old"}';
@@ -312,7 +224,6 @@ def test_a_server_that_wants_a_key_is_given_one(page: Any) -> None:
         page.close()
 
 
-@pytest.mark.slow
 def test_a_model_without_a_chat_template_completes_text(page: Any) -> None:
     front = fake_front()
     front.chat_template = None
@@ -326,7 +237,6 @@ def test_a_model_without_a_chat_template_completes_text(page: Any) -> None:
         expect(page.locator("#transcript .plain").last).to_have_text("ababc")
 
 
-@pytest.mark.slow
 def test_the_page_waits_for_the_model_and_then_goes_on_by_itself(page: Any) -> None:
     go = threading.Event()
 
@@ -368,7 +278,6 @@ def test_the_engine_is_seen_at_work(page: Any) -> None:
         page.close()  # no more scrapes of a server that ends
 
 
-@pytest.mark.slow
 def test_nothing_sticks_out_at_the_side(page: Any, url: str) -> None:
     answers(opened(page, url), streamed({"content": TEXT + "x" * 300}))
     said(page, "y" * 300)
@@ -382,7 +291,6 @@ def test_nothing_sticks_out_at_the_side(page: Any, url: str) -> None:
             assert page.locator("#scroll").evaluate("all => all.scrollWidth - all.clientWidth") <= 0
 
 
-@pytest.mark.slow
 def test_a_phone_reaches_conversations_settings_and_engine(page: Any, url: str) -> None:
     page.set_viewport_size({"width": 320, "height": 640})
     said(opened(page, url), "Small")
@@ -399,7 +307,6 @@ def test_a_phone_reaches_conversations_settings_and_engine(page: Any, url: str) 
     expect(page.locator("#panel-engine")).to_be_focused()
 
 
-@pytest.mark.slow
 def test_everything_that_can_be_used_has_a_name(page: Any, url: str) -> None:
     said(opened(page, url), "Named")
     page.click("#panel-settings")
@@ -410,7 +317,6 @@ def test_everything_that_can_be_used_has_a_name(page: Any, url: str) -> None:
     assert page.evaluate(script) == []
 
 
-@pytest.mark.slow
 def test_a_hybrid_of_mamba_and_mla_is_served_to_a_browser(page: Any) -> None:
     with serve(NANO_HYBRID) as server:
         opened(page, server.url + "/").get_by_text("Complete", exact=True).click()

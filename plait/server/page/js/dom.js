@@ -40,6 +40,8 @@ const ICONS = {
   trash: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13",
   tokens: "M4 6h6v5H4zM14 6h6v5h-6zM4 14h9v5H4zM17 14h3v5h-3z",
   fork: "M6 4v16M6 14c0-5 12-2 12-8M14.5 8.5L18 5l3.5 3.5",
+  save: "M12 4v11M7 11l5 5 5-5M5 20h14",
+  load: "M12 16V5M7 10l5-5 5 5M5 20h14",
   tool: "M14 7a4 4 0 0 1 5-3l-3 3 1 2 2 1 3-3a4 4 0 0 1-5 5L9 20a2 2 0 0 1-4-4l8-7",
 };
 

@@ -3,8 +3,10 @@
 import { askJson, health, keepKey, knownKey } from "./api.js";
 import { drawBraid } from "./braid.js";
 import { Chat } from "./chat.js";
-import { byId, iconButton, make, placeIcons } from "./dom.js";
+import { Conversations } from "./conversations.js";
+import { byId, make, placeIcons } from "./dom.js";
 import { Engine } from "./engine.js";
+import { takeLatest } from "./notices.js";
 import { Panels } from "./panels.js";
 import { Settings } from "./settings.js";
 import { whole } from "./plot.js";
@@ -56,6 +58,11 @@ class Page {
       refused: (error) => this.refused(error),
       rate: (rate) => this.showRate(rate),
     });
+    this.conversations = new Conversations({
+      current: () => this.chat.conversation,
+      open: (conversation) => this.open(conversation),
+      start: (mode) => this.start(mode),
+    });
     this.listen();
     this.chat.open(store.load(store.look().conversation) ?? this.chat.conversation);
     this.check();
@@ -88,12 +95,14 @@ class Page {
       }
     });
     document.addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && !event.defaultPrevented && !this.panels.escape()) this.chat.stop();
+      const isOver = event.target.closest?.("dialog"); // which closes by itself
+      if (event.key === "Escape" && !event.defaultPrevented && !isOver && !this.panels.escape())
+        this.chat.stop();
+      if (isUndo(event) && takeLatest()) event.preventDefault();
     });
     addEventListener("pagehide", () => {
       if (this.chat.isBusy) this.chat.keep();
     });
-    store.onChange(() => this.list());
   }
 
   /** Enter sends where there is a keyboard to break lines with Shift; text that is continued has lines of its own. */
@@ -215,7 +224,7 @@ class Page {
       radio.parentElement.title = radio.disabled ? "This model has no chat template" : "";
     }
     if (!isEmpty) store.saveLook({ conversation: conversation.id });
-    this.list();
+    this.conversations.show();
   }
 
   /** How much of the context the conversation has filled, as its last reply counted. */
@@ -225,44 +234,9 @@ class Page {
     byId("model-facts").textContent = this.context ? `${used}${whole(this.context)} tokens` : "";
   }
 
-  list() {
-    const current = this.chat.conversation.id;
-    byId("conversations").replaceChildren(
-      ...store.conversations().map(({ id, title }) => {
-        const open = make(
-          "button",
-          {
-            type: "button",
-            class: "entry",
-            "aria-current": id === current ? "true" : null,
-            onclick: () => this.open(id),
-          },
-          title || "Untitled",
-        );
-        return make(
-          "li",
-          {},
-          open,
-          iconButton("trash", `Delete ${title || "Untitled"}`, () => this.remove(id)),
-        );
-      }),
-    );
-  }
-
-  open(id) {
-    const found = store.load(id);
-    if (found) this.chat.open(found);
+  open(conversation) {
+    this.chat.open(conversation);
     this.panels.closeSidebarIfOver();
-  }
-
-  remove(id) {
-    if (id === this.chat.conversation.id) {
-      this.chat.conversation.isGone = true; // a reply that ends later must not bring it back
-      this.start(this.chat.conversation.mode);
-    }
-    store.forget(id);
-    this.list();
-    byId("new").focus();
   }
 
   showBusy(isBusy) {
@@ -284,6 +258,11 @@ class Page {
     draft.style.height = "auto";
     draft.style.height = `${Math.min(draft.scrollHeight, innerHeight * 0.4)}px`;
   }
+}
+
+/** Ctrl+Z or Command+Z, where it does not belong to a field that is being written in. */
+function isUndo({ key, ctrlKey, metaKey, shiftKey, target }) {
+  return key === "z" && (ctrlKey || metaKey) && !shiftKey && !target.matches?.("input, textarea");
 }
 
 /** Whether the model has a chat template: only that refusal means no. */

@@ -48,6 +48,15 @@ export function save(conversation) {
   localStorage.setItem(PREFIX + conversation.id, JSON.stringify(conversation, lasting));
 }
 
+/** Delete a conversation; returns its text, for `putBack`, or null if it was not here. */
+export function take(id) {
+  const text = localStorage.getItem(PREFIX + id);
+  forget(id);
+  return text;
+}
+
+export const putBack = (id, text) => localStorage.setItem(PREFIX + id, text);
+
 export const forget = (id) => localStorage.removeItem(PREFIX + id);
 
 export const settings = () => read(SETTINGS, {});
@@ -64,7 +73,8 @@ export function onChange(callback) {
   });
 }
 
-const lasting = (key, value) => (key === "tokens" ? undefined : value);
+// The list of a message, not the count in its stats.
+const lasting = (key, value) => (key === "tokens" && Array.isArray(value) ? undefined : value);
 
 function read(key, otherwise) {
   const text = localStorage.getItem(key);

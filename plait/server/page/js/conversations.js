@@ -1,0 +1,192 @@
+/** The list of conversations: open one, delete one (with ten seconds to undo it), export them, import them. */
+
+import { byId, iconButton, make } from "./dom.js";
+import { notify } from "./notices.js";
+import * as store from "./store.js";
+import { ImportError, isSame, readFile, toJson, toMarkdown } from "./transfer.js";
+
+const UNDO_MS = 10_000,
+  FILES = 20,
+  NAME_CHARS = 40;
+
+export class Conversations {
+  /** `hooks`: current() -> the open conversation, open(conversation), start(mode) opens a new one. */
+  constructor(hooks) {
+    this.hooks = hooks;
+    byId("export-open").addEventListener("click", () => this.ask());
+    byId("export-close").addEventListener("click", () => byId("export").close());
+    byId("export-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      byId("export").close();
+      this.download(new FormData(event.target));
+    });
+    const files = byId("import-files");
+    byId("import").addEventListener("click", () => files.click());
+    files.addEventListener("change", async () => {
+      const chosen = [...files.files];
+      files.value = ""; // so that the same file can be chosen again
+      await this.take(chosen);
+    });
+    store.onChange(() => this.show());
+  }
+
+  show() {
+    const current = this.hooks.current().id,
+      all = store.conversations();
+    byId("conversations").replaceChildren(...all.map((one) => this.row(one, one.id === current)));
+    byId("export-open").disabled = all.length === 0;
+  }
+
+  row({ id, title }, isCurrent) {
+    const name = title || "Untitled";
+    const settings = { type: "button", class: "entry", "aria-current": isCurrent ? "true" : null };
+    const keys = {
+      "aria-keyshortcuts": "Delete",
+      onkeydown: (event) => event.key === "Delete" && this.remove(id, name),
+    };
+    const open = make("button", { ...settings, ...keys, onclick: () => this.open(id) }, name);
+    open.dataset.id = id;
+    return make(
+      "li",
+      {},
+      open,
+      iconButton("trash", `Delete ${name}`, () => this.remove(id, name)),
+    );
+  }
+
+  open(id) {
+    const found = store.load(id);
+    if (found) this.hooks.open(found);
+  }
+
+  /** Delete at once, and keep a copy in memory for as long as it can be undone. */
+  remove(id, name) {
+    const current = this.hooks.current(),
+      isOpen = id === current.id,
+      text = store.take(id);
+    if (isOpen) {
+      current.isGone = true; // a reply that ends later must not bring it back
+      this.hooks.start(current.mode);
+    }
+    this.show();
+    const run = () => this.bringBack(id, text, isOpen ? current : null);
+    notify(`Deleted “${name}”`, {
+      ms: UNDO_MS,
+      action: { label: "Undo", name: `Undo deleting ${name}`, run },
+    });
+  }
+
+  /** `conversation`: the one that was open, with all that has no place in `text`. */
+  bringBack(id, text, conversation) {
+    try {
+      if (conversation) {
+        delete conversation.isGone;
+        store.save(conversation);
+        if (this.hooks.current().messages.length === 0) this.hooks.open(conversation);
+      } else if (text !== null) store.putBack(id, text);
+    } catch (error) {
+      if (error.name !== "QuotaExceededError") throw error;
+      notify("This browser has no room for it any more; delete something else first", { ms: 0 });
+    }
+    this.show();
+    const entry = byId("conversations").querySelector(`[data-id="${CSS.escape(id)}"]`);
+    (entry?.checkVisibility() ? entry : byId("scroll")).focus();
+  }
+
+  /** Ask which conversations go into a file, and in which form. */
+  ask() {
+    const isHere = store.load(this.hooks.current().id) !== null,
+      [one, all] = byId("export-form").elements.which;
+    one.disabled = !isHere;
+    (isHere ? one : all).checked = true;
+    byId("export").showModal();
+  }
+
+  download(chosen) {
+    const ids = chosen.get("which") === "one" ? [this.hooks.current()] : store.conversations();
+    const all = ids.map(({ id }) => store.load(id)).filter((one) => one !== null);
+    const isJson = chosen.get("form") === "json";
+    let text;
+    try {
+      text = isJson ? toJson(all) : toMarkdown(all);
+    } catch (error) {
+      notify(`Nothing was exported: ${reason(error)}`, { ms: 0 });
+      return;
+    }
+    const kind = isJson ? "application/json" : "text/markdown";
+    const address = URL.createObjectURL(new Blob([text], { type: kind }));
+    const name = `${fileName(all.length === 1 ? all[0].title : "conversations")}.${isJson ? "json" : "md"}`;
+    make("a", { href: address, download: name }).click();
+    setTimeout(() => URL.revokeObjectURL(address), 60_000);
+    notify(`Exported ${counted(all.length)} as ${name}`);
+  }
+
+  /** Import files: all conversations of a file, or none of it. */
+  async take(files) {
+    if (files.length > FILES) {
+      notify(`${files.length} files were chosen; at most ${FILES} are imported at once`, { ms: 0 });
+      return;
+    }
+    let count = 0,
+      known = 0;
+    for (const file of files) {
+      try {
+        const found = await readFile(file);
+        const fresh = found.filter((one) => !isHere(one));
+        keep(fresh);
+        count += fresh.length;
+        known += found.length - fresh.length;
+      } catch (error) {
+        notify(`${file.name.slice(0, 80)} was not imported: ${reason(error)}`, { ms: 0 });
+      }
+    }
+    this.show();
+    if (count + known === 0) return;
+    const rest = known ? `, ${known} ${known === 1 ? "was" : "were"} here already` : "";
+    notify(`Imported ${counted(count)}${rest}`);
+  }
+}
+
+/** Whether it is here already, under its own id and with the same messages. */
+function isHere(conversation) {
+  const found = conversation.id ? store.load(conversation.id) : null;
+  try {
+    return found !== null && isSame(found, conversation);
+  } catch (error) {
+    if (error instanceof ImportError) return false; // what is here is of another version
+    throw error;
+  }
+}
+
+/** Save them all, or none: an id that is taken is replaced. */
+function keep(conversations) {
+  const saved = [];
+  try {
+    for (const one of conversations) {
+      if (!one.id || store.load(one.id)) one.id = store.newId();
+      saved.push(one.id);
+      store.save(one);
+    }
+  } catch (error) {
+    saved.forEach(store.forget);
+    throw error;
+  }
+}
+
+function reason(error) {
+  if (error instanceof ImportError) return error.message;
+  if (error.name === "QuotaExceededError") return "this browser has no room for it";
+  throw error;
+}
+
+const counted = (count) => `${count} ${count === 1 ? "conversation" : "conversations"}`;
+
+/** A name that every file system takes, with the day. */
+function fileName(title) {
+  const plain = title.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-");
+  const short = Array.from(plain)
+    .slice(0, NAME_CHARS)
+    .join("")
+    .replace(/^-+|-+$/g, "");
+  return ["plait", short, new Date().toISOString().slice(0, 10)].filter(Boolean).join("-");
+}

@@ -1,0 +1,99 @@
+"""The page in a real browser: Chromium as Playwright drives it, and what tests of the page share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+__all__ = ["HEIGHT", "answers", "expect", "launched", "needs_browser", "opened", "said", "streamed", "tab"]
+
+HEIGHT = 720
+PATIENCE_MS = 20_000  # on a machine that does other things, too
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+FLAGS = (
+    *("--disable-gpu", "--disable-dev-shm-usage", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-default-apps"),
+)
+
+
+def browser_path() -> str | None:
+    """The Chromium or Chrome of this machine: CHROME_BIN, or one on the path."""
+    named = os.environ.get("CHROME_BIN")
+    return named or next((found for name in NAMES if (found := shutil.which(name))), None)
+
+
+needs_browser = pytest.mark.skipif(
+    browser_path() is None,
+    reason="no Chromium: `apt-get install chromium`, or CHROME_BIN=/path/to/chrome",
+)
+
+expect.set_options(timeout=PATIENCE_MS)
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[Any]:
+    """Chromium without a window. Its sandbox refuses to run as root, so it goes without one there."""
+    sandbox = () if os.geteuid() else ("--no-sandbox",)
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=browser_path(), args=[*FLAGS, *sandbox], headless=True, timeout=60_000
+        )
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def tab(browser: Any, **look: Any) -> Iterator[Any]:
+    """A fresh tab. An error of its scripts, or a refusal by its policy, fails the test."""
+    context = browser.new_context(**{"viewport": {"width": 1200, "height": HEIGHT}, **look})
+    context.set_default_timeout(PATIENCE_MS)
+    page, errors = context.new_page(), []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda m: errors.append(m.text) if "Security Policy" in m.text else None)
+    yield page
+    context.close()
+    assert errors == []
+
+
+def opened(page: Any, url: str) -> Any:
+    page.goto(url)
+    expect(page.locator("#send")).to_be_enabled()
+    expect(page.locator("#version")).not_to_be_empty()
+    return page
+
+
+def said(page: Any, text: str, key: str = "Enter") -> Any:
+    """Send a text and wait for the end of the reply; returns the newest message."""
+    page.fill("#draft", text)
+    page.press("#draft", key)
+    expect(page.locator("#stop")).to_be_hidden()
+    expect(page.locator(".message.live")).to_have_count(0)
+    return page.locator(".message").last
+
+
+def streamed(*deltas: dict[str, Any], finish: str = "stop") -> str:
+    """A stream of chat chunks, as the wire has it."""
+    choices: list[dict[str, Any]] = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices.append({"index": 0, "delta": {}, "finish_reason": finish})
+    frames = [json.dumps({"choices": [choice]}) for choice in choices]
+    return "".join(f"data: {frame}\n\n" for frame in [*frames, "[DONE]"])
+
+
+def answers(page: Any, *bodies: str) -> list[dict[str, Any]]:
+    """Have chats answered by these streams, in turn; returns the list of what was sent."""
+    sent: list[dict[str, Any]] = []
+
+    def answer(route: Any) -> None:
+        sent.append(json.loads(route.request.post_data))
+        body = bodies[min(len(sent), len(bodies)) - 1]
+        route.fulfill(content_type="text/event-stream", body=body)
+
+    page.route("**/v1/chat/completions", answer)
+    return sent

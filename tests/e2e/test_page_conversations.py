@@ -1,0 +1,273 @@
+"""Conversations in a real browser: deleting with undo, files out, files in."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.browser import answers, expect, needs_browser, opened, said, streamed
+
+pytestmark = needs_browser
+
+HOSTILE = '<img src=x onerror="window.hurt = 1"><script>window.hurt = 1</script>[a](javascript:window.hurt=1)'
+TRICKY = "<!-- plait:user -->\n## You\n\\<!-- plait:call -->\n\n```\ncode\n```\n\n"
+NOTE = ".note"
+
+
+def entries(page: Any) -> Any:
+    return page.locator(".entry")
+
+
+def delete(page: Any, title: str) -> None:
+    page.locator("#conversations li").filter(has_text=title).hover()
+    page.get_by_role("button", name=f"Delete {title}", exact=True).click()
+
+
+def exported(page: Any, which: str, form: str) -> tuple[str, bytes]:
+    """Name and content of the file that the dialog saves."""
+    page.get_by_role("button", name="Export").click()
+    page.get_by_role("dialog").get_by_label(which).check()
+    page.get_by_role("dialog").get_by_label(form).check()
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="Download").click()
+    return waiting.value.suggested_filename, Path(waiting.value.path()).read_bytes()
+
+
+def imported(page: Any, *contents: bytes, name: str = "file") -> Any:
+    """Choose files as a user does; returns the newest notice."""
+    with page.expect_file_chooser() as waiting:
+        page.get_by_role("button", name="Import").click()
+    files = [{"name": name, "mimeType": "text/plain", "buffer": content} for content in contents]
+    waiting.value.set_files(files)
+    return page.locator(NOTE).last
+
+
+def kept(page: Any) -> list[dict[str, Any]]:
+    """What the browser stores, latest first."""
+    script = """() => Object.entries(localStorage).filter(([key]) => key.startsWith("plait.conversation."))
+        .map(([, text]) => JSON.parse(text)).sort((a, b) => b.updated - a.updated)"""
+    found: list[dict[str, Any]] = page.evaluate(script)
+    return found
+
+
+def file_of(*messages: object, **more: object) -> bytes:
+    conversation = {"mode": "chat", "title": "Theirs", "updated": 1, "messages": messages, **more}
+    file = {"format": "plait.conversations", "version": 1, "conversations": [conversation]}
+    return json.dumps(file).encode()
+
+
+def test_a_deleted_conversation_comes_back_with_undo(page: Any, url: str) -> None:
+    said(opened(page, url), "First")
+    page.click("#new")
+    said(page, "Second")
+    before = kept(page)
+    delete(page, "First")
+    expect(entries(page)).to_have_text(["Second"])
+    assert len(kept(page)) == 1
+    page.get_by_role("button", name="Undo deleting First").click()
+    expect(entries(page)).to_have_text(["Second", "First"])
+    expect(entries(page).last).to_be_focused()
+    expect(page.locator(NOTE)).to_have_count(0)
+    assert kept(page) == before
+
+
+def test_the_open_conversation_comes_back_open_and_by_keyboard(page: Any, url: str) -> None:
+    said(opened(page, url), "Mine")
+    entries(page).focus()
+    page.keyboard.press("Delete")
+    expect(page.locator(".message")).to_have_count(0)
+    expect(page.get_by_role("button", name="Undo deleting Mine")).to_be_focused()
+    expect(page.locator("#said")).to_have_text(re.compile("Deleted “Mine”. Undo is possible for 10 seconds"))
+    page.keyboard.press("Enter")
+    expect(page.locator(".message.assistant .prose")).to_have_text("Mine")
+    expect(entries(page)).to_be_focused()
+    page.keyboard.press("Delete")
+    page.keyboard.press("Control+z")
+    expect(page.locator(".message.assistant .prose")).to_have_text("Mine")
+
+
+def test_undo_is_there_for_ten_seconds_and_gives_the_focus_back(page: Any, url: str) -> None:
+    page.clock.install()
+    said(opened(page, url), "Gone")
+    page.clock.pause_at(page.evaluate("Date.now() + 1000"))
+    delete(page, "Gone")
+    undo = page.get_by_role("button", name="Undo deleting Gone")
+    page.clock.run_for(9900)
+    expect(undo).to_be_focused()
+    page.clock.run_for(200)
+    expect(undo).to_have_count(0)
+    expect(page.locator("#new")).to_be_focused()
+    page.keyboard.press("Control+z")
+    assert kept(page) == []
+
+
+def test_two_deletions_are_undone_each_by_itself(page: Any, url: str) -> None:
+    for text in ("One", "Two"):
+        page.goto("about:blank")
+        opened(page, url).click("#new")
+        said(page, text)
+    delete(page, "One")
+    delete(page, "Two")
+    page.get_by_role("button", name="Undo deleting One").click()
+    expect(entries(page)).to_have_text(["One"])
+    page.keyboard.press("Control+z")
+    expect(entries(page)).to_have_text(["Two", "One"])
+
+
+def test_a_reply_that_ends_after_its_deletion_stays_deleted(page: Any, url: str) -> None:
+    opened(page, url).fill("#draft", "SLOW " + "words " * 60)
+    page.press("#draft", "Enter")
+    expect(page.locator(".message.assistant .prose")).to_contain_text("SLOW")
+    page.keyboard.press("Escape")
+    delete(page, page.locator(".entry").inner_text())
+    expect(page.locator("#send")).to_be_visible()
+    expect(entries(page)).to_have_count(0)
+    assert kept(page) == []
+
+
+@pytest.mark.parametrize("form", ["Markdown", "JSON"])
+def test_what_is_exported_can_be_imported_elsewhere(page: Any, url: str, form: str) -> None:
+    call = {"index": 0, "id": "c>1", "type": "function", "function": {"name": "f", "arguments": '{"a":\n1}'}}
+    answers(
+        opened(page, url),
+        streamed({"reasoning_content": "Hm.\n"}, {"content": TRICKY}, {"tool_calls": [call]}),
+        streamed({"content": HOSTILE}),
+    )
+    said(page, "Look it up\nnow")
+    page.get_by_label("Result of f").fill("25 degrees")
+    page.get_by_role("button", name="Send results").click()
+    expect(page.locator(".message").last.locator(".prose")).to_contain_text("onerror")
+    page.get_by_text("Complete", exact=True).click()
+    said(page, "Once ", "Control+Enter")
+    before = kept(page)
+    name, content = exported(page, "All conversations", form)
+    assert re.fullmatch(r"plait-conversations-\d{4}-\d\d-\d\d\.(md|json)", name)
+    page.evaluate("localStorage.clear()")
+    opened(page, url)
+    expect(imported(page, content, name=name)).to_contain_text("Imported 2 conversations")
+    expect(entries(page)).to_have_text(["Once", "Look it up"])
+    if form == "JSON":
+        assert kept(page) == before
+    for one, other in zip(kept(page), before, strict=True):
+        assert (one["id"], one["mode"], one["updated"]) == (other["id"], other["mode"], other["updated"])
+        for mine, theirs in zip(one["messages"], other["messages"], strict=True):
+            for field in ("role", "content", "reasoning", "tool_calls", "tool_call_id", "answered"):
+                assert mine.get(field) == theirs.get(field)
+    page.click("text=Look it up")
+    expect(page.locator(".message")).to_have_count(4)
+    assert page.locator(".message img, .message script, .message a").count() == 0
+    assert page.evaluate("window.hurt") is None
+    expect(imported(page, content)).to_contain_text("Imported 0 conversations, 2 were here already")
+    expect(entries(page)).to_have_count(2)
+
+
+def test_one_conversation_is_exported_under_its_title_as_text_to_read(page: Any, url: str) -> None:
+    said(opened(page, url), "What is a *plait*?")
+    name, content = exported(page, "This conversation", "Markdown")
+    assert re.fullmatch(r"plait-what-is-a-plait-\d{4}-\d\d-\d\d\.md", name)
+    shown = re.sub(r"<!--.*?-->\n", "", content.decode())
+    assert (
+        shown == "# What is a *plait*?\n\n## You\n\nWhat is a *plait*?\n\n## Reply\n\nWhat is a *plait*?\n\n"
+    )
+
+
+def test_a_conversation_that_went_on_elsewhere_is_imported_beside_the_one_here(page: Any, url: str) -> None:
+    said(opened(page, url), "Start")
+    content = exported(page, "All conversations", "JSON")[1]
+    said(page, "And on")
+    expect(imported(page, content)).to_contain_text("Imported 1 conversation")
+    assert sorted(len(one["messages"]) for one in kept(page)) == [2, 4]
+    assert len({one["id"] for one in kept(page)}) == 2
+
+
+USER = {"role": "user", "content": "Hi"}
+BAD = {
+    "nothing": (b"", "holds no conversation"),
+    "not-text": (b"\xff\xfe\x00", "not text in UTF-8"),
+    "cut": (file_of(USER)[:-9], "begins like JSON, and is not"),
+    "other-json": (b'{"conversations": []}', '"format" is not "plait.conversations"'),
+    "other-version": (file_of(USER).replace(b'"version": 1', b'"version": 2'), '"version" is not 1'),
+    "other-markdown": (b"# Notes\n\nBuy milk.", "line 1: this is not Markdown that Plait exported"),
+    "role": (file_of(USER, {"role": "system", "content": ""}), 'conversation 1, message 2: "role"'),
+    "content": (file_of({"role": "user", "content": {"a": 1}}), '"content" is not a text'),
+    "mode": (file_of(mode="html"), '"mode" is neither'),
+    "calls": (file_of({"role": "assistant", "content": "", "tool_calls": [1]}), "tool call is not an object"),
+    "marker": (b'<!-- plait:conversation {"version":1,"mode":"chat"} -->\n# T\n\n<!-- plait:', "line 4"),
+}
+
+
+def test_a_file_that_is_not_ours_is_refused_whole_with_the_reason(page: Any, url: str) -> None:
+    opened(page, url)
+    for content, why in BAD.values():
+        note = imported(page, content, name="theirs.json")
+        expect(note).to_have_role("alert")
+        expect(note).to_contain_text("theirs.json was not imported")
+        expect(note).to_contain_text(why)
+        note.get_by_role("button", name="Close this notice").click()
+        expect(page.locator(NOTE)).to_have_count(0)
+    assert kept(page) == []
+
+
+def test_a_file_larger_than_a_browser_keeps_is_not_read(page: Any, url: str) -> None:
+    script = """async () => {
+        const { readFile } = await import("/page/js/transfer.js");
+        const file = { size: 2 ** 25 + 1, arrayBuffer: () => { throw new Error("read"); } };
+        return readFile(file).catch((error) => error.message);
+    }"""
+    assert "at most 33554432 are read" in opened(page, url).evaluate(script)
+
+
+def test_only_known_fields_of_a_file_are_kept_and_its_text_is_never_markup(page: Any, url: str) -> None:
+    reply = {"role": "assistant", "content": HOSTILE, "html": "x", "stats": {"rate": "fast", "tokens": 3}}
+    theirs = file_of(USER, reply, title=f"{HOSTILE}\x00\n2", id="../x", updated=1e300, isGone=True)
+    theirs = theirs.replace(b'"html": "x"', b'"__proto__": {"content": "polluted"}')
+    expect(imported(opened(page, url), theirs)).to_contain_text("Imported 1 conversation")
+    entries(page).click()
+    expect(page.locator(".message.assistant .prose")).to_contain_text("onerror")
+    assert page.locator("#conversations img, .message img, .message a").count() == 0
+    assert page.evaluate("[window.hurt, ({}).content]") == [None, None]
+    (found,) = kept(page)
+    assert re.fullmatch("[0-9a-f]{16}", found["id"])
+    assert found["title"] == f"{HOSTILE} 2"
+    assert found["updated"] <= page.evaluate("Date.now()")
+    empty = {"reasoning": "", "tool_calls": []}
+    assert found["messages"] == [
+        USER,
+        {"role": "assistant", "content": HOSTILE, **empty, "stats": {"tokens": 3}},
+    ]
+    assert set(found) == {"id", "title", "mode", "updated", "messages"}
+
+
+def test_a_browser_without_room_imports_nothing_of_a_file(page: Any, url: str) -> None:
+    opened(page, url).evaluate("localStorage.setItem('filler', 'x'.repeat(5 * 2 ** 20 - 3000))")
+    many = json.loads(file_of(USER))
+    many["conversations"] = [{**many["conversations"][0], "title": f"{i} {'y' * 100}"} for i in range(40)]
+    note = imported(page, json.dumps(many).encode(), name="many.json")
+    expect(note).to_contain_text("many.json was not imported: this browser has no room for it")
+    assert kept(page) == []
+
+
+def test_the_dialog_is_used_by_keyboard_and_closes_with_escape(page: Any, url: str) -> None:
+    opened(page, url)
+    expect(page.get_by_role("button", name="Export")).to_be_disabled()
+    said(page, "Word")
+    page.get_by_role("button", name="Export").focus()
+    page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog", name="Export conversations")
+    expect(dialog.get_by_role("radio", name="This conversation")).to_be_focused()
+    expect(dialog.get_by_role("group", name="Which")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    expect(page.get_by_role("button", name="Export")).to_be_focused()
+    page.keyboard.press("Enter")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Tab")
+    page.keyboard.press("ArrowDown")
+    with page.expect_download() as waiting:
+        page.keyboard.press("Enter")
+    assert waiting.value.suggested_filename.endswith(".json")
+    expect(page.locator("#said")).to_have_text(re.compile("Exported 1 conversation"))
