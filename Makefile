@@ -15,11 +15,11 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 /usr/bin/pyt
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup demo test test-all check format bench clean
+.PHONY: help setup demo test test-all screenshots check format bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
-		| while IFS='|' read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
+		| while IFS='|' read -r name text; do printf '  make %-11s %s\n' "$$name" "$$text"; done
 
 setup: $(READY) ## make .venv with everything the other targets need
 
@@ -44,6 +44,10 @@ test: $(READY) ## the tests, a few minutes
 
 test-all: $(READY) ## the tests with the slow ones
 	@$(PYTEST) -m "slow or not slow" $(TESTS)
+
+screenshots: $(READY) ## take the pictures of the docs anew (needs Chromium)
+	@PLAIT_SCREENSHOTS=docs/screenshots OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -m slow \
+		tests/e2e/test_page_screenshots.py
 
 check: $(READY) ## formatting, lint, types, floors, sizes
 	@$(BIN)/ruff format --check --quiet . || { echo "ruff format: run make format" >&2; exit 1; }

@@ -21,6 +21,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 
 from plait.kernels.load import executor, load
+from tests.skips import pytest_terminal_summary
+
+__all__ = ["pytest_terminal_summary"]
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -12,9 +12,32 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
-__all__ = ["HEIGHT", "answers", "expect", "launched", "needs_browser", "opened", "said", "streamed", "tab"]
+__all__ = [
+    "HEIGHT",
+    "LOOKS",
+    "answers",
+    "expect",
+    "launched",
+    "needs_browser",
+    "opened",
+    "said",
+    "streamed",
+    "tab",
+]
 
 HEIGHT = 720
+DESKTOP: dict[str, Any] = {"viewport": {"width": 1280, "height": 800}}
+PHONE: dict[str, Any] = {
+    "viewport": {"width": 360, "height": 720},
+    "device_scale_factor": 1.5,
+    "has_touch": True,
+    "is_mobile": True,
+}
+LOOKS = {
+    f"{name}-{scheme}": {**device, "color_scheme": scheme}
+    for name, device in (("desktop", DESKTOP), ("phone", PHONE))
+    for scheme in ("light", "dark")
+}
 PATIENCE_MS = 20_000  # on a machine that does other things, too
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +21,15 @@ from plait.ops.registry import Facts
 from plait.quant.weight import Dense, Weight
 
 load()
-amx = pytest.importorskip("plait.kernels.cpu.amx")
-check = pytest.importorskip("plait.kernels.cpu.amx_check")
-target = pytest.importorskip("plait.kernels.cpu.target")
-rows_on_tiles = pytest.importorskip("plait.kernels.cpu.amx_linear")
-packed_maps = pytest.importorskip("plait.kernels.cpu.packed")
-variants = pytest.importorskip("plait.kernels.cpu.amx_variants")
-attention = pytest.importorskip("plait.kernels.cpu.amx_attention")
-pairs = pytest.importorskip("plait.kernels.cpu.attention_pairs")
-packing = {name: pytest.importorskip(f"plait.kernels.cpu.{name}") for name in ("dense", "floats", "linear")}
+amx = import_module("plait.kernels.cpu.amx")
+check = import_module("plait.kernels.cpu.amx_check")
+target = import_module("plait.kernels.cpu.target")
+rows_on_tiles = import_module("plait.kernels.cpu.amx_linear")
+packed_maps = import_module("plait.kernels.cpu.packed")
+variants = import_module("plait.kernels.cpu.amx_variants")
+attention = import_module("plait.kernels.cpu.amx_attention")
+pairs = import_module("plait.kernels.cpu.attention_pairs")
+packing = {name: import_module(f"plait.kernels.cpu.{name}") for name in ("dense", "floats", "linear")}
 TILE = 1024  # bytes
 
 

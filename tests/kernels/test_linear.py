@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from plait.quant.grouped import Grouped
 from plait.quant.weight import Dense, Weight
 
 load()
-layout = pytest.importorskip("plait.kernels.cpu.layout")
-kernels = pytest.importorskip("plait.kernels.cpu.linear")
-packed = pytest.importorskip("plait.kernels.cpu.packed")
+layout = import_module("plait.kernels.cpu.layout")
+kernels = import_module("plait.kernels.cpu.linear")
+packed = import_module("plait.kernels.cpu.packed")
 
 
 @pytest.fixture(scope="module")

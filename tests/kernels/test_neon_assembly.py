@@ -6,11 +6,12 @@ import json
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 
 import pytest
 
-target = pytest.importorskip("plait.kernels.cpu.target")
-binding = pytest.importorskip("llvmlite.binding")
+target = import_module("plait.kernels.cpu.target")
+binding = import_module("llvmlite.binding")
 
 # Named beside what every aarch64 has: what the forms ask for is there, what they do not is not.
 FEATURES = {"neon": "+neon", "neon-dotprod": "+neon,+dotprod", "neon-i8mm": "+neon,+dotprod,+i8mm"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from torch import Tensor
 from plait.kernels.load import load
 
 load()
-kernels = pytest.importorskip("plait.kernels.cpu.kernel")
-straight = pytest.importorskip("plait.kernels.cpu.straight")
-plain = pytest.importorskip("plait.kernels.cpu.plain_x86")
+kernels = import_module("plait.kernels.cpu.kernel")
+straight = import_module("plait.kernels.cpu.straight")
+plain = import_module("plait.kernels.cpu.plain_x86")
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 pytestmark = pytest.mark.skipif(not X86, reason="instructions of x86-64")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,10 @@ import torch
 from plait.kernels.load import load
 
 load()
-kernels = pytest.importorskip("plait.kernels.cpu.kernel")
-straight = pytest.importorskip("plait.kernels.cpu.straight")
-twos = pytest.importorskip("plait.kernels.cpu.twos")
-target = pytest.importorskip("plait.kernels.cpu.target")
+kernels = import_module("plait.kernels.cpu.kernel")
+straight = import_module("plait.kernels.cpu.straight")
+twos = import_module("plait.kernels.cpu.twos")
+target = import_module("plait.kernels.cpu.target")
 
 pytestmark = pytest.mark.skipif("avx2" not in target.host_features(), reason="no AVX2 here")
 

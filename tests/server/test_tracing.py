@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from plait.server import tracing
 from tests.server.conftest import serving, wait_until
 from tests.server.real_engine import engine_front
 
-export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+export = import_module("opentelemetry.sdk.trace.export.in_memory_span_exporter")
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
