@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from plait.cache_folder import make_folder
 from plait.errors import ConfigError
 
 SIDES = Path(__file__).parent / "sides"
@@ -92,8 +93,8 @@ def source_of(commit: str) -> Iterator[Path]:
 def taken_out(commit: str) -> Path:
     """A copy of `plait/` as it was at a commit, in the user's cache. Raises ConfigError: git has no such one.
 
-    It stays there: compiled kernels are found by the path and the time of their files, so those of a revision
-    are compiled once and not at every start.
+    It stays there: some revisions find compiled kernels by the path and the time of their files, and would
+    compile at every start.
     """
     kept = Path.home() / ".cache" / "plait" / "revisions" / commit
     if kept.exists():
@@ -104,7 +105,7 @@ def taken_out(commit: str) -> Path:
         raise ConfigError(
             f"git cannot take out {commit[:12]}: {done.stderr.decode(errors='replace').strip()}"
         )
-    kept.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(kept.parent)
     with TemporaryDirectory(dir=kept.parent) as folder:
         whole = Path(folder) / "whole"
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plait.cache_folder import cache_base
 from plait.checkpoint.disk import map_file, parse_json
 from plait.errors import BadFile
 
@@ -64,12 +65,13 @@ def as_stem(model: str) -> str:
     return model.replace("/", "--").encode(errors="replace")[:_NAME_BYTES].decode(errors="ignore")
 
 
-def default_folder(cache_dir: str | None) -> Path:
-    """Where packed weights are kept: beside compiled kernels."""
-    return (Path(cache_dir) if cache_dir else Path.home() / ".cache" / "plait") / "packed"
+def default_folder(cache_dir: str | None) -> Path | None:
+    """Where packed weights are kept: next to compiled kernels; None: as `cache_base`."""
+    base = cache_base(cache_dir)
+    return base / "packed" if base is not None else None
 
 
-def shelved(folder: Path) -> list[Shelved]:
+def shelved(folder: Path | None) -> list[Shelved]:
     """Everything that is kept in a folder, by name; nothing where it is not there, or not ours to read."""
     found = []
     for path in _files(folder, SUFFIX):
@@ -87,8 +89,8 @@ def is_folder(path: Path) -> bool:
     return os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK)
 
 
-def _files(folder: Path, suffix: str) -> list[Path]:
-    return sorted(folder.glob(f"*{suffix}")) if is_folder(folder) else []
+def _files(folder: Path | None, suffix: str) -> list[Path]:
+    return sorted(folder.glob(f"*{suffix}")) if folder is not None and is_folder(folder) else []
 
 
 def clear(folder: Path, model: str | None = None) -> int:

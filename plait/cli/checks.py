@@ -21,7 +21,7 @@ from typing import Any, Literal
 from plait import __version__
 from plait.bench import machine
 from plait.checkpoint.shelves import default_folder, shelved
-from plait.kernels.load import KernelTarget, describe_target
+from plait.kernels.load import KernelTarget, describe_target, kept_rooms, why_refused
 
 NEEDED = (
     *("torch", "numpy", "safetensors", "tokenizers", "splintr-rs", "msgspec", "jinja2", "llguidance"),
@@ -33,6 +33,7 @@ CGROUP = Path("/sys/fs/cgroup")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 NVIDIA = Path("/proc/driver/nvidia/version")
 GIB = 1 << 30
+FOLDER = "--cache-dir FOLDER"
 Facts = dict[str, Any]
 
 
@@ -158,20 +159,26 @@ def kernel_facts(target: KernelTarget | None) -> Facts:
     """What kernels are compiled for, and what of them is kept."""
     if target is None:
         return {"target": None, "dot": None, "no_amx": None, "formats": [], "cache": None}
-    rooms = target.room.parent
-    kept = sorted(p for p in rooms.iterdir() if p.is_dir()) if rooms.is_dir() else []
     return {
         "target": target.name,
         "dot": target.dot,
         "no_amx": target.no_amx,
         "formats": list(target.formats),
-        "cache": {
-            "folder": str(rooms),
-            "writable": is_writable(rooms),
-            "free": free_bytes(rooms),
-            "current": {"room": target.room.name, "nbytes": size_of(target.room)},
-            "old": {p.name: size_of(p) for p in kept if p != target.room},
-        },
+        "cache": cache_facts(target.room) if target.room is not None else None,
+    }
+
+
+def cache_facts(room: Path) -> Facts:
+    """The folder of compiled kernels, and whether it is used."""
+    kept = {one.path: one.nbytes for one in kept_rooms(room.parent.parent)}
+    current = kept.pop(room, 0)
+    return {
+        "folder": str(room.parent),
+        "writable": is_writable(room.parent),
+        "refused": why_refused(room),
+        "free": free_bytes(room.parent),
+        "current": {"room": room.name, "nbytes": current},
+        "old": {path.name: nbytes for path, nbytes in kept.items()},
     }
 
 
@@ -180,7 +187,7 @@ def packed_facts(cache_dir: str | None) -> Facts:
     folder = default_folder(cache_dir)
     kept = shelved(folder)
     return {
-        "folder": str(folder),
+        "folder": str(folder) if folder is not None else None,
         "models": sorted({item.model for item in kept}),
         "nbytes": sum(item.nbytes for item in kept),
     }
@@ -288,15 +295,19 @@ def check_gpu(facts: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
 
 def check_disks(facts: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
     cache, hub = facts["kernels"]["cache"], facts["hub"]
-    if cache is not None and not cache["writable"]:
+    if cache is None and facts["kernels"]["target"] is not None:
+        yield Finding("warning", "there is no home folder: kernels are compiled at every start", FOLDER)
+    elif cache is not None and cache["refused"]:
+        yield Finding("warning", f"compiled kernels are neither read nor kept: {cache['refused']}", FOLDER)
+    elif cache is not None and not cache["writable"]:
         yield Finding(
             "warning",
-            f"{cache['folder']} cannot be written: kernels are compiled again at every start",
-            "--cache-dir FOLDER",
+            f"{cache['folder']} cannot be written: kernels that are not in it are compiled at every start",
+            FOLDER,
         )
     if cache is not None and sum(cache["old"].values()) > GIB:
         rooms = f"{len(cache['old'])} old rooms of kernels take {sum(cache['old'].values()) / GIB:.1f} GiB"
-        yield Finding("note", rooms, f"delete all but {cache['current']['room']} in {cache['folder']}")
+        yield Finding("note", rooms, "a start removes what was unused for 30 days; `plait cache clean` all")
     for name, free in (("kernels", cache and cache["free"]), ("models of the Hub", hub["free"])):
         if free is not None and free < GIB:
             advice = "free some, or --cache-dir" if name == "kernels" else "`plait rm`, or set HF_HUB_CACHE"

@@ -116,14 +116,6 @@ def machine_rows(facts: Facts) -> list[tuple[str, str]]:
 def kernel_rows(kernels: Mapping[str, Any]) -> list[tuple[str, str]]:
     if kernels["target"] is None:
         return [("none", "Numba is not installed: every op runs its reference in torch")]
-    cache = kernels["cache"]
-    current = cache["current"]
-    kept = f"{bytes_text(current['nbytes'])} compiled" if current["nbytes"] else "nothing compiled yet"
-    old = (
-        f", {len(cache['old'])} older rooms of {bytes_text(sum(cache['old'].values()))}"
-        if cache["old"]
-        else ""
-    )
     return [
         ("compiled for", kernels["target"]),
         (
@@ -135,14 +127,24 @@ def kernel_rows(kernels: Mapping[str, Any]) -> list[tuple[str, str]]:
             "read as stored",
             f"float32, bfloat16, float16, {', '.join(kernels['formats'])}; more with --formats",
         ),
-        ("kept in", f"{cache['folder']}: {kept}{old}"),
+        ("kept in", kept_text(kernels["cache"])),
     ]
+
+
+def kept_text(cache: Mapping[str, Any] | None) -> str:
+    """What is kept of compiled kernels, and where."""
+    if cache is None:
+        return "nowhere: there is no home folder"
+    current, old = cache["current"], cache["old"]
+    kept = f"{bytes_text(current['nbytes'])} compiled" if current["nbytes"] else "nothing compiled yet"
+    more = f", {len(old)} older rooms of {bytes_text(sum(old.values()))}" if old else ""
+    return f"{cache['folder']}: {kept}{more}"
 
 
 def packed_row(packed: Mapping[str, Any]) -> tuple[str, str]:
     models = ", ".join(packed["models"])
     kept = f"{bytes_text(packed['nbytes'])} of {models}" if models else "none; `plait warmup` keeps a model's"
-    return ("packed weights", f"{packed['folder']}: {kept}")
+    return ("packed weights", f"{packed['folder'] or 'nowhere'}: {kept}")
 
 
 def hub_rows(hub: Mapping[str, Any]) -> list[tuple[str, str]]:

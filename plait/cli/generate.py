@@ -52,7 +52,8 @@ def generate(model: str, prompt: str | None, ids: tuple[int, ...] | None, quiet:
         text = read_stdin("--prompt or --ids")
     llm = load(model, settings, quiet=quiet)
     if not quiet and "compiled" in llm.step_kind:
-        print(f"step: {llm.step_kind}; the next start loads them", file=sys.stderr)
+        later = f"compiles them again: {llm.unkept}" if llm.unkept else "loads them"
+        print(f"step: {llm.step_kind}; the next start {later}", file=sys.stderr)
     try:
         request = llm.front.prepare(text, params)
         clock = Clock(len(request.prompt_token_ids))

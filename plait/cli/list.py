@@ -44,7 +44,7 @@ def list(as_json: bool, cache_dir: str | None) -> None:
     sys.stdout.write(text + "\n")
 
 
-def packed_text(folder: Path, now: float) -> str:
+def packed_text(folder: Path | None, now: float) -> str:
     """The packed weights that are kept in a folder, if there are any."""
     kept = shelved(folder)
     width = max((len(item.model) for item in kept), default=0)

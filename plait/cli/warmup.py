@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from plait.cache_folder import NO_HOME, make_folder
 from plait.checkpoint.shelves import clear, default_folder
 from plait.cli.describe import bytes_text
 from plait.cli.generate import load
@@ -49,12 +50,14 @@ def warmup(model: str | None, packed: bool, packed_limit: int, clears: bool, **g
     settings = engine_settings(given)
     folder = _folder(settings["packed_cache"], settings["cache_dir"])
     if clears:
+        if folder is None:
+            raise click.UsageError(NO_HOME)
         freed = clear(folder, model)
         print(f"removed packed weights from {folder}: {bytes_text(freed)} freed")
         return
     if model is None:
         raise click.UsageError("name a model with --model, or --clear")
-    if packed and settings["packed_cache"] != "off":
+    if packed and settings["packed_cache"] != "off" and folder is not None:
         _make(folder)
     started = time.perf_counter()
     llm = load(model, settings)
@@ -70,7 +73,8 @@ def warmup(model: str | None, packed: bool, packed_limit: int, clears: bool, **g
             print(kept)
     finally:
         llm.close()
-    print("the next start loads what was made", file=sys.stderr)
+    later = f"compiles again: {llm.unkept}" if llm.unkept else "loads what was made"
+    print(f"the next start {later}", file=sys.stderr)
 
 
 def _run(llm: LLM, started: float) -> None:
@@ -84,13 +88,13 @@ def _run(llm: LLM, started: float) -> None:
     print(f"loaded in {loaded_s:.1f} s, first tokens after {time.perf_counter() - started:.1f} s")
 
 
-def _folder(packed_cache: str, cache_dir: str | None) -> Path:
-    """Where packed weights are or would be kept."""
+def _folder(packed_cache: str, cache_dir: str | None) -> Path | None:
+    """Where packed weights are or would be kept; None without a home."""
     return default_folder(cache_dir) if packed_cache in ("auto", "off") else Path(packed_cache)
 
 
 def _make(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         print(f"packed weights: none are kept: {folder} cannot be made ({error.strerror})", file=sys.stderr)

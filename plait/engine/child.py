@@ -54,6 +54,7 @@ from plait.engine.wire import (
     told,
 )
 from plait.errors import EngineError, PlaitError
+from plait.kernels.load import lend
 from plait.request import Event, Request
 from plait.schedule.plan import Plan, Sampled, SamplingBatch
 from plait.spec import ModelSpec
@@ -305,12 +306,15 @@ def named(builder: str) -> Builder:
 
 def main(torch: TorchStart | None = None) -> None:
     """The process. Its arguments, after the path: descriptors of socket and page, the page's size, the
-    front's process id, whether it begins with torch. `torch`: its import, begun.
+    front's process id, whether it begins with torch, and the descriptor of memory for compiled kernels or -1.
+    `torch`: its import, begun.
     """
     gc.disable()  # while it loads: looking for cycles in what libraries define is a twentieth of the time
     fd, page_fd, max_planned, parent = map(int, sys.argv[2:6])
     _die_with(parent)
     faulthandler.enable()
+    if (spare := int(sys.argv[7])) >= 0:
+        lend(spare)
     page, link = Page(page_fd, max_planned), Link(socket.socket(fileno=fd))
     threading.Thread(target=_beat, args=(page,), name="plait-beat", daemon=True).start()
     try:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from plait.cache_folder import cache_base, make_folder
 from plait.checkpoint.disk import read_json
 from plait.checkpoint.files import ModelFiles
 from plait.errors import BadFile
@@ -57,20 +59,20 @@ def fingerprint(tensors: Tensors) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
-def places(files: ModelFiles, bound_to: str, cache_dir: str | None) -> tuple[Path, Path]:
-    """Beside the model, and in the cache."""
+def places(files: ModelFiles, bound_to: str, cache_dir: str | None) -> tuple[Path, ...]:
+    """Next to the model, and in the cache if there is a folder for one."""
     first = files.weights[0]
     is_only = first.name == "model.safetensors" or len(files.weights) > 1
-    base = Path(cache_dir) if cache_dir else Path.home() / ".cache" / "plait"
+    base = cache_base(cache_dir)
     own = files.directory / ("plait.json" if is_only else f"{first.stem}.plait.json")
-    return own, base / "probes" / f"{bound_to[:32]}.json"
+    return (own, base / "probes" / f"{bound_to[:32]}.json") if base is not None else (own,)
 
 
 def read_findings(files: ModelFiles, tensors: Tensors, cache_dir: str | None) -> Findings | None:
     """What an earlier probe found about just this model. Raises BadFile for a damaged file."""
     bound_to = fingerprint(tensors)
     for path in places(files, bound_to, cache_dir):
-        if path.exists() and (found := _read(path, bound_to)) is not None:
+        if os.path.exists(path) and (found := _read(path, bound_to)) is not None:
             log.info("what a probe found is read from %s", path)
             return found
     return None
@@ -107,7 +109,7 @@ def write_findings(
     record["tokens_read"] = record.pop("tokens")
     for path in places(files, bound_to, cache_dir):
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             part = path.with_name(f".{path.name}.part")
             try:
                 part.write_text(json.dumps(record, indent=2) + "\n", "utf-8")

@@ -15,7 +15,8 @@ from plait.engine.outputs import RequestOutput, collect
 from plait.engine.packed_weights import keep
 from plait.engine.stream import Delta, Stream
 from plait.engine.terms import NO_TERMS, Terms
-from plait.errors import ConfigError, InvalidField, QueueFull
+from plait.errors import BadFile, ConfigError, InvalidField, QueueFull
+from plait.kernels.load import why_not_kept
 from plait.request import Pooling, Request, SamplingParams
 from plait.spec import ModelSpec
 
@@ -138,17 +139,31 @@ class LLM:
         return keep(target.shelf, opened, target, limit)
 
     def drop_damaged(self) -> bool:
-        """Remove the packed weights it runs on if they are damaged, and say so. Reads all of them."""
+        """Remove the packed weights it runs on if they are damaged, and say so. Reads all of them.
+
+        Raises BadFile if they cannot be removed: every start would go on to use them.
+        """
         shelf = self._loaded.target.shelf
         if shelf is None or not shelf.is_full or shelf.is_sound():
             return False
-        shelf.path.unlink(missing_ok=True)
+        try:
+            shelf.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise BadFile(
+                f"{shelf.path}: these packed weights are damaged and cannot be removed ({error.strerror}): "
+                "remove them, or start with --packed-cache off"
+            ) from error
         return True
 
     @property
     def step_kind(self) -> str:
         """How a step runs: recorded as one native call, or op by op and why."""
         return self._loaded.runner.step_kind
+
+    @property
+    def unkept(self) -> str | None:
+        """Why the next start compiles again what this one compiled; None: it loads it."""
+        return why_not_kept()
 
     def close(self) -> None:
         """Stop the engine and its threads; its memory goes with this object. May be called twice."""

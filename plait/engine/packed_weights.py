@@ -78,7 +78,7 @@ def key_of(opened: Opened, target: Target) -> dict[str, Any]:
         "model": _digest(repr((resolved.spec, sorted(resolved.config.items()))).encode()),
         "options": {name: value for name, value in asdict(config).items() if name not in APART},
         "computes": [str(target.dtype), target.activations],
-        "made by": [code(), torch.__version__, made_for.room.name if made_for else ""],
+        "made by": [code(), torch.__version__, made_for.room_name if made_for else ""],
     }
     plain: dict[str, Any] = json.loads(json.dumps(key))
     return plain

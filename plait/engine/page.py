@@ -97,11 +97,15 @@ def nbytes(max_planned: int) -> int:
 
 
 def new_page(max_planned: int) -> int:
-    """The descriptor of memory for a `Page`: all zero, without a name, gone with its last user."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("plait-engine")
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
+    """The descriptor of memory for a `Page`: all zero."""
+    fd = new_memory("plait-engine")
     os.truncate(fd, nbytes(max_planned))
     return fd
+
+
+def new_memory(name: str) -> int:
+    """The descriptor of memory that processes can share, empty; gone with its last user. Raises OSError."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -28,19 +28,20 @@ class Spawned:
     the process. Raises OSError if the system cannot start it.
     """
 
-    def __init__(self, hello: Hello, max_planned: int) -> None:
+    def __init__(self, hello: Hello, max_planned: int, spare: int = -1) -> None:
+        """`spare`: the descriptor of memory for kernels that no folder takes, -1 without; it stays ours."""
         self._frames: Frames[FromChild] = Frames(FromChild)
         self._outbox: deque[memoryview] = deque()
         self.socket, theirs = socket.socketpair()
         page = new_page(max_planned)
         try:
             wants_torch = hello.builder == LOAD_ENGINE
-            numbers = (theirs.fileno(), page, max_planned, os.getpid(), int(wants_torch))
+            numbers = (theirs.fileno(), page, max_planned, os.getpid(), int(wants_torch), spare)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _RUN, json.dumps(sys.path), *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # whatever a library prints there belongs to the log
-                pass_fds=numbers[:2],
+                pass_fds=[fd for fd in (*numbers[:2], spare) if fd >= 0],
             )
         except BaseException:
             self.socket.close()

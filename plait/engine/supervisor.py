@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from plait.engine.ledger import Ledger
+from plait.engine.page import new_memory
 from plait.engine.spawned import Spawned
 from plait.engine.wire import (
     BadFrame,
@@ -127,6 +128,7 @@ class Supervisor:
         self._reported: PlaitError | None = None  # why the process says that it ends
         self._close_at: float | None = None
         self._num_in_row = self._num_unexplained = 0
+        self._spare = _spare()
 
     @property
     def is_up(self) -> bool:
@@ -166,7 +168,7 @@ class Supervisor:
         self._reported, self._has_spoken, self._up_since = None, False, None
         try:
             hello = Hello(self._hello.builder, self._hello.model, self._hello.config, _log_levels())
-            engine = self.engine = Spawned(hello, hello.config.max_num_seqs)
+            engine = self.engine = Spawned(hello, hello.config.max_num_seqs, self._spare)
         except OSError as error:  # no memory, no processes, no files left: it may be better later
             self._num_in_row = max(self._num_in_row, 1) + 1
             self._num_unexplained += 1
@@ -345,6 +347,16 @@ class Supervisor:
             except Exception:  # none of them may keep open requests from their end
                 log.exception("a command to an engine that has ended failed")
         self.ledger.end_all(lost)
+        if self._spare >= 0:
+            os.close(self._spare)
+
+
+def _spare() -> int:
+    """Memory for compiled kernels that no folder takes, from one engine to the next; -1: there is none."""
+    try:
+        return new_memory("plait-kernels")
+    except OSError:
+        return -1
 
 
 def _log_levels() -> dict[str, int]:

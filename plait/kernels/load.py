@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from plait.kernels.kept import KernelRoom, Spare, refusal, rooms, sweep
 
 if TYPE_CHECKING:
     from plait.kernels.cpu.executor import Executor
 
 log = logging.getLogger("plait")
+_lent: list[Spare] = []  # by the server that this process is an engine of: one at most
 
 # Modules of plait.kernels.cpu that register variants when they are imported.
 CPU_KERNELS: tuple[str, ...] = (
@@ -62,9 +66,40 @@ def load(*, cache_dir: Path | None = None, isa: str = "native") -> None:
     from plait.kernels.cpu import target
 
     target.aim(isa)
-    target.keep_in(cache_dir)
+    target.keep_in(cache_dir, _lent[-1] if _lent else None)
     for name in CPU_KERNELS:
         importlib.import_module(f"plait.kernels.cpu.{name}")
+
+
+def lend(descriptor: int) -> None:
+    """Have `load` keep in that memory what no folder takes: the server hands it to its next engine."""
+    with suppress(OSError):
+        _lent[:] = [Spare(descriptor)]
+
+
+def why_not_kept() -> str | None:
+    """Why the next start compiles again what this process has compiled; None: it loads it."""
+    if not has_numba():
+        return None
+    from plait.kernels.cpu.target import kept_files
+
+    files = kept_files()
+    return files.unkept if files else None
+
+
+def kept_rooms(base: Path) -> list[KernelRoom]:
+    """Compiled kernels under a cache folder, by target and version."""
+    return rooms(base / "kernels")
+
+
+def why_refused(room: Path) -> str | None:
+    """Why compiled kernels are neither read from that folder nor kept there, if they are not."""
+    return refusal(room)
+
+
+def remove_kept(base: Path, unused_s: float) -> int:
+    """Remove compiled kernels that no start has used for so long; the bytes freed."""
+    return sweep(base / "kernels", unused_s=unused_s)
 
 
 def load_for_gpu() -> None:
@@ -82,13 +117,15 @@ class KernelTarget:
 
     `dot`: how products of bytes are added, as `target.DOT`; `no_amx`: why tiles of AMX are not used, None if
     they are; `features`: what is found in this processor; `room`: where compiled kernels are, or would be,
-    kept; `formats`: blocks of GGUF that are read; `tried`: whether a start tries kernels before it binds any.
+    kept, None without a home; `room_name`: its name; `formats`: blocks of GGUF that are read; `tried`:
+    whether a start tries kernels before it binds any.
     """
 
     name: str
     dot: str
     features: frozenset[str]
-    room: Path
+    room: Path | None
+    room_name: str
     formats: tuple[str, ...]
     no_amx: str | None = None
     tried: bool = False
@@ -107,7 +144,8 @@ def describe_target(*, cache_dir: Path | None = None, isa: str = "native") -> Ke
     features, room = target.host_features(), target.room_in(cache_dir)
     formats = tuple(layout.LAYOUTS)
     tried = not target.X86_64
-    return KernelTarget(target.name(), target.DOT, features, room, formats, target.no_amx(), tried)
+    named = target.name(), target.DOT, features, room, target.room_name()
+    return KernelTarget(*named, formats, target.no_amx(), tried)
 
 
 def has_numba() -> bool:

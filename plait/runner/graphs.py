@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from plait.errors import CannotRecord
+from plait.kernels.load import why_not_kept
 from plait.memory import BlockGroup
 from plait.model.batch import Batch, PagedIndex
 from plait.model.decoder import Decoder
@@ -246,7 +247,8 @@ class Program:
         kernels = {kernel.name: kernel for kernel in self._program.kernels}
         made = [kernel.compile_s for kernel in kernels.values() if kernel.compile_s]
         text = f"{len(self.launches)} launches of {len(kernels)} native kernels, one call"
-        return f"{text}; compiled {len(made)} of them, once: {sum(made):.1f} s" if made else text
+        once = "" if why_not_kept() else ", once"
+        return f"{text}; compiled {len(made)} of them{once}: {sum(made):.1f} s" if made else text
 
     def __call__(self, plan: Plan) -> Tensor:
         """Logits of the wanted rows, [L, vocab] float32: memory that the next call overwrites."""

@@ -40,6 +40,7 @@ class FakeEngine:
     chats: list[list[dict[str, str]]] = field(default_factory=list)
     step_kind: str = "9 launches of 3 native kernels, one call"
     max_model_len: int = 1024
+    unkept: str | None = None
     closed: int = 0
     cancelled: int = 0
 
@@ -49,7 +50,8 @@ class FakeEngine:
         if on_progress is not None:
             on_progress("reading", 1, 2)
         self.settings = {"model": model, **settings}
-        return SimpleNamespace(front=self, close=self.close, step_kind=self.step_kind)
+        shown = {"step_kind": self.step_kind, "unkept": self.unkept}
+        return SimpleNamespace(front=self, close=self.close, **shown)
 
     @property
     def name(self) -> str:

@@ -32,6 +32,7 @@ WELL: dict[str, Any] = {
         "cache": {
             "folder": "kernels",
             "writable": True,
+            "refused": None,
             "free": 9 << 30,
             "current": {"room": "a", "nbytes": 5},
             "old": {},
@@ -71,6 +72,13 @@ def test_a_good_machine_has_no_findings() -> None:
     ("changes", "level", "what", "advice"),
     [
         ({"versions__torch": None}, "broken", "not installed: torch", "pip install torch"),
+        (
+            {"kernels__cache__refused": "others may write x"},
+            "warning",
+            "neither read nor kept",
+            "--cache-dir",
+        ),
+        ({"kernels__cache": None}, "warning", "no home folder", "--cache-dir"),
         ({"versions__numba": None}, "warning", "many times slower", "pip install numba"),
         ({"versions__huggingface-hub": None}, "note", "cannot be fetched", "plait-engine[hub]"),
         ({"kernels__dot": "generic"}, "warning", "no AVX2", "fraction"),
@@ -88,7 +96,12 @@ def test_a_good_machine_has_no_findings() -> None:
         ({"torch__cuda": "12.8"}, "note", "and there is no GPU", "CPU build"),
         ({"kernels__cache__writable": False}, "warning", "cannot be written", "--cache-dir"),
         ({"kernels__cache__free": 1 << 20}, "warning", "left for kernels", "--cache-dir"),
-        ({"kernels__cache__old": {"b": 2 << 30}}, "note", "1 old rooms of kernels take 2.0 GiB", "all but a"),
+        (
+            {"kernels__cache__old": {"b": 2 << 30}},
+            "note",
+            "1 old rooms of kernels take 2.0 GiB",
+            "plait cache clean",
+        ),
         ({"hub__free": 1 << 20}, "warning", "left for models of the Hub", "plait rm"),
         ({"hub__offline": True}, "note", "HF_HUB_OFFLINE is set", "unset"),
     ],

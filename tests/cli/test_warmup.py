@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,6 +74,18 @@ def test_a_folder_that_cannot_be_made_is_told(
     told = capsys.readouterr()
     assert "cannot be made" in told.err
     assert "none are kept" in told.out
+
+
+def test_it_promises_nothing_of_the_next_start_if_nothing_is_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warmup = import_module("plait.cli.warmup")
+    why = "/cache cannot be written (Read-only file system)"
+    llm = SimpleNamespace(unkept=why, close=lambda: None)
+    monkeypatch.setattr(warmup, "load", lambda *_: llm)
+    monkeypatch.setattr(warmup, "_run", lambda *_: None)
+    assert run(["warmup", "m", "--no-packed"]) == 0
+    assert capsys.readouterr().err == f"the next start compiles again: {why}\n"
 
 
 def test_it_wants_a_model_or_something_to_clear(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from plait.config import EngineConfig
@@ -52,6 +53,18 @@ def _suffer(chunk: Chunk) -> None:
             os.write(int(sys.argv[2]), b"\xff" * 64)
 
 
+def compile_one(config: EngineConfig) -> None:
+    """Make a kernel where `plait.kernels.load.load` would keep it, and log whether it was compiled."""
+    from plait.kernels import load
+    from plait.kernels.cpu import target
+
+    target.keep_in(Path(config.cache_dir or ""), load._lent[-1])
+    from plait.kernels.cpu.following import follow_rows
+
+    assert follow_rows.address
+    logging.getLogger("plait.engine").warning("compiled: %s", follow_rows.compile_s > 0)
+
+
 def build(
     model: str,
     config: EngineConfig,
@@ -76,6 +89,8 @@ def build(
             raise ZeroDivisionError("a fault of ours")
         case "waits":
             time.sleep(3600)
+        case "compiles":
+            compile_one(config)
         case path if path.startswith("/") and os.path.exists(path):
             raise BadFile(f"{path}: it cannot be read any more")
     limits: dict[str, Any] = {"max_num_seqs": config.max_num_seqs, "max_waiting": config.max_waiting}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,31 @@ def test_where_nothing_can_be_written_it_is_said(
     monkeypatch.setattr(Path, "write_text", lambda path, *a: refused(path, path.parent))
     assert keep(model) is None
     assert "cannot be kept" in caplog.text
+
+
+def test_without_a_home_they_are_looked_for_next_to_the_model_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    bare = opened(model)
+    assert read_findings(bare.files, bare.checkpoint, None) is None
+    assert write_findings(bare.files, bare.checkpoint, None, FOUND) == model / "plait.json"
+
+
+def test_a_cache_that_cannot_be_looked_into_is_no_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if "probes" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    bare = opened(model)
+    assert read_findings(bare.files, bare.checkpoint, str(model.parent / "cache")) is None
 
 
 def test_one_of_several_files_has_a_file_of_its_own(tmp_path: Path) -> None:

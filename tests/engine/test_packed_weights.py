@@ -18,7 +18,7 @@ from plait import LLM, SamplingParams
 from plait.checkpoint.shelf import Shelf
 from plait.checkpoint.shelves import shelved
 from plait.engine import packed_weights
-from plait.errors import ConfigError
+from plait.errors import BadFile, ConfigError
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 PROMPT = "And it came to pass"
@@ -178,6 +178,13 @@ def test_a_copy_of_the_model_that_keeps_its_times_is_the_same_model(
     assert is_used(Path(shutil.copytree(model, tmp_path / "elsewhere" / "model")), folder)
 
 
+def test_damaged_ones_that_cannot_be_removed_are_an_error(folder: Path) -> None:
+    shelf = SimpleNamespace(is_full=True, is_sound=lambda: False, path=folder)
+    llm: Any = SimpleNamespace(_loaded=SimpleNamespace(target=SimpleNamespace(shelf=shelf)))
+    with pytest.raises(BadFile, match="damaged and cannot be removed"):
+        LLM.drop_damaged(llm)
+
+
 @pytest.mark.parametrize("part", ["code", "torch", "target"])
 def test_weights_that_other_code_packed_are_not_used(
     model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, part: str
@@ -188,7 +195,7 @@ def test_weights_that_other_code_packed_are_not_used(
     elif part == "torch":
         monkeypatch.setattr(packed_weights, "torch", SimpleNamespace(__version__="99"))
     else:
-        room = SimpleNamespace(room=Path("/another-room"))
+        room = SimpleNamespace(room_name="another-room")
         monkeypatch.setattr(packed_weights, "describe_target", lambda **_: room)
     assert not is_used(model, folder)
     keep(model, folder)
@@ -199,7 +206,7 @@ def test_machines_of_two_kinds_can_share_a_folder(
     model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for processor in ("one", "two", "one"):
-        room = SimpleNamespace(room=Path(f"/{processor}-0123"))
+        room = SimpleNamespace(room_name=f"{processor}-0123")
         monkeypatch.setattr(packed_weights, "describe_target", lambda room=room, **_: room)
         keep(model, folder)
         assert is_used(model, folder)

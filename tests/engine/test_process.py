@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,20 @@ def running(
         yield process
     finally:
         assert process.close(drain=False)
+
+
+def test_an_engine_takes_the_kernels_that_no_folder_took_from_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    before = set(Path(tempfile.gettempdir()).glob("plait-kernels-*"))
+    with running("compiles", replace(SETTINGS, cache_dir=str(tmp_path / "file"))) as process:
+        kill(process)
+        until(lambda: process.healthy)
+    said = [record.message for record in caplog.records]
+    assert [text for text in said if text.startswith("compiled:")] == ["compiled: True", "compiled: False"]
+    assert len([text for text in said if str(tmp_path / "file") in text]) == 1
+    assert set(Path(tempfile.gettempdir()).glob("plait-kernels-*")) <= before
 
 
 def kill(process: EngineProcess, number: int = signal.SIGKILL) -> None:

@@ -18,14 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from plait.errors import CannotRecord, EngineError
 from plait.kernels.cpu import frame as layout
 from plait.kernels.cpu.following import follow_rows
 from plait.kernels.cpu.frame import barrier
-from plait.kernels.cpu.kernel import OPTIONS, Kernel, inline
+from plait.kernels.cpu.kernel import Kernel, entry, inline
 from plait.kernels.cpu.vec import (
     FUTEX,
     atomic_add,
@@ -78,7 +77,7 @@ def _play_steps(mailbox, thread, threads):
         _play(frame, table, count, thread, threads)
 
 
-@njit("void(int64,int64,int64)", **OPTIONS)
+@entry("void(int64,int64,int64)")
 def _work(mailbox, thread, threads):
     """A worker's life: wait for the command counter to move, play, until the stop flag is up."""
     seen = np.int32(0)
@@ -100,7 +99,7 @@ def _work(mailbox, thread, threads):
         _play_steps(mailbox, thread, threads)
 
 
-@njit("void(int64,int64)", **OPTIONS)
+@entry("void(int64,int64)")
 def _run(mailbox, threads):
     """Wake the workers, play as worker 0; everybody has finished when this returns."""
     if threads > 1:
@@ -108,19 +107,19 @@ def _run(mailbox, threads):
     _play_steps(mailbox, 0, threads)
 
 
-@njit("void(int64)", **OPTIONS)
+@entry("void(int64)")
 def _ring(mailbox):
     _wake(mailbox)
 
 
 def _worker(memory: tuple[Any, Any], thread: int, threads: int) -> None:
     """A thread's life. It holds the memory that it looks at: native code has addresses only."""
-    _work(memory[0].ctypes.data, thread, threads)
+    _work.call(memory[0].ctypes.data, thread, threads)
 
 
 def _stop(mailbox: Any) -> None:
     mailbox[STOP : STOP + 4].view(np.int32)[0] = 1
-    _ring(mailbox.ctypes.data)
+    _ring.call(mailbox.ctypes.data)
 
 
 def aligned(nbytes: int, boundary: int = LINE) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -240,6 +239,7 @@ class Executor:
         }
         self._post(FRAME, self._frame.ctypes.data)
         self._address = self._mailbox.ctypes.data
+        self._run, _, _ = (one.call for one in (_run, _work, _ring))  # made before a thread needs them
         memory = (self._mailbox, self._sync)
         self._workers = [
             threading.Thread(target=_worker, args=(memory, i, threads), name=f"plait-cpu-{i}", daemon=True)
@@ -381,7 +381,7 @@ class Executor:
         self._post(COUNT, count)
         self._post(STEPS, steps[0])
         self._post(BETWEEN, steps[1])
-        _run(self._address, threads or self.threads)
+        self._run(self._address, threads or self.threads)
 
     def _post(self, place: int, value: int) -> None:
         self._words[place][0] = value

@@ -8,24 +8,26 @@ the others at `barrier(frame, threads)`.
 
 from __future__ import annotations
 
-import importlib.util
+import linecache
 import logging
 import sys
 import time
 from collections.abc import Callable
 from functools import cached_property
 from hashlib import sha256
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from numba import cfunc, config, njit
+from numba import njit
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
+
+from plait.kernels.cpu.compiled import compiling
 
 log = logging.getLogger("plait")
 
-OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "cache": True}
+OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 SIGNATURE = "void(int64,int64,int64,int64)"
-SLOW_S = 0.15  # what takes longer was compiled, not loaded
 
 inline = njit(
     error_model="numpy", boundscheck=False, no_cpython_wrapper=True, no_cfunc_wrapper=True, cache=False
@@ -51,13 +53,13 @@ class Kernel:
     @cached_property
     def _compiled(self) -> Any:
         started = time.perf_counter()
-        made = cfunc(
-            SIGNATURE, cache=True, nopython=True, nogil=True, error_model="numpy", boundscheck=False
-        )(self.function)
-        took = time.perf_counter() - started
-        if took > SLOW_S:
-            self.compile_s = took
-            log.debug("compiled the CPU kernel %s: %.1f s", self.name, took)
+        with compiling(self.function, SIGNATURE) as found:
+            made = CFunc(self.function, normalize_signature(SIGNATURE), {}, {**OPTIONS, "nopython": True})
+            made._cache = found
+            made.compile()
+        if not found.was_found:
+            self.compile_s = time.perf_counter() - started
+            log.debug("compiled the CPU kernel %s: %.1f s", self.name, self.compile_s)
         return made
 
 
@@ -66,25 +68,38 @@ def kernel(function: Callable[..., None]) -> Kernel:
     return Kernel(function)
 
 
-def generated(name: str, source: str) -> ModuleType:
-    """A module of kernels whose text was made: register tiles have no loops over registers in Python.
+class Entry:
+    """Native code that Python calls; made, or loaded, when `call` is first asked for."""
 
-    The text goes to a file beside the compiled kernels, named after its content, because Numba keeps
-    compiled code for functions with a file only.
-    """
-    digest = sha256(source.encode()).hexdigest()[:12]
-    title = f"plait_generated_{name}_{digest}"
+    def __init__(self, function: Callable[..., None], signature: str) -> None:
+        self.function, self.signature = function, signature
+
+    @cached_property
+    def call(self) -> Callable[..., None]:
+        with compiling(self.function, self.signature) as found:
+            made = njit(**OPTIONS)(self.function)
+            made._cache = found
+            made.compile(self.signature)
+        made.disable_compile()
+        return made  # type: ignore[no-any-return]
+
+
+def entry(signature: str) -> Callable[[Callable[..., None]], Entry]:
+    """Decorator: a function of that signature -> Entry."""
+    return lambda function: Entry(function, signature)
+
+
+def generated(name: str, source: str) -> ModuleType:
+    """A module of kernels whose text was made: register tiles have no loops over registers in Python."""
+    title = f"plait_generated_{name}_{sha256(source.encode()).hexdigest()[:12]}"
     if title in sys.modules:
         return sys.modules[title]
-    path = Path(config.CACHE_DIR) / f"{title}.py"
-    if not path.exists():
-        partial = path.with_suffix(f".{time.monotonic_ns()}.tmp")
-        partial.write_text(source)
-        partial.replace(path)
-    spec = importlib.util.spec_from_file_location(title, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[title] = module
-    spec.loader.exec_module(module)
+    module, path = ModuleType(title), f"<{title}>"
+    linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path  # for tracebacks
+    sys.modules[title] = module  # machine code that was kept names it
+    try:
+        exec(compile(source, path, "exec"), module.__dict__)
+    except BaseException:
+        del sys.modules[title]
+        raise
     return module

@@ -9,7 +9,6 @@ import ctypes
 import hashlib
 import platform
 import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -18,13 +17,16 @@ import numba
 from llvmlite import binding
 from numba import config
 
+from plait.cache_folder import cache_base
 from plait.errors import ConfigError
+from plait.kernels.kept import KernelFiles, Spare, sweep_daily
 
 SHARED = (
     "vec.py",
     "plain_x86.py",
     "frame.py",
     "kernel.py",
+    "compiled.py",
     "target.py",
     "maths.py",
     "activation.py",
@@ -51,6 +53,7 @@ ARM_BITS = {"dotprod": (16, 1 << 20), "i8mm": (26, 1 << 13)}
 ARM_NAMES = {"dotprod": b"hw.optional.arm.FEAT_DotProd", "i8mm": b"hw.optional.arm.FEAT_I8MM"}
 ARM_NUMBERS = {"dotprod": 43}
 
+_kept: list[KernelFiles] = []  # of `keep_in`: one at most
 PERMISSION = (158, 0x1023, 18)  # arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA), Linux on x86-64
 
 
@@ -166,28 +169,39 @@ def no_amx() -> str | None:
     return f"the system does not allow it (arch_prctl: error {ctypes.get_errno()}); Linux does from 5.16 on"
 
 
-def keep_in(folder: Path | None) -> Path:
+def keep_in(folder: Path | None, spare: Spare | None = None) -> None:
     """Keep compiled kernels under `folder` (default: the user's cache), in a room of this exact version.
 
-    A change of what all kernels share, of Numba, of LLVM or of the target gets a new room, and Numba itself
-    watches the file a kernel is written in: nothing stale is ever loaded. A folder that cannot
-    be written is replaced by a temporary one, and kernels are compiled again.
+    A change of what all kernels share, of Numba, of LLVM or of the target gets a new room, and `compiled`
+    names each kernel by the rest that decides it: nothing stale is ever loaded. What the folder does not take
+    goes to `spare`. Rooms and kernels that were unused for 30 days are removed.
     """
     room = room_in(folder)
-    try:
-        room.mkdir(parents=True, exist_ok=True)
-        probe = room / ".writable"
-        probe.touch()
-    except OSError:
-        room = Path(tempfile.mkdtemp(prefix="plait-kernels-"))
-    config.CACHE_DIR = str(room)
-    return room
+    if _kept and (_kept[-1].folder, _kept[-1].spare) == (room, spare):
+        return
+    files = KernelFiles(room, spare)
+    _kept[:] = [files]
+    if room is not None and files.unkept is None:
+        sweep_daily(room.parent, room)
 
 
-def room_in(folder: Path | None) -> Path:
-    """Where kernels of this exact version and target are kept under `folder`; nothing is made."""
-    base = folder or Path.home() / ".cache" / "plait"
-    return base / "kernels" / f"{name()}-{_fingerprint()}"
+def kept_files() -> KernelFiles | None:
+    """Where this process keeps compiled kernels; None: nowhere, `keep_in` has not named a folder."""
+    return _kept[-1] if _kept else None
+
+
+def room_in(folder: Path | None) -> Path | None:
+    """Where kernels of this exact version and target are kept under `folder`; nothing is made.
+
+    None: no folder is named and the user has no home.
+    """
+    base = cache_base(folder)
+    return base / "kernels" / room_name() if base is not None else None
+
+
+def room_name() -> str:
+    """The target, and a hash of all versions and sources that every kernel depends on."""
+    return f"{name()}-{_fingerprint()}"
 
 
 @cache
