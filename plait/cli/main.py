@@ -36,6 +36,7 @@ COMMANDS = {
     "decode": "Token ids to text.",
     "tokenize": "Text to token ids.",
     "warmup": "Compile what a model needs, so that its next start is fast.",
+    "cache": "What is kept on this disk to start faster; `plait cache clean` removes it.",
     "verify": "Check that a reply depends on its request alone, to the bit.",
     "bench": "How fast a model and its ops are here, checked before it is said.",
 }

@@ -1,0 +1,137 @@
+"""`plait cache`: what Plait keeps on this disk so that starts are fast: sizes, ages, removal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from plait.cache_folder import NO_HOME, cache_base
+from plait.checkpoint.shelves import drop_unfinished, shelved
+from plait.cli.describe import bytes_text
+from plait.cli.list import ago
+from plait.cli.options import common_options
+from plait.errors import ConfigError
+from plait.kernels.load import kept_rooms, remove_kept
+
+KINDS = ("kernels", "packed", "findings")
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A thing that is kept. `used`: when a start last used it, or when it was made, in seconds since 1970."""
+
+    kind: str
+    name: str
+    nbytes: int
+    used: float
+    path: Path
+
+
+def folder_option(function: Any) -> Any:
+    text = "the folder to look into, if it is not ~/.cache/plait"
+    return click.option("--cache-dir", metavar="FOLDER", help=text)(function)
+
+
+@click.group(invoke_without_command=True)
+@folder_option
+@click.option("--json", "as_json", is_flag=True, help="everything as one JSON array")
+@common_options()
+@click.pass_context
+def cache(ctx: click.Context, cache_dir: str | None, as_json: bool) -> None:
+    """List compiled kernels, packed weights and findings of probes, with their sizes and ages.
+
+    Compiled kernels that no start has used for 30 days are removed by a later start. Models of the Hub are
+    kept elsewhere: see `plait list`.
+    """
+    if ctx.invoked_subcommand is not None:
+        if cache_dir or as_json:
+            raise click.UsageError(f"options of `plait cache` stand behind {ctx.invoked_subcommand!r}")
+        return
+    base = base_of(cache_dir)
+    found, now = kept_in(base), time.time()
+    if as_json:
+        text = json.dumps([{**as_facts(one), "age_s": round(now - one.used)} for one in found], indent=2)
+    else:
+        rows = [(one.kind, one.name, bytes_text(one.nbytes), ago(now - one.used)) for one in found]
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
+        lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows]
+        total = bytes_text(sum(one.nbytes for one in found))
+        text = "\n".join([*lines, f"{base}: {total if found else 'nothing is kept'}"])
+    sys.stdout.write(text + "\n")
+
+
+@cache.command()
+@click.argument("kinds", nargs=-1, type=click.Choice(KINDS), metavar="[KIND]...")
+@folder_option
+@click.option("--unused-days", type=click.IntRange(0), default=0, help="only what no start used for so long")
+@common_options()
+def clean(kinds: tuple[str, ...], cache_dir: str | None, unused_days: int) -> None:
+    """Remove what is kept: KIND is kernels, packed or findings; without one, kernels and packed.
+
+    \b
+    plait cache clean
+    plait cache clean kernels --unused-days 7
+
+    Starts compile kernels again, `plait warmup` packs weights again, and servers that run keep what they
+    have loaded. Findings say what a model is: they go only if they are named, and `--probe` finds them again.
+    """
+    base, freed = base_of(cache_dir), 0
+    for kind in kinds or ("kernels", "packed"):
+        freed += CLEANERS[kind](base, unused_days * DAY_S)
+    sys.stdout.write(f"removed from {base}: {bytes_text(freed)} freed\n")
+
+
+def base_of(cache_dir: str | None) -> Path:
+    """The folder that is meant. Raises ConfigError if there is none."""
+    base = cache_base(cache_dir)
+    if base is None:
+        raise ConfigError(NO_HOME)
+    return base
+
+
+def kept_in(base: Path) -> list[Kept]:
+    """Everything that is kept under a folder, by kind and name."""
+    kernels = [Kept("kernels", one.path.name, one.nbytes, one.used, one.path) for one in kept_rooms(base)]
+    packed = [Kept("packed", one.model, one.nbytes, one.made, one.path) for one in shelved(base / "packed")]
+    return [*kernels, *packed, *findings(base)]
+
+
+def findings(base: Path) -> list[Kept]:
+    """What probes found about models whose own folder could not be written."""
+    found = []
+    for path in sorted((base / "probes").glob("*.json")):
+        status = path.stat()
+        found.append(Kept("findings", path.stem, status.st_size, status.st_mtime, path))
+    return found
+
+
+def as_facts(one: Kept) -> dict[str, Any]:
+    return {"kind": one.kind, "name": one.name, "nbytes": one.nbytes, "path": str(one.path)}
+
+
+def remove_files(kind: str, base: Path, unused_s: float) -> int:
+    """Remove the files of one kind that are that old; the bytes freed. Raises OSError."""
+    old = [one for one in kept_in(base) if one.kind == kind and time.time() - one.used >= unused_s]
+    for one in old:
+        one.path.unlink(missing_ok=True)
+    return sum(one.nbytes for one in old)
+
+
+def remove_packed(base: Path, unused_s: float) -> int:
+    drop_unfinished(base / "packed")
+    return remove_files("packed", base, unused_s)
+
+
+CLEANERS: dict[str, Callable[[Path, float], int]] = {
+    "kernels": remove_kept,
+    "packed": remove_packed,
+    "findings": lambda base, unused_s: remove_files("findings", base, unused_s),
+}
