@@ -139,8 +139,7 @@ class Service:
 
     async def get_model(self, request: Request) -> Response:
         front = self._loading.ready()
-        models.check(request.path_params["id"], self.served(front))
-        return json_response(models.card(front, self.served(front)))
+        return json_response(models.card(front, self._named(front, request.path_params["id"])))
 
     async def tokenizer_info(self, request: Request) -> Response:
         return json_response(await asyncio.to_thread(prompts.tokenizer_info, self._loading.ready()))

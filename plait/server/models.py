@@ -15,13 +15,17 @@ if TYPE_CHECKING:
 
 
 MAX_NAME = 256  # of a model, in each chunk of a reply
+DEFAULT = "default"  # vLLM's and SGLang's name for whatever model is served
 TOKENIZE_FIELDS, DETOKENIZE_FIELDS = field_names(TokenizeRequest), field_names(DetokenizeRequest)
 _OF_A_CHAT = ("tools", "reasoning_effort", "chat_template_kwargs", "continue_final_message")
 
 
 def check(asked: object, served: str) -> None:
-    """Raises InvalidField for what is no name, ModelNotFound for a model that is not served; null is."""
-    if asked is None or asked == served:
+    """Raises InvalidField for what is no name, ModelNotFound for a model that is not served.
+
+    Null and "default" always mean the served one.
+    """
+    if asked is None or asked in (served, DEFAULT):
         return
     if not isinstance(asked, str):
         raise InvalidField("model: it must be a string", "model")
@@ -29,16 +33,18 @@ def check(asked: object, served: str) -> None:
 
 
 def any_name(asked: object) -> str:
-    """The name of a request whose model may be called anything; "" if it has none. Raises InvalidField."""
-    if asked is not None and not (isinstance(asked, str) and len(asked) <= MAX_NAME):
+    """The name of a request whose model may be called anything; "": the served one. Raises InvalidField."""
+    if asked is None or asked == DEFAULT:
+        return ""
+    if not (isinstance(asked, str) and len(asked) <= MAX_NAME):
         raise InvalidField(f"model: it must be a string of at most {MAX_NAME} characters", "model")
-    return asked or ""
+    return asked
 
 
-def card(front: Front, served: str) -> dict[str, Any]:
-    """A model as /v1/models lists it."""
+def card(front: Front, name: str) -> dict[str, Any]:
+    """The model as /v1/models lists it, under this name."""
     return {
-        "id": served,
+        "id": name,
         "object": "model",
         "created": front.created,
         "owned_by": "plait",
