@@ -29,7 +29,8 @@ PlaitError
 
 from __future__ import annotations
 
-from typing import ClassVar
+from copy import copy
+from typing import ClassVar, Self
 
 
 class PlaitError(Exception):
@@ -107,13 +108,32 @@ class RequestError(PlaitError):
         super().__init__(message)
         self.param = param
 
+    def reworded(self, message: str, param: str) -> Self:
+        """The same error, said of another field."""
+        found = copy(self)
+        found.args, found.param = (message,), param
+        return found
+
 
 class InvalidField(RequestError):
     code = "invalid_value"
 
 
 class ContextTooLong(RequestError):
+    """`num_prompt_tokens` do not fit into `max_model_len`; None: where it was found, one is not known."""
+
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        num_prompt_tokens: int | None = None,
+        max_model_len: int | None = None,
+    ) -> None:
+        super().__init__(message, param)
+        self.num_prompt_tokens, self.max_model_len = num_prompt_tokens, max_model_len
 
 
 class ModelNotFound(RequestError):

@@ -8,6 +8,8 @@ from __future__ import annotations
 from plait.errors import ContextTooLong, InvalidField
 from plait.request import Request
 
+CONTEXT_IS = "This model's maximum context length is {} tokens."
+
 
 def check(request: Request, vocab_size: int, max_model_len: int) -> None:
     """Raises InvalidField for token ids the model does not have, ContextTooLong for too many of them."""
@@ -22,15 +24,27 @@ def check(request: Request, vocab_size: int, max_model_len: int) -> None:
         raise InvalidField(
             f"min_tokens: {params.min_tokens} is more than max_tokens ({params.max_tokens})", "min_tokens"
         )
-    needed = length + (0 if params.max_tokens == 0 else max(params.min_tokens, 1))
-    if needed > max_model_len:
-        raise ContextTooLong(
-            f"the prompt has {length} tokens and at least {needed - length} must follow; the context is "
-            f"{max_model_len} tokens: shorten the prompt, or start with a larger --max-model-len",
-            "prompt",
-        )
+    num_reply = 0 if params.max_tokens == 0 else max(params.min_tokens, 1)
+    if length + num_reply > max_model_len:
+        raise too_long(length, num_reply, max_model_len)
     if request.resumed and len(request.resumed) != params.n:
         raise InvalidField(f"resumed: {len(request.resumed)} choices of {params.n}", "resumed")
+
+
+def too_long(num_prompt: int, num_reply: int, max_model_len: int, may_grow: str = "") -> ContextTooLong:
+    """The refusal of a prompt of `num_prompt` tokens that at least `num_reply` must follow.
+
+    Its first two sentences are OpenAI's and vLLM's: clients look for them, and read the numbers.
+    `may_grow`: what else would help, if anything.
+    """
+    return ContextTooLong(
+        f"{CONTEXT_IS.format(max_model_len)} However, you requested {num_prompt + num_reply} tokens "
+        f"({num_prompt} in the prompt, {num_reply} in the completion). Please shorten the prompt to "
+        f"{max_model_len - num_reply} tokens{may_grow}.",
+        "prompt",
+        num_prompt_tokens=num_prompt,
+        max_model_len=max_model_len,
+    )
 
 
 def max_len(request: Request, max_model_len: int) -> int:

@@ -73,6 +73,7 @@ class Housed(NamedTuple):
     engine: Engine
     spec: ModelSpec
     close: Callable[[], None]
+    fingerprint: str = ""
 
 
 Builder = Callable[[str, EngineConfig, Report, Callable[[TextSource], None]], Housed]
@@ -263,6 +264,7 @@ def load_engine(
     model: str, config: EngineConfig, report: Report, on_source: Callable[[TextSource], None]
 ) -> Housed:
     """The builder of every real model. Raises what `plait.engine.load.build` does."""
+    from plait.engine.fingerprint import fingerprint
     from plait.engine.load import build
     from plait.engine.opening import Opened
     from plait.text.tokenizer import Tokenizer
@@ -273,7 +275,7 @@ def load_engine(
         return source.tokenizer()
 
     built = build(model, config, report, on_open)
-    return Housed(built.engine, built.spec, built.close)
+    return Housed(built.engine, built.spec, built.close, fingerprint(built.opened, built.target))
 
 
 def serve_link(link: Link, page: Page, hello: Hello) -> None:
@@ -290,7 +292,8 @@ def serve_link(link: Link, page: Page, hello: Hello) -> None:
     engine = housed.engine
     child = EngineChild(link, page, engine)
     names = tuple(engine.stats())
-    link.send(Ready(packed(housed.spec), engine.max_model_len, _longest(engine), names))
+    spec = packed(housed.spec)
+    link.send(Ready(spec, engine.max_model_len, _longest(engine), names, housed.fingerprint))
     try:
         child.run()
     finally:

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
+from plait.config import EngineConfig
+from plait.engine.admission import CONTEXT_IS, too_long
 from plait.engine.choice import OnEvent
 from plait.engine.courier import Couriers
 from plait.engine.events import MOST_AT_ONCE
@@ -66,6 +68,8 @@ class Loop(Protocol):
     def cancel(self, request_id: str, index: int | None = None) -> None: ...
     @property
     def loading(self) -> tuple[str, int, int] | None: ...
+    @property
+    def fingerprint(self) -> str: ...
     def follow_log_levels(self) -> None: ...
     def stats(self) -> Mapping[str, int]: ...
     def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool: ...
@@ -74,8 +78,8 @@ class Loop(Protocol):
 class Front:
     """A loaded model behind its engine. Every method is safe from any thread.
 
-    `prefix_cache` False: the engine keeps nothing, so nobody looks for the places where it should. `parsers`:
-    how replies are read, where the chat template is not to say; raises ConfigError for names that are none.
+    `config`: how the engine was loaded. `parsers`: how replies are read, where the chat template is not to
+    say; raises ConfigError for names that are none.
     """
 
     def __init__(
@@ -85,11 +89,15 @@ class Front:
         max_model_len: int,
         loop: Loop,
         language: Language,
-        prefix_cache: bool = True,
+        config: EngineConfig | None = None,
         parsers: Parsers = TEMPLATES_OWN,
     ) -> None:
+        config = config or EngineConfig()
         self.name, self.spec, self.max_model_len, self.loop = name, spec, max_model_len, loop
-        self.needs_boundaries = prefix_cache and spec.causal and _has_slots(spec)
+        self._may_grow = ""
+        if config.max_model_len is not None and max_model_len < spec.max_len:  # else a larger one is refused
+            self._may_grow = f", or serve the model with a larger --max-model-len (at most {spec.max_len})"
+        self.needs_boundaries = config.prefix_cache and spec.causal and _has_slots(spec)
         self.tokenizer, self.chat_template = language.tokenizer, language.chat_template
         self.generation_config, self.stop_token_ids = language.generation_config, language.stop_token_ids
         self.created = int(time.time())
@@ -105,6 +113,11 @@ class Front:
     @property
     def healthy(self) -> bool:
         return self.loop.healthy
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what decides the numbers of a reply; "": not known."""
+        return self.loop.fingerprint
 
     @property
     def loading(self) -> tuple[str, int, int] | None:
@@ -287,8 +300,13 @@ class Front:
 
     def _check_chars(self, count: int, param: str) -> None:
         if count > self.max_model_len * MAX_CHARS_PER_TOKEN:
+            least = -(-count // MAX_CHARS_PER_TOKEN)
             raise ContextTooLong(
-                f"{param}: {count} characters cannot fit a context of {self.max_model_len} tokens", param
+                f"{CONTEXT_IS.format(self.max_model_len)} However, you requested {least} tokens or more "
+                f"({count} characters in the {param}). Please shorten the {param}{self._may_grow}.",
+                param,
+                num_prompt_tokens=least,
+                max_model_len=self.max_model_len,
             )
 
     def _check_ids(self, ids: Sequence[int]) -> None:
@@ -319,11 +337,7 @@ class Front:
         if asked == 0 and room >= 0:
             return 0
         if room < 1:
-            raise ContextTooLong(
-                f"the prompt has {prompt_len} tokens, and the model's context is {self.max_model_len}: "
-                f"send at most {self.max_model_len - 1}, or serve with a larger --max-model-len",
-                "prompt",
-            )
+            raise too_long(prompt_len, 0 if asked == 0 else 1, self.max_model_len, self._may_grow)
         return room if asked is None else min(asked, room)
 
 

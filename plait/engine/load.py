@@ -102,7 +102,7 @@ def load(model: str, config: EngineConfig, on_progress: Progress | None = None) 
     built = build(model, config, on_progress or _silent, on_open)
     loop = EngineLoop(built.engine, on_end=built.close)
     name, longest = built.opened.files.name, built.sizing.max_model_len
-    front = Front(name, built.spec, longest, loop, found[0], prefix_cache=config.prefix_cache)
+    front = Front(name, built.spec, longest, loop, found[0], config)
     return Loaded(built.opened, config, built.runner, built.sizing, built.target, front)
 
 

@@ -116,6 +116,11 @@ class EngineLoop:
     def loading(self) -> None:
         """An engine in this process was loaded before there was a loop."""
 
+    @property
+    def fingerprint(self) -> str:
+        """No server tells it of an engine in this process."""
+        return ""
+
     def follow_log_levels(self) -> None:
         """Its records are this process's own."""
 

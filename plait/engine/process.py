@@ -90,6 +90,11 @@ class EngineProcess:
         ready = self._wait_for(lambda: self._ready, report)
         return unpacked_spec(ready.spec), ready.max_model_len
 
+    @property
+    def fingerprint(self) -> str:
+        """What decides the numbers of a reply, as a hash; "" until requests are taken."""
+        return self._ready.fingerprint if self._ready else ""
+
     # As `EngineLoop`
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
@@ -298,9 +303,7 @@ def load_process(model: str, config: EngineConfig, report: Report, parsers: Pars
         source = process.source(report)
         language = source.language()
         spec, longest = process.ready(report)
-        return Front(
-            source.name, spec, longest, process, language, prefix_cache=config.prefix_cache, parsers=parsers
-        )
+        return Front(source.name, spec, longest, process, language, config, parsers)
     except BaseException:
         process.close(drain=False)
         raise

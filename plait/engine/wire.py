@@ -95,6 +95,7 @@ class Ready(Message, frozen=True, tag=3):
     max_model_len: int
     longest: int
     stat_names: tuple[str, ...]
+    fingerprint: str = ""
 
 
 class Spoken(Message, frozen=True, gc=False):

@@ -58,6 +58,10 @@ EXPOSED_HEADERS = (
 )
 GRAMMAR_THREADS = 2  # for bodies that bring a grammar: what is tried out may take seconds of a thread
 MAY_BRING_A_GRAMMAR = GRAMMAR_FIELDS | {"tools", "text", "output_config", "output_format"}
+PATHS = (
+    "see /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/embeddings, /v1/models, and "
+    "/docs for all"
+)
 Handler = Callable[[Request], Awaitable[Response]]
 ENDPOINTS = (
     *completions.ENDPOINTS,
@@ -229,7 +233,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     headers = error.headers if isinstance(error, HTTPException) else None
     where = f"{request.method} {request.url.path[:200]}"
     texts = {
-        404: f"{where}: there is no such path; see /v1/models, /v1/completions, /v1/chat/completions",
+        404: f"{where}: there is no such path; {PATHS}",
         405: f"{where}: this path takes {(headers or {}).get('Allow', 'another method')}",
     }
     return http_problem(status, texts.get(status, where), headers).response()

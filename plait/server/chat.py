@@ -54,7 +54,8 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> ChatReply:
     )
     request = front.shaped(request, shape, wish, validate.thinking_budget(asked))
     with_ids = asked.return_token_ids or front.tokenizer is None
-    return ChatReply(Head(new_id("chatcmpl"), "chat.completion", model), asked, request, with_ids)
+    head = Head(new_id("chatcmpl"), "chat.completion", model, front.fingerprint)
+    return ChatReply(head, asked, request, with_ids)
 
 
 class ChatReply:

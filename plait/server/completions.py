@@ -43,7 +43,8 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> CompletionReply:
         prompts = [list(front.encode(p, **read)) if isinstance(p, str) else p for p in prompts]
     prepared = (front.prepare(p, params, add_special=special, terms=terms) for p in prompts)
     requests = [front.held(request, wish) for request in prepared]
-    return CompletionReply(front.tokenizer, Head(new_id("cmpl"), "text_completion", model), asked, requests)
+    head = Head(new_id("cmpl"), "text_completion", model, front.fingerprint)
+    return CompletionReply(front.tokenizer, head, asked, requests)
 
 
 class CompletionReply:

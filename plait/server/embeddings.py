@@ -104,7 +104,7 @@ def embedding_request(
         if error.param != "prompt":
             raise
         text = str(error).removeprefix("prompt: ")
-        raise type(error)(f"{at}: {text}", at) from error
+        raise error.reworded(f"{at}: {text}", at) from error
     return replace(made, pooling=pooling)
 
 

@@ -125,7 +125,11 @@ def count(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
 def refusal(found: Problem) -> dict[str, Any]:
     """An error as Anthropic's clients read it."""
     kind = _KINDS.get(found.status, "api_error" if found.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": found.message}}
+    message = found.message
+    if "n_ctx" in found.more:  # Anthropic's own words, which its clients look for
+        numbers = f"{found.more['n_prompt_tokens']} tokens > {found.more['n_ctx'] - 1} maximum"
+        message = f"prompt is too long: {numbers}. {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def _refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:

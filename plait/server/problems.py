@@ -14,7 +14,15 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from plait.errors import CapacityError, DeadlineExceeded, EngineError, ModelNotFound, PlaitError, RequestError
+from plait.errors import (
+    CapacityError,
+    ContextTooLong,
+    DeadlineExceeded,
+    EngineError,
+    ModelNotFound,
+    PlaitError,
+    RequestError,
+)
 
 logger = logging.getLogger("plait.server")
 RETRY_AFTER_S = 1
@@ -92,17 +100,22 @@ _BY_STATUS = {404: "not_found", 405: "method_not_allowed"}
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a client is told: `body` is OpenAI's error object, with all four keys."""
+    """What a client is told: `body` is OpenAI's error object, with all four keys.
+
+    `more`: keys of other servers, which may have another `type`, too.
+    """
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        found = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": {**found, **self.more}}
 
     def response(self, shape: Callable[[Problem], Mapping[str, Any]] | None = None) -> Response:
         """`shape`: makes the body, where it is not OpenAI's error object."""
@@ -118,6 +131,8 @@ def problem(error: BaseException) -> Problem:
             return Problem(401, str(error), None, error.code, {"WWW-Authenticate": "Bearer"})
         case RateLimited():
             return Problem(429, str(error), None, error.code, _later(error.wait_s, error.headers))
+        case ContextTooLong():
+            return Problem(400, str(error), error.param, error.code, more=_too_long(error))
         case RequestError():
             return Problem(error.status, str(error), error.param, error.code, _closing(error.status))
         case DeadlineExceeded():  # the client's own; OpenAI's and Anthropic's clients would ask twice more
@@ -142,6 +157,14 @@ def http_problem(status: int, message: str, headers: Mapping[str, str] | None = 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON response; everything in `body` must be finite."""
     return Response(msgspec.json.encode(body), status, dict(headers or {}), "application/json")
+
+
+def _too_long(error: ContextTooLong) -> Mapping[str, Any]:
+    """llama.cpp's words, by its `type`; OpenAI's clients know the error by its `code`."""
+    if error.num_prompt_tokens is None or error.max_model_len is None:
+        return {}
+    numbers = {"n_prompt_tokens": error.num_prompt_tokens, "n_ctx": error.max_model_len}
+    return {"type": "exceed_context_size_error", **numbers}
 
 
 def _closing(status: int) -> Mapping[str, str]:

@@ -15,12 +15,14 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorObject(msgspec.Struct, kw_only=True, frozen=True):
-    """OpenAI's error object, with all four keys."""
+    """OpenAI's error object, with all four keys. A prompt that is too long has llama.cpp's numbers, too."""
 
     message: str
     type: str
     param: str | None
     code: str | None
+    n_prompt_tokens: Count | msgspec.UnsetType = msgspec.UNSET
+    n_ctx: Count | msgspec.UnsetType = msgspec.UNSET
 
 
 class ErrorBody(msgspec.Struct, kw_only=True, frozen=True):

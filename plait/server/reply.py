@@ -31,6 +31,7 @@ class Head:
     id: str
     kind: str
     model: str
+    fingerprint: str
     created: int = field(default_factory=lambda: int(time.time()))
 
     def body(self, kind: str, choices: Sequence[Any], **more: Any) -> dict[str, Any]:
@@ -39,7 +40,7 @@ class Head:
             "object": kind,
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": None,
+            "system_fingerprint": self.fingerprint or None,
             "choices": choices,
             **more,
         }

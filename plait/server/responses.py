@@ -285,7 +285,6 @@ def _head(model: str, asked: ResponsesRequest, request: Request) -> dict[str, An
         "top_p": request.params.top_p,
         "truncation": "disabled",
         "usage": None,
-        "user": None,
     }
 
 

@@ -184,8 +184,8 @@ REFUSED = [
     (dict(prompt=[-1]), InvalidField, "token id -1"),
     (dict(prompt=[1], logit_bias={VOCAB: 1.0}), InvalidField, "logit_bias: token id 97"),
     (dict(prompt=[1], max_tokens=2, min_tokens=3), InvalidField, r"3 is more than max_tokens \(2\)"),
-    (dict(prompt=range(20)), ContextTooLong, "20 tokens and at least 1 must follow; the context is 20"),
-    (dict(prompt=range(18), min_tokens=3), ContextTooLong, "at least 3 must follow"),
+    (dict(prompt=range(20)), ContextTooLong, r"length is 20 tokens\. However, you requested 21 tokens"),
+    (dict(prompt=range(18), min_tokens=3), ContextTooLong, r"21 tokens \(18 in the prompt, 3 in"),
 ]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from plait.config import EngineConfig
 from plait.engine.front import Front, Language
 from plait.engine.terms import Terms
 from plait.errors import ContextTooLong
@@ -53,7 +54,11 @@ def test_a_model_with_state_of_fixed_size_is_told_where_conversations_part() -> 
 
 @pytest.mark.parametrize(
     ("mixers", "options"),
-    [((ATTENTION,), {}), ((ATTENTION, MAMBA), {"prefix_cache": False}), ((MAMBA,), {"causal": False})],
+    [
+        ((ATTENTION,), {}),
+        ((ATTENTION, MAMBA), {"config": EngineConfig(prefix_cache=False)}),
+        ((MAMBA,), {"causal": False}),
+    ],
 )
 def test_no_other_model_pays_for_it(mixers: tuple[Mixer, ...], options: dict[str, Any]) -> None:
     asked, template = front(*mixers, **options)
@@ -63,7 +68,7 @@ def test_no_other_model_pays_for_it(mixers: tuple[Mixer, ...], options: dict[str
 
 def test_a_conversation_that_is_too_long_is_refused_before_anything_else_is_rendered() -> None:
     asked, template = front(MAMBA)
-    with pytest.raises(ContextTooLong, match="context is"):
+    with pytest.raises(ContextTooLong, match="context length is"):
         asked.prepare_chat([*TALK, {"role": "user", "content": "x" * CONTEXT}], SamplingParams())
     assert template.count == 1
 
