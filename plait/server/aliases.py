@@ -1,7 +1,8 @@
 """Other servers' names for what we take: llama.cpp's, Ollama's, SGLang's and Mistral's, in one table.
 
 Applied to every body before it is validated. A name stands for ours, or is refused because nothing here does
-what it asks; a value that changes nothing is taken and forgotten.
+what it asks, or stays where it changes no reply and is reported as ignored; a value that changes nothing is
+taken and forgotten.
 """
 
 from __future__ import annotations
@@ -68,9 +69,6 @@ REFUSED: Mapping[str, tuple[Harmless, str]] = {
     "n_indent": (_is(0), ""),
     "t_max_predict_ms": (_is(0, -1), "; send timeout_s"),
     "cache_prompt": (_is(True), "; --no-prefix-cache turns the cache off, cache_salt sets a request apart"),
-    "id_slot": (_is(-1), "; sequences have no fixed place here"),
-    "slot_id": (_is(-1), "; sequences have no fixed place here"),
-    "timings_per_token": (_is(False), "; /metrics has timings"),
     "post_sampling_probs": (_is(False), "; probabilities are the model's own"),
     "response_fields": (_empty, ""),
     "system_prompt": (_empty, "; send a system message"),
@@ -86,7 +84,6 @@ REFUSED: Mapping[str, tuple[Harmless, str]] = {
     "dynatemp_exponent": (_always, ""),  # of dynatemp_range
     "adaptive_target": (_is(-1, -1.0), ""),
     "adaptive_decay": (_always, ""),
-    "keep_alive": (_is(-1, "-1"), "; the server keeps its model as long as it runs"),
     "raw": (_is(False), "; /v1/completions takes a prompt as it is"),
     "template": (_empty, "; the server's --chat-template sets it"),
     "images": (_empty, ""),
@@ -102,12 +99,21 @@ REFUSED: Mapping[str, tuple[Harmless, str]] = {
     "stop_regex": (_empty, "; send stop"),
     "custom_logit_processor": (_empty, "; no code is taken from clients"),
 }
+# What asks for no other reply, and is reported as ignored unless it says what is so anyway: sequences have no
+# fixed place here, and the model stays as long as the server runs.
+REPORTED: Mapping[str, Harmless] = {
+    "id_slot": _is(-1),
+    "slot_id": _is(-1),
+    "keep_alive": lambda value: value in (-1, "-1"),
+}
 
 
 def renamed(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body under our names, without what changes nothing. Raises InvalidField."""
     found: dict[str, Any] = {}
     for name, value in _flat(body).items():
+        if name in REPORTED and REPORTED[name](value):
+            continue
         if name in REFUSED:
             harmless, hint = REFUSED[name]
             if not harmless(value):

@@ -90,11 +90,12 @@ class Door:
         return answer
 
     def path_of(self, scope: Scope) -> str:
-        """The path asked for in one spelling, without the prefix that a proxy may have left on it."""
+        """The path in one spelling: without a proxy's prefix, with the /v1 that some clients omit."""
         path, prefix = one_spelling(scope["path"]), self._traffic.config.root_path
         if prefix and (path == prefix or path.startswith(prefix + "/")):
-            return path[len(prefix) :] or "/"
-        return path
+            path = path[len(prefix) :] or "/"
+        is_short = path not in self._exact and (f"/v1{path}" in self._exact or path.startswith("/models/"))
+        return f"/v1{path}" if is_short else path
 
     def exchange(self, scope: Scope, headers: Headers, path: str) -> Exchange:
         given = headers.get(REQUEST_ID_HEADER, "")

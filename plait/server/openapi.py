@@ -68,6 +68,11 @@ POSTS: Mapping[str, Operation] = {
     "/v1/responses": Operation(
         "The reply to a conversation, as items", replies.Response, responses.ResponsesRequest, ITEM_EVENTS
     ),
+    "/v1/responses/input_tokens": Operation(
+        "How many tokens the prompt of a response has",
+        replies.ResponseInputTokens,
+        responses.ResponsesRequest,
+    ),
     "/v1/messages": Operation(
         "The reply to a conversation, as blocks",
         replies.Message,

@@ -321,6 +321,13 @@ class Response(msgspec.Struct, kw_only=True, frozen=True):
     usage: ResponseUsage
 
 
+class ResponseInputTokens(msgspec.Struct, kw_only=True, frozen=True):
+    """The reply of /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: Count
+
+
 class MessageUsage(msgspec.Struct, kw_only=True, frozen=True):
     """Tokens that were found computed already are not among `input_tokens`."""
 

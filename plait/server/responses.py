@@ -14,12 +14,18 @@ import msgspec
 
 from plait.errors import InvalidField
 from plait.request import Request
-from plait.server import chat, validate
+from plait.server import chat, prompts, validate
 from plait.server.blocks import Block, Blocks, Step
 from plait.server.endpoint import Endpoint
 from plait.server.generation import new_id
 from plait.server.outcome import Event
-from plait.server.response_items import chat_format, chat_tool_choice, chat_tools, conversation
+from plait.server.response_items import (
+    Conversation,
+    chat_format,
+    chat_tool_choice,
+    chat_tools,
+    conversation,
+)
 from plait.server.schema import field_names, typed
 from plait.server.wording import in_words_of, refuse_words_of_a_chat
 
@@ -102,6 +108,24 @@ _REFUSED = ("conversation", "prompt", "max_tool_calls", "context_management", "m
 
 def outcome(front: Front, model: str, body: Mapping[str, Any]) -> Responses:
     """Everything that can be refused before the engine is asked. Renders, tokenizes. Raises RequestErrors."""
+    asked, found, sent = _read(body)
+    with in_words_of(_NAMES, found.places):
+        reply = chat.plan(front, model, {**sent, "messages": found.messages, "stream": asked.stream})
+    return Responses(model, asked, reply)
+
+
+def count(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """How long the prompt of a response would be. Raises RequestErrors."""
+    _, found, sent = _read(body)
+    seen = {name: value for name, value in sent.items() if name in prompts.FIELDS}
+    with in_words_of(_NAMES, found.places):
+        asking = typed({**seen, "messages": found.messages}, prompts.TemplateRequest)
+        ids = prompts.prompt_ids(front, asking)
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}
+
+
+def _read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, Conversation, dict[str, Any]]:
+    """What is asked, the conversation in it, and the other fields as a chat says them."""
     for name in _REFUSED:
         if body.get(name):
             raise InvalidField(f"{name}: this server cannot honour it; leave it out", name)
@@ -113,10 +137,7 @@ def outcome(front: Front, model: str, body: Mapping[str, Any]) -> Responses:
         raise NotStored(text, "previous_response_id")
     found = conversation(asked.input, asked.instructions)
     sent = {name: value for name, value in body.items() if name in _PASSED}
-    sent |= _translated(asked)
-    with in_words_of(_NAMES, found.places):
-        reply = chat.plan(front, model, {**sent, "messages": found.messages, "stream": asked.stream})
-    return Responses(model, asked, reply)
+    return asked, found, sent | _translated(asked)
 
 
 def _translated(asked: ResponsesRequest) -> dict[str, Any]:
@@ -300,4 +321,7 @@ def _usage(chat_usage: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-ENDPOINTS = (Endpoint("/v1/responses", FIELDS, outcome=outcome),)
+ENDPOINTS = (
+    Endpoint("/v1/responses", FIELDS, outcome=outcome),
+    Endpoint("/v1/responses/input_tokens", FIELDS, answer=count),
+)

@@ -29,6 +29,8 @@ from tests.server.fake import CONTEXT, EchoLoop
         ({"logit_bias": False}, {"logit_bias": {}}),
         ({"repeat_last_n": -1, "cache_prompt": True, "mirostat_tau": 4, "id_slot": -1}, {}),
         ({"strange": 1}, {"strange": 1}),
+        ({"keep_alive": "-1"}, {}),
+        ({"keep_alive": "5m", "id_slot": 3}, {"keep_alive": "5m", "id_slot": 3}),
         ({"n_cmpl": 2, "min_new_tokens": 3, "random_seed": 4}, {"n": 2, "min_tokens": 3, "seed": 4}),
         ({"regex": "a+"}, {"guided_regex": "a+"}),
         ({"think": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
@@ -52,7 +54,6 @@ def test_names_of_others_stand_for_ours(body: dict[str, Any], want: dict[str, An
         ({"repeat_last_n": 64}, "repeat_last_n"),
         ({"cache_prompt": False}, "cache_prompt"),
         ({"cache_prompt": 1}, "cache_prompt"),
-        ({"keep_alive": "5m"}, "keep_alive"),
         ({"options": {"num_gpu": 3}}, "num_gpu"),
         ({"n_probs": True}, "n_probs"),
         ({"think": 1}, "think"),
@@ -120,6 +121,13 @@ def test_a_request_in_ollama_s_words(client: Client, engine: EchoLoop) -> None:
 def test_what_others_know_is_not_passed_over(client: Client, path: str, name: str, value: Any) -> None:
     answer = getattr(client, path)(max_tokens=1, **{name: value})
     assert (answer.status, answer.error["param"]) == (400, name)
+
+
+def test_where_and_how_long_it_is_kept_is_accepted_and_reported_as_ignored(client: Client) -> None:
+    for ask in (client.complete, client.chat):
+        answer = ask(max_tokens=1, keep_alive="5m", id_slot=2, options={"slot_id": 1})
+        assert answer.status == 200, answer.body
+        assert set(answer.headers["x-plait-ignored"].split(",")) == {"keep_alive", "id_slot", "slot_id"}
 
 
 def test_a_vector_is_not_written_otherwise_than_was_asked(client: Client) -> None:

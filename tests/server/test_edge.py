@@ -62,6 +62,26 @@ def test_paths_have_one_spelling(path: str, expected: str) -> None:
     assert one_spelling(path) == expected
 
 
+def test_paths_without_v1_are_the_same_paths(client: Client) -> None:
+    assert client.get("/models").json == client.get("/v1/models").json
+    assert client.get("/models/fake").json["id"] == "fake"
+    asked = {"max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
+    for path in ("/chat/completions", "/messages", "/messages/count_tokens"):
+        assert client.post(path, asked).status == 200, path
+    for path in ("/responses", "/responses/input_tokens", "/embeddings"):
+        assert client.post(path, {"input": "Hi"}).status == 200, path
+    assert client.post("/completions", {"prompt": "Hi", "stream": True}).events
+    assert client.post("/messages", {}).json["type"] == "error"  # in that API's own words
+
+
+def test_an_unknown_path_is_told_where_the_apis_are(client: Client) -> None:
+    for path in ("/v2/chat", "/v1/chat", "/model"):
+        answer = client.post(path, {})
+        assert (answer.status, answer.error["code"]) == (404, "not_found")
+        for known in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+            assert known in answer.error["message"]
+
+
 def test_host_names_are_read_without_ports() -> None:
     assert [host_name(h) for h in ("A:1", "[::1]:80", "::1", "a")] == ["a", "::1", "::1", "a"]
     assert not is_loopback("0.0.0.0")

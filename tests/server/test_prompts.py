@@ -54,7 +54,7 @@ def test_what_can_fit_no_context_is_refused_before_it_is_tokenized(
     messages = [{"role": "user", "content": text + "x"}]
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         answer = client.post(path, {"messages": messages, "max_tokens": 1})
-        assert "cannot fit" in answer.json["error"]["message"], path
+        assert "maximum context length" in answer.json["error"]["message"], path
     assert client.post("/v1/responses", {"input": text + "x"}).error["param"] == "input"
     assert client.post("/tokenize", {"prompt": text + "x"}).error["param"] == "prompt"
 

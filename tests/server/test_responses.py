@@ -45,6 +45,15 @@ def test_text_in_text_out(client: Client) -> None:
     assert usage["output_tokens_details"]["reasoning_tokens"] == 0
 
 
+def test_input_tokens_are_counted_as_a_response_counts_them(client: Client, openai: OpenAI) -> None:
+    asked: Any = {"input": "Good morning", "instructions": "Be brief."}
+    counted = openai.responses.input_tokens.count(model=client.model, **asked)
+    usage = respond(client, asked["input"], instructions="Be brief.").json["usage"]
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", usage["input_tokens"])
+    refused = client.post("/v1/responses/input_tokens", {"input": []})
+    assert (refused.status, refused.error["param"]) == (400, "input")
+
+
 def test_a_limit_makes_it_incomplete(client: Client) -> None:
     body = respond(client, "Hello there", max_output_tokens=4).json
     assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
