@@ -238,6 +238,7 @@ class Request:
     `pooling`: what is wanted is the hidden state after the last norm, of the last token or the mean of all.
     `interval`: tokens of a choice that an engine in another process tells of at a time; the first, and the
     end, it tells at once. `watched`: somebody sees the reply before its end, and would see it falter.
+    `shows_progress`: there are events, too, of how far the prompt of the first choice is computed.
     """
 
     id: str
@@ -255,6 +256,7 @@ class Request:
     pooling: Pooling | None = None
     interval: int = 1
     watched: bool = True
+    shows_progress: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,6 +295,8 @@ class Event:
     `num_cached_tokens`: tokens of the prompt that were not computed again. `error`: the exception behind
     finish_reason "error". `trace`: comes with the finish_reason, unless the request was never taken; events
     that differ in it alone are equal. `embedding` (last event of a request with `pooling`): the hidden state.
+    `prompt_progress`, of an event without tokens: so many of the prompt's are done, computed or cached, and
+    the seconds since it first ran.
     """
 
     request_id: str
@@ -306,3 +310,4 @@ class Event:
     error: Exception | None = None
     trace: RequestTrace | None = field(default=None, compare=False)
     embedding: tuple[float, ...] | None = None
+    prompt_progress: tuple[int, float] | None = None

@@ -131,6 +131,7 @@ class Engine:
             return True
         self.metrics.count_steps(plan.num_steps, plan.num_tokens, ended - began)
         self._learn(plan, ended - began)
+        self._show_progress(plan, ended)
         for update in updates:
             self._deliver(update, ended)
         return True
@@ -259,6 +260,18 @@ class Engine:
             if choice.first_scheduled_s is None:
                 choice.first_scheduled_s = now
                 self.metrics.count_start(now - choice.arrival_s, choice.sequence.num_cached_tokens)
+
+    def _show_progress(self, plan: Plan, now: float) -> None:
+        """Tell how far the prompts in a step are, before the token that the last of one brings."""
+        for chunk in plan.chunks:
+            choice = self._choices.get(chunk.seq_id)
+            if choice is None or choice.first_token_s is not None or not choice.entry.request.shows_progress:
+                continue
+            seq, num_done = choice.sequence, chunk.start + len(chunk.token_ids)
+            if seq.index == 0 and choice.first_scheduled_s is not None:
+                progress, cached = (num_done, now - choice.first_scheduled_s), seq.num_cached_tokens
+                event = Event(seq.request_id, 0, num_cached_tokens=cached, prompt_progress=progress)
+                self._emit(choice.entry, event)
 
     def _learn(self, plan: Plan, seconds: float) -> None:
         """Tell the scheduler what a step like this costs: its pass, and what was moved beside it."""

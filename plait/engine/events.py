@@ -23,6 +23,8 @@ class Pace:
 
     def is_due(self, event: Event) -> bool:
         """Whether what has gathered is told, now that this event has come."""
+        if event.prompt_progress is not None:
+            return True  # it has no tokens: nothing has gathered, and the first one still comes at once
         self._missing -= len(event.token_ids)
         is_last = event.finish_reason is not None
         if self._missing > 0 and not is_last and event.prompt_logprobs is None:

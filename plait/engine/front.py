@@ -139,16 +139,17 @@ class Front:
         params: SamplingParams,
         *,
         add_special: bool = True,
+        allow_special: bool = False,
         terms: Terms = NO_TERMS,
     ) -> Request:
-        """A request the engine can take. Tokenizes, resolves defaults, checks every limit.
+        """A request the engine can take. Tokenizes, as `encode` does, resolves defaults, checks every limit.
 
         With `best_of` the engine generates that many choices, with log-probabilities: the request's `n` is
         `best_of`, and whoever reads its stream ranks them by `params`. Raises InvalidField (token ids the
         model does not have, an empty prompt, text without a tokenizer), ContextTooLong with both numbers, and
         BadGrammar.
         """
-        ids = self._token_ids(prompt, add_special)
+        ids = self._token_ids(prompt, add_special, allow_special)
         self._check_ids(ids)
         grammar = grammar_from({"structured_outputs": params.structured_outputs})
         params = replace(params.resolved(self.generation_config), structured_outputs=None)
@@ -286,10 +287,12 @@ class Front:
         if self.grammars:
             self.grammars.close()
 
-    def _token_ids(self, prompt: str | Sequence[int], add_special: bool) -> tuple[int, ...]:
+    def _token_ids(
+        self, prompt: str | Sequence[int], add_special: bool, allow_special: bool
+    ) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return tuple(prompt)
-        ids = self.encode(prompt, add_special=add_special)
+        ids = self.encode(prompt, add_special=add_special, allow_special=allow_special)
         if self.tokenizer and (bad := [i for i in ids if i >= self.spec.vocab_size]):
             raise InvalidField(
                 f"prompt: the vocabulary {self.tokenizer.name} writes it with token {bad[0]}, and this model "

@@ -47,7 +47,7 @@ class Delta:
     the token id that ended it. `num_tokens`: output tokens so far, end-of-generation not counted.
     `embedding`: the hidden state, in the one delta of a request that asked for it. `parts`: content, thinking
     and calls in their order, of a stream with a reader; `text` is the content. `num_reasoning_tokens`: how
-    many of the output tokens so far were thinking.
+    many of the output tokens so far were thinking. `prompt_progress`: the event's, of a delta without text.
     """
 
     index: int
@@ -63,6 +63,7 @@ class Delta:
     embedding: tuple[float, ...] | None = None
     parts: tuple[Part, ...] = ()
     num_reasoning_tokens: int = 0
+    prompt_progress: tuple[int, float] | None = None
 
 
 class Choice:
@@ -90,6 +91,9 @@ class Choice:
         """What this event adds, or None if nothing can be shown yet."""
         if self.done:
             return None
+        if (progress := event.prompt_progress) is not None:
+            cached = event.num_cached_tokens
+            return Delta(self.index, "", num_cached_tokens=cached, prompt_progress=progress)
         reading, parts = self._reading, []
         for i, token_id in enumerate(event.token_ids):
             self._num_tokens += 1
@@ -291,7 +295,7 @@ class Stream:
         delta = self._choices[event.index].push(event)
         if delta and delta.finish_reason == "stop" and event.finish_reason is None:
             self._cancel_request(self.request.id, event.index)  # a stop string: the engine does not know it
-        if self._gathered:
+        if self._gathered and event.prompt_progress is None:
             return self._gathered[event.index].push(event, delta)
         return () if delta is None else (delta,)
 

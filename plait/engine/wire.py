@@ -183,9 +183,8 @@ class Frames(Generic[M]):
 
 def spoken(key: int, event: Event) -> Spoken:
     """An event as it is sent: most are a token and nothing more."""
-    is_more = (
-        event.finish_reason is not None or event.logprobs is not None or event.prompt_logprobs is not None
-    )
+    rare = (event.finish_reason, event.logprobs, event.prompt_logprobs, event.prompt_progress)
+    is_more = any(value is not None for value in rare)
     more = event if is_more else None  # a stop token, an error, a trace, an embedding come with the end
     return Spoken(key, event.index, event.token_ids, event.num_cached_tokens, more)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +35,16 @@ from plait.server import (
 )
 from plait.server.body import linger, read_object
 from plait.server.edge import REQUEST_ID_HEADER, Door, Edge, Refusal
-from plait.server.endpoint import Endpoint
+from plait.server.endpoint import Answer, Endpoint
 from plait.server.exchange import SCOPE_KEY, Exchange, called
+from plait.server.generation import until_disconnect
 from plait.server.loading import Loading
 from plait.server.metrics import exposition
 from plait.server.problems import BodyTooLarge, http_problem, json_response, problem
-from plait.server.reply import respond
+from plait.server.reply import WARNING_HEADER, respond
 from plait.server.schema import present
 from plait.server.traffic import Traffic
+from plait.server.turns import Slices, Turns
 from plait.text.grammar.fields import GRAMMAR_FIELDS
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 EXPOSED_HEADERS = (
     REQUEST_ID_HEADER,
     validate.IGNORED_HEADER,
+    WARNING_HEADER,
     "retry-after",
     "retry-after-ms",
     *limits.HEADERS,
@@ -115,6 +118,7 @@ class Service:
 
     def __init__(self, loading: Loading, config: ServerConfig, traffic: Traffic) -> None:
         self._loading, self._config, self._traffic = loading, config, traffic
+        self._turns = Turns()
         self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, "plait-grammar")
 
     def served(self, front: Front) -> str:
@@ -166,7 +170,9 @@ class Service:
                 )
             else:
                 assert answer is not None
-                response = json_response(await asyncio.to_thread(answer, front, served, body))
+                key = request.scope[SCOPE_KEY].key.name if SCOPE_KEY in request.scope else ""
+                work = self._turns.run(key, _answered(answer, front, served, body))
+                response = await until_disconnect(receive, work)
             return _reporting(response, body, endpoint.fields)
 
         return handle
@@ -210,6 +216,14 @@ class _Endpoint:
 
 def _route(path: str, handler: Handler, method: str, refusal: Refusal | None = None) -> Route:
     return Route(path, _Endpoint(handler, refusal), methods=[method])
+
+
+def _answered(answer: Answer, front: Front, served: str, body: Mapping[str, Any]) -> Slices[Response]:
+    """The response of an endpoint that generates no text; written in the same thread, off the event loop."""
+    found = answer(front, served, body)
+    if isinstance(found, Generator):
+        found = yield from found
+    return json_response(found)
 
 
 def _reporting(response: Response, body: Mapping[str, Any], fields: frozenset[str]) -> Response:

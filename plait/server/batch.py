@@ -19,6 +19,7 @@ from plait.errors import ConfigError, RequestError
 from plait.server.aliases import renamed
 from plait.server.body import decode_object
 from plait.server.generation import new_id
+from plait.server.reply import WARNING_HEADER
 from plait.server.validate import IGNORED_HEADER
 
 METHOD = "POST"
@@ -127,6 +128,8 @@ async def _answered(app: ASGIApp, line: Line) -> dict[str, Any]:
     response = {"status_code": status, "request_id": request_id, "body": answer}
     if ignored := headers.get(IGNORED_HEADER.encode()):
         response["ignored_fields"] = ignored.decode("latin-1").split(",")
+    if warning := headers.get(WARNING_HEADER.encode()):
+        response["warning"] = warning.decode("latin-1")
     return {**found, "response": response, "error": None}
 
 

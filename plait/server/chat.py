@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,6 +12,7 @@ from plait.engine import ranking
 from plait.request import ReplyShape, Request
 from plait.server import validate
 from plait.server.endpoint import Endpoint
+from plait.server.extras import Extras
 from plait.server.generation import new_id
 from plait.server.reply import Head, best, finite
 from plait.server.schema import ChatRequest, StreamOptions, field_names, typed
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from plait.engine.stream import Delta, TextLogprob
 
 FIELDS = field_names(ChatRequest)
+NO_FORM = (
+    "max_tokens ended the reply before what it must be had begun: thinking counts against max_tokens; send a "
+    "larger one, or bound thinking by thinking_token_budget"
+)
+THOUGHTS = ("reasoning_content", "reasoning")  # DeepSeek's name and vLLM's: clients read one of them
 
 
 def plan(front: Front, model: str, body: Mapping[str, Any]) -> ChatReply:
@@ -53,6 +59,7 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> ChatReply:
         has_begun=front.speech.has_begun(request.prompt_token_ids),
     )
     request = front.shaped(request, shape, wish, validate.thinking_budget(asked))
+    request = replace(request, shows_progress=asked.stream and asked.return_progress)
     with_ids = asked.return_token_ids or front.tokenizer is None
     head = Head(new_id("chatcmpl"), "chat.completion", model, front.fingerprint)
     return ChatReply(head, asked, request, with_ids)
@@ -69,7 +76,13 @@ class ChatReply:
         self._top = (asked.top_logprobs or 0) if asked.logprobs else None
         self._with_ids = with_ids
         self._n, self._is_named = asked.n, isinstance(asked.tool_choice, dict)
-        self._thoughts = asked.reasoning_field if asked.include_reasoning else None
+        named = THOUGHTS if asked.reasoning_field is None else (asked.reasoning_field,)
+        self._thoughts: Sequence[str] = named if asked.include_reasoning else ()
+        # A grammar of "tools" only says how calls are written, if there are any.
+        self._is_demanded = request.grammar is not None and request.grammar.param != "tools"
+        self.warning = ""
+        once = {"prompt_token_ids": request.prompt_token_ids} if with_ids else {}
+        self.extras = Extras(asked, self.requests, once)
         self._choices = [_Choice() for _ in range(request.params.n)]
         self._begun: set[int] = set()
 
@@ -78,6 +91,8 @@ class ChatReply:
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             found.append(self._chunk(delta, {"role": "assistant", "content": ""}))
+        elif delta.prompt_progress is not None:
+            found.append(self._chunk(delta, {}))
         more = {"token_ids": list(delta.token_ids)} if self._with_ids else {}
         logprobs = self._logprobs(delta.logprobs or ())
         pieces = self._pieces(delta)
@@ -94,7 +109,7 @@ class ChatReply:
         return found
 
     def add(self, i: int, delta: Delta) -> None:
-        self._choices[delta.index].add(delta, shows=self._thoughts is not None or not _is_hidden(delta))
+        self._choices[delta.index].add(delta, shows=bool(self._thoughts) or not _is_hidden(delta))
 
     def choices(self) -> list[dict[str, Any]]:
         is_ranked = len(self._choices) > self._n
@@ -108,10 +123,12 @@ class ChatReply:
         return [piece for piece in pieces if piece]
 
     def _thought(self, part: Reasoning) -> dict[str, Any]:
-        return {self._thoughts: part.text} if self._thoughts else {}
+        return dict.fromkeys(self._thoughts, part.text)
 
     def _end(self, choice: _Choice, reason: str, stop_reason: int | str | None) -> dict[str, Any]:
         """OpenAI says "stop" when the call was the one that was named."""
+        if self._is_demanded and reason == "length" and choice.has_thought and not choice.says_something:
+            self.warning = NO_FORM
         is_called = reason == "stop" and choice.num_calls > 0 and not self._is_named
         return {"finish_reason": "tool_calls" if is_called else reason, "stop_reason": stop_reason}
 
@@ -137,9 +154,10 @@ class ChatReply:
 
 
 class _Choice:
-    """One choice, collected. `num_calls`: those that are whole."""
+    """One choice, collected. `num_calls`: whole ones; `says_something`: more than thinking."""
 
     def __init__(self) -> None:
+        self.has_thought = self.says_something = False
         self.text: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[_Call] = []
@@ -169,15 +187,18 @@ class _Choice:
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     def count(self, delta: Delta) -> None:
+        for part in delta.parts or (Content(delta.text),):
+            self.has_thought |= isinstance(part, Reasoning)
+            self.says_something |= isinstance(part, CallStart) or bool(_said(part).strip())
         self.num_calls += sum(isinstance(part, CallEnd) and part.complete for part in delta.parts)
 
-    def message(self, thoughts: str | None) -> dict[str, Any]:
-        """Without calls there is no `tool_calls`, without thinking no field `thoughts`; None: never."""
+    def message(self, thoughts: Sequence[str]) -> dict[str, Any]:
+        """Without calls there is no `tool_calls`, without thinking none of the fields `thoughts`."""
         text, reasoning = "".join(self.text), "".join(self.reasoning)
         found: dict[str, Any] = {"role": "assistant", "content": text or (None if self.calls else "")}
         found["refusal"] = None
-        if reasoning and thoughts:
-            found[thoughts] = reasoning
+        if reasoning:
+            found |= dict.fromkeys(thoughts, reasoning)
         if self.calls:
             found["tool_calls"] = [call.body() for call in self.calls]
         return found
@@ -203,6 +224,10 @@ def _piece(part: Part) -> dict[str, Any]:
         case Arguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
     return {"content": part.text} if isinstance(part, Content) else {}
+
+
+def _said(part: Part) -> str:
+    return part.text if isinstance(part, Content) else ""
 
 
 def _is_hidden(delta: Delta) -> bool:

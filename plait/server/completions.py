@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from plait.engine import ranking
@@ -10,6 +11,7 @@ from plait.errors import InvalidField
 from plait.request import Request
 from plait.server import validate
 from plait.server.endpoint import Endpoint
+from plait.server.extras import Extras
 from plait.server.generation import new_id
 from plait.server.reply import Head, best, finite
 from plait.server.schema import CompletionRequest, StreamOptions, field_names, typed
@@ -37,12 +39,10 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> CompletionReply:
             f"prompt: {len(prompts)} prompts are more than this server takes at once; send {front.max_open}"
         )
         raise InvalidField(f"{text} at most, or serve with a larger --max-waiting", "prompt")
-    special = asked.add_special_tokens
-    if asked.parse_special:
-        read = {"add_special": special, "allow_special": True}
-        prompts = [list(front.encode(p, **read)) if isinstance(p, str) else p for p in prompts]
-    prepared = (front.prepare(p, params, add_special=special, terms=terms) for p in prompts)
-    requests = [front.held(request, wish) for request in prepared]
+    read = {"add_special": asked.add_special_tokens, "allow_special": asked.parse_special}
+    prepared = (front.prepare(p, params, terms=terms, **read) for p in prompts)
+    shows = asked.stream and asked.return_progress
+    requests = [replace(front.held(request, wish), shows_progress=shows) for request in prepared]
     head = Head(new_id("cmpl"), "text_completion", model, front.fingerprint)
     return CompletionReply(front.tokenizer, head, asked, requests)
 
@@ -58,6 +58,7 @@ class CompletionReply:
         self.head, self.requests, self.stream = head, requests, asked.stream
         self._n, self._is_ranked = asked.n, requests[0].params.n > asked.n
         self.told = asked.stream_options or StreamOptions()
+        self.extras, self.warning = Extras(asked, requests), ""
         prompts = validate.prompts(asked.prompt, asked.n)
         self._prompts = [_Prompt(tokenizer, p, r, asked) for p, r in zip(prompts, requests, strict=True)]
 
@@ -94,7 +95,8 @@ class _Prompt:
         asked: CompletionRequest,
     ) -> None:
         ids = request.prompt_token_ids
-        skip_special = asked.skip_special_tokens and not asked.parse_special  # the echo shows what was sent
+        is_read = isinstance(prompt, str) and asked.parse_special
+        skip_special = asked.skip_special_tokens and not is_read  # the echo shows what was sent
         self._tokenizer, self._ids, self._skip_special = tokenizer, ids, skip_special
         self.text, self.lists = "", None if asked.logprobs is None else _no_lists()
         self._waits = asked.echo and asked.logprobs is not None
@@ -133,6 +135,9 @@ class _Prompt:
         offsets = [0] * len(self._ids)
         if self._tokenizer:
             offsets = text_offsets(self._tokenizer, self._ids, (), self._skip_special)
+            shown = self._tokenizer.decode(self._ids, skip_special=self._skip_special)
+            before = max(shown.find(self.text), 0)  # tokens that were put around the text are not in its echo
+            offsets = [max(offset - before, 0) for offset in offsets]
         lists["text_offset"] = [min(offset, len(self.text)) for offset in offsets]
         self.lists = lists
 
@@ -154,6 +159,7 @@ class _Choice:
             else None
         )
         self.score = ranking.Score()
+        self._once = {"prompt_token_ids": request.prompt_token_ids}  # vLLM's: in the first chunk of a stream
         self._begun, self._offset = False, 0
         self._text: list[str] = []
         self._lists: Lists | None = None
@@ -163,9 +169,8 @@ class _Choice:
     def piece(self, delta: Delta) -> dict[str, Any] | None:
         """The next chunk of this choice, or None if nothing new can be shown."""
         text, lists = self._new(delta)
-        shows = (
-            text or delta.finish_reason or (lists and lists["tokens"]) or (self._with_ids and delta.token_ids)
-        )
+        new = (text, delta.finish_reason, delta.prompt_progress, lists and lists["tokens"])
+        shows = any(new) or (self._with_ids and delta.token_ids)
         return self._body(text, lists, delta.token_ids, _end(delta)) if shows else None
 
     def keep(self, delta: Delta) -> None:
@@ -187,7 +192,11 @@ class _Choice:
         self, text: str, lists: Lists | None, ids: Sequence[int], end: Mapping[str, Any]
     ) -> dict[str, Any]:
         body = {"index": self._index, "text": text, "logprobs": lists, **end}
-        return {**body, "token_ids": list(ids)} if self._with_ids else body
+        if self._with_ids:
+            body["token_ids"] = list(ids)
+            body |= self._once
+            self._once = {}
+        return body
 
     def _new(self, delta: Delta) -> tuple[str, Lists | None]:
         text, lists = delta.text, None

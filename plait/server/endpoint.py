@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from plait.server.outcome import Outcome
 from plait.server.problems import Problem
 from plait.server.reply import Reply
+from plait.server.turns import Slices
 
 if TYPE_CHECKING:
     from plait.engine.front import Front
 
 Plan = Callable[["Front", str, Mapping[str, Any]], Reply]
-Answer = Callable[["Front", str, Mapping[str, Any]], dict[str, Any]]
+Answer = Callable[["Front", str, Mapping[str, Any]], dict[str, Any] | Slices[dict[str, Any]]]
 Shape = Callable[["Front", str, Mapping[str, Any]], Outcome]
 
 
@@ -24,8 +25,8 @@ class Endpoint:
 
     Called with the model, the name it is served under, and the body without its nulls. `plan` makes a reply
     that is generated, whole or streamed, and `outcome` one of another shape than OpenAI's completions;
-    `answer` computes a JSON object, in a thread. One of the three is there. `refusal`: the body of an error,
-    if it is not OpenAI's.
+    `answer` computes a JSON object in a thread, in slices if it is a generator (`turns`). One of the three is
+    there. `refusal`: the body of an error, if it is not OpenAI's.
     """
 
     path: str

@@ -7,14 +7,14 @@ import contextlib
 import contextvars
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive
 
 from plait.errors import Cancelled, EngineError, QueueFull
-from plait.request import Request
+from plait.request import Request, RequestTrace
 from plait.server.problems import NotReady
 
 if TYPE_CHECKING:
@@ -72,6 +72,11 @@ class Generation:
         async for item in self._deltas:
             yield item
         self._finished = True
+
+    def traces(self) -> Iterator[RequestTrace | None]:
+        """How the choices went that have ended, as far as the engine has said so."""
+        for stream in self._streams:
+            yield from stream.traces.values()
 
     async def close(self) -> None:
         """Cancel what still runs. May be called at any time, and twice."""

@@ -65,7 +65,7 @@ _TRANSLATED = frozenset(
         *("messages", "tools", "tool_choice", "parallel_tool_calls", "n", "best_of", "stop", "stream"),
         *("stream_options", "max_completion_tokens", "logprobs", "top_logprobs", "return_token_ids"),
         *("response_format", "reasoning_effort", "thinking_token_budget", "reasoning_field"),
-        *("add_generation_prompt", "continue_final_message"),
+        *("add_generation_prompt", "continue_final_message", "timings_per_token", "return_progress"),
     }
 )
 _PASSED = chat.FIELDS - _TRANSLATED
@@ -166,6 +166,10 @@ class Messages:
         self._model, self._reply, self._blocks = model, reply, Blocks()
         self.requests, self.stream = reply.requests, stream
         self._id = new_id("msg", "_")
+
+    @property
+    def warning(self) -> str:
+        return self._reply.warning
 
     def add(self, i: int, delta: Delta) -> None:
         for _ in self._steps(delta):

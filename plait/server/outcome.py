@@ -13,7 +13,7 @@ from starlette.types import Receive
 from plait.request import Request
 from plait.server.generation import Generation, planned, until_disconnect
 from plait.server.problems import Problem, json_response
-from plait.server.reply import Usage
+from plait.server.reply import WARNING_HEADER, Usage
 from plait.server.sse import EventStream, Framing, named_frame
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ class Outcome(Protocol):
     def requests(self) -> Sequence[Request]: ...
     @property
     def stream(self) -> bool: ...
+    @property
+    def warning(self) -> str:
+        """What went wrong although the request was answered; "". Known with the body."""
+        ...
 
     def add(self, i: int, delta: Delta) -> None:
         """Keep this delta of request `i` for `body`."""
@@ -60,7 +64,7 @@ class Outcome(Protocol):
 class Whole:
     """The half of `Outcome` that a response without a stream needs not think about."""
 
-    stream = False
+    stream, warning = False, ""
 
     def begin(self) -> Iterable[Event]:
         return ()
@@ -107,7 +111,8 @@ async def _respond(
                 outcome.add(first + i, delta)
         finally:
             await generation.close()
-    return json_response(await asyncio.to_thread(outcome.body, usage))
+    body = await asyncio.to_thread(outcome.body, usage)
+    return json_response(body, headers={WARNING_HEADER: outcome.warning} if outcome.warning else {})
 
 
 async def _streamed(front: Front, outcome: Outcome, usage: Usage, interval: int) -> Response:

@@ -53,6 +53,29 @@ class Usage(msgspec.Struct, kw_only=True, frozen=True):
     completion_tokens_details: CompletionTokensDetails
 
 
+class Timings(msgspec.Struct, kw_only=True, frozen=True):
+    """llama.cpp's, with `timings_per_token`: `cache_n` tokens of the prompt were found computed already."""
+
+    cache_n: Count
+    prompt_n: Count
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: Count
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
+class PromptProgress(msgspec.Struct, kw_only=True, frozen=True):
+    """llama.cpp's, with `return_progress`: `processed` of `total` tokens are done, `cache` of them were."""
+
+    total: Count
+    cache: Count
+    processed: Count
+    time_ms: Count
+
+
 class CompletionLogprobs(msgspec.Struct, kw_only=True, frozen=True):
     """Parallel lists; offsets are in characters of `text`."""
 
@@ -71,6 +94,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
     token_ids: list[Count] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[Count] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True, frozen=True):
@@ -83,6 +107,8 @@ class Completion(msgspec.Struct, kw_only=True, frozen=True):
     system_fingerprint: str | None
     choices: list[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    timings: Timings | msgspec.UnsetType = msgspec.UNSET
+    prompt_progress: PromptProgress | msgspec.UnsetType = msgspec.UNSET
 
 
 class AlternativeToken(msgspec.Struct, kw_only=True, frozen=True):
@@ -147,6 +173,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True, frozen=True):
     system_fingerprint: str | None
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[Count] | msgspec.UnsetType = msgspec.UNSET
+    timings: Timings | msgspec.UnsetType = msgspec.UNSET
 
 
 class FunctionCallDelta(msgspec.Struct, kw_only=True, frozen=True):
@@ -183,7 +211,10 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ChatChunk(msgspec.Struct, kw_only=True, frozen=True):
-    """One event of a chat's stream. With include_usage, the last one has no choices and has the usage."""
+    """One event of a chat's stream. With include_usage, the last one has no choices and has the usage.
+
+    `warning`: what a whole reply has in the header x-plait-warning, in the last chunk of a choice.
+    """
 
     id: Annotated[str, msgspec.Meta(pattern="^chatcmpl-[A-Za-z0-9_-]+$")]
     object: Literal["chat.completion.chunk"]
@@ -192,6 +223,10 @@ class ChatChunk(msgspec.Struct, kw_only=True, frozen=True):
     system_fingerprint: str | None
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[Count] | msgspec.UnsetType = msgspec.UNSET
+    timings: Timings | msgspec.UnsetType = msgspec.UNSET
+    prompt_progress: PromptProgress | msgspec.UnsetType = msgspec.UNSET
+    warning: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
@@ -207,19 +242,27 @@ class ModelList(msgspec.Struct, kw_only=True, frozen=True):
     data: list[ModelCard]
 
 
+class Piece(msgspec.Struct, kw_only=True, frozen=True):
+    """A token. `piece`: its text, or its bytes where they are no characters."""
+
+    id: Count
+    piece: str | list[Count]
+
+
 class Tokens(msgspec.Struct, kw_only=True, frozen=True):
-    """The reply of /tokenize."""
+    """The reply of /tokenize; with pieces `tokens` holds objects."""
 
     count: Count
     max_model_len: Count
-    tokens: list[Count]
+    tokens: list[Count | Piece]
     token_strs: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Text(msgspec.Struct, kw_only=True, frozen=True):
-    """The reply of /detokenize."""
+    """The reply of /detokenize; llama.cpp calls the same text `content`."""
 
     prompt: str
+    content: str
 
 
 class Health(msgspec.Struct, kw_only=True, frozen=True):

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from plait.request import Request
+from plait.server.extras import Extras
 from plait.server.generation import Generation, planned, until_disconnect
 from plait.server.problems import json_response
 from plait.server.schema import StreamOptions
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from plait.engine.front import Front
     from plait.engine.stream import Delta, TextLogprob
 
+WARNING_HEADER = "x-plait-warning"
 LOGPROB_FLOOR = -9999.0  # JSON has no -inf
 
 
@@ -59,6 +61,12 @@ class Reply(Protocol):
     def stream(self) -> bool: ...
     @property
     def told(self) -> StreamOptions: ...
+    @property
+    def extras(self) -> Extras: ...
+    @property
+    def warning(self) -> str:
+        """What went wrong although the request was answered; ""."""
+        ...
 
     def chunks(self, i: int, delta: Delta) -> list[dict[str, Any]]:
         """The choices of chunks that this delta of request `i` completes, one chunk each."""
@@ -128,13 +136,15 @@ async def _respond(
             return EventStream(_bodies(reply, generation, usage), generation.close)
         async for i, delta in generation:
             usage.add(i, delta)
+            reply.extras.add(i, delta)
             reply.add(i, delta)
     except BaseException:
         await generation.close()
         raise
     await generation.close()
-    body = reply.head.body(reply.head.kind, reply.choices(), usage=usage.body())
-    return json_response(body)
+    more = reply.extras.of_whole(generation.traces())
+    body = reply.head.body(reply.head.kind, reply.choices(), usage=usage.body(), **more)
+    return json_response(body, headers={WARNING_HEADER: reply.warning} if reply.warning else {})
 
 
 async def _bodies(reply: Reply, generation: Generation, usage: Usage) -> AsyncIterator[Mapping[str, Any]]:
@@ -142,10 +152,14 @@ async def _bodies(reply: Reply, generation: Generation, usage: Usage) -> AsyncIt
     more: dict[str, Any] = {"usage": None} if told.include_usage else {}
     async for i, delta in generation:
         usage.add(i, delta)
+        reply.extras.add(i, delta)
         if told.continuous_usage_stats:
             more = {"usage": usage.body()}
         for choice in reply.chunks(i, delta):
-            yield reply.head.body(reply.chunk_kind, [choice], **more)
+            extra = reply.extras.of_chunk(i, delta)
+            if choice["finish_reason"] is not None and reply.warning:
+                extra["warning"] = reply.warning
+            yield reply.head.body(reply.chunk_kind, [choice], **more, **extra)
     if told.include_usage:
         yield reply.head.body(reply.chunk_kind, [], usage=usage.body())
 

@@ -88,7 +88,7 @@ _TRANSLATED = frozenset(
     {
         *("messages", "n", "best_of", "stream", "stream_options", "max_tokens", "max_completion_tokens"),
         *("logprobs", "top_logprobs", "response_format", "reasoning_effort", "return_token_ids"),
-        "reasoning_field",
+        *("reasoning_field", "timings_per_token", "return_progress"),
     }
 )
 _PASSED = chat.FIELDS - _TRANSLATED
@@ -170,6 +170,10 @@ class Responses:
         self._head = _head(model, asked, reply.requests[0])
         self._ids: list[str] = []
         self._sent = 0
+
+    @property
+    def warning(self) -> str:
+        return self._reply.warning
 
     def add(self, i: int, delta: Delta) -> None:
         for _ in self._steps(delta):

@@ -22,8 +22,10 @@ class Sampling(msgspec.Struct, kw_only=True, frozen=True):
     """What both kinds of generation take. Defaults are what absence means; None: the model decides.
 
     `cache_salt` and `priority` are vLLM's. `timeout_s`, in seconds, is ours: servers have no common field for
-    it, and the `timeout` of OpenAI's clients never leaves the client. What the reply must be is said in one
-    of the fields from `response_format` on: OpenAI's, vLLM's, llama.cpp's, Ollama's (`text.grammar.fields`).
+    it, and the `timeout` of OpenAI's clients never leaves the client. `timings_per_token` (of a stream: with
+    every chunk) and `return_progress` (of a stream alone) are llama.cpp's. What the reply must be is said in
+    one of the fields from `response_format` on: OpenAI's, vLLM's, llama.cpp's, Ollama's
+    (`text.grammar.fields`).
     """
 
     model: str | None = None
@@ -49,6 +51,8 @@ class Sampling(msgspec.Struct, kw_only=True, frozen=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    timings_per_token: bool = False
+    return_progress: bool = False
     cache_salt: str | None = None
     priority: int = 0
     timeout_s: float | None = None
@@ -67,14 +71,14 @@ class CompletionRequest(Sampling, kw_only=True, frozen=True):
     """POST /v1/completions. `prompt`: text, token ids, or a list of either.
 
     `parse_special`, llama.cpp's: what looks like a control token in the prompt is that token, as in a prompt
-    that a chat template wrote. Without it such text is text: it may be a user's.
+    that a chat template wrote. False: such text is text, for prompts that hold what a user wrote.
     """
 
     prompt: str | list[Any]
     echo: bool = False
     logprobs: int | None = None
     add_special_tokens: bool = True
-    parse_special: bool = False
+    parse_special: bool = True
 
 
 class ChatRequest(Sampling, kw_only=True, frozen=True):
@@ -82,8 +86,9 @@ class ChatRequest(Sampling, kw_only=True, frozen=True):
 
     `reasoning_effort`: "none", or what the model's template knows. `thinking_token_budget`: tokens of
     thinking, after which its end is written; -1: no limit. `include_reasoning` False: thinking is left out of
-    the answer; `reasoning_field`: what its field is called there. `continue_final_message`: the reply goes on
-    from the last message, the assistant's; without it `add_generation_prompt` is true unless said otherwise.
+    the answer; `reasoning_field`: the one name it has there, None: both. `continue_final_message`: the reply
+    goes on from the last message, the assistant's; without it `add_generation_prompt` is true unless said
+    otherwise.
     """
 
     messages: list[dict[str, Any]]
@@ -92,7 +97,7 @@ class ChatRequest(Sampling, kw_only=True, frozen=True):
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     include_reasoning: bool = True
-    reasoning_field: Literal["reasoning_content", "reasoning"] = "reasoning_content"
+    reasoning_field: Literal["reasoning_content", "reasoning"] | None = None
     thinking_token_budget: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -102,13 +107,20 @@ class ChatRequest(Sampling, kw_only=True, frozen=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
-    """POST /tokenize: a prompt, or messages through the chat template, with what its prompt depends on."""
+    """POST /tokenize: a prompt, or messages through the chat template, with what its prompt depends on.
+
+    `content` and `with_pieces` are llama.cpp's: a prompt without the tokens around it unless
+    `add_special_tokens` says so, and tokens as objects of `id` and `piece`. `parse_special` as for
+    /v1/completions.
+    """
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
     messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-    parse_special: bool = False
+    with_pieces: bool = False
+    add_special_tokens: bool | None = None
+    parse_special: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     return_token_strs: bool = False

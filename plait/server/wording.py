@@ -19,6 +19,8 @@ _SAYS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "parallel_tool_calls": (True,),
     "return_token_ids": (False,),
+    "timings_per_token": (False,),
+    "return_progress": (False,),
     "reasoning_field": ("reasoning_content",),
     "thinking_token_budget": (-1,),
     "add_generation_prompt": (True,),

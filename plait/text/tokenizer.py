@@ -7,7 +7,7 @@ without a token is a hole that decodes to nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
@@ -70,6 +70,14 @@ class Engine(Protocol):
     def has_token(self, token_id: int) -> bool:
         """Whether `token_bytes` finds something, at less cost."""
         ...
+
+
+def joined_text(tokenizer: Tokenizer, pieces: Iterable[bytes]) -> str:
+    """The text that the bytes of tokens make from its start. Never raises: broken UTF-8 is U+FFFD."""
+    joined = b"".join(pieces)
+    if tokenizer.strips_first_space:
+        joined = joined.removeprefix(b" ")
+    return joined.decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +168,7 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of ids from the start of a text. Never raises: holes are empty, broken UTF-8 is U+FFFD."""
         shown = (i for i in ids if not (skip_special and i in self.specials.ids))
-        joined = b"".join(map(self.token_bytes, shown))
-        if self.strips_first_space:
-            joined = joined.removeprefix(b" ")
-        return joined.decode("utf-8", "replace")
+        return joined_text(self, map(self.token_bytes, shown))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for in running text; empty for a hole."""

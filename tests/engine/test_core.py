@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -78,6 +79,22 @@ def test_random_cancels_leave_nothing_behind_and_disturb_nobody(seed: int) -> No
         assert tokens == oracle(prompt, 12)[: len(tokens)]
         if f"r{i}" not in cancelled:
             assert len(tokens) == 12
+
+
+def test_how_far_a_prompt_is_is_told_after_each_of_its_chunks_and_never_behind_its_first_token() -> None:
+    e, reader = engine(max_num_batched_tokens=16), Reader()
+    e.submit(replace(request("r", range(40), n=2), shows_progress=True), reader)
+    e.submit(request("silent", range(40)), reader)
+    finish(e)
+    events = reader.events["r", 0]
+    shown = [event.prompt_progress for event in events if event.prompt_progress is not None]
+    assert len(shown) >= 3
+    assert [num_done for num_done, _ in shown] == sorted({num_done for num_done, _ in shown})
+    assert shown[-1][0] == 40
+    assert all(seconds >= 0 for _, seconds in shown)
+    assert all(event.prompt_progress is None for event in events[len(shown) :])
+    for key in (("r", 1), ("silent", 0)):
+        assert all(event.prompt_progress is None for event in reader.events[key])
 
 
 def test_choices_are_sequences_with_seeds_of_their_own() -> None:

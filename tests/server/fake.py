@@ -6,6 +6,7 @@ A prompt may ask for trouble: `SLOW` takes 10 ms for each token, `HANG` says not
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,8 @@ from plait.text.probe import CallsTaken
 BOS, EOS, TURN = 256, 257, 258
 VOCAB_SIZE, CONTEXT, HIDDEN_SIZE = 259, 2048, 8
 NAMES = {BOS: "<bos>", EOS: "<eos>", TURN: "<turn>"}
+_IDS = {name: i for i, name in NAMES.items()}
+_NAMED = re.compile(f"({'|'.join(_IDS)})")
 
 
 class ByteTokenizer:
@@ -31,7 +34,9 @@ class ByteTokenizer:
     add_bos, strips_first_space = True, False
 
     def encode(self, text: str, *, add_special: bool = True, allow_special: bool = False) -> list[int]:
-        return ([BOS] if add_special else []) + list(text.encode())
+        parts = _NAMED.split(text) if allow_special else [text]
+        ids = [i for part in parts for i in ([_IDS[part]] if part in _IDS else part.encode())]
+        return ([BOS] if add_special else []) + ids
 
     def encode_parts(self, parts: Sequence[int | str]) -> list[int]:
         return [i for part in parts for i in ([part] if isinstance(part, int) else part.encode())]
@@ -121,6 +126,9 @@ class EchoLoop:
             return index in self.open.get(request.id, ())
 
     def _run(self, request: Request, text: bytes, on_event: Callable[[Event], None]) -> None:
+        num_prompt = len(request.prompt_token_ids)
+        for num_done in (num_prompt // 2, num_prompt) if request.shows_progress else ():
+            on_event(Event(request.id, 0, num_cached_tokens=1, prompt_progress=(num_done, 0.25)))
         for step in range(request.params.max_tokens + 1):
             for index in range(request.params.n):
                 if self._runs(request, index):

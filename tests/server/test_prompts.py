@@ -23,7 +23,7 @@ def test_a_conversation_as_the_text_that_the_model_gets(client: Client) -> None:
     assert answer.status == 200, answer.body
     assert answer.json == {"prompt": "<turn>hi<turn>ho"}
     ids = client.post("/tokenize", {"messages": messages}).json["tokens"]
-    assert client.post("/detokenize", {"tokens": ids}).json == answer.json
+    assert client.post("/detokenize", {"tokens": ids}).json["prompt"] == answer.json["prompt"]
 
 
 def test_a_conversation_longer_than_the_context_can_be_looked_at(client: Client) -> None:

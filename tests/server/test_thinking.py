@@ -97,13 +97,47 @@ def test_thinking_that_is_left_out_leaves_no_tokens_either(client: Client) -> No
     assert tokens.endswith("The answer")
 
 
-def test_thinking_can_have_its_other_name(client: Client) -> None:
+def test_thinking_has_both_names(client: Client) -> None:
+    """DeepSeek's clients read `reasoning_content`, vLLM's newer ones `reasoning`."""
+    found = message(client)
+    assert found["reasoning"] == found["reasoning_content"] == "First, hm.\n\nThen."
+    thoughts = [delta for delta in deltas(client) if "reasoning" in delta]
+    assert "".join(delta["reasoning"] for delta in thoughts) == found["reasoning"]
+    assert all(delta["reasoning_content"] == delta["reasoning"] for delta in thoughts)
+
+
+def test_thinking_can_have_one_name(client: Client) -> None:
     found = message(client, reasoning_field="reasoning")
     assert found["reasoning"] == "First, hm.\n\nThen."
     assert "reasoning_content" not in found
     pieces = deltas(client, reasoning_field="reasoning")
     assert "".join(delta.get("reasoning", "") for delta in pieces) == found["reasoning"]
     assert client.chat("Hello", reasoning_field="thoughts").error["param"] == "reasoning_field"
+
+
+ENDLESS = {"structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 12}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_thinking_that_took_the_place_of_a_demanded_form_is_warned_of(client: Client, path: str) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "<think>" + "a" * 40}], **ENDLESS}
+    if path == "/v1/responses":
+        asked |= {"input": asked.pop("messages"), "max_output_tokens": asked.pop("max_tokens")}
+    answer = client.post(path, asked)
+    assert answer.status == 200, answer.body
+    assert "thinking_token_budget" in answer.headers["x-plait-warning"]
+    free = client.post(path, {name: value for name, value in asked.items() if name != "structured_outputs"})
+    assert "x-plait-warning" not in free.headers
+
+
+def test_a_stream_has_that_warning_in_its_last_chunk_and_others_have_none(client: Client) -> None:
+    events = client.chat("<think>" + "a" * 40, stream=True, **ENDLESS).events
+    assert [n for n, event in enumerate(events) if "warning" in event] == [len(events) - 1]
+    assert "thinking_token_budget" in events[-1]["warning"]
+    for text in ("<think>a</think>yes, and so on", "yes, and so on and so on"):
+        answer = client.chat(text, **{**ENDLESS, "max_tokens": 20})
+        assert answer.json["choices"][0]["finish_reason"] == "length"
+        assert "x-plait-warning" not in answer.headers
 
 
 def test_usage_counts_thinking(client: Client) -> None:

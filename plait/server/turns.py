@@ -1,0 +1,98 @@
+"""Answers that are computed here, in slices: a few threads, which serve the keys by turns.
+
+Such work holds Python's interpreter, and with it the event loop of every stream. So there are few threads, a
+key has one of them at a time, and work of many tokens gives its thread back after each slice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Slices = Generator[None, None, T]  # yields between slices, returns the result
+NUM_THREADS = 2
+IDLE_S = 10.0  # after which a thread without work ends
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    work: Slices[Any]
+    done: Future[Any]
+
+    def is_done_after_a_slice(self) -> bool:
+        """Run one slice. What it returns or raises is the job's result."""
+        if self.done.cancelled():
+            self.work.close()
+            return True
+        try:
+            next(self.work)
+            return False
+        except StopIteration as end:
+            result, error = end.value, None
+        except BaseException as raised:
+            result, error = None, raised
+        if self.done.set_running_or_notify_cancel():
+            if error is None:
+                self.done.set_result(result)
+            else:
+                self.done.set_exception(error)
+        return True
+
+
+class Turns:
+    """Jobs by key. The keys' turns go round, and so do the jobs of one key. Threads start when needed."""
+
+    def __init__(self, num_threads: int = NUM_THREADS) -> None:
+        self._num_threads = num_threads
+        self._changed = threading.Condition()
+        self._waiting: dict[str, deque[_Job]] = {}  # in the order of the keys' turns
+        self._working: set[str] = set()
+        self._threads: set[threading.Thread] = set()
+
+    async def run(self, key: str, work: Slices[T]) -> T:
+        """The result of `work`, or what it raises. If this is cancelled, no more slices of it are run."""
+        job = _Job(work, Future())
+        with self._changed:
+            if len(self._threads) < self._num_threads:
+                thread = threading.Thread(target=self._serve, name="plait-turns", daemon=True)
+                self._threads.add(thread)
+                thread.start()
+            self._waiting.setdefault(key, deque()).append(job)
+            self._changed.notify()
+        result: T = await asyncio.wrap_future(job.done)
+        return result
+
+    def _serve(self) -> None:
+        while (found := self._next()) is not None:
+            key, job = found
+            is_done = job.is_done_after_a_slice()
+            with self._changed:
+                self._working.discard(key)
+                if not is_done:
+                    self._waiting.setdefault(key, deque()).append(job)
+                self._changed.notify()
+
+    def _next(self) -> tuple[str, _Job] | None:
+        """Wait for a key with a job that no other thread works for; its next turn is after all others'.
+
+        None: there was none for a while, and this thread ends.
+        """
+        with self._changed:
+            while True:
+                key = next((key for key in self._waiting if key not in self._working), None)
+                if key is not None:
+                    jobs = self._waiting.pop(key)
+                    job = jobs.popleft()
+                    if jobs:
+                        self._waiting[key] = jobs
+                    self._working.add(key)
+                    return key, job
+                if not self._changed.wait(IDLE_S):
+                    self._threads.discard(threading.current_thread())
+                    return None
