@@ -59,7 +59,8 @@ def told(client: Client, text: str, **more: Any) -> dict[str, Any]:
         message["content"] += delta.get("content") or ""
         if "reasoning_content" in delta:
             assert "content" not in delta
-            message["reasoning_content"] = message.get("reasoning_content", "") + delta["reasoning_content"]
+            for name in ("reasoning_content", "reasoning"):
+                message[name] = message.get(name, "") + delta[name]
         for piece in delta.get("tool_calls", ()):
             if "id" in piece:
                 assert piece["index"] == len(calls)
