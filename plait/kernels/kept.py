@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import secrets
 import shutil
 import stat
 import struct
@@ -229,7 +228,7 @@ class KernelFiles:
 def _write(path: Path, data: bytes) -> None:
     """All of it or nothing, in place of what was there. Raises OSError."""
     make_folder(path.parent)
-    part = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
+    part = path.with_name(f".{os.urandom(8).hex()}{PARTIAL}")
     try:
         with os.fdopen(os.open(part, _MAKE, 0o644), "wb") as file:
             file.write(data)
