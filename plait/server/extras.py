@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from plait.request import Request, RequestTrace
 from plait.server.schema import Sampling
@@ -13,6 +15,30 @@ if TYPE_CHECKING:
     from plait.engine.stream import Delta
 
 MS = 1000.0
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Timings(msgspec.Struct, kw_only=True, frozen=True):
+    """llama.cpp's, with `timings_per_token`: `cache_n` tokens of the prompt were found computed already."""
+
+    cache_n: Count
+    prompt_n: Count
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: Count
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
+class PromptProgress(msgspec.Struct, kw_only=True, frozen=True):
+    """llama.cpp's, with `return_progress`: `processed` of `total` tokens are done, `cache` of them were."""
+
+    total: Count
+    cache: Count
+    processed: Count
+    time_ms: Count
 
 
 class Extras:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from plait.server.extras import PromptProgress, Timings
+
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Logprob = Annotated[float, msgspec.Meta(le=0)]
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -51,29 +53,6 @@ class Usage(msgspec.Struct, kw_only=True, frozen=True):
     total_tokens: Count
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
-
-
-class Timings(msgspec.Struct, kw_only=True, frozen=True):
-    """llama.cpp's, with `timings_per_token`: `cache_n` tokens of the prompt were found computed already."""
-
-    cache_n: Count
-    prompt_n: Count
-    prompt_ms: float
-    prompt_per_token_ms: float
-    prompt_per_second: float
-    predicted_n: Count
-    predicted_ms: float
-    predicted_per_token_ms: float
-    predicted_per_second: float
-
-
-class PromptProgress(msgspec.Struct, kw_only=True, frozen=True):
-    """llama.cpp's, with `return_progress`: `processed` of `total` tokens are done, `cache` of them were."""
-
-    total: Count
-    cache: Count
-    processed: Count
-    time_ms: Count
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True, frozen=True):
