@@ -92,11 +92,11 @@ def opened(page: Any, url: str) -> Any:
     return page
 
 
-def said(page: Any, text: str, key: str = "Enter") -> Any:
+def said(page: Any, text: str, key: str = "Enter", patience_ms: int = 60_000) -> Any:
     """Send a text and wait for the end of the reply; returns the newest message."""
     page.fill("#draft", text)
     page.press("#draft", key)
-    expect(page.locator("#stop")).to_be_hidden()
+    expect(page.locator("#stop")).to_be_hidden(timeout=patience_ms)
     expect(page.locator(".message.live")).to_have_count(0)
     return page.locator(".message").last
 
