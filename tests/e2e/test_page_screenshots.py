@@ -69,7 +69,7 @@ def test_a_conversation_and_the_engine_at_work(chromium: Any, smol: str, folder:
         for text in ("Name three rivers of Europe.", "Write a haiku about a river."):
             said(page, text)
             page.click("#new")
-        said(page, "Write a short Python function that adds two numbers, and explain it.")
+        said(page, "Write a Python function that reverses a string, with an example.")
         page.wait_for_timeout(4000)  # so that the curves have a shape
         page.mouse.move(600, 600)
         take(page, folder, "chat")
