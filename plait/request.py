@@ -198,6 +198,7 @@ class ThinkingBudget:
     """At most `num_tokens` tokens of thinking in a reply; `closing_ids` are written then.
 
     Thinking stands between the texts `opening` and `closing`. `is_open`: the prompt ends inside of it.
+    `anywhere`: it may also begin behind content, and not only where a reply begins.
     """
 
     num_tokens: int
@@ -205,6 +206,7 @@ class ThinkingBudget:
     closing: str
     closing_ids: tuple[int, ...]
     is_open: bool = False
+    anywhere: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +215,8 @@ class ReplyShape:
 
     `tools`: those that may be called, as OpenAI writes them; `choice`: its tool_choice. `parallel`: more than
     one may be. `thinks` False: the model was told not to; `is_open`: the prompt ends inside of thinking;
-    `has_begun`: inside of content, for a model that names the channel of what it says.
+    `has_begun`: inside of content, for a model that names the channel of what it says. `may_think` False:
+    no thinking begins in the reply, as it goes on from content, or as its grammar has no place for any.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -222,6 +225,7 @@ class ReplyShape:
     thinks: bool = True
     is_open: bool = False
     has_begun: bool = False
+    may_think: bool = True
 
 
 @dataclass(frozen=True, slots=True)

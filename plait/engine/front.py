@@ -180,6 +180,8 @@ class Front:
         and InvalidField for a wish, tools or a choice of them that cannot be honoured.
         """
         grammar = self.speech.grammar(wish, shape)
+        if grammar is not None and not shape.thinks:
+            shape = replace(shape, may_think=False)
         if grammar is not None and self.grammars is not None:
             for schema in self.speech.schemas(shape):
                 self.grammars.compile(schema)

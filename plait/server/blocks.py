@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 Kind = Literal["reasoning", "text", "call"]
 What = Literal["open", "grow", "close"]
 
@@ -17,7 +19,8 @@ What = Literal["open", "grow", "close"]
 class Block:
     """A piece of a reply. `id` and `name` are a call's; `text`: its arguments then, as JSON text.
 
-    `is_whole`: it was closed by what came after it, or by a reply that ended by itself.
+    `is_whole`: it was closed by what came after it, or by a reply that ended by itself; a call: its arguments
+    are a JSON object.
     """
 
     kind: Kind
@@ -52,6 +55,16 @@ class Blocks:
         self.stop_reason: int | str | None = None
         self._open: Block | None = None
         self._call: int | None = None  # which of the reply's calls is open
+
+    @property
+    def kept(self) -> list[Block]:
+        """All but calls that are not whole: those are none."""
+        return [block for block in self.all if block.kind != "call" or block.is_whole]
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there is a call that is whole."""
+        return any(block.kind == "call" for block in self.kept)
 
     def take(self, choice: Mapping[str, Any]) -> Iterator[Step]:
         """What one chunk's choice brings."""
@@ -93,5 +106,12 @@ class Blocks:
     def _close(self, *, is_whole: bool) -> Iterator[Step]:
         if self._open is not None:
             block, self._open = self._open, None
-            block.is_whole = is_whole
+            block.is_whole = is_whole if block.kind != "call" else _is_object(block.text)
             yield Step("close", block)
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except (msgspec.DecodeError, RecursionError):
+        return False

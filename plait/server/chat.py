@@ -17,6 +17,7 @@ from plait.server.generation import new_id
 from plait.server.reply import Head, best, finite
 from plait.server.schema import ChatRequest, StreamOptions, field_names, typed
 from plait.server.tool_choice import allowed
+from plait.text.chat import num_chars
 from plait.text.grammar.fields import grammar_from
 from plait.text.tools import Arguments, CallEnd, CallStart, Content, Reasoning
 from plait.text.tools import Delta as Part
@@ -50,13 +51,15 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> ChatReply:
     options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}
     request = front.prepare_chat(asked.messages, params, terms, **options)
     begun = asked.messages[-1] if asked.continue_final_message else None
+    is_open = front.speech.is_open(request.prompt_token_ids, begun)
     shape = ReplyShape(
         tools=tools,
         choice=asked.tool_choice,
         parallel=asked.parallel_tool_calls,
         thinks=thinks,
-        is_open=front.speech.is_open(request.prompt_token_ids, begun),
+        is_open=is_open,
         has_begun=front.speech.has_begun(request.prompt_token_ids),
+        may_think=begun is None or is_open or not num_chars(begun.get("content")),
     )
     request = front.shaped(request, shape, wish, validate.thinking_budget(asked))
     request = replace(request, shows_progress=asked.stream and asked.return_progress)
@@ -154,13 +157,18 @@ class ChatReply:
 
 
 class _Choice:
-    """One choice, collected. `num_calls`: whole ones; `says_something`: more than thinking."""
+    """One choice, collected.
+
+    `calls`: all that began; `whole`: those that ended whole, which alone are shown; `says_something`: more
+    than thinking.
+    """
 
     def __init__(self) -> None:
         self.has_thought = self.says_something = False
         self.text: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[_Call] = []
+        self.whole: list[_Call] = []
         self.num_calls = 0
         self.logprobs: list[TextLogprob] = []
         self.score = ranking.Score()
@@ -179,6 +187,8 @@ class _Choice:
                     self.calls.append(_Call(call_id, name, []))
                 case Arguments(index, text):
                     self.calls[index].arguments.append(text)
+                case CallEnd(index, complete=True):
+                    self.whole.append(self.calls[index])
         self.text.append(delta.text)
         self.score.add(delta.logprobs)
         if shows:
@@ -195,12 +205,12 @@ class _Choice:
     def message(self, thoughts: Sequence[str]) -> dict[str, Any]:
         """Without calls there is no `tool_calls`, without thinking none of the fields `thoughts`."""
         text, reasoning = "".join(self.text), "".join(self.reasoning)
-        found: dict[str, Any] = {"role": "assistant", "content": text or (None if self.calls else "")}
+        found: dict[str, Any] = {"role": "assistant", "content": text or (None if self.whole else "")}
         found["refusal"] = None
         if reasoning:
             found |= dict.fromkeys(thoughts, reasoning)
-        if self.calls:
-            found["tool_calls"] = [call.body() for call in self.calls]
+        if self.whole:
+            found["tool_calls"] = [call.body() for call in self.whole]
         return found
 
 

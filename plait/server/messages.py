@@ -176,7 +176,7 @@ class Messages:
             pass
 
     def body(self, usage: Usage) -> dict[str, Any]:
-        content = [_content(block) for block in self._blocks.all]
+        content = [_content(block) for block in self._blocks.kept]
         return self._message(content, _usage(usage.body()), self._end())
 
     def begin(self) -> Iterable[Event]:
@@ -204,10 +204,10 @@ class Messages:
         return {**head, "content": content, **end, "usage": usage}
 
     def _end(self) -> dict[str, Any]:
-        """Why it ended: a stop sequence is named, and calls are calls however the chat ended."""
+        """Why it ended: a stop sequence is named, and whole calls are calls if nothing cut the reply."""
         reason, matched = self._blocks.finish_reason, self._blocks.stop_reason
         found = _STOPS.get(reason, "end_turn")
-        if found == "end_turn" and any(block.kind == "call" for block in self._blocks.all):
+        if found == "end_turn" and self._blocks.has_calls:
             found = "tool_use"
         if reason == "stop" and isinstance(matched, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": matched}
@@ -219,7 +219,7 @@ def _told(step: Step) -> Event:
     match step.what:
         case "open":
             # A call's input comes in pieces of JSON after an empty object.
-            found = {**_content(block), "input": {}} if block.kind == "call" else _content(block)
+            found = _content(block)
             return {"type": "content_block_start", "index": block.index, "content_block": found}
         case "close":
             return {"type": "content_block_stop", "index": block.index}
@@ -241,16 +241,8 @@ def _content(block: Block) -> dict[str, Any]:
             return {"type": "text", "text": block.text, "citations": None}
         case "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": ""}
-    return {"type": "tool_use", "id": block.id, "name": block.name, "input": _arguments(block.text)}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """A call's arguments. Those of a reply that was cut are no JSON, and are given as the text they are."""
-    try:
-        found = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        return {"INVALID_JSON": text}
-    return found if isinstance(found, dict) else {"INVALID_JSON": text}
+    arguments = msgspec.json.decode(block.text) if block.is_whole else {}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}
 
 
 def _usage(chat_usage: Mapping[str, Any]) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class Responses:
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "completed_at": None if is_cut else int(time.time()),
-            "output": [self._item(block) for block in self._blocks.all],
+            "output": [self._item(block) for block in self._blocks.kept],
             "usage": _usage(usage.body()),
         }
 
@@ -206,7 +206,7 @@ class Responses:
         yield self._event("error", code=problem.code, message=problem.message, param=problem.param)
         code = "rate_limit_exceeded" if problem.status == 429 else "server_error"
         error = {"code": code, "message": problem.message}
-        output = [self._item(block) for block in self._blocks.all]
+        output = [self._item(block) for block in self._blocks.kept]
         response = {**self._head, "status": "failed", "error": error, "output": output}
         yield self._event("response.failed", response=response)
 
@@ -243,7 +243,8 @@ class Responses:
             whole["logprobs"] = block.logprobs
         if block.kind == "call":
             whole["name"] = block.name
-        yield self._event(name, **whole, **at)
+        if block.kind != "call" or block.is_whole:
+            yield self._event(name, **whole, **at)
         if block.kind != "call":
             yield self._event("response.content_part.done", part=_part(block), **at)
         yield self._event("response.output_item.done", output_index=block.index, item=self._item(block))

@@ -23,6 +23,7 @@ class ReasoningFormat:
     `signs`: a chat template that holds all of them is of this kind; `tokens`: control tokens that mean it
     where no template does. `wrappers` stand around content and are passed over. `between`: what a model may
     write after its thinking. `final`: what must stand before content, where it has a marker of its own.
+    `anywhere`: thinking may also begin behind content, as every part of a reply has a marker.
     """
 
     name: str
@@ -32,6 +33,7 @@ class ReasoningFormat:
     wrappers: tuple[str, ...] = ()
     between: tuple[str, ...] = ("\n\n", "\n", "")
     final: str = ""
+    anywhere: bool = False
 
     @property
     def markers(self) -> frozenset[str]:
@@ -56,10 +58,16 @@ class ReasoningFormat:
 
     def leaves_open(self, text: str) -> bool:
         """Whether an assistant's text begins a block of thinking and does not end it."""
-        return any(
-            text.rfind(pair.opening) > max(text.rfind(other.closing) for other in self.pairs)
-            for pair in self.pairs
-        )
+        if self.anywhere:
+            closed = max(text.rfind(pair.closing) for pair in self.pairs)
+            return any(text.rfind(pair.opening) > closed for pair in self.pairs)
+        rest = text.lstrip()
+        while pair := next((pair for pair in self.pairs if rest.startswith(pair.opening)), None):
+            _, is_closed, rest = rest.partition(pair.closing)
+            if not is_closed:
+                return True
+            rest = rest.lstrip()
+        return False
 
 
 HARMONY_TURN, HARMONY_FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
@@ -72,6 +80,7 @@ REASONING: Mapping[str, ReasoningFormat] = {
             (Pair("<|think|>", "<|/think|>"), Pair("<|plan|>", "<|/plan|>")),
             signs=("<|/think|>",),
             tokens=("<|think|>", "<|/think|>", "<|plan|>", "<|/plan|>"),
+            anywhere=True,
         ),
         ReasoningFormat(
             "granite",
@@ -106,6 +115,7 @@ REASONING: Mapping[str, ReasoningFormat] = {
             ),
             between=(HARMONY_TURN,),
             final=HARMONY_FINAL,
+            anywhere=True,
         ),
     )
 }

@@ -126,12 +126,15 @@ class Speech:
 
         def parser() -> OutputParser:
             if calls is None:
-                return OutputParser(reasoning=self.reasoning, starts_open=shape.is_open)
+                return OutputParser(
+                    reasoning=self.reasoning, starts_open=shape.is_open, may_think=shape.may_think
+                )
             return calls.parser(
                 shape.tools,
                 _new_id,
                 reasoning=self.reasoning,
                 starts_open=shape.is_open,
+                may_think=shape.may_think,
                 parallel=parallel,
             )
 
@@ -173,9 +176,13 @@ class Speech:
         num_tokens = num_tokens if shape.thinks else 0
         if num_tokens is None or self.reasoning is None or self._tokenizer is None:
             return None
+        if not shape.may_think and not shape.is_open:
+            return None
         pair = self.reasoning.pairs[0]
         ids = self._tokenizer.encode(pair.closing, add_special=False, allow_special=True)
-        return ThinkingBudget(num_tokens, pair.opening, pair.closing, tuple(ids), shape.is_open)
+        return ThinkingBudget(
+            num_tokens, pair.opening, pair.closing, tuple(ids), shape.is_open, self.reasoning.anywhere
+        )
 
     def _calls(self, shape: ReplyShape) -> ToolFormat | None:
         if not shape.tools or shape.choice == "none":

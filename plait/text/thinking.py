@@ -15,6 +15,7 @@ class ThinkingWatch:
         self._budget, self._token_bytes = budget, token_bytes
         self._opening, self._closing = budget.opening.encode(), budget.closing.encode()
         self._is_open, self._used, self._tail = budget.is_open, 0, b""
+        self._may_begin = True  # nothing but thinking and white space so far
         self._due: tuple[int, ...] = ()
         self._demand()
 
@@ -40,6 +41,12 @@ class ThinkingWatch:
 
     def _turn(self) -> bool:
         """Take the next marker out of the text, if it is there: thinking begins or ends."""
+        if not self._is_open and not self._budget.anywhere:
+            self._tail = self._tail.lstrip() if self._may_begin else b""
+            goes_on = self._tail[: len(self._opening)] == self._opening[: len(self._tail)]
+            self._may_begin = self._may_begin and goes_on
+            if not self._may_begin:
+                return False
         _, marker, rest = self._tail.partition(self._closing if self._is_open else self._opening)
         if marker:
             self._is_open, self._tail = not self._is_open, rest

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import OpenAI
 
+from plait.text.tools.json_reading import is_json
 from tests.server.conftest import Client, serving
 from tests.server.fake import fake_front
 from tests.server.real_engine import engine_front
@@ -77,9 +78,15 @@ def told(client: Client, text: str, **more: Any) -> dict[str, Any]:
 
 
 def without_ids(choice: dict[str, Any]) -> tuple[Any, ...]:
+    """Of a stream only the calls that are whole, as of a reply that is not streamed."""
     message = dict(choice["message"])
-    calls = [call["function"] for call in message.pop("tool_calls", ())]
-    return message, calls, choice["finish_reason"]
+    found = [call["function"] for call in message.pop("tool_calls", ())]
+    calls = [call for call in found if is_json(call["arguments"])]
+    return (
+        {**message, "content": message["content"] or (None if calls else "")},
+        calls,
+        choice["finish_reason"],
+    )
 
 
 def test_a_call_is_a_message_without_content(client: Client) -> None:
@@ -152,8 +159,7 @@ def test_what_is_streamed_is_what_is_answered_whole(
     streamed, answered = told(client, text, **more), whole(client, text, **more)
     assert without_ids(streamed) == without_ids(answered)
     for call in answered["message"].get("tool_calls", ()):
-        if answered["finish_reason"] == "tool_calls" and len(answered["message"]["tool_calls"]) == 1:
-            json.loads(call["function"]["arguments"])
+        assert isinstance(json.loads(call["function"]["arguments"]), dict)
 
 
 def test_no_marker_is_ever_in_the_content(client: Client) -> None:
@@ -161,14 +167,35 @@ def test_no_marker_is_ever_in_the_content(client: Client) -> None:
         assert "tool_call" not in (event["choices"][0]["delta"].get("content") or "")
 
 
-def test_a_call_that_is_cut_off_says_so_and_stays_what_it_was(client: Client) -> None:
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_call_that_is_cut_off_is_none_and_says_so(client: Client, parallel: bool) -> None:
     text = said_call("weather", PARIS)
     for length in range(1, len(text)):
-        choice = whole(client, text, max_tokens=length)
-        if choice["finish_reason"] == "length":
-            calls = choice["message"].get("tool_calls", [])
-            assert all(PARIS.startswith(call["function"]["arguments"]) for call in calls)
-            assert calls or choice["message"]["content"] == text[:length]
+        more = {"max_tokens": length, "parallel_tool_calls": parallel}
+        choice, streamed = whole(client, text, **more), told(client, text, **more)
+        is_whole = PARIS in text[:length]
+        assert len(choice["message"].get("tool_calls", [])) == is_whole
+        assert is_whole or (choice["finish_reason"], streamed["finish_reason"]) == ("length",) * 2
+        begun = '"arguments": {' in text[:length]
+        assert begun or choice["message"]["content"] == text[:length]
+        for call in streamed["message"].get("tool_calls", []):
+            assert PARIS.startswith(call["function"]["arguments"])
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_the_other_apis_take_a_call_that_is_cut_off_for_none(client: Client, parallel: bool) -> None:
+    text = said_call("weather", PARIS)
+    length, say = text.index("Par"), [{"role": "user", "content": text}]
+    schema = WEATHER["function"]["parameters"]
+    choice = {"type": "auto", "disable_parallel_tool_use": not parallel}
+    tools: list[Any] = [{"name": "weather", "input_schema": schema}]
+    asked = {"messages": say, "tools": tools, "tool_choice": choice, "max_tokens": length}
+    answer = client.post("/v1/messages", asked).json
+    assert (answer["stop_reason"], answer["content"]) == ("max_tokens", [])
+    tools = [{"type": "function", "name": "weather", "parameters": schema}]
+    more = {"max_output_tokens": length, "parallel_tool_calls": parallel}
+    answer = client.post("/v1/responses", {"input": say, "tools": tools, **more}).json
+    assert (answer["status"], answer["output"]) == ("incomplete", [])
 
 
 def test_none_means_no_call_and_a_model_that_knows_of_no_tools(

@@ -315,14 +315,22 @@ def _piece(delta: Mapping[str, str]) -> str:
     return delta.get("text") or delta.get("thinking") or delta["partial_json"]
 
 
-def test_calls_that_were_cut_are_shown_as_the_text_they_are() -> None:
+def test_a_call_that_was_cut_is_none() -> None:
     reply: Any = Scripted([*list(said())[:7], {"index": 0, "delta": {}, "finish_reason": "length"}])
     found, usage = Messages("m", False, reply), Usage(reply.requests)
     for _ in range(8):
         found.add(0, Delta(0, ""))
     body = found.body(usage)
     assert body["stop_reason"] == "max_tokens"
-    assert body["content"][-1]["input"] == {"INVALID_JSON": '{"at":'}
+    assert [block["type"] for block in body["content"]] == ["thinking", "text"]
+
+
+def test_a_call_that_broke_is_no_tool_use() -> None:
+    reply: Any = Scripted([*list(said())[:7], {"index": 0, "delta": {}, "finish_reason": "stop"}])
+    found, usage = Messages("m", True, reply), Usage(reply.requests)
+    events = [event for _ in range(8) for event in found.events(Delta(0, ""))]
+    assert [event["type"] for event in events[-3:-1]] == ["content_block_start", "content_block_delta"]
+    assert [*found.end(usage)][0]["delta"]["stop_reason"] == "end_turn"
 
 
 def test_a_forced_call_that_stops_by_itself_is_a_tool_use() -> None:

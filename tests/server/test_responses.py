@@ -300,8 +300,12 @@ def said(finish_reason: str = "tool_calls") -> Iterator[dict[str, Any]]:
     yield {"index": 0, "delta": {}, "finish_reason": finish_reason, "stop_reason": None}
 
 
-def played(asked: ResponsesRequest, finish_reason: str = "tool_calls") -> list[Mapping[str, Any]]:
-    choices = list(said(finish_reason))
+def played(
+    asked: ResponsesRequest, finish_reason: str = "tool_calls", *, without: int = 0
+) -> list[Mapping[str, Any]]:
+    """The events of a reply; `without`: so many of its last pieces never came."""
+    *pieces, end = said(finish_reason)
+    choices = [*pieces[: len(pieces) - without], end]
     reply: Any = Scripted(choices)
     found = Responses("m", asked, reply)
     usage = Usage(reply.requests)
@@ -350,9 +354,21 @@ def test_deltas_of_every_item_add_up_and_items_are_opened_and_closed_once() -> N
 
 
 def test_a_reply_that_was_cut_has_its_last_item_incomplete() -> None:
-    final = played(ResponsesRequest(input="x"), "length")[-1]["response"]
+    events = played(ResponsesRequest(input="x"), "length", without=4)
+    final = events[-1]["response"]
     assert final["status"] == "incomplete"
-    assert [item["status"] for item in final["output"]] == ["completed"] * 3 + ["incomplete"]
+    assert [item["status"] for item in final["output"]] == ["completed", "incomplete"]
+
+
+def test_a_call_that_was_cut_is_no_item_of_the_output() -> None:
+    events = played(ResponsesRequest(input="x"), "length", without=2)
+    final = events[-1]["response"]
+    assert final["status"] == "incomplete"
+    assert [item["type"] for item in final["output"]] == ["reasoning", "message"]
+    kinds = [event["type"] for event in events]
+    assert "response.function_call_arguments.delta" in kinds
+    assert "response.function_call_arguments.done" not in kinds
+    assert events[-2]["item"]["status"] == "incomplete"
 
 
 def test_a_failure_keeps_what_was_said() -> None:

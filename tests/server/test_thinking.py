@@ -228,3 +228,24 @@ def test_a_model_that_does_not_think_is_told_nothing_about_it() -> None:
         }
         answer = client.chat("Hello", chat_template_kwargs={"enable_thinking": True})
         assert (answer.status, answer.error["param"]) == (400, "chat_template_kwargs.enable_thinking")
+
+
+@pytest.mark.parametrize("text", ["So <think> begins it.", '{"tag": "<think>"}', "a</think>\n<think>b"])
+def test_a_marker_behind_content_is_content(client: Client, text: str) -> None:
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    for more in ({}, off, {**off, "response_format": {"type": "json_object"}}):
+        found = message(client, text, **more)
+        assert (found["content"], "reasoning_content" in found) == (text, False)
+        assert "".join(delta.get("content", "") for delta in deltas(client, text, **more)) == text
+
+
+def test_a_form_that_leaves_no_place_for_thinking_has_none(client: Client) -> None:
+    more = {"structured_outputs": {"choice": ["<think>a", "b"]}, "reasoning_effort": "none"}
+    assert message(client, "<think>a", **more)["content"] == "<think>a"
+
+
+def test_a_reply_that_goes_on_from_content_does_not_begin_to_think(client: Client) -> None:
+    said = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "So <think>b"}]
+    asked = {"messages": said, "continue_final_message": True}
+    found = client.post("/v1/chat/completions", asked).json["choices"][0]["message"]
+    assert "reasoning_content" not in found

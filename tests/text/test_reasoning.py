@@ -66,6 +66,27 @@ def test_thinking_that_the_token_limit_cuts_is_thinking_to_its_end() -> None:
     assert think("<think>word ").reasoning == "word "
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["So <think>b</think> it is", '{"a": "<think>"}', "x\n<think>", "<thin<think>a</think>", "- <think>\n"],
+)
+@pytest.mark.parametrize("before", ["", "<think>a</think>\n\n", " \n<think>a</think><think>b</think>"])
+def test_thinking_begins_only_where_a_reply_begins(text: str, before: str) -> None:
+    found = think(before + text)
+    assert found.content == text.rstrip() or found.content == text
+    assert found.reasoning == {"": "", "<": "a", " ": "ab"}[before[:1]]
+
+
+def test_no_thinking_begins_behind_a_call() -> None:
+    found = think(f"{CALL}\n<think>why</think>")
+    assert (found.reasoning, found.content) == ("", "<think>why</think>")
+
+
+def test_a_reply_that_goes_on_from_content_has_no_thinking() -> None:
+    found = read_every_way("hermes", "<think>a</think>", reasoning=REASONING["think"], may_think=False)
+    assert (found.reasoning, found.content) == ("", "<think>a</think>")
+
+
 def test_a_closing_marker_without_an_opening_one_is_content() -> None:
     assert think("a </think> b").content == "a </think> b"
 

@@ -14,6 +14,7 @@ from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.jinja_chat import JinjaTemplate
 from plait.text.speech import Speech
 from plait.text.thinking import ThinkingWatch
+from plait.text.tools import Content
 
 TOKENIZER = builtin_tokenizer("cl100k_base", True)
 THINKS = (
@@ -178,7 +179,7 @@ def test_a_budget_is_spent_by_thinking_alone(num_tokens: int) -> None:
     budget = speech().budget(num_tokens, ReplyShape())
     assert budget is not None
     watch = ThinkingWatch(budget, TOKENIZER.token_bytes)
-    for token_id in TOKENIZER.encode("well, then", add_special=False):
+    for token_id in TOKENIZER.encode(" \n\n\n", add_special=False):
         watch.push(token_id)
         assert watch.due == ()
     thought = TOKENIZER.encode("<think>", add_special=False, allow_special=True)
@@ -194,9 +195,9 @@ def test_a_budget_is_spent_by_thinking_alone(num_tokens: int) -> None:
     for token_id in budget.closing_ids:
         watch.push(token_id)
     assert watch.due == ()
-    for token_id in TOKENIZER.encode("done"):
+    for token_id in TOKENIZER.encode("done <think> one two three four", allow_special=True):
         watch.push(token_id)
-        assert watch.due == ()
+        assert watch.due == (), "thinking begins only where a reply begins"
 
 
 STRICT = {**TOOL, "function": {**TOOL["function"], "strict": True}}
@@ -244,3 +245,27 @@ def test_no_thinking_begins_in_the_text_beside_calls_that_are_held(
         assert accepts(compiler, grammar, text), text
     for text in ("So<think>", "So <think>b</think> it is", f"So <think>{CALL}", f"So <think>b</think>{CALL}"):
         assert not accepts(compiler, grammar, text), text
+
+
+@pytest.mark.parametrize("text", ["<think>hm</think>a<think>b", "{<think>", "a <think>"])
+def test_a_budget_does_not_end_thinking_that_never_began(text: str) -> None:
+    """The text of a string in a JSON reply may name the marker: nothing must be written into it."""
+    budget = speech().budget(0 if not text.startswith("<think>") else 100, ReplyShape())
+    assert budget is not None
+    watch = ThinkingWatch(budget, TOKENIZER.token_bytes)
+    for token_id in TOKENIZER.encode(text, add_special=False, allow_special=True):
+        watch.push(token_id)
+    assert not watch._is_open
+    assert watch.due == ()
+
+
+def test_there_is_no_budget_where_no_thinking_can_begin() -> None:
+    assert speech().budget(5, ReplyShape(may_think=False)) is None
+    assert speech().budget(5, ReplyShape(may_think=False, is_open=True)) is not None
+
+
+def test_a_reply_that_cannot_think_is_content_in_full() -> None:
+    reader = speech().reader(ReplyShape(may_think=False))
+    assert reader is not None
+    parser = reader.parser()
+    assert [*parser.push("<think>a</think>b"), *parser.finish()] == [Content("<think>a</think>b")]

@@ -159,6 +159,17 @@ def test_one_call_at_most_where_parallel_calls_are_forbidden() -> None:
     assert (found.names, found.content) == (["f"], "")
 
 
+def test_a_call_that_is_not_whole_is_not_the_one_that_is_allowed() -> None:
+    cut = '<tool_call>{"name": "f", "arguments": {"a": '
+    reader = parser("hermes", parallel=False)
+    found = gathered([*reader.push(cut), *reader.finish()])
+    assert (found.complete, reader.has_enough) == ([False], False)
+    reader = parser("hermes", parallel=False)
+    whole = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
+    found = gathered([*reader.push(f"{cut}x}}}}</tool_call>{whole}{whole}"), *reader.finish()])
+    assert (found.names, found.complete, reader.has_enough) == (["f", "search"], [False, True], True)
+
+
 def test_a_fence_after_a_bare_call_is_content() -> None:
     found = read_every_way("json", '{"name": "f", "arguments": {}}\nSee:\n```python\n1\n```')
     assert (found.names, found.content) == (["f"], "See:\n```python\n1\n```")

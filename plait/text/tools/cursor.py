@@ -14,7 +14,7 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]
 
 SPACE = " \t\r\n"
-_SPACES = re.compile(r"[ \t\r\n]+")
+SPACES = re.compile(r"[ \t\r\n]+")
 _SHORT = 256
 """The longest name or header that is read, in characters."""
 
@@ -90,7 +90,7 @@ class Cursor:
         """Takes white space and returns it."""
         taken = ""
         while (yield from self.peek()) in tuple(SPACE):
-            taken += self.run(_SPACES)
+            taken += self.run(SPACES)
         return taken
 
     def run(self, pattern: re.Pattern[str]) -> str:

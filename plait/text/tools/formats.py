@@ -64,6 +64,7 @@ class ToolFormat:
         *,
         reasoning: ReasoningFormat | None = None,
         starts_open: bool = False,
+        may_think: bool = True,
         parallel: bool = True,
     ) -> OutputParser:
         """A reader for one reply. `tools` are the request's; `make_id` gives a new id for each call.
@@ -76,6 +77,7 @@ class ToolFormat:
             tools=tool_schemas(tools),
             make_id=make_id,
             starts_open=starts_open,
+            may_think=may_think,
             most_calls=None if parallel else 1,
         )
 

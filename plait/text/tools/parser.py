@@ -9,8 +9,10 @@ What holds for every way of cutting the text into pieces:
   thinking is content only between two other pieces of content.
 - Text that began like a call and is none is content in full, its marker included. So is a call that is cut
   off or malformed before its arguments began.
-- A call that is cut off or malformed *inside* its arguments stays a call, ended with `complete=False`; what
+- A call that is cut off or malformed *inside* its arguments has begun, and ends with `complete=False`; what
   the model wrote from the first wrong character on is content, without the closing marker.
+- Thinking begins where a reply begins, also once more behind thinking, and nowhere else: its markers behind
+  content or a call are content. Formats of which every part has a marker (`anywhere`) are the exception.
 - Nothing raises, and the time is linear in the text.
 
 The text must hold the markers. Detokenizers leave control tokens out, and markers often are control tokens or
@@ -25,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.text.reasoning import ReasoningFormat
-from plait.text.tools.cursor import SPACE, Reading
+from plait.text.tools.cursor import SPACE, SPACES, Reading
 from plait.text.tools.json_calls import Body
 from plait.text.tools.reply import Content, Delta, Reply
 
@@ -85,8 +87,8 @@ class OutputParser:
     """Reads one reply. `push` its text as it comes, then `finish`; each returns what was found.
 
     `calls` None, or no tools: calls are not looked for. `reasoning` None: nor is thinking; `starts_open`: the
-    prompt ended inside it. `make_id` gives each call its id. `most_calls` is 1 where parallel calls are
-    forbidden: further ones are left out, and `has_enough` tells the caller to stop.
+    prompt ended inside it; `may_think` False: none begins. `make_id` gives each call its id. `most_calls` is
+    1 where parallel calls are forbidden: further ones are left out, and at `has_enough` the caller may stop.
     """
 
     def __init__(
@@ -97,9 +99,11 @@ class OutputParser:
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         make_id: Callable[[], str] = str,
         starts_open: bool = False,
+        may_think: bool = True,
         most_calls: int | None = None,
     ) -> None:
         self._calls = calls if tools else None
+        self._thinks_first = may_think and reasoning is not None and not reasoning.anywhere
         self._ends = {pair.opening: pair.closing for pair in reasoning.pairs} if reasoning else {}
         self._passed = frozenset(reasoning.wrappers if reasoning else ())
         self._most = most_calls
@@ -108,8 +112,9 @@ class OutputParser:
         self.markers = frozenset(self._calls.markers if self._calls else ()) | (
             reasoning.markers if reasoning else frozenset()
         )
-        self._first = Markers((*opens, *self._ends, *self._passed))
-        self._after = Markers((*opens, *self._ends, *self._passed, *closes))
+        anywhere = self._ends if may_think and reasoning is not None and reasoning.anywhere else ()
+        self._first = Markers((*opens, *anywhere, *self._passed))
+        self._after = Markers((*opens, *anywhere, *self._passed, *closes))
         self._reply = Reply(tools or {}, make_id, most_calls)
         self._may_be_bare = bool(self._calls and self._calls.bare)
         self._may_close = False
@@ -125,8 +130,8 @@ class OutputParser:
 
     @property
     def has_enough(self) -> bool:
-        """Whether as many calls as were allowed have ended, so that the rest will not be told."""
-        return self._most is not None and self.num_calls >= self._most
+        """Whether as many calls as were allowed are whole, so that the rest will not be told."""
+        return self._most is not None and self._reply.num_whole >= self._most
 
     @property
     def num_held(self) -> int:
@@ -172,8 +177,13 @@ class OutputParser:
         """Says content up to a marker, which is returned (not taken), or a bare call's first character."""
         cursor, reply = self._reply.cursor, self._reply
         while True:
+            if self._thinks_first:
+                yield from self._space()
+                for opening in self._ends:
+                    if (yield from cursor.sees(opening)):
+                        return opening
             if self._may_be_bare and self._calls:
-                reply.say((yield from cursor.space()))
+                yield from self._space()
                 first = yield from cursor.peek()
                 if first and first in self._calls.bare:
                     return first
@@ -181,12 +191,18 @@ class OutputParser:
             found = markers.find(cursor.text, cursor.at, cursor.ended)
             reply.say(cursor.take((found[0] if found else self._safe(markers)) - cursor.at))
             self._may_be_bare = self._may_be_bare and not reply.has_content
+            self._thinks_first = self._thinks_first and not reply.has_content
             if found and not self._closed(marker := cursor.text[slice(*found)]):
                 return marker
             if not found and cursor.ended:
                 return ""
             if not found:
                 yield
+
+    def _space(self) -> Reading[None]:
+        """Says the white space that comes next, if any does."""
+        while (yield from self._reply.cursor.peek()) in tuple(SPACE):
+            self._reply.say(self._reply.cursor.run(SPACES))
 
     def _closed(self, marker: str) -> bool:
         """Takes a closing marker that belongs to a call, or one that only wraps content."""
@@ -223,7 +239,7 @@ class OutputParser:
         """A call or several behind one marker, or text that only looked so."""
         cursor, reply = self._reply.cursor, self._reply
         before = reply.num_calls
-        self._may_be_bare = False
+        self._may_be_bare = self._thinks_first = False
         cursor.hold()
         marked = marker in calls.opens
         cursor.take(len(marker) if marked else 0)

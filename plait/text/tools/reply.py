@@ -76,8 +76,8 @@ class Reply:
     """Where readers of calls take text from (`cursor`) and write what they found.
 
     `tools`: name → JSON schema of the arguments, of the tools that may be called. `most_calls`: further calls
-    are read but not told. `num_calls`: how many have ended. A call is begun before it is argued, and ended
-    before the next begins.
+    are read but not told. `num_calls`: how many have ended; `num_whole`: how many of them are whole. A call
+    is begun before it is argued, and ended before the next begins.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Reply:
         self._out: list[Delta] = []
         self._blank: list[str] = []  # white space that is content only if content follows
         self._pause: list[str] = []  # the same for thinking
-        self.num_calls = self._parts = 0
+        self.num_calls = self.num_whole = self._parts = 0
         self._said = self._beside_markup = False
 
     @property
@@ -166,7 +166,8 @@ class Reply:
         if self._tells():
             self._out.append(CallEnd(self.num_calls, complete))
         self.num_calls += 1
+        self.num_whole += complete
         self.cursor.hold()
 
     def _tells(self) -> bool:
-        return self._most is None or self.num_calls < self._most
+        return self._most is None or self.num_whole < self._most
