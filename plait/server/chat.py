@@ -16,7 +16,7 @@ from plait.server.extras import Extras
 from plait.server.generation import new_id
 from plait.server.reply import Head, best, finite
 from plait.server.schema import ChatRequest, StreamOptions, field_names, typed
-from plait.server.tool_choice import allowed
+from plait.server.tool_choice import allowed, from_template_kwargs
 from plait.text.chat import num_chars
 from plait.text.grammar.fields import grammar_from
 from plait.text.tools import Arguments, CallEnd, CallStart, Content, Reasoning
@@ -38,8 +38,10 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> ChatReply:
     """Everything that can be refused before the engine is asked: renders, tokenizes. Raises RequestErrors."""
     validate.refuse(body, FIELDS)
     asked = typed(body, ChatRequest)
-    choosable, choice = allowed(asked.tools, asked.tool_choice)
-    asked = msgspec.structs.replace(asked, tools=choosable, tool_choice=choice)
+    tools, kwargs = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.speech)
+    choosable, choice = allowed(tools, asked.tool_choice)
+    more = {"chat_template_kwargs": kwargs}
+    asked = msgspec.structs.replace(asked, tools=choosable, tool_choice=choice, **more)
     params, terms, wish = validate.chat_params(asked), validate.terms(asked), grammar_from(body)
     validate.check_stream(asked, params)
     validate.check_messages(asked.messages)

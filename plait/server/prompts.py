@@ -15,7 +15,7 @@ from plait.errors import InvalidField
 from plait.server import validate
 from plait.server.endpoint import Endpoint
 from plait.server.schema import field_names, typed
-from plait.server.tool_choice import allowed
+from plait.server.tool_choice import allowed, from_template_kwargs
 
 if TYPE_CHECKING:
     from plait.engine.front import Front
@@ -42,9 +42,10 @@ def prompt_ids(front: Front, asked: TemplateRequest) -> list[int]:
     """The prompt of a chat, however long it is. Raises InvalidField and BadTemplate."""
     validate.check_messages(asked.messages)
     validate.check_template_kwargs(asked.chat_template_kwargs)
-    choosable, choice = allowed(asked.tools, asked.tool_choice)
+    listed, wishes = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.speech)
+    choosable, choice = allowed(listed, asked.tool_choice)
     validate.check_tools(choosable, choice)
-    kwargs, _ = front.speech.switched(asked.chat_template_kwargs, asked.reasoning_effort)
+    kwargs, _ = front.speech.switched(wishes, asked.reasoning_effort)
     tools: Sequence[Any] = () if choice == "none" else choosable
     options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}
     return front.render_chat(asked.messages, **options)

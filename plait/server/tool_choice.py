@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plait.errors import InvalidField
 
+if TYPE_CHECKING:
+    from plait.text.speech import Speech
+
 Tool = Mapping[str, Any]
+XML_TOOLS = "xml_tools"
 AT = "tool_choice.allowed_tools"
 
 
@@ -32,6 +36,25 @@ def allowed(tools: Sequence[Tool], choice: Any) -> tuple[list[Any], Any]:
         missing = sorted(names - known)[0]
         raise InvalidField(f"{AT}.tools: there is no tool {missing!r:.80} in tools", f"{AT}.tools")
     return kept, mode
+
+
+def from_template_kwargs(
+    tools: Sequence[Tool], kwargs: Mapping[str, Any], speech: Speech
+) -> tuple[Sequence[Tool], Mapping[str, Any]]:
+    """Tools, and the template's arguments without those of SmolLM3 that are tools.
+
+    They reach the template and the reader of calls as tools of the request do. A function may stand there by
+    itself, as in that model's own examples. Raises InvalidField.
+    """
+    found, at = kwargs.get(XML_TOOLS), f"chat_template_kwargs.{XML_TOOLS}"
+    if found is None or XML_TOOLS not in speech.variables:
+        return tools, kwargs
+    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+        raise InvalidField(f"{at}: it must be a list of tools", at)
+    if tools and found:
+        raise InvalidField(f"{at}: the request has tools already; send them in one place", at)
+    wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in found]
+    return tools or wrapped, {name: value for name, value in kwargs.items() if name != XML_TOOLS}
 
 
 def _name(tool: Any, at: str) -> str:

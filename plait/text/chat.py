@@ -14,6 +14,7 @@ from plait.text.probe import CallsTaken
 
 Message = Mapping[str, Any]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of thinking in messages of earlier turns
+TOOLS = ("tools", "xml_tools")  # under which templates read them; the second is SmolLM3's
 MAX_ARGUMENTS_DEPTH = 64
 _HEAD_ROLES = frozenset({"system", "developer"})
 
@@ -211,7 +212,7 @@ def unfinished(parts: Sequence[int | str], mark: str) -> list[int | str]:
 
 def refuse_unread(name: str, kwargs: Mapping[str, Any], tools: object, known: frozenset[str]) -> None:
     """Raises InvalidField for tools or template arguments that a template would not look at."""
-    if tools and "tools" not in known:
+    if tools and not known.intersection(TOOLS):
         raise InvalidField(f"tools: the chat template {name!r} has no place for tools", "tools")
     unknown = sorted(set(kwargs) - known)
     if unknown:

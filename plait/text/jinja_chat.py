@@ -17,7 +17,7 @@ from jinja2 import TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
 from plait.errors import BadTemplate, InvalidField
-from plait.text.chat import Message, normalized, refuse_unread, unfinished
+from plait.text.chat import TOOLS, Message, normalized, refuse_unread, unfinished
 from plait.text.probe import TOOL, CallsTaken, calls_taken
 from plait.text.sandbox import Sandbox
 from plait.text.sandbox_child import environment
@@ -49,6 +49,7 @@ class JinjaTemplate:
         self._starts = sorted({text[0] for text in self._texts if text})
         self.stop_token_ids = frozenset[int]()  # the vocabulary knows its own ends
         self._calls: CallsTaken | None = None
+        self._reads = [name for name in TOOLS if name in self.source]
 
     @property
     def source(self) -> str:
@@ -69,7 +70,8 @@ class JinjaTemplate:
         """How it takes calls of tools: some are rendered, once."""
         if self._calls is None:
             source = self._source(with_tools=True)
-            values = {**self._variables, "documents": None, "add_generation_prompt": True, "tools": [TOOL]}
+            values = {**self._variables, "documents": None, "add_generation_prompt": True}
+            values |= self._tools([TOOL])
             self._calls = calls_taken(
                 lambda messages: self._sandbox.render(source, {**values, "messages": messages})[0]
             )
@@ -95,7 +97,7 @@ class JinjaTemplate:
             raise InvalidField(
                 f"chat_template_kwargs: {taken[0]!r} is not for requests to set", "chat_template_kwargs"
             )
-        user = {"messages": plain, "tools": list(tools) if tools else None, **kwargs}
+        user = {"messages": plain, **self._tools(list(tools) if tools else None), **kwargs}
         mark = next(_unused("".join(_strings(user)))) if continue_final_message else ""
         if mark:  # where the text ends that is to go on: templates cut space only beyond it
             plain[-1]["content"] = f"{plain[-1]['content'] or ''}{mark}"
@@ -118,6 +120,10 @@ class JinjaTemplate:
     def close(self) -> None:
         """Ends the rendering process."""
         self._sandbox.close()
+
+    def _tools(self, tools: list[Any] | None) -> dict[str, Any]:
+        """Tools under each name that a template may read them by."""
+        return {name: tools for name in TOOLS if name == "tools" or name in self._reads}
 
     def _source(self, with_tools: bool) -> str:
         chosen = "tool_use" if with_tools and "tool_use" in self._sources else "default"

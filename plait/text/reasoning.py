@@ -23,6 +23,7 @@ class ReasoningFormat:
     `signs`: a chat template that holds all of them is of this kind; `tokens`: control tokens that mean it
     where no template does. `wrappers` stand around content and are passed over. `between`: what a model may
     write after its thinking. `final`: what must stand before content, where it has a marker of its own.
+    `before`: what a prompt for a new reply ends with then, if not with what is `between`.
     `anywhere`: thinking may also begin behind content, as every part of a reply has a marker.
     """
 
@@ -33,6 +34,7 @@ class ReasoningFormat:
     wrappers: tuple[str, ...] = ()
     between: tuple[str, ...] = ("\n\n", "\n", "")
     final: str = ""
+    before: tuple[str, ...] = ()
     anywhere: bool = False
 
     @property
@@ -54,7 +56,8 @@ class ReasoningFormat:
 
         Where content has a marker, a prompt for a new reply ends with what stands between messages.
         """
-        return not self.final or not any(prompt.rstrip().endswith(turn) for turn in self.between)
+        before = self.before or self.between
+        return not self.final or not any(prompt.rstrip().endswith(turn) for turn in before)
 
     def leaves_open(self, text: str) -> bool:
         """Whether an assistant's text begins a block of thinking and does not end it."""
@@ -71,6 +74,7 @@ class ReasoningFormat:
 
 
 HARMONY_TURN, HARMONY_FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
+COHERE_FINAL, COHERE_END = "<|START_RESPONSE|>", "<|END_RESPONSE|>"
 _THINK = Pair("<think>", "</think>")
 REASONING: Mapping[str, ReasoningFormat] = {
     form.name: form
@@ -87,6 +91,16 @@ REASONING: Mapping[str, ReasoningFormat] = {
             (_THINK,),
             signs=("</think>", "<response>"),
             wrappers=("<response>", "</response>"),
+        ),
+        ReasoningFormat(
+            "cohere",
+            (Pair("<|START_THINKING|>", "<|END_THINKING|>"),),
+            signs=("<|START_THINKING|>",),
+            tokens=("<|START_THINKING|>", "<|END_THINKING|>"),
+            wrappers=(COHERE_FINAL, COHERE_END),
+            between=("\n", ""),
+            final=COHERE_FINAL,
+            before=("<|CHATBOT_TOKEN|>", "<|END_THINKING|>"),
         ),
         ReasoningFormat("think", (_THINK,), signs=("</think>",), tokens=("<think>", "</think>")),
         ReasoningFormat(
@@ -120,7 +134,8 @@ REASONING: Mapping[str, ReasoningFormat] = {
     )
 }
 """`think`: DeepSeek, Qwen, Nemotron, Falcon and most others; `agent`: the agent tokens of oxidizr's
-vocabularies; `granite`: Granite 3.3, and `said` 3.2; `harmony`: gpt-oss, as the tool format of that name."""
+vocabularies; `cohere`: Command R7B and A; `granite`: Granite 3.3,
+and `said` 3.2; `harmony`: gpt-oss, as the tool format of that name."""
 
 
 def reasoning_format(

@@ -15,11 +15,11 @@ from typing import Any
 from plait.errors import InvalidField
 from plait.request import Grammar, ReplyShape, ThinkingBudget
 from plait.text.chat import ChatTemplate, Message, normalized
-from plait.text.reasoning import ReasoningFormat, reasoning_format
+from plait.text.reasoning import HARMONY_TURN, ReasoningFormat, reasoning_format
 from plait.text.tokenizer import Tokenizer
 from plait.text.tools import OutputParser, ToolFormat, as_lark, call_grammar, tool_format, tool_schemas
 from plait.text.tools.call_grammar import Json, Marker, OneOf, Part, Repeated, Structure, thinking_first
-from plait.text.tools.held import held, held_by_name, held_in_turns
+from plait.text.tools.held import held, held_by_name, held_in_turns, held_in_wrapper
 
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 _TAIL = 64  # tokens of a prompt in which a marker of thinking may stand
@@ -219,9 +219,11 @@ class Speech:
         demanded = self._call(shape, "required")
         if form is None or demanded is None or not any(_is_strict(tool) for tool in shape.tools):
             return None
+        if form.final_end:
+            return held_in_wrapper(demanded, form.syntax.opens, form.final, form.final_end)
         found = held(demanded, form.syntax.opens, self._special, self.reasoning)
         if found is None and form.final:
-            return held_in_turns(demanded, form.asides, "<|start|>assistant", form.final)
+            return held_in_turns(demanded, form.asides, HARMONY_TURN, form.final)
         if found is None:
             schemas = tool_schemas(shape.tools)
             parallel = self._may_be_several(shape)

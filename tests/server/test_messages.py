@@ -330,7 +330,7 @@ def test_a_call_that_broke_is_no_tool_use() -> None:
     found, usage = Messages("m", True, reply), Usage(reply.requests)
     events = [event for _ in range(8) for event in found.events(Delta(0, ""))]
     assert [event["type"] for event in events[-3:-1]] == ["content_block_start", "content_block_delta"]
-    assert [*found.end(usage)][0]["delta"]["stop_reason"] == "end_turn"
+    assert next(iter(found.end(usage)))["delta"]["stop_reason"] == "end_turn"
 
 
 def test_a_forced_call_that_stops_by_itself_is_a_tool_use() -> None:

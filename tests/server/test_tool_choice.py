@@ -10,7 +10,7 @@ from plait.server.tool_choice import allowed
 from tests.server.conftest import serving
 from tests.server.fake import fake_front
 from tests.server.real_engine import engine_front
-from tests.server.speaking import TOOLS, SpeakingTemplate, said_call
+from tests.server.speaking import CLOCK, TOOLS, SpeakingTemplate, said_call
 
 CLOCK_ONLY = [{"type": "function", "function": {"name": "clock"}}]
 
@@ -92,3 +92,29 @@ def test_a_strict_tool_is_no_reason_to_refuse_where_calls_have_no_marker() -> No
             answer = client.chat("Hi", tools=strict, tool_choice=choice, max_tokens=8, temperature=1, seed=5)
             assert answer.status == 200, answer.body
             assert answer.json["choices"][0]["finish_reason"] in {"stop", "length"}
+
+
+class XmlToolsTemplate(SpeakingTemplate):
+    """SmolLM3's first template reads tools under a name of its own."""
+
+    name = "xml_tools"
+    variables = frozenset({"messages", "xml_tools", "python_tools", "enable_thinking"})
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_tools_may_stand_where_smollm3_has_them(wrapped: bool) -> None:
+    template = XmlToolsTemplate()
+    text, tools = said_call("clock", "{}"), [CLOCK if wrapped else CLOCK["function"]]
+    with serving(fake_front(template=template)) as client:
+        for more in ({"chat_template_kwargs": {"xml_tools": tools}}, {"tools": [CLOCK]}):
+            choice = client.chat(text, **more).json["choices"][0]
+            assert choice["message"]["tool_calls"][0]["function"]["name"] == "clock"
+            options = template.asked[-1][1]
+            assert (options["tools"], "xml_tools" in options) == ([CLOCK], False)
+        both = client.chat(text, tools=[CLOCK], chat_template_kwargs={"xml_tools": tools})
+        assert both.error["param"] == "chat_template_kwargs.xml_tools"
+        wrong = client.chat(text, chat_template_kwargs={"xml_tools": "clock"})
+        assert wrong.error["param"] == "chat_template_kwargs.xml_tools"
+        python = {"python_tools": ["def f(): ..."]}
+        assert client.chat(text, chat_template_kwargs=python).status == 200
+        assert template.asked[-1][1]["python_tools"] == ["def f(): ..."]

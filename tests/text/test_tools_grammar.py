@@ -46,10 +46,21 @@ WRITTEN = {
         '<tool_call>\n<function=weather>\n<parameter=city>\nRom"e\n</parameter>\n'
         "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
     ),
+    "glm": (
+        '<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rom"e</arg_value>\n'
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+    ),
     "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {ONE}}}\n</tool_call>',
     "lfm2": '<|tool_call_start|>[weather(city="Rom\\"e", days=2)]<|tool_call_end|>',
     "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {ONE}}}]',
     "nemotron": f'<TOOLCALL>[{{"name": "weather", "arguments": {ONE}}}]</TOOLCALL>',
+    "minimax": f'<tool_calls>\n{{"name": "weather", "arguments": {ONE}}}\n</tool_calls>',
+    "cohere": (
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": '
+        f"{ONE}}}\n]<|END_ACTION|>"
+    ),
+    "command": f'Action: ```json\n[{{"tool_name": "weather", "parameters": {ONE}}}]\n```',
+    "glm4": f"weather\n{ONE}",
     "jamba": f'<tool_calls>[{{"name": "weather", "arguments": {ONE}}}]</tool_calls>',
     "function_tag": f"<function=weather>{ONE}</function>",
     "kimi": (
@@ -99,7 +110,7 @@ def test_nothing_but_the_demanded_call_is_let_through(name: str) -> None:
         f"Hello {written}",
         written[:-1],
         written.replace("weather", "ask"),
-        written.replace("2", '"two"' if name != "qwen_xml" else "two"),
+        written.replace("2", '"two"' if name not in {"qwen_xml", "glm"} else "two"),
         written.replace("city", "town"),
         f"{written} and more",
     ):
@@ -209,7 +220,7 @@ def test_a_call_that_is_begun_must_be_one_where_a_marker_begins_it(name: str) ->
     demanded = call_grammar(form, TOOLS, "required")
     assert demanded is not None
     structure = held(demanded, form.syntax.opens, ())
-    assert (structure is None) == (name in {"pythonic", "llama_json", "json", "phi"})
+    assert (structure is None) == (name in {"pythonic", "llama_json", "json", "phi", "glm4"})
     if structure is None:
         return
     matcher = LLMatcher(BYTES, grammar_from("lark", as_lark(structure, {})))
@@ -223,7 +234,7 @@ def test_a_call_that_is_begun_must_be_one_where_a_marker_begins_it(name: str) ->
 
     written = WRITTEN[name]
     assert all(passes(text) for text in ("", "Hello [x] <y>", written, f"Hello {written}"))
-    wrong = "two" if name == "qwen_xml" else '"two"'
+    wrong = "two" if name in {"qwen_xml", "glm"} else '"two"'
     assert not passes(f"Hello {written.replace('2', wrong)}")
     assert not passes(f"{form.syntax.opens[0]} nothing")
 

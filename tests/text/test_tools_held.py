@@ -24,7 +24,7 @@ from tests.text.replies import read_every_way
 from tests.text.test_tools_grammar import ONE, TOOLS, WRITTEN
 
 BYTES = LLTokenizer("byte")
-BARE = ("json", "llama_json", "pythonic", "phi")
+BARE = ("json", "llama_json", "pythonic", "phi", "glm4")
 TOKENIZER = builtin_tokenizer("cl100k_base", True)
 
 

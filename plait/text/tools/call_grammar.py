@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from plait.errors import InvalidField
 from plait.text.reasoning import ReasoningFormat
+from plait.text.tools.parameters import alternatives, kinds, lengths, patterns, values
 
+_MOST_COUNTED = 1000  # characters of a text that must also be free of something
 MOST_THOUGHTS = 4  # blocks of thinking before what is demanded
 
 
@@ -48,6 +50,18 @@ class FreeUntil:
 
     end: Marker | Text
     without: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Text that each of `patterns` matches in whole, up to and with the first `end`.
+
+    `closing`: what must not stand before that, if a pattern may pass over an `end` that comes too early.
+    """
+
+    end: Marker | Text
+    patterns: tuple[str, ...]
+    closing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +105,21 @@ class Repeated:
     parts: Structure
 
 
-Part = Text | Marker | Json | FreeUntil | FreeWithout | Unlike | Head | OneOf | Repeated
+Part = Text | Marker | Json | FreeUntil | Value | FreeWithout | Unlike | Head | OneOf | Repeated
 Structure = tuple[Part, ...]
+
+
+Style = Literal["json", "line", "python", "xml", "glm"]
+NUMBER = "\0"
+_BREAK = OneOf(((Text("\n"),), ()))
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
     """How a format writes calls: `opening`, then calls with `separator` between them, then `closing`.
 
-    A call is `before`, its name, `between`, its arguments written as `style`, `after`. `name_in_json`: the
-    name stands inside a JSON string.
+    A call is `before`, its name, `between`, its arguments written as `style`, `after`; `NUMBER` in one of
+    these is the call's number. `name_in_json`: the name stands inside a JSON string.
     """
 
     before: str
@@ -109,18 +128,24 @@ class Frame:
     opening: str = ""
     separator: str = ""
     closing: str = ""
-    style: Literal["json", "python", "xml"] = "json"
+    style: Style = "json"
     name_in_json: bool = False
 
 
 def json_frame(
-    opening: str = "", closing: str = "", separator: str = ", ", *, key: str = "arguments", tag: str = ""
+    opening: str = "",
+    closing: str = "",
+    separator: str = ", ",
+    *,
+    name: str = "name",
+    key: str = "arguments",
+    tag: str = "",
 ) -> Frame:
-    """Calls as JSON objects, `tag` and what closes it around each."""
+    """Calls as JSON objects, `tag` and what closes it around each. `name`, `key`: their keys."""
     ends = {"<tool_call>": "\n</tool_call>", "<|function|>": "<|/function|>"}
     begin = tag + "\n" if ends.get(tag, "").startswith("\n") else tag
     return Frame(
-        before=f'{begin}{{"name": "',
+        before=f'{begin}{{"{name}": "',
         between=f'", "{key}": ',
         after="}" + ends.get(tag, ""),
         opening=opening,
@@ -159,11 +184,15 @@ def framed(
     frame: Frame, markers: Iterable[str], schemas: Mapping[str, Mapping[str, Any]], parallel: bool
 ) -> Structure:
     """A call of one of these tools; `parallel`: further ones may follow."""
-    cut = [re.escape(marker) for marker in sorted(markers, key=len, reverse=True)]
+    cut = [re.escape(marker) for marker in (*sorted(markers, key=len, reverse=True), NUMBER)]
 
     def parts(text: str) -> Structure:
-        pieces = re.split(f"({'|'.join(cut)})", text) if cut else [text]
-        return tuple(Marker(p) if n % 2 else Text(p) for n, p in enumerate(pieces) if p)
+        pieces = re.split(f"({'|'.join(cut)})", text)
+        number = Head("[0-9]{1,3}")
+        found = (
+            (Marker(p) if n % 2 else Text(p)) if p != NUMBER else number for n, p in enumerate(pieces) if p
+        )
+        return tuple(found)
 
     calls = tuple(
         (
@@ -176,7 +205,8 @@ def framed(
         for name, schema in schemas.items()
     )
     call = OneOf(calls)
-    more: Structure = (Repeated((*parts(frame.separator), call)),) if parallel else ()
+    gap = parts(frame.separator) if frame.style != "glm" else (_BREAK,)
+    more: Structure = (Repeated((*gap, call)),) if parallel else ()
     return (*parts(frame.opening), call, *more, *parts(frame.closing))
 
 
@@ -198,7 +228,7 @@ def thinking_first(reasoning: ReasoningFormat | None, starts_open: bool, *, agai
     return (*rest, *more) if starts_open else more
 
 
-def written_arguments(style: Literal["json", "python", "xml"], schema: Mapping[str, Any]) -> Structure:
+def written_arguments(style: Style, schema: Mapping[str, Any]) -> Structure:
     """The arguments of one call, in a style of `Frame`."""
     return _STYLES[style](schema)
 
@@ -240,19 +270,66 @@ def _as_python(schema: Mapping[str, Any]) -> Structure:
 
 
 def _as_xml(schema: Mapping[str, Any]) -> Structure:
+    return _rows(schema, _xml_row)
+
+
+def _as_glm(schema: Mapping[str, Any]) -> Structure:
+    """GLM-4.5 and 4.6 break lines between all parts, GLM-4.7 breaks none."""
+    return (_BREAK, *_rows(schema, _glm_row))
+
+
+def _rows(schema: Mapping[str, Any], row: Callable[[str, Any], Structure]) -> Structure:
     required, optional = _properties(schema)
-    rows: list[Part] = [part for name, one in required for part in _row(name, one)]
-    return (*rows, *(OneOf((_row(name, one), ())) for name, one in optional))
+    rows: list[Part] = [part for name, one in required for part in row(name, one)]
+    return (*rows, *(OneOf((row(name, one), ())) for name, one in optional))
 
 
-def _row(name: str, schema: Any) -> Structure:
-    opening, end = Text(f"<parameter={name}>\n"), "\n</parameter>"
-    allowed = schema.get("enum") if isinstance(schema, Mapping) else None
-    if isinstance(schema, Mapping) and schema.get("type") == "string":
-        if allowed:
-            return (opening, OneOf(tuple((Text(str(value)),) for value in allowed)), Text(f"{end}\n"))
-        return (opening, FreeUntil(Text(end)), Text("\n"))
-    return (opening, Json(schema), Text(f"{end}\n"))
+def _xml_row(name: str, schema: Any) -> Structure:
+    return (Text(f"<parameter={name}>\n"), *_bare(schema, Text("</parameter>"), "\n"), Text("\n"))
 
 
-_STYLES = {"json": _as_json, "python": _as_python, "xml": _as_xml}
+def _glm_row(name: str, schema: Any) -> Structure:
+    key: Structure = (Marker("<arg_key>"), Text(name), Marker("</arg_key>"), _BREAK, Marker("<arg_value>"))
+    return (*key, *_bare(schema, Marker("</arg_value>")), _BREAK)
+
+
+def _bare(schema: Any, closing: Marker | Text, pad: str = "") -> Structure:
+    """A value, `pad` and what closes it: JSON, or text where it may be a string, as it is read as one."""
+    options = alternatives(schema, schema if isinstance(schema, Mapping) else {})
+    texts = [option for option in options if "string" in kinds(option)]
+    end = Text(pad + closing.text) if pad else closing
+    if not texts:
+        return (Json(schema), end)
+    found: list[Structure] = []
+    for option in texts:
+        listed = values(option)
+        found += [(_text(option, closing, pad),)] if listed is None else [(Text(v), end) for v in listed]
+    if any("null" in kinds(option) for option in options):
+        found.append((Text("null"), end))
+    return found[0] if len(found) == 1 else (OneOf(tuple(dict.fromkeys(found))),)
+
+
+def _text(schema: Mapping[str, Any], closing: Marker | Text, pad: str) -> Value:
+    """A string and what closes it, in a form that is cheap to follow: long ones need not be counted twice.
+
+    The first `closing` ends what is free to its end, and `pad` before it is nobody's. What must have some
+    length or form could run over that, so that it must be kept out.
+    """
+    (least, most), forms = lengths(schema), patterns(schema)
+    many = f"(?s:.{{0,{most}}})" if most is not None else "(?s:.*)"
+    if not least and not forms:
+        return Value(closing, (f"{many}{pad and f'{pad}?'}",))
+    if not forms and most is not None and most > _MOST_COUNTED:
+        first = f"[^<{pad}]{{{min(least, most)}}}(?s:.{{0,{max(most - least, 0)}}})"
+        return Value(closing, (f"{first}{pad and f'{pad}?'}",))
+    counted = (f"(?s:.{{{least},{'' if most is None else max(most, least)}}})",) if least or most else ()
+    return Value(Text(pad + closing.text) if pad else closing, (*counted, *forms), closing.text)
+
+
+_STYLES: Mapping[Style, Callable[[Mapping[str, Any]], Structure]] = {
+    "json": _as_json,
+    "line": _as_json,
+    "python": _as_python,
+    "xml": _as_xml,
+    "glm": _as_glm,
+}

@@ -6,25 +6,36 @@ entry that a template fits is taken, so the particular come before the general.
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from plait.errors import ConfigError, InvalidField
 from plait.text.chat import Message
-from plait.text.reasoning import HARMONY_FINAL, ReasoningFormat
-from plait.text.tools.call_grammar import Frame, Structure, chosen_tools, framed, json_frame, thinking_first
-from plait.text.tools.history import with_short_ids
+from plait.text.reasoning import COHERE_END, COHERE_FINAL, HARMONY_FINAL, ReasoningFormat
+from plait.text.tools.call_grammar import (
+    NUMBER,
+    Frame,
+    Structure,
+    chosen_tools,
+    framed,
+    json_frame,
+    thinking_first,
+)
+from plait.text.tools.history import with_plans, with_short_ids
 from plait.text.tools.json_calls import one_or_list
 from plait.text.tools.marked_calls import (
     DEEPSEEK,
+    GLM,
     KIMI,
     deepseek,
     function_tag,
     harmony,
     kimi,
+    lines,
     mistral,
-    xml_or_json,
+    tool_call,
 )
 from plait.text.tools.parser import CallSyntax, OutputParser
 from plait.text.tools.python_calls import call_lines, call_list
@@ -39,8 +50,9 @@ class ToolFormat:
 
     `syntax` is how its calls are read, `frame` how one that is demanded is written. `signs`: groups of texts;
     a chat template that holds all of a group is of this kind. `tokens`: control tokens that mean this kind
-    where no template says more. `id_length`: of the ids that its templates take. `asides` (opening, closing)
-    and `final`: the markers of what is said beside calls, where that has markers.
+    where no template says more. `id_length`: of the ids that its templates take; `plan`: the key under which
+    they take what was thought before calls. `asides` (opening, closing), `final` and `final_end`: the markers
+    of what is said beside calls, where that has markers.
     """
 
     name: str
@@ -49,8 +61,10 @@ class ToolFormat:
     signs: tuple[tuple[str, ...], ...] = ()
     tokens: tuple[str, ...] = ()
     id_length: int | None = None
+    plan: str = ""
     asides: tuple[tuple[str, str], ...] = ()
     final: str = ""
+    final_end: str = ""
 
     @property
     def markers(self) -> frozenset[str]:
@@ -82,7 +96,9 @@ class ToolFormat:
         )
 
     def history(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The conversation as templates of this kind take it: see `with_short_ids`."""
+        """The conversation as templates of this kind take it: see `with_short_ids` and `with_plans`."""
+        if self.plan:
+            messages = with_plans(messages, self.plan)
         return messages if self.id_length is None else with_short_ids(messages, self.id_length)
 
 
@@ -105,6 +121,13 @@ def tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
 
 
 _object_or_list = one_or_list()
+_deepseek = CallSyntax(
+    deepseek,
+    (DEEPSEEK["begin"],),
+    (DEEPSEEK["close"],),
+    (DEEPSEEK["call"], DEEPSEEK["separator"], DEEPSEEK["end"]),
+)
+_mistral = CallSyntax(mistral, ("[TOOL_CALLS]",), (), ("[ARGS]", "[CALL_ID]"))
 FORMATS: Mapping[str, ToolFormat] = {
     form.name: form
     for form in (
@@ -117,12 +140,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         ),
         ToolFormat(
             "deepseek",
-            CallSyntax(
-                deepseek,
-                (DEEPSEEK["begin"],),
-                (DEEPSEEK["close"],),
-                (DEEPSEEK["call"], DEEPSEEK["separator"], DEEPSEEK["end"]),
-            ),
+            _deepseek,
             frame=Frame(
                 before=f"{DEEPSEEK['call']}function{DEEPSEEK['separator']}",
                 between="\n```json\n",
@@ -136,12 +154,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         ),
         ToolFormat(
             "deepseek_v31",
-            CallSyntax(
-                deepseek,
-                (DEEPSEEK["begin"],),
-                (DEEPSEEK["close"],),
-                (DEEPSEEK["call"], DEEPSEEK["separator"], DEEPSEEK["end"]),
-            ),
+            _deepseek,
             frame=Frame(
                 before=DEEPSEEK["call"],
                 between=DEEPSEEK["separator"],
@@ -153,7 +166,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         ),
         ToolFormat(
             "mistral_args",
-            CallSyntax(mistral, ("[TOOL_CALLS]",), (), ("[ARGS]", "[CALL_ID]")),
+            _mistral,
             frame=Frame("[TOOL_CALLS]", "[ARGS]", ""),
             signs=(("[TOOL_CALLS]", "[ARGS]"),),
             tokens=("[TOOL_CALLS]", "[ARGS]"),
@@ -161,7 +174,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         ),
         ToolFormat(
             "mistral",
-            CallSyntax(mistral, ("[TOOL_CALLS]",), (), ("[ARGS]", "[CALL_ID]")),
+            _mistral,
             frame=json_frame("[TOOL_CALLS] [", "]"),
             signs=(("[TOOL_CALLS]",),),
             tokens=("[TOOL_CALLS]",),
@@ -169,15 +182,22 @@ FORMATS: Mapping[str, ToolFormat] = {
         ),
         ToolFormat(
             "qwen_xml",
-            CallSyntax(xml_or_json, ("<tool_call>",), ("</tool_call>",)),
+            CallSyntax(tool_call, ("<tool_call>",), ("</tool_call>",)),
             frame=Frame(
                 "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", separator="\n", style="xml"
             ),
             signs=(("<tool_call>", "<function="),),
         ),
         ToolFormat(
+            "glm",
+            CallSyntax(tool_call, ("<tool_call>",), ("</tool_call>",), GLM),
+            frame=Frame("<tool_call>", "", "</tool_call>", style="glm"),
+            signs=(("<tool_call>", "<arg_key>"),),
+            tokens=("<tool_call>", "<arg_key>"),
+        ),
+        ToolFormat(
             "hermes",
-            CallSyntax(xml_or_json, ("<tool_call>",), ("</tool_call>",)),
+            CallSyntax(tool_call, ("<tool_call>",), ("</tool_call>",)),
             frame=json_frame(separator="\n", tag="<tool_call>"),
             signs=(("<tool_call>",),),
         ),
@@ -210,6 +230,12 @@ FORMATS: Mapping[str, ToolFormat] = {
             signs=(("<TOOLCALL>",),),
         ),
         ToolFormat(
+            "minimax",
+            CallSyntax(_object_or_list, ("<tool_calls>",), ("</tool_calls>",)),
+            frame=json_frame("<tool_calls>\n", "\n</tool_calls>", "\n"),
+            signs=tuple(("<tool_calls>", f"<tool_calls>{gap}{{") for gap in ("\n", "\\n", "")),
+        ),
+        ToolFormat(
             "jamba",
             CallSyntax(_object_or_list, ("<tool_calls>",), ("</tool_calls>",)),
             frame=json_frame("<tool_calls>[", "]</tool_calls>"),
@@ -228,7 +254,7 @@ FORMATS: Mapping[str, ToolFormat] = {
             ),
             frame=Frame(
                 before=f"{KIMI['call']}functions.",
-                between=f":0{KIMI['separator']}",
+                between=f":{NUMBER}{KIMI['separator']}",
                 after=KIMI["end"],
                 opening=KIMI["begin"],
                 closing=KIMI["close"],
@@ -276,6 +302,36 @@ FORMATS: Mapping[str, ToolFormat] = {
                 ("<|channel|>commentary<|message|>", "<|end|>"),
             ),
             final=HARMONY_FINAL,
+        ),
+        ToolFormat(
+            "cohere",
+            CallSyntax(_object_or_list, ("<|START_ACTION|>",), ("<|END_ACTION|>",)),
+            frame=Frame(
+                before=f'{{"tool_call_id": "{NUMBER}", "tool_name": "',
+                between='", "parameters": ',
+                after="}",
+                opening="<|START_ACTION|>[\n    ",
+                separator=",\n    ",
+                closing="\n]<|END_ACTION|>",
+                name_in_json=True,
+            ),
+            signs=(("<|START_ACTION|>",),),
+            tokens=("<|START_ACTION|>", "<|END_ACTION|>"),
+            plan="tool_plan",
+            final=COHERE_FINAL,
+            final_end=COHERE_END,
+        ),
+        ToolFormat(
+            "command",
+            CallSyntax(one_or_list(known_only=True), ("Action: ```json",), ("```",)),
+            frame=json_frame("Action: ```json\n[", "]\n```", name="tool_name", key="parameters"),
+            signs=(("Action:", "tool_name"),),
+        ),
+        ToolFormat(
+            "glm4",
+            CallSyntax(lines, bare=string.ascii_letters + string.digits + "_"),
+            frame=Frame("", "\n", "", separator="\n", style="line"),
+            signs=(("[gMASK]", "<|observation|>", "tools"),),
         ),
         ToolFormat(
             "pythonic",

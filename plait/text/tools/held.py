@@ -20,6 +20,7 @@ from plait.text.tools.call_grammar import (
     OneOf,
     Repeated,
     Structure,
+    Style,
     Text,
     Unlike,
     written_arguments,
@@ -31,8 +32,12 @@ _SPACE, _SOME = r"[ \t\r\n]*", r"[ \t\r\n]{0,9}"
 _MOST_AFTER_TEXT = (
     16  # tools: each is looked for at every character of a text, and a lexer's steps are bounded
 )
+_LINE_END = rf"[ \t]*\r?\n{_SPACE}"
 _NAMED_BY = "(name|tool|tool_name|function)"
-_JSON = r'\{{{s}("type"{s}:{s}"function"{s},{s})?"name"{s}:{s}"{name}"{t},{t}"(arguments|parameters)"{t}:{t}'
+_JSON = (
+    r'\{{{s}("type"{s}:{s}"function"{s},{s})?"(tool_)?name"{s}:{s}"{name}"{t},{t}'
+    r'"(arguments|parameters)"{t}:{t}'
+)
 _REGEX_MARKS = re.compile(r"[\\^$.|?*+()\[\]{}/]")
 
 
@@ -48,7 +53,7 @@ def held(
     thought. None where calls begin with no marker of their own, or with one that text may hold.
     """
     marker = next((m for m in starts if _rest(calls, m) is not None), None)
-    if marker is None or marker[0].isalnum():
+    if marker is None or marker.isalnum():
         return None
     if marker not in special and any(token and token in marker for token in special):
         return None
@@ -72,6 +77,16 @@ def held_in_turns(calls: Structure, asides: Iterable[tuple[str, str]], between: 
     return (Repeated((OneOf(turns),)), OneOf(((Marker(final), FreeWithout(())), calls)))
 
 
+def held_in_wrapper(calls: Structure, starts: Iterable[str], final: str, end: str) -> Structure:
+    """Text in which no call starts, with or without `final` before it and `end` behind it, or `calls`."""
+    text: Structure = (
+        OneOf(((Marker(final),), ())),
+        FreeWithout((*starts, end)),
+        OneOf(((Marker(end),), ())),
+    )
+    return (OneOf((text, calls)),)
+
+
 def held_by_name(
     syntax: CallSyntax,
     frame: Frame,
@@ -87,7 +102,7 @@ def held_by_name(
     Of many tools, none can be called behind text and a marker that is text itself, only at the beginning.
     """
     plain = tuple(marker for marker in syntax.opens if marker not in special)
-    free = Unlike(tuple(_calls_as_text(syntax, plain, schemas, reasoning)))
+    free = Unlike(tuple(_calls_as_text(syntax, frame, plain, schemas, reasoning)))
     few = not syntax.bare or len(schemas) <= _MOST_AFTER_TEXT
     behind = plain if few else ()
     special_opens = tuple(marker for marker in syntax.opens if marker in special)
@@ -103,11 +118,12 @@ def held_by_name(
 
 
 Shape = Literal["one", "list"]
-Style = Literal["json", "python", "xml"]
 
 
 def _shapes(syntax: CallSyntax, frame: Frame) -> tuple[tuple[Style, Shape], ...]:
     """How calls are written: also as JSON by models that were taught Python."""
+    if frame.style == "line":
+        return (("line", "one"),)
     if frame.style == "python":
         return (("python", "list"), ("json", "list"))
     return (("json", "one"), ("json", "list")) if syntax.bare else (("json", "list"),)
@@ -127,10 +143,11 @@ def _calls(
     bare: bool = True,
 ) -> OneOf:
     """A call of one of the tools, begun in any of the spellings that models have for it."""
-    end = Text(")") if style == "python" else Head(rf"{_SOME}\}}")
+    ends: dict[Style, Structure] = {"python": (Text(")"),), "json": (Head(rf"{_SOME}\}}"),)}
+    end = ends.get(style, ())
     return OneOf(
         tuple(
-            (Head(_head(style, name, before), markers, free, bare), *written_arguments(style, schema), end)
+            (Head(_head(style, name, before), markers, free, bare), *written_arguments(style, schema), *end)
             for name, schema in schemas.items()
         )
     )
@@ -140,6 +157,8 @@ def _head(style: Style, name: str, before: str) -> str:
     """The beginning of a call up to its arguments."""
     if style == "python":
         return rf"{before}{_quoted(name)}\("
+    if style == "line":
+        return rf"{before}{_quoted(name)}{_LINE_END}"
     return before + _JSON.format(s=_SPACE, t=_SOME, name=_quoted(name))
 
 
@@ -154,6 +173,7 @@ def _further(
 
 def _calls_as_text(
     syntax: CallSyntax,
+    frame: Frame,
     plain: Sequence[str],
     schemas: Mapping[str, Any],
     reasoning: ReasoningFormat | None,
@@ -163,7 +183,9 @@ def _calls_as_text(
     start = rf"([ \t\r\n]|{wrappers})*" if wrappers else _SPACE
     markers = "|".join(_quoted(marker) for marker in plain)
     behind = f"{_ANY}({markers}){_SPACE}"
-    if not syntax.bare:  # every name is taken for a tool's
+    if frame.style == "line":
+        yield rf"{start}({'|'.join(map(_quoted, schemas))}){_LINE_END}\{{{_ANY}"
+    elif not syntax.bare:  # every name is taken for a tool's
         yield rf"{behind}(\[{_SPACE})?\{{{_ANY}"
     else:
         yield from _bare_calls(syntax.bare, start, behind if plain else "", schemas)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from plait.text.chat import Message
+from plait.text.chat import THOUGHTS, Message
 
 _PLAIN = re.compile(r"[A-Za-z0-9]+")
 
@@ -19,6 +19,16 @@ def with_short_ids(messages: Sequence[Message], length: int) -> list[Message]:
     not a list of calls is left for `normalized` to refuse.
     """
     return [_message(m, length) if isinstance(m, Mapping) else m for m in messages]
+
+
+def with_plans(messages: Sequence[Message], key: str) -> list[Message]:
+    """The same messages, those with calls having what was thought or said before them under `key`, too."""
+    return [_planned(m, key) if isinstance(m, Mapping) and m.get("tool_calls") else m for m in messages]
+
+
+def _planned(message: Message, key: str) -> Message:
+    plan = next((text for name in (key, *THOUGHTS, "content") if (text := message.get(name))), None)
+    return {**message, key: plan} if isinstance(plan, str) else message
 
 
 def _message(message: Message, length: int) -> Message:

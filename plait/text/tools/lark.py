@@ -18,6 +18,7 @@ from plait.text.tools.call_grammar import (
     Structure,
     Text,
     Unlike,
+    Value,
 )
 
 Rules = dict[str, str]
@@ -47,11 +48,8 @@ def _written(part: Part, special_ids: Mapping[str, int], rules: Rules) -> str:
             return _literal(text)
         case Json(schema):
             return _rule(rules, f": %json {json.dumps(schema, ensure_ascii=False)}")
-        case FreeUntil(Marker(text)) if text in special_ids:
-            return f"{_rule(rules, ': /(?s:.*)/')} <[{special_ids[text]}]>"
-        case FreeUntil(end, without):
-            free = _without(without, special_ids)
-            return _rule(rules, f"[lazy]: /(?s:.*){_regex(end.text)}/" + (f" & {free}" if free else ""))
+        case FreeUntil() | Value():
+            return _until(part, special_ids, rules)
         case FreeWithout(markers):
             free = _without(markers, special_ids)
             return _rule(rules, ": " + (f"{free} & " if free else "") + "/(?s:.*)/", "TEXT")
@@ -61,6 +59,23 @@ def _written(part: Part, special_ids: Mapping[str, int], rules: Rules) -> str:
             return f"{_rule(rules, ': ' + _sequence(parts, special_ids, rules))}*"
         case OneOf(options):
             return _rule(rules, ": " + " | ".join(_sequence(o, special_ids, rules) for o in options))
+
+
+def _until(part: FreeUntil | Value, special_ids: Mapping[str, int], rules: Rules) -> str:
+    """Text with what ends it: in one piece where that is text, so that the first that comes ends it."""
+    patterns, kept = ["(?s:.*)"], ""
+    if isinstance(part, Value):
+        from llguidance import regex_to_lark  # a library that most requests need not load
+
+        patterns = [f"({regex_to_lark(pattern, '')})" for pattern in part.patterns]
+        kept = f"~/(?s:.*){_regex(part.closing)}(?s:.+)/" if part.closing else ""
+    elif part.end.text not in special_ids:
+        kept = _without(part.without, special_ids)
+    if isinstance(part.end, Marker) and part.end.text in special_ids:
+        text = ": " + " & ".join(f"/{pattern}/" for pattern in patterns)
+        return f"{_rule(rules, text)} <[{special_ids[part.end.text]}]>"
+    texts = [f"/{pattern}{_regex(part.end.text)}/" for pattern in patterns]
+    return _rule(rules, "[lazy]: " + " & ".join([*texts, kept] if kept else texts))
 
 
 def _without(markers: Iterable[str], special_ids: Mapping[str, int]) -> str:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from plait.text.tools.cursor import SPACE, Cursor, Reading, read_whole
 from plait.text.tools.json_calls import call_arguments, one_or_list, tell
 from plait.text.tools.json_reading import Sink, is_json
+from plait.text.tools.parameters import alternatives, kinds
 from plait.text.tools.python_calls import python_value
 from plait.text.tools.reply import Reply
 
 _NAME = re.compile(r"[\w.:/-]+")
 _CALL_ID = re.compile(r"\w+")
+_KEY = re.compile(r"[^<>\n]+")
 _PLAIN = re.compile(r"[^<\n]+")
 _list = one_or_list()
 
@@ -112,13 +115,49 @@ def harmony(reply: Reply) -> Reading[bool]:
     return bool(found) and (yield from call_arguments(reply, name))
 
 
-def xml_or_json(reply: Reply) -> Reading[bool]:
-    """`<function=name><parameter=key>…</parameter></function>`, or JSON: both stand in `<tool_call>`."""
-    yield from reply.cursor.space()
-    if (yield from reply.cursor.sees("<function=")):
-        reply.cursor.take(len("<function="))
+@dataclass(frozen=True, slots=True)
+class _Tags:
+    """How an argument is written as text: `key`, its name, `named`, `value`, the value, and one of `ends`.
+
+    `pads`: a line end on either side of the value is not its own.
+    """
+
+    key: str
+    named: str
+    value: str
+    ends: tuple[str, ...]
+    pads: bool
+
+
+GLM = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_GLM = _Tags(GLM[0], GLM[1], GLM[2], (GLM[3],), pads=False)
+_QWEN = _Tags("<parameter=", ">", "", ("\n</parameter>", "</parameter>"), pads=True)
+
+
+def tool_call(reply: Reply) -> Reading[bool]:
+    """What stands in `<tool_call>`: JSON, `<function=name>` with parameters, or GLM's name and pairs."""
+    cursor = reply.cursor
+    yield from cursor.space()
+    if (yield from cursor.skip("<function=")):
         return (yield from function_tag(reply))
-    return (yield from _list(reply))
+    if (yield from cursor.peek()) in ("{", "["):
+        return (yield from _list(reply))
+    name = yield from cursor.word(_NAME)
+    yield from cursor.space()
+    if name and (yield from cursor.sees(_GLM.key)):
+        return (yield from _arguments(reply, name, _GLM))
+    return name in reply.tools and (yield from cursor.sees("</tool_call>")) and tell(reply, name, "{}")
+
+
+def lines(reply: Reply) -> Reading[bool]:
+    """A tool's name alone in a line and a JSON object behind it, once or more."""
+    cursor = reply.cursor
+    found = True
+    while found and (name := (yield from cursor.word(_NAME))):
+        is_alone = name in reply.tools and "\n" in (yield from cursor.space())
+        found = is_alone and (yield from cursor.peek()) == "{" and (yield from call_arguments(reply, name))
+        yield from cursor.space() if found else ()
+    return found
 
 
 def function_tag(reply: Reply) -> Reading[bool]:
@@ -130,66 +169,73 @@ def function_tag(reply: Reply) -> Reading[bool]:
     yield from cursor.space()
     if (yield from cursor.peek()) == "{":
         found = yield from call_arguments(reply, name)
+    elif (yield from cursor.sees(_QWEN.key)):
+        found = yield from _arguments(reply, name, _QWEN)
     else:
-        found = yield from _parameters(reply, name)
+        found = (yield from cursor.sees("</function>")) and tell(reply, name, "{}")
     yield from cursor.space()
     yield from cursor.skip("</function>")
     return found
 
 
-def _parameters(reply: Reply, name: str) -> Reading[bool]:
-    cursor = reply.cursor
-    if not (yield from cursor.skip("<parameter=")):
-        return (yield from cursor.sees("</function>")) and tell(reply, name, "{}")
-    key = yield from _tag_name(cursor)
+def _arguments(reply: Reply, name: str, tags: _Tags) -> Reading[bool]:
+    """The call `name`, whose first argument comes next."""
+    key = yield from _key(reply.cursor, tags)
     if not key:
         return False
     reply.begin(name)
-    complete = yield from _pairs(reply, reply.tools.get(name, {}), key)
+    complete = yield from _pairs(reply, reply.tools.get(name, {}), key, tags)
     reply.end(complete)
     return complete
 
 
-def _pairs(reply: Reply, schema: Mapping[str, Any], key: str) -> Reading[bool]:
+def _pairs(reply: Reply, schema: Mapping[str, Any], key: str, tags: _Tags) -> Reading[bool]:
     cursor, opening = reply.cursor, "{"
     while key:
         reply.argue(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
-        if not (yield from _parameter(reply, _types(schema, key))):
+        if not (yield from _parameter(reply, _types(schema, key), tags)):
             return False
         yield from cursor.space()
-        if not (yield from cursor.skip("<parameter=")):
+        if not (yield from cursor.sees(tags.key)):
             break
-        key, opening = (yield from _tag_name(cursor)), ", "
+        key, opening = (yield from _key(cursor, tags)), ", "
     complete = bool(key) and (yield from cursor.sees("</"))
     reply.argue("}" if complete else "")
     return complete
 
 
-def _tag_name(cursor: Cursor) -> Reading[str]:
-    name = yield from cursor.word(_NAME)
-    return name if (yield from cursor.skip(">")) else ""
+def _key(cursor: Cursor, tags: _Tags) -> Reading[str]:
+    """An argument's name, with all that stands before its value; "" if that is not what comes."""
+    yield from cursor.skip(tags.key)
+    name = (yield from cursor.word(_KEY)).strip(SPACE)
+    if not (yield from cursor.skip(tags.named)):
+        return ""
+    if tags.value:
+        yield from cursor.space()
+    return name if (yield from cursor.skip(tags.value)) else ""
 
 
-def _parameter(reply: Reply, types: frozenset[str]) -> Reading[bool]:
+def _parameter(reply: Reply, types: frozenset[str], tags: _Tags) -> Reading[bool]:
     """One value up to its closing tag. Text goes on as it comes; anything else when it is whole."""
     if types != {"string"}:
         pieces: list[str] = []
-        whole = yield from _raw(reply.cursor, pieces.append)
+        whole = yield from _raw(reply.cursor, pieces.append, tags)
         reply.argue(converted("".join(pieces), types) if whole else "")
         return whole
     reply.argue('"')
     whole = yield from _raw(
-        reply.cursor, lambda text: reply.argue(json.dumps(text, ensure_ascii=False)[1:-1])
+        reply.cursor, lambda text: reply.argue(json.dumps(text, ensure_ascii=False)[1:-1]), tags
     )
     reply.argue('"' if whole else "")
     return whole
 
 
-def _raw(cursor: Cursor, sink: Sink) -> Reading[bool]:
-    """Text up to `</parameter>`, without one line end at either side. False: the text ended first."""
-    yield from cursor.skip("\n")
+def _raw(cursor: Cursor, sink: Sink, tags: _Tags) -> Reading[bool]:
+    """Text up to its closing tag. False: the text ended first."""
+    if tags.pads:
+        yield from cursor.skip("\n")
     while char := (yield from cursor.peek()):
-        for closing in ("\n</parameter>", "</parameter>") if char in "\n<" else ():
+        for closing in tags.ends if char in "\n<" else ():
             if (yield from cursor.skip(closing)):
                 return True
             if cursor.is_cut(closing):
@@ -222,9 +268,4 @@ def _types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     """The JSON types that a tool's schema allows for one parameter; empty if it does not say."""
     properties = schema.get("properties")
     told = properties.get(key) if isinstance(properties, Mapping) else None
-    if not isinstance(told, Mapping):
-        return frozenset()
-    several = [told, *(told.get("anyOf") or ()), *(told.get("oneOf") or ())]
-    found = [one.get("type") for one in several if isinstance(one, Mapping)]
-    flat = [kind for one in found for kind in (one if isinstance(one, list | tuple) else [one])]
-    return frozenset(kind for kind in flat if isinstance(kind, str))
+    return frozenset().union(*map(kinds, alternatives(told, schema)))

@@ -146,7 +146,7 @@ class OutputParser:
         """More of the reply, and how many tokens it was (for `num_reasoning_tokens`)."""
         if self.is_reasoning:
             self.num_reasoning_tokens += num_tokens
-        if not self.markers:
+        if not self.markers and not (self._calls and self._calls.bare):
             return [Content(text)] if text else []
         self._reply.cursor.push(text)
         self._advance()
