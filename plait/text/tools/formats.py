@@ -265,15 +265,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         ToolFormat(
             "olmo",
             CallSyntax(call_lines, ("<function_calls>",), ("</function_calls>",)),
-            frame=Frame(
-                before="",
-                between="(",
-                after=")",
-                opening="<function_calls>\n",
-                separator="\n",
-                closing="\n</function_calls>",
-                style="python",
-            ),
+            frame=Frame("", "(", ")", "<function_calls>\n", "\n", "\n</function_calls>", "python"),
             signs=(("<function_calls>",),),
         ),
         ToolFormat(
