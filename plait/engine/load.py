@@ -97,6 +97,8 @@ def load(model: str, config: EngineConfig, on_progress: Progress | None = None) 
 
     def on_open(opened: Opened) -> Tokenizer | None:
         found.append(opened.language())
+        if found[0].chat_template:
+            found[0].chat_template.start(is_chosen=config.chat_template is not None)
         return found[0].tokenizer
 
     built = build(model, config, on_progress or _silent, on_open)

@@ -302,6 +302,8 @@ def load_process(model: str, config: EngineConfig, report: Report, parsers: Pars
     try:
         source = process.source(report)
         language = source.language()
+        if language.chat_template:
+            language.chat_template.start(is_chosen=source.chat_template is not None)
         spec, longest = process.ready(report)
         return Front(source.name, spec, longest, process, language, config, parsers)
     except BaseException:

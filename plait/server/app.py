@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Generator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -37,6 +37,7 @@ from plait.server.body import linger, read_object
 from plait.server.edge import REQUEST_ID_HEADER, Door, Edge, Refusal
 from plait.server.endpoint import Answer, Endpoint
 from plait.server.exchange import SCOPE_KEY, Exchange, called
+from plait.server.fair_threads import FairThreads
 from plait.server.generation import until_disconnect
 from plait.server.loading import Loading
 from plait.server.metrics import exposition
@@ -46,6 +47,7 @@ from plait.server.schema import present
 from plait.server.traffic import Traffic
 from plait.server.turns import Slices, Turns
 from plait.text.grammar.fields import GRAMMAR_FIELDS
+from plait.text.turns import asker
 
 if TYPE_CHECKING:
     from plait.engine.front import Front
@@ -59,6 +61,7 @@ EXPOSED_HEADERS = (
     "retry-after-ms",
     *limits.HEADERS,
 )
+PLAN_THREADS = max(min(32, (os.cpu_count() or 1) + 4), 3)  # as many as Python's own executor has
 GRAMMAR_THREADS = 2  # for bodies that bring a grammar: what is tried out may take seconds of a thread
 MAY_BRING_A_GRAMMAR = GRAMMAR_FIELDS | {"tools", "text", "output_config", "output_format"}
 PATHS = (
@@ -119,7 +122,8 @@ class Service:
     def __init__(self, loading: Loading, config: ServerConfig, traffic: Traffic) -> None:
         self._loading, self._config, self._traffic = loading, config, traffic
         self._turns = Turns()
-        self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, "plait-grammar")
+        self._threads = FairThreads(PLAN_THREADS, PLAN_THREADS - 2, "plait-plan")
+        self._grammar_threads = FairThreads(GRAMMAR_THREADS, GRAMMAR_THREADS, "plait-grammar")
 
     def served(self, front: Front) -> str:
         """The name clients ask for."""
@@ -159,7 +163,7 @@ class Service:
             front, body = await self._read(request)
             served, plan, answer = self._named(front, body.get("model")), endpoint.plan, endpoint.answer
             shape, receive, interval = endpoint.outcome, request.receive, self._config.stream_interval
-            threads = None if MAY_BRING_A_GRAMMAR.isdisjoint(body) else self._grammar_threads
+            threads = self._threads if MAY_BRING_A_GRAMMAR.isdisjoint(body) else self._grammar_threads
             if plan is not None or shape is not None:
                 front.check_room()  # before templates and tokens cost anything
             if plan is not None:
@@ -191,6 +195,7 @@ class Service:
         exchange: Exchange | None = request.scope.get(SCOPE_KEY)
         if exchange is not None:
             exchange.model = self.served(front)
+            asker.set(exchange.key.name or (request.client.host if request.client else ""))
         return called(front, exchange), body
 
 

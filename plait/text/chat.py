@@ -9,8 +9,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from plait.errors import BadTemplate, InvalidField
+from plait.errors import BadTemplate, CapacityError, InvalidField
 from plait.text.probe import CallsTaken
+from plait.text.sandbox import TemplateEnded
 
 Message = Mapping[str, Any]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of thinking in messages of earlier turns
@@ -53,6 +54,10 @@ class ChatTemplate(Protocol):
         """
         ...
 
+    def start(self, *, is_chosen: bool = False) -> None:
+        """Makes ready what the first rendering needs. `is_chosen`: by the user. Raises ConfigError then."""
+        ...
+
     def close(self) -> None:
         """Gives back what the template holds; it can be used again afterwards."""
         ...
@@ -87,6 +92,8 @@ def boundaries(
     for other in _others(messages, options):
         try:
             rendered = template.render(other, **{**options, "add_generation_prompt": False})
+        except (TemplateEnded, CapacityError):
+            break  # each further one could take as long
         except (BadTemplate, InvalidField):
             continue  # nobody asked for this conversation, so nobody is told
         found.add(_common_len(ids, rendered))

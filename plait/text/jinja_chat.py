@@ -10,19 +10,21 @@ If both show the same control tokens, the first is right; if not, the second is 
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
-from jinja2.meta import find_undeclared_variables
-
-from plait.errors import BadTemplate, InvalidField
+from plait.errors import BadTemplate, CapacityError, ConfigError, InvalidField
 from plait.text.chat import TOOLS, Message, normalized, refuse_unread, unfinished
-from plait.text.probe import TOOL, CallsTaken, calls_taken
-from plait.text.sandbox import Sandbox
-from plait.text.sandbox_child import environment
+from plait.text.probe import QUESTION, TOOL, CallsTaken, calls_taken
+from plait.text.sandbox import Sandbox, TemplateEnded
 from plait.text.tokenizer import Tokenizer
 
+log = logging.getLogger("plait")
+MAX_CHARS = 256 << 10  # of a template with all of its parts; those of models have a few thousand
+_PARTS = ("default", "tool_use")  # of those that a template has, the ones that are rendered
+_OTHER = "give another one with --chat-template"
 _PRIVATE = range(0xE000, 0xF8FF)
 _ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function", "ipython", "model"})
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "self"})
@@ -31,7 +33,8 @@ _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "s
 class JinjaTemplate:
     """Chat templates by name ("default", "tool_use") over a vocabulary.
 
-    `variables` are the special tokens a template may write (`bos_token`, …).
+    `variables` are the special tokens a template may write (`bos_token`, …). Nothing here looks into a
+    template: a process apart reads and renders it. One that fails while it is read is not tried again.
     """
 
     def __init__(
@@ -48,34 +51,78 @@ class JinjaTemplate:
         self._texts = [tokenizer.token_text(i) for i in tokenizer.special_ids]
         self._starts = sorted({text[0] for text in self._texts if text})
         self.stop_token_ids = frozenset[int]()  # the vocabulary knows its own ends
+        self._lock = threading.Lock()
+        self._read: dict[str, frozenset[str]] | None = None  # by part
         self._calls: CallsTaken | None = None
+        num_chars = sum(map(len, sources.values()))
+        self._fault = ""
+        if num_chars > MAX_CHARS:
+            self._fault = f"it has {num_chars} characters, and at most {MAX_CHARS} are read"
+            self._sources = {}
         self._reads = [name for name in TOOLS if name in self.source]
 
     @property
     def source(self) -> str:
-        """Every part of it."""
+        """Every part of it; nothing of one that is too long."""
         return "\n".join(self._sources.values())
 
     @property
     def variables(self) -> frozenset[str]:
-        """What any part of it reads. Raises BadTemplate if one is no Jinja."""
-        try:
-            trees = [environment().parse(source) for source in self._sources.values()]
-        except TemplateSyntaxError as error:
-            raise BadTemplate(f"the chat template {self.name!r} is no Jinja: {error}") from error
-        return frozenset(name for tree in trees for name in find_undeclared_variables(tree))
+        """What it reads. Raises BadTemplate for one that cannot be used, and CapacityError."""
+        return frozenset().union(*self._parts_read().values())
 
     @property
     def calls(self) -> CallsTaken:
-        """How it takes calls of tools: some are rendered, once."""
-        if self._calls is None:
-            source = self._source(with_tools=True)
-            values = {**self._variables, "documents": None, "add_generation_prompt": True}
-            values |= self._tools([TOOL])
-            self._calls = calls_taken(
-                lambda messages: self._sandbox.render(source, {**values, "messages": messages})[0]
-            )
+        """How it takes calls of tools: some are rendered, once. Raises as `variables` does."""
+        self._parts_read()
+        assert self._calls is not None
         return self._calls
+
+    def start(self, *, is_chosen: bool = False) -> None:
+        """Reads it now, so that one that cannot be used is known, and said, before anybody asks.
+
+        Chats are refused then, and nothing else is. `is_chosen`: the user named it, so ConfigError is raised.
+        """
+        try:
+            self._parts_read()
+        except CapacityError as error:
+            log.warning("the chat template is read at the first chat, not now: %s", error)
+        except BadTemplate as error:
+            if is_chosen:
+                raise ConfigError(f"chat_template: {error}") from error
+            log.warning("no chats: %s", error)
+
+    def _parts_read(self) -> Mapping[str, frozenset[str]]:
+        """The variables of each part, after they and a few conversations have been tried, once."""
+        with self._lock:
+            if self._read is None and not self._fault:
+                try:
+                    read = {p: self._sandbox.read(self._sources[p]) for p in _PARTS if p in self._sources}
+                    self._calls = self._tried()
+                    self._read = read
+                except BadTemplate as error:
+                    self._fault = str(error)
+        if self._read is None:
+            raise BadTemplate(
+                f"the chat template {self.name!r} cannot be used: {self._fault}; {_OTHER}"
+            )
+        return self._read
+
+    def _tried(self) -> CallsTaken:
+        """How it takes calls. Raises TemplateEnded for a template that does not come to an end."""
+        ours = {**self._variables, "documents": None, "add_generation_prompt": True}
+
+        def shown(messages: Sequence[Mapping[str, Any]], tools: Any = (TOOL,)) -> str:
+            source = self._sources[self._part(bool(tools))]
+            return self._sandbox.render(source, {**ours, **self._tools(tools), "messages": messages})
+
+        try:
+            shown([QUESTION], None)
+        except TemplateEnded:
+            raise
+        except BadTemplate:
+            pass  # it has conditions that this conversation does not meet
+        return calls_taken(shown)
 
     def render(
         self,
@@ -88,6 +135,7 @@ class JinjaTemplate:
         **kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation; see `ChatTemplate.render`."""
+        read = self._parts_read()
         has_calls = any(isinstance(m, Mapping) and m.get("tool_calls") for m in messages)
         plain = normalized(messages, calls_as_text=has_calls and self.calls.as_text)
         for i, message in enumerate(plain):
@@ -101,14 +149,13 @@ class JinjaTemplate:
         mark = next(_unused("".join(_strings(user)))) if continue_final_message else ""
         if mark:  # where the text ends that is to go on: templates cut space only beyond it
             plain[-1]["content"] = f"{plain[-1]['content'] or ''}{mark}"
-        source = self._source(bool(tools))
+        part = self._part(bool(tools))
+        refuse_unread(self.name, kwargs, tools, read[part])
 
         def rendering(change: Callable[[str], str]) -> str:
             opens = add_generation_prompt and not continue_final_message
             ours = {**self._variables, "documents": None, "add_generation_prompt": opens}
-            text, known = self._sandbox.render(source, {**ours, **_changed(user, change)})
-            refuse_unread(self.name, kwargs, tools, known)
-            return text
+            return self._sandbox.render(self._sources[part], {**ours, **_changed(user, change)})
 
         parts = self._parts(user, rendering)
         return self._tokenizer.encode_parts(unfinished(parts, mark) if mark else parts)
@@ -125,14 +172,14 @@ class JinjaTemplate:
         """Tools under each name that a template may read them by."""
         return {name: tools for name in TOOLS if name == "tools" or name in self._reads}
 
-    def _source(self, with_tools: bool) -> str:
+    def _part(self, with_tools: bool) -> str:
         chosen = "tool_use" if with_tools and "tool_use" in self._sources else "default"
         if chosen not in self._sources:
             raise BadTemplate(
                 f"the chat template {self.name!r} has no part named 'default', only "
-                f"{', '.join(self._sources)}; give one with --chat-template"
+                f"{', '.join(self._sources)}; {_OTHER}"
             )
-        return self._sources[chosen]
+        return chosen
 
     def _check_role(self, role: str, i: int) -> None:
         """Templates write `<|` + role + `|>`: a role must not be the inside of another control token."""

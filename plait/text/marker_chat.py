@@ -113,5 +113,8 @@ class MarkerTemplate:
             return [str(form.free_role).format(role=role, content=content), *closing]
         return [self._ids[opening], form.head.format(role=role) + content, *closing, form.tail]
 
+    def start(self, *, is_chosen: bool = False) -> None:
+        """Nothing is read."""
+
     def close(self) -> None:
         """Nothing is held."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.errors import BadTemplate
+from plait.text.sandbox import TemplateEnded
 
 _ARGUMENTS = {"probe_key": "probe value"}
 _TEXT = json.dumps(_ARGUMENTS)
@@ -20,6 +21,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"probe_key": {}}},
     },
 }
+QUESTION = {"role": "user", "content": "probe question"}
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
 
@@ -32,7 +34,10 @@ class CallsTaken:
 
 
 def calls_taken(render: Render) -> CallsTaken:
-    """How a template takes calls. `render` renders messages, and raises BadTemplate where it refuses them."""
+    """How a template takes calls. `render` renders messages, and raises BadTemplate where it refuses them.
+
+    Raises TemplateEnded when `render` does.
+    """
     as_object, as_text = _shown(render, _ARGUMENTS), _shown(render, _TEXT)
     wants_text = not _holds_arguments(as_object) and _TEXT in as_text
     arguments: Any = _TEXT if wants_text else _ARGUMENTS
@@ -54,8 +59,9 @@ def _shown(render: Render, *arguments: Any) -> str:
     answers = [
         {"role": "tool", "tool_call_id": i, "name": "probe_tool", "content": "probe answer"} for i, _ in named
     ]
-    question = {"role": "user", "content": "probe question"}
     try:
-        return render([question, {"role": "assistant", "content": "", "tool_calls": calls}, *answers])
+        return render([QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}, *answers])
+    except TemplateEnded:
+        raise  # what does not end once is not tried again
     except BadTemplate:
         return ""

@@ -1,8 +1,9 @@
-"""Renders Jinja templates in a child process that may be killed.
+"""Reads and renders Jinja templates in child processes that may be killed.
 
-A template is a program from the model's author. It gets no files, no imports, bounded memory, bounded time
-and bounded output (`{% set ns.s = ns.s ~ ns.s %}` forty times wants a terabyte); a child that overruns is
-killed and replaced, and only its request fails.
+A template is a program from the model's author: no other process so much as parses one. It gets no files, no
+network, no imports, bounded memory, time and output (`{% set ns.s = ns.s ~ ns.s %}` forty times wants a
+terabyte); a child that overruns is killed and replaced, and only its request fails. Whoever asks has one
+child at a time, so that another's costly conversations leave one free.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -21,104 +23,122 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import BadTemplate, CapacityError
+from plait.text.turns import Turns
 
 _MIB = 1 << 20
+_ROOT = Path(__file__).resolve().parents[2]
+_RUN = "import sys; sys.path.insert(0, sys.argv[1]); from plait.text.sandbox_child import main; main()"
+
+
+class TemplateEnded(BadTemplate):
+    """A template took more time or memory than it may have, and its process was ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one rendering may take. `start_s` is for the child to come up, which is nobody's fault.
+    """What one rendering may take.
 
-    `wait_s`: how long a rendering waits for its turn.
+    `timeout_s`: of the processor; `clock_s`: by the clock, on a busy machine. `start_s` is for a child to
+    come up, which is nobody's fault; `wait_s`: how long a rendering waits for its turn. `children`: how many
+    there are at most.
     """
 
     timeout_s: float = 2.0
+    clock_s: float = 10.0
     memory_bytes: int = 512 * _MIB
     max_chars: int = 16 * _MIB
     start_s: float = 60.0
-    wait_s: float = 2.0
+    wait_s: float = 15.0
+    children: int = 2
 
 
 class Sandbox:
-    """One rendering child, started when first needed. Thread-safe: renderings take turns."""
+    """Rendering children, each started when first needed. Thread-safe: renderings take turns, see `turns`."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
-        self._lock = threading.Lock()
-        self._child: _Child | None = None
+        self._turns = Turns(self._limits.children, 1)
+        self._children: dict[int, _Child] = {}
+        self._locks = [threading.Lock() for _ in range(self._limits.children)]
 
-    def start(self) -> None:
-        """Starts the child now, so that the first rendering need not wait for it."""
-        with self._lock:
-            self._ready()
+    def start(self) -> list[str]:
+        """Starts a child now, so that the first rendering need not wait for it. Returns the walls it has."""
+        with self._turns.take(self._limits.wait_s, "templates of others are being read") as place, self._locks[place]:
+            return self._ready(place).walls
 
-    def render(self, template: str, values: Mapping[str, Any]) -> tuple[str, frozenset[str]]:
-        """(the rendered text, the names of the variables that the template reads).
+    def read(self, template: str) -> frozenset[str]:
+        """The names of the variables that a template reads, after compiling it. Raises as `render` does."""
+        return frozenset(self._ask({"template": template}, "")["variables"])
 
-        `values` must be JSON. Raises BadTemplate with the template's own message, or naming the limit, and
-        CapacityError if its turn does not come in time.
+    def render(self, template: str, values: Mapping[str, Any]) -> str:
+        """The rendered text. `values` must be JSON.
+
+        Raises BadTemplate with the template's own message, TemplateEnded naming the limit, and CapacityError
+        if its turn does not come in time, or the machine is too busy.
         """
-        request = {
-            "template": template,
-            "values": dict(values),
-            "max_chars": self._limits.max_chars,
-            "timeout_s": self._limits.timeout_s + 1,  # the child's own watch, should this process be gone
-        }
-        line = json.dumps(request).encode() + b"\n"
-        # Whoever waits holds a thread: a queue of costly renderings must not take them all.
-        if not self._lock.acquire(timeout=self._limits.wait_s):
-            raise CapacityError("conversations of others are being rendered; try again later")
-        try:
-            answer = self._answer(line)
-        finally:
-            self._lock.release()
-        if "error" in answer:
-            raise BadTemplate(f"the chat template refused: {answer['error']}")
-        return answer["text"], frozenset(answer["variables"])
-
-    def _answer(self, line: bytes) -> dict[str, Any]:
-        child = self._ready()
-        try:
-            most = 12 * self._limits.max_chars + _MIB
-            answer: dict[str, Any] = json.loads(child.ask(line, self._limits.timeout_s, most))
-        except TimeoutError as error:
-            self._drop()
-            raise BadTemplate(
-                f"the chat template did not finish within {self._limits.timeout_s:g} s; "
-                "give another one with --chat-template"
-            ) from error
-        except (OSError, ValueError, EOFError) as error:
-            self._drop()
-            limit = f"{self._limits.memory_bytes // _MIB} MiB"
-            raise BadTemplate(
-                f"the chat template ended its process (it may use {limit} of memory); "
-                "give another one with --chat-template"
-            ) from error
-        return answer
+        request = {"template": template, "values": dict(values), "max_chars": self._limits.max_chars}
+        text: str = self._ask(request, "the chat template refused: ")["text"]
+        return text
 
     def close(self) -> None:
-        """Ends the child and waits for it. A later rendering starts a new one."""
-        with self._lock:
-            self._drop()
+        """Ends the children and waits for them. A later rendering starts a new one."""
+        for child in [*self._children.values()]:
+            child.kill()  # whoever waits for it is told at once, and then its pipes may go
+        for place, lock in enumerate(self._locks):
+            with lock:
+                self._drop(place)
 
-    def _ready(self) -> _Child:
-        if self._child is None or not self._child.alive():
-            self._drop()
-            self._child = _Child(self._limits)
-        return self._child
+    def _ask(self, request: Mapping[str, Any], lead: str) -> dict[str, Any]:
+        # The child's own watch on the clock is for when this process is gone.
+        times = {"cpu_s": self._limits.timeout_s, "clock_s": self._limits.clock_s + 1}
+        line = json.dumps({**request, **times}).encode() + b"\n"
+        refusal = "conversations of others are being rendered; try again later"
+        with self._turns.take(self._limits.wait_s, refusal) as place, self._locks[place]:
+            answer = self._answer(place, line)
+        if "error" in answer:
+            raise BadTemplate(lead + answer["error"])
+        return answer
 
-    def _drop(self) -> None:
-        if self._child is not None:
-            self._child.stop()
-        self._child = None
+    def _answer(self, place: int, line: bytes) -> dict[str, Any]:
+        limits, child = self._limits, self._ready(place)
+        try:
+            most = 12 * limits.max_chars + _MIB
+            answer: dict[str, Any] = json.loads(child.ask(line, limits.clock_s, most))
+        except TimeoutError as error:
+            self._drop(place)
+            raise CapacityError(
+                f"the chat template did not finish within {limits.clock_s:g} s, as the machine is busy; "
+                "try again later"
+            ) from error
+        except (OSError, ValueError, EOFError) as error:
+            is_late = child.ended() == -signal.SIGPROF
+            self._drop(place)
+            if is_late:
+                text = f"the chat template did not finish within {limits.timeout_s:g} s"
+            else:
+                limit = f"{limits.memory_bytes // _MIB} MiB"
+                text = f"the chat template ended its process (it may use {limit} of memory)"
+            raise TemplateEnded(text) from error
+        return answer
+
+    def _ready(self, place: int) -> _Child:
+        child = self._children.get(place)
+        if child is None or not child.alive():
+            self._drop(place)
+            child = self._children[place] = _Child(self._limits)
+        return child
+
+    def _drop(self, place: int) -> None:
+        child = self._children.pop(place, None)
+        if child is not None:
+            child.stop()
 
 
 class _Child:
-    """The process and its two pipes."""
+    """The process and its two pipes. `walls`: what keeps it in, see `confine`."""
 
     def __init__(self, limits: Limits) -> None:
-        script = Path(__file__).with_name("sandbox_child.py")
-        command = [sys.executable, "-I", str(script), str(limits.memory_bytes)]
+        command = [sys.executable, "-I", "-c", _RUN, str(_ROOT), str(limits.memory_bytes)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -133,15 +153,25 @@ class _Child:
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
         try:
-            self._read_line(time.monotonic() + limits.start_s, 64)
+            self.walls: list[str] = json.loads(self._read_line(time.monotonic() + limits.start_s, 4096))
         except (TimeoutError, EOFError, ValueError) as error:
             self.stop()
-            raise BadTemplate(
-                f"the process that renders chat templates did not start within {limits.start_s:g} s"
+            raise CapacityError(
+                f"the process that renders chat templates did not start within {limits.start_s:g} s; try again"
             ) from error
 
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def ended(self) -> int | None:
+        """The exit status of a process that closed its pipe; negative for the signal that ended it."""
+        try:
+            return self._process.wait(1)  # its pipe closes a moment before it is gone
+        except subprocess.TimeoutExpired:
+            return None
 
     def ask(self, line: bytes, timeout_s: float, max_bytes: int) -> bytes:
         """The answer to one request. Raises TimeoutError, EOFError, ValueError (too long) or OSError."""

@@ -1,27 +1,35 @@
-"""The process that renders chat templates: no network of imports, a memory limit, and nothing worth stealing.
+"""The process that reads and renders chat templates: walled in, with limits, and nothing worth stealing.
 
-Run as a script, alone (`python -I sandbox_child.py LIMIT`); only `environment` is imported, to parse with. It
-reads one JSON request a line on standard input and answers each with one JSON line on standard output:
-`{"template", "values", "max_chars", "timeout_s"}` → `{"text", "variables"}` or `{"error"}`.
+Only the standard library, jinja2 and `confine` are imported. It says in its first line which walls it has,
+as a list of JSON. Then it reads one JSON request a line on standard input, and answers each with one JSON
+line on standard output: `{"template", "cpu_s", "clock_s"}` → `{"variables"}`, what the template reads;
+with `values` and `max_chars`, too, → `{"text"}`. `{"error"}` where the template fails.
 """
 
 from __future__ import annotations
 
 import json
-import resource
+import pprint  # noqa: F401 - imported by jinja2 when a template asks for it, which is too late here
 import signal
 import sys
+import textwrap  # noqa: F401
+import unicodedata  # noqa: F401
 from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.compiler
+import jinja2.constants
+import jinja2.debug
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+
+from plait.text.confine import confine
 
 
 class Generation(jinja2.ext.Extension):
@@ -53,66 +61,100 @@ def raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+class Unfolded(jinja2.compiler.CodeGenerator):
+    """Compiles without computing anything: what a template never reaches costs nothing.
+
+    Even with its optimizer off, jinja2 computes constants that are written out.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.optimizer = None  # which `jinja2.meta` would have in any case
+
+    def _output_child_to_const(self, node: jinja2.nodes.Expr, *rest: Any) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, *rest)
+
+
+class Names(Unfolded, jinja2.meta.TrackingCodeGenerator):
+    """Finds the variables that a template reads, as `jinja2.meta` does."""
+
+
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """The environment that Hugging Face's templates are written for."""
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,
+        extensions=[Generation, jinja2.ext.loopcontrols],
     )
+    env.code_generator_class = Unfolded
     env.filters["tojson"] = to_json
     env.globals["raise_exception"] = raise_exception
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return env
 
 
-Compiled = tuple[jinja2.Template, list[str]]
+def variables(env: jinja2.sandbox.ImmutableSandboxedEnvironment, source: str) -> list[str]:
+    """The variables that a template reads."""
+    names = Names(env)
+    names.visit(env.parse(source))
+    return sorted(names.undeclared_identifiers)
 
 
-def compiler(env: jinja2.sandbox.ImmutableSandboxedEnvironment) -> Callable[[str], Compiled]:
-    """Source → (template, the variables it reads); the last few sources are kept."""
+class Templates:
+    """Answers requests; the last few templates are kept compiled."""
 
-    @lru_cache(maxsize=16)
-    def compiled(source: str) -> Compiled:
-        variables = jinja2.meta.find_undeclared_variables(env.parse(source))
-        return env.from_string(source), sorted(variables)
+    def __init__(self) -> None:
+        self._env = environment()
+        self._compiled: Callable[[str], jinja2.Template] = lru_cache(maxsize=16)(self._env.from_string)
 
-    return compiled
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one request; every failure of the template is an answer too."""
+        # Both end the process: a child outlives neither its time nor its parent.
+        signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
+        signal.setitimer(signal.ITIMER_REAL, request["clock_s"])
+        try:
+            template = self._compiled(request["template"])
+            if "values" in request:
+                return _rendered(template, request["values"], request["max_chars"])
+            return {"variables": variables(self._env, request["template"])}
+        except MemoryError:
+            return {"error": "it needs more memory than a template may have"}
+        except RecursionError:
+            return {"error": "it is nested too deeply (maximum recursion depth exceeded)"}
+        except jinja2.TemplateSyntaxError as error:
+            return {"error": f"it is no Jinja: {error.message} (line {error.lineno})"}
+        except Exception as error:
+            return {"error": str(error) or type(error).__name__}
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def render(compiled: Callable[[str], Compiled], request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one request; every failure of the template is an answer too."""
-    signal.setitimer(signal.ITIMER_REAL, request["timeout_s"])
-    try:
-        template, variables = compiled(request["template"])
-        pieces, length = [], 0
-        for piece in template.generate(**request["values"]):
-            length += len(piece)
-            if length > request["max_chars"]:
-                return {"error": f"its output is longer than {request['max_chars']} characters"}
-            pieces.append(piece)
-        return {"text": "".join(pieces), "variables": variables}
-    except MemoryError:
-        return {"error": "it needs more memory than a template may have"}
-    except Exception as error:
-        return {"error": str(error) or type(error).__name__}
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+def _rendered(template: jinja2.Template, values: dict[str, Any], max_chars: int) -> dict[str, Any]:
+    pieces, length = [], 0
+    for piece in template.generate(**values):
+        length += len(piece)
+        if length > max_chars:
+            return {"error": f"its output is longer than {max_chars} characters"}
+        pieces.append(piece)
+    return {"text": "".join(pieces)}
 
 
 def main() -> None:
     """Answers requests until standard input ends."""
-    compiled = compiler(environment())
-    memory = int(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The default action of SIGALRM ends the process, so a child outlives neither its time nor its parent.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    templates = Templates()
+    for source in ("{{ strftime_now('%Y') }}", "{{ '\\N{BULLET}' | upper }}", "{{ nothing.at }}", "{% if"):
+        once = {"template": source, "values": {}, "max_chars": 64, "cpu_s": 10, "clock_s": 60}
+        templates.answer(once)  # whatever is imported at first use is imported now
+    for ends in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(ends, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.stdout.write("ready\n")
+    walls = confine(int(sys.argv[-1]))
+    sys.stdout.write(json.dumps(walls) + "\n")
     sys.stdout.flush()
     for line in sys.stdin:
-        sys.stdout.write(json.dumps(render(compiled, json.loads(line))) + "\n")
+        sys.stdout.write(json.dumps(templates.answer(json.loads(line))) + "\n")
         sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -74,6 +74,9 @@ class TurnTemplate:
             ids += [TURN, *(message["content"] or "").encode()]
         return ids
 
+    def start(self, *, is_chosen: bool = False) -> None:
+        return
+
     def close(self) -> None:
         return
 
