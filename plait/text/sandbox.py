@@ -82,11 +82,12 @@ class Sandbox:
 
     def close(self) -> None:
         """Ends the children and waits for them. A later rendering starts a new one."""
-        for child in [*self._children.values()]:
-            child.kill()  # whoever waits for it is told at once, and then its pipes may go
         for place, lock in enumerate(self._locks):
-            with lock:
-                self._drop(place)
+            while not lock.acquire(timeout=0.02):
+                if child := self._children.get(place):
+                    child.kill()  # whoever waits for it is told at once, and then its pipes may go
+            self._drop(place)
+            lock.release()
 
     def _ask(self, request: Mapping[str, Any], lead: str) -> dict[str, Any]:
         # The child's own watch on the clock is for when this process is gone.

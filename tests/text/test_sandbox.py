@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from plait.errors import BadTemplate, CapacityError
-from plait.text.sandbox import Limits, Sandbox
+from plait.text.sandbox import Limits, Sandbox, TemplateEnded
+from plait.text.sandbox_child import Templates
+from plait.text.turns import asker
 
 DOUBLING = (
     "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
@@ -171,3 +174,118 @@ def _running(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+POWER = "{% if messages[0].content == 'x' %}{{ 9**(9**9) }}{% endif %}{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    "never",
+    [
+        "{{ 9**(9**9) }}",
+        "{{ ('a' * 3000000000) | length }}",
+        "{% set n = 9**(9**9) %}",
+        "{% for i in [9**(9**9)] %}{% endfor %}",
+        "{{ 'a'.replace('a', 'a' * 3000000000) }}",
+    ],
+)
+def test_what_a_template_never_reaches_costs_nothing(sandbox: Sandbox, never: str) -> None:
+    source = f"{{% if messages %}}{{{{ messages }}}}{{% else %}}{never}{{% endif %}}"
+    assert "messages" in sandbox.read(source)
+    assert sandbox.render(source, {"messages": ["hi"]}) == "['hi']"
+
+
+def test_a_computation_without_end_ends_its_own_request_alone() -> None:
+    box = Sandbox(Limits(timeout_s=0.5))
+    try:
+        assert box.render(POWER, {"messages": [{"content": "hi"}]}) == "hi"
+        with pytest.raises(TemplateEnded, match="within 0.5 s"):
+            box.render(POWER, {"messages": [{"content": "x"}]})
+        assert box.render(POWER, {"messages": [{"content": "hi"}]}) == "hi"
+    finally:
+        box.close()
+
+
+def test_a_machine_that_is_too_busy_is_not_the_fault_of_a_template() -> None:
+    box = Sandbox(Limits(timeout_s=60.0, clock_s=0.2))
+    box.start()
+    try:
+        with pytest.raises(CapacityError, match="busy"):
+            box.render(POWER, {"messages": [{"content": "x"}]})
+    finally:
+        box.close()
+
+
+@pytest.mark.parametrize("source", ["{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", "{% if x %}" * 3000])
+def test_deep_nesting_is_refused_in_words(sandbox: Sandbox, source: str) -> None:
+    with pytest.raises(BadTemplate, match="nested too deeply"):
+        sandbox.read(source)
+
+
+def test_another_asker_is_served_while_one_computes() -> None:
+    box = Sandbox(Limits(timeout_s=300.0, clock_s=600.0))
+    ended = list[BadTemplate]()
+
+    def burn() -> None:
+        asker.set("greedy")
+        try:
+            box.render(POWER, {"messages": [{"content": "x"}]})
+        except BadTemplate as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=burn)
+    thread.start()
+    assert box.render("{{ x }}", {"x": "served"}) == "served"
+    assert not ended
+    while 0 not in box._children or 1 not in box._children:
+        assert box.render("{{ x }}", {"x": "served"}) == "served"
+    box.close()
+    thread.join()
+    assert len(ended) == 1
+
+
+def test_the_child_says_which_walls_it_has(sandbox: Sandbox) -> None:
+    walls = sandbox.start()
+    assert {"limit of memory", "limit of open files", "limit of file size"} <= set(walls)
+
+
+def test_everything_that_jinja_offers_works_behind_the_walls(sandbox: Sandbox) -> None:
+    """What jinja2 imports at its first use cannot be imported there any more."""
+    templates = Templates()
+    names = sorted(set(templates._env.filters) - {"random"})
+    sources = [f"{{{{ x | {name} }}}}" for name in names]
+    sources += [f"{{{{ x is {name} }}}}" for name in templates._env.tests]
+    sources += ["{{ '\\N{BULLET}' }}", "{{ 'a' 'b' | wordwrap(1) }}", "{{ lipsum() is string }}"]
+    sources += ["{{ cycler(1, 2).next() }}{{ joiner() }}{{ dict(a=1) }}", "{{ nothing.at }}", "{{ 1 / 0 }}"]
+    for source in sources:
+        for x in ("a b <c>", [{"b": 1, "a": [2.5]}], {"k": "v"}, 3):
+            request = {"template": source, "values": {"x": x}, "max_chars": 10_000}
+            wanted = templates.answer({**request, "cpu_s": 60, "clock_s": 120})
+            try:
+                found = {"text": sandbox.render(source, {"x": x})}
+            except BadTemplate as error:
+                found = {"error": str(error).removeprefix("the chat template refused: ")}
+            assert _without_addresses(found) == _without_addresses(wanted), source
+
+
+def _without_addresses(found: object) -> str:
+    return re.sub("0x[0-9a-f]+", "", str(found))
+
+
+def test_no_process_but_the_child_imports_jinja() -> None:
+    script = """
+import sys
+import plait.server.app, plait.engine.front, plait.engine.process, plait.engine.text_source
+from plait.text.builtin_tokenizer import builtin_tokenizer
+from plait.text.jinja_chat import JinjaTemplate
+sources = {"default": "{{ messages[0].content }}{{ enable_thinking }}"}
+template = JinjaTemplate("test", sources, builtin_tokenizer("cl100k_base"), {})
+template.start()
+assert "enable_thinking" in template.variables
+assert template.text([{"role": "user", "content": "hi"}]) == "hi"
+template.close()
+print([name for name in sys.modules if name.startswith("jinja2")])
+"""
+    root = Path(__file__).resolve().parents[2]
+    run = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
