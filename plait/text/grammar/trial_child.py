@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import random
-import resource
 import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from plait.text.confine import confine
 from plait.text.grammar.grammar import GrammarLimits
 from plait.text.grammar.library import compiled, token_table
 from plait.text.grammar.source import library_form
@@ -81,8 +81,7 @@ def main() -> None:
     trials = Trials(vocabulary, limits)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    confine(limits.memory_bytes, threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The default action of SIGPROF ends the process: no grammar may have more of the processor than this.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
