@@ -21,7 +21,9 @@ from typing import Any, Literal
 from plait import __version__
 from plait.bench import machine
 from plait.checkpoint.shelves import default_folder, shelved
+from plait.errors import CapacityError
 from plait.kernels.load import KernelTarget, describe_target, kept_rooms, why_refused
+from plait.text.sandbox import Sandbox
 
 NEEDED = (
     *("torch", "numpy", "safetensors", "tokenizers", "splintr-rs", "msgspec", "jinja2", "llguidance"),
@@ -71,6 +73,7 @@ def examine(asked: Asked) -> tuple[Facts, list[Finding]]:
         "versions": {"plait": __version__, **{name: installed(name) for name in (*NEEDED, *WANTED)}},
         "torch": torch_facts(),
         "kernels": kernel_facts(target),
+        "walls": wall_facts(),
         "packed": packed_facts(asked.cache_dir),
         "hub": hub_facts(),
     }
@@ -138,6 +141,17 @@ def gpu_facts() -> list[Facts]:
         return []
     rows = [[part.strip() for part in line.split(",")] for line in out.splitlines() if line.count(",") == 2]
     return [{"name": name, "driver": driver, "memory_mib": memory} for name, driver, memory in rows]
+
+
+def wall_facts() -> list[str]:
+    """What keeps in the process that renders chat templates, and the one that tries grammars out."""
+    sandbox = Sandbox()
+    try:
+        return sandbox.start()
+    except CapacityError:
+        return []
+    finally:
+        sandbox.close()
 
 
 def torch_facts() -> Facts:
@@ -316,7 +330,20 @@ def check_disks(facts: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
         yield Finding("note", "HF_HUB_OFFLINE is set: nothing is fetched", "unset it to fetch models")
 
 
-CHECKS = (check_packages, check_cpu, check_memory, check_gpu, check_disks)
+def check_walls(facts: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
+    if not facts["walls"]:
+        yield Finding(
+            "warning", "the process that renders chat templates does not start", "look at limits of processes"
+        )
+    elif "seccomp" not in facts["walls"]:
+        yield Finding(
+            "note",
+            "chat templates and grammars are kept from files and network by limits of the process alone",
+            "Linux on x86-64 or ARM, in a container that allows seccomp, bounds their system calls, too",
+        )
+
+
+CHECKS = (check_packages, check_cpu, check_memory, check_gpu, check_disks, check_walls)
 
 
 def text(path: Path) -> str:

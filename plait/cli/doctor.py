@@ -110,6 +110,7 @@ def machine_rows(facts: Facts) -> list[tuple[str, str]]:
         ("memory", ", ".join(amounts) or "unknown"),
         ("GPU", ", ".join(gpus)),
         ("torch", f"{torch['version'] or 'not installed'}, {build}"),
+        ("templates run behind", ", ".join(facts["walls"]) or "nothing: they cannot run"),
     ]
 
 

@@ -38,6 +38,7 @@ WELL: dict[str, Any] = {
             "old": {},
         },
     },
+    "walls": ["Landlock 7", "limit of memory", "seccomp"],
     "packed": {"folder": "packed", "models": [], "nbytes": 0},
     "hub": {
         "library": "2.4",
@@ -102,6 +103,8 @@ def test_a_good_machine_has_no_findings() -> None:
             "1 old rooms of kernels take 2.0 GiB",
             "plait cache clean",
         ),
+        ({"walls": ["limit of memory"]}, "note", "by limits of the process alone", "allows seccomp"),
+        ({"walls": []}, "warning", "does not start", "limits of processes"),
         ({"hub__free": 1 << 20}, "warning", "left for models of the Hub", "plait rm"),
         ({"hub__offline": True}, "note", "HF_HUB_OFFLINE is set", "unset"),
     ],
