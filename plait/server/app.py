@@ -177,7 +177,11 @@ class Service:
                 key = request.scope[SCOPE_KEY].key.name if SCOPE_KEY in request.scope else ""
                 work = self._turns.run(key, _answered(answer, front, served, body))
                 response = await until_disconnect(receive, work)
-            return _reporting(response, body, endpoint.fields)
+            exchange: Exchange | None = request.scope.get(SCOPE_KEY)
+            unread = exchange.unread if exchange is not None else ()
+            if names := validate.ignored(body, endpoint.fields, unread):
+                response.headers[validate.IGNORED_HEADER] = names
+            return response
 
         return handle
 
@@ -229,12 +233,6 @@ def _answered(answer: Answer, front: Front, served: str, body: Mapping[str, Any]
     if isinstance(found, Generator):
         found = yield from found
     return json_response(found)
-
-
-def _reporting(response: Response, body: Mapping[str, Any], fields: frozenset[str]) -> Response:
-    if names := validate.ignored(body, fields):
-        response.headers[validate.IGNORED_HEADER] = names
-    return response
 
 
 async def _refuse_body(request: Request, response: Response, send: Send) -> None:

@@ -12,6 +12,7 @@ from plait.engine import ranking
 from plait.request import ReplyShape, Request
 from plait.server import validate
 from plait.server.endpoint import Endpoint
+from plait.server.exchange import report_unread
 from plait.server.extras import Extras
 from plait.server.generation import new_id
 from plait.server.reply import Head, best, finite
@@ -34,8 +35,11 @@ NO_FORM = (
 THOUGHTS = ("reasoning_content", "reasoning")  # DeepSeek's name and vLLM's: clients read one of them
 
 
-def plan(front: Front, model: str, body: Mapping[str, Any]) -> ChatReply:
-    """Everything that can be refused before the engine is asked: renders, tokenizes. Raises RequestErrors."""
+def plan(front: Front, model: str, body: Mapping[str, Any], words: Mapping[str, str] = {}) -> ChatReply:
+    """Everything that can be refused before the engine is asked: renders, tokenizes. Raises RequestErrors.
+
+    `words`: what fields are called in the API that was asked, where that is another one.
+    """
     validate.refuse(body, FIELDS)
     asked = typed(body, ChatRequest)
     tools, kwargs = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.speech)
@@ -47,7 +51,8 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> ChatReply:
     validate.check_messages(asked.messages)
     validate.check_template_kwargs(asked.chat_template_kwargs)
     validate.check_tools(asked.tools, asked.tool_choice)
-    kwargs, thinks = front.speech.switched(asked.chat_template_kwargs, asked.reasoning_effort)
+    kwargs, thinks, unread = front.speech.switched(asked.chat_template_kwargs, asked.reasoning_effort)
+    report_unread(front, unread, words)
     # Told that it may call nothing, a model had better not know of what it could call.
     tools = () if asked.tool_choice == "none" else tuple(asked.tools)
     options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}

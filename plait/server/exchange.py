@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,6 +40,7 @@ class Exchange:
     status: int = 0
     model: str = ""
     num_asked_tokens: int = 0  # the most that all choices together can generate
+    unread: list[str] = field(default_factory=list)  # hints that the model has no use for
     streams: list[Stream] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
     began_ns: int = field(default_factory=time.time_ns)
@@ -87,6 +88,10 @@ class Caller:
             exchange.account.pay(len(request.prompt_token_ids))
         return stream
 
+    def report_unread(self, names: Iterable[str]) -> None:
+        """Have the answer's header name them."""
+        self._exchange.unread += names
+
     def _counted(self, request: Request) -> Request:
         asked = self._exchange.num_asked_tokens + request.params.n * (request.params.max_tokens or 0)
         self._exchange.num_asked_tokens = asked
@@ -97,6 +102,12 @@ class Caller:
                 "max_tokens",
             )
         return request
+
+
+def report_unread(front: Front, names: Iterable[str], words: Mapping[str, str]) -> None:
+    """Have the answer's header name hints that change nothing. `words`: what a chat's fields are called."""
+    if isinstance(front, Caller):
+        front.report_unread(words.get(name, name) for name in names)
 
 
 def called(front: Front, exchange: Exchange | None) -> Front:

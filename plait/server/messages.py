@@ -118,7 +118,7 @@ def count(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
     seen = {name: value for name, value in sent.items() if name in prompts.FIELDS}
     with in_words_of(_NAMES, found.places):
         asking = prompts.TemplateRequest(messages=found.messages, **_going_on(found), **seen)
-        ids = prompts.prompt_ids(front, asking)
+        ids = prompts.prompt_ids(front, asking, _NAMES)
     return {"input_tokens": len(ids)}
 
 
@@ -141,7 +141,7 @@ def _refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
 
 def _planned(front: Front, model: str, found: Conversation, sent: Mapping[str, Any]) -> Reply:
     with in_words_of(_NAMES, found.places):
-        return chat.plan(front, model, {**sent, **_going_on(found), "messages": found.messages})
+        return chat.plan(front, model, {**sent, **_going_on(found), "messages": found.messages}, _NAMES)
 
 
 def _going_on(found: Conversation) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import msgspec
 from plait.errors import InvalidField
 from plait.server import validate
 from plait.server.endpoint import Endpoint
+from plait.server.exchange import report_unread
 from plait.server.schema import field_names, typed
 from plait.server.tool_choice import allowed, from_template_kwargs
 
@@ -38,14 +39,18 @@ class TemplateRequest(msgspec.Struct, kw_only=True, frozen=True):
 FIELDS = field_names(TemplateRequest)
 
 
-def prompt_ids(front: Front, asked: TemplateRequest) -> list[int]:
-    """The prompt of a chat, however long it is. Raises InvalidField and BadTemplate."""
+def prompt_ids(front: Front, asked: TemplateRequest, words: Mapping[str, str] = {}) -> list[int]:
+    """The prompt of a chat, however long it is. Raises InvalidField and BadTemplate.
+
+    `words`: see `chat.plan`.
+    """
     validate.check_messages(asked.messages)
     validate.check_template_kwargs(asked.chat_template_kwargs)
     listed, wishes = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.speech)
     choosable, choice = allowed(listed, asked.tool_choice)
     validate.check_tools(choosable, choice)
-    kwargs, _ = front.speech.switched(wishes, asked.reasoning_effort)
+    kwargs, _, unread = front.speech.switched(wishes, asked.reasoning_effort)
+    report_unread(front, unread, words)
     tools: Sequence[Any] = () if choice == "none" else choosable
     options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}
     return front.render_chat(asked.messages, **options)

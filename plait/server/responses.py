@@ -110,7 +110,8 @@ def outcome(front: Front, model: str, body: Mapping[str, Any]) -> Responses:
     """Everything that can be refused before the engine is asked. Renders, tokenizes. Raises RequestErrors."""
     asked, found, sent = _read(body)
     with in_words_of(_NAMES, found.places):
-        reply = chat.plan(front, model, {**sent, "messages": found.messages, "stream": asked.stream})
+        asking = {**sent, "messages": found.messages, "stream": asked.stream}
+        reply = chat.plan(front, model, asking, _NAMES)
     return Responses(model, asked, reply)
 
 
@@ -120,7 +121,7 @@ def count(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
     seen = {name: value for name, value in sent.items() if name in prompts.FIELDS}
     with in_words_of(_NAMES, found.places):
         asking = typed({**seen, "messages": found.messages}, prompts.TemplateRequest)
-        ids = prompts.prompt_ids(front, asking)
+        ids = prompts.prompt_ids(front, asking, _NAMES)
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 

@@ -52,9 +52,13 @@ def refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
             raise InvalidField(f"{at}: this server cannot honour {_short(value)}; leave it out", at)
 
 
-def ignored(body: Mapping[str, Any], read: frozenset[str]) -> str:
-    """The fields that nobody reads, for the header that reports them; made safe to print."""
+def ignored(body: Mapping[str, Any], read: frozenset[str], unread: Sequence[str] = ()) -> str:
+    """The fields that nobody reads, for the header that reports them; made safe to print.
+
+    `unread`: those that the endpoint knows and the model has no use for.
+    """
     unknown = [name for name in body if name not in read and name not in UNREAD]
+    unknown += dict.fromkeys(unread)
     safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:MAX_REPORTED_CHARS]) for name in unknown[:MAX_REPORTED]]
     more = [f"+{len(unknown) - MAX_REPORTED}"] if len(unknown) > MAX_REPORTED else []
     return ",".join(safe + more)

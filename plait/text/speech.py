@@ -70,33 +70,35 @@ class Speech:
         """What the template reads. Raises BadTemplate."""
         return self._template.variables if self._template else frozenset()
 
-    def switched(self, kwargs: Mapping[str, Any], effort: str | None = None) -> tuple[dict[str, Any], bool]:
-        """Template arguments under the names that the template knows, and whether the model may think.
+    def switched(
+        self, kwargs: Mapping[str, Any], effort: str | None = None
+    ) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
+        """Template arguments under the template's own names, whether the model may think, and unread hints.
 
-        `effort`: OpenAI's reasoning_effort; "none": it may not. Raises InvalidField for a wish that the model
-        does not understand.
+        `effort`: OpenAI's reasoning_effort; "none": it may not. Clients send levels and switches to any
+        model, so one that the model has no use for is named and not refused. Raises InvalidField for a
+        switch that is neither true nor false, and for two that contradict each other.
         """
+        unread: list[str] = []
         rest = {name: value for name, value in kwargs.items() if name not in SWITCHES}
         wishes = {f"chat_template_kwargs.{name}": kwargs[name] for name in SWITCHES if name in kwargs}
         if effort == "none":
             wishes["reasoning_effort"] = False
-        elif effort is not None:
-            if "reasoning_effort" not in self.variables:
-                raise InvalidField(
-                    f"reasoning_effort: this model knows no {effort[:40]!r}; send 'none', or "
-                    "thinking_token_budget",
-                    "reasoning_effort",
-                )
+        elif effort is not None and "reasoning_effort" in self.variables:
             rest["reasoning_effort"] = effort
+        elif effort is not None:
+            unread.append("reasoning_effort")
         read = [name for name in SWITCHES if name in self.variables]
         wish: bool | None = None
         for at, value in wishes.items():
             if not isinstance(value, bool) or wish not in (None, value):
                 raise InvalidField(f"{at}: send true or false, and the same for all of its names", at)
             if value and not read and self.reasoning is None:
-                raise InvalidField(f"{at}: this model does not think", at)
+                unread.append(at)
             wish = value
-        return rest if wish is None else {**rest, **dict.fromkeys(read, wish)}, wish is not False
+        if wish is not None:
+            rest |= dict.fromkeys(read, wish)
+        return rest, wish is not False, tuple(unread)
 
     def is_open(self, prompt_ids: Sequence[int], begun: Message | None = None) -> bool:
         """Whether a prompt ends inside of thinking. `begun`: the message that a reply goes on from."""

@@ -180,7 +180,6 @@ def test_the_switch_reaches_the_template_and_the_budget_the_engine(
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"reasoning_effort": 5}, "reasoning_effort"),
         ({"thinking_token_budget": -2}, "thinking_token_budget"),
         ({"thinking_token_budget": "much"}, "thinking_token_budget"),
@@ -226,8 +225,6 @@ def test_a_model_that_does_not_think_is_told_nothing_about_it() -> None:
             "content": THOUGHT,
             "refusal": None,
         }
-        answer = client.chat("Hello", chat_template_kwargs={"enable_thinking": True})
-        assert (answer.status, answer.error["param"]) == (400, "chat_template_kwargs.enable_thinking")
 
 
 @pytest.mark.parametrize("text", ["So <think> begins it.", '{"tag": "<think>"}', "a</think>\n<think>b"])
@@ -249,3 +246,37 @@ def test_a_reply_that_goes_on_from_content_does_not_begin_to_think(client: Clien
     asked = {"messages": said, "continue_final_message": True}
     found = client.post("/v1/chat/completions", asked).json["choices"][0]["message"]
     assert "reasoning_content" not in found
+
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/chat/completions", {"reasoning_effort": "high"}, "reasoning_effort"),
+        ("/v1/chat/completions", {"enable_thinking": True}, "chat_template_kwargs.enable_thinking"),
+        ("/v1/chat/completions", {"think": True, "stream": True}, "chat_template_kwargs.enable_thinking"),
+        (
+            "/v1/chat/completions",
+            {"chat_template_kwargs": {"thinking": True}, "odd": 1},
+            "odd,chat_template_kwargs.thinking",
+        ),
+        ("/v1/responses", {"reasoning": {"effort": "low"}, "input": "Hello"}, "reasoning.effort"),
+        ("/v1/messages", {"output_config": {"effort": "max"}, "max_tokens": 9}, "output_config.effort"),
+        ("/v1/messages/count_tokens", {"output_config": {"effort": "max"}}, "output_config.effort"),
+        ("/tokenize", {"reasoning_effort": "high"}, "reasoning_effort"),
+        ("/apply-template", {"reasoning_effort": "high"}, "reasoning_effort"),
+    ],
+)
+def test_hints_that_a_model_has_no_use_for_are_taken_and_reported(
+    path: str, body: dict[str, Any], name: str
+) -> None:
+    with serving(fake_front()) as client:
+        answer = client.post(path, body if "input" in body else {"messages": HELLO, **body})
+        assert (answer.status, answer.headers.get("x-plait-ignored")) == (200, name)
+
+
+def test_switches_that_contradict_each_other_are_refused(client: Client) -> None:
+    answer = client.chat("Hello", chat_template_kwargs={"enable_thinking": True, "thinking": False})
+    assert answer.error["param"] == "chat_template_kwargs.thinking"

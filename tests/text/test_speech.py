@@ -52,33 +52,40 @@ def accepts(compiler: GrammarCompiler, grammar: Grammar | None, text: str) -> bo
 @pytest.mark.parametrize(
     ("kwargs", "effort", "wanted"),
     [
-        ({}, None, ({}, True)),
-        ({"x": 1}, None, ({"x": 1}, True)),
-        ({"enable_thinking": False}, None, ({"enable_thinking": False}, False)),
-        ({"thinking": True}, None, ({"enable_thinking": True}, True)),
-        ({}, "none", ({"enable_thinking": False}, False)),
+        ({}, None, ({}, True, ())),
+        ({"x": 1}, None, ({"x": 1}, True, ())),
+        ({"enable_thinking": False}, None, ({"enable_thinking": False}, False, ())),
+        ({"thinking": True}, None, ({"enable_thinking": True}, True, ())),
+        ({}, "none", ({"enable_thinking": False}, False, ())),
+        ({}, "low", ({}, True, ("reasoning_effort",))),
+        ({"thinking": True}, "low", ({"enable_thinking": True}, True, ("reasoning_effort",))),
     ],
 )
 def test_a_wish_reaches_the_template_under_its_own_name(
-    kwargs: dict[str, Any], effort: str | None, wanted: tuple[dict[str, Any], bool]
+    kwargs: dict[str, Any], effort: str | None, wanted: tuple[dict[str, Any], bool, tuple[str, ...]]
 ) -> None:
     assert speech().switched(kwargs, effort) == wanted
 
 
 def test_a_template_without_a_switch_is_told_nothing() -> None:
     plain = speech("{{ messages }}</think> about thinking")
-    assert plain.switched({"enable_thinking": False}) == ({}, False)
+    assert plain.switched({"enable_thinking": False}) == ({}, False, ())
     assert plain.budget(None, ReplyShape(thinks=False)) is not None
 
 
 def test_levels_are_for_templates_that_know_them() -> None:
-    assert speech("{{ messages }}{{ reasoning_effort }}").switched({}, "low") == (
-        {"reasoning_effort": "low"},
-        True,
+    knows = speech("{{ messages }}{{ reasoning_effort }}")
+    assert knows.switched({}, "low") == ({"reasoning_effort": "low"}, True, ())
+
+
+def test_hints_of_no_use_to_a_model_are_named() -> None:
+    plain = Speech(
+        TOKENIZER, JinjaTemplate("test", {"default": "{{ messages }}"}, TOKENIZER, {}), reasoning="none"
     )
-    with pytest.raises(InvalidField) as refused:
-        speech().switched({}, "low")
-    assert refused.value.param == "reasoning_effort"
+    unread = ("reasoning_effort", "chat_template_kwargs.enable_thinking")
+    assert plain.switched({"enable_thinking": True}, "high") == ({}, True, unread)
+    with pytest.raises(InvalidField, match="true or false"):
+        plain.switched({"enable_thinking": "no"})
 
 
 def test_a_broken_template_is_told_as_one() -> None:
