@@ -36,7 +36,7 @@ class FairThreads(Executor):
         self._pool.shutdown(wait, cancel_futures=cancel_futures)
 
     def _work(self) -> None:
-        """Does whatever may be done. What is left is of askers whose work is being done: it is looked for then."""
+        """Does what may be done. What is left belongs to askers with enough in work, and follows that."""
         while found := self._next():
             who, (future, call) = found
             if future.set_running_or_notify_cancel():

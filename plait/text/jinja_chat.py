@@ -103,9 +103,7 @@ class JinjaTemplate:
                 except BadTemplate as error:
                     self._fault = str(error)
         if self._read is None:
-            raise BadTemplate(
-                f"the chat template {self.name!r} cannot be used: {self._fault}; {_OTHER}"
-            )
+            raise BadTemplate(f"the chat template {self.name!r} cannot be used: {self._fault}; {_OTHER}")
         return self._read
 
     def _tried(self) -> CallsTaken:

@@ -28,6 +28,7 @@ from plait.text.turns import Turns
 _MIB = 1 << 20
 _ROOT = Path(__file__).resolve().parents[2]
 _RUN = "import sys; sys.path.insert(0, sys.argv[1]); from plait.text.sandbox_child import main; main()"
+_BUSY = "conversations of others are being rendered; try again later"
 
 
 class TemplateEnded(BadTemplate):
@@ -63,7 +64,10 @@ class Sandbox:
 
     def start(self) -> list[str]:
         """Starts a child now, so that the first rendering need not wait for it. Returns the walls it has."""
-        with self._turns.take(self._limits.wait_s, "templates of others are being read") as place, self._locks[place]:
+        with (
+            self._turns.take(self._limits.wait_s, _BUSY) as place,
+            self._locks[place],
+        ):
             return self._ready(place).walls
 
     def read(self, template: str) -> frozenset[str]:
@@ -93,8 +97,7 @@ class Sandbox:
         # The child's own watch on the clock is for when this process is gone.
         times = {"cpu_s": self._limits.timeout_s, "clock_s": self._limits.clock_s + 1}
         line = json.dumps({**request, **times}).encode() + b"\n"
-        refusal = "conversations of others are being rendered; try again later"
-        with self._turns.take(self._limits.wait_s, refusal) as place, self._locks[place]:
+        with self._turns.take(self._limits.wait_s, _BUSY) as place, self._locks[place]:
             answer = self._answer(place, line)
         if "error" in answer:
             raise BadTemplate(lead + answer["error"])
@@ -158,7 +161,8 @@ class _Child:
         except (TimeoutError, EOFError, ValueError) as error:
             self.stop()
             raise CapacityError(
-                f"the process that renders chat templates did not start within {limits.start_s:g} s; try again"
+                "the process that renders chat templates did not start within "
+                f"{limits.start_s:g} s; try again"
             ) from error
 
     def alive(self) -> bool:

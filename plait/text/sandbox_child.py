@@ -129,7 +129,6 @@ class Templates:
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
 
-
     def warm_up(self) -> None:
         """Uses everything once: jinja2 imports some of it only then, and behind the walls nothing can be."""
         used = [f"{{{{ 'a b' | {name} }}}}" for name in self._env.filters]

@@ -13,11 +13,11 @@ from plait.errors import CapacityError
 
 T = TypeVar("T")
 asker: ContextVar[str] = ContextVar("asker", default="")
-"""Who the work in progress is for: an API key's name, or a client's address. Threads that do it inherit it."""
+"""Who the work in progress is for: an API key's name, or a client's address."""
 
 
 class FairQueue(Generic[T]):
-    """Items that wait, by asker: askers take turns, and each has at most `each` of them in work. Not locked."""
+    """Items that wait. Askers take turns, and each has at most `each` items in work. Not thread-safe."""
 
     def __init__(self, each: int) -> None:
         self._each, self._working = each, Counter[str]()

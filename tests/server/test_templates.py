@@ -49,7 +49,7 @@ def content(answer: Answer) -> str:
 
 
 def test_a_chat_that_computes_without_end_harms_no_other(tmp_path: Path) -> None:
-    """While more of one key's chats than there are threads compute for minutes, another key's are answered."""
+    """One key has more chats that compute for minutes than there are threads; another key is answered."""
     keys = tmp_path / "keys"
     keys.write_text("greedy: first\nmodest: second\n")
     # Nothing ends the computation but the end of the server.
@@ -60,7 +60,9 @@ def test_a_chat_that_computes_without_end_harms_no_other(tmp_path: Path) -> None
     with templated(POWER, limits, **config) as (client, front):
         greedy = Client(client.base_url, "fake", {"authorization": "Bearer first"})
         modest = Client(client.base_url, "fake", {"authorization": "Bearer second"})
-        threads = [threading.Thread(target=lambda: ended.append(greedy.chat("x"))) for _ in range(PLAN_THREADS + 2)]
+        threads = [
+            threading.Thread(target=lambda: ended.append(greedy.chat("x"))) for _ in range(PLAN_THREADS + 2)
+        ]
         for thread in threads:
             thread.start()
         assert isinstance(front.chat_template, JinjaTemplate)
@@ -87,6 +89,14 @@ def test_a_chat_whose_template_takes_too_long_is_refused_and_the_next_served() -
         assert content(client.chat("Hello")) == "Hello"
 
 
+def test_arguments_that_a_template_does_not_read_are_refused_and_hints_reported() -> None:
+    with templated(POWER, Limits()) as (client, _):
+        refused = client.chat("hi", chat_template_kwargs={"shout": True})
+        assert (refused.status, refused.error["param"]) == (400, "chat_template_kwargs")
+        answer = client.chat("hi", reasoning_effort="high", chat_template_kwargs={"enable_thinking": True})
+        assert answer.headers["x-plait-ignored"] == "reasoning_effort,chat_template_kwargs.enable_thinking"
+
+
 def test_a_template_that_cannot_be_read_refuses_chats_and_nothing_else() -> None:
     deep = "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}"
     with templated(deep, Limits()) as (client, _):
@@ -99,4 +109,7 @@ def test_a_template_that_cannot_be_read_refuses_chats_and_nothing_else() -> None
             assert (refused.status, refused.error["code"]) == (400, "bad_template")
             assert "nested too deeply" in refused.error["message"]
             assert "--chat-template" in refused.error["message"]
-        assert client.post("/v1/completions", {"prompt": "hi", "max_tokens": 2}).json["choices"][0]["text"] == "hi"
+        assert (
+            client.post("/v1/completions", {"prompt": "hi", "max_tokens": 2}).json["choices"][0]["text"]
+            == "hi"
+        )

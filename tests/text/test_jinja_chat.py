@@ -54,7 +54,7 @@ def test_a_template_that_does_not_end_is_tried_once(ends_at: int) -> None:
     found = template(sandbox)
     found.start()
     for use in (lambda: found.render(HI), lambda: found.variables, lambda: found.calls):
-        with pytest.raises(BadTemplate, match="cannot be used: .*within 2 s; give another one"):
+        with pytest.raises(BadTemplate, match=r"cannot be used: .*within 2 s; give another one"):
             use()
     assert len(sandbox.asked) == ends_at
 
@@ -85,7 +85,7 @@ def test_what_makes_a_template_useless_is_logged_or_refused(caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING, "plait"):
         template(Recorded(1)).start()
     assert "no chats" in caplog.text
-    with pytest.raises(ConfigError, match="chat_template: .*within 2 s"):
+    with pytest.raises(ConfigError, match=r"chat_template: .*within 2 s"):
         template(Recorded(1)).start(is_chosen=True)
 
 

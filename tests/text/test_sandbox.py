@@ -199,7 +199,7 @@ def test_a_computation_without_end_ends_its_own_request_alone() -> None:
     box = Sandbox(Limits(timeout_s=0.5))
     try:
         assert box.render(POWER, {"messages": [{"content": "hi"}]}) == "hi"
-        with pytest.raises(TemplateEnded, match="within 0.5 s"):
+        with pytest.raises(TemplateEnded, match=r"within 0\.5 s"):
             box.render(POWER, {"messages": [{"content": "x"}]})
         assert box.render(POWER, {"messages": [{"content": "hi"}]}) == "hi"
     finally:
