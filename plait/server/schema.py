@@ -84,11 +84,11 @@ class CompletionRequest(Sampling, kw_only=True, frozen=True):
 class ChatRequest(Sampling, kw_only=True, frozen=True):
     """POST /v1/chat/completions.
 
-    `reasoning_effort`: "none", or what the model's template knows. `thinking_token_budget`: tokens of
-    thinking, after which its end is written; -1: no limit. `include_reasoning` False: thinking is left out of
-    the answer; `reasoning_field`: the one name it has there, None: both. `continue_final_message`: the reply
-    goes on from the last message, the assistant's; without it `add_generation_prompt` is true unless said
-    otherwise.
+    `reasoning_effort`: "none", or a level for the model's template; one that does not read it is reported.
+    `thinking_token_budget`: tokens of thinking, after which its end is written; -1: no limit.
+    `include_reasoning` False: thinking is left out of the answer; `reasoning_field`: the one name it has there,
+    None: both. `continue_final_message`: the reply goes on from the last message, the assistant's; without it
+    `add_generation_prompt` is true unless said otherwise.
     """
 
     messages: list[dict[str, Any]]
