@@ -86,9 +86,9 @@ class ChatRequest(Sampling, kw_only=True, frozen=True):
 
     `reasoning_effort`: "none", or a level for the model's template; one that does not read it is reported.
     `thinking_token_budget`: tokens of thinking, after which its end is written; -1: no limit.
-    `include_reasoning` False: thinking is left out of the answer; `reasoning_field`: the one name it has there,
-    None: both. `continue_final_message`: the reply goes on from the last message, the assistant's; without it
-    `add_generation_prompt` is true unless said otherwise.
+    `include_reasoning` False: thinking is left out of the answer; `reasoning_field`: its only name there,
+    None: both names. `continue_final_message`: the reply goes on from the last message, the assistant's;
+    without it `add_generation_prompt` is true unless said otherwise.
     """
 
     messages: list[dict[str, Any]]
