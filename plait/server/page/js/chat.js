@@ -240,7 +240,7 @@ export class Chat {
 async function continued(before, begun, settings) {
   const { messages } = chatBody(before, settings);
   const prompt = await askJson("tokenize", { body: { messages } });
-  const more = await askJson("tokenize", { body: { prompt: begun, add_special_tokens: false } });
+  const more = await askJson("tokenize", { body: { prompt: begun, add_special_tokens: false, parse_special: false } });
   const room = prompt.max_model_len - prompt.tokens.length - more.tokens.length;
   const body = { ...textBody([], settings), prompt: [...prompt.tokens, ...more.tokens] };
   return { ...body, max_tokens: sampling(settings).max_tokens ?? Math.max(room, 1) };
