@@ -193,7 +193,6 @@ CALL_BLOCK = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "deep"}}, "thinking.type"),
-        ({"output_config": {"effort": "high"}}, "output_config.effort"),
         ({"output_config": {"speed": "fast"}}, "output_config.speed"),
     ],
 )
