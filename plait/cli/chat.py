@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from plait.cli.generate import load, write
+from plait.cli.help import GroupedCommand, meant
 from plait.cli.options import (
     common_options,
     engine_options,
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
     from plait.engine.llm import LLM
     from plait.request import SamplingParams
 
-HELP = "/clear forgets the conversation · /system TEXT sets the system message · /exit leaves"
+HELP = "/clear forgets the conversation · /system TEXT sets the system message · /exit, /quit or /bye leaves"
+LEAVE = ("/exit", "/quit", "/bye")
+COMMANDS = ("/clear", "/system", "/help", *LEAVE)
 Message = dict[str, str]
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @model_option()
 @click.option("--system", help="the system message")
 @sampling_options(max_tokens=None)
@@ -36,7 +39,12 @@ Message = dict[str, str]
 @click.option("--quiet", "-q", is_flag=True, help="replies only: no greeting and no speed")
 @common_options()
 def chat(model: str, system: str | None, quiet: bool, **given: Any) -> None:
-    """Talk with a model in the terminal. Each line is a message; /help lists what else can be typed."""
+    """Talk with a model in the terminal. Each line is a message; /help lists what else can be typed.
+
+    \b
+    plait chat ./model
+    plait chat org/name:Q4_K_M --system "You are terse." --temperature 0
+    """
     params, settings = sampling_params(given), engine_settings(given)
     llm = load(model, settings, quiet=quiet)
     try:
@@ -69,7 +77,7 @@ class Conversation:
 
     def run(self, typed: Iterator[str]) -> None:
         for line in typed:
-            if line.strip() == "/exit":
+            if line.strip() in LEAVE:
                 return
             if line.startswith("/"):
                 print(self.command(line), file=sys.stderr)
@@ -88,7 +96,7 @@ class Conversation:
                 return "the system message is set" if self.system else "there is no system message now"
             case "/help":
                 return HELP
-        return f"{name} is not known: {HELP}"
+        return f"{name} is not known{meant(name, COMMANDS) or ':'} {HELP}"
 
     def reply(self, text: str) -> None:
         """Send a message and stream the reply; refused or stopped, the conversation stays as it was."""

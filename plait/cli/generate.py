@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from plait.cli.help import GroupedCommand
 from plait.cli.options import (
     TokenIds,
     common_options,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 100
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @model_option()
 @click.option("--prompt", "-p", help="the text to go on from; - (or nothing, in a pipe) reads stdin")
 @click.option("--ids", type=TokenIds(), help="the prompt as token ids: 1,2,3; for models without a tokenizer")

@@ -14,6 +14,7 @@ import click
 
 from plait.cli.describe import bytes_text, index_ranges, layer_groups, layer_text, plain
 from plait.cli.fit import fit_facts, fit_lines
+from plait.cli.help import GroupedCommand
 from plait.cli.options import common_options, engine_options, engine_settings, model_option
 from plait.cli.probe_table import probe_rows, probed_model
 from plait.cli.progress import Loading
@@ -28,7 +29,7 @@ Facts = dict[str, Any]
 LENGTHS = (1024, 8192, 32768, 131072)
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @model_option()
 @click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
 @click.option("--ops", "show_ops", is_flag=True, help="load it, and show which variant runs each op, and why")

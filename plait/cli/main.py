@@ -16,8 +16,10 @@ from importlib import import_module
 from typing import NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from plait import __version__
+from plait.cli.help import meant
 from plait.cli.session import Session
 from plait.errors import PlaitError
 
@@ -38,8 +40,12 @@ COMMANDS = {
     "warmup": "Compile what a model needs, so that its next start is fast.",
     "cache": "What is kept on this disk to start faster; `plait cache clean` removes it.",
     "verify": "Check that a reply depends on its request alone, to the bit.",
+    "completion": "Print the script that has a shell complete commands and options.",
     "bench": "How fast a model and its ops are here, checked before it is said.",
 }
+# What other programs call them.
+ALSO = {"run": "chat", "start": "serve", "server": "serve", "complete": "generate", "quantize": "convert"}
+ALSO |= {"download": "pull", "fetch": "pull", "ls": "list", "models": "list", "remove": "rm", "delete": "rm"}
 EXIT_USAGE, EXIT_MODEL, EXIT_MEMORY, EXIT_UNWRITTEN, EXIT_INTERRUPTED = 2, 3, 4, 120, 130
 
 
@@ -56,6 +62,20 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(import_module(f"plait.cli.{word}"), word)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+            hint = f"; did you mean {ALSO[name]}?" if name in ALSO else meant(name, COMMANDS)
+            raise click.UsageError(f"there is no command {name!r}{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Names of commands, without importing one; click's own way imports them all."""
+        names = [CompletionItem(n, help=text) for n, text in COMMANDS.items() if n.startswith(incomplete)]
+        return names + click.Command.shell_complete(self, ctx, incomplete)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
@@ -70,7 +90,13 @@ class LazyGroup(click.Group):
 def cli() -> None:
     """Plait runs language models whose layers are of mixed kinds: Mamba2, MLA, MoE, attention.
 
-    A model is a directory, a .safetensors or .gguf file; what it is, is found from its files.
+    A model is a directory, a .safetensors or .gguf file, or a name on the Hub. Its files say what it is.
+
+    \b
+    plait chat ./model                      talk with it
+    plait serve ./model                     serve it, with a page to chat at http://127.0.0.1:8080
+    plait generate -m ./model -p "Once"     continue a text
+    plait info ./model                      what it is and what it needs
     """
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import click
 
+from plait.cli.help import path_completion
 from plait.cli.session import Session, log_to_stderr
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
@@ -149,8 +150,10 @@ def model_option(*, required: bool = True) -> Decorator[Any]:
             raise click.UsageError(f"name a model with --model: {text}", ctx)
         return given
 
-    argument = click.argument("model_argument", metavar="[MODEL]", required=False, is_eager=True)
-    return options([argument, click.option("--model", "-m", metavar="MODEL", callback=merge, help=text)])
+    shared: dict[str, Any] = {"shell_complete": path_completion}
+    argument = click.argument("model_argument", metavar="[MODEL]", required=False, is_eager=True, **shared)
+    named = click.option("--model", "-m", metavar="MODEL", callback=merge, help=text, **shared)
+    return options([argument, named])
 
 
 def vocab_option() -> Decorator[Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
+from plait.cli.help import GroupedCommand
 from plait.cli.options import common_options, engine_options, engine_settings, model_option
 from plait.cli.progress import Loading
 from plait.config import GIB, EngineConfig, ServerConfig
@@ -24,7 +25,7 @@ EXIT_FAILED = 1
 TOLD_EVERY_S = 5.0
 
 
-@click.command("run-batch")
+@click.command("run-batch", cls=GroupedCommand)
 @model_option()
 @click.option("--input-file", "-i", required=True, metavar="FILE", help="requests, one a line; -: stdin")
 @click.option("--output-file", "-o", required=True, metavar="FILE", help="answers, one a line; -: stdout")

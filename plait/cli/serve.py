@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from plait.cli.help import GroupedCommand
 from plait.cli.options import (
     common_options,
     config_options,
@@ -24,7 +25,7 @@ from plait.errors import ConfigError
 TABLES: Mapping[str, type] = {"server": ServerConfig, "engine": EngineConfig}
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @model_option()
 @click.option("--config", metavar="FILE", help="a TOML file of these options, in [server] and [engine]")
 @config_options(ServerConfig)
@@ -37,6 +38,11 @@ def serve(ctx: click.Context, /, model: str, config: str | None, **given: Any) -
     Ctrl-C (or SIGTERM) stops it; requests that are running get --shutdown-timeout-s seconds to finish.
     SIGHUP has it read --config, --api-key-file and the certificate again. What is given here wins over
     --config.
+
+    \b
+    plait serve ./model
+    plait serve ./model --host 0.0.0.0 --api-key-file keys.toml
+    plait serve org/name:Q4_K_M --max-model-len 8192 --max-num-seqs 32
     """
     explicit = {name for name in given if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT}
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from plait.cli.help import GroupedCommand
 from plait.cli.info import heading
 from plait.cli.options import common_options, engine_options, engine_settings, model_option
 from plait.cli.progress import Loading, Status
@@ -46,7 +47,7 @@ NOTHING = {
 }
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @model_option()
 @click.option("--batch", type=click.IntRange(2), default=4, show_default=True, help="most sequences at once")
 @click.option(

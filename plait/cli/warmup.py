@@ -13,6 +13,7 @@ from plait.cache_folder import NO_HOME, make_folder
 from plait.checkpoint.shelves import clear, default_folder
 from plait.cli.describe import bytes_text
 from plait.cli.generate import load
+from plait.cli.help import GroupedCommand
 from plait.cli.options import Bytes, common_options, engine_options, engine_settings, model_option
 from plait.cli.progress import Status
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 LIMIT = "64GiB"
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @model_option(required=False)
 @click.option("--packed/--no-packed", default=True, help="keep packed weights on the disk, too")
 @click.option(

@@ -42,8 +42,15 @@ def test_slash_commands_clear_set_and_exit(talk: Run, engine: Any) -> None:
     ]
 
 
+@pytest.mark.parametrize("word", ["/exit", "/quit", "/bye"])
+def test_every_usual_word_leaves(talk: Run, engine: Any, word: str) -> None:
+    assert talk(f"{word}\nnever sent\n").code == 0
+    assert engine.chats == []
+
+
 def test_an_unknown_slash_command_says_what_is_known(talk: Run, engine: Any) -> None:
     assert "/clear forgets" in talk("/dance\n").err
+    assert "/quti is not known; did you mean /quit?" in talk("/quti\n").err
     assert engine.chats == []
 
 

@@ -120,7 +120,7 @@ def test_what_cannot_be_written_at_the_end_is_an_exit_code() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("juggle",), "No such command 'juggle'"),
+        (("juggle",), "there is no command 'juggle'"),
         (("generate", "--model", "m", "--temprature", "1"), "No such option '--temprature'"),
         (("generate", "--prompt", "x"), "name a model with --model"),
         (("serve",), "name a model with --model"),

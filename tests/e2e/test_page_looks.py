@@ -55,9 +55,8 @@ FAINT = """() => {
         const node = text.parentElement;
         if (!text.data.trim() || !isSeen(node)) continue;
         const below = behind(node);
-        const front = light(over(rgba(getComputedStyle(node).color), below));
-        const [dim, bright] = [front, light(below)].sort((a, b) => a - b);
-        const contrast = (bright + 0.05) / (dim + 0.05);
+        const both = [light(over(rgba(getComputedStyle(node).color), below)), light(below)];
+        const contrast = (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);
         if (contrast < 4.5) faint.push(`${contrast.toFixed(2)} ${text.data.trim().slice(0, 40)}`);
     }
     return faint;
