@@ -6,6 +6,7 @@ The CLI's flags are generated from these dataclasses (`help` in the metadata); t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -22,6 +23,7 @@ ASource = Literal["auto", "trainer", "saved"]
 SsmMode = Literal["ssd", "exact"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+OnEngineLost = Literal["end", "retry"]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_STREAM_INTERVAL = 256  # tokens of one stream that are read at once, on the loop of all others
@@ -105,9 +107,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "set", (self.set,) if isinstance(self.set, str) else tuple(self.set))
-        for name, words in _WORDS.items():
-            if getattr(self, name) not in words:
-                raise ConfigError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(words)}")
+        _check_words(self, _WORDS)
         if self.quantize is not None and self.quantize not in get_args(Quantize):
             known = ", ".join(get_args(Quantize))
             raise ConfigError(f"quantize: {self.quantize!r} is not one of {known}")
@@ -127,6 +127,12 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence needs one token in each step"
             )
+
+
+def _check_words(config: Any, known: Mapping[str, tuple[str, ...]]) -> None:
+    for name, words in known.items():
+        if getattr(config, name) not in words:
+            raise ConfigError(f"{name}: {getattr(config, name)!r} is not one of {', '.join(words)}")
 
 
 def _check_count(name: str, value: Any, low: int) -> None:
@@ -201,6 +207,14 @@ class ServerConfig:
     max_body_bytes: int = option(8 * MIB, "largest request body")
     max_connections: int = option(4096, "open connections; one more is closed at once")
     shutdown_timeout_s: float = option(30.0, "seconds that open requests get to finish when the server stops")
+    on_engine_lost: OnEngineLost = option(
+        "end",
+        "when engines end again and again for no known request. end: the server does, with exit code 5; "
+        "retry: it answers 503 and goes on trying",
+    )
+    step_timeout_s: float = option(300.0, "an engine whose step takes longer, in seconds, is replaced")
+    frozen_timeout_s: float = option(60.0, "an engine that shows no sign of life for so long is replaced")
+    loading_timeout_s: float = option(1800.0, "loading that makes no progress for so long has failed")
     log_format: LogFormat = option("text", "text: key=value; json: an object a line")
     log_level: LogLevel = option("info", "what is logged: from this level on")
     otlp_endpoint: str | None = option(None, "send a trace of each request there, over OTLP and HTTP")
@@ -221,15 +235,22 @@ class ServerConfig:
             )
         if not 0 <= self.shutdown_timeout_s < math.inf:
             raise ConfigError(f"shutdown_timeout_s: {self.shutdown_timeout_s} is not a number of seconds")
+        for name in _TIMEOUTS:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not a positive number of seconds")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key: give both, or none of them")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path: {self.root_path!r} must begin with / and not end with one")
-        for name, words in (("log_format", get_args(LogFormat)), ("log_level", get_args(LogLevel))):
-            if getattr(self, name) not in words:
-                raise ConfigError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(words)}")
+        _check_words(self, _SERVER_WORDS)
 
 
+_TIMEOUTS = ("step_timeout_s", "frozen_timeout_s", "loading_timeout_s")
+_SERVER_WORDS = {
+    "log_format": get_args(LogFormat),
+    "log_level": get_args(LogLevel),
+    "on_engine_lost": get_args(OnEngineLost),
+}
 _POSITIVE = (
     "stream_interval",
     "max_body_bytes",

@@ -23,7 +23,7 @@ PlaitError
 │   └── Cancelled          499
 └── EngineError            500      our own fault; belongs to one request or to a dead engine
     ├── EngineKilled                engines end when they work on this request; it is not tried again
-    ├── EngineLost                  the engine's process ended too often and is not started any more
+    ├── EngineLost         503      the engine's process ended too often; exit 5 if that ends the server
     └── CannotRecord                a step that must run op by op; told, never shown as a fault
 """
 
@@ -167,6 +167,8 @@ class EngineKilled(EngineError):
 class EngineLost(EngineError):
     """The engine's process ended again and again, and no request is to blame. Nothing can be served."""
 
+    status = 503
+    exit_code = 5
     code = "engine_lost"
 
 

@@ -1,7 +1,8 @@
 """`plait`: the command line. Commands are imported when they are called, so help costs nothing.
 
 Every failure is one line on stderr, `plait: …`, and an exit code: 2 wrong usage or options, 3 a model that
-cannot be read, 4 memory, 130 interrupted, 1 anything else. `--debug` adds the traceback.
+cannot be read, 4 memory, 5 an engine that ends again and again, 130 interrupted, 1 anything else. `--debug`
+adds the traceback.
 """
 
 from __future__ import annotations

@@ -60,6 +60,10 @@ class Loop(Protocol):
     @property
     def healthy(self) -> bool: ...
     @property
+    def live(self) -> bool: ...
+    @property
+    def fault(self) -> BaseException | None: ...
+    @property
     def registry(self) -> CollectorRegistry: ...
     @property
     def max_open(self) -> int: ...
@@ -118,6 +122,16 @@ class Front:
     def fingerprint(self) -> str:
         """A hash of what decides the numbers of a reply; "": not known."""
         return self.loop.fingerprint
+
+    @property
+    def live(self) -> bool:
+        """Whether the engine works, or will again without a new start of this process."""
+        return self.loop.live
+
+    @property
+    def fault(self) -> BaseException | None:
+        """Why nothing can be served any more, if that is so."""
+        return self.loop.fault
 
     @property
     def loading(self) -> tuple[str, int, int] | None:

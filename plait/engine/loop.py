@@ -109,6 +109,11 @@ class EngineLoop:
         return self._thread.is_alive() and not self._closing and self.fault is None and not hangs
 
     @property
+    def live(self) -> bool:
+        """As `healthy`: there is no other engine that could take its place."""
+        return self.healthy or self._closing
+
+    @property
     def has_work(self) -> bool:
         return bool(self._commands) or self.engine.has_work
 

@@ -34,7 +34,7 @@ from plait.engine.wire import (
     Ready,
     unpacked_spec,
 )
-from plait.errors import CapacityError, EngineError, PlaitError, QueueFull
+from plait.errors import CapacityError, EngineError, EngineLost, PlaitError, QueueFull
 from plait.request import Request
 from plait.spec import ModelSpec
 
@@ -61,6 +61,7 @@ class EngineProcess:
     ) -> None:
         self.config = config
         self.fault: PlaitError | None = None
+        self._lost: EngineLost | None = None  # given up for now: another is tried all the same
         self._patience = patience or Patience()
         self._changed = threading.Condition()
         self._progress = Progress("starting", 0, 1)
@@ -163,9 +164,18 @@ class EngineProcess:
     def loading(self) -> tuple[str, int, int] | None:
         """What an engine that takes another's place does now, done, of; None: one is up, or none will be."""
         with self._changed:
-            if self._engine is not None or self._ready is None or self._closing or self._has_ended:
+            if self._engine is not None or self._ready is None or self._closing:
+                return None
+            if self._has_ended or self._lost is not None:
                 return None
             return self._progress.text, self._progress.done, self._progress.total
+
+    @property
+    def live(self) -> bool:
+        """Whether it works or will again: its supervisor goes on and has not given it up."""
+        with self._changed:
+            given_up = self.fault is not None or self._lost is not None
+        return not given_up and self._supervisor.is_watching
 
     def follow_log_levels(self) -> None:
         """Have the engine log what this process's loggers would."""
@@ -217,7 +227,7 @@ class EngineProcess:
     def on_up(self, engine: Spawned, ready: Ready) -> None:
         """It takes requests."""
         with self._changed:
-            self._engine, self._ready = engine, ready
+            self._engine, self._ready, self._lost = engine, ready, None
             self._changed.notify_all()
 
     def on_down(self) -> None:
@@ -228,6 +238,11 @@ class EngineProcess:
             self._progress = Progress("starting another engine", 0, 1)
             for name in SUMS:
                 self._past_sums[name] += last.get(name, 0)
+
+    def on_lost(self, error: EngineLost) -> None:
+        """No engine stays up; requests are refused until one is."""
+        with self._changed:
+            self._lost = error
 
     def on_end(self, error: PlaitError | None) -> None:
         """There will be no other."""
@@ -264,7 +279,9 @@ class EngineProcess:
 
     def _check_open(self) -> None:
         if self.fault is not None:
-            raise EngineError(f"the engine has stopped after a fault: {self.fault}") from self.fault
+            raise EngineLost(f"the engine has stopped after a fault: {self.fault}") from self.fault
+        if self._lost is not None:
+            raise EngineLost(str(self._lost))
         if self._closing or self._has_ended:
             raise EngineError("the engine is closing and takes no more requests")
 
@@ -296,9 +313,15 @@ class EngineProcess:
         self.close(drain=False)
 
 
-def load_process(model: str, config: EngineConfig, report: Report, parsers: Parsers = TEMPLATES_OWN) -> Front:
+def load_process(
+    model: str,
+    config: EngineConfig,
+    report: Report,
+    parsers: Parsers = TEMPLATES_OWN,
+    patience: Patience | None = None,
+) -> Front:
     """A Front over an engine in a process of its own. Raises what loading and `report` raise."""
-    process = EngineProcess(model, config)
+    process = EngineProcess(model, config, patience=patience)
     try:
         source = process.source(report)
         language = source.language()

@@ -45,6 +45,7 @@ ASLEEP_S = 5.0  # without a look, this process was stopped itself, and perhaps t
 MAX_DEATHS = 6  # of engines in a row, with no token between them and no request to blame
 BACKOFF_S = 0.5  # before the third start; twice as long before each further one
 LONGEST_BACKOFF_S = 10.0
+LOST_BACKOFF_S = 60.0  # where an engine that was lost is tried for ever
 STABLE_S = 60.0  # an engine that has run so long, or has said a token, begins a new row
 COUNTS_S = 5.0  # what was counted since is lost with an engine
 FAREWELL_S = 5.0  # a last step may still be running when the time to drain is over
@@ -59,12 +60,14 @@ class Patience:
     """When a process is taken for dead, in seconds. Generous: a wrong death costs what it has computed.
 
     `stalled_s`: at one round, a step of a large model on a slow CPU. `frozen_s`: since any thread of it ran.
-    `loading_s`: since loading last got on; kernels are compiled without a word.
+    `loading_s`: since loading last got on; kernels are compiled without a word. `goes_on`: an engine that
+    ended `MAX_DEATHS` times is tried again and again, with pauses, instead of being given up.
     """
 
     stalled_s: float = 300.0
     frozen_s: float = 60.0
     loading_s: float = 1800.0
+    goes_on: bool = False
 
 
 class Watcher(Protocol):
@@ -73,6 +76,7 @@ class Watcher(Protocol):
     def on_message(self, message: Progress | Headers | Counted) -> None: ...
     def on_up(self, engine: Spawned, ready: Ready) -> None: ...
     def on_down(self) -> None: ...
+    def on_lost(self, error: EngineLost) -> None: ...
     def on_end(self, error: PlaitError | None) -> None: ...
 
 
@@ -124,6 +128,7 @@ class Supervisor:
         self._up_since: float | None = None  # None: it is loading
         self._progress_s = self._counted_s = 0.0
         self._looked_s = self._awake_s = 0.0
+        self._turned_s = time.monotonic()
         self._was_up = self._has_spoken = False
         self._reported: PlaitError | None = None  # why the process says that it ends
         self._close_at: float | None = None
@@ -134,6 +139,11 @@ class Supervisor:
     def is_up(self) -> bool:
         """Whether there is an engine that takes requests."""
         return self._up_since is not None
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether the thread goes on: it may hang itself, on a process that cannot be killed."""
+        return time.monotonic() - self._turned_s < max(self._patience.frozen_s, 2 * ASLEEP_S)
 
     def run(self) -> None:
         """The thread's whole life."""
@@ -148,7 +158,7 @@ class Supervisor:
                     break
         except BaseException as error:
             log.exception("the supervisor of the engine's process failed")
-            lost = EngineError(f"the supervisor of the engine's process failed: {error}")
+            lost = EngineLost(f"the supervisor of the engine's process failed: {error}")
         finally:
             self._end(lost)
 
@@ -293,7 +303,7 @@ class Supervisor:
         if self._has_spoken or is_blamed:
             self._num_unexplained = 0
         else:
-            self._num_unexplained += 1
+            self._num_unexplained = 1 if stood else self._num_unexplained + 1
 
     def _after(self, death: str) -> PlaitError | None:
         """What is to be done about it: None: start another process; else why nothing more is done."""
@@ -302,11 +312,13 @@ class Supervisor:
         if not self._was_up:
             return reported or _first_death(death)
         if self._num_unexplained >= MAX_DEATHS:
-            log.critical("the engine's process has ended: %s; it is not started any more", why)
-            return EngineLost(
-                f"the engine's process has ended {MAX_DEATHS} times without a token between ({why}); "
-                "it is not started any more: restart the server"
-            )
+            text = f"the engine's process has ended {MAX_DEATHS} times without a token between ({why}); "
+            if not self._patience.goes_on:
+                log.critical("the engine's process has ended: %s; it is not started any more", why)
+                return EngineLost(text + "it is not started any more: restart the server")
+            lost = EngineLost(text + "another is tried again and again, with pauses; try again later")
+            self._watcher.on_lost(lost)
+            self.ledger.end_all(lost)
         self.num_restarts += 1
         num_open = len(self.ledger)
         log.error("the engine's process has ended: %s; starting another for %d requests", why, num_open)
@@ -315,7 +327,8 @@ class Supervisor:
     def _backoff(self) -> float:
         if self._num_in_row < 2:
             return 0.0
-        return min(BACKOFF_S * 2.0 ** (self._num_in_row - 2), LONGEST_BACKOFF_S)
+        longest = LONGEST_BACKOFF_S if self._num_unexplained < MAX_DEATHS else LOST_BACKOFF_S
+        return min(BACKOFF_S * 2.0 ** min(self._num_in_row - 2, 32), longest)
 
     def _pause(self, seconds: float) -> None:
         self._obey()
@@ -327,6 +340,7 @@ class Supervisor:
             self._obey()
 
     def _obey(self) -> None:
+        self._turned_s = time.monotonic()
         for command in self.mailbox.take():
             command(self)
         self.ledger.expire(time.monotonic())

@@ -89,6 +89,7 @@ def create_app(front: Front | Loading, config: ServerConfig, traffic: Traffic | 
     routes = [
         _route("/health", service.health, "GET"),
         _route("/ready", service.ready, "GET"),
+        _route("/live", service.live, "GET"),
         _route("/version", service.version, "GET"),
         _route("/metrics", service.metrics, "GET"),
         _route("/v1/models", service.list_models, "GET"),
@@ -137,6 +138,10 @@ class Service:
 
     async def ready(self, request: Request) -> Response:
         status, why = self._loading.readiness()
+        return json_response({"status": why}, status, {"Cache-Control": "no-store"})
+
+    async def live(self, request: Request) -> Response:
+        status, why = self._loading.liveness()
         return json_response({"status": why}, status, {"Cache-Control": "no-store"})
 
     async def metrics(self, request: Request) -> Response:

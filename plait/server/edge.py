@@ -31,9 +31,11 @@ MAX_LOGGED_PATH = 200
 Refusal = Callable[[Problem], Mapping[str, Any]]
 REQUEST_ID_HEADER = "x-request-id"
 PUBLIC = frozenset(
-    {"/health", "/ready", "/", "/docs", "/openapi.json"}
+    {"/health", "/ready", "/live", "/", "/docs", "/openapi.json"}
 )  # and /page/…: the same for everybody
-WATCHED = frozenset({"/health", "/ready", "/metrics"})  # told also by a server that is full or stopping
+WATCHED = frozenset(
+    {"/health", "/ready", "/live", "/metrics"}
+)  # told also by a server that is full or stopping
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LOCAL_NAMES = frozenset({"localhost", "testserver"})
 

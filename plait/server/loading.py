@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,17 +29,23 @@ class Progress:
 
 
 class Loading:
-    """Holds the Front once it is there. Written by the loading thread, read by the event loop."""
+    """Holds the Front once it is there. Written by the loading thread, read by the event loop.
 
-    def __init__(self, front: Front | None = None) -> None:
+    `timeout_s`: loading that makes no progress for so long hangs.
+    """
+
+    def __init__(self, front: Front | None = None, timeout_s: float = math.inf) -> None:
         self.front, self.progress, self.stopping = front, Progress(), False
+        self._timeout_s, self._got_on_s = timeout_s, time.monotonic()
         self._lock = threading.Lock()
 
     def report(self, text: str, done: int, total: int) -> None:
         """Say how far loading is; from any thread. Raises NotReady when the server stops: nobody waits."""
         if self.stopping:
             raise NotReady("the server is stopping, and the model is loaded no further")
-        self.progress = Progress(text, done, total)
+        progress = Progress(text, done, total)
+        if progress != self.progress:
+            self.progress, self._got_on_s = progress, time.monotonic()
 
     def arrive(self, front: Front) -> bool:
         """Hand the loaded model over. False: the server is stopping already, so the caller closes it."""
@@ -73,6 +81,19 @@ class Loading:
         if self.front.healthy:
             return 200, "ready"
         return 503, "unhealthy" if self.front.loading is None else "loading"
+
+    def liveness(self) -> tuple[int, str]:
+        """The HTTP status of /live and why: 503 if only a new start of the server could help."""
+        if self.stopping:
+            return 200, "stopping"
+        if self.front is None:
+            hangs = time.monotonic() - self._got_on_s > self._timeout_s
+            return (503, "hangs") if hangs else (200, "loading")
+        if self.front.healthy:
+            return 200, "up"
+        if not self.front.live:
+            return 503, "lost"
+        return 200, "stalled" if self.front.loading is None else "restarting"
 
     def health(self) -> tuple[int, Mapping[str, Any]]:
         """The HTTP status of /health and its body: `engine` is as it is now, `totals` only grow."""

@@ -17,7 +17,7 @@ from plait.config import ServerConfig
 
 access = logging.getLogger("plait.access")
 _OTHERS = (("uvicorn", "WARNING"), ("opentelemetry", "ERROR"))
-QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics", "/", "/page"})  # asked for every second
+QUIET_ROUTES = frozenset({"/health", "/ready", "/live", "/metrics", "/", "/page"})  # asked for every second
 _PLAIN = re.compile(r"[!#-<>-\[\]-~]+")  # printable ASCII without space, quotes, = and backslash
 _CONTROLS = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0))} | {
     i: f"\\u{i:04x}" for i in (0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))

@@ -46,6 +46,7 @@ class Operation:
 GETS: Mapping[str, Operation] = {
     "/health": Operation("Whether the server can serve; 503: not now", replies.Health),
     "/ready": Operation("Whether new requests are taken; 503: not now", replies.Readiness),
+    "/live": Operation("Whether it works or will again; 503: only a new start helps", replies.Readiness),
     "/version": Operation("The version of Plait", replies.Version),
     "/metrics": Operation("The engine's numbers, in Prometheus's text format"),
     "/v1/models": Operation("The models that are served", replies.ModelList),

@@ -19,6 +19,7 @@ from plait.errors import (
     ContextTooLong,
     DeadlineExceeded,
     EngineError,
+    EngineLost,
     ModelNotFound,
     PlaitError,
     RequestError,
@@ -26,6 +27,7 @@ from plait.errors import (
 
 logger = logging.getLogger("plait.server")
 RETRY_AFTER_S = 1
+LOST_RETRY_S = 10  # an engine that was lost is started again with long pauses, if at all
 
 
 class BadBody(RequestError):
@@ -139,6 +141,8 @@ def problem(error: BaseException) -> Problem:
             return Problem(504, str(error), None, error.code, {"x-should-retry": "false"})
         case CapacityError():
             return Problem(error.status, str(error), None, error.code, {"Retry-After": str(RETRY_AFTER_S)})
+        case EngineLost():
+            return Problem(503, str(error), None, error.code, {"Retry-After": str(LOST_RETRY_S)})
         case EngineError():
             return Problem(500, str(error), None, error.code)
         case PlaitError():

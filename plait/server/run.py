@@ -50,9 +50,16 @@ def serve(model: str, engine: EngineConfig, server: ServerConfig, reread: Reread
     def load(report: Report) -> Front:
         from plait.engine.front import Parsers
         from plait.engine.process import load_process
+        from plait.engine.supervisor import Patience
 
         parsers = Parsers(server.tool_call_parser, server.reasoning_parser)
-        return load_process(model, engine, report, parsers)
+        patience = Patience(
+            stalled_s=server.step_timeout_s,
+            frozen_s=server.frozen_timeout_s,
+            loading_s=server.loading_timeout_s,
+            goes_on=server.on_engine_lost == "retry",
+        )
+        return load_process(model, engine, report, parsers, patience)
 
     log_to_stderr(server)
     allow_files(server.max_connections + SPARE_FILES)
@@ -67,7 +74,7 @@ def serve_front(
 ) -> None:
     """Serve what `load(report)` returns, which runs in a thread of its own while HTTP answers already."""
     sock = listen(config.host, config.port)
-    loading = Loading()
+    loading = Loading(timeout_s=config.loading_timeout_s)
     try:
         server = Server(loading, config, sock, reread)
     except BaseException:
@@ -216,12 +223,18 @@ class Server(uvicorn.Server):
         self._should_reload = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: reload when asked to, and take a new certificate when its files changed."""
+        """Ten times a second: reload when asked to, take a new certificate when its files changed, and end
+        when the engine is given up.
+        """
         if self._should_reload:
             self._should_reload = False
             self._reload()
         if self._certificate is not None and counter % CERTIFICATE_TICKS == 0:
             self._certificate.reload_changed()
+        front = self._loading.front
+        if front is not None and front.fault is not None and not self.should_exit:
+            logger.critical("the server ends: %s", front.fault)
+            self.fault, self.should_exit = front.fault, True
         return await super().on_tick(counter)
 
     def _reload(self) -> None:

@@ -34,6 +34,7 @@ from plait.errors import (
     QueueFull,
 )
 from plait.ops.seed import choice_seed
+from plait.server.problems import problem
 from tests.engine.hash_model import Reader, oracle, prompts, request
 from tests.engine.process_engines import GARBAGE, LONG, POISON, STALL, WORDY
 
@@ -270,6 +271,52 @@ def test_an_engine_that_cannot_be_started_again_is_given_up(
         assert b"plait_engine_up 0.0" in generate_latest(process.registry)
     so_far = reader.tokens("r")
     assert so_far == oracle([5], len(so_far))
+
+
+def test_an_idle_engine_that_keeps_ending_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.engine.supervisor.BACKOFF_S", 0.01)
+    monkeypatch.setattr("plait.engine.supervisor.MAX_DEATHS", 3)
+    with running() as process:
+        assert process.live
+        for _ in range(2):
+            kill(process)
+            until(lambda: process.healthy)
+            assert process.live
+        pid = process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: process.fault is not None)
+        assert not process.live
+        with pytest.raises(EngineLost):
+            process.check_room()
+
+
+def test_an_engine_that_was_lost_is_tried_again_and_refuses_requests_until_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.engine.supervisor.BACKOFF_S", 0.01)
+    monkeypatch.setattr("plait.engine.supervisor.MAX_DEATHS", 2)
+    damage, reader = tmp_path / "damage", Reader()
+    with running(str(damage), patience=Patience(goes_on=True)) as process:
+        process.submit(request("r", [5], max_tokens=300), reader)
+        until(lambda: len(reader.tokens("r")) > 5)
+        damage.touch()
+        kill(process)
+        until(lambda: not process.live)
+        assert process.fault is None
+        assert process.loading is None
+        with pytest.raises(EngineLost, match="try again later") as caught:
+            process.submit(request("early", [5]), reader)
+        assert problem(caught.value).status == 503
+        assert problem(caught.value).headers["Retry-After"]
+        until(done(reader, "r"))
+        assert isinstance(reader.last("r").error, EngineLost)
+        damage.unlink()
+        until(lambda: process.healthy)
+        assert process.live
+        process.submit(request("after", [5], max_tokens=5), reader)
+        until(done(reader, "after"))
+    assert reader.tokens("after") == oracle([5], 5)
 
 
 def test_requests_that_come_while_there_is_no_engine_wait_for_it_and_may_leave() -> None:

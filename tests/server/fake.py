@@ -87,6 +87,7 @@ class EchoLoop:
     def __init__(self) -> None:
         self.healthy, self.max_open, self.loading = True, 4096, None
         self.fingerprint = "fp_echo"
+        self.live, self.fault = True, None
         self.requests: list[Request] = []
         self.open: dict[str, set[int]] = {}  # choices that run
         self._lock = threading.Lock()

@@ -6,11 +6,14 @@ import http.client
 import json
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from plait.cli.main import explain
 from plait.config import ServerConfig
 from plait.engine.front import Front
+from plait.errors import EngineLost
 from tests.server.conftest import Client, Running, start, wait_until
 from tests.server.fake import fake_front
 
@@ -77,6 +80,48 @@ def test_a_flood_of_refused_requests_does_not_hold_the_end(running: tuple[Runnin
         over.set()
         for thread in threads:
             thread.join()
+
+
+def test_live_is_neither_health_nor_ready() -> None:
+    may_go_on = threading.Event()
+    front = fake_front()
+    loop: Any = front.loop
+
+    def load(report: Any) -> Front:
+        report("reading weights", 1, 2)
+        assert may_go_on.wait(10)
+        return front
+
+    server = start(load, ServerConfig(port=0, loading_timeout_s=0.3, api_key=("secret",)))
+    client = Client(server.url)
+
+    def live() -> tuple[int, str]:
+        answer = client.get("/live")
+        return answer.status, answer.json["status"]
+
+    try:
+        assert wait_until(lambda: live() == (503, "hangs"))
+        may_go_on.set()
+        assert wait_until(lambda: live() == (200, "up"))
+        loop.healthy, loop.loading = False, ("starting another engine", 0, 1)
+        assert (client.get("/health").status, client.get("/ready").status) == (503, 503)
+        assert live() == (200, "restarting")
+        loop.live = False
+        assert live() == (503, "lost")
+    finally:
+        may_go_on.set()
+        server.stop()
+
+
+def test_an_engine_that_is_given_up_ends_the_server_with_a_code_of_its_own() -> None:
+    front = fake_front()
+    running = start(lambda report: front, ServerConfig(port=0))
+    assert wait_until(lambda: Client(running.url).get("/ready").status == 200)
+    loop: Any = front.loop
+    loop.healthy, loop.fault = False, EngineLost("the engine's process has ended 6 times")
+    running.thread.join(10)
+    assert [error.exit_code for error in running.raised if isinstance(error, EngineLost)] == [5]
+    assert explain(running.raised[0]) == ("the engine's process has ended 6 times", 5)
 
 
 def test_ready_is_not_health() -> None:
