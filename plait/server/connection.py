@@ -16,7 +16,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from plait.server.generation import new_id
-from plait.server.problems import HeadTooLarge, Problem, problem
+from plait.server.problems import HeadTooLarge, NotReady, Problem, problem
 from plait.server.transport import TurnTransport
 
 logger = logging.getLogger("plait.server")
@@ -24,7 +24,7 @@ HEAD_TIMEOUT_S = 20.0  # from the connection, or from the last response, to the 
 READ_TIMEOUT_S = 60.0  # for a client to read enough that more can be sent: 48 KiB
 FLUSH_S = 10.0  # for a client to read the last of an answer before its connection is cut
 WRITE_BUFFER_BYTES = 64 * 1024  # what is kept for a client that reads slowly; its stream waits then
-LINGER_S = 2.0  # for a client whose request is refused to send the rest of it
+LAST_S = 0.5  # for a client that has connected to ask, when the server stops
 MAX_PIPELINED = 16  # requests sent ahead of the answer to the first
 
 
@@ -52,6 +52,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         turns: Any = TurnTransport(transport, self.loop)
+        self._turns: TurnTransport = turns
         super().connection_made(turns)
         # asyncio does this only for sockets that name their protocol, which accepted ones may not; without it
         # a token waits until the client has acknowledged the one before, 40 ms where it takes its time.
@@ -65,6 +66,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         _stop(self._deadline)
         _stop(self._unread)
+        self._turns.closed()
         super().connection_lost(exc)
         if running := self._answering():  # uvicorn tells the last of several, which only waits
             running.disconnected = True
@@ -75,6 +77,14 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._expect_head()
         super().on_response_complete()
+
+    def shutdown(self) -> None:
+        """The server stops: what is asked is answered, also by who has connected and has not asked yet."""
+        if self._answering():
+            super().shutdown()
+        else:
+            _stop(self._deadline)
+            self._deadline = self.loop.call_later(LAST_S, self._end_unasked)
 
     def pause_writing(self) -> None:
         """The client reads more slowly than is written."""
@@ -173,9 +183,8 @@ class Connection(HttpToolsProtocol):
         self._refuse(400, msg)
 
     def _refuse(self, status: int, msg: str) -> None:
-        """Answer what reached no handler, and end the connection.
+        """Answer what is no request, and end the connection.
 
-        What the client still sends is read for a moment: were it not, its system would drop the answer.
         Where another answer has begun, there is no place for this one: that is cut.
         """
         self._is_refused = True
@@ -183,21 +192,19 @@ class Connection(HttpToolsProtocol):
         if answering and answering.response_started:
             self._end()
             return
-        found = Problem(status, msg, None, "invalid_http", {})
         if status == 431:
-            found = problem(
-                HeadTooLarge(f"the request's headers take more than {self._max_head_bytes} bytes")
-            )
+            error = HeadTooLarge(f"the request's headers take more than {self._max_head_bytes} bytes")
+            self._answer(problem(error))
+        else:
+            self._answer(Problem(status, msg, None, "invalid_http", {}))
+
+    def _answer(self, found: Problem) -> None:
+        """Answer what reached no handler, and end the connection."""
         answer: Response = found.response()
         headers = [*answer.raw_headers, (b"connection", b"close"), (b"x-request-id", new_id("req").encode())]
         lines = b"".join(name + b": " + value + b"\r\n" for name, value in dict(headers).items())
         self.transport.write(STATUS_LINE[found.status] + lines + b"\r\n" + bytes(answer.body))
-        if answering or not self.transport.can_write_eof():
-            self._end()
-            return
-        self.transport.write_eof()
-        _stop(self._deadline)
-        self._deadline = self.loop.call_later(LINGER_S, self._end)
+        self._end()
 
     def _read_ahead(self) -> None:
         """Go on reading behind requests that wait: who reads nothing does not learn that a client left."""
@@ -219,6 +226,13 @@ class Connection(HttpToolsProtocol):
         if self.cycle and not self.cycle.response_complete:
             return
         self._end()
+
+    def _end_unasked(self) -> None:
+        if self._in_head and not self._answering():
+            self._is_refused = True
+            self._answer(problem(NotReady("the server is stopping and takes no more requests")))
+        else:
+            self._give_up()
 
     def _end(self) -> None:
         """Close, which waits until what is written has been read: not for ever."""

@@ -19,7 +19,7 @@ import uvicorn
 
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
-from plait.server import connection, edge, tls, tracing
+from plait.server import backlog, connection, edge, tls, tracing
 from plait.server.app import create_app
 from plait.server.loading import Loading
 from plait.server.log import log_to_stderr
@@ -262,6 +262,8 @@ class Server(uvicorn.Server):
         ending = asyncio.ensure_future(self._end_streams())
         try:
             await self._finish()
+            if not self.force_exit:
+                await backlog.drain(sockets or ())
             await super().shutdown(sockets)
         finally:
             ending.cancel()
@@ -270,9 +272,10 @@ class Server(uvicorn.Server):
             self.traffic.flush()
 
     async def _finish(self) -> None:
-        """Until no request works, or a second signal came, or time is over."""
-        for one in [*self.server_state.connections]:
-            one.shutdown()
+        """Until no request works, or a second signal came, or time is over.
+
+        Connections stay open: what is asked on them is answered, and they are closed with that answer.
+        """
         deadline = time.monotonic() + self._timeout_s + CLOSING_S
         while self.traffic.num_working and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(0.05)

@@ -10,6 +10,7 @@ import asyncio
 from typing import Any
 
 READ_BYTES = 32 * 1024  # parsed in one turn: a hundred thousand tiny pieces would hold up everybody
+LINGER_S = 2.0  # for a client to send the rest of what it had begun before its connection ends
 MOST_BYTES = 16 * 1024  # what a turn may gather before it is handed on: buffers and their limits are below
 
 
@@ -51,13 +52,14 @@ class TurnTransport:
         self._inner, self._loop = inner, loop
         self._pieces: list[bytes] = []
         self._size = 0
+        self._end: asyncio.TimerHandle | None = None  # of a connection that is closing
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def write(self, piece: bytes) -> None:
         """Sent at the end of this turn at the latest."""
-        if not piece:
+        if not piece or self.is_closing():
             return
         self._pieces.append(piece)
         self._size += len(piece)
@@ -66,20 +68,37 @@ class TurnTransport:
         elif len(self._pieces) == 1:
             self._loop.call_soon(self._flush)
 
-    def write_eof(self) -> None:
-        """Nothing more will be written; what the other side sends is still read."""
-        self._flush()
-        self._inner.write_eof()
+    def is_closing(self) -> bool:
+        """Whether nothing is written any more; what is read is to be passed over."""
+        return self._end is not None or self._inner.is_closing()
 
     def close(self) -> None:
-        """Close when everything has been sent."""
+        """Close when everything has been sent, and the client has closed or had `LINGER_S` seconds to.
+
+        A socket that is closed over unread bytes resets the connection, and the client may lose the answer.
+        """
+        if self.is_closing():
+            return
         self._flush()
-        self._inner.close()
+        if not self._inner.can_write_eof():  # TLS says itself that it ends
+            self._inner.close()
+            return
+        self._end = self._loop.call_later(LINGER_S, self._inner.close)
+        try:
+            self._inner.write_eof()
+            self._inner.resume_reading()
+        except OSError:  # the client has gone
+            self._inner.close()
 
     def abort(self) -> None:
         """Close now; what has not been sent is lost."""
         self._pieces, self._size = [], 0
         self._inner.abort()
+
+    def closed(self) -> None:
+        """The connection has ended."""
+        if self._end is not None:
+            self._end.cancel()
 
     def _flush(self) -> None:
         if self._pieces:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from plait.server import body, connection, edge, exchange, sse
+from plait.server import body, connection, edge, exchange, sse, transport
 from plait.server.transport import READ_BYTES
 from plait.server.validate import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_TOKEN_IDS, MAX_STOPS
 from tests.server.conftest import Client, serving, wait_until
@@ -78,7 +78,7 @@ def test_a_megabyte_of_headers_is_told_so_and_ends_the_connection(client: Client
 
 
 def test_who_was_refused_is_not_read_for_ever(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "LINGER_S", 0.1)
+    monkeypatch.setattr(transport, "LINGER_S", 0.1)
     with connected(client) as sock:
         sent = sock.send(b"no HTTP at all\r\n\r\n")
         with contextlib.suppress(ConnectionError):
@@ -256,9 +256,9 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> list[connection.Connection]:
     found: list[connection.Connection] = []
     made, ended = connection.Connection.connection_made, connection.Connection.connection_lost
 
-    def connection_made(self: connection.Connection, transport: Any) -> None:
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        made(self, transport)
+    def connection_made(self: connection.Connection, wire: Any) -> None:
+        wire.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, wire)
 
     def connection_lost(self: connection.Connection, exc: Exception | None) -> None:
         if self.cycle and b"content-length" in dict(self.headers):

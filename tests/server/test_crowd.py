@@ -195,6 +195,9 @@ class Wire:
     def write(self, piece: bytes) -> None:
         self.written.append(piece)
 
+    def can_write_eof(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.end = "closed"
 

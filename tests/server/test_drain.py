@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +36,10 @@ def stream(client: Client, text: str, max_tokens: int) -> http.client.HTTPRespon
     asked = {"prompt": text, "stream": True, "ignore_eos": True, "max_tokens": max_tokens}
     connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
     return connection.getresponse()
+
+
+def is_stopping(running: Running) -> bool:
+    return running.server._loading.stopping
 
 
 def test_while_streams_finish_new_requests_are_sent_elsewhere(
@@ -80,6 +87,100 @@ def test_a_flood_of_refused_requests_does_not_hold_the_end(running: tuple[Runnin
         over.set()
         for thread in threads:
             thread.join()
+
+
+def ask(sock: socket.socket, more: bytes = b"") -> bytes:
+    """Send a request; everything until the server closes."""
+    sock.sendall(b"GET /ready HTTP/1.1\r\nHost: localhost\r\n" + more + b"\r\n")
+    return b"".join(iter(lambda: sock.recv(65536), b""))
+
+
+def test_who_has_connected_before_the_end_and_asks_in_it_is_answered(
+    running: tuple[Running, Client, Front],
+) -> None:
+    server, client, _ = running
+    with contextlib.ExitStack() as stack:
+        fresh, used = (
+            stack.enter_context(socket.create_connection(client.address, timeout=20)) for _ in range(2)
+        )
+        used.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert used.recv(4096).startswith(b"HTTP/1.1 200 ")
+        server.server.should_exit = True
+        assert wait_until(lambda: is_stopping(server))
+        for sock in (fresh, used):
+            found = ask(sock)
+            assert found.startswith(b"HTTP/1.1 503 ")
+            assert b"connection: close" in found.lower()
+    server.thread.join(10)
+    assert not server.thread.is_alive()
+
+
+def test_a_head_that_is_not_whole_when_the_server_stops_is_answered(
+    running: tuple[Running, Client, Front],
+) -> None:
+    server, client, _ = running
+    with socket.create_connection(client.address, timeout=20) as sock:
+        sock.sendall(b"GET /ready HTTP/1.1\r\nHo")
+        assert client.get("/ready").status == 200  # so that the head has been read
+        server.server.should_exit = True
+        assert b"".join(iter(lambda: sock.recv(65536), b"")).startswith(b"HTTP/1.1 503 ")
+
+
+def test_a_body_that_comes_after_its_refusal_does_not_reset_the_connection(
+    running: tuple[Running, Client, Front],
+) -> None:
+    server, client, _ = running
+    response = stream(client, "SLOW", 60)
+    server.server.should_exit = True
+    assert wait_until(lambda: is_stopping(server))
+    with socket.create_connection(client.address, timeout=20) as sock:
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 20000\r\n\r\n"
+        )
+        assert sock.recv(65536).startswith(b"HTTP/1.1 503 ")
+        for _ in range(4):  # the second write after a reset fails
+            sock.sendall(b"x" * 5000)
+            time.sleep(0.01)
+        assert sock.recv(65536) == b""
+    assert response.read().endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_of_those_who_connect_while_the_server_stops_none_is_reset(
+    running: tuple[Running, Client, Front], busy: bool
+) -> None:
+    """A client is answered, or its connection is refused. `busy`: the event loop was kept from accepting."""
+    server, client, _ = running
+    answers: list[bytes] = []
+    over = threading.Event()
+
+    def probe() -> None:
+        while not over.is_set():
+            try:
+                sock = socket.create_connection(client.address, timeout=20)
+            except ConnectionRefusedError:
+                return
+            with sock:
+                try:
+                    answers.append(ask(sock, b"Connection: close\r\n"))
+                except ConnectionError as error:
+                    answers.append(repr(error).encode())
+
+    threads = [threading.Thread(target=probe) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert wait_until(lambda: len(answers) > 8)
+        server.server.should_exit = True
+        if busy:
+            server.server.servers[0].get_loop().call_soon_threadsafe(time.sleep, 0.3)
+        server.thread.join(20)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert not [answer for answer in answers if not answer.startswith(b"HTTP/1.1 ")]
 
 
 def test_live_is_neither_health_nor_ready() -> None:

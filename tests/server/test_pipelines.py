@@ -11,7 +11,7 @@ import time
 import pytest
 
 from plait.config import ServerConfig
-from plait.server import connection, sse
+from plait.server import connection, sse, transport
 from plait.server.transport import TurnTransport
 from tests.server.conftest import Client, serving, start, wait_until
 from tests.server.fake import EchoLoop, fake_front
@@ -119,7 +119,7 @@ def test_nothing_is_written_into_an_answer_that_has_begun(monkeypatch: pytest.Mo
 def test_who_is_refused_and_reads_nothing_does_not_hold_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "LINGER_S", 0.05)
+    monkeypatch.setattr(transport, "LINGER_S", 0.05)
     monkeypatch.setattr(connection, "FLUSH_S", 0.05)
     aborted = list[TurnTransport]()
     with serving(fake_front()) as client:
