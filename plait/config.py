@@ -215,6 +215,9 @@ class ServerConfig:
     step_timeout_s: float = option(300.0, "an engine whose step takes longer, in seconds, is replaced")
     frozen_timeout_s: float = option(60.0, "an engine that shows no sign of life for so long is replaced")
     loading_timeout_s: float = option(1800.0, "loading that makes no progress for so long has failed")
+    log_file: str | None = option(
+        None, "append the log to this file instead of stderr; SIGHUP opens it again, for logrotate"
+    )
     log_format: LogFormat = option("text", "text: key=value; json: an object a line")
     log_level: LogLevel = option("info", "what is logged: from this level on")
     otlp_endpoint: str | None = option(None, "send a trace of each request there, over OTLP and HTTP")

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import atexit
 import os
+import select
 import sys
 import threading
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import click
 from click.shell_completion import CompletionItem
@@ -48,6 +49,7 @@ COMMANDS = {
 ALSO = {"run": "chat", "start": "serve", "server": "serve", "complete": "generate", "quantize": "convert"}
 ALSO |= {"download": "pull", "fetch": "pull", "ls": "list", "models": "list", "remove": "rm", "delete": "rm"}
 EXIT_USAGE, EXIT_MODEL, EXIT_MEMORY, EXIT_UNWRITTEN, EXIT_INTERRUPTED = 2, 3, 4, 120, 130
+UNREAD_S = 2.0  # for whoever reads stderr to make room for the last line
 
 
 class LazyGroup(click.Group):
@@ -131,8 +133,17 @@ def report(error: BaseException, session: Session) -> int:
     if session.debug:
         traceback.print_exception(error)
     message, code = explain(error)
-    print(f"plait: {message}", file=sys.stderr)
+    if _is_read(sys.stderr):
+        print(f"plait: {message}", file=sys.stderr)
     return code
+
+
+def _is_read(stream: TextIO | None) -> bool:
+    """Whether a line can be written; a pipe that is full must not keep a process from its end."""
+    try:
+        return stream is not None and bool(select.select((), (stream,), (), UNREAD_S)[1])
+    except (OSError, ValueError):  # it is no file
+        return True
 
 
 def explain(error: BaseException) -> tuple[str, int]:

@@ -22,9 +22,10 @@ PLANNED = STATS + NUM_STATS
 class Page:
     """Times are seconds on the clock that all processes share (`time.monotonic`).
 
-    `alive_s`: when a thread of the child last ran; frozen and dying processes let it stand. `busy_since_s`:
-    since when the engine's thread is at its present round; 0: it waits for something to do. `arriving`: the
-    key of the request it is taking. `planned`: keys of the requests in the last step that began.
+    `alive_s`: when a thread of the child last ran, 0 before it has begun; frozen and dying processes let it
+    stand. `busy_since_s`: since when the engine's thread is at its present round; 0: it waits for something
+    to do. `arriving`: the key of the request it is taking. `planned`: keys of the requests in the last step
+    that began.
     """
 
     def __init__(self, fd: int, max_planned: int) -> None:

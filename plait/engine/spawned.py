@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
 
@@ -15,6 +17,9 @@ from plait.engine.page import Page, new_page
 from plait.engine.wire import LOAD_ENGINE, Frames, FromChild, FromFront, Hello, frame
 
 PIECE = 1 << 18  # bytes read at a time
+MAX_LINE = 8192  # of what the process writes to its output
+LAST_WORDS_S = 1.0  # for the rest of that to be read, if a process of its own still holds the pipe
+log = logging.getLogger("plait.engine")
 # Signals for a whole group (Ctrl-C, a terminal or a service that goes) are the front's to answer.
 _RUN = (
     "import json, sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
@@ -34,23 +39,28 @@ class Spawned:
         self._outbox: deque[memoryview] = deque()
         self.socket, theirs = socket.socketpair()
         page = new_page(max_planned)
+        output, written = os.pipe()
         try:
             wants_torch = hello.builder == LOAD_ENGINE
             numbers = (theirs.fileno(), page, max_planned, os.getpid(), int(wants_torch), spare)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _RUN, json.dumps(sys.path), *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # whatever a library prints there belongs to the log
+                stdout=written,  # whatever a library prints belongs to the log
+                stderr=written,  # and not to our stderr: where that is not read, a step would wait for it
                 pass_fds=[fd for fd in (*numbers[:2], spare) if fd >= 0],
             )
         except BaseException:
             self.socket.close()
             os.close(page)
+            os.close(output)
             raise
         finally:
             theirs.close()
+            os.close(written)
+        self._relay = threading.Thread(target=_relay, args=(output,), name="plait-output", daemon=True)
+        self._relay.start()
         self.page = Page(page, max_planned)
-        self.page.beat()
         self.socket.setblocking(False)
         self.send(hello)
 
@@ -97,11 +107,20 @@ class Spawned:
             self._process.wait()
             code = None
         self.socket.close()
+        self._relay.join(LAST_WORDS_S)
         if code is None:
             return "it was ended"
         if code < 0:
             return f"it was ended by {_signal_name(-code)}"
         return f"it exited with code {code}"
+
+
+def _relay(output: int) -> None:
+    """Log what a process writes, by lines, until nobody holds its pipe."""
+    with os.fdopen(output, "rb") as lines:
+        while line := lines.readline(MAX_LINE):
+            if text := line.decode(errors="replace").rstrip():
+                log.warning("%s", text)
 
 
 def _signal_name(number: int) -> str:

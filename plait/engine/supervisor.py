@@ -269,7 +269,8 @@ class Supervisor:
         if now - self._looked_s > ASLEEP_S:
             self._awake_s = now
         self._looked_s = now
-        if now - max(page.alive_s, self._awake_s) > patience.frozen_s:
+        # Before its first sign of life it imports, which a slow disk may draw out: that is loading.
+        if page.alive_s and now - max(page.alive_s, self._awake_s) > patience.frozen_s:
             return f"no thread of it has run for {patience.frozen_s:g} s"
         if not self.is_up:
             stands = now - self._progress_s > patience.loading_s

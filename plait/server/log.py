@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from plait.config import ServerConfig
+from plait.server.log_writer import LogWriter
 
 access = logging.getLogger("plait.access")
-_OTHERS = (("uvicorn", "WARNING"), ("opentelemetry", "ERROR"))
+_OTHERS = (("", "WARNING"), ("uvicorn", "WARNING"), ("opentelemetry", "ERROR"))  # "": all that have no own
 QUIET_ROUTES = frozenset({"/health", "/ready", "/live", "/metrics", "/", "/page"})  # asked for every second
 _PLAIN = re.compile(r"[!#-<>-\[\]-~]+")  # printable ASCII without space, quotes, = and backslash
 _CONTROLS = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0))} | {
@@ -53,15 +53,22 @@ class JsonFormat(logging.Formatter):
         return json.dumps(said, ensure_ascii=True, default=str)
 
 
-def log_to_stderr(config: ServerConfig) -> None:
-    """Our own messages from `log_level` on, and libraries' complaints, to stderr. May be called again."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormat() if config.log_format == "json" else TextFormat())
+def start_log(config: ServerConfig) -> LogWriter:
+    """Have everything written that is logged in this process. Raises ConfigError for its file."""
+    writer = LogWriter(config.log_file)
+    logging.captureWarnings(True)
+    follow(config, writer)
+    return writer
+
+
+def follow(config: ServerConfig, writer: LogWriter) -> None:
+    """Our own messages from `log_level` on, and others' complaints, in the format asked for."""
+    writer.setFormatter(JsonFormat() if config.log_format == "json" else TextFormat())
     for name, level in (*_OTHERS, ("plait", config.log_level.upper())):
         log = logging.getLogger(name)
         log.setLevel(level)
         log.propagate = False
-        log.handlers = [handler]
+        log.handlers = [writer]
 
 
 def escaped(text: str) -> str:

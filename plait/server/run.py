@@ -22,7 +22,8 @@ from plait.errors import ConfigError
 from plait.server import backlog, connection, edge, tls, tracing
 from plait.server.app import create_app
 from plait.server.loading import Loading
-from plait.server.log import log_to_stderr
+from plait.server.log import follow, start_log
+from plait.server.log_writer import LogWriter
 from plait.server.traffic import Traffic
 from plait.server.transport import READ_BYTES, Reads
 
@@ -61,9 +62,12 @@ def serve(model: str, engine: EngineConfig, server: ServerConfig, reread: Reread
         )
         return load_process(model, engine, report, parsers, patience)
 
-    log_to_stderr(server)
+    log = start_log(server)
     allow_files(server.max_connections + SPARE_FILES)
-    serve_front(load, server, reread=reread)
+    try:
+        serve_front(load, server, reread=reread, log=log)
+    finally:
+        log.flush()
 
 
 def serve_front(
@@ -71,12 +75,13 @@ def serve_front(
     config: ServerConfig,
     on_listen: Callable[[Server], None] | None = None,
     reread: Reread | None = None,
+    log: LogWriter | None = None,
 ) -> None:
     """Serve what `load(report)` returns, which runs in a thread of its own while HTTP answers already."""
     sock = listen(config.host, config.port)
     loading = Loading(timeout_s=config.loading_timeout_s)
     try:
-        server = Server(loading, config, sock, reread)
+        server = Server(loading, config, sock, reread, log)
     except BaseException:
         sock.close()
         raise
@@ -133,13 +138,14 @@ class Server(uvicorn.Server):
         config: ServerConfig,
         sock: socket.socket,
         reread: Reread | None = None,
+        log: LogWriter | None = None,
     ) -> None:
         self._loading, self._timeout_s = loading, config.shutdown_timeout_s
         self._served_name = config.served_model_name
         self._reread: Reread = reread or (lambda: config)
-        self._should_reload = False
+        self._should_reload, self._log = False, log
         self.fault: BaseException | None = None
-        self.traffic = Traffic(config, tracing.recorder(config))
+        self.traffic = Traffic(config, tracing.recorder(config), log)
         self._certificate = tls.certificate(config)
         host = f"[{config.host}]" if ":" in config.host else config.host
         scheme = "https" if self._certificate else "http"
@@ -241,6 +247,8 @@ class Server(uvicorn.Server):
         before = self.traffic.config
         try:
             found = self._reread()
+            if self._log is not None:
+                self._log.reopen(found.log_file)
             if self._certificate is not None:
                 self._certificate.reload()
             self.traffic.reload(found)
@@ -249,10 +257,11 @@ class Server(uvicorn.Server):
             return
         now = self.traffic.config
         if (now.log_level, now.log_format) != (before.log_level, before.log_format):
-            log_to_stderr(now)
+            if self._log is not None:
+                follow(now, self._log)
             if self._loading.front is not None:
                 self._loading.front.follow_log_levels()
-        logger.info("reloaded: keys, limits, hosts, log level and certificate")
+        logger.info("reloaded: keys, limits, hosts, log and certificate")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let open requests finish while new ones get 503, end those that take too long, stop listening."""

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from plait.config import ServerConfig
 from plait.server.exchange import Exchange
 from plait.server.keys import Keyring, read_keys
 from plait.server.limits import Limits
 from plait.server.log import log_request, shows_requests
+from plait.server.log_writer import LogWriter
 from plait.server.problems import InvalidKey
 from plait.server.vllm_names import PerRequest
 
@@ -25,7 +28,7 @@ SETTLE_S, SETTLE_EVERY_S = 2.0, 0.02  # the engine tells of a choice that a stop
 LATENCIES_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 RELOADED = (
     *("api_key", "api_key_file", "requests_per_minute", "tokens_per_minute", "max_requests_per_key"),
-    *("metrics_public", "metrics_vllm_names", "allowed_host", "log_format", "log_level"),
+    *("metrics_public", "metrics_vllm_names", "allowed_host", "log_file", "log_format", "log_level"),
 )
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
 
@@ -39,7 +42,9 @@ class Recorder(Protocol):
 class Traffic:
     """Shared by the edge and the server. Everything here runs on the event loop's thread."""
 
-    def __init__(self, config: ServerConfig, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, config: ServerConfig, recorder: Recorder | None = None, log: LogWriter | None = None
+    ) -> None:
         self.config, self._recorder = config, recorder
         self.keyring = read_keys(config)
         self.limits = Limits(_all(self.keyring))
@@ -62,6 +67,7 @@ class Traffic:
             buckets=LATENCIES_S,
             registry=self.registry,
         )
+        self.registry.register(Dropped(log))
 
     def reload(self, config: ServerConfig) -> None:
         """Take the options in `RELOADED` as they are now. Raises ConfigError, and keeps those of before."""
@@ -146,6 +152,17 @@ class Traffic:
         self.per_request.record(exchange, ended_ns)
         if self._recorder is not None:
             self._recorder.record(exchange, ended_ns)
+
+
+class Dropped(Collector):
+    """The lines that a log could not take."""
+
+    def __init__(self, log: LogWriter | None) -> None:
+        self._log = log
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Lines of the log that were dropped: it was not read, or could not be written."
+        yield CounterMetricFamily("plait_log_lines_dropped", text, self._log.num_dropped if self._log else 0)
 
 
 def told(exchange: Exchange, seconds: float) -> dict[str, Any]:

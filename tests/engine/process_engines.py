@@ -22,7 +22,7 @@ from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
 from plait.spec import ModelSpec, Norm
 from tests.engine.hash_model import VOCAB, HashModel, engine
 
-POISON, STALL, GARBAGE, LONG, WORDY = 90, 91, 92, 93, 94  # tokens
+POISON, STALL, GARBAGE, LONG, WORDY, LOUD = 90, 91, 92, 93, 94, 95  # tokens
 CONTEXT = 400
 STEP_S = 0.002
 
@@ -49,6 +49,9 @@ def _suffer(chunk: Chunk) -> None:
             os.write(int(sys.argv[2]), b"\x00\x00\x00\x03\xc1\xc1\xc1")
         case _ if chunk.token_ids[:2] == (WORDY, WORDY):
             logging.getLogger("plait.step").debug("a wordy step")
+        case _ if chunk.token_ids[:2] == (LOUD, LOUD):
+            for fd in (1, 2):
+                os.write(fd, b"a line of a library\n" * 2_000)  # more than a pipe holds
         case _ if chunk.token_ids[:2] == (LONG, LONG):
             os.write(int(sys.argv[2]), b"\xff" * 64)
 

@@ -36,7 +36,7 @@ from plait.errors import (
 from plait.ops.seed import choice_seed
 from plait.server.problems import problem
 from tests.engine.hash_model import Reader, oracle, prompts, request
-from tests.engine.process_engines import GARBAGE, LONG, POISON, STALL, WORDY
+from tests.engine.process_engines import GARBAGE, LONG, LOUD, POISON, STALL, WORDY
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILDER = "tests.engine.process_engines:build"
@@ -165,6 +165,32 @@ def test_a_request_that_ends_engines_is_failed_after_two_and_nobody_else_is() ->
         process.submit(request("after", [5], max_tokens=5), reader)
         until(done(reader, "after"))
     assert [reader.tokens(f"r{i}") for i in range(12)] == [oracle(prompt, 150) for prompt in given]
+
+
+def test_what_a_process_prints_is_logged_and_a_stderr_that_is_not_read_holds_up_no_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reader, writer = os.pipe()
+    kept = os.dup(2)
+    os.dup2(writer, 2)
+    try:
+        with running() as process:
+            seen = Reader()
+            process.submit(request("loud", [LOUD, LOUD], max_tokens=5), seen)
+            until(done(seen, "loud"))
+            pid = process.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSEGV)  # which Python says on stderr
+            until(lambda: "Segmentation fault" in caplog.text)
+            until(lambda: process.num_restarts == 1)
+    finally:
+        os.dup2(kept, 2)
+        for fd in (reader, writer, kept):
+            os.close(fd)
+    assert seen.ends("loud") == ["length"]
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines.count("a line of a library") == 4_000
+    assert any("Segmentation fault" in line for line in lines)
 
 
 def test_a_process_that_is_frozen_is_replaced() -> None:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from plait.engine.front import Front, Language
 from plait.errors import BadTemplate, CapacityError, EngineError, QueueFull
 from plait.request import Event, Pooling, Request, TokenLogprobs
@@ -87,7 +89,7 @@ class EchoLoop:
     def __init__(self) -> None:
         self.healthy, self.max_open, self.loading = True, 4096, None
         self.fingerprint = "fp_echo"
-        self.live, self.fault = True, None
+        self.live, self.fault, self.registry = True, None, CollectorRegistry()
         self.requests: list[Request] = []
         self.open: dict[str, set[int]] = {}  # choices that run
         self._lock = threading.Lock()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from plait.config import ServerConfig
-from plait.server.log import JsonFormat, TextFormat, escaped, log_to_stderr
+from plait.server.log import JsonFormat, TextFormat, escaped, follow, start_log
 from tests.server.conftest import serving, wait_until
 from tests.server.fake import fake_front
 from tests.server.real_engine import engine_front
@@ -121,19 +121,25 @@ def test_a_traceback_is_told_in_both_styles() -> None:
     assert "ValueError: bad\nworse" in json.loads(JsonFormat().format(made))["exception"]
 
 
-def test_the_level_and_the_style_are_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    logs = [logging.getLogger(name) for name in ("plait", "uvicorn", "opentelemetry")]
+def test_the_level_and_the_style_are_as_asked(capfd: pytest.CaptureFixture[str]) -> None:
+    logs = [logging.getLogger(name) for name in ("", "plait", "uvicorn", "opentelemetry")]
     before = [(log.level, log.propagate, log.handlers) for log in logs]
     try:
-        log_to_stderr(ServerConfig(log_level="warning", log_format="json"))
+        writer = start_log(ServerConfig(log_level="warning", log_format="json"))
         logging.getLogger("plait.server").info("not shown")
         logging.getLogger("plait.server").warning("shown")
-        found = json.loads(capsys.readouterr().err)
+        writer.flush()
+        found = json.loads(capfd.readouterr().err)
         assert (found["level"], found["message"], found["logger"]) == ("warning", "shown", "plait.server")
-        log_to_stderr(ServerConfig(log_level="debug"))
+        follow(ServerConfig(log_level="debug"), writer)
         logging.getLogger("plait.access").debug("now shown")
-        assert capsys.readouterr().err.endswith("DEBUG now shown\n")
+        logging.getLogger("some.library").warning("a complaint")
+        writer.flush()
+        lines = capfd.readouterr().err.splitlines()
+        assert lines[0].endswith("DEBUG now shown")
+        assert lines[1].endswith("WARNING a complaint")
     finally:
+        logging.captureWarnings(False)
         for log, (level, propagate, handlers) in zip(logs, before, strict=True):
             log.level, log.propagate, log.handlers = level, propagate, handlers
             log.setLevel(level)
