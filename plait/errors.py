@@ -159,7 +159,7 @@ class EngineError(PlaitError):
 
 
 class EngineKilled(EngineError):
-    """A request was in the last step of two engines that ended. It is to blame, and is not tried again."""
+    """A request was in the last step of two engines, once alone, or of four. It is not tried again."""
 
     code = "engine_killed"
 

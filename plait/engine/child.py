@@ -6,13 +6,11 @@ step brought in one frame. A second one only shows that the process runs.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -61,7 +59,6 @@ from plait.spec import ModelSpec
 
 BEAT_S = 0.25
 STATS_S = 0.05  # the numbers of an engine at work are this old at most, or as old as its step
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PIECE = 1 << 18  # bytes read at a time
 log = logging.getLogger("plait.engine")
 Report = Callable[[str, int, int], None]
@@ -308,13 +305,11 @@ def named(builder: str) -> Builder:
 
 
 def main(torch: TorchStart | None = None) -> None:
-    """The process. Its arguments, after the path: descriptors of socket and page, the page's size, the
-    front's process id, whether it begins with torch, and the descriptor of memory for compiled kernels or -1.
-    `torch`: its import, begun.
+    """The process. Its arguments, after the path: descriptors of socket and page, the page's size; see
+    `plait.engine.spawned` for the others. `torch`: its import, begun.
     """
     gc.disable()  # while it loads: looking for cycles in what libraries define is a twentieth of the time
-    fd, page_fd, max_planned, parent = map(int, sys.argv[2:6])
-    _die_with(parent)
+    fd, page_fd, max_planned = map(int, sys.argv[2:5])
     faulthandler.enable()
     if (spare := int(sys.argv[7])) >= 0:
         lend(spare)
@@ -373,11 +368,3 @@ def _beat(page: Page) -> None:
     while True:
         page.beat()
         time.sleep(BEAT_S)
-
-
-def _die_with(parent: int) -> None:
-    """End with the front, however that ends; elsewhere than on Linux its end of the socket tells."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)

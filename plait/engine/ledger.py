@@ -94,10 +94,15 @@ class Ledger:
         self._keys[request.id] = entry.key
 
     def due(self) -> Iterator[Entry]:
-        """Requests that the engine should be given now: suspects one at a time, then all others."""
+        """Requests that the engine should be given now: suspects one at a time, then all others.
+
+        A suspect's trial is over after some tokens; from the second one on, those acquitted run as well.
+        """
         if self._on_trial is not None or not self._unsent:
             return
-        self._on_trial = next((e for e in self._unsent.values() if e.is_suspect), None)
+        suspects = (e for e in self._unsent.values() if e.is_suspect)
+        # The first is alone: the one with most deaths, or else the newest, as the others had run before.
+        self._on_trial = max(suspects, key=lambda e: (e.num_deaths, e.key), default=None)
         for entry in [self._on_trial] if self._on_trial else [*self._unsent.values()]:
             entry.is_sent = True
             del self._unsent[entry.key]
@@ -139,13 +144,16 @@ class Ledger:
                     self._pass(entry, Event(request_id, i, finish_reason="cancelled"))
         return entry.key if entry.is_sent else None
 
-    def bury(self, planned: Collection[int], arriving: int) -> bool:
-        """The engine has ended. `planned` and `arriving`: what it was doing, see `Page`.
+    def bury(self, planned: Collection[int], arriving: int, *, is_foreign: bool = False) -> bool:
+        """The engine has ended. `planned` and `arriving`: what it was doing, see `Page`. `is_foreign`: it was
+        killed from outside.
 
         Every request must be given to the next one; those it was working on are suspects. Returns whether
-        there were any.
+        there were any. One is failed that was in two of these steps, alone in this one; who was never alone
+        may be innocent and is tried again, until `MAX_DEATHS`.
         """
         charged = self._charged(planned, arriving)
+        is_alone = len(charged) == 1 and not is_foreign and (bool(arriving) or len({*planned}) == 1)
         self._on_trial, self._unsent = None, {**self._entries}
         for entry in self._unsent.copy().values():
             kept = entry.request.interval - 1 if entry.is_sent and not entry.is_resumed else 0
@@ -158,7 +166,7 @@ class Ledger:
         for entry in charged:
             entry.num_deaths += 1
             entry.is_suspect = True
-            if entry.key in self._entries and entry.num_deaths >= (2 if len(charged) == 1 else MAX_DEATHS):
+            if entry.key in self._entries and entry.num_deaths >= (2 if is_alone else MAX_DEATHS):
                 self.fail(entry, EngineKilled(_killed(entry.num_deaths)))
         return bool(charged)
 

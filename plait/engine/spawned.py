@@ -12,7 +12,10 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
+from plait.config import GIB
+from plait.engine import oom
 from plait.engine.page import Page, new_page
 from plait.engine.wire import LOAD_ENGINE, Frames, FromChild, FromFront, Hello, frame
 
@@ -23,9 +26,23 @@ log = logging.getLogger("plait.engine")
 # Signals for a whole group (Ctrl-C, a terminal or a service that goes) are the front's to answer.
 _RUN = (
     "import json, sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
-    "sys.path[:] = json.loads(sys.argv[1]); from plait.engine.torch_start import TorchStart; "
+    "sys.path[:] = json.loads(sys.argv[1]); from plait.engine.orphan import die_with; "
+    "die_with(int(sys.argv[5])); from plait.engine.torch_start import TorchStart; "
     "begun = TorchStart() if sys.argv[6] == '1' else None; from plait.engine.child import main; main(begun)"
 )
+
+
+class End(NamedTuple):
+    """How a process ended. `is_killed`: by another's SIGKILL; `is_oom`: for memory, None: unknown."""
+
+    how: str
+    is_killed: bool = False
+    is_oom: bool | None = None
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it had nothing to do with what the process was doing."""
+        return self.is_killed and self.is_oom is False
 
 
 class Spawned:
@@ -37,6 +54,7 @@ class Spawned:
         """`spare`: the descriptor of memory for kernels that no folder takes, -1 without; it stays ours."""
         self._frames: Frames[FromChild] = Frames(FromChild)
         self._outbox: deque[memoryview] = deque()
+        self._num_oom_kills = oom.num_killed()
         self.socket, theirs = socket.socketpair()
         page = new_page(max_planned)
         output, written = os.pipe()
@@ -98,7 +116,7 @@ class Spawned:
             raise EOFError("the engine's process has gone")
         yield from self._frames.feed(piece)
 
-    def end(self, timeout_s: float = 0.0) -> str:
+    def end(self, timeout_s: float = 0.0) -> End:
         """How it ended; it is killed unless it ends by itself within `timeout_s`. Frees the socket."""
         try:
             code = self._process.wait(timeout_s)
@@ -109,10 +127,25 @@ class Spawned:
         self.socket.close()
         self._relay.join(LAST_WORDS_S)
         if code is None:
-            return "it was ended"
+            return End("it was ended")
+        if code == -signal.SIGKILL:
+            return self._killed()
         if code < 0:
-            return f"it was ended by {_signal_name(-code)}"
-        return f"it exited with code {code}"
+            return End(f"it was ended by {_signal_name(-code)}")
+        return End(f"it exited with code {code}")
+
+    def _killed(self) -> End:
+        """By SIGKILL: what is known of who sent it."""
+        before, now = self._num_oom_kills, oom.num_killed()
+        is_oom = None if before is None or now is None else now > before
+        known = {
+            True: "because memory ran out, as the system's count of such kills says",
+            False: "which was not for memory: the system's count of such kills stayed the same, so "
+            "somebody sent it, or a program that watches memory",
+            None: "and the system does not say whether for memory, which is one possibility",
+        }
+        peak = f"its memory was {oom.peak_of_children() / GIB:.2f} GiB at most"
+        return End(f"it was ended by SIGKILL, {known[is_oom]}; {peak}", is_killed=True, is_oom=is_oom)
 
 
 def _relay(output: int) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from plait.engine.ledger import Ledger
 from plait.engine.page import new_memory
-from plait.engine.spawned import Spawned
+from plait.engine.spawned import End, Spawned
 from plait.engine.wire import (
     BadFrame,
     Cancel,
@@ -134,6 +134,7 @@ class Supervisor:
         self._close_at: float | None = None
         self._num_in_row = self._num_unexplained = 0
         self._spare = _spare()
+        self._last = End("it could not be started")
 
     @property
     def is_up(self) -> bool:
@@ -189,9 +190,10 @@ class Supervisor:
             death = self._attend(engine)
         finally:
             self._watcher.on_down()
-            how = engine.end(0.5 if death == GONE else 0.0)
+            end = engine.end(0.5 if death == GONE else 0.0)
             if death is not None:
-                death = how if death == GONE else death
+                self._last = end if death == GONE else End(death)
+                death = self._last.how
                 self._bury(engine)
             self.engine, self._up_since = None, None
             engine.page.close()
@@ -298,7 +300,8 @@ class Supervisor:
     # Between two processes
 
     def _bury(self, engine: Spawned) -> None:
-        is_blamed = self.ledger.bury(engine.page.planned, engine.page.arriving)
+        page = engine.page
+        is_blamed = self.ledger.bury(page.planned, page.arriving, is_foreign=self._last.is_foreign)
         stood = self._up_since is not None and time.monotonic() - self._up_since > STABLE_S
         self._num_in_row = 1 if stood or self._has_spoken else self._num_in_row + 1
         if self._has_spoken or is_blamed:
@@ -311,7 +314,7 @@ class Supervisor:
         reported = self._reported
         why = f"{reported} ({death})" if reported else death
         if not self._was_up:
-            return reported or _first_death(death)
+            return reported or _first_death(self._last)
         if self._num_unexplained >= MAX_DEATHS:
             text = f"the engine's process has ended {MAX_DEATHS} times without a token between ({why}); "
             if not self._patience.goes_on:
@@ -378,11 +381,9 @@ def _log_levels() -> dict[str, int]:
     return {name: logging.getLogger(name).getEffectiveLevel() for name in LOGGERS}
 
 
-def _first_death(how: str) -> PlaitError:
+def _first_death(end: End) -> PlaitError:
     """Why a model could not be loaded by a process that said nothing at its end."""
-    if "SIGKILL" in how:
-        return OutOfMemory(
-            "the engine's process was killed while the model was loading, as systems do when memory runs "
-            "out; choose a smaller --max-model-len, --max-num-seqs or model"
-        )
-    return EngineError(f"the engine's process ended while the model was loading: {how}; the log says more")
+    text = f"the engine's process ended while the model was loading: {end.how}"
+    if end.is_oom:
+        return OutOfMemory(f"{text}; choose a smaller --max-model-len, --max-num-seqs or model")
+    return EngineError(text if end.is_killed else f"{text}; the log says more")

@@ -59,6 +59,16 @@ def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
         time.sleep(0.005)
 
 
+IMPORTING = """
+import sys, time
+from tests.engine.test_process import BUILDER, SETTINGS
+from plait.engine.process import EngineProcess
+sys.path.insert(0, sys.argv[1])  # which the engine's process gets
+process = EngineProcess("fine", SETTINGS, builder=BUILDER)
+time.sleep(60)
+"""
+
+
 @contextlib.contextmanager
 def running(
     model: str = "fine", settings: EngineConfig = SETTINGS, **options: Any
@@ -242,7 +252,7 @@ def test_an_idle_engine_that_ends_is_replaced_again_and_again_and_nothing_is_lef
         ("bad option", ConfigError, "there is no such vocabulary"),
         ("bad file", BadFile, "the file ends early"),
         ("no memory", OutOfMemory, "out of memory; choose a smaller"),
-        ("killed", OutOfMemory, "killed while the model was loading"),
+        ("killed", EngineError, "ended by SIGKILL.*its memory was [0-9.]+ GiB at most"),
         ("crashed", EngineError, "exited with code 7"),
         ("broken", EngineError, "ZeroDivisionError: a fault of ours"),
     ],
@@ -258,6 +268,29 @@ def test_what_goes_wrong_while_loading_is_raised_as_it_was_there(
     assert not process.healthy
     with pytest.raises(EngineError):
         process.submit(request("late", [5]), Reader())
+
+
+@pytest.mark.parametrize(
+    ("counts", "error", "says"),
+    [
+        ((3, 4), OutOfMemory, "because memory ran out.*choose a smaller --max-model-len"),
+        ((3, 3), EngineError, "not for memory.*somebody sent it"),
+        ((None, None), EngineError, "does not say whether for memory, which is one possibility"),
+    ],
+)
+def test_a_kill_while_loading_says_what_is_known_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+    counts: tuple[int | None, int | None],
+    error: type[Exception],
+    says: str,
+) -> None:
+    left = list(counts)
+    monkeypatch.setattr("plait.engine.oom.num_killed", lambda: left.pop(0))
+    process = EngineProcess("killed", SETTINGS, builder=BUILDER)
+    with pytest.raises(error, match=says) as caught:
+        process.ready(lambda *_: None)
+    assert type(caught.value) is error
+    assert process.close()
 
 
 def test_whoever_waits_for_a_model_is_told_how_it_gets_on_and_may_leave() -> None:
@@ -441,6 +474,20 @@ def test_requests_that_the_engine_has_not_looked_at_yet_wait() -> None:
         until(lambda: process.stats()["num_waiting"] == 0)
 
 
+def test_a_request_that_is_replayed_when_its_engine_is_killed_again_is_not_blamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("plait.engine.oom.num_killed", lambda: 0)
+    reader = Reader()
+    with running() as process:
+        process.submit(request("r", [5], max_tokens=200), reader)
+        for num_tokens in (5, 8, 11):
+            until(lambda n=num_tokens: len(reader.tokens("r")) > n)  # type: ignore[misc]
+            kill(process)
+        until(done(reader, "r"))
+    assert reader.tokens("r") == oracle([5], 200)
+
+
 def test_totals_go_on_when_an_engine_is_replaced() -> None:
     reader = Reader()
     with running() as process:
@@ -471,6 +518,21 @@ def test_an_engine_ends_with_the_process_in_front_of_it() -> None:
         front.wait()
         front.stdout.close()
     until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the child sees it at its next message")
+def test_an_engine_that_still_imports_ends_with_the_process_in_front_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    writes = f"pathlib.Path({str(file)!r}).write_text(str(os.getpid()))"
+    (tmp_path / "msgspec.py").write_text(f"import os, pathlib, time\n{writes}\ntime.sleep(60)\n")
+    front = subprocess.Popen([sys.executable, "-c", IMPORTING, str(tmp_path)], cwd=ROOT)
+    try:
+        until(lambda: file.exists() and file.read_text() != "")
+    finally:
+        front.kill()
+        front.wait()
+    pid = int(file.read_text())
+    until(lambda: not Path(f"/proc/{pid}").exists(), 20)
 
 
 def test_an_engine_logs_what_is_wanted_now_and_so_does_the_next_one(caplog: pytest.LogCaptureFixture) -> None:
