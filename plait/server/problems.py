@@ -133,10 +133,9 @@ def problem(error: BaseException) -> Problem:
             return Problem(401, str(error), None, error.code, {"WWW-Authenticate": "Bearer"})
         case RateLimited():
             return Problem(429, str(error), None, error.code, _later(error.wait_s, error.headers))
-        case ContextTooLong():
-            return Problem(400, str(error), error.param, error.code, more=_too_long(error))
         case RequestError():
-            return Problem(error.status, str(error), error.param, error.code, _closing(error.status))
+            more = _too_long(error) if isinstance(error, ContextTooLong) else {}
+            return Problem(error.status, str(error), error.param, error.code, _closing(error.status), more)
         case DeadlineExceeded():  # the client's own; OpenAI's and Anthropic's clients would ask twice more
             return Problem(504, str(error), None, error.code, {"x-should-retry": "false"})
         case CapacityError():
