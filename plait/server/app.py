@@ -219,13 +219,19 @@ class _Endpoint:
         try:
             response = await self._handler(request)
         except BodyTooLarge as error:
-            await _refuse_body(request, problem(error).response(self._refusal), send)
+            await _refuse_body(request, self._answer(scope, error), send)
             return
         except Exception as error:
-            response = problem(error).response(self._refusal)
+            response = self._answer(scope, error)
             if isinstance(error, Cancelled):
                 response.headers["Connection"] = "close"
         await response(scope, receive, send)
+
+    def _answer(self, scope: Scope, error: Exception) -> Response:
+        found, exchange = problem(error), scope.get(SCOPE_KEY)
+        if exchange is not None:
+            exchange.reason = found.reason
+        return found.response(self._refusal)
 
 
 def _route(path: str, handler: Handler, method: str, refusal: Refusal | None = None) -> Route:

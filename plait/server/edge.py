@@ -85,6 +85,7 @@ class Door:
             self._traffic.turn_away(exchange)
         except PlaitError as error:
             refusal = error
+        exchange.reason = problem(refusal).reason
         answer = self.answer_to(refusal, path)
         answer.raw_headers.append((REQUEST_ID_HEADER.encode(), exchange.id.encode()))
         exchange.status = answer.status_code

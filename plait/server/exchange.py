@@ -41,6 +41,7 @@ class Exchange:
     model: str = ""
     num_asked_tokens: int = 0  # the most that all choices together can generate
     unread: list[str] = field(default_factory=list)  # hints that the model has no use for
+    reason: str = ""  # why it was refused, for the log
     streams: list[Stream] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
     began_ns: int = field(default_factory=time.time_ns)

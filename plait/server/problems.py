@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,9 @@ from plait.errors import (
 
 logger = logging.getLogger("plait.server")
 RETRY_AFTER_S = 1
+MAX_REASON = 300  # characters of a line of the log
+_WORDS_OF_OTHERS = frozenset({"bad_template", "bad_grammar"})
+_QUOTED = re.compile(r"""(?<!\w)('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")(?!\w)""")
 LOST_RETRY_S = 10  # an engine that was lost is started again with long pauses, if at all
 
 
@@ -118,6 +122,14 @@ class Problem:
         kind = _TYPES.get(self.status, "invalid_request_error")
         found = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": {**found, **self.more}}
+
+    @property
+    def reason(self) -> str:
+        """Why, for the log: without what a client sent (it is in quotes) and without words of templates."""
+        where = f"{self.code or 'refused'}{f' ({self.param})' if self.param else ''}"
+        if self.code in _WORDS_OF_OTHERS:
+            return where
+        return f"{where}: {_QUOTED.sub('…', self.message)}"[:MAX_REASON]
 
     def response(self, shape: Callable[[Problem], Mapping[str, Any]] | None = None) -> Response:
         """`shape`: makes the body, where it is not OpenAI's error object."""

@@ -178,6 +178,7 @@ def told(exchange: Exchange, seconds: float) -> dict[str, Any]:
         "ms": round(seconds * 1000, 1),
         "key": exchange.key.name,
         "model": exchange.model,
+        "reason": exchange.reason,
     }
     if exchange.streams:
         found |= {

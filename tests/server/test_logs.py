@@ -91,6 +91,19 @@ def record(message: str, **fields: Any) -> logging.LogRecord:
 HOSTILE = 'a\nfake INFO line\x1b[31m"quoted" \u2028\u202e=\x7f\\'
 
 
+def test_a_refusal_says_why_and_nothing_of_what_was_sent(kept: Kept) -> None:
+    with serving(fake_front()) as client:
+        client.post("/v1/completions", {"prompt": "Hello", "temperature": -4})
+        client.post("/v1/chat/completions", {"messages": [{"role": "secret", "content": "Hello"}]})
+        client.post("/v1/completions", {"prompt": "Hello", "model": "some'\"secret"})
+        assert wait_until(lambda: len(kept.fields(method="POST")) == 3)
+    reasons = [fields["reason"] for fields in kept.fields(method="POST")]
+    assert reasons[0].startswith("invalid_value (temperature): temperature: ")
+    assert "-4" in reasons[0]
+    assert [reason for reason in reasons if "secret" in reason] == []
+    assert reasons[2].startswith("model_not_found (model): ")
+
+
 def test_what_a_client_sends_cannot_make_a_line_or_move_a_cursor() -> None:
     for line in (
         TextFormat().format(record("request", path=HOSTILE)),
