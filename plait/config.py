@@ -65,7 +65,9 @@ class EngineConfig:
         "off", "guess tokens and check several at once, same text: off, ngram (prompt lookup) or a model"
     )
     num_draft_tokens: int = option(8, "the most tokens guessed at a time")
-    threads: int | None = option(None, "CPU threads; default: the physical cores this process may use")
+    threads: int | None = option(
+        None, "CPU threads; default: the physical cores this process may use, at most its CPU quota"
+    )
     precise: bool = option(
         False,
         "on a CPU: round activations beside quantized weights to 16 bits, not 8, and keep float32 state",

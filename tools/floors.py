@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
-    {"errors", "config", "cache_folder"},
+    {"errors", "config", "cache_folder", "host"},
     {"spec", "request", "memory"},
     {"quant", "ops", "kernels"},
     {"checkpoint", "families", "state", "model"},
@@ -33,7 +33,17 @@ SIDEWAYS = {
     "__main__": {"cli"},
 }
 NO_TORCH = (
-    *("errors", "config", "cache_folder", "spec", "request", "memory", "state.blocks", "state.prefix"),
+    *(
+        "errors",
+        "config",
+        "cache_folder",
+        "host",
+        "spec",
+        "request",
+        "memory",
+        "state.blocks",
+        "state.prefix",
+    ),
     *("schedule", "families.normalize", "text", "server"),
 )
 READS_ENVIRONMENT = {"cli"}

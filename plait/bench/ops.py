@@ -16,6 +16,7 @@ from plait.bench.measure import rounded
 from plait.bench.probe import arithmetic, bandwidth
 from plait.bench.work import REALISTIC, Work, decode_step, work_of
 from plait.errors import ConfigError
+from plait.host import default_threads
 from plait.kernels.load import executor, load
 from plait.ops.attention import BLOCK
 from plait.ops.linear import Packing
@@ -69,7 +70,7 @@ def bench_ops(
         raise ConfigError(f"bench op: there is no op {name!r}; there are {', '.join(sorted(REGISTRY))}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("bench op: torch finds no CUDA device; leave --device away")
-    threads = threads or machine.cores()
+    threads = threads or default_threads()[0]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     say("measuring the roofs")

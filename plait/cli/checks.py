@@ -22,6 +22,7 @@ from plait import __version__
 from plait.bench import machine
 from plait.checkpoint.shelves import default_folder, shelved
 from plait.errors import CapacityError
+from plait.host import cpu_quota, default_threads, free_memory, memory_limit, physical_cores
 from plait.kernels.load import KernelTarget, describe_target, kept_rooms, why_refused
 from plait.text.sandbox import Sandbox
 
@@ -30,8 +31,6 @@ NEEDED = (
     *("gguf", "starlette", "uvicorn", "prometheus-client", "click", "rich"),
 )
 WANTED = ("numba", "llvmlite", "huggingface-hub")
-TOPOLOGY = Path("/sys/devices/system/cpu")
-CGROUP = Path("/sys/fs/cgroup")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 NVIDIA = Path("/proc/driver/nvidia/version")
 GIB = 1 << 30
@@ -91,39 +90,26 @@ def installed(name: str) -> str | None:
 
 
 def cpu_facts() -> Facts:
-    """Name, vector flags, cores that this process may use, and a quota of CPU time if there is one."""
-    found = machine.describe()
+    """Name, vector flags, cores that this process may use, a CPU quota, the default of `--threads`."""
+    found, quota = machine.describe(), cpu_quota()
     return {
         "name": found["cpu"],
         "flags": found["flags"],
         "logical": machine.cores(),
         "physical": physical_cores(),
-        "quota": cpu_quota(),
+        "quota": None if quota is None else round(quota, 2),
+        "threads": default_threads()[0],
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
     }
 
 
-def physical_cores() -> int:
-    """Cores this process may use, two threads of one counted once: what `--threads` is by default."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    siblings = {text(TOPOLOGY / f"cpu{n}/topology/thread_siblings_list") or str(n) for n in allowed}
-    return max(len(siblings), 1)
-
-
-def cpu_quota() -> float | None:
-    """CPUs that a container may use, as a number of them; None without a limit."""
-    found = re.fullmatch(r"(\d+) (\d+)", text(CGROUP / "cpu.max"))
-    return round(int(found[1]) / int(found[2]), 2) if found and int(found[2]) else None
-
-
 def memory_facts() -> Facts:
-    """Bytes of memory: all, available, and a container's limit."""
+    """Bytes of memory: all, what can still be had here, and the tightest limit of a control group."""
     kib = dict(re.findall(r"^(\w+):\s*(\d+) kB$", text(machine.MEMINFO), re.MULTILINE))
-    limit = text(CGROUP / "memory.max")
     return {
         "total": int(kib["MemTotal"]) * 1024 if "MemTotal" in kib else None,
-        "available": int(kib["MemAvailable"]) * 1024 if "MemAvailable" in kib else None,
-        "limit": int(limit) if limit.isdigit() else None,
+        "available": free_memory(),
+        "limit": memory_limit(),
         "huge_pages": (re.search(r"\[(\w+)\]", text(HUGE_PAGES)) or [None, None])[1],
     }
 
@@ -251,18 +237,19 @@ def check_cpu(facts: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
         yield Finding(
             "note", f"products of bytes use AVX2: {reason}", "nothing to do, if it is the processor"
         )
-    threads = asked.threads or cpu["physical"]
+    threads = asked.threads or cpu["threads"]
     if asked.threads and asked.threads > cpu["logical"]:
         yield Finding(
             "warning",
             f"{asked.threads} threads on {cpu['logical']} logical CPUs: they wait for each other",
-            f"--threads {cpu['physical']}",
+            f"--threads {cpu['threads']}",
         )
     if cpu["quota"] and threads > cpu["quota"]:
+        count = f"{threads} thread{'s' * (threads > 1)}"
         yield Finding(
             "warning",
-            f"a quota of {cpu['quota']:g} CPUs, and {threads} threads would share it in bursts",
-            f"--threads {max(int(cpu['quota']), 1)}",
+            f"a quota of {cpu['quota']:g} CPUs, and {count} would use it in bursts",
+            f"--threads {cpu['threads']}" if threads > cpu["threads"] else "a quota of one CPU or more",
         )
     if cpu["load"] is not None and cpu["load"] > cpu["logical"]:
         yield Finding("note", f"the machine is busy (load {cpu['load']})", "speeds are lower meanwhile")

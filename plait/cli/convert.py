@@ -38,7 +38,11 @@ if TYPE_CHECKING:
 )
 @click.option("--verify", is_flag=True, help="compare logits and perplexity of both on a fixed text")
 @click.option("--force", is_flag=True, help="replace OUT if it is there")
-@click.option("--threads", type=click.IntRange(1), help="that encode [default: the cores there are]")
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    help="that encode [default: the cores there are, at most a CPU quota]",
+)
 @click.option(
     "--max-shard",
     type=Bytes(),

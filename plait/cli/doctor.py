@@ -95,7 +95,8 @@ def text_lines(facts: Facts, findings: Iterable[Finding]) -> list[str]:
 
 def machine_rows(facts: Facts) -> list[tuple[str, str]]:
     cpu, memory, torch = facts["cpu"], facts["memory"], facts["torch"]
-    quota = f", a quota of {cpu['quota']:g}" if cpu["quota"] else ""
+    quota = f", a CPU quota of {cpu['quota']:g}" if cpu["quota"] else ""
+    threads = f"{cpu['threads']} thread{'s' * (cpu['threads'] > 1)} by default"
     amounts = [
         f"{bytes_text(memory[key])} {word}"
         for key, word in (("total", "in all"), ("available", "available"), ("limit", "allowed here"))
@@ -105,7 +106,7 @@ def machine_rows(facts: Facts) -> list[tuple[str, str]]:
     build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU only"
     return [
         ("processor", cpu["name"]),
-        ("cores", f"{cpu['physical']} physical, {cpu['logical']} logical{quota}"),
+        ("cores", f"{cpu['physical']} physical, {cpu['logical']} logical{quota}; {threads}"),
         ("vectors", " ".join(cpu["flags"]) or "none known"),
         ("memory", ", ".join(amounts) or "unknown"),
         ("GPU", ", ".join(gpus)),

@@ -55,6 +55,7 @@ from plait.convert.storage import Blocks, Mxfp4Stack, Stored
 from plait.engine.opening import Opened, open_model
 from plait.errors import CheckpointError, ConfigError, UnsupportedModel
 from plait.families.resolve import parse_override, resolve
+from plait.host import default_threads
 from plait.quant.weight import as_tensor
 from plait.text.gguf_files import CARRIED, FILES
 
@@ -122,7 +123,7 @@ def convert(order: Order, progress: Progress) -> Result:
             f"--vocab {order.vocab}: there is no file of it to come along; name a {', '.join(VOCABULARIES)}, "
             "or the folder of one"
         )
-    choice = Choice(chosen_storage(order.quantize, form), form, order.threads or torch.get_num_threads())
+    choice = Choice(chosen_storage(order.quantize, form), form, order.threads or default_threads()[0])
     model = Model(opened.resolved, opened.checkpoint)
     plan = _gguf_plan(opened, model, choice) if form == "gguf" else _hf_plan(opened, model, choice)
     nbytes = total_nbytes(plan.stored)

@@ -15,6 +15,7 @@ from plait.config import EngineConfig
 from plait.convert.conversion import Order
 from plait.engine.opening import Opened, load_decoder, open_model
 from plait.errors import CheckpointError, UnsupportedFormat
+from plait.host import default_threads
 from plait.kernels.load import executor, load
 from plait.memory import block_groups, has_slots
 from plait.runner.runner import ModelRunner
@@ -70,7 +71,7 @@ def compare(order: Order, progress: Progress, ops: str = "auto") -> Comparison:
     source = open_model(order.model, EngineConfig(device="cpu", set=order.set, vocab=order.vocab))
     ids, is_text = _tokens(source)
     result = open_model(str(order.out), EngineConfig(device="cpu"))
-    target = _target(len(ids), ops, order.threads or torch.get_num_threads())
+    target = _target(len(ids), ops, order.threads or default_threads()[0])
     before, after = (model_logits(opened, ids, target, progress) for opened in (source, result))
     return compared(ids, before, after, is_text)
 

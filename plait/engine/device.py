@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
+from plait import host
 from plait.config import Device, DType
 from plait.errors import ConfigError, OutOfMemory
-
-MEMINFO = Path("/proc/meminfo")
-TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def choose_device(asked: Device) -> tuple[torch.device, str]:
@@ -47,36 +43,19 @@ def choose_dtype(asked: DType, device: torch.device, stored: Sequence[str]) -> t
     return found
 
 
-def cores() -> int:
-    """Physical cores this process may use, as far as the system tells: two threads of one share its units."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    siblings = set()
-    for cpu in allowed:
-        place = TOPOLOGY / f"cpu{cpu}" / "topology" / "thread_siblings_list"
-        siblings.add(place.read_text() if place.exists() else str(cpu))
-    return max(len(siblings), 1)
-
-
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be had on the device."""
+    """Bytes that can still be had on the device; on a CPU, within the control groups' limits."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return _meminfo("MemAvailable") or 4 << 30  # a system that does not say: a laptop's worth
+    free = host.free_memory()
+    return 4 << 30 if free is None else free  # a system that does not say: a laptop's worth
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Bytes that the device has; None where the system does not say."""
+    """Bytes that the device has, within the control groups' limits; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    return _meminfo("MemTotal")
-
-
-def _meminfo(name: str) -> int | None:
-    with contextlib.suppress(OSError):
-        for line in MEMINFO.read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
-    return None
+    return host.total_memory()
 
 
 @contextlib.contextmanager

@@ -9,17 +9,11 @@ from pathlib import Path
 
 import torch
 
+from plait import host
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.core import Engine
-from plait.engine.device import (
-    choose_device,
-    choose_dtype,
-    cores,
-    free_memory,
-    out_of_memory,
-    total_memory,
-)
+from plait.engine.device import choose_device, choose_dtype, free_memory, out_of_memory, total_memory
 from plait.engine.front import Front, Language
 from plait.engine.guide import Guides
 from plait.engine.loop import EngineLoop
@@ -282,7 +276,12 @@ def _target(opened: Opened, device: torch.device) -> Target:
     if device.type != "cpu":
         load_for_gpu()
         return target
-    threads = config.threads or cores()
+    threads, found = (config.threads, "--threads") if config.threads else host.default_threads()
+    log.info("threads: %d (%s)", threads, found)
+    if (quota := host.cpu_quota()) is not None and quota < threads:
+        log.warning(
+            "threads: %d share a CPU quota of %.3g: they are stopped in turns, and wait", threads, quota
+        )
     cache_dir = Path(config.cache_dir) if config.cache_dir else None
     load_kernels(cache_dir=cache_dir, isa=config.isa)
     target.activations = activations(config)
@@ -322,12 +321,11 @@ def facts_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
 def _size(opened: Opened, decoder: Decoder, target: Target) -> Sizing:
     facts = facts_for_sizing(decoder, target)
     mapped = target.shelf.nbytes if target.shelf else 0  # counts as free until it is read
-    sizing = size_state(
-        facts,
-        opened.config,
-        free_memory=free_memory(target.device) - mapped,
-        total_memory=total_memory(target.device),
-    )
+    free, limit = free_memory(target.device), host.memory_limit()
+    if limit is not None and target.device.type == "cpu":
+        log.info("memory: this process's control groups allow %s; %s can still be had", gib(limit), gib(free))
+    total = total_memory(target.device)
+    sizing = size_state(facts, opened.config, free_memory=free - mapped, total_memory=total)
     for what, count, nbytes in sizing.rows(target.weights_nbytes, is_lazy=target.device.type == "cpu"):
         log.info("memory: %-31s %14s %10s", what, count, gib(nbytes))
     for note in sizing.notes:

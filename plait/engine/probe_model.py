@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from plait.checkpoint.names import Derived, NameMap, Source, UnknownName
 from plait.checkpoint.weights import Checkpoint, Split, Target, Weights
 from plait.config import EngineConfig
-from plait.engine.device import choose_device, choose_dtype, cores, out_of_memory
+from plait.engine.device import choose_device, choose_dtype, out_of_memory
 from plait.engine.findings import write_findings
 from plait.engine.opening import (
     Opened,
@@ -32,6 +32,7 @@ from plait.engine.sizing import gib
 from plait.errors import ConfigError
 from plait.families.candidates import Quantity, quantities
 from plait.families.resolved import Resolved
+from plait.host import default_threads
 from plait.kernels.load import executor, load
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
@@ -156,7 +157,9 @@ def _target(opened: Opened) -> Target:
     if device.type == "cpu":
         load(cache_dir=Path(config.cache_dir) if config.cache_dir else None, isa=config.isa)
         target.activations = activations(config)
-        target.executor = None if config.ops == "reference" else executor(config.threads or cores())
+        target.executor = (
+            None if config.ops == "reference" else executor(config.threads or default_threads()[0])
+        )
     return target
 
 

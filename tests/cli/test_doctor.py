@@ -13,13 +13,21 @@ from typing import Any
 import pytest
 
 from plait.cli import checks
-from plait.cli.checks import CHECKS, Asked, cpu_quota, gpu_facts, torch_facts
+from plait.cli.checks import CHECKS, Asked, gpu_facts, torch_facts
 from plait.cli.doctor import format_rows, text_lines
 
 Run = Callable[..., Any]
 WELL: dict[str, Any] = {
     "system": {"os": "Linux", "machine": "x86_64", "python": "3.11.7", "executable": "python"},
-    "cpu": {"name": "c", "flags": ["avx2"], "logical": 8, "physical": 4, "quota": None, "load": 0.1},
+    "cpu": {
+        "name": "c",
+        "flags": ["avx2"],
+        "logical": 8,
+        "physical": 4,
+        "quota": None,
+        "threads": 4,
+        "load": 0.1,
+    },
     "memory": {"total": 64 << 30, "available": 60 << 30, "limit": None, "huge_pages": "madvise"},
     "gpus": [],
     "versions": dict.fromkeys(("plait", *checks.NEEDED, *checks.WANTED), "1.0"),
@@ -84,7 +92,7 @@ def test_a_good_machine_has_no_findings() -> None:
         ({"versions__huggingface-hub": None}, "note", "cannot be fetched", "plait-engine[hub]"),
         ({"kernels__dot": "generic"}, "warning", "no AVX2", "fraction"),
         ({"kernels__dot": "avx2"}, "note", "no AVX-512 VNNI", "nothing to do"),
-        ({"cpu__quota": 2.0}, "warning", "a quota of 2 CPUs", "--threads 2"),
+        ({"cpu__quota": 0.5}, "warning", "a quota of 0.5 CPUs, and 4 threads", "a quota of one CPU or more"),
         ({"cpu__load": 30.0}, "note", "busy", "lower"),
         ({"memory__available": 1 << 30}, "warning", "1.0 GiB of memory available", "--quantize"),
         ({"memory__limit": 1 << 30}, "warning", "the container's limit", "--quantize"),
@@ -121,6 +129,12 @@ def test_every_trouble_has_a_finding_with_advice(
 def test_options_are_checked_against_the_machine() -> None:
     (found,) = findings(Asked(threads=16))
     assert (found.what.startswith("16 threads on 8 logical CPUs"), found.advice) == (True, "--threads 4")
+    (found,) = findings(Asked(threads=4), cpu__quota=2.5, cpu__threads=2)
+    assert (found.what.startswith("a quota of 2.5 CPUs, and 4 threads"), found.advice) == (
+        True,
+        "--threads 2",
+    )
+    assert not findings(cpu__quota=2.5, cpu__threads=2), "the default keeps within it"
     (asked,) = findings(Asked(isa="generic"), kernels__dot="generic")
     assert "--isa generic was asked for" in asked.what
 
@@ -175,11 +189,3 @@ def test_a_driver_answers_with_its_devices(tmp_path: Path, monkeypatch: pytest.M
     assert torch_facts()["finds_gpu"] in (None, False)
     smi.write_text("#!/bin/sh\nexit 9\n")
     assert gpu_facts() == []
-
-
-def test_a_containers_quota_is_a_number_of_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "CGROUP", tmp_path)
-    assert cpu_quota() is None
-    for content, quota in (("150000 100000", 1.5), ("max 100000", None), ("", None), ("1 0", None)):
-        (tmp_path / "cpu.max").write_text(content)
-        assert cpu_quota() == quota

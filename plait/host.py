@@ -1,0 +1,120 @@
+"""What this process may use of its machine: cores, CPU time, memory, within its control groups' limits.
+
+A container's limits are not those of the machine. They stand in files of cgroup v1 or v2, and the limit of
+every group above the process's own holds too, so that the tightest one counts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+NO_LIMIT = 1 << 60  # bytes; cgroup v1 writes "none" as the largest number of pages
+
+
+def physical_cores(root: Path = ROOT) -> int:
+    """Physical cores this process may run on: two threads of one core share its units and count once."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    topology = root / "sys/devices/system/cpu"
+    siblings = {_text(topology / f"cpu{n}/topology/thread_siblings_list") or str(n) for n in allowed}
+    return max(len(siblings), 1)
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """CPU time that control groups allow, as a number of CPUs; None without a limit."""
+    quotas = []
+    for folder in _groups("cpu", root):
+        v2, v1 = _text(folder / "cpu.max"), (folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
+        found = re.fullmatch(r"(\d+) (\d+)", v2 or " ".join(map(_text, v1)))
+        if found and int(found[1]) and int(found[2]):
+            quotas.append(int(found[1]) / int(found[2]))
+    return min(quotas, default=None)
+
+
+def default_threads(root: Path = ROOT) -> tuple[int, str]:
+    """(how many threads compute unless a number is given, why): the physical cores, at most the quota's CPUs.
+
+    A quota is rounded down: threads that share it in bursts wait for each other at every barrier.
+    """
+    cores, quota = physical_cores(root), cpu_quota(root)
+    why = f"{cores} physical cores" if cores > 1 else "1 physical core"
+    if quota is None:
+        return cores, why
+    return max(min(cores, int(quota)), 1), f"{why}, a CPU quota of {quota:.3g}"
+
+
+def memory_limit(root: Path = ROOT) -> int | None:
+    """Bytes of memory that control groups allow; None without a limit."""
+    return min((limit for limit, _ in _memory(root)), default=None)
+
+
+def free_memory(root: Path = ROOT) -> int | None:
+    """Bytes of memory that this process can still get; None where the system does not say.
+
+    Page cache counts as free: the system drops it where memory is needed.
+    """
+    free = [max(limit - used, 0) for limit, used in _memory(root)]
+    if (available := _meminfo("MemAvailable", root)) is not None:
+        free.append(available)
+    return min(free, default=None)
+
+
+def total_memory(root: Path = ROOT) -> int | None:
+    """Bytes of memory that this process could ever have; None where the system does not say."""
+    known = (memory_limit(root), _meminfo("MemTotal", root))
+    return min((nbytes for nbytes in known if nbytes is not None), default=None)
+
+
+def _meminfo(name: str, root: Path) -> int | None:
+    found = re.search(rf"^{name}:\s*(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _memory(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, bytes in use without page cache) of each control group that limits memory."""
+    for folder in _groups("memory", root):
+        # memory.high does not kill, but a process above it is slowed down until it is useless.
+        names = ("memory.max", "memory.high", "memory.limit_in_bytes")
+        limits = [int(text) for name in names if (text := _text(folder / name)).isdigit()]
+        if limits and min(limits) < NO_LIMIT:
+            used = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
+            stat: dict[str, str] = dict(
+                re.findall(r"^(\w+) (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+            )
+            # The plain names of v1 leave out the groups below, those of v2 count them.
+            kept = [stat.get(f"total_{key}", stat.get(key, "0")) for key in ("active_file", "inactive_file")]
+            cache = sum(map(int, kept))
+            yield min(limits), max((int(used) if used.isdigit() else 0) - cache, 0)
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """The folders of this process's control groups for a controller, each with those above it."""
+    paths = {}
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, names, path = [*line.split(":", 2), "", ""][:3]
+        if controller in names.split(",") or (number == "0" and not names):
+            paths["cgroup" if names else "cgroup2"] = path
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        mount, _, system = line.partition(" - ")
+        fields, kind = mount.split(), [*system.split(), "", "", ""]
+        if len(fields) < 5 or kind[0] not in paths:
+            continue
+        if kind[0] == "cgroup" and controller not in kind[2].split(","):
+            continue
+        inside, point = (re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), f) for f in fields[3:5])
+        top = root / point.lstrip("/")
+        # The path counts from the hierarchy's root. Of a container, the mount is often only a part of it.
+        below = os.path.relpath(paths[kind[0]] or "/", inside)
+        parts = () if below.startswith("..") else Path(below).parts
+        yield from (top.joinpath(*parts[:length]) for length in range(len(parts), -1, -1))
+
+
+def _text(path: Path) -> str:
+    """A small file of the system; empty if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
