@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 import threading
-from typing import Any
+import time
+from typing import Any, cast
 
 import pytest
 import torch
 
 from plait.errors import CannotRecord, EngineError
-from plait.kernels.cpu.executor import Executor, Pace
-from plait.kernels.cpu.frame import barrier, rows_of, word
+from plait.kernels.cpu.executor import HAS_FUTEX, Executor
+from plait.kernels.cpu.frame import SLEEPERS, barrier, rows_of, word
 from plait.kernels.cpu.kernel import kernel
-from plait.kernels.cpu.vec import get_f32, put_f32
+from plait.kernels.cpu.vec import atomic_get, get_f32, pause, put_f32
 
 
 @kernel
@@ -25,6 +26,13 @@ def doubled(frame, args, thread, threads):  # type: ignore[no-untyped-def]
             for i in range(thread, rows_of(frame, args) * width, threads):
                 put_f32(out + 4 * i, get_f32(x + 4 * i) + get_f32(x + 4 * i))
         barrier(frame, threads)
+
+
+@kernel
+def held(frame, args, thread, threads):  # type: ignore[no-untyped-def]
+    """The last thread stays until a word is no longer 0."""
+    while thread == threads - 1 and atomic_get(word(args, 2)) == 0:
+        pause()
 
 
 def chain(cpu: Any, x: torch.Tensor, length: int) -> torch.Tensor:
@@ -94,49 +102,75 @@ def test_threads_end_with_close_and_with_the_object() -> None:
     assert set(threading.enumerate()) == before
 
 
-def test_a_step_that_keeps_waiting_runs_alone_for_a_while_and_comes_back() -> None:
-    pace = Pace()
-    pace.observe(1.0, waits=2, launches=100)
-    assert not pace.alone
-    for _ in range(Pace.SIGNS):
-        assert not pace.alone  # a few such steps may be anything
-        pace.observe(1.0, waits=60, launches=100)
-    assert pace.alone == Pace.FIRST
-    for _ in range(Pace.FIRST):
-        pace.observe(0.1, waits=0, launches=100)
-    assert not pace.alone
-    pace.observe(1.0, waits=60, launches=100)
-    assert pace.alone == 2 * Pace.FIRST  # still waiting: longer
-    pace.observe(2.0, waits=0, launches=100)
-    assert not pace.alone  # alone it is slower: the waits had another reason
-    for _ in range(Pace.TRUST + Pace.SIGNS - 1):
-        pace.observe(1.0, waits=60, launches=100)
-        assert not pace.alone
-    pace.observe(1.0, waits=60, launches=100)
-    assert pace.alone == Pace.FIRST
+class Given:
+    """A pace that is not measured: so many threads, in turn, and no patience with waits in some steps."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts, self.threads, self.patience = counts, counts[0], 60.0
+        self.seen: list[float] = []
+
+    def begin(self, now: float) -> int:
+        self.counts = [*self.counts[1:], self.counts[0]]
+        self.threads = self.counts[0]
+        self.patience = 60.0 if len(self.seen) % 3 else -0.001
+        return self.threads
+
+    def observe(self, kind: int, work: int, seconds: float, waited: float, now: float) -> None:
+        self.seen.append(waited)
 
 
-def test_steps_of_one_call_count_as_one_sign_and_come_back_as_many() -> None:
-    pace = Pace()
-    for _ in range(Pace.SIGNS):
-        assert pace.alone == 0
-        pace.observe(0.1, waits=90, launches=100, steps=8)
-    assert pace.alone == Pace.FIRST
-    pace.observe(0.05, waits=0, launches=100, steps=8)
-    assert pace.alone == Pace.FIRST - 8
-    pace.observe(0.05, waits=0, launches=100, steps=12)
-    assert pace.alone == 0
-    pace.observe(0.1, waits=90, launches=100, steps=8)
-    assert pace.alone == 2 * Pace.FIRST, "the waits go on: twice as long"
+def test_any_number_of_threads_and_a_rest_that_is_played_alone_give_the_same() -> None:
+    """Patience below zero: after the first launch the others leave, while the next command may be there."""
+    cpu = Executor(4)
+    x, y, z = torch.zeros(64, 7), torch.zeros(64, 7), torch.zeros(64, 7)
+    with cpu.recording(tokens=64, logits=65) as program:
+        cpu.launch(doubled, x, y, 7, rows=64)
+        cpu.launch(doubled, y, z, 7, rows=64)
+        cpu.launch(doubled, z, z, 7, rows=64)
+    with cpu.recording(tokens=64, logits=65) as between:
+        cpu.launch(doubled, z, x, 7, rows=64)
+    given: Any = Given([4, 1, 3, 4, 2, 2, 1])
+    cpu._small = given
+    for turn in range(300):
+        first, steps = torch.randn(5, 7), 1 + turn % 3
+        x[:5] = first
+        cpu.run(program, tokens=5, logits=0, seqs=1, steps=steps, between=between)
+        assert torch.equal(z[:5], 2.0 ** (4 * steps - 1) * first)
+        assert torch.equal(chain(cpu, first, 2), 4 * first)
+    assert len(given.seen) == 300
+    cpu.close()
 
 
-def test_steps_that_wait_now_and_then_stay_on_all_threads() -> None:
-    pace = Pace()
-    for _ in range(100):
-        for _ in range(Pace.SIGNS - 1):
-            pace.observe(1.0, waits=60, launches=100)
-        pace.observe(0.5, waits=0, launches=100)
-        assert not pace.alone
+def test_a_worker_that_sleeps_through_steps_of_fewer_threads_comes_back() -> None:
+    cpu = Executor(3)
+    x = torch.randn(5, 3)
+    for count in (3, 1, 2, 3):
+        cpu._small = cast(Any, Given([count]))
+        time.sleep(0.02)  # longer than a worker stays awake
+        for _ in range(20):
+            assert torch.equal(chain(cpu, x, 3), 8 * x)
+    cpu.close()
+
+
+@pytest.mark.skipif(not HAS_FUTEX, reason="without futexes threads give way instead")
+def test_a_thread_that_waits_long_at_a_barrier_sleeps_and_its_wait_is_counted() -> None:
+    cpu, flag = Executor(2), torch.zeros(1, dtype=torch.int32)
+    given: Any = Given([2])
+    cpu._small = given
+    with cpu.recording(tokens=64, logits=65) as program:
+        cpu.launch(held, flag, rows=64)
+    runs = threading.Thread(target=lambda: cpu.run(program, tokens=1, logits=0, seqs=1))
+    runs.start()
+    deadline = time.monotonic() + 60
+    while cpu._sync[SLEEPERS] == 0 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    slept = int(cpu._sync[SLEEPERS])
+    flag[0] = 1
+    runs.join()
+    assert slept == 1
+    assert given.seen[0] > 0
+    assert cpu._sync[SLEEPERS] == 0
+    cpu.close()
 
 
 def test_threads_of_many_executors_do_not_mix() -> None:

@@ -23,103 +23,167 @@ from torch import Tensor
 from plait.errors import CannotRecord, EngineError
 from plait.kernels.cpu import frame as layout
 from plait.kernels.cpu.following import follow_rows
-from plait.kernels.cpu.frame import barrier
-from plait.kernels.cpu.kernel import Kernel, entry, inline
+from plait.kernels.cpu.frame import LEAVE, PATIENCE, WAITED, barrier
+from plait.kernels.cpu.kernel import Kernel, entry, inline, kernel
+from plait.kernels.cpu.pace import Pace
 from plait.kernels.cpu.vec import (
-    FUTEX,
     atomic_add,
     atomic_get,
     atomic_put,
     call_kernel,
-    futex,
     get_i64,
-    nanosleep,
     pause,
+)
+from plait.kernels.cpu.waiting import (
+    FUTEX,
+    atomic_get_i64,
+    atomic_swap_i64,
+    clock,
+    futex,
+    give_way,
+    nanosleep,
 )
 
 LINE = 64  # bytes of a cache line: words that different threads write stay on lines of their own
-COMMAND, STOP, ASLEEP, TABLE, COUNT, FRAME, NAP, STEPS = (LINE * i for i in range(8))  # of the mailbox
+# Of the mailbox, in bytes. A command is counted in its upper bits; the lower 16 say how many threads play it.
+COMMAND, STOP, TABLE, COUNT, FRAME, NAP, STEPS = (LINE * i for i in range(7))
 BETWEEN = STEPS + 8  # the table of what runs between two steps
+ASLEEP = LINE * 7  # a line for each thread: whether it sleeps
 AWAKE_SPINS = 20_000  # about half a millisecond: the next step of a running engine comes sooner
+BARRIER_SPINS = 4_000  # about a tenth of that: longer than threads wait that all have cores
+SPUN_US = 100  # what these are taken for
 HAS_FUTEX = FUTEX is not None
 HUGE = 2 << 20
 SMALL = 64  # tokens: longer steps have work enough between barriers
 
 
 @inline
-def _play(frame, table, count, thread, threads):
-    """Run a table of (kernel address, arguments address), all threads on each."""
+def _play(frame, table, count, thread, threads, number):
+    """Run a table of (kernel address, arguments address), all threads on each.
+
+    Thread 0 loses patience when barriers have taken too long: it writes down after which launch the others
+    leave (`number` counts them, and commands in the upper bits), before it meets them there. So all see the
+    same, and it plays the rest alone. Returns how many play on, 0 for a thread that has left.
+    """
+    sync = get_i64(frame)
     for i in range(count):
         call_kernel(get_i64(table + 16 * i), frame, get_i64(table + 16 * i + 8), thread, threads)
-        barrier(frame, threads)
+        if threads > 1:
+            over = thread == 0 and atomic_get(sync + WAITED) > atomic_get(sync + PATIENCE)
+            if over:
+                atomic_swap_i64(sync + LEAVE, number + i)
+            barrier(frame, threads)
+            if thread > 0:
+                # A later command's word says that this one is over; that one was played without this thread.
+                leave = atomic_get_i64(sync + LEAVE)
+                if leave >> 24 > number >> 24 or (leave >> 24 == number >> 24 and leave <= number + i):
+                    return 0
+            elif over:
+                threads = 1
         if thread == 0:
             atomic_put(
                 get_i64(frame + 56) + 64 * (i & 1), np.int32(0)
             )  # its share counter, for the one after
+    return threads
+
+
+@kernel
+def wait_for_turn(sync, turn, _, __):
+    """Sleep at a barrier until its turn is over; for how long, with the spins before, is added up."""
+    began = clock()
+    while atomic_get(sync + layout.TURN) == turn:
+        if HAS_FUTEX:
+            atomic_add(sync + layout.SLEEPERS, np.int32(1))
+            futex(sync + layout.TURN, np.int32(128), np.int32(turn))
+            atomic_add(sync + layout.SLEEPERS, np.int32(-1))
+        else:
+            give_way()
+    atomic_add(sync + WAITED, np.int32((clock() - began) // 1000 + SPUN_US))
+
+
+@kernel
+def wake_sleepers(sync, _, __, ___):
+    """Wake who sleeps at a barrier; its turn has been counted up."""
+    if HAS_FUTEX:
+        futex(sync + layout.TURN, np.int32(129), np.int32(1 << 20))
 
 
 @inline
-def _wake(mailbox):
-    atomic_add(mailbox, np.int32(1))
-    if HAS_FUTEX and atomic_get(mailbox + ASLEEP) > 0:
-        futex(mailbox, np.int32(129), np.int32(1 << 20))
+def _command(mailbox, threads):
+    """Give what was posted to `threads` threads, and wake those of them that sleep; the others sleep on."""
+    count = (get_i64(mailbox) >> 16) + 1
+    atomic_swap_i64(mailbox, count << 16 | threads)
+    if HAS_FUTEX:
+        for thread in range(1, threads):
+            asleep = mailbox + ASLEEP + LINE * thread
+            if atomic_get(asleep) > 0:  # one that goes to sleep after this sees the command first
+                atomic_put(asleep, np.int32(0))
+                futex(asleep, np.int32(129), np.int32(1))
 
 
 @inline
-def _play_steps(mailbox, thread, threads):
+def _play_steps(mailbox, thread, threads, command):
     """The posted table, as many times as was posted, and the one launch of the other table in between."""
     frame, table, count = get_i64(mailbox + FRAME), get_i64(mailbox + TABLE), get_i64(mailbox + COUNT)
-    between = get_i64(mailbox + BETWEEN)
+    between, number = get_i64(mailbox + BETWEEN), command << 24
     for step in range(get_i64(mailbox + STEPS)):
-        if step > 0:  # it shares no work out: nobody touches a counter that the table's first launch needs
+        if step > 0:  # it shares no work out: no thread touches a counter that the table's first launch needs
             call_kernel(get_i64(between), frame, get_i64(between + 8), thread, threads)
             barrier(frame, threads)
-        _play(frame, table, count, thread, threads)
-
-
-@entry("void(int64,int64,int64)")
-def _work(mailbox, thread, threads):
-    """A worker's life: wait for the command counter to move, play, until the stop flag is up."""
-    seen = np.int32(0)
-    while True:
-        spins = 0
-        while atomic_get(mailbox) == seen:
-            spins += 1
-            if spins < AWAKE_SPINS:
-                pause()
-            elif HAS_FUTEX:
-                atomic_add(mailbox + ASLEEP, np.int32(1))
-                futex(mailbox, np.int32(128), seen)
-                atomic_add(mailbox + ASLEEP, np.int32(-1))
-            else:
-                nanosleep(mailbox + NAP)
-        seen += np.int32(1)
-        if atomic_get(mailbox + STOP) != 0:
+        threads = _play(frame, table, count, thread, threads, number + step * count)
+        if threads == 0:
             return
-        _play_steps(mailbox, thread, threads)
+
+
+@entry("void(int64,int64)")
+def _work(mailbox, thread):
+    """A worker's life: wait for a command, play if it is meant, until the stop flag is up."""
+    seen = np.int64(0)
+    asleep = mailbox + ASLEEP + LINE * thread
+    spins = 0
+    while True:
+        command = atomic_get_i64(mailbox)
+        if command != seen:
+            seen, spins = command, 0
+            if atomic_get(mailbox + STOP) != 0:
+                return
+            if command & 0xFFFF > thread:
+                _play_steps(mailbox, thread, command & 0xFFFF, command >> 16)
+                continue
+            spins = AWAKE_SPINS  # the others go on without this one: it does not wait for its turn awake
+        spins += 1
+        if spins < AWAKE_SPINS:
+            pause()
+        elif HAS_FUTEX:
+            atomic_add(asleep, np.int32(1))
+            if atomic_get_i64(mailbox) == seen:
+                futex(asleep, np.int32(128), np.int32(1))
+            atomic_put(asleep, np.int32(0))
+        else:
+            nanosleep(mailbox + NAP)
 
 
 @entry("void(int64,int64)")
 def _run(mailbox, threads):
-    """Wake the workers, play as worker 0; everybody has finished when this returns."""
+    """Give the workers a command, play as worker 0; all that play have finished when this returns."""
     if threads > 1:
-        _wake(mailbox)
-    _play_steps(mailbox, 0, threads)
+        _command(mailbox, threads)
+    _play_steps(mailbox, 0, threads, get_i64(mailbox) >> 16)
 
 
-@entry("void(int64)")
-def _ring(mailbox):
-    _wake(mailbox)
+@entry("void(int64,int64)")
+def _ring(mailbox, threads):
+    _command(mailbox, threads)
 
 
-def _worker(memory: tuple[Any, Any], thread: int, threads: int) -> None:
+def _worker(memory: tuple[Any, Any], thread: int) -> None:
     """A thread's life. It holds the memory that it looks at: native code has addresses only."""
-    _work.call(memory[0].ctypes.data, thread, threads)
+    _work.call(memory[0].ctypes.data, thread)
 
 
-def _stop(mailbox: Any) -> None:
+def _stop(mailbox: Any, threads: int) -> None:
     mailbox[STOP : STOP + 4].view(np.int32)[0] = 1
-    _ring.call(mailbox.ctypes.data)
+    _ring.call(mailbox.ctypes.data, threads)
 
 
 def aligned(nbytes: int, boundary: int = LINE) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -147,42 +211,6 @@ class Program:
         self.table = np.array(self.entries or [0, 0], np.int64)
         self.address = self.table.ctypes.data
         return self
-
-
-class Pace:
-    """How many threads a small step gets: all, unless somebody else uses the cores.
-
-    A thread that has lost its core keeps the others waiting at every barrier, for a scheduler's slice each
-    time. If many barriers of several steps in a row had long waits, the next ones run on the calling thread
-    alone, twice as many each time; if that is slower, the waits had another reason and are ignored for a
-    while. One such step is no sign: whoever told sixteen readers of their first tokens is done after it. The
-    number of threads never changes a result.
-    """
-
-    FIRST, MOST, TRUST = 16, 1024, 512  # steps alone at first and at most; steps in which waits are ignored
-    SIGNS = 4  # steps in a row that waited, before the first that run alone
-
-    def __init__(self) -> None:
-        self.alone = 0  # steps still to run alone
-        self._span, self._ignored, self._waiting_s, self._signs = self.FIRST, 0, 0.0, 0
-
-    def observe(self, seconds: float, waits: int, launches: int, steps: int = 1) -> None:
-        """What a small step took, or the mean of several; `waits`: barriers of one with a long wait."""
-        if self.alone:
-            self.alone = max(self.alone - steps, 0)
-            if seconds > self._waiting_s:
-                self.alone, self._ignored, self._span, self._signs = 0, self.TRUST, self.FIRST, 0
-        elif self._ignored:
-            self._ignored = max(self._ignored - steps, 0)
-        elif waits * 4 > launches:
-            self._signs += 1
-            if self._signs >= self.SIGNS or self._span > self.FIRST:
-                self.alone, self._waiting_s = self._span, seconds
-                self._span = min(2 * self._span, self.MOST)
-        else:
-            self._signs = 0
-            if waits * 16 < launches:
-                self._span = self.FIRST
 
 
 class Arena:
@@ -220,16 +248,18 @@ class Executor:
         self.threads = threads
         self.prefill = prefill  # what variants of linear maps may ask: "bf16" allows other sums in long steps
         self._lock = threading.RLock()
-        self._pace = Pace()
+        self._small, self._large = Pace(threads, 0.002 * threads), Pace(threads, 0.25 * threads)
         self._program: Program | None = None
         self._arena: Arena | None = None
         self._frame = np.zeros(layout.WORDS, np.int64)
-        self._sync, self._mailbox = aligned(LINE * 8), aligned(LINE * 8)
-        self._sync[:] = self._mailbox[:] = 0
-        self._waits = self._sync[4 * LINE : 4 * LINE + 4].view(np.int32)
+        self._sync, self._mailbox = aligned(LINE * 8), aligned(ASLEEP + LINE * threads)
+        self._sync[:], self._mailbox[:] = 0, 0
+        self._waited = self._sync[WAITED : WAITED + 8].view(np.int32)  # and the patience
+        self._sync[layout.SPINS : layout.SPINS + 4].view(np.int32)[0] = BARRIER_SPINS
         self._mailbox[NAP : NAP + 16].view(np.int64)[:] = (0, 200_000)
         self._frame[layout.SYNC] = self._sync.ctypes.data
-        self._counters = int(self._sync.ctypes.data) + 2 * LINE
+        self._frame[layout.WAIT], self._frame[layout.WAKE] = wait_for_turn.address, wake_sleepers.address
+        self._counters = int(self._sync.ctypes.data) + layout.COUNTERS
         self._frame[layout.WORK] = self._counters
         self._scratch, self._shared = aligned(0), aligned(0)
         self._one = np.zeros(2, np.int64)
@@ -242,13 +272,13 @@ class Executor:
         self._run, _, _ = (one.call for one in (_run, _work, _ring))  # made before a thread needs them
         memory = (self._mailbox, self._sync)
         self._workers = [
-            threading.Thread(target=_worker, args=(memory, i, threads), name=f"plait-cpu-{i}", daemon=True)
+            threading.Thread(target=_worker, args=(memory, i), name=f"plait-cpu-{i}", daemon=True)
             for i in range(1, threads)
         ]
         for worker in self._workers:
             worker.start()
         self._closed = False
-        weakref.finalize(self, _stop, self._mailbox)  # nobody closed it: its threads must not stay
+        weakref.finalize(self, _stop, self._mailbox, threads)  # nobody closed it: its threads must not stay
 
     def close(self) -> None:
         """Stop the workers. Nothing can run afterwards."""
@@ -256,7 +286,7 @@ class Executor:
             if self._closed:
                 return
             self._closed = True
-            _stop(self._mailbox)
+            _stop(self._mailbox, self.threads)
         for worker in self._workers:
             worker.join()
 
@@ -288,7 +318,8 @@ class Executor:
             self._grow(scratch, shared)
             self._frame[layout.TOKENS], self._frame[layout.SEQS] = rows, seqs
             self._one[:] = kernel.address, array.ctypes.data
-            self._play(self._one_address, 1)
+            self._waited[:] = 0, 0  # one launch: no rest of it could be played alone
+            self._play(self._one_address, 1, threads=self._small.threads if rows <= SMALL else None)
 
     def run(
         self,
@@ -307,19 +338,17 @@ class Executor:
         with self._lock:
             self._grow(program.scratch, program.shared)
             self._frame[layout.TOKENS : layout.SEQS + 1] = tokens, logits, seqs
-            launches, pace, posts = (
-                len(program.kernels),
-                self._pace,
-                (steps, between.address if between else 0),
-            )
-            if self.threads == 1 or tokens > SMALL:
-                self._play(program.address, launches, posts)
-                return
+            posts = steps, between.address if between else 0
+            # Long steps differ in length: they are compared by token, with others of about as many.
+            is_small = tokens <= SMALL
+            pace, kind = (self._small if is_small else self._large), tokens.bit_length()
             started = time.perf_counter()
-            self._waits[0] = 0
-            self._play(program.address, launches, posts, 1 if pace.alone else self.threads)
-            seconds = (time.perf_counter() - started) / steps
-            pace.observe(seconds, int(self._waits[0]) // steps, launches, steps)
+            threads = pace.begin(started)
+            self._waited[:] = 0, int(pace.patience * 1e6) * max(threads - 1, 1)
+            self._play(program.address, len(program.kernels), posts, threads)
+            now = time.perf_counter()
+            waited = int(self._waited[0]) / 1e6 / max(threads - 1, 1)
+            pace.observe(kind, steps if is_small else tokens, now - started, waited, now)
 
     def following(self, tokens: int, logits: int, *args: Any) -> Program:
         """What `run` takes as `between`; its arguments are those of `follow_rows`."""

@@ -7,33 +7,42 @@ that its first argument gives, so that a recorded step serves any batch.
 from __future__ import annotations
 
 from plait.kernels.cpu.kernel import inline
-from plait.kernels.cpu.vec import atomic_add, atomic_get, atomic_put, get_i64, give_way, pause
+from plait.kernels.cpu.vec import atomic_add, atomic_get, atomic_put, call_kernel, get_i64, pause
 
-SYNC, TOKENS, LOGITS, SEQS, SCRATCH, SCRATCH_SIZE, SHARED, WORK, EXACT = range(9)  # words
+SYNC, TOKENS, LOGITS, SEQS, SCRATCH, SCRATCH_SIZE, SHARED, WORK, EXACT, WAIT, WAKE = range(11)  # words
 WORDS = 64  # of a frame
-SPINS = 4000  # before a waiting thread gives way: it may be waiting for one that has no core
+# Of the memory at word SYNC, in bytes. What is read together is on one line of the cache.
+ARRIVED = 0  # threads that are at the barrier
+TURN, SLEEPERS, SPINS = 64, 68, 72  # barriers passed; threads that sleep until then; pauses before one does
+LEAVE = 80  # after which launch all threads but the first go: see `executor._play`
+COUNTERS = 128  # two lines of counters for sharing out work
+WAITED, PATIENCE = 256, 260  # microseconds of long waits, of all threads; how many thread 0 bears with
 
 
 @inline
 def barrier(frame, threads):
-    """Wait for all threads. What they wrote before is seen by all afterwards."""
+    """Wait for all threads. What they wrote before is seen by all afterwards.
+
+    A thread that waits spins for a while, then sleeps (word WAIT): the one it waits for may have no core, and
+    who spins loses its own right to one. The last to come counts the turn up and wakes sleepers (word WAKE).
+    """
     if threads == 1:
         return
     sync = get_i64(frame)
-    turn = atomic_get(sync + 64)
-    if atomic_add(sync, 1) == threads - 1:
-        atomic_put(sync, 0)
-        atomic_add(sync + 64, 1)
+    turn = atomic_get(sync + TURN)
+    if atomic_add(sync + ARRIVED, 1) == threads - 1:
+        atomic_put(sync + ARRIVED, 0)
+        atomic_add(sync + TURN, 1)
+        if atomic_get(sync + SLEEPERS) > 0:  # one that comes to sleep after this sees the new turn
+            call_kernel(get_i64(frame + 8 * WAKE), sync, 0, 0, 0)
         return
     spins = 0
-    while atomic_get(sync + 64) == turn:
+    while atomic_get(sync + TURN) == turn:
         spins += 1
-        if spins < SPINS:
+        if spins < atomic_get(sync + SPINS):
             pause()
         else:
-            if spins == SPINS:
-                atomic_add(sync + 256, 1)  # a wait that long is told: see `executor.Pace`
-            give_way()
+            call_kernel(get_i64(frame + 8 * WAIT), sync, turn, 0, 0)
 
 
 @inline

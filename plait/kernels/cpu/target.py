@@ -23,6 +23,7 @@ from plait.kernels.kept import KernelFiles, Spare, sweep_daily
 
 SHARED = (
     "vec.py",
+    "waiting.py",
     "plain_x86.py",
     "frame.py",
     "kernel.py",

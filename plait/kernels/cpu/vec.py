@@ -32,8 +32,6 @@ v8i32, v16i16, v32i8 = ir.VectorType(i32, 8), ir.VectorType(i16, 16), ir.VectorT
 v4i32, v8i16 = ir.VectorType(i32, 4), ir.VectorType(i16, 8)  # registers of NEON
 VOID = ir.VoidType()
 WINDOWS = platform.system() == "Windows"
-# The number of Linux's call that sleeps until a word changes; None elsewhere: who waits takes naps.
-FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if platform.system() == "Linux" else None
 
 
 class Vector(types.Type):  # type: ignore[misc]
@@ -539,33 +537,7 @@ def _call_kernel(b: Any, fn: ir.Value, *values: ir.Value) -> ir.Value:
 atomic_put = _define("atomic_put", N, (A, N), _atomic_put)
 pause = _define("pause", N, (), _pause)
 call_kernel = _define("call_kernel", N, (A, A, A, A, A), _call_kernel)  # address, then four arguments
-give_way = _define("give_way", N, (), lambda b: _call(b, "SwitchToThread" if WINDOWS else "sched_yield", i32))
 
-
-def _nanosleep(b: Any, spec: ir.Value) -> ir.Value:
-    """libc's nanosleep; `spec`: the address of two int64, seconds and nanoseconds. On Windows 1 ms."""
-    if WINDOWS:
-        _call(b, "Sleep", VOID, ir.Constant(i32, 1))
-        return ir.Constant(i32, 0)
-    kind = ir.FunctionType(i32, [i8.as_pointer(), i8.as_pointer()])
-    fn = cgutils.get_or_insert_function(b.module, kind, "nanosleep")
-    return b.call(fn, [_at(b, spec, i8), ir.Constant(i8.as_pointer(), None)])
-
-
-def _futex(b: Any, address: ir.Value, operation: ir.Value, value: ir.Value) -> ir.Value:
-    """A call of Linux. Operation 128: wait while *address == value; 129: wake that many."""
-    if FUTEX is None:
-        return ir.Constant(i32, -1)
-    kind = ir.FunctionType(i64, [i64], var_arg=True)
-    fn = cgutils.get_or_insert_function(b.module, kind, "syscall")
-    null = ir.Constant(i64, 0)
-    number = ir.Constant(i64, FUTEX)
-    words = (number, address, b.sext(operation, i64), b.sext(value, i64), null, null, null)
-    return b.trunc(b.call(fn, words), i32)
-
-
-nanosleep = _define("nanosleep", N, (A,), _nanosleep)
-futex = _define("futex", N, (A, N, N), _futex)
 
 # ---- doubles, one at a time ----
 f64 = ir.DoubleType()
