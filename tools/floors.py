@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     {"errors", "config", "cache_folder", "host"},
-    {"spec", "request", "memory"},
+    {"spec", "request", "memory", "process_memory"},
     {"quant", "ops", "kernels"},
     {"checkpoint", "families", "state", "model"},
     {"schedule", "runner", "text", "engine", "convert"},
@@ -33,17 +33,8 @@ SIDEWAYS = {
     "__main__": {"cli"},
 }
 NO_TORCH = (
-    *(
-        "errors",
-        "config",
-        "cache_folder",
-        "host",
-        "spec",
-        "request",
-        "memory",
-        "state.blocks",
-        "state.prefix",
-    ),
+    *("errors", "config", "cache_folder", "host", "spec", "request", "memory", "process_memory"),
+    *("state.blocks", "state.prefix"),
     *("schedule", "families.normalize", "text", "server"),
 )
 READS_ENVIRONMENT = {"cli"}

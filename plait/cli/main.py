@@ -24,6 +24,7 @@ from plait import __version__
 from plait.cli.help import meant
 from plait.cli.session import Session
 from plait.errors import PlaitError
+from plait.process_memory import is_memory_error, out_of_memory_text
 
 # name -> what `plait --help` says; the module is plait.cli.<name> (- is _), its command has the same name
 COMMANDS = {
@@ -155,8 +156,8 @@ def explain(error: BaseException) -> tuple[str, int]:
             context = getattr(error, "ctx", None)
             hint = f" (see `{context.command_path} --help`)" if context else ""
             return error.format_message().rstrip() + hint, error.exit_code
-        case MemoryError():
-            return "out of memory; choose a smaller --max-model-len, --max-num-seqs or model", EXIT_MEMORY
+        case _ if is_memory_error(error):
+            return out_of_memory_text(error), EXIT_MEMORY
         case OSError(filename=name) if name is not None:
             return f"{name}: {error.strerror}", EXIT_MODEL
     # torch is not imported here to ask: its allocators say what they are.

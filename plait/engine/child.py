@@ -53,6 +53,7 @@ from plait.engine.wire import (
 )
 from plait.errors import EngineError, PlaitError
 from plait.kernels.load import lend
+from plait.process_memory import is_memory_error
 from plait.request import Event, Request
 from plait.schedule.plan import Plan, Sampled, SamplingBatch
 from plait.spec import ModelSpec
@@ -331,7 +332,7 @@ def main(torch: TorchStart | None = None) -> None:
 
 
 def _tell(link: Link, error: BaseException) -> None:
-    if not isinstance(error, PlaitError):
+    if not isinstance(error, PlaitError) and not is_memory_error(error):
         log.exception("the engine's process ends")
     try:
         link.send(Fault(error if isinstance(error, PlaitError) else raised(*told(error))))

@@ -17,6 +17,7 @@ import msgspec
 from plait import errors, spec
 from plait.config import MIB, EngineConfig
 from plait.errors import BadFile, EngineError, OutOfMemory, PlaitError, RequestError
+from plait.process_memory import is_memory_error, out_of_memory_text
 from plait.request import Event, Request
 from plait.spec import ModelSpec
 
@@ -203,9 +204,8 @@ def told(error: BaseException) -> tuple[str, str, str | None]:
         case PlaitError():
             param = error.param if isinstance(error, RequestError) else None
             return _public(type(error)).__name__, str(error), param
-        case MemoryError():
-            message = "out of memory; choose a smaller --max-model-len, --max-num-seqs or model"
-            return OutOfMemory.__name__, message, None
+        case _ if is_memory_error(error):
+            return OutOfMemory.__name__, out_of_memory_text(error), None
         case OSError(filename=name) if name is not None:
             return BadFile.__name__, f"{name}: {error.strerror}", None
     if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text:
