@@ -21,6 +21,7 @@ Prefill = Literal["same", "bf16"]
 Quantize = Literal["q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0"]
 ASource = Literal["auto", "trainer", "saved"]
 SsmMode = Literal["ssd", "exact"]
+JsonSpace = Literal["line", "any", "none"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 OnEngineLost = Literal["end", "retry"]
@@ -98,6 +99,16 @@ class EngineConfig:
     )
     ssm_mode: SsmMode = option("ssd", "oxidizr only. ssd: the recurrence; exact: what its trainer computes")
     a_source: ASource = option("auto", "oxidizr only. A of Mamba2/3 from the trainer's rule or from the file")
+    open_objects: bool = option(
+        False,
+        "replies with a JSON schema, and tool calls: objects may have properties that the schema does not "
+        "name, where it does not forbid them",
+    )
+    json_space: JsonSpace = option(
+        "line",
+        "white space between two parts of such a reply. line: at most one space, or one line break with "
+        "indentation; any: up to 32 characters of it; none",
+    )
     offline: bool = option(
         False, "models by Hub name: only what is on this disk; nobody is asked (as HF_HUB_OFFLINE)"
     )
@@ -155,6 +166,7 @@ _WORDS = {
     "prefill": get_args(Prefill),
     "ssm_mode": get_args(SsmMode),
     "a_source": get_args(ASource),
+    "json_space": get_args(JsonSpace),
 }
 _AT_LEAST = {
     "max_model_len": 1,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from plait.config import JsonSpace
 from plait.errors import InvalidField
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -173,6 +174,22 @@ GrammarKind = Literal["json_schema", "regex", "choice", "lark", "gbnf"]
 
 
 @dataclass(frozen=True, slots=True)
+class JsonStyle:
+    """How JSON is written where a schema leaves it open.
+
+    `open_objects`: an object with `properties` may have others, as JSON Schema says; by default only where
+    `additionalProperties` is given. `space` between two tokens: "line" (at most one space, or one line break
+    with indentation), "any" (up to 32 of any white space) or "none".
+    """
+
+    open_objects: bool = False
+    space: JsonSpace = "line"
+
+
+USUAL_STYLE = JsonStyle()
+
+
+@dataclass(frozen=True, slots=True)
 class Grammar:
     """One description of what a reply must be, from its first to its last byte.
 
@@ -183,6 +200,9 @@ class Grammar:
     `lead`, `opening` and `instead` are Lark sources of the server's own, "" for none: what comes before the
     described reply (a block of thinking), what begins it (the name of its channel), and what may stand in the
     place of both (calls of tools).
+
+    `open_objects` and `space`: of a schema's `JsonStyle`; None: the server's. `form`: what the library
+    compiles, of a grammar that was tried out and found good; "": it was not tried.
     """
 
     kind: GrammarKind
@@ -191,6 +211,14 @@ class Grammar:
     lead: str = ""
     instead: str = ""
     opening: str = ""
+    open_objects: bool | None = None
+    space: JsonSpace | None = None
+    form: str = ""
+
+    def styled(self, style: JsonStyle) -> Grammar:
+        """The same, with the style of `style` where it has none of its own."""
+        is_open = style.open_objects if self.open_objects is None else self.open_objects
+        return replace(self, open_objects=is_open, space=self.space or style.space)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +289,11 @@ class Request:
     interval: int = 1
     watched: bool = True
     shows_progress: bool = False
+
+    @property
+    def tenant(self) -> str:
+        """Of which API key it is: the first part of its salt, as the server writes it; "" without keys."""
+        return self.cache_salt.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ There is one validator for the Python API, the CLI and HTTP: `Front.prepare`.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 import uuid
@@ -21,15 +22,16 @@ from plait.engine.courier import Couriers
 from plait.engine.events import MOST_AT_ONCE
 from plait.engine.stream import Stream
 from plait.engine.terms import NO_TERMS, Terms
-from plait.errors import BadGrammar, BadTemplate, ContextTooLong, InvalidField
-from plait.request import Grammar, ReplyShape, Request, SamplingParams, ThinkingBudget
+from plait.errors import BadGrammar, BadTemplate, CapacityError, ContextTooLong, InvalidField
+from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, Request, SamplingParams, ThinkingBudget
 from plait.spec import ModelSpec, Recurrent
 from plait.text.chat import ChatTemplate, boundaries, num_chars
-from plait.text.grammar.compiler import GrammarCompiler
+from plait.text.grammar.compiler import GrammarChecker
 from plait.text.grammar.fields import grammar_from
 from plait.text.speech import Speech
 from plait.text.tokenizer import Tokenizer
 
+log = logging.getLogger("plait")
 MAX_CHARS_PER_TOKEN = 64  # longer text cannot fit the context and is refused before it is tokenized
 
 
@@ -45,10 +47,14 @@ class Language:
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """Names of the formats of calls and of thinking in replies; None: what the chat template shows."""
+    """Names of the formats of calls and of thinking in replies; None: what the chat template shows.
+
+    `style`: how JSON is written that a schema or a tool demands, where the request does not say.
+    """
 
     tools: str | None = None
     reasoning: str | None = None
+    style: JsonStyle = USUAL_STYLE
 
 
 TEMPLATES_OWN = Parsers()
@@ -86,6 +92,8 @@ class Front:
     say; raises ConfigError for names that are none.
     """
 
+    tenant = ""  # of which API key the caller is
+
     def __init__(
         self,
         name: str,
@@ -105,14 +113,33 @@ class Front:
         self.tokenizer, self.chat_template = language.tokenizer, language.chat_template
         self.generation_config, self.stop_token_ids = language.generation_config, language.stop_token_ids
         self.created = int(time.time())
+        self._style = parsers.style
         self.speech = Speech(
-            self.tokenizer, self.chat_template, tools=parsers.tools, reasoning=parsers.reasoning
+            self.tokenizer,
+            self.chat_template,
+            tools=parsers.tools,
+            reasoning=parsers.reasoning,
+            style=parsers.style,
         )
         self.grammars = None
         if self.tokenizer:
-            self.grammars = GrammarCompiler(self.tokenizer, spec.vocab_size, ends=self.stop_token_ids)
+            self.grammars = GrammarChecker(self.tokenizer, spec.vocab_size, ends=self.stop_token_ids)
         self._seeds = random.SystemRandom()
         self._couriers = Couriers()
+
+    def start(self) -> None:
+        """Start the processes that try grammars out, so that the first request need not wait for them.
+
+        A start goes on without them: a request that needs one starts it, or hears why that cannot be.
+        """
+        if self.grammars is None:
+            return
+        try:
+            self.grammars.start()
+        except BadGrammar as error:
+            log.info("grammars: %s", error)
+        except CapacityError as error:
+            log.warning("grammars: %s", error)
 
     @property
     def healthy(self) -> bool:
@@ -183,22 +210,19 @@ class Front:
             priority=terms.priority,
             timeout_s=terms.timeout_s,
         )
-        return self.held(request, grammar)
+        return self.tried(self.held(request, grammar))
 
     def shaped(
         self, request: Request, shape: ReplyShape, wish: Grammar | None, num_thinking: int | None
     ) -> Request:
         """The same request for a reply of this shape, whose content is what is wished for.
 
-        `num_thinking`: tokens of thinking at most. Compiles grammars, which takes a moment. Raises BadGrammar
-        and InvalidField for a wish, tools or a choice of them that cannot be honoured.
+        `num_thinking`: tokens of thinking at most. Raises InvalidField for tools or a choice of them that
+        cannot be honoured. Grammars are not tried out yet: see `untried`.
         """
         grammar = self.speech.grammar(wish, shape)
         if grammar is not None and not shape.thinks:
             shape = replace(shape, may_think=False)
-        if grammar is not None and self.grammars is not None:
-            for schema in self.speech.schemas(shape):
-                self.grammars.compile(schema)
         held = self.held(request, grammar, self.speech.budget(num_thinking, shape))
         is_read = self.speech.reader(shape) is not None
         return replace(held, shape=shape if is_read else None)
@@ -208,15 +232,33 @@ class Front:
     ) -> Request:
         """The same request, every choice of which must be what `grammar` says and think no longer.
 
-        Compiles the grammar, which takes a moment. Raises BadGrammar: why it cannot be honoured.
+        The grammar is not tried out yet: see `untried`. Raises BadGrammar for one that is too large.
         """
         if grammar is not None:
             if self.grammars is None:
                 raise BadGrammar(f"{self.name} has no tokenizer, so no grammar can be kept", grammar.param)
-            self.grammars.compile(grammar)
+            grammar = grammar.styled(self._style)
+            self.grammars.check_size(grammar)
         # A reply ends where its grammar does, even with ignore_eos.
         stops = request.stop_token_ids | self.stop_token_ids if grammar else request.stop_token_ids
         return replace(request, grammar=grammar, thinking=thinking, stop_token_ids=stops)
+
+    def untried(self, request: Request) -> list[Grammar]:
+        """The grammars that must be found good before a request may go to the engine; the last is its own.
+
+        They are given to `grammars.submit` or `grammars.check`, and its own comes back with a form.
+        """
+        if request.grammar is None or request.grammar.form:
+            return []
+        tools = () if request.shape is None else self.speech.schemas(request.shape)
+        return [*(schema.styled(self._style) for schema in tools), request.grammar]
+
+    def tried(self, request: Request) -> Request:
+        """The same request, its grammars tried out; blocks. Raises BadGrammar and CapacityError."""
+        for grammar in self.untried(request):
+            assert self.grammars is not None
+            request = replace(request, grammar=self.grammars.check(grammar, request.timeout_s))
+        return request
 
     def prepare_chat(
         self,
@@ -241,7 +283,7 @@ class Front:
             wish = grammar_from({"structured_outputs": params.structured_outputs})
             prompt = request.prompt_token_ids
             shape = ReplyShape(is_open=self.speech.is_open(prompt), has_begun=self.speech.has_begun(prompt))
-            request = self.held(request, self.speech.grammar(wish, shape))
+            request = self.tried(self.held(request, self.speech.grammar(wish, shape)))
         if not self.needs_boundaries or not self.chat_template:
             return request
         return replace(request, boundaries=boundaries(self.chat_template, messages, ids, options))
@@ -282,7 +324,10 @@ class Front:
         is_read = reader is not None or bool(request.params.stop)
         told = 1 if is_read else interval or MOST_AT_ONCE
         watched = interval is not None
-        request = replace(request, shape=None, interval=told, watched=watched)  # the engine reads no text
+        grammar = request.grammar
+        if grammar is not None and grammar.form:  # the engine needs nothing else of it
+            grammar = Grammar(grammar.kind, "", grammar.param, form=grammar.form)
+        request = replace(request, shape=None, grammar=grammar, interval=told, watched=watched)
         stream = Stream(request, self.tokenizer, self.loop.cancel, reader, self._couriers)
         if interval is None:
             stream.be_patient()

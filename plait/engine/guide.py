@@ -1,7 +1,8 @@
 """What replies must be, followed token by token: their grammar, and how long they may think.
 
-Grammars are compiled on a thread of their own: a sequence waits in the queue until its guide is ready, and no
-step waits for it. A guide that can no longer be followed ends its own sequence, which never goes on free.
+Grammars are compiled on a thread of their own, keys by turns: a sequence waits in the queue until its guide
+is ready, and no step waits for it. A guide that can no longer be followed ends its own sequence, which never
+goes on free.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from plait.errors import InvalidField
+from plait.errors import InvalidField, OutOfMemory
 from plait.request import Request
 from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.grammar.state import GrammarState, allows
+from plait.text.grammar.turns import Turns
 from plait.text.thinking import ThinkingWatch
 
 ANYTHING = b""  # the mask of a token that is free
@@ -132,6 +134,7 @@ class Guides:
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
+        self._turns: Turns[tuple[Request, list[Guide]]] = Turns()
 
     def open(self, request: Request) -> list[Guide | None]:
         """A guide for each choice of a request, not ready yet; None where it may be anything."""
@@ -141,7 +144,14 @@ class Guides:
         with self._lock:
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(1, "plait-grammar")
-            self._worker.submit(self._begin, request, guides)
+            self._turns.put(request.tenant, (request, guides))
+            try:
+                self._worker.submit(self._begin_next)
+            except RuntimeError as error:  # the system gives no thread
+                self._turns.drop(request.tenant, (request, guides))
+                self._worker = None
+                for guide in guides:
+                    guide.fail(OutOfMemory(f"no thread can be started that compiles grammars: {error}"))
         return [*guides]
 
     def close(self) -> None:
@@ -152,6 +162,12 @@ class Guides:
                 self._worker = None
         if self._compiler is not None:
             self._compiler.close()
+
+    def _begin_next(self) -> None:
+        with self._lock:
+            found = self._turns.take()
+        if found is not None:
+            self._begin(*found[1])
 
     def _begin(self, request: Request, guides: Sequence[Guide]) -> None:
         if not any(guide.is_wanted for guide in guides):

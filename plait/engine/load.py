@@ -14,7 +14,7 @@ from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.core import Engine
 from plait.engine.device import choose_device, choose_dtype, free_memory, out_of_memory, total_memory
-from plait.engine.front import Front, Language
+from plait.engine.front import Front, Language, Parsers
 from plait.engine.guide import Guides
 from plait.engine.loop import EngineLoop
 from plait.engine.opening import (
@@ -36,6 +36,7 @@ from plait.memory import has_slots
 from plait.model.decoder import Decoder
 from plait.ops.registry import Binding
 from plait.ops.rope import rope_notes
+from plait.request import JsonStyle
 from plait.runner.graphs import Capacity
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
@@ -43,12 +44,13 @@ from plait.schedule.plan import MOST_STEPS
 from plait.schedule.speculate import NgramProposer, Proposer, Speculation
 from plait.spec import ModelSpec
 from plait.state.store import StateStore
-from plait.text.grammar.compiler import GrammarCompiler
+from plait.text.grammar.compiler import GrammarCompiler, check_memory
 from plait.text.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
 step_log = logging.getLogger("plait.step")
 # Ops that sum over more than one row's own numbers, in an order that a library may choose by the batch.
+TEXT_BYTES = 192 << 20  # of memory for a tokenizer, its table and the thread that makes them
 MIXING = {"linear", "paged_attention", "paged_latent_attention", "map_heads", "experts"}
 
 
@@ -98,7 +100,8 @@ def load(model: str, config: EngineConfig, on_progress: Progress | None = None) 
     built = build(model, config, on_progress or _silent, on_open)
     loop = EngineLoop(built.engine, on_end=built.close)
     name, longest = built.opened.files.name, built.sizing.max_model_len
-    front = Front(name, built.spec, longest, loop, found[0], config)
+    parsers = Parsers(style=JsonStyle(config.open_objects, config.json_space))
+    front = Front(name, built.spec, longest, loop, found[0], config, parsers)
     return Loaded(built.opened, config, built.runner, built.sizing, built.target, front)
 
 
@@ -176,6 +179,7 @@ def _compiler(opened: Opened, vocab_size: int) -> Callable[[], GrammarCompiler]:
     """What makes the compiler of a model's grammars. Its text side is loaded then, and not before."""
 
     def find() -> GrammarCompiler:
+        check_memory(TEXT_BYTES)
         language = opened.language()
         if language.chat_template:
             language.chat_template.close()

@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -35,7 +36,7 @@ from plait.engine.wire import (
     unpacked_spec,
 )
 from plait.errors import CapacityError, EngineError, EngineLost, PlaitError, QueueFull
-from plait.request import Request
+from plait.request import JsonStyle, Request
 from plait.spec import ModelSpec
 
 SUMS = ("num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_swaps")
@@ -328,7 +329,10 @@ def load_process(
         if language.chat_template:
             language.chat_template.start(is_chosen=source.chat_template is not None)
         spec, longest = process.ready(report)
-        return Front(source.name, spec, longest, process, language, config, parsers)
+        parsers = replace(parsers, style=JsonStyle(config.open_objects, config.json_space))
+        front = Front(source.name, spec, longest, process, language, config, parsers)
+        front.start()
+        return front
     except BaseException:
         process.close(drain=False)
         raise

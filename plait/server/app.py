@@ -46,7 +46,6 @@ from plait.server.reply import WARNING_HEADER, respond
 from plait.server.schema import present
 from plait.server.traffic import Traffic
 from plait.server.turns import Slices, Turns
-from plait.text.grammar.fields import GRAMMAR_FIELDS
 from plait.text.turns import asker
 
 if TYPE_CHECKING:
@@ -62,8 +61,6 @@ EXPOSED_HEADERS = (
     *limits.HEADERS,
 )
 PLAN_THREADS = max(min(32, (os.cpu_count() or 1) + 4), 3)  # as many as Python's own executor has
-GRAMMAR_THREADS = 2  # for bodies that bring a grammar: what is tried out may take seconds of a thread
-MAY_BRING_A_GRAMMAR = GRAMMAR_FIELDS | {"tools", "text", "output_config", "output_format"}
 PATHS = (
     "see /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/embeddings, /v1/models, and "
     "/docs for all"
@@ -124,7 +121,6 @@ class Service:
         self._loading, self._config, self._traffic = loading, config, traffic
         self._turns = Turns()
         self._threads = FairThreads(PLAN_THREADS, PLAN_THREADS - 2, "plait-plan")
-        self._grammar_threads = FairThreads(GRAMMAR_THREADS, GRAMMAR_THREADS, "plait-grammar")
 
     def served(self, front: Front) -> str:
         """The name clients ask for."""
@@ -168,14 +164,15 @@ class Service:
             front, body = await self._read(request)
             served, plan, answer = self._named(front, body.get("model")), endpoint.plan, endpoint.answer
             shape, receive, interval = endpoint.outcome, request.receive, self._config.stream_interval
-            threads = self._threads if MAY_BRING_A_GRAMMAR.isdisjoint(body) else self._grammar_threads
             if plan is not None or shape is not None:
                 front.check_room()  # before templates and tokens cost anything
             if plan is not None:
-                response = await respond(receive, front, lambda: plan(front, served, body), threads, interval)
+                response = await respond(
+                    receive, front, lambda: plan(front, served, body), self._threads, interval
+                )
             elif shape is not None:
                 response = await outcome.respond(
-                    receive, front, lambda: shape(front, served, body), threads, interval
+                    receive, front, lambda: shape(front, served, body), self._threads, interval
                 )
             else:
                 assert answer is not None

@@ -69,6 +69,11 @@ class Caller:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._front, name)
 
+    @property
+    def tenant(self) -> str:
+        """Of which API key it is."""
+        return self._exchange.key.name
+
     def prepare(self, prompt: str | Sequence[int], params: SamplingParams, **more: Any) -> Request:
         """As Front's. Raises InvalidField, too, if the whole HTTP request asks for too many tokens."""
         return self._counted(self._front.prepare(prompt, params, **more))

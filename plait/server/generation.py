@@ -9,13 +9,15 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive
 
-from plait.errors import Cancelled, EngineError, QueueFull
+from plait.errors import Cancelled, DeadlineExceeded, EngineError, QueueFull
 from plait.request import Request, RequestTrace
 from plait.server.problems import NotReady
+from plait.text.grammar.compiler import settled, too_late
 
 if TYPE_CHECKING:
     from plait.engine.front import Front
@@ -43,14 +45,16 @@ class Generation:
     async def start(
         cls, front: Front, requests: Sequence[Request], interval: int | None, *, waits: bool = False
     ) -> Generation:
-        """Submit every request or none. Raises QueueFull and other CapacityErrors.
+        """Submit every request or none. Raises BadGrammar, QueueFull and other CapacityErrors.
 
         `interval`: tokens that a delta has, None where only the end matters, see `Front.submit`. `waits`:
         where there is no room, it is waited for, so long at most for each request.
         """
         streams: list[Stream] = []
+        requests = [*requests]
         try:
-            for request in requests:
+            for i, request in enumerate(requests):
+                request = requests[i] = await _tried(front, request)
                 taken = await _taken(front, request, interval) if waits else front.submit(request, interval)
                 streams.append(taken)
         except BaseException:
@@ -88,6 +92,27 @@ class Generation:
             self._first.cancel()
             await asyncio.gather(self._first, return_exceptions=True)
         await self._deltas.aclose()
+
+
+async def _tried(front: Front, request: Request) -> Request:
+    """The same request, its grammars tried out; other requests have their turn meanwhile.
+
+    Raises BadGrammar, DeadlineExceeded for a request whose time is over, and CapacityError.
+    """
+    for grammar in front.untried(request):
+        assert front.grammars is not None
+        began, left = time.monotonic(), request.timeout_s or front.grammars.limits.wait_s
+        try:
+            async with asyncio.timeout(left):
+                found = await asyncio.wrap_future(front.grammars.submit(grammar, front.tenant))
+        except TimeoutError as error:
+            if request.timeout_s is None:
+                raise too_late(left) from error
+            raise DeadlineExceeded("timeout_s: it was over before the request's grammar was tried") from error
+        request = replace(request, grammar=settled(grammar, found))
+        if request.timeout_s is not None:
+            request = replace(request, timeout_s=max(left - (time.monotonic() - began), 0.001))
+    return request
 
 
 async def _taken(front: Front, request: Request, interval: int | None) -> Stream:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from plait.errors import InvalidField
-from plait.request import Grammar, ReplyShape, ThinkingBudget
+from plait.errors import BadGrammar, InvalidField
+from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, ThinkingBudget
 from plait.text.chat import ChatTemplate, Message, normalized
 from plait.text.reasoning import HARMONY_TURN, ReasoningFormat, reasoning_format
 from plait.text.tokenizer import Tokenizer
@@ -48,9 +48,13 @@ class Speech:
         *,
         tools: str | None = None,
         reasoning: str | None = None,
+        style: JsonStyle = USUAL_STYLE,
     ) -> None:
-        """`tools`, `reasoning`: names of formats, where the template is not to say. Raises ConfigError."""
-        self._tokenizer, self._template = tokenizer, template
+        """`tools`, `reasoning`: names of formats, where the template is not to say. Raises ConfigError.
+
+        `style`: of JSON in calls.
+        """
+        self._tokenizer, self._template, self._style = tokenizer, template, style
         self._source = template.source if template else ""
         ids = tokenizer.special_ids if tokenizer else frozenset[int]()
         self._special = {tokenizer.token_text(i): i for i in ids} if tokenizer else {}
@@ -159,9 +163,8 @@ class Speech:
             lead = self._lark(self._thinking(shape, again=False))  # text would take the space before another
             return None if calls is None else Grammar("lark", self._lark(calls), "tools", lead)
         instead = self._call(shape, "required") if shape.tools and shape.choice != "none" else None
-        beside = {"lead": lead, "opening": self._lark(self._opening(shape))}
-        beside["instead"] = "" if instead is None else self._lark(instead)
-        return Grammar(wish.kind, wish.source, wish.param, **beside)
+        opening, in_place = self._lark(self._opening(shape)), "" if instead is None else self._lark(instead)
+        return replace(wish, lead=lead, opening=opening, instead=in_place)
 
     def schemas(self, shape: ReplyShape) -> list[Grammar]:
         """The schema of each tool that a grammar may hold, to be checked by itself."""
@@ -213,7 +216,7 @@ class Speech:
         calls = self._calls(shape)
         parallel = self._may_be_several(shape)
         found = None if calls is None else call_grammar(calls, shape.tools, choice, parallel=parallel)
-        return None if found is None else _generable(found, self._ends)
+        return None if found is None else _generable(found, self._ends, self._style)
 
     def _held(self, shape: ReplyShape) -> Structure | None:
         """Text or calls that are as their schemas say; None where nobody asked for that."""
@@ -232,7 +235,7 @@ class Speech:
             found = held_by_name(
                 form.syntax, form.frame, schemas, self._special, self.reasoning, parallel=parallel
             )
-            found = _generable(found, self._ends)
+            found = _generable(found, self._ends, self._style)
         return found
 
     def _lark(self, structure: Structure) -> str:
@@ -247,23 +250,30 @@ def _new_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def _generable(structure: Structure, ends: Collection[str]) -> Structure:
-    """The same, with schemas that let no reply get lost in white space.
+def _generable(structure: Structure, ends: Collection[str], style: JsonStyle) -> Structure:
+    """The same, with schemas in a style, so that no reply gets lost in white space or in keys.
 
     Markers that end every reply are left out: where one stood the reply may end, with that or another.
     """
-    from plait.text.grammar.source import with_bounded_space  # a library that most requests need not load
-
     found: list[Part] = []
     for part in structure:
         match part:
             case Marker(text) if text in ends:
                 continue
             case Json(schema):
-                part = Json(with_bounded_space(schema)) if isinstance(schema, Mapping) else part
+                part = Json(_styled(schema, style)) if isinstance(schema, Mapping) else part
             case OneOf(options):
-                part = OneOf(tuple(_generable(option, ends) for option in options))
+                part = OneOf(tuple(_generable(option, ends, style) for option in options))
             case Repeated(parts):
-                part = Repeated(_generable(parts, ends))
+                part = Repeated(_generable(parts, ends, style))
         found.append(part)
     return tuple(found)
+
+
+def _styled(schema: Mapping[str, Any], style: JsonStyle) -> Mapping[str, Any]:
+    from plait.text.grammar.source import in_style  # a library that most requests need not load
+
+    try:
+        return in_style(schema, style)
+    except ValueError as error:
+        raise BadGrammar(f"a tool's parameters cannot be honoured: {error}", "tools") from error

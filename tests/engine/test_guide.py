@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +16,12 @@ from plait.engine.front import Front
 from plait.engine.guide import Guide, Guides
 from plait.engine.loop import EngineLoop
 from plait.engine.outputs import RequestOutput, collect
-from plait.errors import BadGrammar, InvalidField
+from plait.errors import BadGrammar, InvalidField, OutOfMemory
 from plait.request import Grammar, Request, SamplingParams, ThinkingBudget
 from plait.schedule.costs import StepCosts
 from plait.schedule.plan import Plan
 from plait.schedule.speculate import NgramProposer, Speculation
+from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.thinking import ThinkingWatch
 from tests.server.fake import EOS, VOCAB_SIZE
 from tests.server.real_engine import engine_front
@@ -239,13 +242,57 @@ def test_a_sequence_whose_grammar_is_compiled_waits_and_others_go_on(front: Fron
         assert run(front, max_tokens=20).outputs[0].finish_reason == "length"
         assert made
         assert front.grammars is not None
-        made[0].begin(front.grammars.compile(Grammar("choice", '["yes"]')).state(), None)
+        compiler = GrammarCompiler(front.grammars.tokenizer, VOCAB_SIZE)
+        made[0].begin(compiler.compile(Grammar("choice", '["yes"]')).state(), None)
+        compiler.close()
         assert "".join(delta.text for delta in waiting) == "yes"
         lost = front.submit(front.prepare("Hello", asked))
         lost.cancel()
         assert list(lost)[-1].finish_reason == "cancelled"
     finally:
         engine.guided = usual
+
+
+def test_keys_take_turns_at_the_thread_that_compiles(front: Front) -> None:
+    begun: list[str] = []
+    entered, goes_on = threading.Event(), threading.Event()
+
+    def find() -> Any:
+        entered.set()
+        assert goes_on.wait(60)
+        raise BadGrammar("there is none")
+
+    class Noted(Guides):
+        def _begin(self, request: Request, guides: Sequence[Guide]) -> None:
+            begun.append(request.id)
+            super()._begin(request, guides)
+
+    guides = Noted(find, VOCAB_SIZE)
+    for number, key in enumerate("aaaab"):
+        wish = Grammar("regex", "a")
+        guides.open(Request(f"{key}{number}", (1,), SamplingParams(), cache_salt=f"{key}/", grammar=wish))
+    assert entered.wait(60)
+    goes_on.set()
+    assert guides._worker is not None
+    guides._worker.shutdown()
+    assert begun.index("b4") <= 2
+    assert [name for name in begun if name != "b4"] == ["a0", "a1", "a2", "a3"]
+
+
+def test_where_no_thread_can_be_started_the_request_fails_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    guides = Guides(lambda: pytest.fail("it is not begun"), VOCAB_SIZE)
+    request = Request("r", (1,), SamplingParams(), grammar=Grammar("regex", "a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "submit", refused)
+        (guide,) = guides.open(request)
+    assert guide is not None
+    assert isinstance(guide.error, OutOfMemory)
+    guides.close()
 
 
 def thinking(num_tokens: int, *, is_open: bool = True) -> ThinkingBudget:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-import threading
+import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
 import pytest
 
-from plait.request import Grammar, Request, ThinkingBudget
-from tests.server.conftest import Client, serving
-from tests.server.fake import fake_front
+from plait.config import EngineConfig
+from plait.engine import process
+from plait.engine.front import Front, Language
+from plait.request import Grammar
+from plait.spec import ModelSpec, Norm
+from plait.text.grammar.grammar import GrammarLimits
+from plait.text.grammar.verdicts import Verdict
+from tests.server.conftest import Client, serving, wait_until
+from tests.server.fake import ByteTokenizer, fake_front
 from tests.server.real_engine import engine_front
 from tests.server.speaking import TOOLS, WEATHER, SpeakingTemplate
 
@@ -157,19 +163,71 @@ def test_a_switch_that_is_off_leaves_no_room_for_thinking(speaking: Client) -> N
         assert "reasoning_content" not in message
 
 
-def test_grammars_that_wait_leave_the_other_requests_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    front, done = fake_front(), threading.Event()
+def test_grammars_that_wait_hold_no_thread_and_leave_the_queue_with_their_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    front, asked = fake_front(), list[Future[Verdict]]()
+    assert front.grammars is not None
 
-    def held(request: Request, grammar: Grammar | None, thinking: ThinkingBudget | None = None) -> Request:
-        assert grammar is None or done.wait(30)
-        return request
+    def submit(grammar: Grammar, key: str = "") -> Future[Verdict]:
+        asked.append(Future())
+        return asked[-1]
 
-    monkeypatch.setattr(front, "held", held)
-    with serving(front) as client, ThreadPoolExecutor(64) as asking:
+    monkeypatch.setattr(front.grammars, "submit", submit)
+    with serving(front) as client, ThreadPoolExecutor(65) as asking:
         waiting = [asking.submit(client.complete, "hi", guided_regex="a") for _ in range(64)]
         try:
-            assert client.complete("hi").status == 200
-            assert not any(one.done() for one in waiting)
+            with socket.create_connection(client.address, 30) as gone:
+                body = b'{"prompt": "hi", "guided_regex": "b"}'
+                head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+                head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+                gone.sendall(head % len(body) + body)
+                assert wait_until(lambda: len(asked) == 65, 30)
+                assert client.complete("hi").status == 200
+                assert not any(one.done() for one in (*waiting, *asked))
+            assert wait_until(lambda: sum(one.cancelled() for one in asked) == 1, 30)
         finally:
-            done.set()
+            for one in asked:
+                if one.set_running_or_notify_cancel():
+                    one.set_result(Verdict(True, "form"))
         assert {one.result().status for one in waiting} == {200}
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "status", "says"), [(0.05, 504, "before the request's grammar"), (None, 503, "try again")]
+)
+def test_a_grammar_whose_turn_does_not_come_is_told_by_the_requests_own_deadline(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float | None, status: int, says: str
+) -> None:
+    front = fake_front()
+    assert front.grammars is not None
+    front.grammars.limits = GrammarLimits(wait_s=0.05)
+    monkeypatch.setattr(front.grammars, "submit", lambda grammar, key="": Future[Verdict]())
+    more: dict[str, Any] = {} if timeout_s is None else {"timeout_s": timeout_s}
+    with serving(front) as client:
+        answer = client.complete("hi", guided_regex="a", **more)
+    assert (answer.status, says in answer.error["message"]) == (status, True)
+
+
+def test_the_processes_that_try_grammars_are_up_before_a_server_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Front] = []
+    monkeypatch.setattr(Front, "start", lambda front: made.append(front))
+    monkeypatch.setattr(process, "EngineProcess", lambda *_: StubProcess())
+    assert made == [process.load_process("m", EngineConfig(), lambda *_: None)]
+
+
+class StubProcess:
+    """An engine that is up."""
+
+    name = "stub"
+
+    def source(self, report: Any) -> Any:
+        return self
+
+    def language(self) -> Language:
+        return Language(ByteTokenizer(), None, {}, frozenset())
+
+    def ready(self, report: Any) -> tuple[ModelSpec, int]:
+        return ModelSpec("stub", 8, 300, (), Norm(), 64), 64

@@ -122,6 +122,27 @@ def test_a_misused_field_is_named(body: dict[str, Any], param: str, says: str) -
     assert refusal.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("options", "is_open", "space"),
+    [
+        ({}, None, None),
+        ({"disable_additional_properties": False}, True, None),
+        ({"disable_additional_properties": True, "disable_any_whitespace": True}, False, "none"),
+        ({"disable_any_whitespace": False}, None, None),
+    ],
+)
+def test_a_request_may_say_how_its_json_is_written(options: Any, is_open: Any, space: Any) -> None:
+    for body in (
+        {"structured_outputs": {"json": {}, **options}},
+        {"response_format": {"type": "json_object"}, "structured_outputs": options},
+    ):
+        found = grammar_from(body)
+        assert found is not None
+        assert (found.open_objects, found.space) == (is_open, space)
+    with pytest.raises(InvalidField, match="3 is not true or false"):
+        grammar_from({"guided_json": {}, "structured_outputs": {"disable_any_whitespace": 3}})
+
+
 def test_a_schema_that_json_cannot_write_is_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(100_000):

@@ -16,18 +16,17 @@ import numpy as np
 import pytest
 
 from plait.errors import BadGrammar, CapacityError
-from plait.text.grammar.compiler import GrammarCompiler, _Verdicts
+from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.grammar.fields import grammar_from
 from plait.text.grammar.grammar import Grammar, GrammarLimits
 from plait.text.grammar.library import readable
-from plait.text.grammar.trial import Trial
 from plait.text.hf_tokenizer import TokenizerFiles, load_hf_tokenizer
 from plait.text.tokenizer import TextTokenizer
 
 pytestmark = pytest.mark.timeout(120)
 GOOD = Grammar("regex", "[a-c]{3}")
 # Long enough by the clock that a busy machine meets the limit under test.
-LIMITS = GrammarLimits(cpu_s=0.5, memory_bytes=384 << 20, timeout_s=60.0, wait_s=60.0)
+LIMITS = GrammarLimits(cpu_s=0.5, memory_bytes=384 << 20, timeout_s=60.0, wait_s=60.0, children=1)
 
 
 def chain(n: int) -> str:
@@ -146,7 +145,7 @@ def tokenizer(byte_level: Any, tmp_path_factory: pytest.TempPathFactory) -> Text
 @pytest.fixture(scope="module")
 def compiler(tokenizer: TextTokenizer) -> Iterator[GrammarCompiler]:
     made = GrammarCompiler(tokenizer, limits=LIMITS)
-    made.start()
+    made.checker.start()
     yield made
     made.close()
 
@@ -233,7 +232,7 @@ def test_a_trying_process_that_is_killed_is_replaced(tokenizer: TextTokenizer) -
 
 def test_a_compiler_that_is_forgotten_leaves_no_process(tokenizer: TextTokenizer) -> None:
     made = GrammarCompiler(tokenizer, limits=LIMITS)
-    made.start()
+    made.compile(GOOD)
     child = trying(made)
     assert child.poll() is None
     del made
@@ -243,9 +242,9 @@ def test_a_compiler_that_is_forgotten_leaves_no_process(tokenizer: TextTokenizer
 
 def trying(compiler: GrammarCompiler) -> subprocess.Popen[str]:
     """The process that tries its grammars out."""
-    assert compiler._made is not None
-    child = compiler._made[1]._child
-    assert child is not None
+    pool = compiler.checker._pool
+    assert pool is not None
+    (child,) = (child for child in pool._children if child is not None)
     return child._process
 
 
@@ -276,53 +275,12 @@ def test_a_grammar_that_becomes_too_costly_ends_only_its_reply(
     made.close()
 
 
-def test_a_grammar_is_tried_once(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
-    run = Trial.run
-
-    def counted(trial: Trial, grammar: Grammar) -> str:
-        tried.append(grammar.source)
-        return run(trial, grammar)
-
-    monkeypatch.setattr(Trial, "run", counted)
-    made = GrammarCompiler(tokenizer, limits=LIMITS)
-    for _ in range(3):
-        made.compile(Grammar("regex", "a", "guided_regex"))
-        with pytest.raises(BadGrammar, match="unclosed") as refusal:
-            made.compile(Grammar("regex", "(", "structured_outputs.regex"))
-        assert refusal.value.param == "structured_outputs.regex"
-    made.close()
-    assert tried == ["a", "("]
-
-
-def test_verdicts_are_kept_within_their_bytes() -> None:
-    kept = _Verdicts(max_bytes=4 * 1000)
-    grammars = [Grammar("regex", f"{n:0100d}") for n in range(100)]
-    for grammar in grammars:
-        kept.put(grammar, (True, "x" * 100))
-        kept.get(grammars[0])
-    known = [g for g in grammars if kept.get(g)]
-    assert known == [grammars[0], *grammars[-2:]]
-    kept.put(grammars[5], (True, "x" * 10_000))
-    assert not any(kept.get(g) for g in grammars)
-
-
 def test_threads_share_one_compiler(tokenizer: TextTokenizer) -> None:
     made = GrammarCompiler(tokenizer, limits=LIMITS)
     with ThreadPoolExecutor(4) as pool:
         states = list(pool.map(lambda n: made.compile(Grammar("regex", f"a{{{n}}}")).state(), range(1, 13)))
     a = tokenizer.encode("a", add_special=False)
     assert [state.accepts(a * 20) for state in states] == list(range(1, 13))
-    made.close()
-
-
-def test_a_grammar_whose_turn_does_not_come_is_refused_and_tried_again(tokenizer: TextTokenizer) -> None:
-    made = GrammarCompiler(tokenizer, limits=GrammarLimits(wait_s=0.01))
-    made.start()
-    assert made._made is not None
-    with made._made[1]._lock, pytest.raises(CapacityError, match="of others"):
-        made.compile(GOOD)
-    assert made.compile(GOOD).state().masks()
     made.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from plait.errors import BadGrammar
 from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.grammar.fields import grammar_from
 from plait.text.grammar.gbnf import lark_from_gbnf
+from plait.text.grammar.grammar import Grammar
 from plait.text.hf_tokenizer import TokenizerFiles, load_hf_tokenizer
 
 pytestmark = pytest.mark.timeout(120)
@@ -29,6 +31,10 @@ def compiler(byte_level: Any, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def takes(compiler: GrammarCompiler, body: dict[str, Any], reply: str) -> bool:
     grammar = grammar_from(body)
     assert grammar is not None
+    return accepts(compiler, grammar, reply)
+
+
+def accepts(compiler: GrammarCompiler, grammar: Grammar, reply: str) -> bool:
     state = compiler.compile(grammar).state()
     ids = compiler.vocabulary.tokenizer.encode(reply, add_special=False)
     if state.accepts(ids) < len(ids):
@@ -145,16 +151,37 @@ def test_lark(compiler: GrammarCompiler) -> None:
     ("text", "good"),
     [
         ('{"a": 1}', True),
-        ('{\n\t"a" :\r\n 1 }', True),
         (' {"a": 1}', False),
         ('{"a": 1} ', False),
-        ('{"a":' + " " * 32 + "1}", True),
-        ('{"a":' + " " * 33 + "1}", False),
         ('{"a": 01}', False),
         ('{"a": "\\u0000\\n\\""}', True),
         ('{"a": "\n"}', False),
         ('{"a": [1,]}', False),
     ],
 )
-def test_white_space_in_json_is_free_but_bounded(compiler: GrammarCompiler, text: str, good: bool) -> None:
+def test_json_object_takes_one_json_object(compiler: GrammarCompiler, text: str, good: bool) -> None:
     assert takes(compiler, {"response_format": {"type": "json_object"}}, text) is good
+
+
+SPACED = {
+    '{"a":1,"b":[]}': "line any none",
+    '{ "a" : 1 , "b" : [ ] }': "line any",
+    '{\n  "a": 1,\n\t"b": []\n}': "line any",
+    "{\n" + " " * 20 + '"a": 1}': "line any",
+    "{\n" + " " * 21 + '"a": 1}': "any",
+    '{"a":  1}': "any",
+    '{\n\n"a": 1}': "any",
+    '{\n \n"a": 1}': "any",
+    '{"a":\r\n1}': "any",
+    '{"a":' + " " * 32 + "1}": "any",
+    '{"a":' + " " * 33 + "1}": "",
+}
+
+
+@pytest.mark.parametrize("space", ["line", "any", "none"])
+def test_white_space_in_json_is_one_space_or_one_indented_line_unless_said(
+    compiler: GrammarCompiler, space: Any
+) -> None:
+    grammar = replace(Grammar("json_schema", '{"type": "object"}'), space=space)
+    for text, spaces in SPACED.items():
+        assert accepts(compiler, grammar, text) is (space in spaces.split()), text

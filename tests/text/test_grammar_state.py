@@ -146,7 +146,7 @@ class Words:
         raise AssertionError(f"the reply does not end: {reply[:200]!r}")
 
 
-CLOSERS = [c.encode() for c in '"]}:0n1']
+CLOSERS = [c.encode() for c in '"]}:,0n1']
 
 
 @pytest.fixture(scope="module")

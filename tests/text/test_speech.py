@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plait.errors import BadTemplate, InvalidField
-from plait.request import Grammar, ReplyShape
+from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape
 from plait.text.builtin_tokenizer import builtin_tokenizer
 from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.jinja_chat import JinjaTemplate
@@ -26,8 +26,9 @@ TOOL = {
 }
 
 
-def speech(source: str = THINKS) -> Speech:
-    return Speech(TOKENIZER, JinjaTemplate("test", {"default": source}, TOKENIZER, {}))
+def speech(source: str = THINKS, style: JsonStyle = USUAL_STYLE) -> Speech:
+    template = JinjaTemplate("test", {"default": source}, TOKENIZER, {})
+    return Speech(TOKENIZER, template, style=style)
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +162,25 @@ def test_a_demanded_call_takes_the_place_of_what_is_wished_for(compiler: Grammar
     assert not accepts(compiler, alone, f"{CALL}\n{CALL}")
 
 
-def test_white_space_in_a_demanded_call_has_an_end(compiler: GrammarCompiler) -> None:
-    grammar = speech().grammar(None, ReplyShape(tools=(TOOL,), choice="required"))
-    assert accepts(compiler, grammar, CALL.replace("5", "  5"))
-    assert not accepts(compiler, grammar, CALL.replace(" 5", " " * 200 + "5"))
+def test_white_space_in_a_demanded_call_is_one_space_unless_any_may_be(compiler: GrammarCompiler) -> None:
+    shape = ReplyShape(tools=(TOOL,), choice="required")
+    usual, free = speech().grammar(None, shape), speech(style=JsonStyle(space="any")).grammar(None, shape)
+    for grammar, text, good in (
+        (usual, CALL, True),
+        (usual, CALL.replace(" 5", "  5"), False),
+        (free, CALL.replace(" 5", "  5"), True),
+        (free, CALL.replace(" 5", " " * 200 + "5"), False),
+    ):
+        assert accepts(compiler, grammar, text) is good, text
+
+
+def test_a_call_has_no_other_arguments_than_its_tool_names_unless_objects_are_open(
+    compiler: GrammarCompiler,
+) -> None:
+    shape = ReplyShape(tools=(TOOL,), choice="required")
+    more = CALL.replace(" 5", ' 5, "more": 1')
+    assert not accepts(compiler, speech().grammar(None, shape), more)
+    assert accepts(compiler, speech(style=JsonStyle(open_objects=True)).grammar(None, shape), more)
 
 
 def test_without_a_wish_or_a_demand_there_is_no_grammar() -> None:

@@ -1,26 +1,25 @@
-"""From descriptions to compiled grammars, within limits, before a request is admitted."""
+"""From descriptions to compiled grammars, within limits: tried out in the front, compiled in the engine."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import replace
 
-from plait.errors import BadGrammar
+from plait.errors import BadGrammar, CapacityError, OutOfMemory
+from plait.process_memory import is_free
 from plait.text.grammar.grammar import Grammar, GrammarLimits
-from plait.text.grammar.library import PARTS, compiled, readable, with_parts
+from plait.text.grammar.library import compiled, readable
 from plait.text.grammar.state import CompiledGrammar
-from plait.text.grammar.trial import Trial
-from plait.text.grammar.vocabulary import Vocabulary, vocabulary_of
+from plait.text.grammar.trial import TrialPool
+from plait.text.grammar.verdicts import Verdict
+from plait.text.grammar.vocabulary import Vocabulary, ends_of, special_of, vocabulary_of
 from plait.text.tokenizer import Tokenizer
 
 
-class GrammarCompiler:
-    """Compiles the grammars of one model. Thread-safe; meant for worker threads, as compiling blocks.
-
-    The vocabulary's table and the trying process are made when they are first needed, or by `start`.
-    """
+class GrammarChecker:
+    """Has the grammars of one model tried out. Thread-safe. Processes start when needed, or by `start`."""
 
     def __init__(
         self,
@@ -31,51 +30,36 @@ class GrammarCompiler:
         limits: GrammarLimits | None = None,
     ) -> None:
         self.limits = limits or GrammarLimits()
-        self.tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, frozenset(ends)
+        self.tokenizer, self.ends = tokenizer, frozenset(ends)
+        self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         self._lock = threading.Lock()
-        self._made: tuple[Vocabulary, Trial] | None = None
-        self._verdicts = _Verdicts(self.limits.remembered_bytes)
+        self._pool: TrialPool | None = None
 
     def start(self) -> None:
-        """Makes the vocabulary's table and the trying process now."""
-        self._parts()[1].start()
+        """Starts the trying processes now. Raises BadGrammar (no reply could end) and CapacityError."""
+        self._trials().start()
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        return self._parts()[0]
+    def submit(self, grammar: Grammar, key: str = "") -> Future[Verdict]:
+        """The verdict on a grammar, see `TrialPool.submit`. Raises BadGrammar for one that is too large."""
+        self.check_size(grammar)
+        return self._trials().submit(grammar, key)
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises BadGrammar, with the reason, for one that is wrong, not supported or too costly.
+    def check(self, grammar: Grammar, timeout_s: float | None = None) -> Grammar:
+        """The same grammar, tried out; blocks. Raises BadGrammar with the reason if it is not good.
 
-        CapacityError when it could not be tried out just now.
+        CapacityError when it could not be tried out in `timeout_s`, or `limits.wait_s`.
         """
-        self._check_size(grammar)
-        vocabulary, trial = self._parts()
-        matcher = compiled(vocabulary.table, self._form(grammar, trial), self.limits)
-        if matcher.is_error():
-            reason = readable(matcher.get_error())
-            raise BadGrammar(f"the grammar cannot be honoured: {reason}", grammar.param)
-        return CompiledGrammar(matcher, vocabulary, self.limits, grammar.param)
+        if grammar.form:
+            return grammar
+        future = self.submit(grammar)
+        try:
+            return settled(grammar, future.result(timeout_s or self.limits.wait_s))
+        except TimeoutError as error:
+            future.cancel()
+            raise too_late(timeout_s or self.limits.wait_s) from error
 
-    def close(self) -> None:
-        """Ends the trying process. A later grammar starts a new one."""
-        with self._lock:
-            if self._made is not None:
-                self._made[1].close()
-
-    def _parts(self) -> tuple[Vocabulary, Trial]:
-        with self._lock:
-            if self._made is None:
-                vocabulary = vocabulary_of(self.tokenizer, self._vocab_size, self._ends)
-                described = {
-                    "size": vocabulary.size,
-                    "special": dict(vocabulary.special),
-                    "ends": sorted(vocabulary.ends),
-                }
-                self._made = vocabulary, Trial(described, self.limits)
-            return self._made
-
-    def _check_size(self, grammar: Grammar) -> None:
+    def check_size(self, grammar: Grammar) -> None:
+        """Raises BadGrammar for a grammar that is too large to be tried."""
         try:
             size = len(grammar.source.encode())
         except UnicodeEncodeError as error:
@@ -87,52 +71,89 @@ class GrammarCompiler:
                 f"the grammar has {size} bytes; at most {self.limits.max_bytes} are allowed", grammar.param
             )
 
-    def _form(self, grammar: Grammar, trial: Trial) -> str:
-        """What the library compiles. A grammar is tried once; the verdict is remembered.
+    def close(self) -> None:
+        """Ends the trying processes. A later grammar starts new ones."""
+        with self._lock:
+            if self._pool is not None:
+                self._pool.close()
 
-        It is tried without what the server put beside it: no trial would get through a block of thinking.
-        """
-        beside = {name: getattr(grammar, name) for name in PARTS}
-        grammar = replace(grammar, lead="", opening="", instead="")
-        verdict = self._verdicts.get(grammar)
-        if verdict is None:
-            try:
-                verdict = True, trial.run(grammar)
-            except BadGrammar as refusal:
-                verdict = False, str(refusal)
-            self._verdicts.put(grammar, verdict)
-        good, text = verdict
-        if not good:
-            raise BadGrammar(text, grammar.param)
-        return with_parts(text, **beside)
-
-
-Verdict = tuple[bool, str]
-"""Whether a grammar is good, and its form or what is wrong with it."""
+    def _trials(self) -> TrialPool:
+        with self._lock:
+            if self._pool is None:
+                ends = ends_of(self.tokenizer, self.vocab_size, self.ends)
+                described = {
+                    "size": self.vocab_size,
+                    "special": dict(special_of(self.tokenizer, self.vocab_size, ends)),
+                    "ends": sorted(ends),
+                }
+                self._pool = TrialPool(described, self.limits)
+            return self._pool
 
 
-class _Verdicts:
-    """Verdicts on the grammars asked for last, as many as fit into `max_bytes`."""
+class GrammarCompiler:
+    """Compiles the grammars of one model. Thread-safe; meant for worker threads, as compiling blocks.
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_chars = max_bytes // 4  # what a character may take
+    A grammar without a form is tried out first. The vocabulary's table is made when it is first needed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int | None = None,
+        *,
+        ends: Iterable[int] = (),
+        limits: GrammarLimits | None = None,
+    ) -> None:
+        self.checker = GrammarChecker(tokenizer, vocab_size, ends=ends, limits=limits)
+        self.tokenizer, self.limits = tokenizer, self.checker.limits
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Grammar, Verdict] = OrderedDict()
-        self._chars = 0
+        self._vocabulary: Vocabulary | None = None
 
-    def get(self, grammar: Grammar) -> Verdict | None:
+    @property
+    def vocabulary(self) -> Vocabulary:
         with self._lock:
-            if grammar in self._kept:
-                self._kept.move_to_end(grammar)
-            return self._kept.get(grammar)
+            if self._vocabulary is None:
+                checker = self.checker
+                self._vocabulary = vocabulary_of(self.tokenizer, checker.vocab_size, checker.ends)
+            return self._vocabulary
 
-    def put(self, grammar: Grammar, verdict: Verdict) -> None:
-        with self._lock:
-            self._kept[grammar] = verdict
-            self._chars += _chars(grammar, verdict)
-            while self._chars > self._max_chars:
-                self._chars -= _chars(*self._kept.popitem(last=False))
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Raises BadGrammar, with the reason, for one that is wrong, not supported or too costly.
+
+        CapacityError when it could not be tried out just now, OutOfMemory where memory is too short for it.
+        """
+        form = self.checker.check(grammar).form
+        check_memory(self.limits.headroom_bytes)
+        vocabulary = self.vocabulary
+        matcher = compiled(vocabulary.table, form, self.limits)
+        if matcher.is_error():
+            reason = readable(matcher.get_error())
+            raise BadGrammar(f"the grammar cannot be honoured: {reason}", grammar.param)
+        return CompiledGrammar(matcher, vocabulary, self.limits, grammar.param)
+
+    def close(self) -> None:
+        """Ends the trying processes. A later grammar starts new ones."""
+        self.checker.close()
 
 
-def _chars(grammar: Grammar, verdict: Verdict) -> int:
-    return len(grammar.source) + len(verdict[1]) + 64  # and the objects around them
+def settled(grammar: Grammar, verdict: Verdict) -> Grammar:
+    """The grammar with its form. Raises BadGrammar if the verdict is a refusal."""
+    if not verdict.is_good:
+        raise BadGrammar(verdict.text, grammar.param)
+    return replace(grammar, form=verdict.text)
+
+
+def too_late(waited_s: float) -> CapacityError:
+    """What a request gets whose grammar's turn did not come."""
+    return CapacityError(
+        f"the grammar was not tried out within {waited_s:g} s, as others are before it; try again later"
+    )
+
+
+def check_memory(nbytes: int) -> None:
+    """Raises OutOfMemory where a limit leaves less than that: the library would end the process."""
+    if not is_free(nbytes):
+        raise OutOfMemory(
+            f"the limit on this process's memory (ulimit -v) leaves less than the {nbytes >> 20} MiB that a "
+            "grammar may need; raise it, or ask for free text"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from plait.errors import BadGrammar, InvalidField
@@ -17,6 +18,9 @@ _LARK = "%llguidance"
 def grammar_from(body: Mapping[str, Any]) -> Grammar | None:
     """The grammar that a request asks for; None for free text.
 
+    vLLM's `disable_additional_properties` (false: objects of a schema are open) and `disable_any_whitespace`
+    (true: none) in `structured_outputs` say how a schema's JSON is written, whatever field brings it.
+
     Read are OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_json`, `guided_regex`,
     `guided_choice`, `guided_grammar`, llama.cpp's `grammar` and `json_schema`, and Ollama's `format`. Raises
     InvalidField, naming the field, for a field of the wrong shape and for two that both ask for something,
@@ -26,7 +30,18 @@ def grammar_from(body: Mapping[str, Any]) -> Grammar | None:
     if len(found) > 1:
         first, second = found[0].param, found[1].param
         raise InvalidField(f"{second}: {first} says already what the reply must be; send one of them", second)
-    return found[0] if found else None
+    return replace(found[0], **_style(body.get("structured_outputs"))) if found else None
+
+
+def _style(asked: Any) -> dict[str, Any]:
+    """What a request says of how JSON is written, as fields of a Grammar."""
+    given = asked if isinstance(asked, Mapping) else {}
+    for name in _STYLE:
+        if not isinstance(given.get(name), bool | None):
+            at = f"structured_outputs.{name}"
+            raise InvalidField(f"{at}: {_short(given[name])} is not true or false", at)
+    is_open, is_compact = given.get(_STYLE[0]), given.get(_STYLE[1])
+    return {"open_objects": None if is_open is None else not is_open, "space": "none" if is_compact else None}
 
 
 def _asked(body: Mapping[str, Any]) -> Iterator[Grammar]:
@@ -55,10 +70,11 @@ def _response_format(value: Any, at: str) -> Grammar | None:
 
 
 def _structured_outputs(value: Any, at: str) -> Grammar | None:
-    wanted = {name: v for name, v in _mapping(value, at).items() if v is not None and v is not False}
+    sent = _mapping(value, at).items()
+    wanted = {name: v for name, v in sent if v is not None and v is not False and name not in _STYLE}
     for name in wanted:
         if name not in _STRUCTURED:
-            known = ", ".join(_STRUCTURED)
+            known = ", ".join((*_STRUCTURED, *_STYLE))
             raise InvalidField(f"{at}.{name}: it cannot be honoured; known are {known}", f"{at}.{name}")
     if len(wanted) > 1:
         raise InvalidField(f"{at}: {' and '.join(sorted(wanted))} are both set; send one of them", at)
@@ -137,6 +153,7 @@ _STRUCTURED: Mapping[str, Callable[[Any, str], Grammar]] = {
     "choice": _choice,
     "grammar": _grammar,
 }
+_STYLE = ("disable_additional_properties", "disable_any_whitespace")
 _FIELDS: Mapping[str, _Read] = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,

@@ -13,9 +13,15 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from plait.text.grammar.gbnf import lark_from_gbnf
+from plait.text.grammar.grammar import JsonStyle
+from plait.text.grammar.objects import with_closed_objects
 
-# A space between tokens is any white space, but not for ever: small models get lost in it.
-_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+# Between two tokens of JSON. Small models get lost in white space, and each token of it costs a step.
+_SPACE: dict[str, dict[str, Any]] = {
+    "line": {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,20}"},
+    "any": {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"},
+    "none": {"whitespace_flexible": False},
+}
 # The outer grammar is ours, so that no inner one can switch forcing on: with it a mask would depend on how a
 # text is cut into tokens, and the library would call Python back from threads of its own.
 _OUTER = '%llguidance {"no_forcing": true}\nstart: @reply'
@@ -33,11 +39,11 @@ _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _ONES = ("items", "additionalProperties", "additionalItems")
 
 
-def library_form(kind: str, source: str) -> str:
-    """llguidance's serialized grammar. Raises ValueError with the reason."""
+def library_form(kind: str, source: str, style: JsonStyle) -> str:
+    """llguidance's serialized grammar. `style`: of a schema. Raises ValueError with the reason."""
     match kind:
         case "json_schema":
-            inner: dict[str, Any] = {"json_schema": _schema(source)}
+            inner: dict[str, Any] = {"json_schema": _schema(source, style)}
         case "regex":
             inner = {"lark_grammar": f"start: {_regex(source)}"}
         case "choice":
@@ -74,7 +80,7 @@ def _lark(source: str) -> str:
     return source
 
 
-def _schema(source: str) -> dict[str, Any]:
+def _schema(source: str, style: JsonStyle) -> dict[str, Any]:
     try:
         schema = json.loads(source)
     except RecursionError as error:
@@ -87,12 +93,13 @@ def _schema(source: str) -> dict[str, Any]:
         raise ValueError("the schema is not an object; one that allows something is needed")
     for part in _subschemas(schema):
         _check(part)
-    return with_bounded_space(schema)
+    return in_style(schema, style)
 
 
-def with_bounded_space(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema whose texts have no more white space between two tokens than anybody needs."""
-    return {**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
+def in_style(schema: Mapping[str, Any], style: JsonStyle) -> dict[str, Any]:
+    """A schema whose texts are written in that style. Raises ValueError if it is nested too deeply."""
+    found = schema if style.open_objects else with_closed_objects(schema)
+    return {**found, "x-guidance": _SPACE[style.space]}
 
 
 def _subschemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

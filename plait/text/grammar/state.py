@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from plait.errors import BadGrammar, EngineError
+from plait.errors import BadGrammar, EngineError, OutOfMemory
+from plait.process_memory import is_free
 from plait.text.grammar.grammar import GrammarLimits
 from plait.text.grammar.library import CONTROL_MARKER, readable
 from plait.text.grammar.vocabulary import Mask, Vocabulary
@@ -67,6 +68,10 @@ class GrammarState:
         if self._ended:
             row[:] = vocabulary.usable & ~vocabulary.usable_inside
             return
+        if not is_free(self._limits.headroom_bytes // 2):
+            raise OutOfMemory(
+                "the limit on this process's memory (ulimit -v) ends a reply with a grammar; raise it"
+            )
         began = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._left_s += self._limits.token_s - (time.thread_time() - began)

@@ -3,8 +3,8 @@
 The library that compiles them ends its process on a chain of a few thousand `$ref`s, asks for gigabytes for
 a thousand regular expressions at once, and compares a thousand `patternProperties` for minutes. Here that
 costs nobody anything. Requests and answers are one JSON object a line on standard input and output:
-`{"size", "special", "ends", "limits"}` comes first; then `{"kind", "source"}` → `{"form"}`, which is what
-the library compiles, or `{"error"}`.
+`{"size", "special", "ends", "limits"}` comes first; then the fields of a `Grammar` that say what is described
+→ `{"form"}`, which is what the library compiles, or `{"error"}`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from plait.text.confine import confine
-from plait.text.grammar.grammar import GrammarLimits
-from plait.text.grammar.library import compiled, token_table
+from plait.text.grammar.grammar import GrammarLimits, JsonStyle
+from plait.text.grammar.library import PARTS, compiled, token_table, with_parts
 from plait.text.grammar.source import library_form
 
 _NOTHING = "it allows no reply at all"
@@ -31,7 +31,7 @@ class Trials:
     def __init__(self, vocabulary: Mapping[str, Any], limits: GrammarLimits) -> None:
         special = {int(i): text.encode() for i, text in vocabulary["special"].items()}
         self._ends = frozenset(int(i) for i in vocabulary["ends"])
-        size = vocabulary["size"] + 256
+        size = max(vocabulary["size"], 256 + len(special))
         free = (i for i in range(size) if i not in special)
         self._bytes = [next(free) for _ in range(256)]
         tokens = [special.get(i, b"") for i in range(size)]
@@ -42,16 +42,22 @@ class Trials:
         self._limits = limits
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, str]:
-        """What the parent is told about one grammar."""
+        """What the parent hears about one grammar.
+
+        A reply is tried without the server's own parts: no trial would get through its thinking.
+        """
         try:
-            form = library_form(request["kind"], request["source"])
+            form = library_form(request["kind"], request["source"], style_of(request))
         except ValueError as error:
             return {"error": str(error)}
         matcher = compiled(self._table, form, self._limits)
-        if matcher.is_error():
-            return {"error": matcher.get_error()}
-        failed = self._walk(matcher)
-        return {"error": failed} if failed else {"form": form}
+        failed = matcher.get_error() if matcher.is_error() else self._walk(matcher)
+        if failed:
+            return {"error": failed}
+        whole = with_parts(form, **{name: request.get(name, "") for name in PARTS})
+        if whole != form:
+            matcher = compiled(self._table, whole, self._limits)
+        return {"error": matcher.get_error()} if whole != form and matcher.is_error() else {"form": whole}
 
     def _walk(self, matcher: Any) -> str:
         """Writes the beginning of some reply, always the same; what the library complains of, or ""."""
@@ -68,6 +74,11 @@ class Trials:
             if not matcher.consume_token(choose.choice(allowed)):
                 return str(matcher.get_error())
         return ""
+
+
+def style_of(request: Mapping[str, Any]) -> JsonStyle:
+    """How the JSON of a grammar is written; the default where it does not say."""
+    return JsonStyle(bool(request.get("open_objects")), request.get("space") or "line")
 
 
 def _set_bits(mask: bytes, ids: Sequence[int]) -> list[int]:

@@ -62,10 +62,8 @@ def vocabulary_of(
     that end a reply. Raises BadGrammar for a vocabulary in which nothing ends a reply.
     """
     size = tokenizer.vocab_size if vocab_size is None else vocab_size
-    last = frozenset(i for i in tokenizer.eos_token_ids | set(ends) if 0 <= i < size)
-    if not last:
-        raise BadGrammar("this model's vocabulary has no token that ends a reply, so no grammar can be kept")
-    special = {i: tokenizer.token_text(i) for i in sorted(tokenizer.special_ids | last) if i < size}
+    last = ends_of(tokenizer, size, ends)
+    special = special_of(tokenizer, size, last)
     known = min(size, tokenizer.vocab_size)
     tokens = [tokenizer.token_bytes(i) for i in range(known)] + [b""] * (size - known)
     bits = np.zeros((size + 31) // 32 * 32, np.uint8)
@@ -82,6 +80,19 @@ def vocabulary_of(
         usable=usable,
         usable_inside=_packed(bits),
     )
+
+
+def ends_of(tokenizer: Tokenizer, size: int, more: Iterable[int] = ()) -> frozenset[int]:
+    """The ids below `size` that end a reply, `more` among them. Raises BadGrammar if there are none."""
+    found = frozenset(i for i in tokenizer.eos_token_ids | set(more) if 0 <= i < size)
+    if not found:
+        raise BadGrammar("this model's vocabulary has no token that ends a reply, so no grammar can be kept")
+    return found
+
+
+def special_of(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> dict[int, str]:
+    """The texts of the control tokens below `size`, those that end a reply among them."""
+    return {i: tokenizer.token_text(i) for i in sorted(tokenizer.special_ids | ends) if i < size}
 
 
 def _packed(bits: NDArray[np.uint8]) -> Mask:
