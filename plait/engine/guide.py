@@ -17,8 +17,8 @@ from plait.errors import InvalidField, OutOfMemory
 from plait.request import Request
 from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.grammar.state import GrammarState, allows
-from plait.text.grammar.turns import Turns
 from plait.text.thinking import ThinkingWatch
+from plait.text.turns import Lanes
 
 ANYTHING = b""  # the mask of a token that is free
 
@@ -134,7 +134,7 @@ class Guides:
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
-        self._turns: Turns[tuple[Request, list[Guide]]] = Turns()
+        self._turns: Lanes[tuple[Request, list[Guide]]] = Lanes()
 
     def open(self, request: Request) -> list[Guide | None]:
         """A guide for each choice of a request, not ready yet; None where it may be anything."""

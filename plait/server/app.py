@@ -45,7 +45,7 @@ from plait.server.problems import BodyTooLarge, http_problem, json_response, pro
 from plait.server.reply import WARNING_HEADER, respond
 from plait.server.schema import present
 from plait.server.traffic import Traffic
-from plait.server.turns import Slices, Turns
+from plait.server.turns import Slices, SliceTurns
 from plait.text.turns import asker
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Service:
 
     def __init__(self, loading: Loading, config: ServerConfig, traffic: Traffic) -> None:
         self._loading, self._config, self._traffic = loading, config, traffic
-        self._turns = Turns()
+        self._turns = SliceTurns()
         self._threads = FairThreads(PLAN_THREADS, PLAN_THREADS - 2, "plait-plan")
 
     def served(self, front: Front) -> str:

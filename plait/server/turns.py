@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from plait.text.turns import FairQueue
 
 T = TypeVar("T")
 Slices = Generator[None, None, T]  # yields between slices, returns the result
@@ -45,14 +46,13 @@ class _Job:
         return True
 
 
-class Turns:
+class SliceTurns:
     """Jobs by key. The keys' turns go round, and so do the jobs of one key. Threads start when needed."""
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self._num_threads = num_threads
         self._changed = threading.Condition()
-        self._waiting: dict[str, deque[_Job]] = {}  # in the order of the keys' turns
-        self._working: set[str] = set()
+        self._queue = FairQueue[_Job](each=1)
         self._threads: set[threading.Thread] = set()
 
     async def run(self, key: str, work: Slices[T]) -> T:
@@ -63,7 +63,7 @@ class Turns:
                 thread = threading.Thread(target=self._serve, name="plait-turns", daemon=True)
                 self._threads.add(thread)
                 thread.start()
-            self._waiting.setdefault(key, deque()).append(job)
+            self._queue.put(key, job)
             self._changed.notify()
         result: T = await asyncio.wrap_future(job.done)
         return result
@@ -73,9 +73,9 @@ class Turns:
             key, job = found
             is_done = job.is_done_after_a_slice()
             with self._changed:
-                self._working.discard(key)
+                self._queue.done(key)
                 if not is_done:
-                    self._waiting.setdefault(key, deque()).append(job)
+                    self._queue.put(key, job)
                 self._changed.notify()
 
     def _next(self) -> tuple[str, _Job] | None:
@@ -85,14 +85,8 @@ class Turns:
         """
         with self._changed:
             while True:
-                key = next((key for key in self._waiting if key not in self._working), None)
-                if key is not None:
-                    jobs = self._waiting.pop(key)
-                    job = jobs.popleft()
-                    if jobs:
-                        self._waiting[key] = jobs
-                    self._working.add(key)
-                    return key, job
+                if (found := self._queue.take()) is not None:
+                    return found
                 if not self._changed.wait(IDLE_S):
                     self._threads.discard(threading.current_thread())
                     return None

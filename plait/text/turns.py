@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Generic, TypeVar
@@ -16,27 +16,55 @@ asker: ContextVar[str] = ContextVar("asker", default="")
 """Who the work in progress is for: an API key's name, or a client's address."""
 
 
+class Lanes(Generic[T]):
+    """Items that wait, in a lane for each key. Lanes take turns; in a lane the first is first. Not locked."""
+
+    def __init__(self) -> None:
+        self._lanes: OrderedDict[str, deque[T]] = OrderedDict()
+
+    def put(self, key: str, item: T) -> None:
+        """Let an item wait behind the others of its key."""
+        self._lanes.setdefault(key, deque()).append(item)
+
+    def take(self, skipped: Collection[str] = ()) -> tuple[str, T] | None:
+        """The next item with its key, of a lane that is not `skipped`; None: there is none."""
+        key = next((key for key in self._lanes if key not in skipped), None)
+        if key is None:
+            return None
+        lane = self._lanes.pop(key)
+        item = lane.popleft()
+        if lane:
+            self._lanes[key] = lane  # behind all others
+        return key, item
+
+    def drop(self, key: str, item: T) -> None:
+        """Take an item out of a lane, if it is there."""
+        lane = self._lanes.get(key)
+        if lane is not None and item in lane:
+            lane.remove(item)
+            if not lane:
+                del self._lanes[key]
+
+    def count(self, key: str) -> int:
+        """How many items of a key wait."""
+        return len(self._lanes.get(key, ()))
+
+
 class FairQueue(Generic[T]):
-    """Items that wait. Askers take turns, and each has at most `each` items in work. Not thread-safe."""
+    """Lanes by asker, of whom each has at most `each` items in work. Not locked."""
 
     def __init__(self, each: int) -> None:
-        self._each, self._working = each, Counter[str]()
-        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
+        self._each, self._working, self._lanes = each, Counter[str](), Lanes[T]()
 
     def put(self, who: str, item: T) -> None:
-        self._waiting.setdefault(who, deque()).append(item)
+        self._lanes.put(who, item)
 
     def take(self) -> tuple[str, T] | None:
         """The next item and its asker, who goes to the end of the line; `done` must follow."""
-        who = next((who for who in self._waiting if self._working[who] < self._each), None)
-        if who is None:
-            return None
-        items = self._waiting.pop(who)
-        item = items.popleft()
-        if items:
-            self._waiting[who] = items
-        self._working[who] += 1
-        return who, item
+        found = self._lanes.take([who for who, count in self._working.items() if count >= self._each])
+        if found is not None:
+            self._working[found[0]] += 1
+        return found
 
     def done(self, who: str) -> None:
         self._working[who] -= 1
@@ -45,9 +73,7 @@ class FairQueue(Generic[T]):
 
     def drop(self, who: str, item: T) -> None:
         """Forget an item that waits."""
-        self._waiting[who].remove(item)
-        if not self._waiting[who]:
-            del self._waiting[who]
+        self._lanes.drop(who, item)
 
 
 class Turns:

@@ -8,7 +8,7 @@ from collections.abc import Generator
 
 import pytest
 
-from plait.server.turns import Turns
+from plait.server.turns import SliceTurns
 
 
 def slices(name: str, count: int, log: list[str]) -> Generator[None, None, str]:
@@ -18,7 +18,7 @@ def slices(name: str, count: int, log: list[str]) -> Generator[None, None, str]:
     return name
 
 
-async def all_of(turns: Turns, jobs: list[tuple[str, Generator[None, None, str]]]) -> list[str]:
+async def all_of(turns: SliceTurns, jobs: list[tuple[str, Generator[None, None, str]]]) -> list[str]:
     return list(await asyncio.gather(*(turns.run(key, work) for key, work in jobs)))
 
 
@@ -32,7 +32,7 @@ def test_a_short_job_of_another_key_ends_before_long_ones_do() -> None:
         return "gate"
 
     async def run() -> list[str]:
-        turns = Turns(1)
+        turns = SliceTurns(1)
         jobs = [("x", first()), *(("a", slices("long", 50, log)) for _ in range(16))]
         asked = asyncio.ensure_future(all_of(turns, [*jobs, ("b", slices("short", 2, log))]))
         await asyncio.sleep(0)
@@ -56,7 +56,7 @@ def test_a_key_has_one_thread_at_a_time() -> None:
         return "done"
 
     async def run() -> list[str]:
-        turns = Turns(4)
+        turns = SliceTurns(4)
         return await all_of(turns, [("a", work()) for _ in range(8)])
 
     assert asyncio.run(run()) == ["done"] * 8
@@ -69,7 +69,7 @@ def test_what_a_slice_raises_is_raised_to_its_caller_alone() -> None:
         raise ValueError("broken")
 
     async def run() -> None:
-        turns = Turns(1)
+        turns = SliceTurns(1)
         with pytest.raises(ValueError, match="broken"):
             await turns.run("a", broken())
         assert await turns.run("a", slices("next", 3, [])) == "next"
@@ -89,7 +89,7 @@ def test_work_that_no_client_waits_for_is_given_up() -> None:
             closed.set()
 
     async def run() -> None:
-        asked = asyncio.ensure_future(Turns(1).run("a", endless()))
+        asked = asyncio.ensure_future(SliceTurns(1).run("a", endless()))
         await asyncio.to_thread(begun.wait, 20)
         asked.cancel()
         assert await asyncio.to_thread(closed.wait, 20)

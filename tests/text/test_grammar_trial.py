@@ -15,15 +15,15 @@ from plait.text.grammar import trial
 from plait.text.grammar.compiler import GrammarChecker
 from plait.text.grammar.grammar import Grammar, GrammarLimits
 from plait.text.grammar.trial import TrialPool
-from plait.text.grammar.turns import Turns
 from plait.text.grammar.verdicts import Verdict, Verdicts, digest
+from plait.text.turns import Lanes
 from tests.server.fake import ByteTokenizer
 
 WAIT_S = 60.0
 
 
 def test_keys_take_turns_and_a_key_keeps_its_order() -> None:
-    turns: Turns[int] = Turns()
+    turns: Lanes[int] = Lanes()
     for n in range(4):
         turns.put("a", n)
     turns.put("b", 10)

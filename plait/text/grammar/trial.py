@@ -18,8 +18,8 @@ from plait.errors import CapacityError, EngineError, PlaitError
 from plait.text.grammar.grammar import Grammar, GrammarLimits
 from plait.text.grammar.library import PARTS, readable
 from plait.text.grammar.trying import TrialChild, refusal
-from plait.text.grammar.turns import Turns
 from plait.text.grammar.verdicts import Verdict, Verdicts, digest
+from plait.text.turns import Lanes
 
 _ASKED = ("kind", "source", "open_objects", "space", *PARTS)
 
@@ -46,7 +46,7 @@ class TrialPool:
         self._setup = json.dumps({**vocabulary, "limits": asdict(limits)}) + "\n"
         self._limits = limits
         self._lock = threading.Lock()
-        self._turns: Turns[_Job] = Turns()
+        self._turns: Lanes[_Job] = Lanes()
         self._jobs: dict[bytes, _Job] = {}
         self._verdicts = Verdicts(limits.remembered_bytes)
         self._children: list[TrialChild | None] = [None] * limits.children
