@@ -9,10 +9,16 @@ import sys
 
 import pytest
 
+from plait.cli.main import explain
+from plait.engine.wire import told
+from plait.errors import OutOfMemory
 from plait.process_memory import is_free, is_memory_error, out_of_memory_text
 
 LIMITED = """
 import resource
+from plait.cli.main import explain
+from plait.engine.wire import told
+from plait.errors import OutOfMemory
 from plait.process_memory import is_free, out_of_memory_text
 print(is_free(1 << 40))
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
@@ -59,3 +65,10 @@ def test_a_limit_on_the_process_is_seen_and_named() -> None:
 
 def test_without_a_limit_the_text_names_what_failed() -> None:
     assert "libx.so" in out_of_memory_text(ImportError("libx.so: failed to map segment"))
+
+
+def test_what_cannot_be_mapped_is_out_of_memory_for_the_command_line_and_the_engine() -> None:
+    error = ImportError("libtorch_python.so: failed to map segment from shared object")
+    text, code = explain(error)
+    assert (text.startswith("out of memory"), code) == (True, OutOfMemory.exit_code)
+    assert told(error) == ("OutOfMemory", text, None)

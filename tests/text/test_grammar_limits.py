@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plait.errors import BadGrammar, CapacityError
+from plait.errors import BadGrammar, CapacityError, OutOfMemory
+from plait.text.grammar import compiler as grammar_compiler
+from plait.text.grammar import state as grammar_state
 from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.grammar.fields import grammar_from
 from plait.text.grammar.grammar import Grammar, GrammarLimits
@@ -282,6 +284,21 @@ def test_threads_share_one_compiler(tokenizer: TextTokenizer) -> None:
     a = tokenizer.encode("a", add_special=False)
     assert [state.accepts(a * 20) for state in states] == list(range(1, 13))
     made.close()
+
+
+def test_where_a_limit_leaves_too_little_memory_the_library_is_not_called(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = compiler.compile(GOOD).state()
+    asked: list[int] = []
+    for module in (grammar_compiler, grammar_state):
+        monkeypatch.setattr(module, "is_free", lambda nbytes: asked.append(nbytes))
+    monkeypatch.setattr(grammar_compiler, "compiled", lambda *_: pytest.fail("it was called"))
+    with pytest.raises(OutOfMemory, match=r"ulimit -v.*64 MiB"):
+        compiler.compile(GOOD)
+    with pytest.raises(OutOfMemory, match="ulimit -v"):
+        followed.masks()
+    assert asked == [64 << 20, 32 << 20]
 
 
 def test_a_complaint_is_one_short_line() -> None:
