@@ -215,7 +215,6 @@ def test_the_openai_client_raises_what_it_should(openai: OpenAI, client: Any) ->
         {"functions": [{"name": "f"}]},
         {"response_format": {"type": "json_schema"}},
         {"response_format": {"type": "sound"}},
-        {"reasoning_effort": "low"},
         {"modalities": ["audio"]},
         {"guided_json": {"if": {}}},
         {"chat_template": "{{ 1 }}"},
