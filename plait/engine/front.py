@@ -16,13 +16,13 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from plait.config import EngineConfig
-from plait.engine.admission import CONTEXT_IS, too_long
+from plait.engine.admission import check_chars, check_ids, check_token_fields, too_long
 from plait.engine.choice import OnEvent
 from plait.engine.courier import Couriers
 from plait.engine.events import MOST_AT_ONCE
 from plait.engine.stream import Stream
 from plait.engine.terms import NO_TERMS, Terms
-from plait.errors import BadGrammar, BadTemplate, CapacityError, ContextTooLong, InvalidField
+from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, Request, SamplingParams, ThinkingBudget
 from plait.spec import ModelSpec, Recurrent
 from plait.text.chat import ChatTemplate, boundaries, num_chars
@@ -32,7 +32,6 @@ from plait.text.speech import Speech
 from plait.text.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
-MAX_CHARS_PER_TOKEN = 64  # longer text cannot fit the context and is refused before it is tokenized
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +190,16 @@ class Front:
         BadGrammar.
         """
         ids = self._token_ids(prompt, add_special, allow_special)
-        self._check_ids(ids)
+        check_ids(ids, self.spec.vocab_size)
         grammar = grammar_from({"structured_outputs": params.structured_outputs})
         params = replace(params.resolved(self.generation_config), structured_outputs=None)
-        self._check_settings(params)
+        if params.stop and not self.tokenizer:
+            raise InvalidField(
+                f"stop: {self.name} has no tokenizer, so no text can stop it; send stop_token_ids, or name a "
+                "vocabulary with --vocab",
+                "stop",
+            )
+        check_token_fields(params, self.spec.vocab_size)
         params = replace(params, max_tokens=self._max_tokens(len(ids), params.max_tokens))
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
@@ -295,7 +300,7 @@ class Front:
                 f"{self.name} has no chat template; use /v1/completions or LLM.generate, or give one with "
                 "--chat-template FILE (or a built-in name: oxidizr, blazr, chatml)"
             )
-        self._check_chars(num_chars(messages, options), "messages")
+        check_chars(num_chars(messages, options), "messages", self.max_model_len, self._may_grow)
         return self.chat_template.render(self.speech.history(messages), **options)
 
     def encode(self, text: str, *, add_special: bool = True, allow_special: bool = False) -> tuple[int, ...]:
@@ -308,7 +313,7 @@ class Front:
                 f"prompt: {self.name} has no tokenizer; send token ids, or name a vocabulary with --vocab",
                 "prompt",
             )
-        self._check_chars(len(text), "prompt")
+        check_chars(len(text), "prompt", self.max_model_len, self._may_grow)
         return tuple(self.tokenizer.encode(text, add_special=add_special, allow_special=allow_special))
 
     def check_room(self) -> None:
@@ -361,40 +366,6 @@ class Front:
                 "prompt",
             )
         return ids
-
-    def _check_chars(self, count: int, param: str) -> None:
-        if count > self.max_model_len * MAX_CHARS_PER_TOKEN:
-            least = -(-count // MAX_CHARS_PER_TOKEN)
-            raise ContextTooLong(
-                f"{CONTEXT_IS.format(self.max_model_len)} However, you requested {least} tokens or more "
-                f"({count} characters in the {param}). Please shorten the {param}{self._may_grow}.",
-                param,
-                num_prompt_tokens=least,
-                max_model_len=self.max_model_len,
-            )
-
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        if not ids:
-            raise InvalidField("prompt: it is empty, and this model has no beginning-of-text token", "prompt")
-        for i in ids:
-            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.spec.vocab_size:
-                raise InvalidField(
-                    f"prompt: token id {i!r} is not one of this model's 0..{self.spec.vocab_size - 1}",
-                    "prompt",
-                )
-
-    def _check_settings(self, params: SamplingParams) -> None:
-        """Stop strings need text, and every token id that is named must be one of the model's."""
-        if params.stop and not self.tokenizer:
-            raise InvalidField(
-                f"stop: {self.name} has no tokenizer, so no text can stop it; send stop_token_ids, or name a "
-                "vocabulary with --vocab",
-                "stop",
-            )
-        size = self.spec.vocab_size
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            if bad := [i for i in ids if not 0 <= i < size]:
-                raise InvalidField(f"{name}: token id {bad[0]} is outside 0..{size - 1}", name)
 
     def _max_tokens(self, prompt_len: int, asked: int | None) -> int:
         room = self.max_model_len - prompt_len

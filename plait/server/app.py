@@ -176,8 +176,7 @@ class Service:
                 )
             else:
                 assert answer is not None
-                key = request.scope[SCOPE_KEY].key.name if SCOPE_KEY in request.scope else ""
-                work = self._turns.run(key, _answered(answer, front, served, body))
+                work = self._turns.run(asker.get(), _answered(answer, front, served, body))
                 response = await until_disconnect(receive, work)
             exchange: Exchange | None = request.scope.get(SCOPE_KEY)
             unread = exchange.unread if exchange is not None else ()

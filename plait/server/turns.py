@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from plait.text.turns import FairQueue
+from plait.text.turns import FairQueue, asker
 
 T = TypeVar("T")
 Slices = Generator[None, None, T]  # yields between slices, returns the result
@@ -71,6 +71,7 @@ class SliceTurns:
     def _serve(self) -> None:
         while (found := self._next()) is not None:
             key, job = found
+            asker.set(key)  # what a slice waits for (a template's child) is shared fairly, too
             is_done = job.is_done_after_a_slice()
             with self._changed:
                 self._queue.done(key)
