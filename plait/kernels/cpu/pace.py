@@ -40,7 +40,7 @@ class Pace:
     GAIN = 0.95  # of the cost before: a trial that takes less wins
     TRUST_S = 2.0  # in which waits are ignored after fewer threads were no faster
     FIRST_S, MOST_S = 0.5, 4.0  # until more threads are tried again: at first, and at most
-    FORGET_S = 10.0  # what was longer ago says nothing
+    FORGET_S = 60.0  # what was longer ago says nothing
     LOSS, SHARE = 0.01, 0.03  # a trial that has lost so many seconds ends; what trials may lose of all time
 
     def __init__(self, most: int, patience: float) -> None:
