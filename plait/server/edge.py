@@ -21,7 +21,15 @@ from plait.errors import PlaitError, QueueFull
 from plait.server.exchange import SCOPE_KEY, Exchange
 from plait.server.generation import new_id
 from plait.server.loading import Loading
-from plait.server.problems import HeadTooLarge, HostRefused, NotReady, Problem, TooManyRequests, problem
+from plait.server.problems import (
+    BadHost,
+    HeadTooLarge,
+    HostRefused,
+    NotReady,
+    Problem,
+    TooManyRequests,
+    problem,
+)
 from plait.server.traffic import Traffic
 
 MAX_OPEN_REQUESTS = 2048  # each has a task, a body in memory and perhaps a thread
@@ -125,7 +133,7 @@ class Door:
 
     def _check_caller(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
         """Raises what has nothing to do with how busy the engine is."""
-        self._check_host(headers.get("host"))
+        self._check_host(_host(scope))
         _check_head(scope)
         path = scope["path"]
         if self._traffic.num_open > MAX_OPEN_REQUESTS and path not in WATCHED:
@@ -150,7 +158,7 @@ class Door:
 
     def _check_host(self, host: str | None) -> None:
         config = self._traffic.config
-        if not host or (not config.allowed_host and not is_loopback(config.host)):
+        if host is None or (not config.allowed_host and not is_loopback(config.host)):
             return
         name = host_name(host)
         if name in {allowed.lower() for allowed in config.allowed_host}:
@@ -239,6 +247,17 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _host(scope: Scope) -> str | None:
+    """The Host header; HTTP/1.0 may have none. Raises BadHost where it is not one (RFC 9112, 3.2)."""
+    found = [value.strip() for name, value in scope["headers"] if name == b"host"]
+    if not found and scope["http_version"] == "1.0":
+        return None
+    if len(found) != 1 or not found[0]:
+        sent = "an empty one" if len(found) == 1 else f"{len(found)}" if found else "none"
+        raise BadHost(f"Host: the request has {sent}; send one, with the server's name")
+    return str(found[0], "latin-1")
 
 
 def _check_head(scope: Scope) -> None:

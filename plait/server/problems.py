@@ -55,6 +55,12 @@ class UnsupportedMedia(RequestError):
     code = "unsupported_media_type"
 
 
+class BadHost(RequestError):
+    """Not one Host: two readers of the request could take it for two servers'."""
+
+    code = "invalid_host"
+
+
 class HostRefused(RequestError):
     status = 403
     code = "host_not_allowed"

@@ -49,6 +49,28 @@ def test_only_local_hosts_reach_a_local_server(client: Client, host: str, status
         assert answer.error["code"] == "host_not_allowed"
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"HTTP/1.1\r\n", b"400"),
+        (b"HTTP/1.1\r\nHost:\r\n", b"400"),
+        (b"HTTP/1.1\r\nHost: \t \r\n", b"400"),
+        (b"HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n", b"400"),
+        (b"HTTP/1.1\r\nHost: localhost\r\nhost: evil.example\r\n", b"400"),
+        (b"HTTP/1.1\r\nHost: localhost\r\n", b"200"),
+        (b"HTTP/1.0\r\n", b"200"),
+        (b"HTTP/1.0\r\nHost: localhost\r\nHost: localhost\r\n", b"400"),
+    ],
+)
+@pytest.mark.parametrize("path", [b"/health", b"/version"])
+def test_a_request_has_one_host(client: Client, path: bytes, head: bytes, status: bytes) -> None:
+    with socket.create_connection(client.address, timeout=20) as sock:
+        sock.sendall(b"GET " + path + b" " + head + b"Connection: close\r\n\r\n")
+        answer = b"".join(iter(lambda: sock.recv(4096), b""))
+    assert answer.split()[1] == status
+    assert (b'"code":"invalid_host"' in answer) == (status == b"400")
+
+
 def test_a_server_for_the_network_answers_to_any_host() -> None:
     with serving(fake_front(), host="0.0.0.0") as client:
         address = Client(client.base_url.replace("0.0.0.0", "127.0.0.1"))

@@ -97,7 +97,7 @@ def test_without_keys_anybody_is_served_with_one_allowance() -> None:
     assert found.allowance.requests_per_minute == 3
 
 
-OPEN = {"/", "/health", "/ready", "/docs", "/openapi.json"}
+OPEN = {"/live", "/", "/health", "/ready", "/docs", "/openapi.json"}
 
 
 def test_every_route_but_what_is_the_same_for_everybody_asks_for_a_key() -> None:
