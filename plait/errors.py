@@ -32,6 +32,21 @@ from __future__ import annotations
 from copy import copy
 from typing import ClassVar, Self
 
+MAX_TEXT = 300  # characters of an error's text that clients and logs get
+
+
+def clipped(text: object, most: int = MAX_TEXT) -> str:
+    """A text of at most so many characters: where it is longer, "…" takes the place of its middle.
+
+    The beginning says what failed and where, the end what the limit is or what to do; between them stands
+    what was sent, as long as it was.
+    """
+    whole = str(text)
+    if len(whole) <= most:
+        return whole
+    head = most * 2 // 3
+    return f"{whole[:head]}…{whole[len(whole) - (most - head - 1) :]}"
+
 
 class PlaitError(Exception):
     """Base of all. `status` is the HTTP status, `exit_code` the process's, `code` OpenAI's error code."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from plait.checkpoint.addresses import hub_text
-from plait.errors import CheckpointError, ConfigError
+from plait.errors import CheckpointError, ConfigError, clipped
 
 _WORD, _REVISION = r"[\w][\w.-]*", r"[\w][\w./-]*?"
 _NAME = re.compile(
@@ -184,7 +184,7 @@ def advice(error: BaseException, name: HubName) -> str:
         return f"there is no such repository, or it is private (HTTP {status}): check the name; or {login}"
     if status == 429:
         return f"too many requests (HTTP 429): wait a little, or {login}"
-    text = " ".join(str(error).split())[:300] or type(error).__name__
+    text = clipped(" ".join(str(error).split())) or type(error).__name__
     if kinds & _NO_CONNECTION:
         return f"no connection ({text}): check the network and proxies (HTTPS_PROXY), or pass --offline"
     return text

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.checkpoint.disk import parse_json
 from plait.checkpoint.packed_parts import Parts, Stored
-from plait.errors import BadFile, ShapeMismatch, UnsupportedFormat
+from plait.errors import BadFile, ShapeMismatch, UnsupportedFormat, clipped
 from plait.quant.codebook import Codebook, Nested
 
 _MAX_STATE = 4096
@@ -71,7 +71,8 @@ def _sizes(parts: Parts, state: Mapping[str, Any]) -> tuple[tuple[int, ...], int
         or not 0 < block <= 1 << 16
         or block & (block - 1)
     ):
-        raise BadFile(f"{parts.name}: its quant_state has shape {shape!r}, blocksize {block!r}"[:300])
+        shown = f"shape {clipped(repr(shape), 80)}, blocksize {clipped(repr(block), 80)}"
+        raise BadFile(f"{parts.name}: its quant_state has {shown}")
     return tuple(shape), block
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import regex
 
 from plait.checkpoint.disk import read_json
-from plait.errors import BadFile, UnsupportedFormat
+from plait.errors import BadFile, UnsupportedFormat, clipped
 
 BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _KEYS = ("quantization_config", "compression_config")
@@ -160,7 +160,8 @@ class _Said:
         if value is None:
             return None
         if type(value) is not int or not low <= value <= high:
-            raise BadFile(f"{self.where}: {keys[0]} is {value!r}; it must be from {low} to {high}"[:300])
+            shown = clipped(repr(value), 80)
+            raise BadFile(f"{self.where}: {keys[0]} is {shown}; it must be from {low} to {high}")
         return value
 
     def bits(self, *keys: str) -> int | None:

@@ -16,7 +16,7 @@ import msgspec
 
 from plait import errors, spec
 from plait.config import MIB, EngineConfig
-from plait.errors import BadFile, EngineError, OutOfMemory, PlaitError, RequestError
+from plait.errors import BadFile, EngineError, OutOfMemory, PlaitError, RequestError, clipped
 from plait.process_memory import is_memory_error, out_of_memory_text
 from plait.request import Event, Request
 from plait.spec import ModelSpec
@@ -210,7 +210,7 @@ def told(error: BaseException) -> tuple[str, str, str | None]:
             return BadFile.__name__, f"{name}: {error.strerror}", None
     if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text:
         hint = "choose a smaller --max-model-len or --max-num-seqs"
-        return OutOfMemory.__name__, f"out of memory: {text[:200]}; {hint}", None
+        return OutOfMemory.__name__, f"out of memory: {clipped(text, 200)}; {hint}", None
     return EngineError.__name__, f"the engine stopped: {type(error).__name__}: {text}", None
 
 

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from plait.errors import (
     ModelNotFound,
     PlaitError,
     RequestError,
+    clipped,
 )
 
 logger = logging.getLogger("plait.server")
@@ -143,7 +144,15 @@ class Problem:
 
 
 def problem(error: BaseException) -> Problem:
-    """The answer to an exception. What is not ours to tell a client is logged and named an internal error."""
+    """The answer to an exception. What is not ours to tell a client is logged and named an internal error.
+
+    Texts are `clipped`: a client's own words may be in them.
+    """
+    found = _problem(error)
+    return replace(found, message=clipped(found.message))
+
+
+def _problem(error: BaseException) -> Problem:
     match error:
         case ModelNotFound():
             return Problem(404, str(error), error.param or "model", error.code)

@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from plait.errors import BadFile, UnsupportedFormat
+from plait.errors import BadFile, UnsupportedFormat, clipped
 from plait.text.special import Special, SpecialTokens, end_of_generation
 from plait.text.tokenizer import TextTokenizer
 
@@ -163,7 +163,7 @@ def hf_tokenizer(text: str, name: str, where: str, files: TokenizerFiles) -> Tex
         tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
         raise BadFile(
-            f"{where}: not a tokenizer.json that the tokenizers library can read: {str(error)[:300]}"
+            f"{where}: not a tokenizer.json that the tokenizers library can read: {clipped(error)}"
         ) from error
     _add_missing(tokenizer, files.config, name)
     wrapping = _wrapping(tokenizer)

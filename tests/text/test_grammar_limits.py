@@ -308,7 +308,6 @@ def test_a_complaint_is_one_short_line() -> None:
         + "\n    ^^^\nerror: too deep\n<backtrace>\n 0: main\n</backtrace>\n"
     )
     line = readable(long)
-    assert line.startswith("at 1(8): bad; 1 | (((")
-    assert line.endswith("error: too deep")
-    assert len(line) < 400
+    assert line.startswith("at 1(8): bad; error: too deep; 1 | (((")
+    assert len(line) < 300
     assert readable("<non-verbose/>") == "no reason given"

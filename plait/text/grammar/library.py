@@ -6,11 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from plait.errors import clipped
 from plait.text.grammar.grammar import GrammarLimits
 
 CONTROL_MARKER = b"\xff"
 """The library's mark at the head of control tokens; no valid UTF-8 holds that byte."""
-_LINE, _SHOWN = 240, 600
+_LINE, _SHOWN = 120, 260
 
 
 class _Words:
@@ -92,9 +93,7 @@ def readable(complaint: str) -> str:
     """A complaint of the library in one line of bounded length: it quotes the grammar, and draws arrows."""
     complaint = complaint.replace(*_ADVICE)
     lines = complaint.split("\n<backtrace>")[0].replace("<non-verbose/>", "").split("\n")
-    kept = [_cut(" ".join(line[:2000].split()), _LINE) for line in lines if line.strip(" ^")]
-    return _cut("; ".join(kept).replace(":;", ":"), _SHOWN) or "no reason given"
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
+    kept = [clipped(" ".join(line.split()), _LINE) for line in lines if line.strip(" ^")]
+    kept[1:] = sorted(kept[1:], key=lambda line: not line.startswith("error"))  # the cause before quotes
+    text = "; ".join(kept).replace(":;", ":")
+    return (text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…") or "no reason given"
