@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
+from plait.cache_folder import NO_HOME, cache_base, make_folder
 from plait.errors import CheckpointError
 
 log = logging.getLogger("plait")
@@ -25,19 +26,17 @@ _TAG = ".etag"
 _START = b"GGUF"
 
 
-def web_folder() -> Path:
-    """Where files of web addresses are kept."""
-    return Path.home() / ".cache" / "plait" / "web"
-
-
 def fetch_file(address: str, folder: Path | None = None, *, offline: bool = False) -> Path:
     """The file at `address`, fetched once into a folder of its own below `folder`.
 
     A file that is there is used as it is. One that was cut off goes on where it stopped, if the server says
     that it has not changed since. Raises CheckpointError.
     """
+    base = folder or cache_base(None)
+    if base is None:
+        raise CheckpointError(f"cannot fetch {address}: {NO_HOME}")
     digest = hashlib.sha256(address.encode()).hexdigest()[:16]
-    place = (folder or web_folder()) / digest
+    place = base / "web" / digest
     target = place / (unquote(urlsplit(address).path.rpartition("/")[2]).replace("/", "_") or "model.gguf")
     if target.is_file():
         return target
@@ -45,7 +44,7 @@ def fetch_file(address: str, folder: Path | None = None, *, offline: bool = Fals
         raise CheckpointError(f"{address} is not on this disk, and --offline fetches nothing")
     part = target.with_name(target.name + ".part")
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        make_folder(place)
         with open(part, "ab") as file:
             _lock(file)
             if not target.is_file():
@@ -71,11 +70,9 @@ def _receive(address: str, file: BinaryIO, part: Path) -> None:
     """All that is missing of the file, appended. Raises OSError, ValueError for what is no GGUF file."""
     tag = part.with_name(part.name + _TAG)
     have = os.fstat(file.fileno()).st_size
-    request = urllib.request.Request(address, headers={"User-Agent": "plait", "Accept-Encoding": "identity"})
-    if have and tag.is_file():
-        request.add_header("Range", f"bytes={have}-")
-        request.add_header("If-Range", tag.read_text("utf-8"))
-    with urllib.request.urlopen(request, timeout=_SILENCE_S) as answer:
+    with _asked(address, have, tag) as answer:
+        if answer.status == 416:  # nothing is left to send
+            return
         if answer.status != 206:
             file.truncate(0)
             have = 0
@@ -92,8 +89,30 @@ def _receive(address: str, file: BinaryIO, part: Path) -> None:
             have += len(piece)
             file.write(piece)
         file.flush()
+        if wanted is None and not answer.chunked:
+            raise ValueError(
+                "the server does not say how long it is, so that a file that was cut would look whole"
+            )
         if wanted is not None and have < wanted:
             raise ValueError(f"the connection ended after {have:,} of {wanted:,} bytes")
+
+
+def _asked(address: str, have: int, tag: Path) -> http.client.HTTPResponse:
+    """The answer to a request for what follows the first `have` bytes; status 416 if that is nothing."""
+    request = urllib.request.Request(address, headers={"User-Agent": "plait", "Accept-Encoding": "identity"})
+    if have and tag.is_file():
+        request.add_header("Range", f"bytes={have}-")
+        request.add_header("If-Range", tag.read_text("utf-8"))
+    try:
+        return urllib.request.urlopen(request, timeout=_SILENCE_S)  # type: ignore[no-any-return]
+    except urllib.error.HTTPError as error:
+        if error.code == 416 and error.headers.get("Content-Range") == f"bytes */{have}":
+            return error  # type: ignore[return-value]
+        if error.code == 416:  # it is shorter than what is here: another file
+            error.close()
+            tag.unlink()
+            return _asked(address, have, tag)
+        raise
 
 
 def _reason(error: Exception) -> str:

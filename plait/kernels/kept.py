@@ -283,11 +283,12 @@ def sweep(kernels: Path, current: Path | None = None, unused_s: float = UNUSED_S
             continue
         with suppress(OSError), os.scandir(room.path) as entries:
             for entry in entries:
-                limits = {SUFFIX: unused_s, PARTIAL: ABANDONED_S}
-                limit, status = limits.get(Path(entry.name).suffix), entry.stat(follow_symlinks=False)
-                if limit is not None and now - status.st_mtime >= limit:
-                    os.unlink(entry.path)
-                    freed += status.st_size
+                limit = {SUFFIX: unused_s, PARTIAL: ABANDONED_S}.get(Path(entry.name).suffix)
+                with suppress(OSError):  # another start may sweep at the same time
+                    status = entry.stat(follow_symlinks=False)
+                    if limit is not None and now - status.st_mtime >= limit:
+                        os.unlink(entry.path)
+                        freed += status.st_size
     return freed
 
 

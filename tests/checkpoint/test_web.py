@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ class Site:
     data: bytes = DATA
     etag: str = '"1"'
     drops: int = 0
+    says_length: bool = True
     asked: list[str | None] = field(default_factory=list)
     url: str = ""
 
@@ -43,8 +45,15 @@ def site() -> Iterator[Site]:
             start = 0
             if wanted and self.headers.get("If-Range") == found.etag:
                 start = int(wanted.removeprefix("bytes=").removesuffix("-"))
+            if start >= len(found.data):
+                self.send_response(416)
+                self.send_header("Content-Range", f"bytes */{len(found.data)}")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
             self.send_response(206 if start else 200)
-            self.send_header("Content-Length", str(len(found.data) - start))
+            if found.says_length:
+                self.send_header("Content-Length", str(len(found.data) - start))
             self.send_header("ETag", found.etag)
             self.end_headers()
             stop = len(found.data) // 2 if found.drops else len(found.data)
@@ -86,6 +95,38 @@ def test_a_file_that_changed_meanwhile_begins_anew(site: Site, tmp_path: Path) -
         fetch_file(site.url, tmp_path)
     site.data, site.etag = b"GGUF" + b"new" * 99, '"2"'
     assert fetch_file(site.url, tmp_path).read_bytes() == site.data
+
+
+def test_a_file_that_arrived_whole_before_the_process_ended_is_taken(site: Site, tmp_path: Path) -> None:
+    path = fetch_file(site.url, tmp_path)
+    path.rename(path.with_name(path.name + ".part"))
+    (path.parent / f"{path.name}.part.etag").write_text(site.etag)
+    assert fetch_file(site.url, tmp_path).read_bytes() == DATA
+    assert site.asked == [None, f"bytes={len(DATA)}-"]
+
+
+def test_what_is_longer_than_the_file_has_become_begins_anew(site: Site, tmp_path: Path) -> None:
+    path = fetch_file(site.url, tmp_path)
+    path.rename(path.with_name(path.name + ".part"))
+    (path.parent / f"{path.name}.part.etag").write_text(site.etag)
+    site.data = b"GGUF short"
+    assert fetch_file(site.url, tmp_path).read_bytes() == site.data
+
+
+def test_a_file_of_unknown_length_is_not_taken_for_whole(site: Site, tmp_path: Path) -> None:
+    site.says_length = False
+    with pytest.raises(CheckpointError, match="does not say how long it is"):
+        fetch_file(site.url, tmp_path)
+
+
+def test_its_folder_is_one_that_others_may_not_write(site: Site, tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        path = fetch_file(site.url, tmp_path / "new")
+    finally:
+        os.umask(before)
+    for folder in (path.parent, path.parent.parent, tmp_path / "new"):
+        assert folder.stat().st_mode & 0o022 == 0
 
 
 def test_what_is_no_gguf_file_is_refused(site: Site, tmp_path: Path) -> None:

@@ -141,6 +141,19 @@ def test_any_number_of_threads_and_a_rest_that_is_played_alone_give_the_same() -
     cpu.close()
 
 
+def test_the_patience_of_very_many_threads_fits_its_word() -> None:
+    x = torch.ones(65, 3)
+    executor = Executor(2)
+    try:
+        executor._large.patience = 0.25 * 96 * 95  # what 96 threads of a processor bear with, together
+        with executor.recording(tokens=65, logits=1) as program:
+            out = chain(executor, x, 2)
+        executor.run(program, tokens=65, logits=0, seqs=1)
+        assert torch.equal(out, 4 * x)
+    finally:
+        executor.close()
+
+
 def test_a_worker_that_sleeps_through_steps_of_fewer_threads_comes_back() -> None:
     cpu = Executor(3)
     x = torch.randn(5, 3)

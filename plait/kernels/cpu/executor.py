@@ -36,6 +36,7 @@ from plait.kernels.cpu.vec import (
 )
 from plait.kernels.cpu.waiting import (
     FUTEX,
+    atomic_add_i64,
     atomic_get_i64,
     atomic_swap_i64,
     clock,
@@ -69,7 +70,7 @@ def _play(frame, table, count, thread, threads, number):
     for i in range(count):
         call_kernel(get_i64(table + 16 * i), frame, get_i64(table + 16 * i + 8), thread, threads)
         if threads > 1:
-            over = thread == 0 and atomic_get(sync + WAITED) > atomic_get(sync + PATIENCE)
+            over = thread == 0 and atomic_get_i64(sync + WAITED) > atomic_get_i64(sync + PATIENCE)
             if over:
                 atomic_swap_i64(sync + LEAVE, number + i)
             barrier(frame, threads)
@@ -98,7 +99,7 @@ def wait_for_turn(sync, turn, _, __):
             atomic_add(sync + layout.SLEEPERS, np.int32(-1))
         else:
             give_way()
-    atomic_add(sync + WAITED, np.int32((clock() - began) // 1000 + SPUN_US))
+    atomic_add_i64(sync + WAITED, (clock() - began) // 1000 + SPUN_US)
 
 
 @kernel
@@ -254,7 +255,7 @@ class Executor:
         self._frame = np.zeros(layout.WORDS, np.int64)
         self._sync, self._mailbox = aligned(LINE * 8), aligned(ASLEEP + LINE * threads)
         self._sync[:], self._mailbox[:] = 0, 0
-        self._waited = self._sync[WAITED : WAITED + 8].view(np.int32)  # and the patience
+        self._waited = self._sync[WAITED : WAITED + 16].view(np.int64)  # and the patience
         self._sync[layout.SPINS : layout.SPINS + 4].view(np.int32)[0] = BARRIER_SPINS
         self._mailbox[NAP : NAP + 16].view(np.int64)[:] = (0, 200_000)
         self._frame[layout.SYNC] = self._sync.ctypes.data

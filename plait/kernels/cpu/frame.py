@@ -16,7 +16,7 @@ ARRIVED = 0  # threads that are at the barrier
 TURN, SLEEPERS, SPINS = 64, 68, 72  # barriers passed; threads that sleep until then; pauses before one does
 LEAVE = 80  # after which launch all threads but the first go: see `executor._play`
 COUNTERS = 128  # two lines of counters for sharing out work
-WAITED, PATIENCE = 256, 260  # microseconds of long waits, of all threads; how many thread 0 bears with
+WAITED, PATIENCE = 256, 264  # microseconds of long waits, of all threads; how many thread 0 bears
 
 
 @inline

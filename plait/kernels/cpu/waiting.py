@@ -19,6 +19,9 @@ atomic_get_i64 = _define("atomic_get_i64", A, (A,), lambda b, a: b.load_atomic(_
 atomic_swap_i64 = _define(
     "atomic_swap_i64", A, (A, A), lambda b, a, v: b.atomic_rmw("xchg", _at(b, a, i64), v, "seq_cst")
 )
+atomic_add_i64 = _define(
+    "atomic_add_i64", A, (A, A), lambda b, a, v: b.atomic_rmw("add", _at(b, a, i64), v, "seq_cst")
+)
 give_way = _define("give_way", N, (), lambda b: _call(b, "SwitchToThread" if WINDOWS else "sched_yield", i32))
 
 
