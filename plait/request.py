@@ -271,6 +271,7 @@ class Request:
     `interval`: tokens of a choice that an engine in another process tells of at a time; the first, and the
     end, it tells at once. `watched`: somebody sees the reply before its end, and would see it falter.
     `shows_progress`: there are events, too, of how far the prompt of the first choice is computed.
+    `tenant`: with whom it shares what is dealt out in turns, an API key or an address.
     """
 
     id: str
@@ -289,11 +290,7 @@ class Request:
     interval: int = 1
     watched: bool = True
     shows_progress: bool = False
-
-    @property
-    def tenant(self) -> str:
-        """Of which API key it is: the first part of its salt, as the server writes it; "" without keys."""
-        return self.cache_salt.partition("/")[0]
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,8 +85,9 @@ def _answer(
     front = load()
     try:
         told = _Told()
-        work = run(create_app(front, server), lines(source), target.write, at_once=at_once, on_done=told)
-        counts = asyncio.run(work)
+        app = create_app(front, server)
+        options: dict[str, Any] = {"at_once": at_once, "on_done": told, "fault": lambda: front.fault}
+        counts = asyncio.run(run(app, lines(source), target.write, **options))
         told.last(counts)
         return counts
     finally:

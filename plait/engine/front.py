@@ -91,7 +91,7 @@ class Front:
     say; raises ConfigError for names that are none.
     """
 
-    tenant = ""  # of which API key the caller is
+    tenant = ""  # of a caller behind an API: its key or address
 
     def __init__(
         self,

@@ -173,10 +173,9 @@ class EngineProcess:
 
     @property
     def live(self) -> bool:
-        """Whether it works or will again: its supervisor goes on and has not given it up."""
+        """Whether it works or will be tried again: its supervisor goes on, and has not given it up."""
         with self._changed:
-            given_up = self.fault is not None or self._lost is not None
-        return not given_up and self._supervisor.is_watching
+            return self.fault is None and self._supervisor.is_watching
 
     def follow_log_levels(self) -> None:
         """Have the engine log what this process's loggers would."""

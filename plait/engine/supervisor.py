@@ -42,6 +42,7 @@ from plait.errors import EngineError, EngineLost, OutOfMemory, PlaitError
 
 TICK_S = 1.0  # between two looks at the signs of life
 ASLEEP_S = 5.0  # without a look, this process was stopped itself, and perhaps the engine with it
+NOT_STARTED = "it could not be started"
 MAX_DEATHS = 6  # of engines in a row, with no token between them and no request to blame
 BACKOFF_S = 0.5  # before the third start; twice as long before each further one
 LONGEST_BACKOFF_S = 10.0
@@ -134,7 +135,7 @@ class Supervisor:
         self._close_at: float | None = None
         self._num_in_row = self._num_unexplained = 0
         self._spare = _spare()
-        self._last = End("it could not be started")
+        self._last = End(NOT_STARTED)
 
     @property
     def is_up(self) -> bool:
@@ -183,7 +184,8 @@ class Supervisor:
         except OSError as error:  # no memory, no processes, no files left: it may be better later
             self._num_in_row = max(self._num_in_row, 1) + 1
             self._num_unexplained += 1
-            return f"it could not be started: {error}"
+            self._last = End(f"{NOT_STARTED}: {error}")
+            return self._last.how
         self._progress_s = time.monotonic()
         death: str | None = None
         try:
@@ -316,7 +318,8 @@ class Supervisor:
         if not self._was_up:
             return reported or _first_death(self._last)
         if self._num_unexplained >= MAX_DEATHS:
-            text = f"the engine's process has ended {MAX_DEATHS} times without a token between ({why}); "
+            times = f"{self._num_unexplained} times"
+            text = f"the engine's process has ended {times} without a token between ({why}); "
             if not self._patience.goes_on:
                 log.critical("the engine's process has ended: %s; it is not started any more", why)
                 return EngineLost(text + "it is not started any more: restart the server")
@@ -386,4 +389,5 @@ def _first_death(end: End) -> PlaitError:
     text = f"the engine's process ended while the model was loading: {end.how}"
     if end.is_oom:
         return OutOfMemory(f"{text}; choose a smaller --max-model-len, --max-num-seqs or model")
-    return EngineError(text if end.is_killed else f"{text}; the log says more")
+    said_all = end.is_killed or end.how.startswith(NOT_STARTED)
+    return EngineError(text if said_all else f"{text}; the log says more")

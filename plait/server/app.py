@@ -260,7 +260,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
         404: f"{where}: there is no such path; {PATHS}",
         405: f"{where}: this path takes {(headers or {}).get('Allow', 'another method')}",
     }
-    return http_problem(status, texts.get(status, where), headers).response()
+    found, exchange = http_problem(status, texts.get(status, where), headers), request.scope.get(SCOPE_KEY)
+    if exchange is not None:
+        exchange.reason = found.reason
+    return found.response()
 
 
 async def _any_error(request: Request, error: Exception) -> Response:

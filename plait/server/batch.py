@@ -89,17 +89,21 @@ async def run(
     *,
     at_once: int,
     on_done: Callable[[Counts], None],
+    fault: Callable[[], BaseException | None] = lambda: None,
 ) -> Counts:
     """Answer every request, at most `at_once` at a time. `write` gets one line for each, as it is done.
 
-    Raises what `write` raises; what goes wrong with a request is its own line's.
+    Raises what `write` raises, and what `fault` gives: why nothing can be answered any more. What goes wrong
+    with a request is its own line's.
     """
     counts, source = Counts(), iter(requests)
 
     async def work() -> None:
         # Workers share the iterator: a file of any length is read as it is needed.
         for line in source:
-            answer = await _answered(app, line)
+            answer = await _answered(app, line, fault)
+            if fault() is not None:
+                return
             failed = answer["error"] is not None or answer["response"]["status_code"] >= 400
             write(msgspec.json.encode(answer) + b"\n")
             counts.done, counts.failed = counts.done + 1, counts.failed + failed
@@ -110,16 +114,18 @@ async def run(
     async with asyncio.TaskGroup() as group:
         for _ in range(at_once):
             group.create_task(work())
+    if (lost := fault()) is not None:
+        raise lost
     return counts
 
 
-async def _answered(app: ASGIApp, line: Line) -> dict[str, Any]:
+async def _answered(app: ASGIApp, line: Line, fault: Callable[[], BaseException | None]) -> dict[str, Any]:
     found: dict[str, Any] = {"id": new_id("batch_req", "_"), "custom_id": line.custom_id}
     if line.fault:
         return {**found, "response": None, "error": {"code": "invalid_request", "message": line.fault}}
     status, headers, body = await asked(app, line.url, line.body)
     for pause_s in PAUSES_S:
-        if status not in BUSY:
+        if status not in BUSY or fault() is not None:
             break
         await asyncio.sleep(pause_s)
         status, headers, body = await asked(app, line.url, line.body)

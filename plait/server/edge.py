@@ -203,6 +203,7 @@ class Edge:
                 if not self._loading.stopping:
                     self._traffic.work(exchange)
             except PlaitError as error:
+                exchange.reason = problem(error).reason
                 app = self._door.answer_to(error, path)
             await app(scope, receive, self._named(exchange, send))
         finally:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from plait.errors import InvalidField
 from plait.request import Request, RequestTrace, SamplingParams
 from plait.server.keys import ANYBODY, Key
+from plait.text.turns import asker
 
 if TYPE_CHECKING:
     from plait.engine.front import Front
@@ -71,8 +72,8 @@ class Caller:
 
     @property
     def tenant(self) -> str:
-        """Of which API key it is."""
-        return self._exchange.key.name
+        """Who shares fairly with others: the API key's name, else the client's address."""
+        return self._exchange.key.name or asker.get()
 
     def prepare(self, prompt: str | Sequence[int], params: SamplingParams, **more: Any) -> Request:
         """As Front's. Raises InvalidField, too, if the whole HTTP request asks for too many tokens."""
@@ -88,7 +89,7 @@ class Caller:
         if exchange.key.name:
             # No name holds a slash, so no salt that is sent makes one key's prompts another's.
             request = replace(request, cache_salt=f"{exchange.key.name}/{request.cache_salt}")
-        stream = self._front.submit(request, interval)
+        stream = self._front.submit(replace(request, tenant=self.tenant), interval)
         exchange.streams.append(stream)
         if exchange.account is not None:
             exchange.account.pay(len(request.prompt_token_ids))

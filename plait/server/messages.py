@@ -6,7 +6,8 @@ reasoning are those of /v1/chat/completions. Errors have Anthropic's shape here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -80,6 +81,7 @@ _NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     "max_completion_tokens": "max_tokens",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "parameters": "input_schema",
 }
 _REFUSED = ("mcp_servers", "container", "context_management")
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -107,7 +109,7 @@ def outcome(front: Front, model: str, body: Mapping[str, Any]) -> Messages:
     sent |= _translated(asked) | {"stream": asked.stream}
     if asked.stop_sequences:
         sent["stop"] = asked.stop_sequences
-    return Messages(model, asked.stream, _planned(front, model, found, sent))
+    return Messages(model, asked.stream, _planned(front, model, found, sent), found.places)
 
 
 def count(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,14 +164,17 @@ def _translated(asked: CountRequest) -> dict[str, Any]:
 class Messages:
     """One response, whole or as events; both are the same blocks in the end."""
 
-    def __init__(self, model: str, stream: bool, reply: Reply) -> None:
-        self._model, self._reply, self._blocks = model, reply, Blocks()
+    def __init__(self, model: str, stream: bool, reply: Reply, places: Sequence[str] = ()) -> None:
+        self._model, self._reply, self._blocks, self._places = model, reply, Blocks(), places
         self.requests, self.stream = reply.requests, stream
         self._id = new_id("msg", "_")
 
     @property
     def warning(self) -> str:
         return self._reply.warning
+
+    def words(self) -> AbstractContextManager[None]:
+        return in_words_of(_NAMES, self._places)
 
     def add(self, i: int, delta: Delta) -> None:
         for _ in self._steps(delta):
@@ -189,7 +194,8 @@ class Messages:
         return (_told(step) for step in self._steps(delta))
 
     def end(self, usage: Usage) -> Iterable[Event]:
-        yield {"type": "message_delta", "delta": self._end(), "usage": _usage(usage.body())}
+        more = {"warning": self.warning} if self.warning else {}
+        yield {"type": "message_delta", "delta": self._end(), "usage": _usage(usage.body()), **more}
         yield {"type": "message_stop"}
 
     def failed(self, problem: Problem) -> Iterable[Event]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.responses import Response
@@ -36,6 +37,10 @@ class Outcome(Protocol):
         """What went wrong although the request was answered; "". Known with the body."""
         ...
 
+    def words(self) -> AbstractContextManager[None]:
+        """In which refusals name the fields that the client sent."""
+        ...
+
     def add(self, i: int, delta: Delta) -> None:
         """Keep this delta of request `i` for `body`."""
         ...
@@ -65,6 +70,9 @@ class Whole:
     """The half of `Outcome` that a response without a stream needs not think about."""
 
     stream, warning = False, ""
+
+    def words(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def begin(self) -> Iterable[Event]:
         return ()
@@ -104,7 +112,8 @@ async def _respond(
     for first in range(0, len(outcome.requests), size):
         requests = outcome.requests[first : first + size]
         # What was computed for the first of a list is not thrown away because others came meanwhile.
-        generation = await Generation.start(front, requests, None, waits=bool(first))
+        with outcome.words():
+            generation = await Generation.start(front, requests, None, waits=bool(first))
         try:
             async for i, delta in generation:
                 usage.add(first + i, delta)
@@ -116,7 +125,8 @@ async def _respond(
 
 
 async def _streamed(front: Front, outcome: Outcome, usage: Usage, interval: int) -> Response:
-    generation = await Generation.start(front, outcome.requests, interval)
+    with outcome.words():
+        generation = await Generation.start(front, outcome.requests, interval)
     try:
         await generation.peek()
     except BaseException:

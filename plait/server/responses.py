@@ -7,7 +7,8 @@ structured output are those of /v1/chat/completions. Nothing is stored, and ever
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -102,6 +103,7 @@ _NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "logprobs": "include",
+    "parameters": "parameters",
 }
 _REFUSED = ("conversation", "prompt", "max_tool_calls", "context_management", "moderation")
 
@@ -112,7 +114,7 @@ def outcome(front: Front, model: str, body: Mapping[str, Any]) -> Responses:
     with in_words_of(_NAMES, found.places):
         asking = {**sent, "messages": found.messages, "stream": asked.stream}
         reply = chat.plan(front, model, asking, _NAMES)
-    return Responses(model, asked, reply)
+    return Responses(model, asked, reply, found.places)
 
 
 def count(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,8 +167,8 @@ def _translated(asked: ResponsesRequest) -> dict[str, Any]:
 class Responses:
     """One response, whole or as events; both are the same items in the end."""
 
-    def __init__(self, model: str, asked: ResponsesRequest, reply: Reply) -> None:
-        self._reply, self._asked, self._blocks = reply, asked, Blocks()
+    def __init__(self, model: str, asked: ResponsesRequest, reply: Reply, places: Sequence[str] = ()) -> None:
+        self._reply, self._asked, self._blocks, self._places = reply, asked, Blocks(), places
         self.requests, self.stream = reply.requests, asked.stream
         self._head = _head(model, asked, reply.requests[0])
         self._ids: list[str] = []
@@ -175,6 +177,9 @@ class Responses:
     @property
     def warning(self) -> str:
         return self._reply.warning
+
+    def words(self) -> AbstractContextManager[None]:
+        return in_words_of(_NAMES, self._places)
 
     def add(self, i: int, delta: Delta) -> None:
         for _ in self._steps(delta):
@@ -201,7 +206,8 @@ class Responses:
 
     def end(self, usage: Usage) -> Iterable[Event]:
         body = self.body(usage)
-        yield self._event(f"response.{body['status']}", response=body)
+        more = {"warning": self.warning} if self.warning else {}
+        yield self._event(f"response.{body['status']}", response=body, **more)
 
     def failed(self, problem: Problem) -> Iterable[Event]:
         yield self._event("error", code=problem.code, message=problem.message, param=problem.param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,9 @@ _SAYS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
+
+
+_PARAMETERS = re.compile(r"^(tools\[\d+\])\.function\.parameters")
 
 
 def refuse_words_of_a_chat(body: Mapping[str, Any], words: frozenset[str], names: Mapping[str, str]) -> None:
@@ -59,6 +63,8 @@ def in_words_of(names: Mapping[str, str], places: Sequence[str]) -> Iterator[Non
 
 
 def _renamed(param: str, names: Mapping[str, str], places: Sequence[str]) -> str:
+    if (schema := names.get("parameters")) is not None:
+        param = _PARAMETERS.sub(rf"\1.{schema}", param)
     if "response_format" in names:  # elsewhere a schema stands in the format itself
         param = param.replace("response_format.json_schema.", "response_format.")
     head, bracket, rest = param.partition("[")

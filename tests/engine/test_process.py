@@ -361,8 +361,9 @@ def test_an_engine_that_was_lost_is_tried_again_and_refuses_requests_until_it_is
         until(lambda: len(reader.tokens("r")) > 5)
         damage.touch()
         kill(process)
-        until(lambda: not process.live)
+        until(lambda: process._lost is not None)
         assert process.fault is None
+        assert process.live  # a new start of the server would not help sooner
         assert process.loading is None
         with pytest.raises(EngineLost, match="try again later") as caught:
             process.submit(request("early", [5]), reader)
@@ -595,3 +596,14 @@ def test_tokens_that_an_engine_kept_when_it_was_killed_are_computed_again() -> N
         kill(process)
         until(done(reader, "whole"))
     assert reader.tokens("whole") == oracle(prompt, 300)
+
+
+def test_a_process_that_cannot_be_started_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("plait.engine.supervisor.Spawned", refused)
+    process = EngineProcess("fine", SETTINGS, builder=BUILDER)
+    with pytest.raises(EngineError, match=r"could not be started: .*Resource temporarily unavailable$"):
+        process.ready(lambda *_: None)
+    process.close(drain=False)

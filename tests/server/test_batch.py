@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from plait.config import ServerConfig
-from plait.errors import ConfigError
+from plait.errors import ConfigError, EngineLost
 from plait.server.app import create_app
 from plait.server.batch import Counts, lines, run
 from tests.server.fake import EchoLoop, fake_front
@@ -52,6 +52,28 @@ def test_every_kind_of_request_is_answered_as_over_http() -> None:
     assert found["e"]["response"]["body"]["content"][0]["text"] == "hello"
     assert all(one["response"]["request_id"] for one in found.values())
     assert (counts.done, counts.failed) == (7, 0)
+
+
+def test_a_batch_ends_when_its_engine_is_given_up() -> None:
+    front, written, lost = fake_front(), list[bytes](), EngineLost("the engine has ended 6 times")
+    loop: Any = front.loop
+
+    def write(one: bytes) -> None:
+        written.append(one)
+        loop.fault = lost
+
+    requests = [line(str(n), prompt="hi", max_tokens=2) for n in range(50)]
+    work = run(
+        create_app(front, ServerConfig()),
+        lines(requests),
+        write,
+        at_once=2,
+        on_done=lambda _: None,
+        fault=lambda: front.fault,
+    )
+    with pytest.raises(EngineLost, match="6 times"):
+        asyncio.run(work)
+    assert len(written) <= 3
 
 
 def test_what_is_wrong_with_a_line_is_its_own_matter() -> None:

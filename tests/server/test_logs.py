@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,6 +103,24 @@ def test_a_refusal_says_why_and_nothing_of_what_was_sent(kept: Kept) -> None:
     assert "-4" in reasons[0]
     assert [reason for reason in reasons if "secret" in reason] == []
     assert reasons[2].startswith("model_not_found (model): ")
+
+
+def test_refusals_before_any_endpoint_say_why_too(kept: Kept) -> None:
+    with serving(fake_front(), api_key=("alice:secret",)) as client:
+        for path, headers in (
+            ("/v1/models", {"authorization": "Bearer wrong"}),
+            ("/nopath", {"authorization": "Bearer secret"}),
+            ("/v1/models", {"host": "evil.example", "authorization": "Bearer secret"}),
+        ):
+            replace(client, headers=headers).get(path)
+        assert wait_until(lambda: len(kept.fields(method="GET")) == 3)
+    reasons = [fields["reason"] for fields in kept.fields(method="GET")]
+    assert [reason.split(" ")[0].rstrip(":") for reason in reasons] == [
+        "invalid_api_key",
+        "not_found",
+        "host_not_allowed",
+    ]
+    assert "evil" not in "".join(reasons)
 
 
 def test_what_a_client_sends_cannot_make_a_line_or_move_a_cursor() -> None:

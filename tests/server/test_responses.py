@@ -11,11 +11,14 @@ from openai import OpenAI
 from openai.types.responses import Response
 
 from plait.engine.stream import Delta
+from plait.errors import BadGrammar
 from plait.request import Request, SamplingParams
+from plait.server import messages, responses
 from plait.server.problems import Problem
 from plait.server.reply import Usage
 from plait.server.response_items import conversation
 from plait.server.responses import Responses, ResponsesRequest
+from plait.server.wording import in_words_of
 from tests.contract.wire import Answer, Client
 from tests.server.conftest import serving, wait_until
 from tests.server.fake import EchoLoop
@@ -385,3 +388,18 @@ def test_a_wrong_schema_is_named_by_its_place_here(client: Client) -> None:
     told = {"type": "json_schema", "name": "a", "schema": {"type": "sound"}}
     answer = client.post("/v1/responses", {"input": "hi", "text": {"format": told}})
     assert (answer.status, answer.error["param"]) == (400, "text.format.schema")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_grammar_is_refused_in_words_of_this_api(client: Client, stream: bool) -> None:
+    bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}
+    form = {"format": {"type": "json_schema", "name": "x", "schema": bad}}
+    answer = client.post("/v1/responses", {"input": "Hi", "text": form, "stream": stream})
+    assert (answer.status, answer.error["param"]) == (400, "text.format.schema")
+
+
+def test_a_tools_schema_is_named_as_each_api_names_it() -> None:
+    for module, name in ((responses, "tools[2].parameters"), (messages, "tools[2].input_schema")):
+        with pytest.raises(BadGrammar) as caught, in_words_of(module._NAMES, ()):
+            raise BadGrammar("it cannot be honoured", "tools[2].function.parameters")
+        assert caught.value.param == name

@@ -140,6 +140,16 @@ def test_a_stream_has_that_warning_in_its_last_chunk_and_others_have_none(client
         assert "x-plait-warning" not in answer.headers
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_streams_of_named_events_end_with_that_warning(client: Client, path: str) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "<think>" + "a" * 40}], **ENDLESS}
+    if path == "/v1/responses":
+        asked |= {"input": asked.pop("messages"), "max_output_tokens": asked.pop("max_tokens")}
+    events = client.post(path, {**asked, "stream": True}).named_events
+    warned = [event["type"] for event in events if "warning" in event]
+    assert warned == ["message_delta" if path == "/v1/messages" else "response.incomplete"]
+
+
 def test_usage_counts_thinking(client: Client) -> None:
     usage = client.chat(THOUGHT).json["usage"]
     assert usage["completion_tokens"] == len(THOUGHT)
