@@ -17,7 +17,7 @@ from starlette.types import Receive
 from plait.errors import Cancelled, DeadlineExceeded, EngineError, QueueFull
 from plait.request import Request, RequestTrace
 from plait.server.problems import NotReady
-from plait.text.grammar.compiler import settled, too_late
+from plait.text.grammar.verdicts import settled, too_late
 
 if TYPE_CHECKING:
     from plait.engine.front import Front

@@ -7,6 +7,7 @@ looked at: no numbers of the size of a map may be in memory that is not the chec
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from plait.checkpoint.packed import Packed
 from plait.checkpoint.scheme import find_scheme
 from plait.checkpoint.weights import Weights
-from plait.kernels.cpu.kernel import Kernel
+from plait.kernels.cpu.kernel import Entry, Kernel
 from plait.model.decoder import Decoder
 from plait.ops.blocks import random_weight
 from plait.ops.linear import linear
@@ -30,6 +31,7 @@ from tests.families.parity import Memory, decoder, resolved, whole, worst
 from tests.families.test_packed import CONFIGS, IDS, Model
 
 LEAST = 64 * 64  # numbers in the smallest map of these models
+PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 MODELS = {"nf4": "qwen3_moe", "fp8 in blocks": "deepseek_v3", "compressed fp8 by row": "deepseek_v3"}
 
@@ -65,7 +67,9 @@ def held(thing: Any) -> Iterator[Tensor]:
     seen, waiting = set[int](), [thing]
     while waiting:
         one = waiting.pop()
-        if id(one) in seen or isinstance(one, type | Op | Kernel) or type(one).__name__ == "module":
+        if id(one) in seen or type(one) in PROXIES:
+            continue
+        if isinstance(one, type | Op | Kernel | Entry) or type(one).__name__ == "module":
             continue
         seen.add(id(one))
         if isinstance(one, Tensor):

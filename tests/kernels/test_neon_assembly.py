@@ -15,7 +15,8 @@ binding = import_module("llvmlite.binding")
 
 # Named beside what every aarch64 has: what the forms ask for is there, what they do not is not.
 FEATURES = {"neon": "+neon", "neon-dotprod": "+neon,+dotprod", "neon-i8mm": "+neon,+dotprod,+i8mm"}
-LIBRARY = {"sched_yield", "nanosleep", "syscall", "SwitchToThread", "Sleep"}  # what kernels may call
+LIBRARY = {"sched_yield", "nanosleep", "clock_gettime", "syscall"}  # what kernels may call
+LIBRARY |= {"SwitchToThread", "Sleep", "GetTickCount64"}
 
 WRITTEN = """
 import json

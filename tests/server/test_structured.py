@@ -214,7 +214,7 @@ def test_the_processes_that_try_grammars_are_up_before_a_server_is_ready(
 ) -> None:
     made: list[Front] = []
     monkeypatch.setattr(Front, "start", lambda front: made.append(front))
-    monkeypatch.setattr(process, "EngineProcess", lambda *_: StubProcess())
+    monkeypatch.setattr(process, "EngineProcess", lambda *_, **__: StubProcess())
     assert made == [process.load_process("m", EngineConfig(), lambda *_: None)]
 
 

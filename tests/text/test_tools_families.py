@@ -87,7 +87,7 @@ HERMES_TEMPLATE = (
     '{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\n</tool_call>{% endif %}'
 )
 QWEN_XML_TEMPLATE = TURNS + "{{ tools }}<tool_call>\n<function=example>\n<parameter=p>\nv\n</parameter>"
-THINKS = "{% if '</think>' in m.content %}"
+THINKS = "{% if '</think>' in m.content %}{% endif %}"
 GLM_TEMPLATE = (
     "[gMASK]<sop>{% for m in messages %}<|user|>{{ m.content }}<|observation|>{% endfor %}{{ tools }}"
     "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value></tool_call>"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import replace
 
-from plait.errors import BadGrammar, CapacityError, OutOfMemory
+from plait.errors import BadGrammar, OutOfMemory
 from plait.process_memory import is_free
 from plait.text.grammar.grammar import Grammar, GrammarLimits
 from plait.text.grammar.library import compiled, readable
 from plait.text.grammar.state import CompiledGrammar
 from plait.text.grammar.trial import TrialPool
-from plait.text.grammar.verdicts import Verdict
+from plait.text.grammar.verdicts import Verdict, settled, too_late
 from plait.text.grammar.vocabulary import Vocabulary, ends_of, special_of, vocabulary_of
 from plait.text.tokenizer import Tokenizer
 
@@ -134,20 +133,6 @@ class GrammarCompiler:
     def close(self) -> None:
         """Ends the trying processes. A later grammar starts new ones."""
         self.checker.close()
-
-
-def settled(grammar: Grammar, verdict: Verdict) -> Grammar:
-    """The grammar with its form. Raises BadGrammar if the verdict is a refusal."""
-    if not verdict.is_good:
-        raise BadGrammar(verdict.text, grammar.param)
-    return replace(grammar, form=verdict.text)
-
-
-def too_late(waited_s: float) -> CapacityError:
-    """What a request gets whose grammar's turn did not come."""
-    return CapacityError(
-        f"the grammar was not tried out within {waited_s:g} s, as others are before it; try again later"
-    )
 
 
 def check_memory(nbytes: int) -> None:

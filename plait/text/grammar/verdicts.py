@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from plait.errors import BadGrammar, CapacityError
 from plait.text.grammar.grammar import Grammar
 
 _OVERHEAD = 512  # bytes of the objects around a text
@@ -18,6 +19,20 @@ class Verdict:
 
     is_good: bool
     text: str
+
+
+def settled(grammar: Grammar, verdict: Verdict) -> Grammar:
+    """The grammar with its form. Raises BadGrammar if the verdict is a refusal."""
+    if not verdict.is_good:
+        raise BadGrammar(verdict.text, grammar.param)
+    return replace(grammar, form=verdict.text)
+
+
+def too_late(waited_s: float) -> CapacityError:
+    """What a request gets whose grammar's turn did not come."""
+    return CapacityError(
+        f"the grammar was not tried out within {waited_s:g} s, as others are before it; try again later"
+    )
 
 
 def digest(grammar: Grammar) -> bytes:
