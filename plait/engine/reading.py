@@ -45,11 +45,11 @@ class Reading:
         self._num_tokens += 1
         return self._told(self._parser.push(text) if self._parser else [Content(text)])
 
-    def finish(self, text: str) -> list[Delta]:
-        """The end, with the last of its text: what was held back comes out."""
+    def finish(self, text: str, *, is_cut: bool = False) -> list[Delta]:
+        """The end, with the last of its text: what was held back comes out. `is_cut`: by a limit."""
         parts: list[Delta] = [Content(text)]
         if self._parser:
-            parts = [*self._parser.push(text, 0), *self._parser.finish()]
+            parts = [*self._parser.push(text, 0), *self._parser.finish(is_cut=is_cut)]
         told = self._told(parts)
         held = "" if self.has_ended else self._stop.flush()
         self._content_out += len(held)

@@ -108,7 +108,7 @@ class Choice:
         if not reading.has_ended and finish is not None:
             rest = self._decoder.flush() if self._decoder else ""
             self._decoded += len(rest)
-            parts += reading.finish(rest)
+            parts += reading.finish(rest, is_cut=finish == "length")
         is_end = finish is not None or reading.has_ended
         if not parts and not is_end and self._tokenizer and not event.prompt_logprobs:
             return None

@@ -170,6 +170,15 @@ def test_a_call_that_is_not_whole_is_not_the_one_that_is_allowed() -> None:
     assert (found.names, found.complete, reader.has_enough) == (["f", "search"], [False, True], True)
 
 
+@pytest.mark.parametrize("length", range(len("<tool_call>"), len('<tool_call>\n{"name": "f", "arg') + 1))
+def test_what_a_limit_cut_before_the_call_was_known_is_no_content(length: int) -> None:
+    text = '<tool_call>\n{"name": "f", "arg'[:length]
+    reader = parser("hermes")
+    assert gathered([*reader.push(f"Well. {text}"), *reader.finish(is_cut=True)]).content.rstrip() == "Well."
+    reader = parser("hermes")
+    assert gathered([*reader.push(text), *reader.finish()]).content == text  # the model ended it like that
+
+
 def test_a_fence_after_a_bare_call_is_content() -> None:
     found = read_every_way("json", '{"name": "f", "arguments": {}}\nSee:\n```python\n1\n```')
     assert (found.names, found.content) == (["f"], "See:\n```python\n1\n```")

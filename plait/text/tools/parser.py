@@ -117,7 +117,7 @@ class OutputParser:
         self._after = Markers((*opens, *anywhere, *self._passed, *closes))
         self._reply = Reply(tools or {}, make_id, most_calls)
         self._may_be_bare = bool(self._calls and self._calls.bare)
-        self._may_close = False
+        self._may_close = self._is_cut = False
         self.is_reasoning = starts_open and bool(self._ends)
         self.num_reasoning_chars = self.num_reasoning_tokens = 0
         self._reading = self._read()
@@ -152,9 +152,11 @@ class OutputParser:
         self._advance()
         return self._reply.collect()
 
-    def finish(self) -> list[Delta]:
-        """The end of the reply: what was held back comes out."""
-        self._reply.cursor.ended = True
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """The end of the reply: what was held back comes out. `is_cut`: by a limit, so that what a call's
+        marker opened and nothing closed was one in the making, and is no content.
+        """
+        self._reply.cursor.ended, self._is_cut = True, is_cut
         self._advance()
         return self._reply.collect()
 
@@ -250,5 +252,7 @@ class OutputParser:
             reply.leave_content()
             while (yield from cursor.peek()) == "}":
                 cursor.take(1)
+        elif marked and self._is_cut and cursor.at == len(cursor.text):
+            reply.leave_content()
         elif reply.num_calls == before or held.strip(_LEFT_OVER):
             reply.say(held)
