@@ -265,7 +265,10 @@ class Engine:
         """Tell how far the prompts in a step are, before the token that the last of one brings."""
         for chunk in plan.chunks:
             choice = self._choices.get(chunk.seq_id)
-            if choice is None or choice.first_token_s is not None or not choice.entry.request.shows_progress:
+            if choice is None or choice.first_token_s is not None:
+                continue
+            request = choice.entry.request
+            if not request.shows_progress or request.resumed:  # of a resumed one, more than its prompt is computed
                 continue
             seq, num_done = choice.sequence, chunk.start + len(chunk.token_ids)
             if seq.index == 0 and choice.first_scheduled_s is not None:
