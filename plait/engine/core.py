@@ -268,7 +268,7 @@ class Engine:
             if choice is None or choice.first_token_s is not None:
                 continue
             request = choice.entry.request
-            if not request.shows_progress or request.resumed:  # of a resumed one, more than its prompt is computed
+            if not request.shows_progress or request.resumed:  # of a resumed one more is computed
                 continue
             seq, num_done = choice.sequence, chunk.start + len(chunk.token_ids)
             if seq.index == 0 and choice.first_scheduled_s is not None:
