@@ -13,21 +13,18 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from plait.errors import BadTemplate, CapacityError
 from plait.text.turns import Turns
+from plait.text.walled import command, is_foreign
 
 _MIB = 1 << 20
-_ROOT = Path(__file__).resolve().parents[2]
-_RUN = "import sys; sys.path.insert(0, sys.argv[1]); from plait.text.sandbox_child import main; main()"
 _BUSY = "conversations of others are being rendered; try again later"
 
 
@@ -62,6 +59,11 @@ class Sandbox:
         self._children: dict[int, _Child] = {}
         self._locks = [threading.Lock() for _ in range(self._limits.children)]
 
+    @property
+    def wait_s(self) -> float:
+        """How long anybody waits for a turn."""
+        return self._limits.wait_s
+
     def start(self) -> list[str]:
         """Starts a child now, so that the first rendering need not wait for it. Returns the walls it has."""
         with (
@@ -78,7 +80,7 @@ class Sandbox:
         """The rendered text. `values` must be JSON.
 
         Raises BadTemplate with the template's own message, TemplateEnded naming the limit, and CapacityError
-        if its turn does not come in time, or the machine is too busy.
+        if its turn does not come in time, the machine is too busy, or its process is ended from outside.
         """
         request = {"template": template, "values": dict(values), "max_chars": self._limits.max_chars}
         text: str = self._ask(request, "the chat template refused: ")["text"]
@@ -115,9 +117,13 @@ class Sandbox:
                 "try again later"
             ) from error
         except (OSError, ValueError, EOFError) as error:
-            is_late = child.ended() == -signal.SIGPROF
+            status = child.ended()
             self._drop(place)
-            if is_late:
+            if status is not None and is_foreign(status):
+                raise CapacityError(
+                    "the process that renders chat templates was ended by the system; try again"
+                ) from error
+            if status == -signal.SIGPROF:
                 text = f"the chat template did not finish within {limits.timeout_s:g} s"
             else:
                 limit = f"{limits.memory_bytes // _MIB} MiB"
@@ -142,15 +148,19 @@ class _Child:
     """The process and its two pipes. `walls`: what keeps it in, see `confine`."""
 
     def __init__(self, limits: Limits) -> None:
-        command = [sys.executable, "-I", "-c", _RUN, str(_ROOT), str(limits.memory_bytes)]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            env={},
-        )
+        try:
+            self._process = subprocess.Popen(
+                command("plait.text.sandbox_child", str(limits.memory_bytes)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                env={},
+            )
+        except OSError as error:
+            raise CapacityError(
+                f"no process can be started that renders chat templates: {error}; try again later"
+            ) from error
         self.stop = weakref.finalize(self, _reap, self._process)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -158,7 +168,7 @@ class _Child:
         os.set_blocking(self._in, False)
         try:
             self.walls: list[str] = json.loads(self._read_line(time.monotonic() + limits.start_s, 4096))
-        except (TimeoutError, EOFError, ValueError) as error:
+        except (OSError, EOFError, ValueError) as error:
             self.stop()
             raise CapacityError(
                 "the process that renders chat templates did not start within "

@@ -28,6 +28,8 @@ import jinja2.sandbox
 
 from plait.text.confine import confine
 
+_MAX_ERROR = 1000  # characters: a template may write any number of them
+
 
 class Generation(jinja2.ext.Extension):
     """`{% generation %}` marks what a trainer learns from; when rendering it is only its content."""
@@ -122,9 +124,9 @@ class Templates:
         except RecursionError:
             return {"error": "it is nested too deeply (maximum recursion depth exceeded)"}
         except jinja2.TemplateSyntaxError as error:
-            return {"error": f"it is no Jinja: {error.message} (line {error.lineno})"}
+            return {"error": f"it is no Jinja: {_cut(error.message or '')} (line {error.lineno})"}
         except Exception as error:
-            return {"error": str(error) or type(error).__name__}
+            return {"error": _cut(str(error)) or type(error).__name__}
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -135,6 +137,10 @@ class Templates:
         used += ["{{ lipsum() }}", "{{ strftime_now('%c') }}", "{{ '\\N{BULLET}' }}", "{{ a.b }}", "{% if"]
         for source in used:
             self.answer({"template": source, "values": {}, "max_chars": 1 << 16, "cpu_s": 10, "clock_s": 60})
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_ERROR else text[: _MAX_ERROR - 1] + "…"
 
 
 def _rendered(template: jinja2.Template, values: dict[str, Any], max_chars: int) -> dict[str, Any]:
@@ -153,7 +159,6 @@ def main() -> None:
     templates.warm_up()
     for ends in (signal.SIGALRM, signal.SIGPROF):
         signal.signal(ends, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     walls = confine(int(sys.argv[-1]))
     sys.stdout.write(json.dumps(walls) + "\n")
     sys.stdout.flush()

@@ -232,6 +232,19 @@ def test_a_trying_process_that_is_killed_is_replaced(tokenizer: TextTokenizer) -
         made.close()
 
 
+def test_signals_for_the_whole_group_end_no_trying_process(tokenizer: TextTokenizer) -> None:
+    made = GrammarCompiler(tokenizer, limits=LIMITS)
+    try:
+        made.compile(GOOD)
+        child = trying(made)
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+            child.send_signal(number)
+        made.compile(Grammar("regex", "[a-d]{3}"))
+        assert trying(made) is child
+    finally:
+        made.close()
+
+
 def test_a_compiler_that_is_forgotten_leaves_no_process(tokenizer: TextTokenizer) -> None:
     made = GrammarCompiler(tokenizer, limits=LIMITS)
     made.compile(GOOD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,6 +16,7 @@ from plait.text.grammar import trial
 from plait.text.grammar.compiler import GrammarChecker
 from plait.text.grammar.grammar import Grammar, GrammarLimits
 from plait.text.grammar.trial import TrialPool
+from plait.text.grammar.trying import TrialChild
 from plait.text.grammar.verdicts import Verdict, Verdicts, digest
 from plait.text.turns import Lanes
 from tests.server.fake import ByteTokenizer
@@ -179,6 +181,73 @@ def test_the_processes_start_before_the_first_grammar(stage: Stage) -> None:
     made.start()
     assert stage.num_started == 2
     made.close()
+
+
+def test_every_free_place_takes_what_came_during_the_start(stage: Stage) -> None:
+    made, submit = pool(children=2)
+    made._running = dict.fromkeys(range(2))  # as during `start`, in another thread
+    futures = [submit(source, source) for source in ("a", "b")]
+    made._running = {}
+    made.start()
+    stage.wait_for("a", "b")
+    stage.end("a", "b")
+    assert all(future.result(WAIT_S).is_good for future in futures)
+    made.close()
+
+
+def test_a_thread_that_does_not_start_leaves_no_grammar_waiting(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    made, submit = pool(children=2)
+    made._running = dict.fromkeys(range(2))
+    alone = [submit(source, source) for source in ("a", "b")]
+    made._running = {}
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        made.start()
+        for future in alone:
+            with pytest.raises(CapacityError, match="can't start new thread; try again later"):
+                future.result(0)
+    first = submit("c", "c")
+    stage.wait_for("c")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        second = submit("d", "d")
+    stage.end("c", "d")
+    assert [future.result(WAIT_S).text for future in (first, second)] == ["c", "d"]
+    made.close()
+
+
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM", "SIGHUP", "SIGINT"])
+def test_an_end_from_outside_is_no_verdict(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, number: str
+) -> None:
+    def broken(line: str, timeout_s: float) -> str:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(stage, "ended", lambda: -signal.Signals[number], raising=False)
+    made, submit = pool()
+    with monkeypatch.context() as patched:
+        patched.setattr(stage, "ask", broken)
+        with pytest.raises(CapacityError, match="try again"):
+            submit("a").result(WAIT_S)
+    stage.end("a")
+    assert submit("a").result(WAIT_S).is_good
+    made.close()
+
+
+def test_a_process_whose_time_nothing_can_watch_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    child = TrialChild()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(OSError, match="can't start new thread"):
+        child.ask("", 1.0)
+    child.stop()
 
 
 def test_a_wait_that_is_too_long_is_no_verdict(stage: Stage) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -107,6 +108,59 @@ def test_a_killed_child_is_replaced(sandbox: Sandbox) -> None:
     os.kill(child._process.pid, 9)
     child._process.wait()
     assert sandbox.render("ok", {}) == "ok"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+def test_signals_for_the_whole_group_end_no_child(sandbox: Sandbox, number: int) -> None:
+    sandbox.start()
+    process = sandbox._children[0]._process
+    os.kill(process.pid, number)
+    assert sandbox.render("ok", {}) == "ok"
+    assert sandbox._children[0]._process is process
+
+
+def test_a_child_ended_from_outside_condemns_no_template() -> None:
+    box = Sandbox(Limits(timeout_s=300.0, clock_s=600.0))
+    box.start()
+    killer = threading.Thread(target=_kill_when_busy, args=(box._children[0]._process.pid,))
+    killer.start()
+    try:
+        with pytest.raises(CapacityError, match="ended by the system; try again"):
+            box.render(POWER, {"messages": [{"content": "x"}]})
+        assert box.render("ok", {}) == "ok"
+    finally:
+        killer.join()
+        box.close()
+
+
+def _kill_when_busy(pid: int) -> None:
+    def ticks() -> int:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
+
+    before = ticks()
+    while ticks() < before + 10:
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_process_that_cannot_start_is_no_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    box = Sandbox()
+    for use in (box.start, lambda: box.render("ok", {})):
+        with pytest.raises(CapacityError, match=r"renders chat templates: .*Too many open files; try again"):
+            use()
+
+
+def test_the_text_of_an_error_is_bounded(sandbox: Sandbox) -> None:
+    with pytest.raises(BadTemplate) as caught:
+        sandbox.render("{{ raise_exception('x' * 5000000) }}", {})
+    assert 1000 < len(str(caught.value)) < 1100
+    with pytest.raises(BadTemplate) as caught:
+        sandbox.read("{% " + "x" * 100000 + " %}")
+    assert len(str(caught.value)) < 1100
 
 
 def test_threads_take_turns(sandbox: Sandbox) -> None:
@@ -224,13 +278,13 @@ def test_deep_nesting_is_refused_in_words(sandbox: Sandbox, source: str) -> None
 
 def test_another_asker_is_served_while_one_computes() -> None:
     box = Sandbox(Limits(timeout_s=300.0, clock_s=600.0))
-    ended = list[BadTemplate]()
+    ended = list[CapacityError]()
 
     def burn() -> None:
         asker.set("greedy")
         try:
             box.render(POWER, {"messages": [{"content": "x"}]})
-        except BadTemplate as error:
+        except CapacityError as error:  # its process ends, which is no fault of the template
             ended.append(error)
 
     thread = threading.Thread(target=burn)

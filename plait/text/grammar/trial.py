@@ -20,6 +20,7 @@ from plait.text.grammar.library import PARTS, readable
 from plait.text.grammar.trying import TrialChild, refusal
 from plait.text.grammar.verdicts import Verdict, Verdicts, digest
 from plait.text.turns import Lanes
+from plait.text.walled import is_foreign
 
 _ASKED = ("kind", "source", "open_objects", "space", *PARTS)
 
@@ -67,7 +68,7 @@ class TrialPool:
             with self._lock:
                 for place in free:
                     self._running.pop(place, None)
-                self._add_runner()
+                self._add_runners()
 
     def submit(self, grammar: Grammar, key: str = "") -> Future[Verdict]:
         """The verdict on a grammar, tried for `key`. Cancelling the future takes it out of the queue.
@@ -91,7 +92,7 @@ class TrialPool:
             if not job.is_running and key not in job.waiters.values():
                 self._turns.put(key, job)
             job.waiters[future] = key
-            self._add_runner()
+            self._add_runners()
         future.add_done_callback(lambda done: self._leave(name, done) if done.cancelled() else None)
         return future
 
@@ -127,16 +128,27 @@ class TrialPool:
 
     # Runners, with the lock
 
-    def _add_runner(self) -> None:
-        """Start another if there is a place for it and a job that it may take."""
-        place = next((i for i in range(len(self._children)) if i not in self._running), None)
-        if place is None or (job := self._take(place)) is None:
-            return
-        try:
-            threading.Thread(target=self._run, args=(place, job), name="plait-trial", daemon=True).start()
-        except RuntimeError as error:  # the system gives no thread
-            del self._running[place], self._jobs[job.name]
-            _deliver(job, CapacityError(f"no grammar can be tried out: {error}; try again later"))
+    def _add_runners(self) -> None:
+        """Start one for each free place with a job that it may take."""
+        for place in range(len(self._children)):
+            while place not in self._running and (job := self._take(place)) is not None:
+                thread = threading.Thread(
+                    target=self._run, args=(place, job), name="plait-trial", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the system gives no thread
+                    del self._running[place]
+                    if self._running:  # who works goes on with it
+                        self._put_back(job)
+                        return
+                    del self._jobs[job.name]
+                    _deliver(job, CapacityError(f"no grammar can be tried out: {error}; try again later"))
+
+    def _put_back(self, job: _Job) -> None:
+        job.is_running = False
+        for key in dict.fromkeys(job.waiters.values()):
+            self._turns.put(key, job)
 
     def _take(self, place: int) -> _Job | None:
         self._running.pop(place, None)
@@ -167,7 +179,7 @@ class TrialPool:
             _deliver(job, result)
             with self._lock:
                 job = self._take(place)
-                self._add_runner()  # a key that held back for this one may go on
+                self._add_runners()  # a key that held back for this one may go on
 
     def _try(self, place: int, line: str) -> Verdict | PlaitError:
         try:
@@ -189,6 +201,8 @@ class TrialPool:
                     f"the grammar could not be tried out within {limits.timeout_s:g} s, as the "
                     "machine is busy; try again later, or make it simpler"
                 )
+            if is_foreign(status):
+                return CapacityError("the process that tries grammars out was ended by the system; try again")
             return Verdict(False, refusal(status, limits))
         if "error" in answer:
             return Verdict(False, f"the grammar cannot be honoured: {readable(answer['error'])}")

@@ -93,7 +93,6 @@ def main() -> None:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     confine(limits.memory_bytes, threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The default action of SIGPROF ends the process: no grammar may have more of the processor than this.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     # Less than a thread of the server has, so that what fits here fits there.

@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-import sys
 import threading
 import weakref
-from pathlib import Path
 
 from plait.errors import CapacityError
 from plait.text.grammar.grammar import GrammarLimits
+from plait.text.walled import command
 
 _MIB = 1 << 20
-_ROOT = Path(__file__).resolve().parents[3]
-_RUN = "import sys; sys.path.insert(0, sys.argv[1]); from plait.text.grammar.trial_child import main; main()"
 
 
 class TrialChild:
@@ -23,7 +20,7 @@ class TrialChild:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _RUN, str(_ROOT)],
+            command("plait.text.grammar.trial_child"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -47,12 +44,18 @@ class TrialChild:
         return self._process.poll() is None
 
     def ask(self, line: str, timeout_s: float) -> str:
-        """The line it answers to `line`. Raises OSError if it ends, or its time does, before that."""
+        """The line it answers to `line`.
+
+        Raises OSError if it ends, or its time does, before that, or if nothing can watch its time.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         watch = threading.Timer(timeout_s, self._process.kill)
         watch.daemon = True
-        watch.start()
+        try:
+            watch.start()
+        except RuntimeError as error:  # the system gives no thread
+            raise OSError(f"no thread can watch its time: {error}") from error
         try:
             self._process.stdin.write(line)
             self._process.stdin.flush()
