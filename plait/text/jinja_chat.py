@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from plait.errors import BadTemplate, CapacityError, ConfigError, InvalidField
@@ -25,7 +26,7 @@ log = logging.getLogger("plait")
 MAX_CHARS = 256 << 10  # of a template with all of its parts; those of models have a few thousand
 _PARTS = ("default", "tool_use")  # of those that a template has, the ones that are rendered
 _OTHER = "give another one with --chat-template"
-_PRIVATE = range(0xE000, 0xF8FF)
+_PRIVATE = (range(0xE000, 0xF8FF), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 _ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function", "ipython", "model"})
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "self"})
 
@@ -94,7 +95,11 @@ class JinjaTemplate:
 
     def _parts_read(self) -> Mapping[str, frozenset[str]]:
         """The variables of each part, after they and a few conversations have been tried, once."""
-        with self._lock:
+        if self._read is not None:
+            return self._read
+        if not self._lock.acquire(timeout=self._sandbox.wait_s):
+            raise CapacityError("the chat template is still being read; try again later")
+        try:
             if self._read is None and not self._fault:
                 try:
                     read = {p: self._sandbox.read(self._sources[p]) for p in _PARTS if p in self._sources}
@@ -102,6 +107,8 @@ class JinjaTemplate:
                     self._read = read
                 except BadTemplate as error:
                     self._fault = str(error)
+        finally:
+            self._lock.release()
         if self._read is None:
             raise BadTemplate(f"the chat template {self.name!r} cannot be used: {self._fault}; {_OTHER}")
         return self._read
@@ -242,6 +249,7 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _unused(written: str) -> Iterator[str]:
-    """Private characters that stand in no user string."""
+    """Private characters that stand in no user string. Raises BadTemplate where there are no more."""
     used = set(written)
-    return (chr(c) for c in _PRIVATE if chr(c) not in used)
+    yield from (chr(c) for c in chain(*_PRIVATE) if chr(c) not in used)
+    raise BadTemplate("the conversation holds every private character; leave some out")

@@ -15,7 +15,7 @@ from plait.text.builtin_tokenizer import builtin_tokenizer
 from plait.text.chat import boundaries
 from plait.text.jinja_chat import MAX_CHARS, JinjaTemplate
 from plait.text.load import load_chat_template
-from plait.text.sandbox import Sandbox, TemplateEnded
+from plait.text.sandbox import Limits, Sandbox, TemplateEnded
 
 TOKENIZER = builtin_tokenizer("cl100k_base")
 HI = [{"role": "user", "content": "hi"}]
@@ -69,6 +69,38 @@ def test_a_busy_machine_condemns_no_template() -> None:
     found = template(Recorded(1, CapacityError("busy")))
     found.start()
     assert found.text(HI) == "hi"
+
+
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_text_with_every_private_character_of_the_first_plane_is_rendered(continues: bool) -> None:
+    text = "<" + "".join(map(chr, range(0xE000, 0xF900)))
+    ids = template(Recorded()).render(
+        [*HI, {"role": "assistant", "content": text}],
+        add_generation_prompt=False,
+        continue_final_message=continues,
+    )
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_a_text_with_every_private_character_of_all_is_refused() -> None:
+    ranges = (range(0xE000, 0xF900), range(0xF0000, 0x110000))
+    text = "<" + "".join(chr(c) for numbers in ranges for c in numbers)
+    for continues in (False, True):
+        with pytest.raises(BadTemplate, match="every private character; leave some out"):
+            template(Recorded()).render(
+                [*HI, {"role": "assistant", "content": text}], continue_final_message=continues
+            )
+
+
+def test_a_chat_does_not_wait_for_ever_while_the_template_is_read() -> None:
+    sandbox = Recorded()
+    sandbox._limits = Limits(wait_s=0.01)
+    found = template(sandbox)
+    with found._lock, pytest.raises(CapacityError, match="still being read; try again later"):
+        found.render(HI)
+    assert found.text(HI) == "hi"
+    with found._lock:  # what is known waits for nothing
+        assert found.text(HI) == "hi"
 
 
 def test_a_template_is_read_when_it_starts_and_not_again() -> None:
