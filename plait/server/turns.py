@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from plait.errors import CapacityError
 from plait.text.turns import FairQueue, asker
 
 T = TypeVar("T")
@@ -56,17 +57,30 @@ class SliceTurns:
         self._threads: set[threading.Thread] = set()
 
     async def run(self, key: str, work: Slices[T]) -> T:
-        """The result of `work`, or what it raises. If this is cancelled, no more slices of it are run."""
+        """The result of `work`, or what it raises. If this is cancelled, no more slices of it are run.
+
+        Raises CapacityError if the system gives no thread.
+        """
         job = _Job(work, Future())
         with self._changed:
-            if len(self._threads) < self._num_threads:
-                thread = threading.Thread(target=self._serve, name="plait-turns", daemon=True)
-                self._threads.add(thread)
-                thread.start()
+            self._add_thread()
             self._queue.put(key, job)
             self._changed.notify()
         result: T = await asyncio.wrap_future(job.done)
         return result
+
+    def _add_thread(self) -> None:
+        """Start another unless there are enough. With the lock."""
+        if len(self._threads) >= self._num_threads:
+            return
+        thread = threading.Thread(target=self._serve, name="plait-turns", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not self._threads:  # else those that run take the work
+                raise CapacityError(f"no thread can be started: {error}; try again later") from error
+        else:
+            self._threads.add(thread)
 
     def _serve(self) -> None:
         while (found := self._next()) is not None:
@@ -84,10 +98,11 @@ class SliceTurns:
 
         None: there was none for a while, and this thread ends.
         """
+        is_late = False
         with self._changed:
-            while True:
-                if (found := self._queue.take()) is not None:
-                    return found
-                if not self._changed.wait(IDLE_S):
+            while (found := self._queue.take()) is None:
+                if is_late:
                     self._threads.discard(threading.current_thread())
                     return None
+                is_late = not self._changed.wait(IDLE_S)  # work may come at that very moment
+            return found

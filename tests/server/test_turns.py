@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Generator
+from concurrent.futures import Future
 
 import pytest
 
-from plait.server.turns import SliceTurns
+from plait.errors import CapacityError
+from plait.server.turns import SliceTurns, _Job
 
 
 def slices(name: str, count: int, log: list[str]) -> Generator[None, None, str]:
@@ -95,3 +97,30 @@ def test_work_that_no_client_waits_for_is_given_up() -> None:
         assert await asyncio.to_thread(closed.wait, 20)
 
     asyncio.run(run())
+
+
+def test_a_thread_that_does_not_start_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def run() -> None:
+        turns = SliceTurns(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(CapacityError, match="can't start new thread; try again later"):
+                await turns.run("a", slices("refused", 1, []))
+        assert await asyncio.wait_for(turns.run("a", slices("next", 1, [])), 20) == "next"
+
+    asyncio.run(run())
+
+
+def test_work_that_comes_as_a_thread_is_about_to_end_is_done_by_it() -> None:
+    turns, job = SliceTurns(1), _Job(slices("late", 1, []), Future())
+
+    class Late(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            turns._queue.put("a", job)
+            return False
+
+    turns._changed = Late()
+    assert turns._next() == ("a", job)
