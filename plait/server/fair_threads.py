@@ -14,6 +14,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def returned(call: Callable[[], T]) -> T:
+    """What `call` returns or raises. A StopIteration becomes a RuntimeError: an await would hang."""
+    try:
+        return call()
+    except StopIteration as error:
+        raise RuntimeError("StopIteration where no iterator is read") from error
+
+
 class FairThreads(Executor):
     """An executor in which those who ask take turns: nobody waits behind all that another has sent.
 
@@ -41,7 +49,7 @@ class FairThreads(Executor):
             who, (future, call) = found
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(call())
+                    future.set_result(returned(call))
                 except BaseException as error:
                     future.set_exception(error)
             with self._lock:

@@ -10,12 +10,14 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive
 
 from plait.errors import Cancelled, DeadlineExceeded, EngineError, QueueFull
 from plait.request import Request, RequestTrace
+from plait.server.fair_threads import returned
 from plait.server.problems import NotReady
 from plait.text.grammar.verdicts import settled, too_late
 
@@ -126,8 +128,8 @@ async def _taken(front: Front, request: Request, interval: int | None) -> Stream
 
 async def planned(plan: Callable[[], T], threads: Executor | None) -> T:
     """What `plan` returns or raises, called in one of `threads`; None: in any of those all requests share."""
-    context = contextvars.copy_context()
-    return await asyncio.get_running_loop().run_in_executor(threads, lambda: context.run(plan))
+    call = partial(contextvars.copy_context().run, plan)
+    return await asyncio.get_running_loop().run_in_executor(threads, returned, call)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import Future
 
 import pytest
 
 from plait.server.fair_threads import FairThreads
+from plait.server.generation import planned
 from plait.text.turns import asker
 
 
@@ -53,3 +55,16 @@ def test_errors_and_cancelled_work_are_as_in_any_executor() -> None:
         second.result(30)
     assert threads.submit(lambda: 4).result(30) == 4
     threads.shutdown()
+
+
+def test_an_iterator_that_ends_hangs_no_request() -> None:
+    async def run(threads: FairThreads | None) -> None:
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await asyncio.wait_for(planned(lambda: next(iter(())), threads), 20)
+
+    asyncio.run(run(None))
+    shared = FairThreads(1, 1, "test")
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        shared.submit(next, iter(())).result(30)
+    asyncio.run(run(shared))
+    shared.shutdown()
