@@ -76,8 +76,8 @@ def test_a_chat_that_computes_without_end_harms_no_other(tmp_path: Path) -> None
             while thread.is_alive():
                 front.chat_template.close()
                 thread.join(0.05)
-    assert {answer.status for answer in ended} == {400}
-    assert {answer.error["code"] for answer in ended} == {"bad_template"}
+    assert {answer.status for answer in ended} == {503}  # which is no fault of what was sent
+    assert all("ended by the system; try again" in answer.error["message"] for answer in ended)
 
 
 def test_a_chat_whose_template_takes_too_long_is_refused_and_the_next_served() -> None:
