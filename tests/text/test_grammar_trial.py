@@ -263,14 +263,17 @@ def test_a_wait_that_is_too_long_is_no_verdict(stage: Stage) -> None:
 
 
 def test_verdicts_are_kept_within_their_bytes_by_content() -> None:
-    kept = Verdicts(max_bytes=3 * (100 + 600))
+    kept = Verdicts(max_bytes=10 * (100 + 600))
     grammars = [Grammar("regex", f"{n}") for n in range(100)]
     for grammar in grammars:
         kept.put(digest(grammar), Verdict(True, "x" * 100))
         kept.get(digest(grammars[0]))
-    assert [g for g in grammars if kept.get(digest(g))] == [grammars[0], *grammars[-2:]]
-    kept.put(digest(grammars[5]), Verdict(True, "x" * 10_000))
-    assert not any(kept.get(digest(g)) for g in grammars)
+    known = [g for g in grammars if kept.get(digest(g))]
+    assert known == [grammars[0], *grammars[-9:]]
+    kept.put(digest(grammars[5]), Verdict(True, "x" * 800))  # more than an eighth: it would drop others
+    assert [g for g in grammars if kept.get(digest(g))] == known
+    kept.put(digest(grammars[0]), Verdict(True, "x" * 10_000))
+    assert [g for g in grammars if kept.get(digest(g))] == known[1:]
     one = Grammar("regex", "a", "guided_regex")
     assert digest(one) == digest(Grammar("regex", "a"))
     others = [Grammar("lark", "a"), Grammar("regex", "a", lead="b"), Grammar("regex", "a", space="any")]

@@ -39,8 +39,11 @@ _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _ONES = ("items", "additionalProperties", "additionalItems")
 
 
-def library_form(kind: str, source: str, style: JsonStyle) -> str:
-    """llguidance's serialized grammar. `style`: of a schema. Raises ValueError with the reason."""
+def library_form(kind: str, source: str, style: JsonStyle, max_bytes: int) -> str:
+    """llguidance's serialized grammar. `style`: of a schema. Raises ValueError with the reason.
+
+    `max_bytes`: of a source. The form, of which an engine and caches hold many, may have four times as much.
+    """
     match kind:
         case "json_schema":
             inner: dict[str, Any] = {"json_schema": _schema(source, style)}
@@ -59,6 +62,10 @@ def library_form(kind: str, source: str, style: JsonStyle) -> str:
     form = json.dumps({"grammars": grammars}, ensure_ascii=False)
     if any("\ud800" <= c <= "\udfff" for c in form):
         raise ValueError("it holds half of a surrogate pair, which is not a character")
+    if len(form.encode()) > 4 * max_bytes:
+        is_schema = kind == "json_schema"
+        what = "schema is too large with its references followed" if is_schema else "grammar is too large"
+        raise ValueError(f"the {what}; make it simpler")
     return form
 
 

@@ -47,7 +47,8 @@ class Trials:
         A reply is tried without the server's own parts: no trial would get through its thinking.
         """
         try:
-            form = library_form(request["kind"], request["source"], style_of(request))
+            kind, source, style = request["kind"], request["source"], style_of(request)
+            form = library_form(kind, source, style, self._limits.max_bytes)
         except ValueError as error:
             return {"error": str(error)}
         matcher = compiled(self._table, form, self._limits)

@@ -47,7 +47,10 @@ def digest(grammar: Grammar) -> bytes:
 
 
 class Verdicts:
-    """The verdicts that were used last, as many as fit into `max_bytes`. Not thread-safe."""
+    """The verdicts that were used last, as many as fit into `max_bytes`. Not thread-safe.
+
+    One that takes more than an eighth is not kept: a few such would drop all others.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._nbytes = max_bytes, 0
@@ -61,6 +64,8 @@ class Verdicts:
     def put(self, key: bytes, verdict: Verdict) -> None:
         if (old := self._kept.pop(key, None)) is not None:
             self._nbytes -= _nbytes(old)
+        if _nbytes(verdict) > self._max_bytes // 8:
+            return
         self._kept[key] = verdict
         self._nbytes += _nbytes(verdict)
         while self._nbytes > self._max_bytes:
