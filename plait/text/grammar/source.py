@@ -18,7 +18,7 @@ from plait.text.grammar.objects import with_closed_objects
 
 # Between two tokens of JSON. Small models get lost in white space, and each token of it costs a step.
 _SPACE: dict[str, dict[str, Any]] = {
-    "line": {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,20}"},
+    "line": {"whitespace_pattern": r"\x20|\x0A(\x20{0,8}|\x09{0,4})"},
     "any": {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"},
     "none": {"whitespace_flexible": False},
 }
