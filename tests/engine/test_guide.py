@@ -270,7 +270,7 @@ def test_keys_take_turns_at_the_thread_that_compiles(front: Front) -> None:
     guides = Noted(find, VOCAB_SIZE)
     for number, key in enumerate("aaaab"):
         wish = Grammar("regex", "a")
-        guides.open(Request(f"{key}{number}", (1,), SamplingParams(), cache_salt=f"{key}/", grammar=wish))
+        guides.open(Request(f"{key}{number}", (1,), SamplingParams(), tenant=key, grammar=wish))
     assert entered.wait(60)
     goes_on.set()
     assert guides._worker is not None

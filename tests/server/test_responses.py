@@ -276,6 +276,8 @@ def test_through_the_engine_a_seed_gives_the_chat_s_text() -> None:
 class Scripted:
     """A chat's reply that says what it is told, cut anywhere."""
 
+    warning = ""
+
     def __init__(self, choices: Sequence[Mapping[str, Any]]) -> None:
         self.requests = (Request("r", (1, 2, 3), SamplingParams(temperature=0.5)),)
         self._choices = iter(choices)
