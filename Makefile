@@ -11,8 +11,8 @@ READY := $(VENV)/.ready
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 /usr/bin/python3; do \
 	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& echo "$$p" && break; done)
-# One torch thread per test worker: the workers are the parallelism.
-WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))
+# One torch thread per worker. One worker more than cores: tests wait for servers, and for kernels of each other.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( n > 3 ? 4 : n + 1 )))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help setup demo test test-all screenshots check format bench clean
@@ -50,12 +50,12 @@ screenshots: $(READY) ## take the pictures of the docs anew (needs Chromium)
 	@PLAIT_SCREENSHOTS=docs/screenshots OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -m slow \
 		tests/e2e/test_page_screenshots.py
 
-check: $(READY) ## formatting, lint, types, floors, sizes
+check: $(READY) ## formatting, lint, types, imports, sizes
 	@$(BIN)/ruff format --check --quiet . || { echo "ruff format: run make format" >&2; exit 1; }
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/python tools/floors.py
-	@$(BIN)/python tools/sizes.py
+	@$(BIN)/python tools/check_imports.py
+	@$(BIN)/python tools/check_sizes.py
 
 format: $(READY) ## let ruff format and fix what it can
 	@$(BIN)/ruff check --fix .

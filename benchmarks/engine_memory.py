@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from plait.config import EngineConfig
-from plait.engine.opening import kv_dtype, open_model, stored_dtypes
-from plait.engine.outline import model_states
-from plait.engine.sizing import sequence_rows
-from plait.families.registry import build_spec
+from plait.engine.memory_plan import sequence_rows
+from plait.families.common.registry import build_spec
+from plait.loading.meta_model import model_states
+from plait.loading.open_model import kv_dtype, open_model, stored_dtypes
 from plait.memory import PagedState, SlotState, State
 from plait.spec import Attention, Mamba2, Mla, ModelSpec
 

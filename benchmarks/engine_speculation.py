@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from plait.config import EngineConfig
-from plait.engine.load import Loaded, load
+from plait.loading.build import Loaded, load
 from plait.request import Event, Request, SamplingParams
 
 CODE = """def mean(values):

@@ -20,8 +20,8 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from plait.config import EngineConfig
-from plait.engine.load import Loaded, load
-from plait.engine.opening import open_model
+from plait.loading.build import Loaded, load
+from plait.loading.open_model import open_model
 from plait.request import Event, Request, SamplingParams
 
 HERE = Path(__file__).resolve().parent

@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from plait.bench.serve_client import KEPT_S, Outcome, Target
-from plait.bench.serve_drive import Run, runner
-from plait.bench.serve_work import Workload
+from plait.bench.serve.client import KEPT_S, Outcome, Target
+from plait.bench.serve.load_generator import Run, runner
+from plait.bench.serve.workload import Workload
 
 END = b"\r\n0\r\n\r\n"  # of a reply in chunks
 HEAD = b"\r\n\r\n"

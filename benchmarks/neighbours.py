@@ -28,10 +28,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from plait.bench import machine  # noqa: E402
-from plait.bench.compare import SIDES, Contestant, contestant  # noqa: E402
-from plait.bench.measure import rounded  # noqa: E402
-from plait.bench.model import named, start  # noqa: E402
-from plait.bench.pipe import Side  # noqa: E402
+from plait.bench.model.compare import SIDES, Contestant, contestant  # noqa: E402
+from plait.bench.model.engine_pipe import Side  # noqa: E402
+from plait.bench.model.measure import rounded  # noqa: E402
+from plait.bench.model.run import named, start  # noqa: E402
 
 BUSY = "import os, sys\nif sys.argv[1:]: os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
 DEFAULT = "default"

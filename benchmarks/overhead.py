@@ -21,9 +21,9 @@ from serving import Served, parse, parser, say, serving, show
 
 from plait import LLM, SamplingParams
 from plait.bench import machine
-from plait.bench.measure import rounded
-from plait.bench.serve_drive import Arrivals, drive
-from plait.bench.serve_work import Length, Workload
+from plait.bench.model.measure import rounded
+from plait.bench.serve.load_generator import Arrivals, drive
+from plait.bench.serve.workload import Length, Workload
 from plait.cli.bench import parse_options
 from plait.request import Event
 

@@ -18,11 +18,11 @@ from flood import Flood, drive
 from serving import Served, Watch, parse, parser, serving, show, tokens_within
 
 from plait.bench import machine
-from plait.bench.measure import rounded
-from plait.bench.serve import tokens_per_word
-from plait.bench.serve_drive import Run
-from plait.bench.serve_score import score
-from plait.bench.serve_work import Workload, parse_length
+from plait.bench.model.measure import rounded
+from plait.bench.serve.load_generator import Run
+from plait.bench.serve.run import tokens_per_word
+from plait.bench.serve.score import score
+from plait.bench.serve.workload import Workload, parse_length
 
 SMALL = ("--max-model-len", "1024")  # so that the whole cache is used before memory is watched
 TEXTS = 4096  # of the load that keeps a server full; then they come again

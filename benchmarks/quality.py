@@ -30,8 +30,8 @@ from torch import Tensor
 from plait.bench import machine
 from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig, Quantize
-from plait.engine.opening import Opened, open_model
 from plait.kernels.load import executor, load
+from plait.loading.open_model import Opened, open_model
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.linear import Activations

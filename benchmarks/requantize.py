@@ -23,9 +23,9 @@ from torch import Tensor
 
 from plait.bench import machine
 from plait.config import EngineConfig
-from plait.convert.conversion import Order, convert
-from plait.engine.opening import open_model
+from plait.convert.convert import Order, convert
 from plait.kernels.load import load
+from plait.loading.open_model import open_model
 
 STORAGES = ("f16", "bf16", "q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0")
 PRECISE = Setting("--precise", activations="int8x2", kv_dtype="model")

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from plait.bench import machine
-from plait.bench.report import model_report
+from plait.bench.model.report import model_report
 
 HERE = Path(__file__).resolve().parent
 MODELS_DIR = HERE.parent / "build" / "models"

@@ -16,9 +16,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from plait.bench.serve import reach  # noqa: E402
-from plait.bench.serve_client import Outcome, Target  # noqa: E402
-from plait.bench.serve_process import ServerProcess, census, read_health  # noqa: E402
+from plait.bench.serve.client import Outcome, Target  # noqa: E402
+from plait.bench.serve.run import reach  # noqa: E402
+from plait.bench.serve.server_process import ServerProcess, census, read_health  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ from urllib.parse import urlsplit
 from serving import Served, parse, parser, say, serving, show
 
 from plait.bench import machine
-from plait.bench.serve import tokens_per_word
-from plait.bench.serve_client import Outcome
-from plait.bench.serve_drive import Arrivals, drive
-from plait.bench.serve_process import read_metrics
-from plait.bench.serve_work import Length, Workload
+from plait.bench.serve.client import Outcome
+from plait.bench.serve.load_generator import Arrivals, drive
+from plait.bench.serve.run import tokens_per_word
+from plait.bench.serve.server_process import read_metrics
+from plait.bench.serve.workload import Length, Workload
 
 KINDS = ({}, {"chat": False}, {"stream": False}, {"chat": False, "stream": False})
 SMALL = ("--max-model-len", "1024", "--max-num-seqs", "8")  # so that all its memory is used soon

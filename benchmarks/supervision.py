@@ -33,10 +33,10 @@ from plait.server.run import serve_front
 kind, model, seqs, port = sys.argv[1:]
 config = EngineConfig(device="cpu", max_num_seqs=int(seqs))
 if kind == "thread":
-    from plait.engine.load import load
+    from plait.loading.build import load
     make = lambda report: load(model, config, report).front
 else:
-    from plait.engine.process import load_process
+    from plait.worker.client import load_process
     make = lambda report: load_process(model, config, report)
 serve_front(make, ServerConfig(port=int(port)))
 """

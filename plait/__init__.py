@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from plait.errors import PlaitError
 from plait.request import SamplingParams
+from plait.version import __version__
 
 if TYPE_CHECKING:
-    from plait.engine.llm import LLM
+    from plait.llm.llm import LLM
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "PlaitError", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from plait.engine.llm import LLM
+        from plait.llm.llm import LLM
 
         return LLM
     raise AttributeError(f"module 'plait' has no attribute {name!r}")

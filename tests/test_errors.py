@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from plait.errors import MAX_TEXT, BadGrammar, InvalidField, clipped
-from plait.server.problems import problem
+from plait.server.http.errors import problem
 from plait.text.grammar.library import readable
 
 

@@ -10,14 +10,14 @@ import sys
 import pytest
 
 from plait.cli.main import explain
-from plait.engine.wire import told
 from plait.errors import OutOfMemory
 from plait.process_memory import is_free, is_memory_error, out_of_memory_text
+from plait.worker.protocol import told
 
 LIMITED = """
 import resource
 from plait.cli.main import explain
-from plait.engine.wire import told
+from plait.worker.protocol import told
 from plait.errors import OutOfMemory
 from plait.process_memory import is_free, out_of_memory_text
 print(is_free(1 << 40))

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 sys.path.insert(0, str(ROOT))
 
-# What a row is called, its layers, and the families (as `families.registry` has them) it stands for.
+# What a row is called, its layers, and the families (as `families.common.registry` has them) it stands for.
 ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Llama 2, 3, 3.x, SmolLM2, CodeLlama, Mistral, Nemo, Devstral", "GQA, MLP", ("llama",)),
     ("Mixtral", "GQA, MoE", ("mixtral",)),
@@ -69,7 +69,7 @@ METHODS: tuple[tuple[str, str], ...] = (
 
 def family_lines() -> Iterator[str]:
     """The table of families. Raises SystemExit if a family has no row, or a row names none."""
-    from plait.families.registry import known
+    from plait.families.common.registry import known
 
     every = {family.name for family in known().values()} | {"oxidizr"}
     listed = {name for _, _, names in ROWS for name in names}
@@ -87,9 +87,9 @@ def _tested() -> tuple[set[str], set[str], set[str]]:
     """Families that tests run from Hugging Face files, as GGUF, and without a config."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    from plait.families.registry import find
+    from plait.families.common.registry import find
     from tests.families import tiny, tiny_bare
-    from tests.families.test_gguf import VARIANTS
+    from tests.families.gguf.test_config import VARIANTS
 
     types = {config: kind for kind, config in CONFIG_MAPPING_NAMES.items()}
 
@@ -115,7 +115,7 @@ def _sign(names: tuple[str, ...], found: set[str]) -> str:
 def format_lines() -> Iterator[str]:
     """The table of storage formats: read by all means, natively on a CPU, and written."""
     from plait.cli.doctor import format_rows
-    from plait.convert.choosing import DTYPES, PACKED
+    from plait.convert.plan.choose_storage import DTYPES, PACKED
     from plait.quant.encode import ENCODERS
     from plait.quant.gguf import BLOCK_TYPES
 
@@ -138,7 +138,7 @@ DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 def _packed_lines(written: tuple[str, ...]) -> Iterator[str]:
     """Quantized safetensors, by method; `written`: what `plait convert` packs."""
-    from tests.checkpoint.packings import PACKINGS
+    from tests.checkpoint.quantized.packings import PACKINGS
 
     counted = set()
     for title, pattern in METHODS:

@@ -1,1 +1,1 @@
-"""How fast a model and its ops are here, checked before it is said: what `plait bench` stands on."""
+"""Benchmarks: a model, its ops, a server; each checked before it is counted."""

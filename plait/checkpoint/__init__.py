@@ -1,1 +1,1 @@
-"""Readers of model files, and the pull side: modules ask for tensors by our names."""
+"""Checkpoints: files on disk or on the Hub, and the tensors in them."""

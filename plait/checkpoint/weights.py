@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.names import Derived, NameMap, UnknownName
-from plait.checkpoint.shelf import Shelf
+from plait.checkpoint.packed_cache.cache import Shelf
 from plait.errors import MissingTensor, ShapeMismatch, UnusedTensor
 from plait.ops.linear import Activations, Linear
 from plait.ops.registry import Binding, Facts, Op
 from plait.quant.encode import fitting
-from plait.quant.kept import Kept
+from plait.quant.packed import Kept
 from plait.quant.weight import Dense, Weight, as_tensor, as_weight
 
 log = logging.getLogger("plait")

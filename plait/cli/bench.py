@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
-from click.core import ParameterSource
 
 from plait.cli.bench_serve import serve
-from plait.cli.options import TokenIds, common_options, engine_options, engine_settings, model_option
-from plait.cli.progress import Status, console
-from plait.config import DType, EngineConfig
-from plait.errors import ConfigError
+from plait.cli.common.compared_options import changed, parse_options
+from plait.cli.common.options import TokenIds, common_options, engine_options, engine_settings, model_option
+from plait.cli.common.progress import Status, console
+from plait.config import DType
 
 if TYPE_CHECKING:
-    from plait.bench.model import Job
+    from plait.bench.model.run import Job
 
 KINDS: tuple[Any, ...] = ("decode", "prefill", "ttft", "batch", "requests")
 SIZES = {
@@ -81,9 +79,9 @@ def model(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     Each side runs in a process of its own, loads once, and is measured in turns with the others. A decode's
     share of the roof is what it reads of the stored weights, against the bandwidth measured beside it.
     """
-    from plait.bench.model import bench_model
-    from plait.bench.plot import write_plot
-    from plait.bench.report import model_report
+    from plait.bench.model.plot import write_plot
+    from plait.bench.model.report import model_report
+    from plait.bench.model.run import bench_model
 
     with Status("measuring") as status:
         result = bench_model(_job(model, given), status.say)
@@ -96,9 +94,9 @@ def model(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
 
 
 def _job(model: str, given: dict[str, Any]) -> Job:
-    from plait.bench.compare import contestant
-    from plait.bench.measure import Workload
-    from plait.bench.model import Job
+    from plait.bench.model.compare import contestant
+    from plait.bench.model.measure import Workload
+    from plait.bench.model.run import Job
 
     settings = changed(engine_settings(given))
     sizes = {name: given[name] for name in SIZES if given[name]}
@@ -107,29 +105,6 @@ def _job(model: str, given: dict[str, Any]) -> Job:
     )
     others = [contestant(what, model, settings, parse_options) for what in given["compare"]]
     return Job(model, settings, others, workload, given["check_tokens"])
-
-
-def changed(settings: dict[str, Any]) -> dict[str, Any]:
-    """What differs from the defaults: another revision of Plait has defaults, and options, of its own."""
-    plain = EngineConfig()
-    return {name: value for name, value in settings.items() if value != getattr(plain, name)}
-
-
-def parse_options(text: str) -> dict[str, Any]:
-    """The engine options that are written in `text`, as EngineConfig has them. Raises ConfigError."""
-    command = click.command("--compare")(engine_options()(lambda **given: given))
-    try:
-        context = command.make_context("--compare", shlex.split(text))
-    except (click.UsageError, ValueError) as error:
-        why = error.format_message() if isinstance(error, click.UsageError) else str(error)
-        raise ConfigError(f"--compare {text!r}: {why}") from error
-    settings = engine_settings(context.params)
-    written = {
-        name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    }
-    if "cpu" in written:
-        written.add("device")
-    return {name: value for name, value in settings.items() if name in written}
 
 
 @bench.command()
@@ -149,9 +124,9 @@ def op(name: str | None, as_json: bool, **given: Any) -> None:
     plait bench op
     plait bench op linear --threads 1 --json
     """
-    from plait.bench.model import WrongOutput
-    from plait.bench.ops import bench_ops
-    from plait.bench.report import ops_report
+    from plait.bench.model.report import ops_report
+    from plait.bench.model.run import WrongOutput
+    from plait.bench.ops.run import bench_ops
 
     with Status("measuring") as status:
         result = bench_ops(name, say=status.say, **given)

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plait.cli.options import common_options, engine_options, engine_settings, options
-from plait.cli.progress import Status, console
+from plait.cli.common.compared_options import changed, parse_options
+from plait.cli.common.options import common_options, engine_options, engine_settings, options
+from plait.cli.common.progress import Status, console
 from plait.errors import ConfigError
 
 if TYPE_CHECKING:
-    from plait.bench.serve import ServeJob, Started
-    from plait.bench.serve_client import Target
-    from plait.bench.serve_work import Workload
+    from plait.bench.serve.client import Target
+    from plait.bench.serve.run import ServeJob, Started
+    from plait.bench.serve.workload import Workload
 
 PLAIN: dict[str, Any] = {"show_default": True}
 WHO = options(
@@ -153,8 +154,8 @@ def serve(as_json: bool, plot: Path | None, **given: Any) -> None:
     cancels depend on --seed alone; turn t has those of seed + t, the same on all sides. Lengths are in tokens
     of the first server, about. Names in the JSON are those of `vllm bench serve` where it has one.
     """
-    from plait.bench.serve import bench_serve
-    from plait.bench.serve_report import serve_report, write_serve_plot
+    from plait.bench.serve.report import serve_report, write_serve_plot
+    from plait.bench.serve.run import bench_serve
 
     with Status("measuring") as status:
         result = bench_serve(_job(given), status.say)
@@ -167,9 +168,9 @@ def serve(as_json: bool, plot: Path | None, **given: Any) -> None:
 
 
 def _job(given: dict[str, Any]) -> ServeJob:
-    from plait.bench.serve import ServeJob
-    from plait.bench.serve_drive import Arrivals
-    from plait.bench.serve_score import parse_goodput
+    from plait.bench.serve.load_generator import Arrivals
+    from plait.bench.serve.run import ServeJob
+    from plait.bench.serve.score import parse_goodput
 
     target = _target(given)
     if bool(given["model_path"]) == bool(given["base_urls"]):
@@ -199,7 +200,7 @@ def _job(given: dict[str, Any]) -> ServeJob:
 
 
 def _workload(given: dict[str, Any]) -> Workload:
-    from plait.bench.serve_work import Workload, parse_length, read_records
+    from plait.bench.serve.workload import Workload, parse_length, read_records
 
     records = read_records(given["dataset"]) if given["dataset"] else None
     wanted = given["output_len"] or (None if records else "64")
@@ -213,7 +214,7 @@ def _workload(given: dict[str, Any]) -> Workload:
 
 
 def _target(given: dict[str, Any]) -> Target:
-    from plait.bench.serve_client import Target
+    from plait.bench.serve.client import Target
 
     try:
         extra = json.loads(given["extra_body"] or "{}")
@@ -243,9 +244,8 @@ def _running(urls: Sequence[str], target: Target) -> list[Target]:
 
 
 def _started(given: dict[str, Any]) -> list[Started]:
-    from plait.bench.serve import Started
-    from plait.bench.serve_process import flags
-    from plait.cli.bench import changed, parse_options
+    from plait.bench.serve.run import Started
+    from plait.bench.serve.server_process import flags
 
     settings = changed(engine_settings(given))
     words = [("plait", settings)] + [(text, settings | parse_options(text)) for text in given["compare"]]

@@ -13,10 +13,10 @@ from typing import Any
 import click
 
 from plait.cache_folder import NO_HOME, cache_base
-from plait.checkpoint.shelves import drop_unfinished, shelved
-from plait.cli.describe import bytes_text
+from plait.checkpoint.packed_cache.file_format import drop_unfinished, shelved
+from plait.cli.common.format_model import bytes_text
+from plait.cli.common.options import common_options
 from plait.cli.list import ago
-from plait.cli.options import common_options
 from plait.errors import ConfigError
 from plait.kernels.load import kept_rooms, remove_kept
 

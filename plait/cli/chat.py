@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plait.cli.generate import load, write
-from plait.cli.help import GroupedCommand, meant
-from plait.cli.options import (
+from plait.cli.common.help import GroupedCommand, meant
+from plait.cli.common.options import (
     common_options,
     engine_options,
     engine_settings,
@@ -18,11 +17,12 @@ from plait.cli.options import (
     sampling_options,
     sampling_params,
 )
-from plait.cli.progress import Clock
+from plait.cli.common.progress import Clock
+from plait.cli.generate import load, write
 from plait.errors import RequestError
 
 if TYPE_CHECKING:
-    from plait.engine.llm import LLM
+    from plait.llm.llm import LLM
     from plait.request import SamplingParams
 
 HELP = "/clear forgets the conversation · /system TEXT sets the system message · /exit, /quit or /bye leaves"

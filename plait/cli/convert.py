@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plait.cli.describe import bytes_text
-from plait.cli.options import Bytes, common_options, vocab_option
-from plait.cli.progress import Loading
+from plait.cli.common.format_model import bytes_text
+from plait.cli.common.options import Bytes, common_options, vocab_option
+from plait.cli.common.progress import Loading
 
 if TYPE_CHECKING:
-    from plait.convert.quality import Comparison
+    from plait.convert.compare_quality import Comparison
 
 
 @click.command()
@@ -60,8 +60,8 @@ def convert(model: str, out: Path, overrides: tuple[str, ...], **given: Any) -> 
 
     Tokenizer and chat template come along. OUT appears when it is whole; memory stays far below the model's.
     """
-    from plait.convert.conversion import Order, counted
-    from plait.convert.conversion import convert as run
+    from plait.convert.convert import Order, counted
+    from plait.convert.convert import convert as run
 
     order = Order(
         model,
@@ -84,7 +84,7 @@ def convert(model: str, out: Path, overrides: tuple[str, ...], **given: Any) -> 
         sys.stdout.write(f"  linear maps: {counted(result.storages)}\n")
     sys.stdout.write("".join(f"  {note}\n" for note in result.notes))
     if given["verify"]:
-        from plait.convert.quality import compare
+        from plait.convert.compare_quality import compare
 
         with Loading("verifying") as shown:
             found = compare(order, shown.update)

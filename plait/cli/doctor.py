@@ -9,10 +9,10 @@ from typing import Any, get_args
 
 import click
 
-from plait.cli.checks import Asked, Facts, Finding, examine
-from plait.cli.describe import bytes_text
+from plait.cli.common.doctor_checks import Asked, Facts, Finding, examine
+from plait.cli.common.format_model import bytes_text
+from plait.cli.common.options import common_options
 from plait.cli.info import columns, heading
-from plait.cli.options import common_options
 from plait.config import Isa
 
 BYTES = {

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plait.cli.help import GroupedCommand
-from plait.cli.options import (
+from plait.cli.common.help import GroupedCommand
+from plait.cli.common.options import (
     TokenIds,
     common_options,
     engine_options,
@@ -19,13 +19,13 @@ from plait.cli.options import (
     sampling_options,
     sampling_params,
 )
-from plait.cli.progress import Clock, Loading
-from plait.cli.vocabulary import read_stdin
-from plait.engine.torch_start import TorchStart
+from plait.cli.common.progress import Clock, Loading
+from plait.cli.common.vocabulary import read_stdin
+from plait.worker.torch_preload import TorchStart
 
 if TYPE_CHECKING:
-    from plait.engine.llm import LLM
-    from plait.engine.stream import Delta
+    from plait.frontend.delta import Delta
+    from plait.llm.llm import LLM
 
 DEFAULT_MAX_TOKENS = 100
 
@@ -72,7 +72,7 @@ def load(model: str, settings: dict[str, Any], *, quiet: bool = False) -> LLM:
     gc.disable()  # looking for cycles in what libraries define takes a sixth of the time, and finds none
     try:
         TorchStart().finish()
-        from plait.engine.llm import LLM
+        from plait.llm.llm import LLM
 
         with Loading(f"loading {model}", is_quiet=quiet) as loading:
             return LLM(model, on_progress=None if quiet else loading.update, **settings)

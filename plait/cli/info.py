@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plait.cli.describe import bytes_text, index_ranges, layer_groups, layer_text, plain
-from plait.cli.fit import fit_facts, fit_lines
-from plait.cli.help import GroupedCommand
-from plait.cli.options import common_options, engine_options, engine_settings, model_option
-from plait.cli.probe_table import probe_rows, probed_model
-from plait.cli.progress import Loading
+from plait.cli.common.format_model import bytes_text, index_ranges, layer_groups, layer_text, plain
+from plait.cli.common.help import GroupedCommand
+from plait.cli.common.machine_fit import fit_facts, fit_lines
+from plait.cli.common.options import common_options, engine_options, engine_settings, model_option
+from plait.cli.common.probe_table import probe_rows, probed_model
+from plait.cli.common.progress import Loading
 from plait.config import EngineConfig
 
 if TYPE_CHECKING:
-    from plait.engine.opening import Opened
+    from plait.loading.open_model import Opened
     from plait.memory import State
     from plait.ops.registry import Binding
 
@@ -54,8 +54,8 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
     """Everything `info` says, as plain values. Raises CheckpointError, UnsupportedModel."""
     import torch
 
-    from plait.engine.opening import kv_dtype, open_model, stored_dtypes
-    from plait.engine.outline import model_states
+    from plait.loading.meta_model import model_states
+    from plait.loading.open_model import kv_dtype, open_model, stored_dtypes
     from plait.ops.rope import rope_notes
 
     opened, tried = (
@@ -114,7 +114,7 @@ def tokenizer_facts(opened: Opened) -> Facts | None:
 
 def memory_facts(states: Mapping[str, State], dtype: str, config: EngineConfig, max_len: int) -> Facts:
     """Bytes of state of one sequence, by its length."""
-    from plait.engine.sizing import sequence_rows
+    from plait.engine.memory_plan import sequence_rows
 
     lengths = [n for n in LENGTHS if n < max_len] + [max_len]
     rows = sequence_rows(states, dtype, config.block_size, lengths)
@@ -123,7 +123,7 @@ def memory_facts(states: Mapping[str, State], dtype: str, config: EngineConfig, 
 
 def bound_ops(model: str, config: EngineConfig) -> list[Facts]:
     """Load the model and say which variant of each op it bound, and why not a faster one."""
-    from plait.engine.load import load
+    from plait.loading.build import load
 
     with Loading(f"loading {model}") as loading:
         loaded = load(model, config, loading.update)

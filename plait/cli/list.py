@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plait.checkpoint.shelves import default_folder, shelved
-from plait.cli.describe import bytes_text
-from plait.cli.options import common_options
+from plait.checkpoint.packed_cache.file_format import default_folder, shelved
+from plait.cli.common.format_model import bytes_text
+from plait.cli.common.options import common_options
 
 if TYPE_CHECKING:
-    from plait.checkpoint.hub_cache import CachedModel
+    from plait.checkpoint.hub.cache import CachedModel
 
 UNITS = ((86_400 * 365, "year"), (86_400 * 30, "month"), (86_400, "day"), (3600, "hour"), (60, "minute"))
 
@@ -30,8 +30,8 @@ def list(as_json: bool, cache_dir: str | None) -> None:
 
     And the packed weights that `plait warmup` keeps (not in --json).
     """
-    from plait.checkpoint.hub import cache_folder
-    from plait.checkpoint.hub_cache import cached_models
+    from plait.checkpoint.hub.cache import cached_models
+    from plait.checkpoint.hub.client import cache_folder
 
     models = cached_models()
     if as_json:

@@ -20,11 +20,11 @@ from typing import NoReturn, TextIO
 import click
 from click.shell_completion import CompletionItem
 
-from plait import __version__
-from plait.cli.help import meant
-from plait.cli.session import Session
+from plait.cli.common.help import meant
+from plait.cli.common.session import Session
 from plait.errors import PlaitError
 from plait.process_memory import is_memory_error, out_of_memory_text
+from plait.version import __version__
 
 # name -> what `plait --help` says; the module is plait.cli.<name> (- is _), its command has the same name
 COMMANDS = {

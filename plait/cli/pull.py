@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plait.cli.describe import bytes_text
-from plait.cli.options import common_options
+from plait.cli.common.format_model import bytes_text
+from plait.cli.common.options import common_options
 
 if TYPE_CHECKING:
-    from plait.checkpoint.files import Fetch
+    from plait.checkpoint.find_files import Fetch
 
 
 @click.command()
@@ -36,9 +36,9 @@ def pull(model: str, revision: str | None, offline: bool, dry_run: bool, as_json
     What was cut off goes on where it stopped. Where it is kept is the library's choice (HF_HOME,
     HF_HUB_CACHE); for gated models log in with `hf auth login`, or set HF_TOKEN.
     """
-    from plait.checkpoint.addresses import is_file_address
-    from plait.checkpoint.files import fetch_model, find_model, plan_fetch
-    from plait.checkpoint.hub import ask, is_hub_name, parse_hub_name
+    from plait.checkpoint.find_files import fetch_model, find_model, plan_fetch
+    from plait.checkpoint.hub.addresses import is_file_address
+    from plait.checkpoint.hub.client import ask, is_hub_name, parse_hub_name
 
     facts: dict[str, Any]
     if is_file_address(model) and not is_hub_name(model):

@@ -6,8 +6,8 @@ import sys
 
 import click
 
-from plait.cli.describe import bytes_text
-from plait.cli.options import common_options
+from plait.cli.common.format_model import bytes_text
+from plait.cli.common.options import common_options
 from plait.errors import ConfigError
 
 
@@ -25,8 +25,8 @@ def rm(models: tuple[str, ...], yes: bool) -> None:
 
     Only the Hub's cache is touched, never a directory of yours.
     """
-    from plait.checkpoint.hub import parse_hub_name
-    from plait.checkpoint.hub_cache import plan_removal
+    from plait.checkpoint.hub.cache import plan_removal
+    from plait.checkpoint.hub.client import parse_hub_name
 
     plans = [plan_removal(parse_hub_name(model)) for model in models]
     nbytes = bytes_text(sum(plan.nbytes for plan in plans))

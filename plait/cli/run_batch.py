@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from plait.cli.help import GroupedCommand
-from plait.cli.options import common_options, engine_options, engine_settings, model_option
-from plait.cli.progress import Loading
+from plait.cli.common.help import GroupedCommand
+from plait.cli.common.options import common_options, engine_options, engine_settings, model_option
+from plait.cli.common.progress import Loading
 from plait.config import GIB, EngineConfig, ServerConfig
 from plait.errors import BadFile, ConfigError
 
 if TYPE_CHECKING:
-    from plait.engine.front import Front
-    from plait.server.batch import Counts
+    from plait.frontend.frontend import Front
+    from plait.server.openai.batch import Counts
 
 EXIT_FAILED = 1
 TOLD_EVERY_S = 5.0
@@ -68,7 +68,7 @@ def run_batch(
 
 
 def _load(model: str, config: EngineConfig) -> Front:
-    from plait.engine.process import load_process
+    from plait.worker.client import load_process
 
     with Loading(f"loading {model}") as bar:
         return load_process(model, config, bar.update)
@@ -79,7 +79,7 @@ def _answer(
 ) -> Counts:
     """Answer every line of the first file into the second."""
     from plait.server.app import create_app
-    from plait.server.batch import lines, run
+    from plait.server.openai.batch import lines, run
 
     source, target = files
     front = load()

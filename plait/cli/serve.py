@@ -10,8 +10,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from plait.cli.help import GroupedCommand
-from plait.cli.options import (
+from plait.cli.common.help import GroupedCommand
+from plait.cli.common.options import (
     common_options,
     config_options,
     engine_options,

@@ -6,8 +6,8 @@ import sys
 
 import click
 
-from plait.cli.options import common_options, model_option, vocab_option
-from plait.cli.vocabulary import find_tokenizer, read_stdin
+from plait.cli.common.options import common_options, model_option, vocab_option
+from plait.cli.common.vocabulary import find_tokenizer, read_stdin
 
 
 @click.command()

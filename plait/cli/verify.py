@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plait.cli.help import GroupedCommand
+from plait.cli.common.help import GroupedCommand
+from plait.cli.common.options import common_options, engine_options, engine_settings, model_option
+from plait.cli.common.progress import Loading, Status
 from plait.cli.info import heading
-from plait.cli.options import common_options, engine_options, engine_settings, model_option
-from plait.cli.progress import Loading, Status
 from plait.config import EngineConfig
 from plait.errors import ConfigError
 
 if TYPE_CHECKING:
-    from plait.engine.verify import Arithmetic, Difference, Result, Verification
-    from plait.text.tokenizer import Tokenizer
+    from plait.text.tokenizers.tokenizer import Tokenizer
+    from plait.verify.verify import Arithmetic, Difference, Result, Verification
 
 # What the matrix sets itself, or what no reply depends on.
 OWN = (
@@ -86,8 +86,8 @@ def verify(
     token by token, and log-probability by log-probability, with a sequence that runs alone. Where they part,
     both forms run again op by op to find the first op that differs. The exit code is 0 if nothing does.
     """
-    from plait.engine.load import load
-    from plait.engine.verify import Verification
+    from plait.loading.build import load
+    from plait.verify.verify import Verification
 
     prompts = read_prompts(prompts_file) if prompts_file else None
     defaults = {name: EngineConfig.__dataclass_fields__[name].default for name in OWN}

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from plait.cache_folder import NO_HOME, make_folder
-from plait.checkpoint.shelves import clear, default_folder
-from plait.cli.describe import bytes_text
+from plait.checkpoint.packed_cache.file_format import clear, default_folder
+from plait.cli.common.format_model import bytes_text
+from plait.cli.common.help import GroupedCommand
+from plait.cli.common.options import Bytes, common_options, engine_options, engine_settings, model_option
+from plait.cli.common.progress import Status
 from plait.cli.generate import load
-from plait.cli.help import GroupedCommand
-from plait.cli.options import Bytes, common_options, engine_options, engine_settings, model_option
-from plait.cli.progress import Status
 
 if TYPE_CHECKING:
-    from plait.engine.llm import LLM
+    from plait.llm.llm import LLM
 
 LIMIT = "64GiB"
 

@@ -1,1 +1,1 @@
-"""A checkpoint becomes another: GGUF or safetensors, in another storage, one tensor at a time."""
+"""Converting a checkpoint: another layout, another storage, or both."""

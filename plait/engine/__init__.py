@@ -1,0 +1,1 @@
+"""The engine: requests in, events out, one step at a time."""

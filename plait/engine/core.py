@@ -15,10 +15,10 @@ from dataclasses import replace
 from itertools import count
 from typing import Protocol, TypeVar
 
-from plait.engine.admission import check, max_len
-from plait.engine.choice import Choice, OnEvent, OpenRequest
-from plait.engine.guide import Guide, unguided
+from plait.engine.grammar_guide import Guide, unguided
+from plait.engine.limits import check, max_len
 from plait.engine.metrics import Metrics
+from plait.engine.open_request import Choice, OnEvent, OpenRequest
 from plait.errors import DeadlineExceeded, EngineError, InvalidField, PlaitError
 from plait.ops.seed import choice_seed
 from plait.request import Event, Request, RequestTrace
@@ -44,7 +44,7 @@ class Runner(Protocol):
 
 
 class Engine:
-    """Owns the open requests. Not thread-safe: one thread calls everything (`engine.loop.EngineLoop`).
+    """Owns the open requests. Not thread-safe: one thread calls everything (`engine.thread.EngineLoop`).
 
     Events are delivered during `step` and `cancel`, on the caller's thread. An `on_event` that raises has its
     request cancelled; the last of such faults are in `reader_faults` as (request id, exception). `traces` has

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from plait import host
+from plait import resource_limits
 from plait.config import Device, DType
 from plait.errors import ConfigError, OutOfMemory
 
@@ -47,7 +47,7 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can still be had on the device; on a CPU, within the control groups' limits."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = host.free_memory()
+    free = resource_limits.free_memory()
     return 4 << 30 if free is None else free  # a system that does not say: a laptop's worth
 
 
@@ -55,7 +55,7 @@ def total_memory(device: torch.device) -> int | None:
     """Bytes that the device has, within the control groups' limits; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    return host.total_memory()
+    return resource_limits.total_memory()
 
 
 @contextlib.contextmanager

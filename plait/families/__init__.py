@@ -1,0 +1,1 @@
+"""Model families: one module per family, each a function from a config to a spec."""

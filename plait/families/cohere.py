@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.gguf_arch import FILE, Metadata, gguf_arch, windows
-from plait.families.grammar import gqa, mlp, model, norm, rope
-from plait.families.normalize import FULL, SLIDING, Config
-from plait.families.registry import family
-from plait.families.tensors import ends, flat, unused
+from plait.families.common.recipes import ends, flat, unused
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
+from plait.families.config.normalize import FULL, SLIDING, Config
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.spec import Attention, Branch, ModelSpec, Parallel
 
 MIX, L = "layers.{i}.mix", "model.layers.{i}"

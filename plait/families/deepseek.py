@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.gguf_arch import FILE, Metadata, gguf_arch
-from plait.families.grammar import mlp, model, mscale_squared, norm, rope, sigmoid_router
-from plait.families.normalize import Config
-from plait.families.registry import family
-from plait.families.tensors import expert_tensors, transformer, unused
+from plait.families.common.recipes import expert_tensors, transformer, unused
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import mlp, model, mscale_squared, norm, rope, sigmoid_router
+from plait.families.config.normalize import Config
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.spec import Branch, Mla, ModelSpec, Moe, Norm, Router
 
 LATENT_EPS = 1e-6  # whatever rms_norm_eps says

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.gguf_arch import Metadata, gguf_arch, plain_arch
-from plait.families.grammar import gqa, mlp, model, norm, rope, sigmoid_router
-from plait.families.normalize import Config
-from plait.families.registry import family
-from plait.families.tensors import either, expert_tensors, fused_gate_up, fused_qkv, transformer, unused
+from plait.families.common.recipes import (
+    either,
+    expert_tensors,
+    fused_gate_up,
+    fused_qkv,
+    transformer,
+    unused,
+)
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, mlp, model, norm, rope, sigmoid_router
+from plait.families.config.normalize import Config
+from plait.families.gguf.arch import Metadata, gguf_arch, plain_arch
 from plait.spec import Branch, ModelSpec, Moe, Norm
 
 L = "model.layers.{i}"

@@ -6,11 +6,11 @@ import torch
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.gguf_arch import FILE, Metadata, gguf_arch, windows
-from plait.families.grammar import gqa, model, norm
-from plait.families.normalize import Config
-from plait.families.registry import family
-from plait.families.tensors import Stored, expert_bias, expert_rows, transformer, unused
+from plait.families.common.recipes import Stored, expert_bias, expert_rows, transformer, unused
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, model, norm
+from plait.families.config.normalize import Config
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.quant.weight import as_tensor, pick_rows
 from plait.spec import Branch, Mlp, ModelSpec, Moe
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.gguf_arch import Metadata, gguf_arch
-from plait.families.grammar import gqa, mlp, model, norm
-from plait.families.normalize import Config
-from plait.families.registry import family
-from plait.families.tensors import either, expert, expert_half, half, transformer, unused
+from plait.families.common.recipes import either, expert, expert_half, half, transformer, unused
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, mlp, model, norm
+from plait.families.config.normalize import Config
+from plait.families.gguf.arch import Metadata, gguf_arch
 from plait.spec import Branch, Mlp, ModelSpec, Moe, Router
 
 L, FFN = "model.layers.{i}", "layers.{i}.ffn"

@@ -6,12 +6,7 @@ import torch
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.gguf_arch import FILE, Metadata, gguf_arch, head_size
-from plait.families.grammar import gqa, mamba2, mlp, model, norm, sigmoid_router
-from plait.families.granite import granite_ffn, granite_tensors
-from plait.families.normalize import LINEAR, Config
-from plait.families.registry import family
-from plait.families.tensors import (
+from plait.families.common.recipes import (
     attention_tensors,
     either,
     ends,
@@ -21,6 +16,11 @@ from plait.families.tensors import (
     transformer,
     unused,
 )
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, mamba2, mlp, model, norm, sigmoid_router
+from plait.families.config.normalize import LINEAR, Config
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch, head_size
+from plait.families.granite import granite_ffn, granite_tensors
 from plait.spec import Branch, Mixer, Mlp, ModelSpec, Moe, Parallel
 
 L = "model.layers.{i}"

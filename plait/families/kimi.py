@@ -9,13 +9,13 @@ from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
+from plait.families.common.recipes import Stored, conv, either, ends, flat, mixtral_experts, unused
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import mlp, model, norm, sigmoid_router
+from plait.families.config.normalize import LINEAR, Config
 from plait.families.deepseek import LATENT_EPS, latent_sizes
-from plait.families.delta import check_silu, gguf_delta_tensors, joined_conv, linear_layers
-from plait.families.gguf_arch import FILE, Metadata, gguf_arch
-from plait.families.grammar import mlp, model, norm, sigmoid_router
-from plait.families.normalize import LINEAR, Config
-from plait.families.registry import family
-from plait.families.tensors import Stored, conv, either, ends, flat, mixtral_experts, unused
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch
+from plait.families.linear_attention import check_silu, gguf_delta_tensors, joined_conv, linear_layers
 from plait.quant.weight import as_tensor
 from plait.spec import Branch, DeltaNet, Mla, ModelSpec, Moe, Norm
 

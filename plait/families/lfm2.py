@@ -7,11 +7,11 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.gguf_arch import FILE, Metadata, gguf_arch
-from plait.families.grammar import gqa, model, norm
-from plait.families.normalize import FULL, Config
-from plait.families.registry import family
-from plait.families.tensors import attention_tensors, conv, ends, expert, expert_half, unused
+from plait.families.common.recipes import attention_tensors, conv, ends, expert, expert_half, unused
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, model, norm
+from plait.families.config.normalize import FULL, Config
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.spec import Branch, Mlp, ModelSpec, Moe, Router, ShortConv
 
 L = "model.layers.{i}"

@@ -7,12 +7,12 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.gguf_arch import FILE, Metadata, gguf_arch, head_size
-from plait.families.grammar import mamba2, model, norm
+from plait.families.common.recipes import at, mamba_tensors, unused
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import mamba2, model, norm
+from plait.families.config.normalize import Config
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch, head_size
 from plait.families.mamba1 import STATE_SPACES, state_spaces_mamba1
-from plait.families.normalize import Config
-from plait.families.registry import family
-from plait.families.tensors import at, mamba_tensors, unused
 from plait.spec import Branch, ModelSpec, Norm
 
 # transformers, state-spaces, and Mistral's own files of Codestral Mamba

@@ -7,11 +7,11 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.gguf_arch import FILE, Metadata, gguf_arch
-from plait.families.grammar import gqa, mamba1, mlp, model, norm, require_silu, softmax_moe
-from plait.families.normalize import LINEAR, Config
-from plait.families.registry import family
-from plait.families.tensors import conv, expert_tensors, flat, mamba1_tensors, transformer, unused
+from plait.families.common.recipes import conv, expert_tensors, flat, mamba1_tensors, transformer, unused
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, mamba1, mlp, model, norm, require_silu, softmax_moe
+from plait.families.config.normalize import LINEAR, Config
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.spec import Branch, ModelSpec, Norm
 
 L = "model.layers.{i}"

@@ -7,12 +7,12 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.delta import linear_layers
-from plait.families.gguf_arch import FILE, Metadata, gguf_arch
-from plait.families.grammar import gqa, model, norm, softmax_moe
-from plait.families.normalize import FULL, LINEAR, SLIDING, Config
-from plait.families.registry import family
-from plait.families.tensors import either, mixtral_experts, transformer, unused
+from plait.families.common.recipes import either, mixtral_experts, transformer, unused
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, model, norm, softmax_moe
+from plait.families.config.normalize import FULL, LINEAR, SLIDING, Config
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch
+from plait.families.linear_attention import linear_layers
 from plait.spec import Branch, Lightning, ModelSpec, Norm
 
 L, B, MIX, FFN = "model.layers.{i}", "blk.{i}", "layers.{i}.lightning", "layers.{i}.ffn"

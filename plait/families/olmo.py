@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.gguf_arch import Metadata, gguf_arch, windows
-from plait.families.grammar import gqa, mlp, model, norm, rope
-from plait.families.normalize import SLIDING, Config
-from plait.families.registry import family
-from plait.families.tensors import transformer, unused
+from plait.families.common.recipes import transformer, unused
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
+from plait.families.config.normalize import SLIDING, Config
+from plait.families.gguf.arch import Metadata, gguf_arch, windows
 from plait.spec import Branch, ModelSpec, Rope
 
 L = "model.layers.{i}"

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.delta import delta_net, delta_tensors, joined_conv
-from plait.families.grammar import gqa, mlp, model, norm
-from plait.families.normalize import LINEAR, Config
-from plait.families.registry import family
-from plait.families.tensors import attention_tensors, conv, ends, unused
+from plait.families.common.recipes import attention_tensors, conv, ends, unused
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, mlp, model, norm
+from plait.families.config.normalize import LINEAR, Config
+from plait.families.linear_attention import delta_net, delta_tensors, joined_conv
 from plait.spec import Branch, ModelSpec, Norm
 
 L, MIX = "model.layers.{i}", "layers.{i}.delta"

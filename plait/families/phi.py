@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.gguf_arch import plain_arch
-from plait.families.grammar import ENDLESS, gqa, mlp, model, norm
-from plait.families.normalize import FULL, Config
-from plait.families.registry import family
-from plait.families.tensors import fused_gate_up, fused_qkv, transformer, unused
+from plait.families.common.recipes import fused_gate_up, fused_qkv, transformer, unused
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import ENDLESS, gqa, mlp, model, norm
+from plait.families.config.normalize import FULL, Config
+from plait.families.gguf.arch import plain_arch
 from plait.spec import Branch, ModelSpec
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.names import NameMap, Rules, Source
-from plait.families.gguf_arch import Metadata, gguf_arch
-from plait.families.grammar import gqa, mamba1, mlp, model, norm
-from plait.families.normalize import FULL, LINEAR, Config
-from plait.families.registry import family
-from plait.families.tensors import at, conv, flat, half, negative_exp, part, plus, reordered, unused
+from plait.families.common.recipes import at, conv, flat, half, negative_exp, part, plus, reordered, unused
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, mamba1, mlp, model, norm
+from plait.families.config.normalize import FULL, LINEAR, Config
+from plait.families.gguf.arch import Metadata, gguf_arch
 from plait.spec import Branch, ModelSpec, Norm
 
 # Norms are stored around 0; what is added differs from place to place.

@@ -6,7 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules, Source
-from plait.families.delta import (
+from plait.families.common.recipes import TEXT_PREFIXES, at, expert_tensors, plus_one, unused
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
+from plait.families.config.normalize import LINEAR, Config
+from plait.families.gguf.arch import Metadata, gguf_arch
+from plait.families.linear_attention import (
     DELTA,
     delta_net,
     delta_sizes,
@@ -17,11 +22,6 @@ from plait.families.delta import (
     picked,
     rows,
 )
-from plait.families.gguf_arch import Metadata, gguf_arch
-from plait.families.grammar import gqa, mlp, model, norm, softmax_moe
-from plait.families.normalize import LINEAR, Config
-from plait.families.registry import family
-from plait.families.tensors import TEXT_PREFIXES, at, expert_tensors, plus_one, unused
 from plait.spec import Branch, ModelSpec
 
 SHARED = {

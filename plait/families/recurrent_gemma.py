@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules
-from plait.families.grammar import gqa, mlp, model, norm
-from plait.families.normalize import LINEAR, Config
-from plait.families.registry import family
-from plait.families.tensors import Stored, conv, plus_one, unused
+from plait.families.common.recipes import Stored, conv, plus_one, unused
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, mlp, model, norm
+from plait.families.config.normalize import LINEAR, Config
 from plait.quant.weight import as_tensor
 from plait.spec import Branch, ModelSpec, RgLru
 

@@ -11,10 +11,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from plait.errors import ConfigError, UnsupportedFormat
-from plait.families.detect import HEADS, Shapes, infer_config, layer_kinds
-from plait.families.gguf import gguf_config
-from plait.families.gguf_names import gguf_names
-from plait.families.normalize import (
+from plait.families.common.recipes import Shifted
+from plait.families.common.registry import UnknownArchitecture, find, names_in
+from plait.families.common.registry import known as every_family
+from plait.families.common.resolved import Resolved
+from plait.families.config.checks import check_config, check_spec, told_as_config
+from plait.families.config.normalize import (
     ALIASES,
     FULL,
     LINEAR,
@@ -26,12 +28,10 @@ from plait.families.normalize import (
     flatten,
     normalize,
 )
-from plait.families.oxidizr import is_oxidizr, resolve_oxidizr
-from plait.families.registry import UnknownArchitecture, find, names_in
-from plait.families.registry import known as every_family
-from plait.families.resolved import Resolved
-from plait.families.soundness import check_config, check_spec, told_as_config
-from plait.families.tensors import Shifted
+from plait.families.detect.detect import HEADS, Shapes, infer_config, layer_kinds
+from plait.families.gguf.config import gguf_config
+from plait.families.gguf.names import gguf_names
+from plait.families.oxidizr.oxidizr import is_oxidizr, resolve_oxidizr
 
 FILE, SET = "config.json", "--set"
 PACKED = (
@@ -118,7 +118,7 @@ def _resolve_tensors(config: Mapping[str, Any] | None, shapes: Shapes, overrides
 
 
 def _check_storage(shapes: Shapes) -> None:
-    """What `checkpoint.packed` could not make weights of: without its other parts such a tensor is noise."""
+    """What `quantized.packed` could not make weights of: without its other parts such a tensor is noise."""
     if packed := next((name for name in shapes if name.endswith(PACKED)), None):
         raise UnsupportedFormat(
             f"the weights are quantized (tensor {packed}) in a way that is not read; read are GPTQ, AWQ, "

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from plait.checkpoint.names import NameMap
 from plait.errors import UnsupportedModel
-from plait.families.gguf_arch import plain_arch
-from plait.families.grammar import gqa, mlp, model, norm
-from plait.families.normalize import FULL, Config, rotates
-from plait.families.registry import family
-from plait.families.tensors import transformer, unused
+from plait.families.common.recipes import transformer, unused
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, mlp, model, norm
+from plait.families.config.normalize import FULL, Config, rotates
+from plait.families.gguf.arch import plain_arch
 from plait.spec import Attention, Branch, ModelSpec
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from plait.checkpoint.names import NameMap, Rules, Source
-from plait.families.grammar import mamba2, model, norm, rope
-from plait.families.normalize import Config
-from plait.families.registry import family
-from plait.families.tensors import either, ends, half, mamba_tensors, unused
+from plait.families.common.recipes import either, ends, half, mamba_tensors, unused
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import mamba2, model, norm, rope
+from plait.families.config.normalize import Config
 from plait.spec import UNLIMITED, Aside, Branch, ModelSpec, Norm
 
 L = "model.layers"

@@ -10,43 +10,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait.kernels.kept import KernelRoom, Spare, refusal, rooms, sweep
+from plait.kernels.cpu.codegen.kernel_folder import KernelRoom, Spare, refusal, rooms, sweep
 
 if TYPE_CHECKING:
-    from plait.kernels.cpu.executor import Executor
+    from plait.kernels.cpu.runtime.executor import Executor
 
 log = logging.getLogger("plait")
 _lent: list[Spare] = []  # by the server that this process is an engine of: one at most
 
 # Modules of plait.kernels.cpu that register variants when they are imported.
 CPU_KERNELS: tuple[str, ...] = (
-    "norm",
-    "activation",
-    "product",
-    "gate",
-    "moving",
-    "embed",
-    "sample",
-    "dense",
-    "floats",
-    "experts",
-    "route",
-    "heads",
-    "heads_stored",
-    "linear",
-    "glu",
-    "attention",
-    "attention_pairs",
-    "latent",
-    "rope",
-    "conv",
-    "gated_norm",
-    "scan",
-    "mamba3",
-    "delta",
-    "rg_lru",
-    "amx_variants",
-    "amx_attention",
+    "pointwise.norm",
+    "pointwise.activation",
+    "pointwise.multiply",
+    "pointwise.gate",
+    "pointwise.copy_rows",
+    "embed.embed",
+    "pointwise.sample",
+    "linear.dense",
+    "linear.float_codes",
+    "moe.experts",
+    "moe.route",
+    "moe.head_maps",
+    "moe.head_maps_stored",
+    "linear.blocks",
+    "linear.glu",
+    "attention.attention",
+    "attention.bf16",
+    "attention.mla",
+    "attention.rope",
+    "ssm.conv",
+    "ssm.gated_norm",
+    "ssm.scan",
+    "ssm.mamba3",
+    "ssm.delta_rule",
+    "ssm.rg_lru",
+    "amx.variants",
+    "amx.attention",
 )
 
 
@@ -63,7 +63,7 @@ def load(*, cache_dir: Path | None = None, isa: str = "native") -> None:
     if not has_numba():
         log.warning("Numba is not installed here: models run on torch, many times slower than they could")
         return
-    from plait.kernels.cpu import target
+    from plait.kernels.cpu.codegen import target
 
     target.aim(isa)
     target.keep_in(cache_dir, _lent[-1] if _lent else None)
@@ -81,7 +81,7 @@ def why_not_kept() -> str | None:
     """Why the next start compiles again what this process has compiled; None: it loads it."""
     if not has_numba():
         return None
-    from plait.kernels.cpu.target import kept_files
+    from plait.kernels.cpu.codegen.target import kept_files
 
     files = kept_files()
     return files.unkept if files else None
@@ -138,7 +138,8 @@ def describe_target(*, cache_dir: Path | None = None, isa: str = "native") -> Ke
     """
     if not has_numba():
         return None
-    from plait.kernels.cpu import layout, target
+    from plait.kernels.cpu.codegen import target
+    from plait.kernels.cpu.linear import layout
 
     target.aim(isa)
     features, room = target.host_features(), target.room_in(cache_dir)
@@ -159,7 +160,7 @@ def executor(threads: int, prefill: str = "same") -> Executor | None:
     """
     if why_no_kernels():
         return None
-    from plait.kernels.cpu.executor import Executor
+    from plait.kernels.cpu.runtime.executor import Executor
 
     return Executor(threads, prefill)
 
@@ -171,7 +172,7 @@ def why_no_kernels() -> str | None:
     """
     if not has_numba():
         return "Numba is not installed"
-    from plait.kernels.cpu.target import X86_64
+    from plait.kernels.cpu.codegen.target import X86_64
 
     if X86_64:
         return None
@@ -185,7 +186,7 @@ def why_no_amx() -> str | None:
     """Why kernels here use no AMX, or None: asks the system, and tries it once. `load` comes first."""
     if not has_numba():
         return "Numba is not installed"
-    from plait.kernels.cpu.amx_check import refusal
+    from plait.kernels.cpu.amx.check import refusal
 
     reason: str | None = refusal()
     return reason

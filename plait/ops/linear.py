@@ -22,7 +22,7 @@ from plait.ops.registry import Arguments, Facts, op
 from plait.quant.codebook import Codebook
 from plait.quant.fp8 import Fp8
 from plait.quant.gguf import BLOCK_TYPES
-from plait.quant.kept import Kept
+from plait.quant.packed import Kept
 from plait.quant.weight import Dense, Weight, piece_of, stack_key
 
 Activations = Literal["float32", "int8", "int8x2"]

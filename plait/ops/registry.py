@@ -21,7 +21,7 @@ MakeInputs = Callable[[Mapping[str, Any], torch.dtype, str], Arguments]
 class Facts:
     """What a choice may depend on: the device type, the dtype, and an op's own static sizes.
 
-    `executor`: what runs native kernels on this device (`kernels.cpu.executor`), if there is one.
+    `executor`: what runs native kernels on this device (`kernels.cpu.runtime.executor`), if there is one.
     """
 
     device: str

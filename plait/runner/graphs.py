@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from plait.errors import CannotRecord
 from plait.kernels.load import why_not_kept
 from plait.memory import BlockGroup
-from plait.model.batch import Batch, PagedIndex
 from plait.model.decoder import Decoder
+from plait.model.layers.batch import Batch, PagedIndex
 from plait.schedule.plan import MOST_STEPS, Chunk, Plan
 from plait.state.store import StateStore
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from plait.memory import BlockGroup
-from plait.model.batch import Batch, PagedIndex
+from plait.model.layers.batch import Batch, PagedIndex
 from plait.schedule.plan import Chunk, Plan
 
 

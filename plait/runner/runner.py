@@ -32,7 +32,7 @@ from plait.state.store import StateStore
 
 
 class Executor(Protocol):
-    """Threads that run native kernels, now or recorded (`kernels.cpu.executor`)."""
+    """Threads that run native kernels, now or recorded (`kernels.cpu.runtime.executor`)."""
 
     def recording(self, tokens: int, logits: int) -> Any: ...
     def run(

@@ -1,0 +1,1 @@
+"""Which sequences run in a step, and the memory they hold. Integers only."""

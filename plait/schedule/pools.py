@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from plait.schedule.host import HostSpace
 from plait.schedule.plan import CopyBlock, CopySlot, Drop, Load, Move, Plan, Save
 from plait.schedule.sequence import Saved
+from plait.schedule.swap_space import HostSpace
 from plait.state.blocks import GARBAGE, BlockPool
 from plait.state.prefix import PrefixIndex, Snapshot
 

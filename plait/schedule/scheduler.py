@@ -18,10 +18,10 @@ from plait.errors import CapacityError, ContextTooLong, QueueFull
 from plait.schedule import multi_step
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import StepCosts
-from plait.schedule.outcome import answers_by_id, as_update, kept, num_right
 from plait.schedule.plan import Chunk, Move, Plan, Sampled, SamplingBatch
 from plait.schedule.sequence import Phase, Update, num_computed
 from plait.schedule.sequence import Sequence as TokenSequence
+from plait.schedule.updates import answers_by_id, as_update, kept, num_right
 from plait.state.prefix import Hit
 
 AGING_S = 30.0  # waiting this long counts as much as one level of priority: nobody waits for ever

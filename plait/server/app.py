@@ -15,41 +15,31 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from plait import __version__
 from plait.config import ServerConfig
 from plait.errors import Cancelled
-from plait.server import (
-    assets,
-    chat,
-    completions,
-    embeddings,
-    limits,
-    messages,
-    models,
-    openapi,
-    outcome,
-    prompts,
-    responses,
-    scores,
-    validate,
-)
-from plait.server.body import linger, read_object
-from plait.server.edge import REQUEST_ID_HEADER, Door, Edge, Refusal
-from plait.server.endpoint import Answer, Endpoint
-from plait.server.exchange import SCOPE_KEY, Exchange, called
-from plait.server.fair_threads import FairThreads
-from plait.server.generation import until_disconnect
-from plait.server.loading import Loading
+from plait.fair_queue import asker
+from plait.server.anthropic import messages
+from plait.server.api import event_reply, validate
+from plait.server.api.completion_reply import WARNING_HEADER, respond
+from plait.server.api.endpoint import Answer, Endpoint
+from plait.server.api.schema import present
+from plait.server.docs import assets, openapi
+from plait.server.gateway import rate_limits
+from plait.server.gateway.accounting import Traffic
+from plait.server.gateway.middleware import REQUEST_ID_HEADER, Door, Edge, Refusal
+from plait.server.gateway.readiness import Loading
+from plait.server.gateway.request_context import SCOPE_KEY, Exchange, called
+from plait.server.http.errors import BodyTooLarge, http_problem, json_response, problem
+from plait.server.http.fair_threads import FairThreads
+from plait.server.http.request_body import linger, read_object
+from plait.server.http.slice_turns import Slices, SliceTurns
+from plait.server.http.tasks import until_disconnect
 from plait.server.metrics import exposition
-from plait.server.problems import BodyTooLarge, http_problem, json_response, problem
-from plait.server.reply import WARNING_HEADER, respond
-from plait.server.schema import present
-from plait.server.traffic import Traffic
-from plait.server.turns import Slices, SliceTurns
-from plait.text.turns import asker
+from plait.server.openai import chat, completions, embeddings, models, rerank, responses, tokenize
+from plait.version import __version__
 
 if TYPE_CHECKING:
-    from plait.engine.front import Front
+    from plait.frontend.frontend import Front
 
 # To pages of other origins.
 EXPOSED_HEADERS = (
@@ -58,7 +48,7 @@ EXPOSED_HEADERS = (
     WARNING_HEADER,
     "retry-after",
     "retry-after-ms",
-    *limits.HEADERS,
+    *rate_limits.HEADERS,
 )
 PLAN_THREADS = max(min(32, (os.cpu_count() or 1) + 4), 3)  # as many as Python's own executor has
 PATHS = (
@@ -70,11 +60,11 @@ ENDPOINTS = (
     *completions.ENDPOINTS,
     *chat.ENDPOINTS,
     *embeddings.ENDPOINTS,
-    *scores.ENDPOINTS,
+    *rerank.ENDPOINTS,
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
     *models.ENDPOINTS,
-    *prompts.ENDPOINTS,
+    *tokenize.ENDPOINTS,
 )
 
 
@@ -155,7 +145,7 @@ class Service:
         return json_response(models.card(front, self._named(front, request.path_params["id"])))
 
     async def tokenizer_info(self, request: Request) -> Response:
-        return json_response(await asyncio.to_thread(prompts.tokenizer_info, self._loading.ready()))
+        return json_response(await asyncio.to_thread(tokenize.tokenizer_info, self._loading.ready()))
 
     def serves(self, endpoint: Endpoint) -> Handler:
         """A handler of what `plan` or `outcome` make of the body, or of `answer`, computed in a thread."""
@@ -171,7 +161,7 @@ class Service:
                     receive, front, lambda: plan(front, served, body), self._threads, interval
                 )
             elif shape is not None:
-                response = await outcome.respond(
+                response = await event_reply.respond(
                     receive, front, lambda: shape(front, served, body), self._threads, interval
                 )
             else:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
-from plait.server.loading import Loading
-from plait.server.problems import NotReady
-from plait.server.traffic import Traffic
-from plait.server.vllm_names import aliases
+from plait.server.gateway.accounting import Traffic
+from plait.server.gateway.readiness import Loading
+from plait.server.gateway.vllm_metrics import aliases
+from plait.server.http.errors import NotReady
 
 
 def exposition(loading: Loading, traffic: Traffic) -> Response:

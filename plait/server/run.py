@@ -19,16 +19,17 @@ import uvicorn
 
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
-from plait.server import backlog, connection, edge, tls, tracing
 from plait.server.app import create_app
-from plait.server.loading import Loading
-from plait.server.log import follow, start_log
-from plait.server.log_writer import LogWriter
-from plait.server.traffic import Traffic
-from plait.server.transport import READ_BYTES, Reads
+from plait.server.gateway import middleware, tracing
+from plait.server.gateway.access_log import follow, start_log
+from plait.server.gateway.accounting import Traffic
+from plait.server.gateway.log_writer import LogWriter
+from plait.server.gateway.readiness import Loading
+from plait.server.http import connection, listen_backlog, tls
+from plait.server.http.transport import READ_BYTES, Reads
 
 if TYPE_CHECKING:
-    from plait.engine.front import Front
+    from plait.frontend.frontend import Front
 
 logger = logging.getLogger("plait.server")
 KEEP_ALIVE_S = 5  # an idle connection's; a client that asks again opens another in a millisecond
@@ -49,9 +50,9 @@ def serve(model: str, engine: EngineConfig, server: ServerConfig, reread: Reread
     """
 
     def load(report: Report) -> Front:
-        from plait.engine.front import Parsers
-        from plait.engine.process import load_process
-        from plait.engine.supervisor import Patience
+        from plait.frontend.frontend import Parsers
+        from plait.worker.client import load_process
+        from plait.worker.supervisor import Patience
 
         parsers = Parsers(server.tool_call_parser, server.reasoning_parser)
         patience = Patience(
@@ -156,7 +157,7 @@ class Server(uvicorn.Server):
                 connection.Connection,
                 turned_away=app.state.turned_away,
                 max_connections=config.max_connections,
-                max_head_bytes=edge.MAX_HEAD_BYTES,
+                max_head_bytes=middleware.MAX_HEAD_BYTES,
             ),
             "ws": "none",
             "lifespan": "off",
@@ -272,7 +273,7 @@ class Server(uvicorn.Server):
         try:
             await self._finish()
             if not self.force_exit:
-                await backlog.drain(sockets or ())
+                await listen_backlog.drain(sockets or ())
             await super().shutdown(sockets)
         finally:
             ending.cancel()

@@ -1,0 +1,1 @@
+"""Memory of sequences: blocks, recurrent state, prefixes."""

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import BadFile, ConfigError, UnsupportedFormat
-from plait.text import gguf_files
-from plait.text.builtin_tokenizer import builtin_tokenizer, tiktoken_tokenizer
-from plait.text.chat import ChatTemplate
-from plait.text.gguf_tokenizer import gguf_tokenizer
-from plait.text.hf_tokenizer import TokenizerFiles, hf_tokenizer, load_hf_tokenizer, named_tokens
-from plait.text.jinja_chat import JinjaTemplate
-from plait.text.marker_chat import FORMATS, MarkerTemplate
-from plait.text.plamo import plamo_metadata
-from plait.text.sentencepiece_file import sentencepiece_metadata
-from plait.text.tokenizer import TextTokenizer, Tokenizer
-from plait.text.vocabularies import BUILTIN, detect_vocabulary
+from plait.text.chat.jinja import JinjaTemplate
+from plait.text.chat.markers import FORMATS, MarkerTemplate
+from plait.text.chat.template import ChatTemplate
+from plait.text.tokenizers import gguf_files
+from plait.text.tokenizers.builtin import builtin_tokenizer, tiktoken_tokenizer
+from plait.text.tokenizers.gguf import gguf_tokenizer
+from plait.text.tokenizers.hf import TokenizerFiles, hf_tokenizer, load_hf_tokenizer, named_tokens
+from plait.text.tokenizers.plamo import plamo_metadata
+from plait.text.tokenizers.sentencepiece_file import sentencepiece_metadata
+from plait.text.tokenizers.tokenizer import TextTokenizer, Tokenizer
+from plait.text.tokenizers.vocabularies import BUILTIN, detect_vocabulary
 
 _UNREADABLE = {
     "vocab.json": "vocab.json and merges.txt",

@@ -1,4 +1,4 @@
-"""A command line without a model: `plait.engine.llm` is replaced by one that says what it is told to."""
+"""A command line without a model: `plait.llm.llm` is replaced by one that says what it is told to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from plait.cli import progress
+from plait.cli.common import progress
 from plait.cli.main import run
 from plait.errors import PlaitError
 from plait.request import Request, SamplingParams
@@ -92,9 +92,9 @@ class FakeStream:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
-    module = ModuleType("plait.engine.llm")
+    module = ModuleType("plait.llm.llm")
     module.LLM = fake.llm  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "plait.engine.llm", module)
+    monkeypatch.setitem(sys.modules, "plait.llm.llm", module)
     return fake
 
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import plait.bench.ops as bench_ops
+import plait.bench.ops.run as bench_ops
 from plait.bench import machine
-from plait.bench.compare import SOURCE, contestant
-from plait.bench.measure import Measure, Row, Workload, capped, one, take_turns
-from plait.bench.model import agreement, named, shortest_agreement
-from plait.bench.pipe import Cannot, Side
-from plait.bench.probe import Probe
-from plait.bench.prompts import Prompts
-from plait.bench.report import model_report
-from plait.bench.work import REALISTIC, work_of
+from plait.bench.model.bandwidth import Probe
+from plait.bench.model.compare import SOURCE, contestant
+from plait.bench.model.engine_pipe import Cannot, Side
+from plait.bench.model.measure import Measure, Row, Workload, capped, one, take_turns
+from plait.bench.model.prompts import Prompts
+from plait.bench.model.report import model_report
+from plait.bench.model.run import agreement, named, shortest_agreement
+from plait.bench.ops.roofline import REALISTIC, work_of
 from plait.cli.bench import changed, parse_options
 from plait.config import EngineConfig
 from plait.errors import ConfigError, EngineError
@@ -258,7 +258,7 @@ def test_ops_are_checked_and_timed(plait: Run, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_work_of_realistic_cases_is_known() -> None:
-    import plait.model.mixers  # noqa: F401
+    import plait.model.build_mixer  # noqa: F401
 
     assert set(REALISTIC) <= set(REGISTRY)
     case = {"rows": 2, "n_in": 64, "n_out": 32, "bias": False}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from plait.bench.serve import ServeJob, Started
+from plait.bench.serve.run import ServeJob, Started
 from plait.cli.bench_serve import _job, serve
 from tests.server.conftest import serving
 from tests.server.fake import fake_front

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from plait.checkpoint.shelves import opening
-from plait.kernels.kept import KernelFiles
+from plait.checkpoint.packed_cache.file_format import opening
+from plait.kernels.cpu.codegen.kernel_folder import KernelFiles
 
 Run = Callable[..., Any]
 

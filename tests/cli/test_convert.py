@@ -10,14 +10,14 @@ import pytest
 
 from plait.cli.convert import ended_by_signals
 from plait.cli.main import run
-from plait.convert import quality
+from plait.convert import compare_quality
 
 
 def test_a_model_is_written_and_the_comparison_is_told(
     nano_hybrid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = partial(quality.compare, ops="reference")  # nothing to compile
-    monkeypatch.setattr(quality, "compare", plain)
+    plain = partial(compare_quality.compare, ops="reference")  # nothing to compile
+    monkeypatch.setattr(compare_quality, "compare", plain)
     out = tmp_path / "nano"
     assert run(["convert", str(nano_hybrid), str(out), "-q", "bf16", "--threads", "1", "--verify"]) == 0
     told = capsys.readouterr().out

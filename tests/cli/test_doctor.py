@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from plait.cli import checks
-from plait.cli.checks import CHECKS, Asked, gpu_facts, torch_facts
+from plait.cli.common import doctor_checks
+from plait.cli.common.doctor_checks import CHECKS, Asked, gpu_facts, torch_facts
 from plait.cli.doctor import format_rows, text_lines
 
 Run = Callable[..., Any]
@@ -30,7 +30,7 @@ WELL: dict[str, Any] = {
     },
     "memory": {"total": 64 << 30, "available": 60 << 30, "limit": None, "huge_pages": "madvise"},
     "gpus": [],
-    "versions": dict.fromkeys(("plait", *checks.NEEDED, *checks.WANTED), "1.0"),
+    "versions": dict.fromkeys(("plait", *doctor_checks.NEEDED, *doctor_checks.WANTED), "1.0"),
     "torch": {"version": "2.9", "cuda": None, "finds_gpu": None},
     "kernels": {
         "target": "znver4-vnni",
@@ -60,7 +60,7 @@ WELL: dict[str, Any] = {
 GPU = {"name": "H200", "driver": "570", "memory_mib": "1000"}
 
 
-def findings(asked: Asked | None = None, **changes: Any) -> list[checks.Finding]:
+def findings(asked: Asked | None = None, **changes: Any) -> list[doctor_checks.Finding]:
     """What is said of a machine that differs from a good one; a key is `room__key`."""
     facts = copy.deepcopy(WELL)
     for path, value in changes.items():
@@ -161,14 +161,14 @@ def test_this_machine_is_described(plait: Run, tmp_path: Path) -> None:
 
 
 def test_something_broken_is_the_exit_code(plait: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "installed", lambda name: None if name == "safetensors" else "1.0")
+    monkeypatch.setattr(doctor_checks, "installed", lambda name: None if name == "safetensors" else "1.0")
     result = plait("doctor")
     assert result.code == 1
     assert "broken: not installed: safetensors" in result.out
 
 
 def test_it_does_not_import_torch() -> None:
-    code = "import sys; from plait.cli.checks import Asked, examine; examine(Asked())"
+    code = "import sys; from plait.cli.common.doctor_checks import Asked, examine; examine(Asked())"
     code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -69,7 +69,7 @@ def test_importing_plait_loads_nothing_heavy() -> None:
 
 
 def test_the_front_of_a_server_loads_neither_torch_nor_kernels() -> None:
-    loaded = loaded_by("import plait.server.run, plait.server.app, plait.engine.process")
+    loaded = loaded_by("import plait.server.run, plait.server.app, plait.worker.client")
     assert not loaded & {"torch", "numba", "llvmlite", "plait.kernels", "plait.model", "plait.runner"}
 
 

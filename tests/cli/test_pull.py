@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from plait.cli.list import ago
-from tests.checkpoint.damage import write_plain
-from tests.checkpoint.fake_hub import FakeHub, Repo, running
-from tests.checkpoint.test_hub import SMALL, aim, tensors
+from tests.checkpoint.hub.fake_hub import FakeHub, Repo, running
+from tests.checkpoint.hub.test_client import SMALL, aim, tensors
+from tests.checkpoint.readers.damage import write_plain
 
 Run = Callable[..., Any]
 

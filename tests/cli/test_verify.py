@@ -12,12 +12,12 @@ import pytest
 from torch import Tensor
 
 from plait.cli.verify import arithmetic_lines, difference_lines, named, read_prompts, row, verdict
-from plait.engine.verify import Arithmetic, Difference, Result
-from plait.engine.verify_trace import Place
 from plait.errors import ConfigError
 from plait.kernels.load import load as load_kernels
 from plait.ops.attention import paged_attention
 from plait.ops.registry import Variant
+from plait.verify.trace import Place
+from plait.verify.verify import Arithmetic, Difference, Result
 from tests.families import tiny
 
 Run = Callable[..., Any]

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from plait.checkpoint.shelves import shelved
+from plait.checkpoint.packed_cache.file_format import shelved
 from plait.cli.main import run
-from plait.engine import packed_weights
+from plait.loading import packed_cache
 
 SIZES = ("--threads", "1", "--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--cpu")
 
@@ -19,7 +19,7 @@ SIZES = ("--threads", "1", "--max-num-seqs", "4", "--max-num-batched-tokens", "3
 @pytest.fixture(autouse=True)
 def same_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody may work on it while a test runs."""
-    monkeypatch.setattr(packed_weights, "code", lambda: "this code")
+    monkeypatch.setattr(packed_cache, "code", lambda: "this code")
 
 
 def test_packed_weights_are_kept_used_shown_and_removed(

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from plait.convert.gguf_keys import model_keys
-from plait.families.registry import build_spec
+from plait.convert.gguf.keys import model_keys
+from plait.families.common.registry import build_spec
 from tests.families.test_published_linear import KIMI_LINEAR_48B, MINIMAX_TEXT_01, QWEN3_5_WRAPPED
 
 D, A = "linear_attention", "full_attention"

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.checkpoint.names import Back, Derived, NameMap
-from plait.convert import making
-from plait.convert.agreeing import differences, pairs_order, value_order
-from plait.convert.hf_keys import llama3_scaling, strangers
-from plait.convert.making import Made, Part, made_tensors, matrices, pieces
-from plait.convert.reading import Wanted
-from plait.convert.storage import Fp8Blocks, Int4Groups
+from plait.convert.hf.keys import llama3_scaling, strangers
+from plait.convert.plan import tensor_plan
+from plait.convert.plan.reconcile_specs import differences, pairs_order, value_order
+from plait.convert.plan.source import Wanted
+from plait.convert.plan.storage import Fp8Blocks, Int4Groups
+from plait.convert.plan.tensor_plan import Made, Part, made_tensors, matrices, pieces
 from plait.errors import UnsupportedFormat
 from plait.ops.rope import frequencies
 from plait.spec import DeltaNet, Norm, Rope
@@ -77,7 +77,7 @@ def test_a_part_that_is_missing_is_told() -> None:
 
 
 def test_large_tensors_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "PIECE", 20)
+    monkeypatch.setattr(tensor_plan, "PIECE", 20)
     whole = torch.randn(7, 8)
     ours = Tensors(x=whole)
     made = Made("x", (7, 8), (Part("x", scale=2.0),), ("x",))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from plait.convert.gguf_target import gguf_target
-from plait.convert.hf_target import hf_target
-from plait.convert.making import Made, matrices, pieces
-from plait.convert.reading import Model
+from plait.convert.gguf.target import gguf_target
+from plait.convert.hf.target import hf_target
+from plait.convert.plan.source import Model
+from plait.convert.plan.tensor_plan import Made, matrices, pieces
 from plait.errors import UnsupportedFormat
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved, whole, worst

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from plait.text.patterns import PATTERNS
+from plait.text.tokenizers.patterns import PATTERNS
 
 TEXTS = ["the water rose and the miller's boat went over the meadow in 1999", "hello world, it's done"]
 

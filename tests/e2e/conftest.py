@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from plait.engine.front import Front
+from plait.frontend.frontend import Front
 from tests.e2e import browser
 from tests.server.conftest import serving
 from tests.server.fake import fake_front

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from plait.config import EngineConfig
-from plait.engine.load import load
-from plait.engine.verify import Result, Verification
+from plait.loading.build import load
 from plait.memory import PagedState
+from plait.verify.verify import Result, Verification
 from tests.families import tiny
 from tests.runner import recordings
 

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from plait.config import ServerConfig
-from plait.engine.front import Front
+from plait.frontend.frontend import Front
 from tests.e2e.browser import HEIGHT, answers, expect, needs_browser, opened, said, streamed
 from tests.e2e.conftest import NANO_HYBRID, serve
 from tests.server.conftest import serving, start, wait_until

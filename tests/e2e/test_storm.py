@@ -20,16 +20,16 @@ import pytest
 
 from plait.config import EngineConfig
 from plait.engine.core import Engine
-from plait.engine.load import Loaded, engine_over, load
-from plait.engine.loop import EngineLoop
-from plait.engine.stream import Stream
-from plait.engine.verify_doubles import CheapRows
+from plait.engine.thread import EngineLoop
 from plait.errors import DeadlineExceeded
+from plait.frontend.output_stream import Stream
+from plait.loading.build import Loaded, engine_over, load
 from plait.memory import has_slots
 from plait.ops.seed import choice_seed
 from plait.request import Request, SamplingParams
 from plait.runner.runner import ModelRunner
 from plait.schedule.speculate import NgramProposer, Speculation, Wanted
+from plait.verify.fakes import CheapRows
 from tests.families import tiny
 from tests.server.fake import ByteTokenizer
 

@@ -17,7 +17,7 @@ from openai import OpenAI
 
 from plait.config import EngineConfig
 from plait.engine.core import Runner
-from plait.engine.load import Loaded, load
+from plait.loading.build import Loaded, load
 from plait.memory import has_slots
 from plait.request import Request, SamplingParams
 from plait.schedule.plan import Plan, Sampled, SamplingBatch

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Checkpoint, Target, Weights
+from plait.families.common.resolved import Resolved
 from plait.families.resolve import resolve
-from plait.families.resolved import Resolved
 from plait.memory import block_groups
 from plait.model.decoder import Decoder
 from plait.quant.weight import as_tensor

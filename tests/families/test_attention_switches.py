@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from plait.checkpoint.packed import Packed
-from plait.checkpoint.safetensors import SafetensorsFiles
+from plait.checkpoint.quantized.packed import Packed
+from plait.checkpoint.readers.safetensors import SafetensorsFiles
 from plait.errors import UnsupportedModel
-from plait.families.gguf import gguf_config
-from plait.families.registry import build_spec
+from plait.families.common.registry import build_spec
+from plait.families.gguf.config import gguf_config
 from plait.spec import Attention, Moe, Parallel
 from tests.families import tiny
 from tests.families.as_gguf import converted

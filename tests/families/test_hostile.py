@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from plait.errors import PlaitError, UnsupportedModel
-from plait.families.soundness import check_config
-from tests.checkpoint.damage import PATIENCE_S, bounded, hostile
+from plait.families.config.checks import check_config
+from tests.checkpoint.readers.damage import PATIENCE_S, bounded, hostile
 from tests.families import tiny, tiny_bare
 from tests.families.parity import Memory, decoder, resolved, whole
 

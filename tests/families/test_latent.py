@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from plait import LLM, SamplingParams
-from plait.checkpoint.gguf import GgufFile
-from plait.checkpoint.packed import Packed
-from plait.checkpoint.scheme import find_scheme
+from plait.checkpoint.quantized.packed import Packed
+from plait.checkpoint.quantized.scheme import find_scheme
+from plait.checkpoint.readers.gguf import GgufFile
 from plait.checkpoint.weights import Checkpoint, Target, Weights
 from plait.errors import ShapeMismatch
-from plait.families.oxidizr_weights import _key_value
-from plait.families.resolved import Resolved
+from plait.families.common.resolved import Resolved
+from plait.families.oxidizr.weights import _key_value
 from plait.model.decoder import Decoder
-from plait.model.mla import Mla
+from plait.model.mixers.mla import Mla
 from plait.ops.blocks import random_weight
 from plait.ops.heads import HeadRows
 from plait.quant.halves import Halves
-from tests.checkpoint.packings import PACKINGS, InMemory
+from tests.checkpoint.quantized.packings import PACKINGS, InMemory
 from tests.families import parity, tiny
 from tests.families.as_gguf import converted
 from tests.families.parity import CPU, LONGEST, Memory, decoder, in_pieces, resolved, whole, worst

@@ -14,16 +14,25 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from plait import LLM
-from plait.checkpoint.packed import Packed
-from plait.checkpoint.scheme import find_scheme
+from plait.checkpoint.quantized.packed import Packed
+from plait.checkpoint.quantized.scheme import find_scheme
 from plait.cli.info import checkpoint_facts
 from plait.config import EngineConfig
-from plait.engine.opening import open_model
-from plait.engine.outline import model_states
 from plait.errors import UnsupportedFormat
-from plait.families.tensors import expert_half, half, part, reordered, scaled
+from plait.families.common.recipes import expert_half, half, part, reordered, scaled
+from plait.loading.meta_model import model_states
+from plait.loading.open_model import open_model
 from plait.quant.weight import Weight
-from tests.checkpoint.packings import PACKINGS, InMemory, Packing, awq, fp8, gpt_oss, gptq, packed_like
+from tests.checkpoint.quantized.packings import (
+    PACKINGS,
+    InMemory,
+    Packing,
+    awq,
+    fp8,
+    gpt_oss,
+    gptq,
+    packed_like,
+)
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 from tests.quant.storages import STORAGES, made

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from plait.families.registry import build_spec
+from plait.families.common.registry import build_spec
 from plait.spec import Attention, Mamba2, Mla, ModelSpec, Moe, Parallel, Router
 
 LLAMA_31_8B = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from plait.families.registry import build_spec
+from plait.families.common.registry import build_spec
 from plait.spec import Attention, Mlp, ModelSpec, Moe, Parallel, Router
 
 FULL, SLIDING = "full_attention", "sliding_attention"

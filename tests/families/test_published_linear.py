@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from plait.errors import UnsupportedModel
-from plait.families.registry import build_spec
+from plait.families.common.registry import build_spec
 from plait.spec import Attention, DeltaNet, Lightning, Mla, Moe, RgLru
 
 QWEN3_NEXT_80B: dict[str, Any] = {

@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from plait.config import EngineConfig
-from plait.engine.load import Loaded, facts_for_sizing, load
-from plait.engine.sizing import size_state
-from plait.engine.stream import Stream
+from plait.engine.memory_plan import size_state
+from plait.frontend.output_stream import Stream
+from plait.loading.build import Loaded, facts_for_sizing, load
 from plait.request import Request
 from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
 from tests.families import tiny

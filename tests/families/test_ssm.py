@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Target, Weights
 from plait.errors import UnsupportedModel
-from plait.families.registry import build_spec
+from plait.families.common.registry import build_spec
 from plait.model.decoder import Decoder
 from plait.quant.encode import fitting
 from plait.spec import Aside, Mamba1, Mlp, Moe, Norm, Rope, Router

@@ -16,16 +16,16 @@ import torch
 import transformers
 from torch import Tensor
 
-from plait.checkpoint.packed import Packed
-from plait.checkpoint.scheme import find_scheme
+from plait.checkpoint.quantized.packed import Packed
+from plait.checkpoint.quantized.scheme import find_scheme
 from plait.checkpoint.weights import Weights
-from plait.kernels.cpu.kernel import Entry, Kernel
+from plait.kernels.cpu.codegen.kernel import Entry, Kernel
 from plait.model.decoder import Decoder
 from plait.ops.blocks import random_weight
 from plait.ops.linear import linear
 from plait.ops.registry import Facts, Op
 from plait.quant.weight import Dense, Weight
-from tests.checkpoint.packings import PACKINGS, packed_like
+from tests.checkpoint.quantized.packings import PACKINGS, packed_like
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved, whole, worst
 from tests.families.test_packed import CONFIGS, IDS, Model

@@ -17,7 +17,7 @@ from plait.errors import (
     UnsupportedModel,
     UnusedTensor,
 )
-from plait.families.detect import infer_config
+from plait.families.detect.detect import infer_config
 from plait.families.resolve import resolve
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved

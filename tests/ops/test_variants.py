@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import plait.model.mixers  # noqa: F401  every op a model can use is registered by importing the models
+import plait.model.build_mixer  # noqa: F401  every op a model can use is registered by importing the models
 from plait.kernels.load import load
 from plait.ops.attention import BLOCK
 from plait.ops.registry import REGISTRY, Facts, Op, Variant

@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from plait.config import EngineConfig
-from plait.engine.load import Loaded, load
+from plait.loading.build import Loaded, load
 from plait.memory import BlockGroup
 from plait.runner.graphs import Capacity
 from plait.schedule.plan import Chunk, Plan
 from plait.state.store import StateStore
-from tests.families.oxidizr_checkpoint import (
+from tests.families.oxidizr.oxidizr_checkpoint import (
     DENSE,
     HYBRID,
     HYBRID_CONFIG,

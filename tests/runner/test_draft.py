@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.engine.load import Loaded
+from plait.loading.build import Loaded
 from plait.memory import BlockGroup, has_slots
 from plait.request import SamplingParams
 from plait.runner.draft import DraftMemory, DraftModel

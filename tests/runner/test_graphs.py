@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from plait.engine.load import Loaded
 from plait.errors import CannotRecord
-from plait.kernels.cpu.norm import _rms_norm
+from plait.kernels.cpu.pointwise.norm import _rms_norm
+from plait.loading.build import Loaded
 from plait.memory import PagedState, block_groups
 from plait.runner.graphs import Capacity, StaticBatch, ViewsOnly, recorded
 from plait.runner.inputs import build_batch

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.engine.load import Loaded
 from plait.errors import EngineError
+from plait.loading.build import Loaded
 from plait.memory import has_slots
 from plait.runner.graphs import Capacity
 from plait.runner.runner import ModelRunner

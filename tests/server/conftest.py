@@ -14,7 +14,7 @@ import pytest
 from openai import OpenAI
 
 from plait.config import ServerConfig
-from plait.engine.front import Front
+from plait.frontend.frontend import Front
 from plait.server.run import Load, Server, serve_front
 from tests.contract.wire import Answer, Client
 from tests.server.fake import EchoLoop, fake_front

@@ -14,12 +14,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from plait.engine.front import Front, Language
 from plait.errors import BadTemplate, CapacityError, EngineError, QueueFull
+from plait.frontend.frontend import Front, Language
 from plait.request import Event, Pooling, Request, TokenLogprobs
 from plait.spec import ModelSpec, Norm
-from plait.text.chat import normalized
-from plait.text.probe import CallsTaken
+from plait.text.chat.template import normalized
+from plait.text.chat.tool_probe import CallsTaken
 
 BOS, EOS, TURN = 256, 257, 258
 VOCAB_SIZE, CONTEXT, HIDDEN_SIZE = 259, 2048, 8

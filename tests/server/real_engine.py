@@ -7,9 +7,9 @@ import time
 import torch
 
 from plait.engine.core import Engine
-from plait.engine.front import Front, Language
-from plait.engine.guide import Guides
-from plait.engine.loop import EngineLoop
+from plait.engine.grammar_guide import Guides
+from plait.engine.thread import EngineLoop
+from plait.frontend.frontend import Front, Language
 from plait.memory import BlockGroup
 from plait.runner.pooling import with_pooled
 from plait.runner.sampler import Sampler

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from plait.config import EngineConfig
-from plait.engine.front import Front, Language
+from plait.frontend.frontend import Front, Language
 from tests.server.conftest import Client, serving
 from tests.server.fake import CONTEXT, EOS, ByteTokenizer, EchoLoop, TurnTemplate, fake_front
 

@@ -15,8 +15,8 @@ import pytest
 
 from plait.cli.main import explain
 from plait.config import ServerConfig
-from plait.engine.front import Front
 from plait.errors import EngineLost
+from plait.frontend.frontend import Front
 from tests.server.conftest import Client, Running, start, wait_until
 from tests.server.fake import fake_front
 

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from openai import APIError, OpenAI
 
-from plait.engine.stream import TextLogprob
-from plait.server import edge, sse
-from plait.server.generation import FIRST_WAIT_S
-from plait.server.reply import finite
+from plait.frontend.delta import TextLogprob
+from plait.server.api.completion_reply import finite
+from plait.server.api.generation import FIRST_WAIT_S
+from plait.server.gateway import middleware
+from plait.server.http import sse
 from tests.server.conftest import Client, serving, wait_until
 from tests.server.fake import EchoLoop, fake_front
 
@@ -58,7 +59,7 @@ def test_a_failure_is_a_500_that_says_what_failed(client: Client, path: str) -> 
 def test_a_failure_after_the_first_byte_is_an_event(
     client: Client, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plait.server.generation.FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr("plait.server.api.generation.FIRST_WAIT_S", 0.0)
     answer = client.post(path, body(path, "BOOM", stream=True))
     assert answer.status == 200
     assert answer.events[-1]["error"]["message"] == "the engine failed here"
@@ -187,7 +188,7 @@ def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_open_request_too_many_is_429(monkeypatch: pytest.MonkeyPatch, client: Client) -> None:
-    monkeypatch.setattr(edge, "MAX_OPEN_REQUESTS", 0)
+    monkeypatch.setattr(middleware, "MAX_OPEN_REQUESTS", 0)
     answer = client.get("/v1/models")
     assert (answer.status, answer.error["code"]) == (429, "too_many_requests")
     assert answer.headers["retry-after"] == "1"

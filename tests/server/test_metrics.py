@@ -7,8 +7,8 @@ import threading
 from prometheus_client.parser import text_string_to_metric_families
 
 from plait.config import ServerConfig
-from plait.engine.front import Front
-from plait.server.vllm_names import RENAMED
+from plait.frontend.frontend import Front
+from plait.server.gateway.vllm_metrics import RENAMED
 from tests.server.conftest import Answer, Client, serving, start, wait_until
 from tests.server.fake import fake_front
 from tests.server.real_engine import engine_front

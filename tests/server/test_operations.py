@@ -10,9 +10,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from plait.config import ServerConfig
-from plait.server import body, connection, edge, exchange, keys, run, validate
-from plait.server.traffic import RELOADED, Traffic
-from plait.server.vllm_names import PER_REQUEST, RENAMED
+from plait.server import run
+from plait.server.api import validate
+from plait.server.gateway import api_keys, middleware, request_context
+from plait.server.gateway.accounting import RELOADED, Traffic
+from plait.server.gateway.vllm_metrics import PER_REQUEST, RENAMED
+from plait.server.http import connection, request_body
 from tests.server.real_engine import engine_front
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text("utf-8")
@@ -51,21 +54,21 @@ def test_every_name_of_vllms_is_there() -> None:
 @pytest.mark.parametrize(
     "shown",
     [
-        f"{edge.MAX_OPEN_REQUESTS} ",
-        f"{edge.MAX_HEAD_BYTES >> 10} KiB, {edge.MAX_HEADERS} headers",
+        f"{middleware.MAX_OPEN_REQUESTS} ",
+        f"{middleware.MAX_HEAD_BYTES >> 10} KiB, {middleware.MAX_HEADERS} headers",
         f"{connection.HEAD_TIMEOUT_S:g} s ",
         f"{run.KEEP_ALIVE_S} s ",
-        f"{body.MAX_DEPTH} levels",
-        f"{body.BODY_TIMEOUT_S:g} s between pieces; after {body.BODY_TIMEOUT_S:g} s, "
-        f"{body.MIN_BODY_RATE >> 10} KiB/s",
+        f"{request_body.MAX_DEPTH} levels",
+        f"{request_body.BODY_TIMEOUT_S:g} s between pieces; after {request_body.BODY_TIMEOUT_S:g} s, "
+        f"{request_body.MIN_BODY_RATE >> 10} KiB/s",
         f"{connection.WRITE_BUFFER_BYTES >> 10} KiB, and what the kernel keeps",
         f"48 KiB in {connection.READ_TIMEOUT_S:g} s",
         f"{connection.FLUSH_S:g} s after",
-        f"{exchange.MAX_OUTPUT_TOKENS:,} tokens",
+        f"{request_context.MAX_OUTPUT_TOKENS:,} tokens",
         f"{validate.MAX_MESSAGES:,}, {validate.MAX_TOOLS}",
         f"{validate.MAX_STOPS} of {validate.MAX_STOP_CHARS} characters, {validate.MAX_STOP_TOKEN_IDS}, "
         f"{validate.MAX_LOGIT_BIAS}",
-        f"{keys.MAX_KEYS:,}",
+        f"{api_keys.MAX_KEYS:,}",
     ],
 )
 def test_every_bound_is_as_it_is_told(shown: str) -> None:

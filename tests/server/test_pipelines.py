@@ -11,8 +11,8 @@ import time
 import pytest
 
 from plait.config import ServerConfig
-from plait.server import connection, sse, transport
-from plait.server.transport import TurnTransport
+from plait.server.http import connection, sse, transport
+from plait.server.http.transport import TurnTransport
 from tests.server.conftest import Client, serving, start, wait_until
 from tests.server.fake import EchoLoop, fake_front
 

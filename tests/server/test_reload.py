@@ -17,8 +17,8 @@ import pytest
 
 from plait.config import ServerConfig
 from plait.errors import ConfigError
+from plait.server.gateway.accounting import RELOADED, Traffic
 from plait.server.run import serve_front
-from plait.server.traffic import RELOADED, Traffic
 from tests.server.conftest import Client, wait_until
 from tests.server.fake import fake_front
 

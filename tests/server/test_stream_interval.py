@@ -9,8 +9,8 @@ import pytest
 
 from tests.server.conftest import Client, serving
 from tests.server.fake import EchoLoop, fake_front
+from tests.server.openai.speaking import TOOLS, SpeakingTemplate, said_call
 from tests.server.real_engine import engine_front
-from tests.server.speaking import TOOLS, SpeakingTemplate, said_call
 
 TEXT = "Hello, reader"
 USAGE = {"include_usage": True}

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from plait.engine.front import Front, Language
+from plait.frontend.frontend import Front, Language
 from plait.server.app import PLAN_THREADS
 from plait.spec import ModelSpec, Norm
-from plait.text.jinja_chat import JinjaTemplate
-from plait.text.sandbox import Limits, Sandbox
+from plait.text.chat.jinja import JinjaTemplate
+from plait.text.chat.sandbox import Limits, Sandbox
 from tests.contract.wire import Answer, Client
 from tests.server.conftest import serving, wait_until
 from tests.server.fake import CONTEXT, EOS, HIDDEN_SIZE, VOCAB_SIZE, ByteTokenizer, EchoLoop

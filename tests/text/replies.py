@@ -8,16 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.text.tools import (
-    FORMATS,
-    Arguments,
-    CallEnd,
-    CallStart,
-    Content,
-    Delta,
-    OutputParser,
-    Reasoning,
-)
+from plait.text.output import FORMATS, Arguments, CallEnd, CallStart, Content, Delta, OutputParser, Reasoning
 
 DS = {
     "begin": "<｜tool▁calls▁begin｜>",

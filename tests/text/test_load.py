@@ -14,9 +14,9 @@ import splintr
 from tokenizers import Tokenizer
 
 from plait.errors import BadFile, ConfigError, UnsupportedFormat
-from plait.text.jinja_chat import JinjaTemplate
+from plait.text.chat.jinja import JinjaTemplate
+from plait.text.chat.markers import MarkerTemplate
 from plait.text.load import load_chat_template, load_generation_config, load_tokenizer
-from plait.text.marker_chat import MarkerTemplate
 
 MESSAGE = [{"role": "user", "content": "hello"}]
 

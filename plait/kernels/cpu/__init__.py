@@ -1,1 +1,1 @@
-"""Kernels for CPUs in Numba, on LLVM vectors: native speed without a compiler."""
+"""Native CPU kernels, compiled by LLVM through Numba."""

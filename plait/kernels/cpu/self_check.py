@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plait.kernels.cpu import attention, linear, norm  # noqa: F401  what they register is compared
-from plait.kernels.cpu.executor import Executor
-from plait.kernels.cpu.kernel import kernel
-from plait.kernels.cpu.target import name
-from plait.kernels.cpu.vec import (
+from plait.kernels.cpu.attention import attention  # noqa: F401  what they register is compared
+from plait.kernels.cpu.codegen.kernel import kernel
+from plait.kernels.cpu.codegen.target import name
+from plait.kernels.cpu.codegen.vec import (
     and_i32,
     dot,
     dot8,
@@ -38,6 +37,9 @@ from plait.kernels.cpu.vec import (
     to_i32,
     word,
 )
+from plait.kernels.cpu.linear import blocks  # noqa: F401  what they register is compared
+from plait.kernels.cpu.pointwise import norm  # noqa: F401  what they register is compared
+from plait.kernels.cpu.runtime.executor import Executor
 from plait.ops.attention import paged_attention
 from plait.ops.linear import linear as linear_map
 from plait.ops.norm import rms_norm

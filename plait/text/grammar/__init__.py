@@ -1,1 +1,1 @@
-"""Structured output: what a reply must look like, and the masks over tokens that hold it to that."""
+"""Structured output: grammars, tried in a child process, followed token by token."""

@@ -11,10 +11,10 @@ from plait.process_memory import is_free
 from plait.text.grammar.grammar import Grammar, GrammarLimits
 from plait.text.grammar.library import compiled, readable
 from plait.text.grammar.state import CompiledGrammar
-from plait.text.grammar.trial import TrialPool
-from plait.text.grammar.verdicts import Verdict, settled, too_late
+from plait.text.grammar.trial_pool import TrialPool
+from plait.text.grammar.trial_verdicts import Verdict, settled, too_late
 from plait.text.grammar.vocabulary import Vocabulary, ends_of, special_of, vocabulary_of
-from plait.text.tokenizer import Tokenizer
+from plait.text.tokenizers.tokenizer import Tokenizer
 
 
 class GrammarChecker:

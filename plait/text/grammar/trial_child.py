@@ -17,10 +17,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from plait.text.confine import confine
 from plait.text.grammar.grammar import GrammarLimits, JsonStyle
 from plait.text.grammar.library import PARTS, compiled, token_table, with_parts
 from plait.text.grammar.source import library_form
+from plait.text.isolation.confine import confine
 
 _NOTHING = "it allows no reply at all"
 

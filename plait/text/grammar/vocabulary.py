@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from plait.errors import BadGrammar
 from plait.text.grammar.library import token_table
-from plait.text.tokenizer import Tokenizer
+from plait.text.tokenizers.tokenizer import Tokenizer
 
 Mask = NDArray[np.uint32]
 """One bit per token id, the lowest first: [num_words] uint32."""

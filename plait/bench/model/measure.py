@@ -1,0 +1,188 @@
+"""What is measured, in which unit, and how numbers of several sides become medians and ratios."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Literal
+from zlib import crc32
+
+from plait.bench.machine import Foreign
+from plait.bench.model.bandwidth import Probe
+from plait.bench.model.engine_pipe import Cannot, Side
+from plait.bench.model.prompts import Prompts
+
+Kind = Literal["decode", "prefill", "ttft", "batch", "requests"]
+KINDS: tuple[Kind, ...] = ("decode", "prefill", "ttft", "batch", "requests")
+SETTLE_S = 0.02  # threads of the side before stop spinning
+PROMPT_OF_BATCH = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One number to find. `size`: tokens before the first new one, or, for batch and requests, sequences."""
+
+    kind: Kind
+    level: Literal["runner", "llm"]
+    size: int
+    tokens: int = 0  # new ones of each sequence
+    prompt: int = 0  # tokens of each prompt of a batch
+
+    @property
+    def unit(self) -> str:
+        return "ms" if self.kind == "ttft" else "tok/s"
+
+    @property
+    def title(self) -> str:
+        """In words, like 'decode, context 128'."""
+        match self.kind:
+            case "decode":
+                return f"decode, context {self.size}"
+            case "prefill":
+                return f"prefill, {self.size} tokens"
+            case "ttft":
+                return f"first token, prompt of {self.size}"
+            case "batch":
+                return f"decode, batch {self.size}, context {self.prompt}"
+            case "requests":
+                return f"{self.size} requests at once, {self.prompt} + {self.tokens} tokens"
+
+    @property
+    def length(self) -> int:
+        """Tokens of its longest sequence."""
+        return (self.prompt or self.size) + self.tokens + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The sizes to try. What is longer than the model's context is cut to it, equal ones are tried once."""
+
+    kinds: Sequence[Kind] = KINDS
+    contexts: Sequence[int] = (20, 128, 512, 1000)
+    lengths: Sequence[int] = (128, 512, 2048)
+    prompts: Sequence[int] = (16, 512)
+    batches: Sequence[int] = (1, 4, 16, 64)
+    requests: int = 16
+    tokens: int = 32
+    repeats: int = 3
+
+    def measures(self, max_len: int) -> list[Measure]:
+        """Everything to measure on a model of `max_len` tokens."""
+        tokens = max(1, min(self.tokens, max_len // 4))
+        room = max_len - tokens - 1
+        half = max(1, min(PROMPT_OF_BATCH, (max_len - 1) // 2))
+        found: dict[Kind, list[Measure]] = {
+            "decode": [Measure("decode", "runner", n, tokens) for n in capped(self.contexts, room)]
+            + [Measure("decode", "llm", n, tokens) for n in capped((128,), room)],
+            "prefill": [Measure("prefill", "runner", n) for n in capped(self.lengths, max_len - 1)],
+            "ttft": [Measure("ttft", "llm", n) for n in capped(self.prompts, max_len - 1)],
+            "batch": [Measure("batch", "runner", n, tokens, min(half, room)) for n in unique(self.batches)],
+            "requests": [Measure("requests", "llm", self.requests, half, half)],
+        }
+        return [measure for kind in self.kinds for measure in found[kind]]
+
+
+def capped(sizes: Sequence[int], most: int) -> list[int]:
+    return unique([max(1, min(size, most)) for size in sizes])
+
+
+def unique(sizes: Sequence[int]) -> list[int]:
+    return list(dict.fromkeys(sizes))
+
+
+@dataclass(slots=True)
+class Row:
+    """One measure on every side: the values of all turns, and what was found beside them."""
+
+    measure: Measure
+    values: dict[str, list[float]] = field(default_factory=dict)
+    cannot: dict[str, str] = field(default_factory=dict)
+    probe_gb_s: list[float] = field(default_factory=list)
+    foreign_cpu: float | None = None
+
+    def ratio(self, ours: str, other: str) -> float | None:
+        """How many times better `ours` is: the median over turns, each side by side; above 1 is better."""
+        pairs = list(zip(self.values.get(ours, []), self.values.get(other, []), strict=False))
+        if not pairs:
+            return None
+        is_time = self.measure.unit == "ms"
+        return median(b / a if is_time else a / b for a, b in pairs)
+
+    def best(self, name: str) -> float:
+        return (min if self.measure.unit == "ms" else max)(self.values[name])
+
+    def plain(self, ours: str, roofs: Mapping[str, float]) -> dict[str, Any]:
+        """As JSON. `roofs`: bytes of weights a token reads, by side; decode of one sequence has a roof."""
+        m, bandwidth = self.measure, median(self.probe_gb_s)
+        sides: dict[str, dict[str, Any]] = {}
+        for name, values in self.values.items():
+            middle = median(values)
+            sides[name] = {"median": rounded(middle), "best": rounded(self.best(name))}
+            sides[name]["values"] = [rounded(value) for value in values]
+            if m.kind == "decode" and name in roofs:
+                sides[name]["roof_share"] = rounded(middle * roofs[name] / (bandwidth * 1e9))
+        ratios = {name: self.ratio(ours, name) for name in self.values if name != ours}
+        return {
+            "measure": m.kind,
+            "level": m.level,
+            "size": m.size,
+            "tokens": m.tokens,
+            "prompt": m.prompt,
+            "title": m.title,
+            "unit": m.unit,
+            "probe_gb_s": rounded(bandwidth),
+            "foreign_cpu": self.foreign_cpu,
+            "sides": sides,
+            "cannot": self.cannot,
+            "ratios": {name: rounded(ratio) for name, ratio in ratios.items() if ratio is not None},
+        }
+
+
+def rounded(value: float) -> float:
+    """Four significant digits."""
+    return float(f"{value:.4g}")
+
+
+def take_turns(
+    measure: Measure, sides: Sequence[Side], prompts: Prompts, repeats: int, probe: Probe | None = None
+) -> Row:
+    """Measure A B A B …, after one turn to warm up, with a probe of memory beside each turn."""
+    row, foreign = Row(measure), Foreign([os.getpid(), *(side.pid for side in sides)])
+    for turn in range(repeats + 1):
+        if probe is not None and turn:
+            row.probe_gb_s.append(probe.read())
+        for side in sides:
+            if side.name in row.cannot:
+                continue
+            time.sleep(SETTLE_S)
+            try:
+                value = one(measure, side, prompts, turn)
+            except Cannot as error:
+                row.cannot[side.name] = str(error).removeprefix(f"{side.name}: ")
+                continue
+            if turn:
+                row.values.setdefault(side.name, []).append(value)
+    row.foreign_cpu = foreign.share()
+    row.probe_gb_s = row.probe_gb_s or [0.0]
+    return row
+
+
+def one(measure: Measure, side: Side, prompts: Prompts, turn: int) -> float:
+    """One number of one side. Every turn of every measure has its own text: nothing can be remembered."""
+    m, own = measure, crc32(f"{measure.kind}/{measure.level}/{measure.size}".encode()) % 90_000 * 1000
+    if m.kind in ("decode", "prefill", "ttft"):
+        given: dict[str, Any] = {"ids": prompts(m.size, own + turn), "level": m.level}
+        if m.kind == "decode":
+            return m.tokens / float(side.ask("decode", tokens=m.tokens, **given))
+        seconds = float(side.ask("prefill", **given))
+        return 1000 * seconds if m.kind == "ttft" else m.size / seconds
+    many = [prompts(m.prompt, own + turn * m.size + i) for i in range(m.size)]
+    done = side.ask("batch", prompts=many, tokens=m.tokens, level=m.level)
+    if m.kind == "requests":
+        return float(done["tokens"] / done["seconds"])
+    if not done.get("decode_tokens"):
+        raise Cannot(f"{side.name}: it never decodes {m.size} sequences at once; raise --max-num-seqs")
+    return float(done["decode_tokens"] / done["decode_seconds"])

@@ -1,0 +1,1 @@
+"""`plait bench serve`: a load on running servers, and what clients saw."""

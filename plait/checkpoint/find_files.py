@@ -1,0 +1,363 @@
+"""What a user may point at (a directory, a file, a name on the Hub), and which files are the model."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from plait.checkpoint.hub.addresses import is_file_address
+from plait.checkpoint.hub.client import (
+    HubName,
+    Listing,
+    ask,
+    cached_folder,
+    cached_names,
+    is_hub_name,
+    library,
+    name_files,
+    parse_hub_name,
+    quantizations,
+    repo_folder,
+)
+from plait.checkpoint.hub.fetch import fetch
+from plait.checkpoint.hub.web import fetch_file
+from plait.checkpoint.readers.gguf import part_paths
+from plait.checkpoint.readers.mmap_json import read_json, read_start
+from plait.errors import BadFile, CheckpointError, ConfigError, PlaitError, UnsupportedFormat
+
+__all__ = ["Fetch", "ModelFiles", "choose_weights", "fetch_model", "find_model", "plan_fetch", "read_json"]
+
+log = logging.getLogger("plait")
+
+_SIDE_NAMES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"}) | {
+    *("tokenizer.jsonl", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("generation_config.json", "chat_template.jinja", "chat_template.json"),
+    *("quantize_config.json", "quant_config.json", "params.json", "hf_quant_config.json"),
+}
+_INDEX = ".safetensors.index.json"
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_STEP = re.compile(r"(?P<prefix>.*)_step_(?P<step>\d{1,18})\.safetensors")
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_PICKLE_ADVICE = (
+    "Plait does not read pickle files, because loading one runs whatever code is in it. Convert it once, "
+    "where you trust it: "
+    "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of one model.
+
+    `weights`: one file, or all shards or parts in order. `config`: the config.json beside safetensors; a GGUF
+    file has its config in its metadata. `index`: tensor name -> file name, if the shards have an index.
+    `side_files`: tokenizer and template files beside the weights, by name. `name`: what to call the model.
+    """
+
+    kind: Literal["safetensors", "gguf"]
+    weights: tuple[Path, ...]
+    directory: Path
+    config: Path | None
+    side_files: Mapping[str, Path]
+    name: str
+    index: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What a Hub name means at one commit: the files it needs, and which of them are not on this disk.
+
+    `sizes`: of every file, None where the Hub does not say. `folder`: where they are, or will be.
+    """
+
+    name: HubName
+    commit: str
+    side: tuple[str, ...]
+    weights: tuple[str, ...]
+    sizes: Mapping[str, int | None]
+    folder: Path
+
+    @property
+    def missing(self) -> list[str]:
+        return [n for n in (*self.side, *self.weights) if not (self.folder / n).is_file()]
+
+
+def find_model(path_or_id: str | Path, *, offline: bool = False) -> ModelFiles:
+    """The files of a model: a directory, a weight file, a Hub name (org/name, with @revision, and :Q4_K_M or
+    /file.gguf to choose), its address, or that of a GGUF file anywhere. `offline`: only what is on this disk.
+
+    Raises ConfigError when nothing is there or the choice is not clear, UnsupportedFormat for pickle files,
+    BadFile for unreadable ones, CheckpointError when the Hub cannot be asked.
+    """
+    text = str(path_or_id)
+    if not text or "\0" in text:
+        raise ConfigError("the model is an empty name; pass a directory, a file, or org/name")
+    path = Path(text).expanduser()
+    try:
+        if path.is_dir():
+            return _in_directory(path)
+        if path.exists() or path.is_symlink():
+            return _of_file(path)
+    except OSError as error:
+        raise BadFile(f"{text}: cannot be opened: {error.strerror}") from error
+    if is_file_address(text) and not is_hub_name(text):
+        return _of_file(fetch_file(text, offline=offline))
+    if is_hub_name(text) and not path.parent.exists():
+        return _on_hub(parse_hub_name(text), offline)
+    raise ConfigError(_missing(path))
+
+
+def plan_fetch(name: HubName, listing: Listing) -> Fetch:
+    """What a Hub name needs of what the Hub has; only an index of shards is fetched for it.
+
+    Raises ConfigError when the choice is not clear, CheckpointError when an index cannot be fetched.
+    """
+    names, where = list(listing.sizes), f"{name.repo} on the Hub"
+    folder = repo_folder(name) / "snapshots" / listing.commit
+    if name.file or name.quant:
+        weights = name_files(name, names)
+    else:
+        root = [n for n in names if "/" not in n]
+        indexes = [n for n in root if n.endswith(_INDEX)]
+        if indexes and "model.safetensors" not in root:
+            index = _only(indexes, indexes, where)[0]
+            weights = sorted({*_index_map(fetch(name, listing, [index], []) / index).values()})
+        else:
+            weights = list(_choose_on_hub(root, names, where))
+    if absent := sorted(set(weights) - set(names)):
+        raise BadFile(f"{where}: the index names {absent[0]!r}, which is not there")
+    side = [n for n in names if _is_side(n)] if weights[0].endswith(".safetensors") else []
+    sizes = {n: listing.sizes[n] for n in (*side, *weights)}
+    return Fetch(name, listing.commit, tuple(side), tuple(weights), sizes, folder)
+
+
+def fetch_model(plan: Fetch) -> ModelFiles:
+    """Fetch what is missing, and find the model in it. Raises CheckpointError."""
+    folder = fetch(plan.name, Listing(plan.commit, plan.sizes), plan.side, plan.weights)
+    return _in_snapshot(plan.name, folder)
+
+
+def _on_hub(name: HubName, offline: bool) -> ModelFiles:
+    library(str(name))
+    folder = cached_folder(name)
+    if folder is not None and name.is_pinned:
+        try:
+            return _in_snapshot(name, folder)
+        except PlaitError:
+            log.info("%s on this disk is not whole: asking the Hub for the rest", name)
+    if offline:
+        if folder is None:
+            raise CheckpointError(
+                f"{name} is not on this disk, and --offline asks nobody for it; "
+                f"`plait list` shows what is here, `plait pull {name}` fetches it"
+            )
+        return _in_snapshot(name, folder)
+    try:
+        listing = ask(name)
+    except CheckpointError as error:
+        if folder is None:
+            raise CheckpointError(f"{error}; and this disk has no copy of it") from error
+        log.warning("%s; the copy on this disk is used", error)
+        return _in_snapshot(name, folder)
+    return fetch_model(plan_fetch(name, listing))
+
+
+def _in_snapshot(name: HubName, folder: Path) -> ModelFiles:
+    """The model in a fetched revision. Weights arrive last: one whose weights are there is whole."""
+    if name.file or name.quant:
+        return _of_file(folder / name_files(name, list(cached_names(folder)))[0], str(name))
+    try:
+        return _in_directory(folder, str(name))
+    except BadFile as error:
+        raise BadFile(f"{error}; `plait pull {name}` fetches what is missing") from error
+
+
+def _choose_on_hub(root: Sequence[str], names: Sequence[str], where: str) -> Sequence[str]:
+    """Weights among files of a repository; several GGUF models are named by how they are quantized."""
+    found = quantizations(names)
+    if len(found) > 1 and not any(n.endswith(".safetensors") for n in root):
+        first = ", ".join(list(found)[:16])
+        repo = where.split()[0]
+        files = ", ".join([n for models in found.values() for n in models][:12])
+        raise ConfigError(
+            f"{where} holds several models; name one, like {repo}:{next(iter(found))}; "
+            f"it has {first} ({files})"
+        )
+    return choose_weights(root or names, where)
+
+
+def _is_side(name: str) -> bool:
+    """Small files that a model of safetensors is read with: config, tokenizer, templates, an index."""
+    if name.startswith("additional_chat_templates/"):
+        return name.endswith(".jinja")
+    beside = name in _SIDE_NAMES or name == "config.json" or name.endswith((".tiktoken", _INDEX))
+    return beside and "/" not in name
+
+
+def choose_weights(names: Sequence[str], where: str) -> tuple[str, ...]:
+    """Which of a directory's files are the weights: one file, all shards, or all parts.
+
+    In this order: model.safetensors; shards; *_final; the last *_step_N; consolidated or the only safetensors
+    file; the only GGUF model. Raises ConfigError when there are several to choose from, or none.
+    """
+    tensors = sorted(n for n in names if n.endswith(".safetensors") and not n.startswith("adapter_"))
+    for single in ("model.safetensors", "pytorch_model.safetensors"):
+        if single in tensors:
+            return (single,)
+    shards = [n for n in tensors if _SHARD.fullmatch(n)]
+    if shards:
+        stems = {_SHARD.sub(r"\g<stem>-of-\g<count>", n) for n in shards}
+        return tuple(_only(sorted(stems), shards, where))
+    if found := [n for n in tensors if n.endswith("_final.safetensors")]:
+        return tuple(_only(found, found, where))
+    if steps := [n for n in tensors if _STEP.fullmatch(n)]:
+        last = max(_step(n) for n in steps)
+        newest = [n for n in steps if _step(n) == last]
+        return tuple(_only(newest, newest, where))
+    if "consolidated.safetensors" in tensors:
+        return ("consolidated.safetensors",)
+    if tensors:
+        return tuple(_only(tensors, tensors, where))
+    ggufs = sorted(n for n in names if n.endswith(".gguf") and not n.startswith("mmproj"))
+    if ggufs:
+        models = sorted({part_paths(Path(n))[0].name for n in ggufs})
+        _only(models, models, where)
+        return tuple(part.name for part in part_paths(Path(models[0])))
+    raise _nothing(names, where)
+
+
+def _in_directory(directory: Path, name: str | None = None) -> ModelFiles:
+    names = sorted(entry.name for entry in directory.iterdir())
+    indexes = [n for n in names if n.endswith(_INDEX)]
+    display = name or directory.resolve().name
+    if indexes and "model.safetensors" not in names:
+        return _indexed(directory / _only(indexes, indexes, str(directory))[0], display)
+    chosen = choose_weights(names, str(directory))
+    kind: Literal["safetensors", "gguf"] = "gguf" if chosen[0].endswith(".gguf") else "safetensors"
+    return _found(kind, [directory / n for n in chosen], display)
+
+
+def _of_file(path: Path, name: str | None = None) -> ModelFiles:
+    """By what is in the file; its name decides only when the content says nothing."""
+    start = read_start(path, 16)
+    if start.startswith(b"GGUF"):
+        match = re.fullmatch(r"(.+?)(-\d{5}-of-\d{5})?\.gguf", path.name)
+        return _found("gguf", part_paths(path), name or (match[1] if match else path.name), alone=True)
+    if _is_safetensors(start, path):
+        index = path.with_name(f"{match['stem']}{_INDEX}") if (match := _SHARD.fullmatch(path.name)) else None
+        display = name or (path.resolve().parent.name if path.stem == "model" or match else path.stem)
+        if index is not None and index.is_file():
+            return _indexed(index, display)
+        return _found("safetensors", [path] if match is None else _shards(path), display)
+    if start.startswith(_PICKLE_STARTS) or path.suffix in _PICKLES:
+        raise UnsupportedFormat(f"{path}: {_PICKLE_ADVICE}")
+    if start.startswith(b"version https://"):
+        raise BadFile(
+            f"{path}: is a Git LFS pointer, not the file itself; run `git lfs pull` in its directory"
+        )
+    raise UnsupportedFormat(
+        f"{path}: is neither safetensors nor GGUF (it starts with {start!r}); pass the directory or the "
+        "weight file of a model"
+    )
+
+
+def _is_safetensors(start: bytes, path: Path) -> bool:
+    """A length, then a JSON object; a damaged file with the right suffix is for the reader to refuse."""
+    if path.suffix == ".safetensors" and not start.startswith((b"version https://", *_PICKLE_STARTS)):
+        return True
+    return start[8:9] == b"{" and 0 < int.from_bytes(start[:8], "little") <= path.stat().st_size
+
+
+def _indexed(index: Path, name: str) -> ModelFiles:
+    """All shards that an index names, in order of name."""
+    weight_map = _index_map(index)
+    paths = [index.with_name(file) for file in sorted(set(weight_map.values()))]
+    return _found("safetensors", paths, name, index=weight_map)
+
+
+def _index_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, of an index of shards. Raises BadFile."""
+    weight_map = read_json(index, "the index of the shards").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadFile(f"{index}: must have a weight_map, an object from tensor names to file names")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors") or "/" in file or "\\" in file:
+            what = f"{file!r}"[:200]
+            raise BadFile(f"{index}: tensor {tensor[:80]!r} is said to be in {what}, not a file beside it")
+    return weight_map
+
+
+def _shards(path: Path) -> list[Path]:
+    """All shards of the set that one belongs to, by their names alone."""
+    match = _SHARD.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, count = match["stem"], int(match["count"])
+    return [path.with_name(f"{stem}-{n:05}-of-{count:05}.safetensors") for n in range(1, count + 1)]
+
+
+def _found(
+    kind: Literal["safetensors", "gguf"],
+    weights: Sequence[Path],
+    name: str,
+    index: Mapping[str, str] | None = None,
+    alone: bool = False,
+) -> ModelFiles:
+    """`alone`: the user named one GGUF file, so what lies beside it may belong to another model."""
+    weights = _shards(weights[0]) if kind == "safetensors" and index is None else weights
+    directory = weights[0].parent
+    if missing := [path.name for path in weights if not path.exists()]:
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        raise BadFile(
+            f"{directory}: {len(missing)} file(s) of the model are missing: {', '.join(missing[:8])}{more}"
+        )
+    beside = [] if alone else sorted(directory.iterdir())
+    side_files = {p.name: p for p in beside if p.name in _SIDE_NAMES or p.suffix == ".tiktoken"}
+    config = directory / "config.json"
+    return ModelFiles(
+        kind,
+        tuple(weights),
+        directory,
+        config if kind == "safetensors" and config.exists() else None,
+        MappingProxyType(side_files),
+        name,
+        MappingProxyType(dict(index)) if index is not None else None,
+    )
+
+
+def _step(name: str) -> int:
+    match = _STEP.fullmatch(name)
+    return int(match["step"]) if match else -1
+
+
+def _only(choices: Sequence[str], result: Sequence[str], where: str) -> Sequence[str]:
+    """`result` if there is one choice. Raises ConfigError listing them otherwise."""
+    if len(choices) == 1:
+        return result
+    more = f" and {len(choices) - 12} more" if len(choices) > 12 else ""
+    raise ConfigError(f"{where} holds several models; name one: {', '.join(choices[:12])}{more}")
+
+
+def _nothing(names: Sequence[str], where: str) -> ConfigError | UnsupportedFormat:
+    if pickles := [n for n in names if n.endswith(_PICKLES)]:
+        return UnsupportedFormat(f"{where} has only {', '.join(sorted(pickles)[:4])}. {_PICKLE_ADVICE}")
+    if any(n.startswith("adapter_") for n in names):
+        return UnsupportedFormat(f"{where} is an adapter, not a model; merge it into its base model first")
+    shown = ", ".join(sorted(names)[:8]) or "nothing"
+    return ConfigError(f"{where} has no *.safetensors and no *.gguf file; it holds {shown}")
+
+
+def _missing(path: Path) -> str:
+    parent = path.parent
+    if not parent.is_dir():
+        return f"{path}: no such file or directory; {parent} does not exist either"
+    near = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], 3, 0.5)
+    hint = f" (nearest: {', '.join(str(parent / n) for n in near)})" if near else ""
+    return f"{path}: no such file or directory{hint}; pass a directory, a weight file, or a Hub name org/name"

@@ -1,0 +1,1 @@
+"""Models on the Hub and at other web addresses: names, cache, download."""

@@ -1,0 +1,119 @@
+"""Small floats with scales: FP8 of every granularity, NVFP4 and MXFP4."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.quantized.parts import FLOATS, Parts, Stored
+from plait.errors import ShapeMismatch
+from plait.quant.fp4 import Fp4
+from plait.quant.fp8 import Fp8
+
+BYTES = ("uint8", "float8_e8m0fnu")
+_BLOCKS = ((128, 128), (1, 32), (1, 128))  # what a file may have that does not say
+
+
+def fp8(parts: Parts) -> Stored:
+    """weight e4m3 [..., out, in]; a scale for all, for each row, or for each block, which multiplies."""
+    shape = parts.need("plain", "float8_e4m3fn", dims=(2, 3))
+    part = next(name for name in ("scale_inv", "scale", "qscale") if name in parts)
+    scales = parts.need(part, *FLOATS, *BYTES, dims=(0, 1, 2, 3))
+    block, blocks = _block(parts, part, shape, scales)
+
+    def read() -> Fp8:
+        stored = parts.exponents(part) if parts.dtype(part) in BYTES else parts.finite(part).float()
+        codes = parts.read("plain").flatten(0, -2)
+        scale, rows = stored.reshape(-1, *blocks), shape[-2]
+        if len(scale) > 1 and rows % block[0]:  # blocks that end with each matrix of the stack
+            return Fp8(codes, scale.repeat_interleave(block[0], 1)[:, :rows].flatten(0, 1), (1, block[1]))
+        return Fp8(codes, scale.flatten(0, 1).contiguous(), block)
+
+    return Stored(shape, "fp8" if block[1] >= shape[-1] else f"fp8_b{block[1]}", read)
+
+
+def unscaled_fp8(parts: Parts) -> Stored:
+    """weight e4m3 [out, in] whose numbers mean what they are."""
+    shape = parts.need("plain", "float8_e4m3fn")
+
+    def read() -> Fp8:
+        return Fp8(parts.read("plain"), torch.ones(1, 1), (shape[0], shape[1]))
+
+    return Stored(shape, "fp8", read)
+
+
+def _block(
+    parts: Parts, part: str, shape: tuple[int, ...], scales: tuple[int, ...]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(rows and columns of a block, how many there are of each in one matrix)."""
+    rows, cols = shape[-2:]
+    count = prod(shape[:-2])
+    if prod(scales) == count:
+        return (rows, cols), (1, 1)
+    if part != "scale_inv" and prod(scales) == count * rows and scales[-1] in (1, rows):
+        return (1, cols), (rows, 1)
+    said, group = parts.options.block, parts.options.group
+    for block in (said,) if said else ((1, group or cols), *_BLOCKS):
+        blocks = (-(-rows // block[0]), -(-cols // block[1]))
+        if scales[-2:] == blocks and prod(scales) == count * prod(blocks):
+            return (min(block[0], rows), min(block[1], cols)), blocks
+    raise ShapeMismatch(
+        f"{parts.names[part]}: {list(scales)} scales do not fit a weight of {list(shape)}"
+        + (f" in blocks of {list(said)}" if said else "")
+    )
+
+
+def nvfp4(parts: Parts) -> Stored:
+    """Nibbles uint8 [..., out, in / 2], scales e4m3 for 16 columns, one number for all.
+
+    compressed-tensors divides by its weight_global_scale, modelopt multiplies with its weight_scale_2.
+    """
+    part = "packed" if "packed" in parts else "plain"
+    shape = _nibbles(parts, part, "scale", 16, "float8_e4m3fn")
+
+    def read() -> Fp4:
+        factor = parts.number("scale_2") if "scale_2" in parts else 1 / parts.number("global_scale")
+        scales = parts.read("scale").flatten(0, -2)
+        return Fp4(parts.read(part).flatten(0, -2), scales, torch.tensor([factor], dtype=torch.float32))
+
+    return Stored(shape, "nvfp4", read, lambda: parts.finite("scale"))
+
+
+def packed_mxfp4(parts: Parts) -> Stored:
+    """compressed-tensors: nibbles uint8 [..., out, in / 2], a byte of exponent for 32 columns."""
+    shape = _nibbles(parts, "packed", "scale", 32, *BYTES)
+
+    def read() -> Fp4:
+        return Fp4(parts.read("packed").flatten(0, -2), _exponents(parts, "scale"))
+
+    return Stored(shape, "mxfp4", read, lambda: parts.check_exponents("scale"))
+
+
+def _nibbles(parts: Parts, codes: str, scales: str, group: int, *dtypes: str) -> tuple[int, ...]:
+    shape = parts.need(codes, "uint8", dims=(2, 3))
+    cols = shape[-1] * 2
+    if cols % group:
+        raise ShapeMismatch(f"{parts.names[codes]}: {cols} columns are no whole groups of {group}")
+    parts.expect(scales, (*shape[:-1], cols // group), *dtypes)
+    return (*shape[:-1], cols)
+
+
+def block_mxfp4(parts: Parts) -> Stored:
+    """gpt-oss: blocks uint8 [..., out, in / 32, 16], low nibbles first; scales uint8 [..., out, in / 32]."""
+    blocks = parts.need("blocks", "uint8", dims=(3, 4))
+    if blocks[-1] != 16:
+        raise ShapeMismatch(f"{parts.names['blocks']}: {list(blocks)}; a block has 16 bytes")
+    parts.expect("block_scales", blocks[:-1], *BYTES)
+
+    def read() -> Fp4:
+        codes = parts.read("blocks").flatten(-2).flatten(0, -2)
+        return Fp4(codes, _exponents(parts, "block_scales"))
+
+    shape = (*blocks[:-2], blocks[-2] * 32)
+    return Stored(shape, "mxfp4", read, lambda: parts.check_exponents("block_scales"))
+
+
+def _exponents(parts: Parts, part: str) -> Tensor:
+    return parts.read(part).view(torch.uint8).flatten(0, -2)

@@ -1,0 +1,1 @@
+"""File formats: safetensors and GGUF, checked before they are mapped."""

@@ -1,0 +1,202 @@
+"""Flags: those of the engine and the server are generated from the dataclasses that hold the defaults."""
+
+from __future__ import annotations
+
+import logging
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import click
+
+from plait.cli.common.help import path_completion
+from plait.cli.common.session import Session, log_to_stderr
+from plait.config import EngineConfig, ServerConfig
+from plait.errors import ConfigError
+from plait.request import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P, SamplingParams
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Decorator = Callable[[Command], Command]
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+ENVIRONMENT = {"api_key": "PLAIT_API_KEY"}  # what a command line would show to every user of the machine
+BYTES_FIELDS = {"memory_limit", "max_body_bytes"}
+MODEL_DEFAULT = "the model's generation_config.json, else "
+SAMPLING_HELP = {
+    "max_tokens": "most tokens to write",
+    "min_tokens": "tokens to write before anything may stop it",
+    "temperature": f"0: always the likeliest token [default: {MODEL_DEFAULT}{DEFAULT_TEMPERATURE}]",
+    "top_p": f"the likeliest tokens that make up this probability [default: {MODEL_DEFAULT}{DEFAULT_TOP_P}]",
+    "top_k": f"the likeliest so many tokens; 0: no limit [default: {MODEL_DEFAULT}{DEFAULT_TOP_K}]",
+    "min_p": f"tokens at least this likely beside the likeliest [default: {MODEL_DEFAULT}0]",
+    "seed": "makes a sampled text repeatable",
+    "repetition_penalty": f"above 1: tokens that were there are less likely [default: {MODEL_DEFAULT}1]",
+    "presence_penalty": "subtracted once from tokens already written",
+    "frequency_penalty": "subtracted for each time a token was written",
+    "stop": "text that ends it; may be repeated",
+    "ignore_eos": "go on after an end-of-text token",
+}
+
+
+class Bytes(click.ParamType[int]):
+    """A number of bytes: 1073741824, 512MiB, 4G (powers of 1024)."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", str(value).strip(), re.IGNORECASE)
+        if match is None:
+            self.fail(f"{value!r} is not a number of bytes; write 1073741824, 512MiB or 4GiB", param, ctx)
+        return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+class TokenIds(click.ParamType[tuple[int, ...]]):
+    """Token ids, with commas or spaces between them, brackets or not: "1,2,3"."""
+
+    name = "ids"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = str(value).strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
+        for part in parts:
+            if not re.fullmatch(r"\d+", part):
+                self.fail(f"{part!r} is not a token id; write them like 1,2,3", param, ctx)
+        return tuple(int(part) for part in parts)
+
+
+def _plain_type(hint: Any) -> Any:
+    """`int | None` -> int."""
+    if get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (part for part in get_args(hint) if part is not type(None))
+    return hint
+
+
+def flag(cls: type, field: Field[Any], text: str) -> Decorator[Any]:
+    """One click option for one field of a dataclass; its default stays the dataclass's own."""
+    hint = _plain_type(get_type_hints(cls)[field.name])
+    name = "--" + field.name.replace("_", "-")
+    default = None if field.default is MISSING else field.default
+    shown: dict[str, Any] = {
+        "help": text,
+        "default": default,
+        "show_default": default not in (None, (), False),
+        "envvar": ENVIRONMENT.get(field.name),
+        "show_envvar": True,
+    }
+    names = (name, *field.metadata.get("also", ()), field.name)
+    if field.name in BYTES_FIELDS:
+        return click.option(*names, type=Bytes(), metavar="BYTES", **shown)
+    if get_origin(hint) is Literal:
+        return click.option(*names, type=click.Choice(get_args(hint)), **shown)
+    if get_origin(hint) is tuple:
+        metavar = "KEY=VALUE" if field.name == "set" else "TEXT"
+        return click.option(*names, multiple=True, metavar=metavar, **shown)
+    if hint is bool:
+        switch = f"{name}/--no-{name.removeprefix('--')}" if field.default is True else name
+        return click.option(switch, field.name, is_flag=True, **shown)
+    return click.option(*names, type=hint, **shown)
+
+
+def options(decorators: Sequence[Decorator[Any]]) -> Decorator[Any]:
+    """Several options as one decorator, listed in help in their order."""
+
+    def apply(command: Command) -> Command:
+        for decorate in reversed(decorators):
+            command = decorate(command)
+        return command
+
+    return apply
+
+
+def config_options(cls: type, *, without: Sequence[str] = ()) -> Decorator[Any]:
+    """A flag for every field of EngineConfig or ServerConfig."""
+    return options([flag(cls, f, f.metadata["help"]) for f in fields(cls) if f.name not in without])
+
+
+def engine_options(*, without: Sequence[str] = ()) -> Decorator[Any]:
+    """Every EngineConfig flag, and `--cpu` for `--device cpu`."""
+    cpu = click.option("--cpu", is_flag=True, help="use the CPU, also when there is a GPU; as --device cpu")
+    return options([cpu, config_options(EngineConfig, without=without)])
+
+
+def sampling_options(*, max_tokens: int | None) -> Decorator[Any]:
+    """The SamplingParams that a terminal needs; what is not given stays the model's choice."""
+    names = {f.name: f for f in fields(SamplingParams)}
+    rest = [
+        flag(SamplingParams, names[name], text)
+        for name, text in SAMPLING_HELP.items()
+        if name != "max_tokens"
+    ]
+    shown = max_tokens or "the rest of the context"
+    first = click.option(
+        "--max-tokens", type=int, default=max_tokens, help=f"{SAMPLING_HELP['max_tokens']} [default: {shown}]"
+    )
+    return options([first, *rest])
+
+
+def model_option(*, required: bool = True) -> Decorator[Any]:
+    """The model, as an argument or as `--model`; the command gets one `model`."""
+    text = "a directory, a .safetensors or .gguf file, or a Hub id"
+
+    def merge(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+        given = ctx.params.pop("model_argument", None) or value
+        if required and not given:
+            raise click.UsageError(f"name a model with --model: {text}", ctx)
+        return given
+
+    shared: dict[str, Any] = {"shell_complete": path_completion}
+    argument = click.argument("model_argument", metavar="[MODEL]", required=False, is_eager=True, **shared)
+    named = click.option("--model", "-m", metavar="MODEL", callback=merge, help=text, **shared)
+    return options([argument, named])
+
+
+def vocab_option() -> Decorator[Any]:
+    """`--vocab` alone, as EngineConfig has it."""
+    field = next(f for f in fields(EngineConfig) if f.name == "vocab")
+    return flag(EngineConfig, field, field.metadata["help"])
+
+
+def common_options() -> Decorator[Any]:
+    """`--verbose` and `--debug`: what every command has."""
+
+    def debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if isinstance(ctx.obj, Session):
+            ctx.obj.debug = value
+
+    def verbose(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        log_to_stderr(logging.INFO if value else logging.WARNING)
+
+    shared: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
+    say = "say what is chosen and why: device, memory"
+    return options(
+        [
+            click.option("--verbose", "-v", callback=verbose, help=say, **shared),
+            click.option("--debug", callback=debug, help="show the traceback of an error", **shared),
+        ]
+    )
+
+
+def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The EngineConfig fields among a command's parameters, with `--cpu` applied. Raises ConfigError."""
+    settings = {f.name: given[f.name] for f in fields(EngineConfig)}
+    if given.get("cpu"):
+        if settings["device"] == "cuda":
+            raise ConfigError("--cpu and --device cuda contradict each other; give one of them")
+        settings["device"] = "cpu"
+    return settings
+
+
+def server_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The ServerConfig fields among a command's parameters."""
+    return {f.name: given[f.name] for f in fields(ServerConfig)}
+
+
+def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
+    """SamplingParams from a command's parameters. Raises InvalidField."""
+    return SamplingParams(**{name: given[name] for name in SAMPLING_HELP})

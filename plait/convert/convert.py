@@ -1,0 +1,343 @@
+"""One checkpoint becomes another: what is read, what is to be written, and the writing of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.find_files import read_json
+from plait.checkpoint.quantized.packed import Packed
+from plait.checkpoint.quantized.scheme import BESIDE
+from plait.checkpoint.readers.gguf import GgufFile
+from plait.checkpoint.readers.gguf_plait import is_own, own_config
+from plait.config import EngineConfig
+from plait.convert.gguf.file import total_nbytes, write_gguf
+from plait.convert.gguf.file_type import file_type
+from plait.convert.gguf.own_target import own_target, unpacked, with_overrides, writable
+from plait.convert.gguf.target import Unsayable, gguf_target
+from plait.convert.gguf.vocabulary import (
+    KEY,
+    VOCABULARIES,
+    named_vocabulary,
+    readable_tokenizer,
+    vocabulary_keys,
+)
+from plait.convert.hf.file import write_safetensors
+from plait.convert.hf.quantization_config import quantization_config
+from plait.convert.hf.target import hf_target
+from plait.convert.hf.vocabulary import write_vocabulary
+from plait.convert.plan.block_kinds import block_kind
+from plait.convert.plan.choose_storage import (
+    DOWN,
+    DTYPES,
+    GATE_UP,
+    PACKED,
+    Choice,
+    chosen_storage,
+    is_map,
+    nvfp4_factors,
+)
+from plait.convert.plan.output import TEMPLATES, check_place, check_space, placed
+from plait.convert.plan.passthrough import Copied, Kept
+from plait.convert.plan.reconcile_specs import differences
+from plait.convert.plan.source import Model, Numbers, check_complete
+from plait.convert.plan.storage import Blocks, Mxfp4Stack, Stored
+from plait.convert.plan.tensor_plan import Made
+from plait.errors import CheckpointError, ConfigError, UnsupportedModel
+from plait.families.resolve import parse_override, resolve
+from plait.loading.open_model import Opened, open_model
+from plait.quant.weight import as_tensor
+from plait.resource_limits import default_threads
+from plait.text.tokenizers.gguf_files import CARRIED, FILES
+
+log = logging.getLogger("plait")
+Form = Literal["gguf", "safetensors"]
+Progress = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
+SHARD_NBYTES = 5_000_000_000  # a file of safetensors; larger models get several
+HELD_NBYTES = 32 << 20  # of the source's pages, before they are let go of
+SPLIT = "split."
+PROBED = "probed"  # how a value's source begins that a probe found
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is asked for. `to` None: by the name of `out`. `set`: values of the source's config, as --set."""
+
+    model: str
+    out: Path
+    to: Form | None = None
+    quantize: str | None = None
+    force: bool = False
+    threads: int | None = None
+    vocab: str | None = None
+    set: tuple[str, ...] = ()
+    shard_nbytes: int = SHARD_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What was written: `storages` counts linear maps by their storage; `notes` say who cannot read it."""
+
+    out: Path
+    form: Form
+    source_nbytes: int
+    nbytes: int
+    storages: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Plan:
+    """Everything that is decided before the first byte is written."""
+
+    numbers: Numbers
+    stored: Sequence[Stored]
+    keys: Mapping[str, Any] = field(default_factory=dict)  # of GGUF
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    value_types: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = None  # of safetensors
+    is_copy: bool = False  # of safetensors, as they are packed
+    notes: tuple[str, ...] = ()
+
+
+def convert(order: Order, progress: Progress) -> Result:
+    """Read a model and write it in another form or storage.
+
+    Raises ConfigError, CheckpointError, UnsupportedModel and OutOfMemory; then nothing has been written.
+    """
+    opened = open_model(order.model, EngineConfig(device="cpu", set=order.set, vocab=order.vocab))
+    form = chosen_form(order)
+    is_directory = form == "safetensors"
+    check_place(order.out, opened.files.weights, force=order.force, is_directory=is_directory)
+    if order.vocab is not None and named_vocabulary(opened) is None:
+        raise ConfigError(
+            f"--vocab {order.vocab}: there is no file of it to come along; name a {', '.join(VOCABULARIES)}, "
+            "or the folder of one"
+        )
+    choice = Choice(chosen_storage(order.quantize, form), form, order.threads or default_threads()[0])
+    model = Model(opened.resolved, opened.checkpoint)
+    plan = _gguf_plan(opened, model, choice) if form == "gguf" else _hf_plan(opened, model, choice)
+    nbytes = total_nbytes(plan.stored)
+    check_space(order.out, nbytes)
+    advance = _advancing(opened, nbytes, progress)
+    with placed(order.out, is_directory=is_directory) as path:
+        if form == "gguf":
+            write_gguf(path, plan.keys, plan.stored, plan.extra, plan.numbers, advance, plan.value_types)
+        else:
+            write_safetensors(path, plan.stored, plan.numbers, advance, order.shard_nbytes)
+            _write_beside(path, opened, plan)
+    if choice.recoded:
+        log.warning(
+            "%d tensors were quantized before and are so anew: from the plain weights it would be better",
+            choice.recoded,
+        )
+    return Result(order.out, form, opened.nbytes, nbytes, dict(choice.counts), plan.notes)
+
+
+def chosen_form(order: Order) -> Form:
+    """GGUF or safetensors: as asked for, else by the name of the output. Raises ConfigError."""
+    by_name: Form = "gguf" if order.out.suffix == ".gguf" else "safetensors"
+    if order.to == "safetensors" and by_name == "gguf":
+        raise ConfigError(f"{order.out}: a name for GGUF, and --to safetensors writes a directory; name one")
+    if order.to is None and order.out.suffix == ".safetensors":
+        raise ConfigError(f"{order.out}: safetensors are written into a directory; name one")
+    return order.to or by_name
+
+
+def _advancing(opened: Opened, total: int, progress: Progress) -> Callable[[int], None]:
+    """Tell how far it is, and let go of what was read."""
+    done = held = 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done, held
+        done, held = done + nbytes, held + nbytes
+        progress("writing", done, total)
+        if held > HELD_NBYTES:
+            opened.checkpoint.release()
+            held = 0
+
+    return advance
+
+
+def _gguf_plan(opened: Opened, model: Model, choice: Choice) -> Plan:
+    """The file's own names and metadata if it is GGUF; else llama.cpp's, or those that only Plait reads."""
+    if isinstance(opened.checkpoint, GgufFile) and not is_own(opened.metadata) and not opened.config.set:
+        kept = Kept(model)
+        stored = _stored(choice, kept, kept.made())
+        text = vocabulary_keys(opened) if named_vocabulary(opened) else None
+        left_out = SPLIT if text is None else (SPLIT, *CARRIED)
+        metadata = opened.checkpoint.metadata
+        keys = {k: metadata[k] for k in metadata if not k.startswith(left_out)}
+        types = {k: v for k, v in opened.checkpoint.value_types.items() if k in keys}
+        return Plan(kept, stored, keys | _about(stored) | (text or {}), value_types=types)
+    try:
+        target = gguf_target(model)
+    except Unsayable as error:
+        for reason in error.reasons:
+            log.info("not as %s", reason)
+        return _own_plan(opened, model, choice, str(error))
+    stored = _stored(choice, model, target.made)
+    return Plan(
+        model, stored, {**target.keys, **_rest_of_keys(opened, stored)}, target.extra, notes=target.notes
+    )
+
+
+def _own_plan(opened: Opened, model: Model, choice: Choice, why: str) -> Plan:
+    """GGUF under the checkpoint's names, with its config; under its family's if it is of llama.cpp's kind."""
+    numbers: Numbers
+    if isinstance(opened.checkpoint, GgufFile) and not is_own(opened.metadata):
+        theirs = hf_target(model, "float32")
+        numbers, target = model, own_target(theirs.made, theirs.config)
+    else:
+        numbers, config = (kept := Kept(model)), _raw_config(opened)
+        target = own_target(writable(kept), None if config is None else unpacked(config))
+    choice.is_own = True
+    stored = _stored(choice, numbers, target.made)
+    keys = {**target.keys, **_rest_of_keys(opened, stored, is_own=True)}
+    return Plan(numbers, stored, keys, notes=(f"only Plait reads this file: {why}",))
+
+
+def _rest_of_keys(opened: Opened, stored: Sequence[Stored], *, is_own: bool = False) -> dict[str, Any]:
+    name = (opened.metadata or {}).get("general.name", opened.files.name)
+    return {"general.name": name, **_about(stored), **vocabulary_keys(opened, is_own=is_own)}
+
+
+def _about(stored: Sequence[Stored]) -> dict[str, Any]:
+    return {"general.quantization_version": 2, "general.file_type": file_type(stored)}
+
+
+def _raw_config(opened: Opened) -> dict[str, Any] | None:
+    """config.json of the checkpoint, with the values of --set and of a probe.
+
+    Raises ConfigError if it cannot hold them.
+    """
+    if opened.metadata is not None:
+        raw = own_config(opened.metadata)
+    else:
+        raw = read_json(opened.files.config, "config.json") if opened.files.config else None
+    why, values = opened.resolved.provenance, opened.resolved.config
+    given = {key: values[key] for key in why if why[key].startswith(PROBED)}
+    given |= dict(map(parse_override, opened.config.set))
+    if not given:
+        return raw
+    raw = with_overrides(raw, given)
+    shapes = {name: opened.checkpoint.shape(name) for name in opened.checkpoint.names()}
+    again = resolve(raw, shapes, read=lambda name: as_tensor(opened.checkpoint.read(name)))
+    if found := next(differences(opened.resolved.spec, again.spec), None):
+        raise ConfigError(f"--set: config.json cannot be made to say it ({found}); write it there by hand")
+    return raw
+
+
+def _hf_plan(opened: Opened, model: Model, choice: Choice) -> Plan:
+    if isinstance(opened.checkpoint, GgufFile) and not is_own(opened.metadata):
+        dtype = DTYPES.get(choice.quantize or "", torch.float16)
+        target = hf_target(model, str(dtype).removeprefix("torch."))
+        stored = [_published(choice, model, made) or choice(model, made) for made in target.made]
+        return _with_storage(Plan(model, stored, config=target.config, notes=target.notes), choice)
+    config = _raw_config(opened)
+    if choice.quantize is None and isinstance(opened.checkpoint, Packed):
+        maps = (made.name for made in Kept(model).made() if is_map(made))
+        choice.counts.update(opened.checkpoint.format_of(name) for name in maps)
+        copied = Copied(opened.checkpoint.files)
+        return Plan(copied, _stored(choice, copied, copied.made()), config=config, is_copy=True)
+    kept, config = Kept(model), None if config is None else unpacked(config)
+    made = kept.made()
+    if choice.quantize in PACKED and len(apart := kept.apart(made)) > len(made) and _is_read(apart, config):
+        made = apart
+    return _with_storage(Plan(kept, _stored(choice, kept, made), config=config), choice)
+
+
+def _is_read(made: Sequence[Made], config: Mapping[str, Any] | None) -> bool:
+    """Whether a model in these tensors is read, all of them used."""
+    shapes = {one.name: one.shape for one in made}
+    try:
+        check_complete(resolve(config, shapes, read=lambda name: torch.zeros(shapes[name])), shapes)
+    except (UnsupportedModel, CheckpointError):
+        return False
+    return True
+
+
+def _published(choice: Choice, model: Model, made: Made) -> Stored | None:
+    """Experts of gpt-oss in MXFP4 as they were published, where nothing else is asked for."""
+    if (
+        choice.quantize is not None
+        or model.spec.family != "gpt_oss"
+        or not made.name.endswith((GATE_UP, DOWN))
+    ):
+        return None
+    kinds = {kind.name for part in made.parts if (kind := block_kind(model.read(part.ours)))}
+    if kinds != {"MXFP4"}:
+        return None
+    choice.counts["MXFP4"] += 1
+    return Mxfp4Stack(made)
+
+
+def _with_storage(plan: Plan, choice: Choice) -> Plan:
+    """The plan with a config.json that says how its tensors are packed."""
+    wanted = quantization_config(plan.stored)
+    if plan.config is None:
+        if wanted is not None:
+            note = (
+                "only Plait, which looks at the tensors, reads this: there is no config.json to tell others"
+            )
+            return replace(plan, notes=(*plan.notes, f"{note} of {choice.quantize}"))
+        return plan
+    raw = dict(plan.config)
+    if dtype := DTYPES.get(choice.quantize or ""):
+        name = str(dtype).removeprefix("torch.")
+        raw |= {key: name for key in ("torch_dtype", "dtype") if key in raw} or {"torch_dtype": name}
+    return replace(plan, config=raw if wanted is None else {**raw, "quantization_config": wanted})
+
+
+def _stored(choice: Choice, numbers: Numbers, made: Sequence[Made]) -> list[Stored]:
+    found: list[Stored] = []
+    for one in made:
+        found.append(stored := choice(numbers, one))
+        is_nvfp4 = isinstance(stored, Blocks) and stored.kind.name == "NVFP4"
+        if is_nvfp4 and (beside := nvfp4_factors(numbers, stored.made)):
+            found.append(beside)
+    return found
+
+
+def _write_beside(folder: Path, opened: Opened, plan: Plan) -> None:
+    """config.json, and the files of text."""
+    if plan.config is not None:
+        (folder / "config.json").write_text(json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n")
+    if opened.files.kind == "safetensors":
+        _copy_beside(folder, opened, is_copy=plan.is_copy)
+    if named := named_vocabulary(opened):
+        for path in (named / name for name in (*FILES.values(), *VOCABULARIES)):
+            if path.exists():
+                shutil.copyfile(path, folder / path.name)
+    if opened.files.kind == "safetensors" or named:
+        return
+    tokenizer = readable_tokenizer(opened)
+    metadata = opened.metadata or {}
+    if tokenizer is None or f"{KEY}model" not in metadata:
+        log.warning("no tokenizer is carried along: the GGUF file has none that Plait reads")
+        return
+    write_vocabulary(folder, metadata, tokenizer)
+
+
+def _copy_beside(folder: Path, opened: Opened, *, is_copy: bool) -> None:
+    """The source's own files of text."""
+    for name, path in opened.files.side_files.items():
+        if is_copy or name not in BESIDE:
+            shutil.copyfile(path, folder / name)
+    for path in (opened.files.directory / TEMPLATES).glob("*.jinja"):
+        (folder / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / TEMPLATES / path.name)
+
+
+def counted(storages: Mapping[str, int]) -> str:
+    """`210 in Q4_K, 1 in Q6_K`."""
+    return ", ".join(f"{count} in {name}" for name, count in Counter(storages).most_common())

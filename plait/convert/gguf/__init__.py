@@ -1,0 +1,1 @@
+"""Writing GGUF: metadata, vocabulary, file."""

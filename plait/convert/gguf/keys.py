@@ -1,0 +1,344 @@
+"""The metadata that says in GGUF what a model is: from the spec, in the words that llama.cpp reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from plait.convert.plan.tensor_plan import Made
+from plait.errors import UnsupportedFormat
+from plait.ops.rope import frequencies, yarn_mscale
+from plait.spec import (
+    Attention,
+    DeltaNet,
+    Lightning,
+    Mamba1,
+    Mamba2,
+    Mixer,
+    Mla,
+    Mlp,
+    ModelSpec,
+    Moe,
+    Parallel,
+    Rope,
+    ShortConv,
+)
+
+Values = dict[str, Any]
+SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
+LARGEST = 1 << 31  # what llama.cpp takes as a context
+
+
+def model_keys(arch: str, spec: ModelSpec, config: Mapping[str, Any], made: Iterable[Made]) -> Values:
+    """Every key behind the architecture's prefix. `config`: the source's, for what no spec says."""
+    names = {m.name: m.shape for m in made}
+    values: Values = {
+        "block_count": len(spec.layers),
+        "context_length": min(spec.max_len, LARGEST),
+        "embedding_length": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        f"attention.layer_norm_{'rms_' if spec.norm.kind == 'rms' else ''}epsilon": spec.norm.eps,
+        "feed_forward_length": _widths(spec, config),
+        **_attention(spec),
+        **_latent(spec),
+        **_experts(spec, config),
+        **_recurrent(spec),
+    }
+    if spec.logit_softcap:
+        values["final_logit_softcapping"] = float(spec.logit_softcap)
+    values |= _PARTICULARS.get(arch, _nothing)(spec, names)
+    return {f"{arch}.{key}": value for key, value in values.items()}
+
+
+def _parts(layer: Iterable[Any]) -> list[Mixer]:
+    """The mixers of a layer, those of a `Parallel` one by one."""
+    found: list[Mixer] = []
+    for branch in layer:
+        mixer = branch.mixer
+        found += mixer.parts.values() if isinstance(mixer, Parallel) else [mixer]
+    return found
+
+
+def _each(spec: ModelSpec, kind: Any) -> list[Any]:
+    """For each layer its mixer of this kind, or None."""
+    return [next((m for m in _parts(layer) if isinstance(m, kind)), None) for layer in spec.layers]
+
+
+def _same(values: list[Any], what: str) -> Any:
+    found = list(dict.fromkeys(v for v in values if v is not None))
+    if len(found) > 1:
+        raise UnsupportedFormat(f"GGUF has one {what} for all layers; this model has {found}")
+    return found[0] if found else None
+
+
+def _per_layer(values: list[int]) -> int | list[int]:
+    """One number if all layers have it, else one for each."""
+    return values[0] if len(set(values)) == 1 else values
+
+
+def _widths(spec: ModelSpec, config: Mapping[str, Any]) -> int | list[int]:
+    widths = [m.size if m else 0 for m in _each(spec, Mlp)]
+    if any(widths):
+        return _per_layer(widths if _has_holes(spec) else [max(widths)] * len(widths))
+    moe = next((m for m in _each(spec, Moe) if m), None)
+    if moe is None:
+        return 0
+    one = int(config.get("intermediate_size") or moe.expert.size)
+    return _per_layer([one if m else 0 for m in _each(spec, Moe)] if _has_holes(spec) else [one])
+
+
+def _has_holes(spec: ModelSpec) -> bool:
+    """Whether some layers have nothing that feeds forward."""
+    return any(not any(isinstance(m, (Mlp, Moe)) for m in _parts(layer)) for layer in spec.layers)
+
+
+def _attention(spec: ModelSpec) -> Values:
+    each: list[Attention | None] = _each(spec, Attention)
+    found = [m for m in each if m]
+    if not found:
+        return {} if any(_each(spec, Mla)) else {"attention.head_count": 0}
+    dim = _same([m.head_dim for m in found], "head size")
+    values: Values = {
+        "attention.head_count": _same([m.num_heads for m in found], "number of heads"),
+        "attention.head_count_kv": _kv_heads(spec, each),
+        "attention.key_length": dim,
+        "attention.value_length": dim,
+    }
+    if window := _same([m.window for m in found], "window"):
+        values["attention.sliding_window"] = window
+    if cap := _same([m.softcap for m in found], "softcap"):
+        values["attn_logit_softcapping"] = float(cap)
+    full = next((m.rope for m in found if m.rope and not m.window), None)
+    rope = full or next((m.rope for m in found if m.rope), None)
+    return values | (rope_keys(rope, spec.max_len) if rope else {"rope.dimension_count": dim})
+
+
+def _kv_heads(spec: ModelSpec, each: list[Attention | None]) -> Any:
+    """A 0 marks a layer that does not attend; not where llama.cpp tells those layers by an interval."""
+    if _told_by_interval(spec):
+        return _same([m.num_kv_heads for m in each if m], "number of key heads")
+    return _per_layer([m.num_kv_heads if m else 0 for m in each])
+
+
+def _told_by_interval(spec: ModelSpec) -> bool:
+    found = (m for layer in spec.layers for m in _parts(layer))
+    return any(isinstance(m, Lightning) or (isinstance(m, DeltaNet) and m.decay == "head") for m in found)
+
+
+def rope_keys(rope: Rope, max_len: int, *, latent: bool = False) -> Values:
+    """The keys of rotary positions; divisors per frequency are tensors beside them."""
+    values: Values = {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
+    p = rope.scaling
+    match p.get("rope_type", "default"):
+        case "linear":
+            values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(p["factor"])}
+        case "yarn":
+            values |= _yarn(p)
+            above = frequencies(rope, max_len)[1] / yarn_mscale(values["rope.scaling.factor"], 1.0)
+            if not latent and not math.isclose(above, 1.0, rel_tol=1e-6):
+                values["rope.scaling.attn_factor"] = above  # llama.cpp multiplies both
+            if latent and p.get("mscale_all_dim"):
+                values["rope.scaling.yarn_log_multiplier"] = 0.1 * p["mscale_all_dim"]
+        case "longrope":
+            values |= {
+                "rope.scaling.type": "longrope",
+                "rope.scaling.original_context_length": int(p["original_max_position_embeddings"]),
+                "rope.scaling.attn_factor": frequencies(rope, max_len)[1],
+            }
+        case "dynamic":
+            values |= _dynamic(rope, max_len)
+    return values  # divisors, and llama3's, are tensors
+
+
+def _dynamic(rope: Rope, max_len: int) -> Values:
+    """Plait's own key: llama.cpp does not read it, and is right up to the context that the file tells."""
+    plain = Rope(rope.dim, rope.theta)
+    if not torch.equal(frequencies(rope, max_len)[0], frequencies(plain, max_len)[0]):
+        raise UnsupportedFormat("positions that are stretched by length (dynamic NTK) have no word")
+    original = int(rope.scaling["original_max_position_embeddings"])
+    return {
+        "rope.scaling.dynamic_factor": float(rope.scaling["factor"]),
+        "rope.scaling.original_context_length": original,
+    }
+
+
+def _yarn(p: Mapping[str, Any]) -> Values:
+    original = p["original_max_position_embeddings"]
+    values: Values = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": float(p.get("factor") or p["max_position_embeddings"] / original),
+        "rope.scaling.original_context_length": int(original),
+    }
+    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        if p.get(ours):
+            values[f"rope.scaling.{theirs}"] = float(p[ours])
+    return values
+
+
+def _latent(spec: ModelSpec) -> Values:
+    mla: Mla | None = next((m for m in _each(spec, Mla) if m), None)
+    if mla is None:
+        return {}
+    values: Values = {
+        "attention.head_count": mla.num_heads,
+        "attention.head_count_kv": _per_layer([1 if m else 0 for m in _each(spec, Mla)]),
+        "attention.kv_lora_rank": mla.kv_rank,
+        "attention.key_length": mla.kv_rank + mla.rope_dim,
+        "attention.value_length": mla.kv_rank,
+        "attention.key_length_mla": mla.nope_dim + mla.rope_dim,
+        "attention.value_length_mla": mla.v_dim,
+        **(
+            rope_keys(mla.rope, spec.max_len, latent=True)
+            if mla.rope
+            else {"rope.dimension_count": mla.rope_dim}
+        ),
+    }
+    return values | ({"attention.q_lora_rank": mla.q_rank} if mla.q_rank else {})
+
+
+def _experts(spec: ModelSpec, config: Mapping[str, Any]) -> Values:
+    each: list[Moe | None] = _each(spec, Moe)
+    moe = next((m for m in each if m), None)
+    if moe is None:
+        return {}
+    router = moe.router
+    values: Values = {
+        "expert_count": moe.num_experts,
+        "expert_used_count": moe.top_k,
+        "expert_feed_forward_length": moe.expert.size,
+        "expert_gating_func": SIGMOID if router.score == "sigmoid" else SOFTMAX,
+        "expert_weights_norm": router.renormalize,
+        "expert_weights_scale": router.scale,
+    }
+    if router.groups > 1:
+        values |= {"expert_group_count": router.groups, "expert_group_used_count": router.top_groups}
+    if moe.shared:
+        values["expert_shared_feed_forward_length"] = moe.shared.size
+        shared = config.get("num_shared_experts") or config.get("n_shared_experts")
+        values["expert_shared_count"] = int(shared or max(1, moe.shared.size // moe.expert.size))
+    dense = next((i for i, m in enumerate(each) if m), 0)
+    if dense and not any(isinstance(m, (Mamba1, Mamba2)) for layer in spec.layers for m in _parts(layer)):
+        values["leading_dense_block_count"] = dense
+    return values
+
+
+def _recurrent(spec: ModelSpec) -> Values:
+    kinds = (Mamba1, Mamba2, DeltaNet, Lightning, ShortConv)
+    found = next((m for layer in spec.layers for m in _parts(layer) if isinstance(m, kinds)), None)
+    match found:
+        case ShortConv():
+            return {"shortconv.l_cache": found.kernel}
+        case DeltaNet(decay="channel"):
+            return {"kda.head_dim": found.key_dim, "ssm.conv_kernel": found.conv_kernel}
+        case DeltaNet():
+            return {
+                "ssm.conv_kernel": found.conv_kernel,
+                "ssm.inner_size": found.num_heads * found.value_dim,
+                "ssm.state_size": found.key_dim,
+                "ssm.time_step_rank": found.num_heads,
+                "ssm.group_count": found.num_key_heads,
+                **_interval(spec),
+            }
+        case Lightning():
+            return _interval(spec)
+        case Mamba2():
+            return {
+                "ssm.conv_kernel": found.conv_kernel,
+                "ssm.inner_size": found.num_heads * found.head_dim,
+                "ssm.state_size": found.state_size,
+                "ssm.time_step_rank": found.num_heads,
+                "ssm.group_count": found.num_groups,
+            }
+        case Mamba1():
+            return {
+                "ssm.conv_kernel": found.conv_kernel,
+                "ssm.inner_size": found.inner_size,
+                "ssm.state_size": found.state_size,
+                "ssm.time_step_rank": found.dt_rank,
+                "ssm.dt_b_c_rms": bool(found.norm and not found.norm.weight),
+            }
+        case _:
+            return {}
+
+
+def _interval(spec: ModelSpec) -> Values:
+    """Each how manieth layer has full attention; the layers that do not, if no interval says it."""
+    attends = [m is not None for m in _each(spec, Attention)]
+    interval = attends.index(True) + 1 if any(attends) else len(attends) + 1
+    values: Values = {"full_attention_interval": interval}
+    if attends != [(i + 1) % interval == 0 for i in range(len(attends))]:
+        values["attention.recurrent_layers"] = [not found for found in attends]
+    return values
+
+
+def _nothing(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    return {}
+
+
+def _granite(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    attention: Attention | None = next((m for m in _each(spec, Attention) if m), None)
+    scale = next((b.scale for layer in spec.layers for b in layer), 1.0)
+    values: Values = {
+        "embedding_scale": spec.embed_scale,
+        "residual_scale": scale,
+        "logit_scale": 1 / spec.logit_scale,
+        "rope.scaling.finetuned": bool(attention and attention.rope),
+    }
+    return values | ({"attention.scale": attention.scale} if attention else {})
+
+
+def _gemma3(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    local = next((m.rope for m in _each(spec, Attention) if m and m.window and m.rope), None)
+    return {"rope.freq_base_swa": local.theta} if local else {}
+
+
+def _olmo(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    """OLMo 3 has its windows in most layers, OLMo 2 has none."""
+    windows = [bool(m and m.window) for m in _each(spec, Attention)]
+    return {"attention.sliding_window_pattern": windows} if any(windows) else {}
+
+
+def _nemotron(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    return {"attention.layer_norm_epsilon": spec.norm.eps}
+
+
+def _sections(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    """Frequencies of time, height and width, in turns; llama.cpp rotates no others, of text either."""
+    rope = next((m.rope for m in _each(spec, Attention) if m and m.rope), None)
+    if rope is None:
+        return {}
+    return {"rope.dimension_sections": [len(range(first, rope.dim // 2, 3)) for first in range(3)] + [0]}
+
+
+def _cohere(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    return {"logit_scale": spec.logit_scale}
+
+
+def _minimax(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    return {"residual_scale": next((b.keep for layer in spec.layers for b in layer if b.keep), 1.0)}
+
+
+def _plamo2(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+    """What is a rank elsewhere is its number of heads; layers that do not attend have 0 of both kinds."""
+    ssm = next((m for m in _each(spec, Mamba1) if m), None)
+    heads = _per_layer([m.num_heads if m else 0 for m in _each(spec, Attention)])
+    values: Values = {"attention.head_count": heads, "ssm.group_count": 0}
+    return values | ({"ssm.time_step_rank": ssm.num_heads} if ssm else {})
+
+
+_PARTICULARS: Mapping[str, Callable[[ModelSpec, Mapping[str, tuple[int, ...]]], Values]] = MappingProxyType(
+    {
+        **dict.fromkeys(("granitehybrid", "granite", "granitemoe"), _granite),
+        **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _nemotron),
+        **dict.fromkeys(("command-r", "cohere2"), _cohere),
+        **dict.fromkeys(("qwen35", "qwen35moe"), _sections),
+        "gemma3": _gemma3,
+        "olmo2": _olmo,
+        "minimax-01": _minimax,
+        "plamo2": _plamo2,
+    }
+)

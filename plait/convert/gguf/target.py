@@ -1,0 +1,174 @@
+"""A model as GGUF: the architecture that can say it, its tensors' names and shapes, its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.convert.gguf.keys import model_keys
+from plait.convert.plan.reconcile_specs import agreed
+from plait.convert.plan.source import Model, check_complete
+from plait.convert.plan.tensor_plan import Made, made_tensors
+from plait.errors import UnsupportedFormat, UnsupportedModel
+from plait.families.common.registry import known, names_in
+from plait.families.common.resolved import Resolved
+from plait.families.config.normalize import Config
+from plait.families.gguf.arch import ARCHITECTURES
+from plait.families.gguf.names import gguf_names
+from plait.families.resolve import resolve
+from plait.ops.rope import frequencies
+from plait.spec import Attention, DeltaNet, Mamba1, Mamba2, Mla, ModelSpec, Moe, Rope
+
+FORM = "GGUF"
+# Families that are said in another's architecture; the others' own are those registered for them.
+ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "mixtral": ("llama",),
+        "deepseek_v3": ("deepseek2",),
+        "olmo3": ("olmo2",),
+        "bamba": ("granitehybrid",),
+        "falcon_mamba": ("mamba",),
+        "oxidizr": ("llama", "mamba2", "deepseek2"),
+    }
+)
+NO_WINDOWS = {"llama", "phi3"}
+ROPE_FREQS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTarget:
+    """What is to be written: `keys` of the model (not of its tokenizer), its tensors, and small new ones.
+
+    notes: what llama.cpp does not do, and Plait does, with the same file.
+    """
+
+    arch: str
+    keys: Mapping[str, Any]
+    made: tuple[Made, ...]
+    extra: Mapping[str, Tensor]  # float32
+    notes: tuple[str, ...] = ()
+
+
+class Unsayable(UnsupportedFormat):
+    """A model that llama.cpp has no words for. `reasons`: for each architecture what it lacks."""
+
+    def __init__(self, message: str, reasons: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.reasons = tuple(reasons)
+
+
+def gguf_target(model: Model) -> GgufTarget:
+    """The model in llama.cpp's words. Raises Unsayable."""
+    family, arches = model.resolved.family, arches_of(model)
+    if not arches:
+        raise Unsayable(f"llama.cpp has no architecture for {family} models")
+    reasons = []
+    for arch in arches:
+        try:
+            return _as_arch(model, arch)
+        except (UnsupportedFormat, UnsupportedModel) as error:
+            reasons.append(f"{arch}: {error}")
+    why = f" ({reasons[0]})" if len(reasons) == 1 else ""
+    raise Unsayable(f"llama.cpp has no architecture that says all of this {family} model{why}", reasons)
+
+
+def _notes(spec: ModelSpec, arch: str) -> Iterator[str]:
+    attention = [m for _, m in spec.mixers() if isinstance(m, Attention)]
+    if arch in NO_WINDOWS and any(m.window for m in attention):
+        yield f"llama.cpp has no windows for {arch}: there, attention sees all keys"
+    if any(m.rope and m.rope.scaling.get("rope_type") == "dynamic" for m in attention):
+        yield (
+            f"llama.cpp does not stretch positions by length (dynamic NTK): its model is this one up to "
+            f"{spec.max_len:,} tokens"
+        )
+
+
+def arches_of(model: Model) -> list[str]:
+    """The architectures that may say this model; with experts, first those that are named for them."""
+    families = known()
+    own = next((families[n] for n in names_in(model.resolved.config) if n in families), None)
+    found = [a.name for a in ARCHITECTURES.values() if own and families.get(a.architecture) is own]
+    found += [name for name in ALSO.get(model.resolved.family, ()) if name not in found]
+    has_experts = any(isinstance(m, Moe) for _, m in model.spec.mixers())
+    return sorted(found, key=lambda name: ("moe" in name) != has_experts)
+
+
+def _as_arch(model: Model, arch: str) -> GgufTarget:
+    spec = model.spec
+    config = Config({**model.resolved.config, **_counts(spec), "gguf_architecture": arch})
+    made = made_tensors(model.wanted, gguf_names(config), FORM)
+    made = [replace(m, shape=_shape(m, spec, arch)) for m in made]
+    keys = {"general.architecture": arch, **model_keys(arch, spec, config, made)}
+    extra = _extra(spec)
+    theirs = read_back(keys, made, extra)
+    check_complete(
+        theirs, {m.name: m.shape for m in made} | {name: tuple(t.shape) for name, t in extra.items()}
+    )
+    agreeing = tuple(agreed(made, spec, theirs.spec, model.wanted, "the format"))
+    return GgufTarget(arch, keys, agreeing, extra, tuple(_notes(spec, arch)))
+
+
+def read_back(keys: Mapping[str, Any], made: list[Made], extra: Mapping[str, Tensor]) -> Resolved:
+    """What a reader of the file will take the model for."""
+    shapes = {m.name: m.shape for m in made} | {name: tuple(t.shape) for name, t in extra.items()}
+    return resolve(None, shapes, gguf=keys, read=lambda name: extra[name])
+
+
+def _counts(spec: ModelSpec) -> dict[str, Any]:
+    """What `gguf_names` asks a config for, of any model."""
+    found: dict[str, Any] = {"num_hidden_layers": len(spec.layers)}
+    mla = next((m for _, m in spec.mixers() if isinstance(m, Mla)), None)
+    if mla:
+        found |= {"num_attention_heads": mla.num_heads, "kv_lora_rank": mla.kv_rank}
+        found["qk_nope_head_dim"] = mla.nope_dim
+    return found
+
+
+def _shape(made: Made, spec: ModelSpec, arch: str) -> tuple[int, ...]:
+    """Shapes that the format has otherwise than a plain tensor of ours."""
+    kind = made.name.removeprefix("blk.").partition(".")[2]
+    scans = [m for _, m in spec.mixers() if isinstance(m, (Mamba1, Mamba2))]
+    grouped = next((m for m in scans if isinstance(m, Mamba2)), None)
+    if kind in ("ssm_a", "ssm_d") and grouped:
+        return (*made.shape, 1)
+    if kind == "ssm_norm.weight" and grouped:
+        return (grouped.norm_groups, made.shape[0] // grouped.norm_groups)
+    if arch == "plamo2" and kind in ("attn_q_norm.weight", "attn_k_norm.weight"):
+        dim = next(m.head_dim for _, m in spec.mixers() if isinstance(m, Attention))
+        return (made.shape[0] // dim, dim)
+    if kind == "ffn_gate_inp_shexp.weight":
+        return (made.shape[-1],)
+    delta = next((m for _, m in spec.mixers() if isinstance(m, DeltaNet)), None)
+    if delta and delta.decay == "channel":
+        if kind == "ssm_a":
+            return (1, 1, delta.num_heads, 1)
+        if kind.startswith("ssm_conv1d_"):
+            return (1, made.shape[0], 1, made.shape[1])
+    return made.shape
+
+
+def _extra(spec: ModelSpec) -> dict[str, Tensor]:
+    """Divisors of rotary frequencies, where the scaling is none that the metadata can name."""
+    ropes = [m.rope for _, m in spec.mixers() if isinstance(m, Attention) and m.rope]
+    for rope in ropes:
+        kind = rope.scaling.get("rope_type")
+        if kind in ("llama3", "divisors"):
+            return {ROPE_FREQS: divisors(rope, spec.max_len)}
+        if kind == "longrope":
+            return {
+                f"rope_factors_{x}.weight": torch.tensor(rope.scaling[f"{x}_factor"], dtype=torch.float32)
+                for x in ("long", "short")
+            }
+    return {}
+
+
+def divisors(rope: Rope, max_len: int) -> Tensor:
+    """By how much each plain frequency is divided, [dim / 2] float32."""
+    plain, _ = frequencies(Rope(rope.dim, rope.theta), max_len)
+    found, _ = frequencies(rope, max_len)
+    return (plain / found).to(torch.float32)

@@ -1,0 +1,1 @@
+"""Writing safetensors with config.json, as transformers reads them."""

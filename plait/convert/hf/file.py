@@ -1,0 +1,97 @@
+"""Writing safetensors a piece at a time. The library writes what is in memory; here nothing has to be.
+
+A file is the length of its header (8 bytes), the header (JSON: name -> dtype, shape, offsets), and the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plait.convert.gguf.file import Advance, raw_bytes
+from plait.convert.plan.source import Numbers
+from plait.convert.plan.storage import Stored
+from plait.errors import UnsupportedFormat
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+}
+_ALIGN = 8
+
+
+def shards(stored: Sequence[Stored], limit: int) -> list[list[Stored]]:
+    """Tensors in files of at most `limit` bytes; one that is larger has a file of its own."""
+    found: list[list[Stored]] = []
+    room = 0
+    for one in stored:
+        size = sum(entry.nbytes for entry in one.entries)
+        if not found or size > room:
+            found.append([])
+            room = limit
+        found[-1].append(one)
+        room -= size
+    return found
+
+
+def write_safetensors(
+    folder: Path, stored: Sequence[Stored], model: Numbers, advance: Advance, limit: int
+) -> None:
+    """model.safetensors, or its shards and their index, into a folder."""
+    files = shards(stored, limit)
+    if len(files) == 1:
+        _write(folder / "model.safetensors", files[0], model, advance)
+        return
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, part in enumerate(files, 1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        _write(folder / name, part, model, advance)
+        weight_map |= {entry.name: name for one in part for entry in one.entries}
+        total += sum(entry.nbytes for one in part for entry in one.entries)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write(path: Path, stored: Sequence[Stored], model: Numbers, advance: Advance) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for entry in (entry for one in stored for entry in one.entries):
+        if not isinstance(entry.kind, torch.dtype) or entry.kind not in _NAMES:
+            raise UnsupportedFormat(f"{entry.name}: safetensors cannot hold {entry.kind}")
+        offsets = [at, at + entry.nbytes]
+        header[entry.name] = {"dtype": _NAMES[entry.kind], "shape": entry.shape, "data_offsets": offsets}
+        at += entry.nbytes
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % _ALIGN)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)))
+        file.write(raw)
+
+        def sink(piece: Tensor) -> None:
+            advance(file.write(raw_bytes(piece)))
+
+        for one in stored:
+            start, wanted = file.tell(), sum(entry.nbytes for entry in one.entries)
+            one.write(model, sink)
+            written = file.tell() - start
+            assert written == wanted, f"{one.made.name}: {written} bytes instead of {wanted}"

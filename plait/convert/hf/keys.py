@@ -1,0 +1,355 @@
+"""config.json from a normalised config: the words that transformers uses for each family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from plait.families.common.registry import find
+from plait.families.config.normalize import FULL, LINEAR, SLIDING
+from plait.ops.rope import frequencies
+from plait.spec import Attention, Mamba1, Mamba2, Mla, ModelSpec, Moe, Rope
+
+Values = dict[str, Any]
+# Keys of a normalised config that are ours alone, or that become others.
+OWN = {
+    *(
+        "gguf_architecture",
+        "rope_interleave",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "window_layers",
+    ),
+    *("rope_local_base_freq", "partial_rotary_factor", "norm_eps", "num_experts", "mlp_layer_types"),
+    *("num_shared_experts", "n_shared_experts", "shared_intermediate_size", "layer_types", "head_dim"),
+    *(
+        "sliding_window_pattern",
+        "moe_intermediate_size",
+        "hidden_act",
+        "sliding_window",
+        "quantization_config",
+    ),
+    *(
+        "delta_tiled",
+        "full_attention_interval",
+        "num_nextn_predict_layers",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "text_config",
+    ),
+}
+NULLABLE = {"q_lora_rank"}  # null says something
+_UNLISTED = {"jamba"}  # whose layers follow from a period
+_NO_ATTENTION = {"mamba2", "mamba", "falcon_mamba"}
+LOCAL = {"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"}
+QWEN_SHARED = {"shared_intermediate_size": "shared_expert_intermediate_size"}
+LAYER_NORM, PLAIN_NORM = {"norm_eps": "layer_norm_eps"}, {"norm_eps": "norm_eps"}
+MAMBA1 = {
+    "norm_eps": "layer_norm_epsilon",
+    "mamba_d_state": "state_size",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_rank": "time_step_rank",
+}
+# Ours -> a family's, where it is not the same word.
+WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "mixtral": LOCAL,
+        "gpt_oss": LOCAL,
+        "granitemoehybrid": LOCAL,
+        "qwen2_moe": QWEN_SHARED,
+        "deepseek_v2": {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+        "deepseek_v3": {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+        "gemma2": {"hidden_act": "hidden_activation"},
+        "gemma3_text": {"hidden_act": "hidden_activation"},
+        "mamba2": {
+            "norm_eps": "layer_norm_epsilon",
+            "mamba_n_heads": "num_heads",
+            "mamba_d_state": "state_size",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_chunk_size": "chunk_size",
+        },
+        "glm4_moe": {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+        "granitemoe": LOCAL,
+        "granitemoeshared": LOCAL,
+        "qwen3_next": QWEN_SHARED,
+        "qwen3_5_moe": QWEN_SHARED,
+        "qwen3_5_moe_text": QWEN_SHARED,
+        "cohere": LAYER_NORM,
+        "cohere2": LAYER_NORM,
+        "lfm2": PLAIN_NORM,
+        "lfm2_moe": PLAIN_NORM,
+        "starcoder2": {"norm_eps": "norm_epsilon"},
+        "mamba": MAMBA1,
+        "falcon_mamba": MAMBA1,
+        "nemotron_h": {
+            "norm_eps": "layer_norm_epsilon",
+            "hidden_act": "mlp_hidden_act",
+            "layer_types": "layers_block_type",
+            "num_experts": "n_routed_experts",
+            "num_shared_experts": "n_shared_experts",
+            "shared_intermediate_size": "moe_shared_expert_intermediate_size",
+            "mamba_n_heads": "mamba_num_heads",
+            "mamba_d_head": "mamba_head_dim",
+            "mamba_d_state": "ssm_state_size",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_chunk_size": "chunk_size",
+        },
+    }
+)
+LISTED = {
+    *("gemma2", "gemma3_text", "granitemoehybrid", "nemotron_h", "ministral"),
+    *("bamba", "qwen2", "qwen3", "gpt_oss"),
+}
+
+
+def config_json(config: Mapping[str, Any], spec: ModelSpec, dtype: str, tensors: Container[str]) -> Values:
+    """A config.json that says this model, in the words of transformers where it has them.
+
+    tensors: our names of those that the model has, for what configs say of biases.
+    """
+    family, architecture = _named(config, spec)
+    words = WORDS.get(family, {})
+    values: Values = {k: v for k, v in config.items() if k not in OWN and v is not None}
+    values |= {words[k]: values.pop(k) for k in words if k in values}
+    values |= {"architectures": [architecture], "model_type": family, "torch_dtype": dtype}
+    for key in ("norm_eps", "hidden_act", "num_experts", "moe_intermediate_size", "num_shared_experts"):
+        _carry(values, config, key, {"norm_eps": "rms_norm_eps", **words}.get(key, key))
+    _carry(values, config, "shared_intermediate_size", words.get("shared_intermediate_size"))
+    if family not in _NO_ATTENTION:
+        values |= _attention(config, spec, family)
+    if family not in _UNLISTED and (len(set(config["layer_types"])) > 1 or family in LISTED):
+        values[words.get("layer_types", "layer_types")] = list(config["layer_types"])
+    values |= _biases(spec, tensors)
+    values |= _PARTICULARS.get(family, _nothing)(config, spec)
+    return {k: _shortest(v) for k, v in values.items() if v is not None or k in NULLABLE}
+
+
+def _biases(spec: ModelSpec, tensors: Container[str]) -> Values:
+    """Whether linear maps have biases; transformers does not look at the tensors."""
+    named = {
+        "attention_bias": ("attn.q", "attn.q_a", "mix.q", "mix.attn.q"),
+        "mlp_bias": ("ffn.up",),
+        "use_bias": ("ssm.in", "mix.in", "mix.ssm.in"),
+        "use_conv_bias": ("ssm.conv", "mix.conv", "mix.ssm.conv"),
+    }
+    found: Values = {}
+    for key, ours in named.items():
+        names = [f"layers.{i}.{name}" for i in range(len(spec.layers)) for name in ours]
+        if any(f"{name}.weight" in tensors for name in names):
+            found[key] = any(f"{name}.bias" in tensors for name in names)
+    return found
+
+
+def _shortest(value: Any) -> Any:
+    """Numbers that were float32 in GGUF as people write them: 1e-05, not 9.999999747378752e-06."""
+    if isinstance(value, Mapping):
+        return {k: _shortest(v) for k, v in value.items()}
+    if isinstance(value, float) and float(np.float32(value)) == value:
+        return float(str(np.float32(value)))
+    return value
+
+
+def _named(config: Mapping[str, Any], spec: ModelSpec) -> tuple[str, str]:
+    """(model_type, architecture)."""
+    entry = find(config)
+    if entry.name == "llama" and any(isinstance(m, Attention) and m.window for _, m in spec.mixers()):
+        return "mistral", "MistralForCausalLM"
+    return entry.name, entry.architectures[0]
+
+
+def _carry(values: Values, config: Mapping[str, Any], ours: str, theirs: str | None) -> None:
+    if config.get(ours) is not None:
+        values[theirs or ours] = config[ours]
+
+
+def _attention(config: Mapping[str, Any], spec: ModelSpec, family: str) -> Values:
+    mixers = [m for _, m in spec.mixers() if isinstance(m, (Attention, Mla))]
+    if not mixers:
+        return {}
+    values: Values = {}
+    if isinstance(mixers[0], Attention):
+        values["head_dim"] = mixers[0].head_dim
+    else:
+        values["num_key_value_heads"] = mixers[0].num_heads
+    windows = {m.window for m in mixers if isinstance(m, Attention) and m.window}
+    if windows:
+        values |= {"sliding_window": windows.pop(), "use_sliding_window": True}
+        if family in ("qwen2", "qwen3"):
+            values["max_window_layers"] = config["layer_types"].index(SLIDING)
+    parameters = _rope_parameters(spec, mixers)
+    if parameters:
+        values["rope_parameters"] = parameters
+        flat = parameters.get(FULL, parameters)
+        values["rope_theta"] = flat["rope_theta"]
+        if flat["rope_type"] == "longrope":  # Phi 3 has it beside the parameters, too
+            values["original_max_position_embeddings"] = flat["original_max_position_embeddings"]
+        if SLIDING in parameters:
+            values["rope_local_base_freq"] = parameters[SLIDING]["rope_theta"]
+    return values
+
+
+def _rope_parameters(spec: ModelSpec, mixers: list[Attention | Mla]) -> Values:
+    """One set of parameters, or one for each kind of layer where they differ."""
+    full = next((m for m in mixers if m.rope and not getattr(m, "window", None)), None)
+    local = next((m for m in mixers if m.rope and getattr(m, "window", None)), None)
+    sets = {kind: _rope(m, spec) for kind, m in ((FULL, full), (SLIDING, local)) if m}
+    if len(sets) == 2 and sets[FULL] == sets[SLIDING]:
+        return sets[FULL]
+    return next(iter(sets.values()), {}) if len(sets) < 2 else sets
+
+
+def _rope(mixer: Attention | Mla, spec: ModelSpec) -> Values:
+    rope = mixer.rope
+    assert rope
+    scaling = dict(rope.scaling)
+    if scaling.get("rope_type") == "divisors":
+        scaling = llama3_scaling(rope, spec.max_len)
+    scaling.pop("max_position_embeddings", None)
+    values = {"rope_type": "default", **scaling, "rope_theta": rope.theta}
+    if isinstance(mixer, Attention) and rope.dim != mixer.head_dim:
+        values["partial_rotary_factor"] = rope.dim / mixer.head_dim
+    elif isinstance(mixer, Attention):
+        values["partial_rotary_factor"] = 1.0  # where half of a head is the family's default
+    return values
+
+
+def llama3_scaling(rope: Rope, max_len: int) -> Values:
+    """The parameters of Llama 3's scaling that give these divisors; the divisors if none of the usual do."""
+    found, _ = frequencies(rope, max_len)
+    factor = round(max(rope.scaling["divisors"]), 4)
+    for original in (8192, *(2**n for n in range(4, 20))):
+        for low, high in ((1.0, 4.0), (1.0, 2.0), (1.0, 8.0)):
+            scaling = {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+            tried, _ = frequencies(Rope(rope.dim, rope.theta, scaling), max_len)
+            if bool(((tried - found).abs() <= 1e-5 * found).all()):
+                return scaling
+    return dict(rope.scaling)
+
+
+def strangers(config: Mapping[str, Any]) -> list[str]:
+    """What in a config.json of ours transformers has no word for, and Plait alone reads."""
+    sets = config.get("rope_parameters") or {}
+    found = []
+    if any(p.get("rope_type") == "divisors" for p in (sets, *sets.values()) if isinstance(p, Mapping)):
+        found.append("these divisors of rotary frequencies are not Llama 3's")
+    if isinstance(config.get("expand"), float):
+        found.append("a Mamba2 that is no whole number of times as wide as the model")
+    return [f"transformers has no word in config.json, only Plait does: {why}" for why in found]
+
+
+def _nothing(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    return {}
+
+
+def _gemma(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    mixer = next(m for _, m in spec.mixers() if isinstance(m, Attention))
+    return {"query_pre_attn_scalar": round(mixer.scale**-2)}
+
+
+def _mamba2(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba2))
+    return {"head_dim": mixer.head_dim, "num_heads": mixer.num_heads, "expand": _expand(mixer, spec)}
+
+
+def _expand(mixer: Mamba2, spec: ModelSpec) -> int | float:
+    """How many times as wide as the model its inner part is."""
+    expand = mixer.num_heads * mixer.head_dim / spec.hidden_size
+    return int(expand) if expand == int(expand) else expand
+
+
+def _mamba1(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba1))
+    if mixer.inner_size % spec.hidden_size == 0:
+        return {"expand": mixer.inner_size // spec.hidden_size, "intermediate_size": mixer.inner_size}
+    return {"intermediate_size": mixer.inner_size}
+
+
+def _latent(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mla))
+    return {**_first_dense(config, spec), "q_lora_rank": mixer.q_rank}
+
+
+def _mamba_expand(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba2))
+    return {"mamba_expand": _expand(mixer, spec), "mamba_d_head": mixer.head_dim}
+
+
+def _granite(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    has_experts = any(isinstance(m, Moe) for _, m in spec.mixers())
+    return {
+        **_mamba_expand(config, spec),
+        "num_local_experts": config["num_experts"] if has_experts else 0,
+        "shared_intermediate_size": config["shared_intermediate_size"],
+    }
+
+
+def _nemotron(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba2))
+    words = {LINEAR: "linear_attention", FULL: "full_attention"}
+    return {
+        "mamba_head_dim": mixer.head_dim,
+        "expand": mixer.num_heads * mixer.head_dim // spec.hidden_size,
+        "layers_block_type": [words.get(kind, kind) for kind in config["layer_types"]],
+    }
+
+
+def _first_dense(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    kinds = config.get("mlp_layer_types") or []
+    return {"first_k_dense_replace": kinds.index("sparse") if "sparse" in kinds else len(spec.layers)}
+
+
+def _dense_layers(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    return {"num_dense_layers": _first_dense(config, spec)["first_k_dense_replace"]}
+
+
+def _period(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    """Jamba's way to say which layers attend: each so manieth, from one on."""
+    kinds = config["layer_types"]
+    attends = [i for i, kind in enumerate(kinds) if kind == FULL]
+    if not attends:
+        return {"attn_layer_period": len(kinds) + 1, "attn_layer_offset": len(kinds)}
+    period = attends[1] - attends[0] if len(attends) > 1 else len(kinds)
+    return {"attn_layer_period": period, "attn_layer_offset": attends[0]}
+
+
+def _sparse_list(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    kinds = config.get("mlp_layer_types") or []
+    return {
+        "mlp_only_layers": [i for i, kind in enumerate(kinds) if kind == "dense"],
+        "decoder_sparse_step": 1,
+    }
+
+
+_PARTICULARS: Mapping[str, Callable[[Mapping[str, Any], ModelSpec], Values]] = MappingProxyType(
+    {
+        "gemma2": _gemma,
+        "gemma3_text": _gemma,
+        "mamba2": _mamba2,
+        "granitemoehybrid": _granite,
+        "falcon_h1": _mamba_expand,
+        "nemotron_h": _nemotron,
+        "mamba": _mamba1,
+        "falcon_mamba": _mamba1,
+        "deepseek_v2": _latent,
+        "deepseek_v3": _latent,
+        "qwen2_moe": _sparse_list,
+        "qwen3_moe": _sparse_list,
+        "qwen3_next": _sparse_list,
+        "glm4_moe": _first_dense,
+        "lfm2_moe": _dense_layers,
+        "jamba": _period,
+    }
+)

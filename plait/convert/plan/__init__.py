@@ -1,0 +1,1 @@
+"""What a conversion writes: which tensors, from which, stored how."""

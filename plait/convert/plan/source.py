@@ -1,0 +1,131 @@
+"""The model to convert, as its mixers read it: our tensor names, their shapes, their numbers on request."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.names import Derived, NameMap, Source
+from plait.checkpoint.weights import Checkpoint, Target, Weights
+from plait.errors import CheckpointError, UnsupportedFormat
+from plait.families.common.resolved import Resolved
+from plait.loading.meta_model import Outline
+from plait.model.decoder import Decoder
+from plait.quant.weight import Weight
+from plait.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One tensor that the model reads: its shape under our name, and what of the checkpoint it is made of."""
+
+    shape: tuple[int, ...]
+    source: Source
+    fields: Mapping[str, str]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.source.sources if isinstance(self.source, Derived) else (self.source,)
+
+
+class Numbers(Protocol):
+    """Tensors by the names that parts have."""
+
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+    @property
+    def wanted(self) -> Mapping[str, Wanted]: ...
+    def read(self, name: str) -> Tensor | Weight: ...
+
+
+class Asked(NameMap):
+    """A name map that remembers what it was asked for."""
+
+    def __init__(self, names: NameMap) -> None:
+        super().__init__()
+        self._names, self.ignored = names, names.ignored
+        self.found: dict[str, tuple[Source, dict[str, str]]] = {}
+
+    def resolve(self, name: str, present: Container[str] | None = None) -> tuple[Source, dict[str, str]]:
+        found = self._names.resolve(name, present)
+        self.found[name] = found
+        return found
+
+
+class Model:
+    """What a checkpoint is, under our names.
+
+    The decoder is built once over headers alone, and what it asks for is remembered: `wanted`. Raises
+    MissingTensor, ShapeMismatch and UnusedTensor as loading would.
+    """
+
+    def __init__(self, resolved: Resolved, checkpoint: Checkpoint) -> None:
+        self.resolved, self.checkpoint = resolved, checkpoint
+        self.spec: ModelSpec = resolved.spec
+        outline, asked = Outline(checkpoint), Asked(resolved.names)
+        target = Target(
+            torch.device("meta"), torch.float32, self.spec.max_len, self.spec.hidden_size, "reference"
+        )
+        weights = Weights(outline, asked, target)
+        Decoder(self.spec, weights)
+        weights.check_all_used()
+        self.wanted: Mapping[str, Wanted] = {
+            name: Wanted(_shape(source, fields, outline), source, fields)
+            for name, (source, fields) in asked.found.items()
+            if all(s in checkpoint for s in _sources(source))
+        }
+
+    def read(self, name: str) -> Tensor | Weight:
+        """The tensor under our name, in the checkpoint's storage where its recipe leaves it there."""
+        wanted = self.wanted[name]
+        if isinstance(wanted.source, str):
+            return self.checkpoint.read(wanted.source)
+        value: Tensor | Weight = wanted.source.fn(
+            *(self.checkpoint.read(s) for s in wanted.source.sources), **wanted.fields
+        )
+        return value
+
+
+class Shapes:
+    """A checkpoint that is yet to be written: its tensors' shapes."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
+    def names(self) -> Iterable[str]:
+        return self._shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def read(self, name: str) -> Tensor:
+        return torch.empty(self._shapes[name], device="meta")
+
+
+def check_complete(resolved: Resolved, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Whether the model can be built from tensors of these shapes, every one used.
+
+    Raises UnsupportedFormat: what would be written could not be read.
+    """
+    try:
+        Model(resolved, Shapes(shapes))
+    except CheckpointError as error:
+        raise UnsupportedFormat(f"what would be written could not be read again: {error}") from error
+
+
+def _sources(source: Source) -> tuple[str, ...]:
+    return source.sources if isinstance(source, Derived) else (source,)
+
+
+def _shape(source: Source, fields: Mapping[str, str], outline: Outline) -> tuple[int, ...]:
+    if isinstance(source, str):
+        return outline.shape(source)
+    value: Tensor = source.fn(*(outline.read(s) for s in source.sources), **fields)
+    return tuple(value.shape)

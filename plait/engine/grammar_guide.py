@@ -1,0 +1,194 @@
+"""What replies must be, followed token by token: their grammar, and how long they may think.
+
+Grammars are compiled on a thread of their own, keys by turns: a sequence waits in the queue until its guide
+is ready, and no step waits for it. A guide that can no longer be followed ends its own sequence, which never
+goes on free.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from plait.errors import InvalidField, OutOfMemory
+from plait.fair_queue import Lanes
+from plait.request import Request
+from plait.text.grammar.compiler import GrammarCompiler
+from plait.text.grammar.state import GrammarState, allows
+from plait.text.output.thinking_budget import ThinkingWatch
+
+ANYTHING = b""  # the mask of a token that is free
+
+
+class Guide:
+    """Of one sequence; `schedule.sequence.Guide` says what the scheduler asks of it.
+
+    Made ready by one thread and used by another. Nothing raises: `error` says why it cannot be followed.
+    `is_wanted` False: its reply has ended, and what it would take to make it ready is not worth doing.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.error: Exception | None = None
+        self.is_ready, self.is_wanted = False, True
+        self._num_words = (vocab_size + 31) // 32
+        self._grammar: GrammarState | None = None
+        self._watch: ThinkingWatch | None = None
+        self._known: tuple[tuple[int, ...], tuple[bytes, ...]] | None = None  # draft, masks
+
+    def begin(
+        self, grammar: GrammarState | None, watch: ThinkingWatch | None, so_far: Sequence[int] = ()
+    ) -> None:
+        """Ready from now on. `so_far`: tokens that the reply has already."""
+        self._grammar, self._watch = grammar, watch
+        for token_id in so_far:
+            self.accept(token_id)
+        self.is_ready = True
+
+    def fail(self, error: Exception) -> None:
+        """It can never be followed."""
+        self.error = error
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing but the end may follow."""
+        return self.error is None and self._grammar is not None and self._grammar.is_finished
+
+    def masks(self, draft: Sequence[int] = ()) -> tuple[bytes, ...]:
+        """What the next token may be, and the token behind each of `draft` that may stand.
+
+        So the draft must be cut to one less than there are masks. (): anything goes, or nothing any more.
+        """
+        if self.error is not None:
+            return ()
+        draft = tuple(draft)
+        if self._known is None or self._known[0][: len(draft)] != draft:
+            try:
+                masks = self._masks(draft)
+            except Exception as error:
+                self.error = error
+                return ()
+            self._known = draft[: len(masks) - 1], masks
+        return self._known[1][: len(draft) + 1]
+
+    def accept(self, token_id: int) -> bool:
+        """The reply has this token now; whether it must end with it."""
+        self._known = None
+        try:
+            if self._grammar is not None and self.error is None:
+                self._grammar.accept(token_id)
+            if self._watch is not None:
+                self._watch.push(token_id)
+            return self.is_finished
+        except Exception as error:
+            self.error = error
+            return True
+
+    def forced(self) -> tuple[int, ...]:
+        """Tokens that must come next: a draft that is right."""
+        if self.error is not None:
+            return ()
+        if self._watch is not None and self._watch.due:
+            return self._watch.due
+        try:
+            return self._grammar.forced() if self._grammar is not None else ()
+        except Exception as error:
+            self.error = error
+            return ()
+
+    def _masks(self, draft: tuple[int, ...]) -> tuple[bytes, ...]:
+        rows = (ANYTHING,) * (len(draft) + 1) if self._grammar is None else self._grammar.masks(draft)
+        if self._watch is None:
+            return rows
+        watch, found = self._watch.copy(), []
+        for i, row in enumerate(rows):
+            must = next(iter(watch.due), None)
+            if must is not None and (not row or allows(np.frombuffer(row, np.uint32), must)):
+                row = self._only(must)
+                found.append(row)
+                if i < len(draft) and draft[i] != must:
+                    break
+            else:
+                found.append(row)
+            if i < len(draft):
+                watch.push(draft[i])
+        return tuple(found)
+
+    def _only(self, token_id: int) -> bytes:
+        words = np.zeros(self._num_words, np.uint32)
+        words[token_id >> 5] = np.uint32(1 << (token_id & 31))
+        return words.tobytes()
+
+
+class Guides:
+    """Makes the guides of one model's requests.
+
+    `find` gives the compiler of its grammars, when one is first needed. What it raises is the error of the
+    request that needed it.
+    """
+
+    def __init__(self, find: Callable[[], GrammarCompiler], vocab_size: int) -> None:
+        self._find, self._vocab_size = find, vocab_size
+        self._compiler: GrammarCompiler | None = None
+        self._lock = threading.Lock()
+        self._worker: ThreadPoolExecutor | None = None
+        self._turns: Lanes[tuple[Request, list[Guide]]] = Lanes()
+
+    def open(self, request: Request) -> list[Guide | None]:
+        """A guide for each choice of a request, not ready yet; None where it may be anything."""
+        if request.grammar is None and request.thinking is None:
+            return [None] * request.params.n
+        guides = [Guide(self._vocab_size) for _ in range(request.params.n)]
+        with self._lock:
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(1, "plait-grammar")
+            self._turns.put(request.tenant, (request, guides))
+            try:
+                self._worker.submit(self._begin_next)
+            except RuntimeError as error:  # the system gives no thread
+                self._turns.drop(request.tenant, (request, guides))
+                self._worker = None
+                for guide in guides:
+                    guide.fail(OutOfMemory(f"no thread can be started that compiles grammars: {error}"))
+        return [*guides]
+
+    def close(self) -> None:
+        """Let go of the thread and of the process that tries grammars; what is not begun is left."""
+        with self._lock:
+            if self._worker is not None:
+                self._worker.shutdown(wait=False, cancel_futures=True)
+                self._worker = None
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def _begin_next(self) -> None:
+        with self._lock:
+            found = self._turns.take()
+        if found is not None:
+            self._begin(*found[1])
+
+    def _begin(self, request: Request, guides: Sequence[Guide]) -> None:
+        if not any(guide.is_wanted for guide in guides):
+            return
+        try:
+            compiler = self._compiler = self._compiler or self._find()
+            grammar = None if request.grammar is None else compiler.compile(request.grammar)
+            for guide, so_far in zip(guides, request.resumed or ((),) * len(guides), strict=True):
+                budget = request.thinking
+                watch = None if budget is None else ThinkingWatch(budget, compiler.tokenizer.token_bytes)
+                guide.begin(None if grammar is None else grammar.state(), watch, so_far or ())
+        except Exception as error:
+            for guide in guides:
+                guide.fail(error)
+
+
+def unguided(request: Request) -> list[Guide | None]:
+    """What an engine without a vocabulary makes of a request. Raises InvalidField for one that needs one."""
+    for name, wish in (("grammar", request.grammar), ("thinking_token_budget", request.thinking)):
+        if wish is not None:
+            raise InvalidField(
+                f"{name}: this engine has no vocabulary, so it cannot hold a reply to it", name
+            )
+    return [None] * request.params.n

@@ -1,0 +1,219 @@
+"""The thread that owns an engine: requests arrive from any thread, events leave on its own."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from prometheus_client import CollectorRegistry
+
+from plait.engine.core import Engine
+from plait.engine.idle_audit import Rounds
+from plait.engine.open_request import OnEvent
+from plait.errors import EngineError, QueueFull
+from plait.request import Request
+
+STALLED_S = 300.0  # a step of a large model on a slow CPU takes minutes; none takes longer than this
+JOIN_GRACE_S = 5.0  # a last step may still be running when the time to drain is over
+Command = Callable[[], None]
+log = logging.getLogger("plait.engine")
+
+
+class EngineLoop:
+    """Runs an engine while there is work and sleeps when there is none. Started at construction.
+
+    Every method is safe from any thread. `num_rounds` grows with every step: while `has_work` and it stands
+    still, the engine hangs, and after `STALLED_S` it is not `healthy`. If an exception escapes the engine,
+    open requests end with it, `healthy` is False, and nothing is taken any more. `on_end` is called once, on
+    its own thread, when the last step is over. Idle for a moment after work, it has the engine check its
+    books, once.
+    """
+
+    def __init__(
+        self, engine: Engine, *, name: str = "plait-engine", on_end: Callable[[], None] | None = None
+    ) -> None:
+        self.engine, self._on_end = engine, on_end
+        self.num_rounds = 0
+        self.fault: BaseException | None = None
+        self._step_began: float | None = None
+        self._wake = threading.Condition()
+        self._commands: deque[Command] = deque()
+        self._rounds = Rounds(engine)
+        self._arriving = 0
+        self._closing = False
+        self._drain_until = 0.0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        # A thread inside torch while Python ends would abort the process.
+        atexit.register(self._abandon)
+
+    def submit(self, request: Request, on_event: OnEvent) -> None:
+        """Hand over a request; `on_event` is called on the engine's thread and must only pass events on.
+
+        Raises what `Engine.validate` raises, QueueFull, and EngineError if the engine is closed or dead.
+        A refusal that only the engine can decide arrives as events with finish_reason "error".
+        """
+        arrived = self.engine.clock()
+        self.engine.validate(request)
+        with self._wake:
+            self.check_room()
+            self._arriving += 1
+            self._commands.append(lambda: self._submit(request, on_event, arrived))
+            self._wake.notify()
+
+    def check_room(self) -> None:
+        """Raises QueueFull or EngineError if a request that came now would be refused, whatever it asks."""
+        self._check_open()
+        if not self.engine.scheduler.has_room(self._arriving):
+            raise QueueFull(
+                f"max_waiting ({self.engine.scheduler.limits.max_waiting}) requests wait already; "
+                "try again later"
+            )
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its choices, before the next plan. Safe after its end, and after close."""
+        if not self._thread.is_alive():
+            return
+        with self._wake:
+            self._commands.append(lambda: self.engine.cancel(request_id, index))
+            self._wake.notify()
+
+    def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool:
+        """Stop. With `drain`, open requests get `timeout_s` seconds; what is left then is cancelled.
+
+        Returns whether the thread has ended: False means that a step hangs. May be called twice.
+        """
+        with self._wake:
+            deadline = time.monotonic() + (timeout_s if drain else 0.0)
+            self._drain_until = min(deadline, self._drain_until) if self._closing else deadline
+            self._closing = True
+            self._wake.notify()
+        atexit.unregister(self._abandon)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(max(deadline - time.monotonic(), 0.0) + JOIN_GRACE_S)
+        return not self._thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are taken: running, not closing, no fault, and no step that hangs."""
+        began = self._step_began
+        hangs = began is not None and time.monotonic() - began > STALLED_S
+        return self._thread.is_alive() and not self._closing and self.fault is None and not hangs
+
+    @property
+    def live(self) -> bool:
+        """As `healthy`: there is no other engine that could take its place."""
+        return self.healthy or self._closing
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._commands) or self.engine.has_work
+
+    @property
+    def loading(self) -> None:
+        """An engine in this process was loaded before there was a loop."""
+
+    @property
+    def fingerprint(self) -> str:
+        """No server tells it of an engine in this process."""
+        return ""
+
+    def follow_log_levels(self) -> None:
+        """Its records are this process's own."""
+
+    def stats(self) -> Mapping[str, int]:
+        """The engine's numbers as they are now."""
+        return self.engine.stats()
+
+    @property
+    def max_open(self) -> int:
+        """Requests that can be there at once, running or waiting."""
+        limits = self.engine.scheduler.limits
+        return limits.max_waiting + limits.max_num_seqs
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """The engine's metrics, to be scraped from any thread and at any time."""
+        return self.engine.metrics.registry
+
+    def _abandon(self) -> None:
+        """At the end of the process: nobody closed it."""
+        self.close(drain=False)
+
+    def _check_open(self) -> None:
+        if self.fault is not None:
+            raise EngineError(f"the engine has stopped after a fault: {self.fault}") from self.fault
+        if self._closing:
+            raise EngineError("the engine is closing and takes no more requests")
+
+    def _submit(self, request: Request, on_event: OnEvent, arrived: float) -> None:
+        try:
+            self.engine.submit(request, on_event, arrived)
+        except Exception as error:
+            self.engine.refuse(request, on_event, error)
+        finally:
+            with self._wake:
+                self._arriving -= 1
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                self._step_began = time.monotonic()
+                self._rounds.step()
+                self._step_began = None
+                self.num_rounds += 1
+            for request_id in self.engine.open_requests:
+                self.engine.cancel(request_id)
+        except BaseException as error:
+            self._die(error)
+        finally:
+            if self._on_end:
+                self._on_end()
+
+    def _obey(self) -> bool:
+        """Do what was asked since the last step, sleeping while there is nothing to do. False: stop."""
+        while True:
+            commands = self._next_commands()
+            for command in commands:
+                command()
+            if commands:
+                self._rounds.note_change()
+            if self._closing and (not self.engine.has_work or time.monotonic() >= self._drain_until):
+                with self._wake:
+                    if not self._commands:
+                        return False
+            elif self.engine.has_work:
+                return True
+
+    def _next_commands(self) -> deque[Command]:
+        """What was asked; waits for it while there is nothing else to do, and uses that time for an audit."""
+        with self._wake:
+            while not self._commands and not self.engine.has_work and not self._closing:
+                if not self._wake.wait(self._rounds.idle_s):
+                    break
+            commands, self._commands = self._commands, deque()
+        if not commands and not self.engine.has_work and not self._closing:
+            self._rounds.audit()
+        return commands
+
+    def _die(self, error: BaseException) -> None:
+        with self._wake:
+            self.fault = error
+            commands, self._commands = self._commands, deque()
+        shown = EngineError(f"the engine stopped: {type(error).__name__}: {error}")
+        shown.__cause__ = error
+        self.engine.fail_all(shown)
+        for command in commands:  # requests on their way become open, and end like the rest
+            try:
+                command()
+            except Exception:  # none of them may keep the others from their end
+                log.exception("a command to an engine that has stopped failed")
+        self.engine.fail_all(shown)

@@ -1,0 +1,100 @@
+"""Families by the names that configs use. A family is a function of a normalised config that returns data."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from plait.checkpoint.names import NameMap
+from plait.errors import UnsupportedModel
+from plait.families.config.normalize import NOTHING, Config, flatten, normalize
+from plait.spec import ModelSpec
+
+Build = Callable[[Config], tuple[ModelSpec, NameMap]]
+MODULES = (
+    *("llama", "moe", "gemma", "deepseek", "mamba", "hybrid"),
+    *("mamba1", "lfm2", "zamba2", "plamo2"),
+    *("olmo", "gpt_oss", "phi", "smollm3", "starcoder2", "cohere", "glm", "granite"),
+    *("qwen3_next", "kimi", "olmo_hybrid", "minimax", "recurrent_gemma"),
+)
+
+
+class UnknownArchitecture(UnsupportedModel):
+    """A config that names no architecture at all, or one that nobody registered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one kind of model is built from its config.
+
+    `defaults` stand for absent keys; `honours` are the keys of `normalize.NEUTRAL` that `build` looks at.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    build: Build
+    defaults: Mapping[str, Any]
+    honours: Collection[str]
+
+
+FAMILIES: dict[str, Family] = {}
+
+
+def family(
+    *architectures: str,
+    model_types: tuple[str, ...] = (),
+    defaults: Mapping[str, Any] = NOTHING,
+    honours: Collection[str] = (),
+) -> Callable[[Build], Build]:
+    """Register a family under its architectures and model types."""
+
+    def register(build: Build) -> Build:
+        name = model_types[0] if model_types else architectures[0]
+        entry = Family(name, architectures, model_types, build, defaults, honours)
+        FAMILIES.update(dict.fromkeys((*architectures, *model_types), entry))
+        return build
+
+    return register
+
+
+def known() -> Mapping[str, Family]:
+    """Every family, by architecture and by model type."""
+    for module in MODULES:
+        import_module(f"plait.families.{module}")
+    return FAMILIES
+
+
+def find(config: Mapping[str, Any]) -> Family:
+    """The family of a raw config: by architecture, then by model type. Raises UnknownArchitecture."""
+    families = known()
+    names = names_in(config)
+    for name in names:
+        if name in families:
+            return families[name]
+    if not names:
+        raise UnknownArchitecture("the config names no architecture and no model_type")
+    every = sorted(a for f in families.values() for a in f.architectures)
+    near = difflib.get_close_matches(names[0], every, 1, 0.5)
+    hint = f"; the nearest is {near[0]}" if near else ""
+    listed = ", ".join(dict.fromkeys(every))
+    raise UnknownArchitecture(f"architecture {names[0]!r} is not known{hint}. Known: {listed}")
+
+
+def names_in(config: Mapping[str, Any]) -> list[str]:
+    """What a config says it is, most telling first."""
+    named = config.get("architectures") or config.get("model_type")
+    if isinstance(config.get("ssm_cfg"), Mapping) and not named:  # state-spaces' own format names nothing
+        return ["MambaLMHeadModel"]
+    inner = flatten(config)
+    names = [*(config.get("architectures") or ()), config.get("model_type"), inner.get("model_type")]
+    return [name for name in names if name]
+
+
+def build_spec(config: Mapping[str, Any]) -> tuple[ModelSpec, NameMap]:
+    """What a model is and where its tensors are, from its config alone. Raises UnsupportedModel."""
+    entry = find(config)
+    return entry.build(normalize(config, entry.defaults, entry.honours))

@@ -1,0 +1,28 @@
+"""What a family answers: the model as data, where its tensors are, and where every number came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plait.checkpoint.names import NameMap
+from plait.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A checkpoint, understood.
+
+    `config`: the config after normalisation and completion, as it was used to build `spec`;
+    `provenance`: for each of its keys where the value came from ("config.json", "tensor …", "default (…)",
+    "--set"); `family`: the name of the family that answered; `is_detected`: no config says all of it, so that
+    names and shapes had to, and `plait.loading.probe_candidates` knows what they leave open.
+    """
+
+    spec: ModelSpec
+    names: NameMap
+    config: Mapping[str, Any]
+    provenance: Mapping[str, str]
+    family: str
+    is_detected: bool = False

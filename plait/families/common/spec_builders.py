@@ -1,0 +1,127 @@
+"""From the words of a normalised config to the pieces of a spec."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Literal
+
+from plait.errors import UnsupportedModel
+from plait.families.config.normalize import FULL, SLIDING, Config
+from plait.spec import UNLIMITED, Attention, Branch, Mamba1, Mamba2, Mlp, ModelSpec, Moe, Norm, Rope, Router
+
+ENDLESS = 262_144  # tokens: a model without positions has no limit of its own
+_ROPE_ONLY = ("rope_theta", "partial_rotary_factor")
+
+
+def norm(c: Config, kind: Literal["rms", "layer"] = "rms") -> Norm:
+    return Norm(c["norm_eps"], kind)
+
+
+def rope(c: Config, dim: int, kind: str = FULL, *, interleaved: bool = False) -> Rope:
+    """The rotary positions of one kind of layer. `rope_interleave` in the config (GGUF sets it) wins."""
+    p = c["rope_parameters"].get(kind) or c["rope_parameters"][FULL]
+    scaling = {k: v for k, v in p.items() if k not in _ROPE_ONLY}
+    if scaling.get("rope_type") == "default":
+        scaling = {}
+    width = int(dim * p["partial_rotary_factor"])
+    return Rope(width, float(p["rope_theta"]), scaling, c.get("rope_interleave", interleaved))
+
+
+def window(c: Config, kind: str) -> int | None:
+    return int(c["sliding_window"]) if kind == SLIDING else None
+
+
+def gqa(c: Config, kind: str = FULL, **changes: Any) -> Attention:
+    """Grouped-query attention of a layer of this kind; `changes` are fields that differ from the usual."""
+    dim = c["head_dim"]
+    usual = Attention(
+        num_heads=c["num_attention_heads"],
+        num_kv_heads=c["num_key_value_heads"],
+        head_dim=dim,
+        scale=dim**-0.5,
+        rope=rope(c, dim, kind),
+        window=window(c, kind),
+    )
+    return replace(usual, **changes)
+
+
+def mlp(c: Config, size: int | None = None) -> Mlp:
+    return Mlp(c["intermediate_size"] if size is None else size, c["hidden_act"])
+
+
+def softmax_moe(c: Config, **changes: Any) -> Moe:
+    """The mixture of Mixtral and Qwen; `norm_topk_prob` says if the chosen weights sum to one."""
+    expert = mlp(c, c["moe_intermediate_size"])
+    router = Router(renormalize=c.get("norm_topk_prob", True))
+    return replace(Moe(c["num_experts"], c["num_experts_per_tok"], expert, router), **changes)
+
+
+def sigmoid_router(c: Config) -> Router:
+    """DeepSeek-V3's router: sigmoid scores, groups by their best two, a correction bias for the choice."""
+    return Router(
+        "sigmoid",
+        c.get("norm_topk_prob", True),
+        1e-20,
+        float(c["routed_scaling_factor"]),
+        c.get("n_group") or 1,
+        c.get("topk_group") or 1,
+        "top2",
+    )
+
+
+def mamba2(c: Config, **changes: Any) -> Mamba2:
+    """A Mamba2 mixer; its gated norm is taken per group."""
+    heads, groups = c["mamba_n_heads"], c["mamba_n_groups"]
+    head_dim = c.get("mamba_d_head", "auto")
+    if head_dim == "auto":
+        head_dim = c["mamba_expand"] * c["hidden_size"] // heads
+    low, high = c.get("time_step_limit") or (0.0, UNLIMITED)
+    usual = Mamba2(
+        heads,
+        head_dim,
+        c["mamba_d_state"],
+        groups,
+        c["mamba_d_conv"],
+        chunk_size=c.get("mamba_chunk_size") or 256,
+        dt_limit=(float(low), float(high)),
+        gated_norm=norm(c),
+        norm_groups=groups,
+    )
+    return replace(usual, **changes)
+
+
+def mamba1(c: Config, **changes: Any) -> Mamba1:
+    """A Mamba1 mixer; `mamba_dt_rank` "auto" is a sixteenth of the hidden size."""
+    rank = c.get("mamba_dt_rank") or "auto"
+    if rank == "auto":
+        rank = math.ceil(c["hidden_size"] / 16)
+    inner = c.get("mamba_d_ssm") or int(c["mamba_expand"] * c["hidden_size"])
+    return replace(Mamba1(inner, c["mamba_d_state"], int(rank), c["mamba_d_conv"]), **changes)
+
+
+def require_silu(c: Config, name: str) -> None:
+    """Raises UnsupportedModel for a state space whose activation is another than SiLU."""
+    if (kind := c.get("hidden_act", "silu")) != "silu":
+        raise UnsupportedModel(f"hidden_act {kind!r} is not implemented for {name}; known: silu")
+
+
+def model(c: Config, name: str, layers: Iterable[tuple[Branch, ...]], **changes: Any) -> ModelSpec:
+    """The whole, from its layers; `changes` are fields that differ from the usual."""
+    usual = ModelSpec(
+        family=name,
+        hidden_size=c["hidden_size"],
+        vocab_size=c["vocab_size"],
+        layers=tuple(layers),
+        norm=norm(c),
+        max_len=c.get("max_position_embeddings") or ENDLESS,
+        tied=bool(c.get("tie_word_embeddings", False)),
+    )
+    return replace(usual, **changes)
+
+
+def mscale_squared(r: Rope) -> float:
+    """How much YaRN as DeepSeek uses it sharpens the softmax: (0.1 m ln(factor) + 1)^2."""
+    m, factor = r.scaling.get("mscale_all_dim"), r.scaling.get("factor", 1.0)
+    return float((0.1 * m * math.log(factor) + 1) ** 2) if m and factor > 1 else 1.0

@@ -1,0 +1,1 @@
+"""Configs of every dialect as one, and the checks on them."""

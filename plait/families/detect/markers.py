@@ -1,0 +1,205 @@
+"""Which architecture a checkpoint is, and what mixes in each of its layers: by tensors that only it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from plait.errors import UnsupportedModel
+from plait.families.config.normalize import FULL, LINEAR
+from plait.families.detect.tensors import LAYER, Shapes, Tensors, is_aside
+
+Test = Callable[[Tensors], bool]
+Q, SECOND_NORM = "self_attn.q_proj.weight", "post_attention_layernorm.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """An architecture, and the tensors that give it away: all of `has` and none of `lacks` in some layer.
+
+    `test` says what names alone do not. `note`: whom the tensors do not tell it from.
+    """
+
+    architecture: str
+    has: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
+    test: Test | None = None
+    note: str = ""
+
+
+def _ndim(rest: str, count: int) -> Test:
+    def is_so(t: Tensors) -> bool:
+        found = t.first(rest)
+        return found is not None and len(found[1]) == count
+
+    return is_so
+
+
+def _vocabulary(*sizes: int) -> Test:
+    return lambda t: t.get("vocab_size") in sizes
+
+
+def _norm_is_over_all_heads(t: Tensors) -> bool:
+    norm, q = t.first("self_attn.q_norm.weight"), t.first(Q)
+    return norm is not None and q is not None and norm[1] == q[1][:1]
+
+
+def _is_smollm3(t: Tensors) -> bool:
+    """Its tensors are Llama's; nobody else has these sizes."""
+    return (t.get("vocab_size"), t.get("hidden_size"), len(t.layers)) == (128256, 2048, 36)
+
+
+def _is_command_a(t: Tensors) -> bool:
+    """Of the large models without norms of q and k, it is the only one; R+ has them."""
+    return bool(t.get("hidden_size") == 12288)
+
+
+# In this order; the first that fits. A mark is a tensor's name behind "layers.N.".
+MARKERS = (
+    Marker("Zamba2ForCausalLM", ("shared_transformer.input_layernorm.weight",)),
+    Marker("RecurrentGemmaForCausalLM", ("temporal_block.rg_lru.recurrent_param",)),
+    Marker("Plamo2ForCausalLM", ("mixer.dt_norm_weight",)),
+    Marker("JambaForCausalLM", ("mamba.dt_layernorm.weight",)),
+    Marker("FalconH1ForCausalLM", ("mamba.A_log", Q)),
+    Marker("GraniteMoeHybridForCausalLM", ("mamba.A_log", "shared_mlp.input_linear.weight")),
+    Marker("GraniteMoeHybridForCausalLM", ("mamba.A_log", "block_sparse_moe.input_linear.weight")),
+    Marker("BambaForCausalLM", ("mamba.A_log",)),
+    Marker("FalconMambaForCausalLM", ("mixer.A_log", "mixer.x_proj.weight"), test=_vocabulary(65024)),
+    Marker("MambaForCausalLM", ("mixer.A_log", "mixer.x_proj.weight"), note="FalconMambaForCausalLM"),
+    Marker("NemotronHForCausalLM", ("mixer.up_proj.weight",)),
+    Marker("NemotronHForCausalLM", ("mixer.q_proj.weight",)),
+    Marker("NemotronHForCausalLM", ("mixer.gate.weight",)),
+    Marker("Mamba2ForCausalLM", ("mixer.A_log",), test=_ndim("mixer.A_log", 1)),
+    Marker("Qwen3NextForCausalLM", ("linear_attn.in_proj_qkvz.weight",)),
+    Marker(
+        "Qwen3_5MoeForCausalLM",
+        ("linear_attn.in_proj_qkv.weight",),
+        test=lambda t: t.has("mlp.gate.weight"),
+    ),
+    Marker("Qwen3_5ForCausalLM", ("linear_attn.in_proj_qkv.weight",)),
+    Marker("OlmoHybridForCausalLM", ("linear_attn.g_proj.weight", "linear_attn.a_proj.weight")),
+    Marker("KimiLinearForCausalLM", ("self_attn.f_a_proj.weight",)),
+    Marker("KimiLinearForCausalLM", ("self_attn.forget_gate.f_a_proj.weight",)),
+    Marker("MiniMaxForCausalLM", ("self_attn.output_gate.weight", "self_attn.qkv_proj.weight")),
+    Marker("Lfm2MoeForCausalLM", ("feed_forward.gate.weight", "ffn_norm.weight", "operator_norm.weight")),
+    Marker("Lfm2ForCausalLM", ("conv.in_proj.weight", "operator_norm.weight")),
+    Marker(
+        "DeepseekV3ForCausalLM",
+        ("self_attn.kv_a_proj_with_mqa.weight",),
+        test=lambda t: t.has("mlp.gate.e_score_correction_bias"),
+    ),
+    Marker("DeepseekV2ForCausalLM", ("self_attn.kv_a_proj_with_mqa.weight",)),
+    Marker("GptOssForCausalLM", ("self_attn.sinks", "mlp.router.weight")),
+    Marker(
+        "GraniteMoeSharedForCausalLM",
+        ("block_sparse_moe.input_linear.weight", "shared_mlp.input_linear.weight"),
+    ),
+    Marker("GraniteMoeForCausalLM", ("block_sparse_moe.input_linear.weight",)),
+    Marker("GraniteMoeHybridForCausalLM", ("shared_mlp.input_linear.weight",)),
+    Marker("Gemma3ForCausalLM", ("pre_feedforward_layernorm.weight", "self_attn.q_norm.weight")),
+    Marker("Gemma2ForCausalLM", ("pre_feedforward_layernorm.weight", Q)),
+    Marker(
+        "Olmo3ForCausalLM",
+        ("post_feedforward_layernorm.weight", Q),
+        ("input_layernorm.weight",),
+        lambda t: _norm_is_over_all_heads(t) and t.get("vocab_size") == 100278,
+    ),
+    Marker(
+        "Olmo2ForCausalLM",
+        ("post_feedforward_layernorm.weight", Q),
+        ("input_layernorm.weight",),
+        _norm_is_over_all_heads,
+        "Olmo3ForCausalLM",
+    ),
+    Marker("Phi3ForCausalLM", ("self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight")),
+    Marker("Glm4ForCausalLM", (Q, "mlp.gate_up_proj.weight", "post_self_attn_layernorm.weight")),
+    Marker("GlmForCausalLM", (Q, "mlp.gate_up_proj.weight")),
+    Marker("Glm4MoeForCausalLM", (Q, "mlp.gate.e_score_correction_bias")),
+    Marker("Starcoder2ForCausalLM", (Q, "mlp.c_fc.weight")),
+    Marker(
+        "Cohere2ForCausalLM",
+        (Q, "input_layernorm.weight", "mlp.gate_proj.weight"),
+        (SECOND_NORM, "input_layernorm.bias", "self_attn.q_norm.weight"),
+        _is_command_a,
+    ),
+    Marker(
+        "CohereForCausalLM",
+        (Q, "input_layernorm.weight", "mlp.gate_proj.weight", "self_attn.q_norm.weight"),
+        (SECOND_NORM, "input_layernorm.bias"),
+    ),
+    Marker(
+        "CohereForCausalLM",
+        (Q, "input_layernorm.weight", "mlp.gate_proj.weight"),
+        (SECOND_NORM, "input_layernorm.bias"),
+        note="Cohere2ForCausalLM",
+    ),
+    Marker("MixtralForCausalLM", (Q, "block_sparse_moe.gate.weight")),
+    Marker("Qwen2MoeForCausalLM", (Q, "mlp.shared_expert_gate.weight")),
+    Marker("Qwen3MoeForCausalLM", (Q, "self_attn.q_norm.weight", "mlp.gate.weight")),
+    Marker("Qwen3ForCausalLM", (Q, "self_attn.q_norm.weight", SECOND_NORM)),
+    Marker("Qwen2ForCausalLM", (Q, "self_attn.q_proj.bias", SECOND_NORM), ("self_attn.o_proj.bias",)),
+    Marker("SmolLM3ForCausalLM", (Q, "input_layernorm.weight", SECOND_NORM), test=_is_smollm3),
+    Marker("LlamaForCausalLM", (Q, "input_layernorm.weight", SECOND_NORM)),
+    Marker(
+        "LlamaForCausalLM", (Q, "input_layernorm.weight"), test=lambda t: not t.has("mlp.gate_proj.weight")
+    ),
+)
+# Tensors of models that look like another one and are not.
+STRANGERS = {
+    "altup.prediction_coefs.weight": "Gemma 3n",
+    "layer_scalar": "Gemma 4",
+    "self_attn.indexer.wk.weight": "sparse latent attention (DeepSeek-V3.2)",
+    "hc_attn_fn": "hyper-connections (DeepSeek-V4, GLM-5)",
+    "mlp.router.proj.weight": "Gemma 4 with experts",
+}
+# What a layer with one of these is; the first that it has counts.
+KINDS: Mapping[str, str] = {
+    "mamba.A_log": LINEAR,
+    "mamba_decoder.mamba.A_log": LINEAR,
+    "mixer.A_log": LINEAR,
+    "linear_attn.A_log": LINEAR,
+    "self_attn.A_log": LINEAR,
+    "self_attn.forget_gate.A_log": LINEAR,
+    "self_attn.output_gate.weight": LINEAR,
+    "temporal_block.rg_lru.recurrent_param": LINEAR,
+    "mixer.dt_norm_weight": LINEAR,
+    "conv.in_proj.weight": "conv",
+    "self_attn.kv_a_proj_with_mqa.weight": FULL,
+    "self_attn.q_proj.weight": FULL,
+    "self_attn.qkv_proj.weight": FULL,
+    "mixer.q_proj.weight": FULL,
+    "mixer.qkv_proj.weight": FULL,
+    "temporal_block.q_proj.weight": FULL,
+}
+
+
+def find_architecture(t: Tensors) -> tuple[str, str]:
+    """(architecture, the tensors that say so). Raises UnsupportedModel."""
+    for mark, what in STRANGERS.items():
+        if (found := t.first(mark)) is not None:
+            raise UnsupportedModel(f"tensor {found[0]} is one of {what}, which is not implemented")
+    for marker in MARKERS:
+        layer = next((one for one in t.layers.values() if all(m in one for m in marker.has)), None)
+        if layer is None or any(m in layer for m in marker.lacks):
+            continue
+        if marker.test is None or marker.test(t):
+            also = f"; {marker.note} has the same: --set 'architectures=[\"NAME\"]'" if marker.note else ""
+            return marker.architecture, f"tensor {layer[marker.has[0]][0]}{also}"
+    raise UnsupportedModel(
+        f"cannot tell what model this is from its tensors (such as {t.example()}); "
+        "a config.json, or --set 'architectures=[\"NAME\"]', would say it"
+    )
+
+
+def layer_kinds(shapes: Shapes) -> dict[int, tuple[str, str]]:
+    """What mixes in each layer as its tensors show: (a word of layer_types, the tensor)."""
+    found: dict[int, tuple[int, str, str]] = {}
+    ranks = {mark: rank for rank, mark in enumerate(KINDS)}
+    for name in shapes:
+        match = LAYER.match(name)
+        if match is None or match["rest"] not in KINDS or is_aside(name):
+            continue
+        i, rank = int(match["i"]), ranks[match["rest"]]
+        if i not in found or rank < found[i][0]:
+            found[i] = (rank, KINDS[match["rest"]], name)
+    return {i: (kind, name) for i, (_, kind, name) in found.items()}

@@ -1,0 +1,1 @@
+"""GGUF architectures: metadata to config, tensor names to ours."""

@@ -1,0 +1,102 @@
+"""GGUF architectures by their names: each family tells how its metadata reads, beside the family itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plait.checkpoint.names import Rules
+from plait.families.config.normalize import FULL, NOTHING, SLIDING, Config
+
+Shapes = Mapping[str, tuple[int, ...]]
+FILE = "GGUF metadata"
+
+
+class Metadata:
+    """The architecture's keys, and the config they make."""
+
+    def __init__(self, metadata: Mapping[str, Any], shapes: Shapes) -> None:
+        self.arch = metadata["general.architecture"]
+        prefix = f"{self.arch}."
+        self.values = {k.removeprefix(prefix): metadata[k] for k in metadata if k.startswith(prefix)}
+        self.prefix, self.shapes = prefix, shapes
+        self.config: dict[str, Any] = {}
+        self.why: dict[str, str] = {}
+
+    def put(self, key: str, value: Any, why: str) -> None:
+        self.config[key], self.why[key] = value, why
+
+    def size(self, key: str, name: str, axis: int) -> None:
+        """A size that the first tensor of this name shows, if there is one."""
+        found = next((n for n in self.shapes if n.endswith(f".{name}")), None)
+        if found:
+            shape = self.shapes[found]
+            self.put(key, shape[axis], f"tensor {found} {list(shape)}")
+
+    def layers(self, name: str) -> list[bool]:
+        """Which layers have this tensor."""
+        return [f"blk.{i}.{name}" in self.shapes for i in range(self.config["num_hidden_layers"])]
+
+
+Particulars = Callable[[Metadata], None]
+Names = Callable[[Config], Rules]
+
+
+@dataclass(frozen=True, slots=True)
+class Arch:
+    """One `general.architecture`.
+
+    `architecture`: the family's, as its config would name it; `constants`: what the format leaves to its
+    readers, as keys of a config; `read`: what else this architecture's metadata and tensors mean; `names`:
+    where its tensors are, where the general table does not say it (of a normalised config).
+    """
+
+    name: str
+    architecture: str
+    constants: Mapping[str, Any]
+    read: Particulars
+    names: Names | None
+
+
+ARCHITECTURES: dict[str, Arch] = {}
+
+
+def gguf_arch(
+    name: str, architecture: str, *, constants: Mapping[str, Any] = NOTHING, names: Names | None = None
+) -> Callable[[Particulars], Particulars]:
+    """Register an architecture of GGUF; what it decorates completes the metadata's config."""
+
+    def register(read: Particulars) -> Particulars:
+        ARCHITECTURES[name] = Arch(name, architecture, constants, read, names)
+        return read
+
+    return register
+
+
+def plain_arch(name: str, architecture: str, *, names: Names | None = None, **constants: Any) -> None:
+    """Register an architecture whose metadata says it all."""
+    gguf_arch(name, architecture, constants=constants, names=names)(_nothing)
+
+
+def _nothing(m: Metadata) -> None:
+    """This architecture's metadata says it all."""
+
+
+def windows(m: Metadata, period: int) -> None:
+    """Which layers have windows: those the file lists, or all but every n-th, `period` if it says no n."""
+    told = m.values.get("attention.sliding_window_pattern")
+    why = f"{FILE} {m.prefix}attention.sliding_window_pattern"
+    if isinstance(told, list):
+        kinds = [SLIDING if flag else FULL for flag in told[: m.config["num_hidden_layers"]]]
+        m.put("layer_types", kinds, why)
+    elif told:
+        m.put("sliding_window_pattern", int(told), why)
+    else:
+        m.put("sliding_window_pattern", period, f"default (the {m.arch} format)")
+
+
+def head_size(m: Metadata) -> None:
+    """Mamba2's heads: the format tells their number and the width of all."""
+    width = m.config["mamba_d_ssm"] // m.config["mamba_n_heads"]
+    m.put("mamba_d_head", width, f"{FILE} {m.prefix}ssm")

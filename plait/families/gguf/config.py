@@ -1,0 +1,207 @@
+"""GGUF: metadata as a config that the families read, and one table of names for all of them.
+
+llama.cpp's converters change numbers as well as names; what they folded in (Gemma's 1 + w, A = -exp(A_log),
+Falcon-H1's multipliers) is simply not undone, and rows of q and k that they reordered stay so, with
+interleaved rope.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from plait.errors import UnsupportedModel
+from plait.families.common.registry import known
+from plait.families.config.normalize import FULL, LINEAR
+from plait.families.gguf.arch import ARCHITECTURES, FILE, Arch, Metadata, Shapes
+from plait.ops.rope import yarn_mscale
+
+# key behind the architecture's prefix -> key of a config
+KEYS: Mapping[str, str] = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "context_length": "max_position_embeddings",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "norm_eps",
+    "attention.layer_norm_epsilon": "norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope.freq_base": "rope_theta",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "nextn_predict_layers": "num_nextn_predict_layers",
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.time_step_rank": "mamba_n_heads",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.inner_size": "mamba_d_ssm",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+    "moe_latent_size": "moe_latent_size",
+    "attention.clamp_kqv": "clip_qkv",
+}
+
+
+def gguf_config(
+    metadata: Mapping[str, Any], shapes: Shapes, read: Callable[[str], Tensor]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """(config, provenance). `read` is asked for divisors of frequencies alone. Raises UnsupportedModel."""
+    arch = str(metadata.get("general.architecture"))
+    entry = _arch(arch)
+    m = Metadata(metadata, shapes)
+    for key, value in entry.constants.items():
+        m.put(key, value, f"default (the {arch} format)")
+    for theirs, ours in KEYS.items():
+        if theirs in m.values:
+            m.put(ours, _one(m.values[theirs]), f"{FILE} {m.prefix}{theirs}")
+    m.put("gguf_architecture", arch, f"{FILE} general.architecture")
+    m.put("architectures", [_architecture(m, entry.architecture)], f"{FILE} general.architecture")
+    m.put("vocab_size", shapes.get("token_embd.weight", (0,))[0], "tensor token_embd.weight")
+    m.put("tie_word_embeddings", "output.weight" not in shapes, "tensor output.weight")
+    if extra := m.config.get("num_nextn_predict_layers"):
+        m.config["num_hidden_layers"] -= extra
+    _rope(m, read)
+    _kinds(m)
+    _experts(m)
+    entry.read(m)
+    return m.config, m.why
+
+
+def _arch(name: str) -> Arch:
+    known()  # imports the families, which register their architectures
+    if name not in ARCHITECTURES:
+        listed = ", ".join(sorted(ARCHITECTURES))
+        raise UnsupportedModel(
+            f"general.architecture {name!r} of the GGUF file is not known. Known: {listed}"
+        )
+    return ARCHITECTURES[name]
+
+
+def _one(value: Any) -> Any:
+    """Per-layer lists hold one number, and 0 where a layer has no such thing."""
+    if not isinstance(value, list):
+        return value
+    found = sorted({v for v in value if v})
+    if len(found) > 1:
+        raise UnsupportedModel(f"sizes that differ from layer to layer are not implemented: {found}")
+    return found[0] if found else 0
+
+
+def _architecture(m: Metadata, usual: str) -> str:
+    if m.arch == "llama" and m.config.get("num_experts"):
+        return "MixtralForCausalLM"
+    if m.arch == "deepseek2" and (
+        m.values.get("expert_gating_func") == 2 or any(n.endswith("exp_probs_b.bias") for n in m.shapes)
+    ):
+        return "DeepseekV3ForCausalLM"
+    return usual
+
+
+def _rope(m: Metadata, read: Callable[[str], Tensor]) -> None:
+    scaling = _scaling(m)
+    if "rope_factors_long.weight" in m.shapes:
+        m.put("rope_scaling", _longrope(m, read), "tensors rope_factors_long.weight and _short")
+    elif "rope_freqs.weight" in m.shapes:
+        scaling = {"rope_type": "divisors", "divisors": read("rope_freqs.weight").flatten().tolist()}
+        m.put("rope_scaling", scaling, "tensor rope_freqs.weight")
+    elif scaling:
+        m.put("rope_scaling", scaling, f"{FILE} {m.prefix}rope.scaling")
+    dim, rotated = m.config.get("head_dim"), m.values.get("rope.dimension_count")
+    if m.config.get("num_attention_heads") and not dim:
+        dim = m.config["hidden_size"] // m.config["num_attention_heads"]
+    if rotated and dim and m.arch != "deepseek2":
+        m.put("partial_rotary_factor", rotated / dim, f"{FILE} {m.prefix}rope.dimension_count")
+
+
+def _scaling(m: Metadata) -> dict[str, Any]:
+    """The scaling that the metadata names; {} for none, and for those that are tensors."""
+    kind, scaling = m.values.get("rope.scaling.type"), dict[str, Any]()
+    original = m.values.get("rope.scaling.original_context_length")
+    if factor := m.values.get("rope.scaling.dynamic_factor"):  # Plait's own key
+        return {"rope_type": "dynamic", "factor": factor, "original_max_position_embeddings": original}
+    if kind in ("linear", "yarn"):
+        scaling = {"rope_type": kind, "factor": m.values["rope.scaling.factor"]}
+        if kind == "yarn":
+            scaling["original_max_position_embeddings"] = m.values["rope.scaling.original_context_length"]
+            scaling["beta_fast"] = m.values.get("rope.scaling.yarn_beta_fast", 32.0)
+            scaling["beta_slow"] = m.values.get("rope.scaling.yarn_beta_slow", 1.0)
+            multiplier = m.values.get("rope.scaling.yarn_log_multiplier")
+            if multiplier and m.arch == "deepseek2":  # others do not have it, whatever their files say
+                scaling["mscale"] = scaling["mscale_all_dim"] = multiplier * 10  # stored as 0.1 * mscale
+            scaling["attention_factor"] = _yarn_factor(m, 1.0 if "mscale" in scaling else _usual(scaling))
+    elif kind not in (None, "none", "longrope"):
+        raise UnsupportedModel(
+            f"rope.scaling.type {kind!r} is not known; known: none, linear, yarn, longrope"
+        )
+    return scaling
+
+
+def _usual(scaling: Mapping[str, Any]) -> float:
+    """What YaRN multiplies cos and sin by where nothing else is said."""
+    return yarn_mscale(scaling["factor"], 1.0)
+
+
+def _yarn_factor(m: Metadata, plain: float) -> float | None:
+    """What cos and sin are multiplied by, if not by the `plain` factor of this stretch.
+
+    `attn_factor` comes on top of the plain one in llama.cpp; but converters of 2025 wrote the whole of
+    OLMo 3's there, which is the plain one. Later ones write `yarn_attn_factor`: the whole, or a 1 that says
+    nothing; llama.cpp does not use it.
+    """
+    above, whole = (m.values.get(f"rope.scaling.{x}attn_factor") for x in ("", "yarn_"))
+    if above is not None and not math.isclose(above, plain, rel_tol=1e-4):
+        return float(above) * plain
+    return None if whole in (None, 1.0) else float(whole)
+
+
+def _longrope(m: Metadata, read: Callable[[str], Tensor]) -> dict[str, Any]:
+    """Phi's two lists of divisors, and the number that cos and sin are multiplied by."""
+    lists = {f"{x}_factor": read(f"rope_factors_{x}.weight").flatten().tolist() for x in ("long", "short")}
+    original = m.values.get("rope.scaling.original_context_length", m.config["max_position_embeddings"])
+    return {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": original,
+        "attention_factor": m.values.get("rope.scaling.attn_factor"),
+        **lists,
+    }
+
+
+def _kinds(m: Metadata) -> None:
+    """Hybrids say what a layer is only by what it has."""
+    recurrent, attends = m.layers("ssm_in.weight"), m.layers("attn_q.weight")
+    if not any(recurrent) or m.arch in ("mamba2", "falcon-h1"):
+        return
+    routed = m.layers("ffn_gate_inp.weight")
+    kinds = [
+        LINEAR if ssm else FULL if attn else "moe" if moe else "mlp"
+        for ssm, attn, moe in zip(recurrent, attends, routed, strict=True)
+    ]
+    m.put("layer_types", kinds, "the tensors of each layer")
+
+
+def _experts(m: Metadata) -> None:
+    if not m.config.get("num_experts"):
+        m.config.pop("num_experts", None)
+        return
+    sparse = ["sparse" if s else "dense" for s in m.layers("ffn_gate_inp.weight")]
+    m.put("mlp_layer_types", sparse, "the tensors of each layer")
+    m.size("moe_intermediate_size", "ffn_up_exps.weight", -2)
+    m.size("shared_intermediate_size", "ffn_up_shexp.weight", 0)

@@ -1,0 +1,1 @@
+"""Checkpoints of oxidizr: config, names, weights."""

@@ -1,0 +1,1 @@
+"""Requests and replies outside the engine. Loads no torch."""

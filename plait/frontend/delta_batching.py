@@ -1,0 +1,73 @@
+"""What a reader is told at a time: the deltas of so many tokens of a choice, as `events.Pace` counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from plait.frontend.event_batching import Pace
+from plait.request import Event
+from plait.text.output import Content, Reasoning
+from plait.text.output.deltas import merged
+
+if TYPE_CHECKING:
+    from plait.frontend.delta import Delta
+
+
+class Gathered:
+    """Deltas of one choice until they are due; then they are one, with all that each of them said."""
+
+    def __init__(self, interval: int) -> None:
+        self._pace = Pace(interval)
+        self._held: list[Delta] = []
+        self.has_told = False
+
+    def push(self, event: Event, delta: Delta | None) -> list[Delta]:
+        """What is told now that this event has come, which brought this delta.
+
+        The first that says anything does not wait: it may come with a later token than the first.
+        """
+        is_due = self._pace.is_due(event) or not self.has_told
+        ready: list[Delta] = []
+        if delta is not None:
+            if self._held and not _goes_on(self._held[-1], delta):
+                ready.append(self._told())
+            self._held.append(delta)
+            is_due = is_due or delta.finish_reason is not None
+        return [*ready, self._told()] if is_due and self._held else ready
+
+    def _told(self) -> Delta:
+        held, self._held, self.has_told = self._held, [], True
+        return _as_one(held) if len(held) > 1 else held[0]
+
+
+def _goes_on(last: Delta, delta: Delta) -> bool:
+    """A failure is raised where it is read, and would take with it what was said before.
+
+    Log-probabilities and ids belong to what their delta says, so content, thinking and calls stay apart.
+    """
+    kind, fails = _kind(delta), delta.finish_reason in ("error", "cancelled")
+    return kind is not None and kind == _kind(last) and not fails
+
+
+def _kind(delta: Delta) -> str | None:
+    """What all of a delta is; None: it is not all of one kind."""
+    kinds = {
+        "content" if isinstance(p, Content) else "thinking" if isinstance(p, Reasoning) else "call"
+        for p in delta.parts
+    }
+    return None if len(kinds) > 1 else next(iter(kinds), "content")
+
+
+def _as_one(held: Sequence[Delta]) -> Delta:
+    scores = [delta.logprobs for delta in held if delta.logprobs is not None]
+    return replace(
+        held[-1],
+        text="".join(delta.text for delta in held),
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in held)),
+        logprobs=tuple(chain.from_iterable(scores)) if scores else None,
+        num_cached_tokens=max(delta.num_cached_tokens for delta in held),
+        parts=tuple(merged(chain.from_iterable(delta.parts for delta in held))),
+    )

@@ -1,0 +1,386 @@
+"""What every door stands on: text and limits on one side, the engine's loop on the other.
+
+There is one validator for the Python API, the CLI and HTTP: `Front.prepare`.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry
+
+from plait.config import EngineConfig
+from plait.engine.limits import check_chars, check_ids, check_token_fields, too_long
+from plait.engine.open_request import OnEvent
+from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
+from plait.frontend.event_batching import MOST_AT_ONCE
+from plait.frontend.loop_bridge import Couriers
+from plait.frontend.output_stream import Stream
+from plait.frontend.request_options import NO_TERMS, Terms
+from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, Request, SamplingParams, ThinkingBudget
+from plait.spec import ModelSpec, Recurrent
+from plait.text.chat.template import ChatTemplate, boundaries, num_chars
+from plait.text.grammar.compiler import GrammarChecker
+from plait.text.grammar.request_fields import grammar_from
+from plait.text.reply_format import Speech
+from plait.text.tokenizers.tokenizer import Tokenizer
+
+log = logging.getLogger("plait")
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """The text side of a model. `stop_token_ids`: every token that ends a reply."""
+
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    generation_config: Mapping[str, Any]
+    stop_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """Names of the formats of calls and of thinking in replies; None: what the chat template shows.
+
+    `style`: how JSON is written that a schema or a tool demands, where the request does not say.
+    """
+
+    tools: str | None = None
+    reasoning: str | None = None
+    style: JsonStyle = USUAL_STYLE
+
+
+TEMPLATES_OWN = Parsers()
+
+
+class Loop(Protocol):
+    """An engine that runs: `EngineLoop` in this process, `EngineProcess` in another. Safe from any thread."""
+
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def live(self) -> bool: ...
+    @property
+    def fault(self) -> BaseException | None: ...
+    @property
+    def registry(self) -> CollectorRegistry: ...
+    @property
+    def max_open(self) -> int: ...
+    def submit(self, request: Request, on_event: OnEvent) -> None: ...
+    def check_room(self) -> None: ...
+    def cancel(self, request_id: str, index: int | None = None) -> None: ...
+    @property
+    def loading(self) -> tuple[str, int, int] | None: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def follow_log_levels(self) -> None: ...
+    def stats(self) -> Mapping[str, int]: ...
+    def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool: ...
+
+
+class Front:
+    """A loaded model behind its engine. Every method is safe from any thread.
+
+    `config`: how the engine was loaded. `parsers`: how replies are read, where the chat template is not to
+    say; raises ConfigError for names that are none.
+    """
+
+    tenant = ""  # of a caller behind an API: its key or address
+
+    def __init__(
+        self,
+        name: str,
+        spec: ModelSpec,
+        max_model_len: int,
+        loop: Loop,
+        language: Language,
+        config: EngineConfig | None = None,
+        parsers: Parsers = TEMPLATES_OWN,
+    ) -> None:
+        config = config or EngineConfig()
+        self.name, self.spec, self.max_model_len, self.loop = name, spec, max_model_len, loop
+        self._may_grow = ""
+        if config.max_model_len is not None and max_model_len < spec.max_len:  # else a larger one is refused
+            self._may_grow = f", or serve the model with a larger --max-model-len (at most {spec.max_len})"
+        self.needs_boundaries = config.prefix_cache and spec.causal and _has_slots(spec)
+        self.tokenizer, self.chat_template = language.tokenizer, language.chat_template
+        self.generation_config, self.stop_token_ids = language.generation_config, language.stop_token_ids
+        self.created = int(time.time())
+        self._style = parsers.style
+        self.speech = Speech(
+            self.tokenizer,
+            self.chat_template,
+            tools=parsers.tools,
+            reasoning=parsers.reasoning,
+            style=parsers.style,
+        )
+        self.grammars = None
+        if self.tokenizer:
+            self.grammars = GrammarChecker(self.tokenizer, spec.vocab_size, ends=self.stop_token_ids)
+        self._seeds = random.SystemRandom()
+        self._couriers = Couriers()
+
+    def start(self) -> None:
+        """Start the processes that try grammars out, so that the first request need not wait for them.
+
+        A start goes on without them: a request that needs one starts it, or hears why that cannot be.
+        """
+        if self.grammars is None:
+            return
+        try:
+            self.grammars.start()
+        except BadGrammar as error:
+            log.info("grammars: %s", error)
+        except CapacityError as error:
+            log.warning("grammars: %s", error)
+
+    @property
+    def healthy(self) -> bool:
+        return self.loop.healthy
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what decides the numbers of a reply; "": not known."""
+        return self.loop.fingerprint
+
+    @property
+    def live(self) -> bool:
+        """Whether the engine works, or will again without a new start of this process."""
+        return self.loop.live
+
+    @property
+    def fault(self) -> BaseException | None:
+        """Why nothing can be served any more, if that is so."""
+        return self.loop.fault
+
+    @property
+    def loading(self) -> tuple[str, int, int] | None:
+        """What an engine that takes another's place does until it is ready, and how far that is: done, of."""
+        return self.loop.loading
+
+    def follow_log_levels(self) -> None:
+        """Have the engine log what this process's loggers would."""
+        self.loop.follow_log_levels()
+
+    @property
+    def max_open(self) -> int:
+        """Requests that can be there at once, running or waiting. More will never be taken together."""
+        return self.loop.max_open
+
+    def prepare(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        add_special: bool = True,
+        allow_special: bool = False,
+        terms: Terms = NO_TERMS,
+    ) -> Request:
+        """A request the engine can take. Tokenizes, as `encode` does, resolves defaults, checks every limit.
+
+        With `best_of` the engine generates that many choices, with log-probabilities: the request's `n` is
+        `best_of`, and whoever reads its stream ranks them by `params`. Raises InvalidField (token ids the
+        model does not have, an empty prompt, text without a tokenizer), ContextTooLong with both numbers, and
+        BadGrammar.
+        """
+        ids = self._token_ids(prompt, add_special, allow_special)
+        check_ids(ids, self.spec.vocab_size)
+        grammar = grammar_from({"structured_outputs": params.structured_outputs})
+        params = replace(params.resolved(self.generation_config), structured_outputs=None)
+        if params.stop and not self.tokenizer:
+            raise InvalidField(
+                f"stop: {self.name} has no tokenizer, so no text can stop it; send stop_token_ids, or name a "
+                "vocabulary with --vocab",
+                "stop",
+            )
+        check_token_fields(params, self.spec.vocab_size)
+        params = replace(params, max_tokens=self._max_tokens(len(ids), params.max_tokens))
+        if params.seed is None:
+            params = replace(params, seed=self._seeds.getrandbits(63))
+        stops = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops |= self.stop_token_ids
+        request = Request(
+            f"req-{uuid.uuid4().hex}",
+            ids,
+            _generated(params),
+            stops,
+            cache_salt=terms.cache_salt or "",
+            priority=terms.priority,
+            timeout_s=terms.timeout_s,
+        )
+        return self.tried(self.held(request, grammar))
+
+    def shaped(
+        self, request: Request, shape: ReplyShape, wish: Grammar | None, num_thinking: int | None
+    ) -> Request:
+        """The same request for a reply of this shape, whose content is what is wished for.
+
+        `num_thinking`: tokens of thinking at most. Raises InvalidField for tools or a choice of them that
+        cannot be honoured. Grammars are not tried out yet: see `untried`.
+        """
+        grammar = self.speech.grammar(wish, shape)
+        if grammar is not None and not shape.thinks:
+            shape = replace(shape, may_think=False)
+        held = self.held(request, grammar, self.speech.budget(num_thinking, shape))
+        is_read = self.speech.reader(shape) is not None
+        return replace(held, shape=shape if is_read else None)
+
+    def held(
+        self, request: Request, grammar: Grammar | None, thinking: ThinkingBudget | None = None
+    ) -> Request:
+        """The same request, every choice of which must be what `grammar` says and think no longer.
+
+        The grammar is not tried out yet: see `untried`. Raises BadGrammar for one that is too large.
+        """
+        if grammar is not None:
+            if self.grammars is None:
+                raise BadGrammar(f"{self.name} has no tokenizer, so no grammar can be kept", grammar.param)
+            grammar = grammar.styled(self._style)
+            self.grammars.check_size(grammar)
+        # A reply ends where its grammar does, even with ignore_eos.
+        stops = request.stop_token_ids | self.stop_token_ids if grammar else request.stop_token_ids
+        return replace(request, grammar=grammar, thinking=thinking, stop_token_ids=stops)
+
+    def untried(self, request: Request) -> list[Grammar]:
+        """The grammars that must be found good before a request may go to the engine; the last is its own.
+
+        They are given to `grammars.submit` or `grammars.check`, and its own comes back with a form.
+        """
+        if request.grammar is None or request.grammar.form:
+            return []
+        tools = () if request.shape is None else self.speech.schemas(request.shape)
+        return [*(schema.styled(self._style) for schema in tools), request.grammar]
+
+    def tried(self, request: Request) -> Request:
+        """The same request, its grammars tried out; blocks. Raises BadGrammar and CapacityError."""
+        for grammar in self.untried(request):
+            assert self.grammars is not None
+            request = replace(request, grammar=self.grammars.check(grammar, request.timeout_s))
+        return request
+
+    def prepare_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+        terms: Terms = NO_TERMS,
+        /,
+        **options: Any,
+    ) -> Request:
+        """A request for the reply to a conversation; `options` as for `render_chat`.
+
+        What `params.structured_outputs` says is meant of the reply behind the model's thinking.
+
+        It knows its `boundaries` if the model has state of fixed size: what other models keep can be cut
+        anywhere. Raises what `prepare` raises, and BadTemplate.
+        """
+        messages = self.speech.history(messages)
+        ids = self.render_chat(messages, **options)
+        free = replace(params, structured_outputs=None)
+        request = self.prepare(ids, free, add_special=False, terms=terms)
+        if params.structured_outputs is not None:
+            wish = grammar_from({"structured_outputs": params.structured_outputs})
+            prompt = request.prompt_token_ids
+            shape = ReplyShape(is_open=self.speech.is_open(prompt), has_begun=self.speech.has_begun(prompt))
+            request = self.tried(self.held(request, self.speech.grammar(wish, shape)))
+        if not self.needs_boundaries or not self.chat_template:
+            return request
+        return replace(request, boundaries=boundaries(self.chat_template, messages, ids, options))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
+        """Token ids of a conversation, ready for the model's reply. Raises BadTemplate and ContextTooLong."""
+        if not self.chat_template:
+            raise BadTemplate(
+                f"{self.name} has no chat template; use /v1/completions or LLM.generate, or give one with "
+                "--chat-template FILE (or a built-in name: oxidizr, blazr, chatml)"
+            )
+        check_chars(num_chars(messages, options), "messages", self.max_model_len, self._may_grow)
+        return self.chat_template.render(self.speech.history(messages), **options)
+
+    def encode(self, text: str, *, add_special: bool = True, allow_special: bool = False) -> tuple[int, ...]:
+        """Token ids of a text. Raises InvalidField without a tokenizer, ContextTooLong for far too much.
+
+        `allow_special`: the texts of control tokens become these tokens; only for text that is trusted.
+        """
+        if not self.tokenizer:
+            raise InvalidField(
+                f"prompt: {self.name} has no tokenizer; send token ids, or name a vocabulary with --vocab",
+                "prompt",
+            )
+        check_chars(len(text), "prompt", self.max_model_len, self._may_grow)
+        return tuple(self.tokenizer.encode(text, add_special=add_special, allow_special=allow_special))
+
+    def check_room(self) -> None:
+        """Raises QueueFull, or EngineError, if a request that came now would be refused, whatever it asks."""
+        self.loop.check_room()
+
+    def submit(self, request: Request, interval: int | None = 1) -> Stream:
+        """Start a request. Raises QueueFull and other CapacityErrors at once.
+
+        `interval`: see `Stream.gather`; None: nobody needs more than the end, see `Stream.be_patient`.
+        """
+        reader = None if request.shape is None else self.speech.reader(request.shape)
+        is_read = reader is not None or bool(request.params.stop)
+        told = 1 if is_read else interval or MOST_AT_ONCE
+        watched = interval is not None
+        grammar = request.grammar
+        if grammar is not None and grammar.form:  # the engine needs nothing else of it
+            grammar = Grammar(grammar.kind, "", grammar.param, form=grammar.form)
+        request = replace(request, shape=None, grammar=grammar, interval=told, watched=watched)
+        stream = Stream(request, self.tokenizer, self.loop.cancel, reader, self._couriers)
+        if interval is None:
+            stream.be_patient()
+        else:
+            stream.gather(interval)
+        self.loop.submit(request, stream.on_event)
+        return stream
+
+    def stats(self) -> Mapping[str, int]:
+        """Sequences running and waiting, blocks and slots free and in all."""
+        return self.loop.stats()
+
+    def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> None:
+        """Stop the engine; with `drain`, running requests get `timeout_s` seconds to finish."""
+        self.loop.close(drain=drain, timeout_s=timeout_s)
+        if self.chat_template:
+            self.chat_template.close()
+        if self.grammars:
+            self.grammars.close()
+
+    def _token_ids(
+        self, prompt: str | Sequence[int], add_special: bool, allow_special: bool
+    ) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        ids = self.encode(prompt, add_special=add_special, allow_special=allow_special)
+        if self.tokenizer and (bad := [i for i in ids if i >= self.spec.vocab_size]):
+            raise InvalidField(
+                f"prompt: the vocabulary {self.tokenizer.name} writes it with token {bad[0]}, and this model "
+                f"has 0..{self.spec.vocab_size - 1}; name the vocabulary it was trained with by --vocab",
+                "prompt",
+            )
+        return ids
+
+    def _max_tokens(self, prompt_len: int, asked: int | None) -> int:
+        room = self.max_model_len - prompt_len
+        if asked == 0 and room >= 0:
+            return 0
+        if room < 1:
+            raise too_long(prompt_len, 0 if asked == 0 else 1, self.max_model_len, self._may_grow)
+        return room if asked is None else min(asked, room)
+
+
+def _has_slots(spec: ModelSpec) -> bool:
+    return any(isinstance(mixer, Recurrent) for _, mixer in spec.mixers())
+
+
+def _generated(params: SamplingParams) -> SamplingParams:
+    """What the engine is asked: every choice that may be returned, with what they are ranked by."""
+    logprobs = 0 if params.is_ranked and params.logprobs is None else params.logprobs
+    return replace(params, n=params.num_sequences, best_of=None, logprobs=logprobs)

@@ -1,0 +1,266 @@
+"""From the engine's events to text: detokenization and stop strings, one choice at a time.
+
+Runs on whoever reads the stream, never on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from plait.frontend.delta import Delta, TextLogprob
+from plait.frontend.delta_batching import Gathered
+from plait.frontend.event_batching import Pace, joined
+from plait.frontend.loop_bridge import Couriers
+from plait.frontend.output_text import Reading
+from plait.request import Event, FinishReason, Request, RequestTrace, TokenLogprobs
+from plait.text.output import Content
+from plait.text.output import Delta as Part
+from plait.text.output.deltas import merged
+from plait.text.reply_format import Reader
+from plait.text.tokenizers.detokenize import StreamDecoder
+from plait.text.tokenizers.tokenizer import Tokenizer
+
+LAST_WORD_S = 60.0  # how long to wait for the engine to say how a choice went that a stop string ended
+
+
+class Choice:
+    """The text of one choice as it grows. Without a tokenizer there are only token ids."""
+
+    def __init__(
+        self, index: int, request: Request, tokenizer: Tokenizer | None, reader: Reader | None = None
+    ) -> None:
+        params = request.params
+        self.index, self._tokenizer, self.done = index, tokenizer, False
+        shown = reader.shown if reader else frozenset[int]()
+        self._decoder = (
+            StreamDecoder(tokenizer, params.skip_special_tokens, request.prompt_token_ids, shown)
+            if tokenizer
+            else None
+        )
+        self._reading = Reading(params, reader.parser() if reader else None)
+        self._is_read = reader is not None
+        self._num_tokens = self._decoded = 0
+        self._pending: deque[tuple[int, int, TokenLogprobs | None]] = (
+            deque()
+        )  # (starts at character, id, logprobs)
+
+    def push(self, event: Event) -> Delta | None:
+        """What this event adds, or None if nothing can be shown yet."""
+        if self.done:
+            return None
+        if (progress := event.prompt_progress) is not None:
+            cached = event.num_cached_tokens
+            return Delta(self.index, "", num_cached_tokens=cached, prompt_progress=progress)
+        reading, parts = self._reading, []
+        for i, token_id in enumerate(event.token_ids):
+            self._num_tokens += 1
+            logprobs = event.logprobs[i] if event.logprobs else None
+            self._pending.append((self._decoded, token_id, logprobs))
+            text = self._decoder.push(token_id) if self._decoder else ""
+            self._decoded += len(text)
+            parts += reading.push(text)
+            if reading.has_ended:
+                break
+        finish = event.finish_reason
+        if not reading.has_ended and finish is not None:
+            rest = self._decoder.flush() if self._decoder else ""
+            self._decoded += len(rest)
+            parts += reading.finish(rest, is_cut=finish == "length")
+        is_end = finish is not None or reading.has_ended
+        if not parts and not is_end and self._tokenizer and not event.prompt_logprobs:
+            return None
+        return self._delta(event, merged(parts))
+
+    def _delta(self, event: Event, parts: Sequence[Part]) -> Delta:
+        reading = self._reading
+        finish: FinishReason | None = "stop" if reading.has_ended else event.finish_reason
+        self.done = finish is not None
+        everything = self._tokenizer is None or (self.done and not reading.has_ended)
+        passed, ready = self._decoded - reading.num_held, []
+        while self._pending and (everything or self._pending[0][0] < passed):
+            ready.append(self._pending.popleft())
+        logprobs = [entry[2] for entry in ready if entry[2] is not None]
+        return Delta(
+            index=self.index,
+            text="".join(part.text for part in parts if isinstance(part, Content)),
+            token_ids=tuple(entry[1] for entry in ready),
+            logprobs=tuple(self._text_logprob(lp) for lp in logprobs) if logprobs else None,
+            prompt_logprobs=_each(self._text_logprob, event.prompt_logprobs),
+            finish_reason=finish,
+            stop_reason=reading.matched if reading.has_ended else event.stop_token_id,
+            num_cached_tokens=event.num_cached_tokens,
+            num_tokens=self._num_tokens,
+            error=None if reading.has_ended else event.error,
+            embedding=event.embedding,
+            parts=tuple(parts) if self._is_read else (),
+            num_reasoning_tokens=reading.num_reasoning_tokens,
+        )
+
+    def _text_logprob(self, lp: TokenLogprobs) -> TextLogprob:
+        top = tuple(self._one(token_id, value) for token_id, value in lp.top)
+        return self._one(lp.token_id, lp.logprob, top)
+
+    def _one(self, token_id: int, value: float, top: tuple[TextLogprob, ...] = ()) -> TextLogprob:
+        if not self._tokenizer:
+            return TextLogprob(f"token_id:{token_id}", token_id, b"", value, top)
+        return TextLogprob(
+            self._tokenizer.token_text(token_id), token_id, self._tokenizer.token_bytes(token_id), value, top
+        )
+
+
+def _each(
+    fn: Callable[[TokenLogprobs], TextLogprob], values: tuple[TokenLogprobs, ...] | None
+) -> tuple[TextLogprob, ...] | None:
+    return None if values is None else tuple(fn(v) for v in values)
+
+
+def _rest(events: SimpleQueue[Event] | asyncio.Queue[Event]) -> Iterator[Event]:
+    """What waits in a queue by now."""
+    with suppress(Empty, asyncio.QueueEmpty):
+        while True:
+            yield events.get_nowait()
+
+
+class Stream:
+    """The text of one request while it is generated; iterate it, plainly or with `async for`, once.
+
+    A delta has the tokens of one plan, which is mostly one. A plain reader, and a patient one, is given those
+    of all the plans that it has fallen behind at once.
+    Leaving early, or `cancel()`, frees what the request holds before the next one. `reader` tells content,
+    thinking and calls apart. `couriers`: who brings events to event loops, shared by streams that are read
+    there together.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        cancel: Callable[[str, int | None], None],
+        reader: Reader | None = None,
+        couriers: Couriers | None = None,
+    ) -> None:
+        self.request, self._cancel_request = request, cancel
+        self._couriers = couriers or Couriers()
+        self._choices = [Choice(i, request, tokenizer, reader) for i in range(request.params.n)]
+        self._mutex = threading.RLock()  # entered as it is, it is cheaper than by its condition
+        self._lock = threading.Condition(self._mutex)
+        self._waiting: deque[Event] = deque()
+        self._sink: Callable[[Event], None] | None = None
+        self._is_patient = False
+        self._is_read = bool(request.params.stop) or reader is not None
+        self._ends_early = bool(request.params.stop) or (reader is not None and reader.ends_early)
+        self._paces: list[Pace] = []  # by choice; none: every event wakes the reader
+        self._gathered: list[Gathered] = []  # by choice; none: every delta is told
+        self._traces: dict[int, RequestTrace | None] = {}  # by choice; there once the engine is done with it
+
+    def on_event(self, event: Event) -> None:
+        """Called by the engine's thread; only hands over."""
+        with self._mutex:
+            if event.finish_reason is not None:
+                self._traces[event.index] = event.trace
+                self._lock.notify_all()
+            self._waiting.append(event)
+            if self._wakes(event) and self._sink:
+                self._bring(self._sink)
+
+    def be_patient(self) -> None:
+        """For who needs the end alone: it is woken when a choice has ended, not by every step.
+
+        Without effect where text ends a choice, so that somebody has to read it: stop strings, a reader.
+        """
+        self._is_patient = not self._is_read
+
+    def gather(self, interval: int) -> None:
+        """For who pays for every delta: one has `interval` tokens; see `Pace`. To be called before reading.
+
+        Where text may end a choice, its reader is woken for every token all the same, to end it in time.
+        """
+        if interval == 1:
+            return
+        self._gathered = [Gathered(interval) for _ in self._choices]
+        if not self._ends_early:
+            with self._lock:
+                self._paces = [Pace(interval) for _ in self._choices]
+                for event in self._waiting:  # some may have come already
+                    self._paces[event.index].is_due(event)
+
+    def cancel(self) -> None:
+        """Stop generating. Safe at any time, from any thread, also after the end."""
+        self._cancel_request(self.request.id, None)
+
+    def trace(self, index: int) -> RequestTrace | None:
+        """Where the time of a choice that has ended went; None if the engine never took it.
+
+        Of a choice that a stop string ended the engine tells a step later: this waits for it.
+        """
+        with self._lock:
+            self._lock.wait_for(lambda: index in self._traces, LAST_WORD_S)
+            return self._traces.get(index)
+
+    @property
+    def traces(self) -> Mapping[int, RequestTrace | None]:
+        """What `trace` knows already, by choice."""
+        with self._lock:
+            return {**self._traces}
+
+    @property
+    def done(self) -> bool:
+        return all(choice.done for choice in self._choices)
+
+    def __iter__(self) -> Iterator[Delta]:
+        events: SimpleQueue[Event] = SimpleQueue()
+        self._connect(events.put)
+        try:
+            while not self.done:
+                for event in joined([events.get(), *_rest(events)]):
+                    yield from self._deltas(event)
+        finally:
+            self._leave()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        courier = self._couriers.of(asyncio.get_running_loop())
+        self._connect(lambda event: courier.put(events, event))
+        try:
+            while not self.done:
+                # A client that reads slowly is not sent in one piece what has piled up.
+                rest = _rest(events) if self._is_patient else ()
+                for i, event in enumerate(joined([await events.get(), *rest])):
+                    if i:
+                        await asyncio.sleep(0)  # long texts are read on the loop of all other clients
+                    for delta in self._deltas(event):
+                        yield delta
+        finally:
+            self._leave()
+
+    def _connect(self, sink: Callable[[Event], None]) -> None:
+        with self._lock:
+            self._bring(sink)
+            self._sink = sink
+
+    def _bring(self, sink: Callable[[Event], None]) -> None:
+        while self._waiting:
+            sink(self._waiting.popleft())
+
+    def _wakes(self, event: Event) -> bool:
+        if self._paces:
+            is_due = self._paces[event.index].is_due(event)
+            return is_due or not self._gathered[event.index].has_told
+        return event.finish_reason is not None or not self._is_patient
+
+    def _deltas(self, event: Event) -> Sequence[Delta]:
+        delta = self._choices[event.index].push(event)
+        if delta and delta.finish_reason == "stop" and event.finish_reason is None:
+            self._cancel_request(self.request.id, event.index)  # a stop string: the engine does not know it
+        if self._gathered and event.prompt_progress is None:
+            return self._gathered[event.index].push(event, delta)
+        return () if delta is None else (delta,)
+
+    def _leave(self) -> None:
+        if not self.done:
+            self.cancel()

@@ -1,0 +1,359 @@
+"""Linear maps for many rows on AMX: activations and weights in bfloat16, float32 sums.
+
+A thread takes some rows through some outputs. It decodes PANEL inputs of these weights at a time into pairs
+of bfloat16, which stay in its L2, and multiplies blocks of 32 rows by 32 outputs, whose sums stay in four
+tiles for a panel. Rows are rounded first, by all threads: panel after panel, a panel's rows side by side, so
+that a group of rows never falls into the same few sets of a cache.
+
+An output is the sum of its tiles of 32 inputs in their order, whatever the rows beside it or the number of
+threads. It is not what the kernel for few rows computes, which takes over below LEAST rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from string import Template
+from typing import Any
+
+from plait.kernels.cpu.codegen.amx_tiles import MEMORY, TILE, Kind, Tiles
+from plait.kernels.cpu.codegen.kernel import Kernel, generated
+from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, digest, straight
+from plait.kernels.cpu.linear import bf16_codes, blocks_source, float_codes
+from plait.kernels.cpu.linear.bf16_codes import Coded
+from plait.kernels.cpu.linear.float_codes import Records
+from plait.kernels.cpu.linear.layout import BLOCK, LINE, Layout
+from plait.kernels.cpu.linear.packed import Packed
+
+LEAST = 32  # rows (of a group, on average) from which tiles are faster
+PANEL = 256  # inputs whose weights are decoded at a time: 16 KiB of a pair of tiles stay in L1
+WIDE, TALL = 16, 512  # tiles of outputs, and rows, that one piece of work has at most
+DECODED = PANEL * 32  # bytes of a panel of sixteen outputs
+SUMS = TALL // 32 * (WIDE // 2) * 4 * TILE  # bytes
+SCRATCH = MEMORY + WIDE * DECODED + SUMS  # bytes of a thread
+PAIR_BYTES = {"float32": 128, "bfloat16": 64, "float16": 64}
+Kept = Layout | Records | Coded | str  # how weights are kept; of plain numbers their name
+
+_SOURCE = Template('''"""Linear map for many rows on tiles: made by plait, from $digest."""
+import numpy as np
+
+from plait.kernels.cpu.amx import linear as amx_linear
+from plait.kernels.cpu.linear.bf16_codes import Coded
+from plait.kernels.cpu.runtime.frame import barrier, rows_of, scratch_of, shared_of
+from plait.kernels.cpu.linear.float_codes import Records
+from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.linear.layout import Layout
+from plait.kernels.cpu.codegen.vec import (
+    atomic_add, call_kernel, get_i64, load_some, store_bf16, word, zero_f32,
+)
+
+decode = amx_linear.decoder($kept)
+start, stop = amx_linear.started("$kind"), amx_linear.stopped("$kind")
+multiply, keep = amx_linear.multiplied("$kind"), amx_linear.kept()
+
+
+@inline
+def round_rows(x, row_bytes, n, to, rows, begin, end):
+    """Some rows as bfloat16, filled up with zeros to whole tiles."""
+    for k0 in range(0, n, $panel):
+        count = min($panel, n - k0)
+        size = (count + 31) // 32 * 64
+        at = to + k0 * 2 * (rows + 32)
+        for r in range(begin, end):
+            source, place = x + r * row_bytes + 4 * k0, at + r * size
+            for k in range(0, size // 2, 16):
+                value = zero_f32()
+                if k < count:
+                    value = load_some(source + 4 * k, np.int32(count - k))
+                store_bf16(place + 2 * k, value)
+
+
+@kernel
+def amx_rows(frame, args, thread, threads):
+    """The words of `packed`, and 15: the kernel for few rows."""
+    x, row_bytes, n, weight = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    n_out, bias, out, out_bytes = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
+    groups, starts, weights, counter = word(args, 11), word(args, 12), word(args, 13), word(args, 1)
+    rows = rows_of(frame, args)
+    if groups != 0:
+        rows = get_i64(starts + 8 * groups)
+    if rows < $least * max(groups, 1):
+        call_kernel(word(args, 15), frame, args, thread, threads)
+        return
+    rounded, scratch = shared_of(frame), scratch_of(frame, thread)
+    round_rows(x, row_bytes, n, rounded, rows, rows * thread // threads, rows * (thread + 1) // threads)
+    barrier(frame, threads)
+    start(scratch)
+    decoded, sums = scratch + $memory, scratch + $memory + $wide * $decoded
+    tiles, tile_bytes = (n_out + 15) // 16, $tile_bytes
+    unit = max(2, min($wide, tiles // threads // 2 * 2))
+    units = (tiles + unit - 1) // unit
+    tall = $tall
+    while tall > 64 and units * ((rows + tall - 1) // tall) < 2 * threads:
+        tall //= 2
+    item, done = np.int64(atomic_add(counter, np.int32(1))), 0
+    for g in range(max(groups, 1)):
+        first, end = 0, rows
+        if groups != 0:
+            first, end = get_i64(starts + 8 * g), get_i64(starts + 8 * g + 8)
+            weight = get_i64(weights + 8 * g)
+        blocks = (end - first + tall - 1) // tall
+        while item < done + units * blocks:
+            begin, row = (item - done) // blocks * unit, first + (item - done) % blocks * tall
+            wide, high = min(unit, tiles - begin), min(tall, end - row)
+            for k0 in range(0, n, $panel):
+                count = min($panel, n - k0)
+                size = (count + 31) // 32 * 64
+                a = rounded + k0 * 2 * (rows + 32) + row * size
+                for t in range(wide):
+                    at = weight + $header + (begin + t) * tile_bytes
+                    decode(weight, at, k0, count, n, decoded + t * $decoded)
+                for t in range(0, wide, 2):
+                    for r in range(0, high, 32):
+                        c = sums + (r // 32 * ($wide // 2) + t // 2) * 4096
+                        multiply(scratch, k0, size // 64, a + r * size, size, decoded + t * $decoded, c)
+                        if k0 + count == n:
+                            to = out + (row + r) * out_bytes + 64 * (begin + t)
+                            left = n_out - 16 * (begin + t)
+                            more = bias + 64 * (begin + t) if bias != 0 else 0
+                            keep(c, to, out_bytes, min(32, high - r), left, more)
+            item = np.int64(atomic_add(counter, np.int32(1)))
+        done += units * blocks
+    stop(scratch)
+''')
+
+
+def _layout_block(w: Writer, layout: Layout, step: Word, b: Word, to: Word) -> None:
+    """Block b of a step: 32 inputs of sixteen outputs, as sixteen rows of pairs."""
+    above, parts, quads = step + layout.outer_at, layout.parts, BLOCK // 4 // layout.parts
+    if layout.scales in ("level", "small"):
+        outer = [w.load_f32(above)]
+    else:
+        outer = [w.load_f16(above + 32 * i) for i in range(layout.outer_bytes // 32)]
+    for j in range(parts):
+        index = j + (b * parts if layout.group <= BLOCK else w.number(0))
+        at = step + layout.scales_at + index * layout.scale_bytes
+        low_at = step + layout.minima_at + index * layout.minimum_bytes
+        scale, *low = blocks_source._scales(w, layout, at, low_at, outer)
+        zero = None if layout.zero is None else w.spread_int(layout.zero)
+        if zero is not None and layout.zeros:
+            zero = w.mul_i32(zero, w.load_u8(low_at))
+        for q in range(quads * j, quads * (j + 1)):
+            v = blocks_source._codes(w, layout, step + layout.plane_bytes * b, q)
+            bytes_ = [w.and_i32(w.right(v, 8 * i) if i else v, w.spread_int(255)) for i in range(4)]
+            if zero is None:
+                found = [w.fma(w.to_f32(x), scale, low[0]) for x in bytes_]
+            else:
+                found = [w.mul(w.to_f32(w.sub_i32(x, zero)), scale) for x in bytes_]
+            w.store_i32(to + 2 * LINE * q, w.pair_bf16(*found[:2]))
+            w.store_i32(to + 2 * LINE * q + LINE, w.pair_bf16(*found[2:]))
+
+
+def _from_layout(layout: Layout) -> Any:
+    def write(w: Writer, _: Word, tile: Word, k0: Word, count: Word, n: Word, to: Word) -> None:
+        def block(i: Word) -> None:
+            index = (k0 >> 5) + i
+            step = index // layout.blocks
+            b = index - step * layout.blocks
+            _layout_block(w, layout, tile + step * layout.nbytes, b, to + i * TILE)
+
+        w.loop(0, count >> 5, 1, (), block)
+
+    return straight(write)
+
+
+def _zeros(w: Writer, to: Word, pairs: Word, count: Word) -> None:
+    """Rows of pairs behind the last that there is, up to a whole tile."""
+
+    def zero(p: Word) -> None:
+        w.store_i32(to + LINE * p, w.zero_i32())
+
+    w.loop(pairs, (count + 31) // 32 * 16, 1, (), zero)
+
+
+def _from_plain(kind: str) -> Any:
+    def write(w: Writer, _: Word, tile: Word, k0: Word, count: Word, n: Word, to: Word) -> None:
+        source, step = tile + (k0 >> 1) * PAIR_BYTES[kind], PAIR_BYTES[kind]
+
+        def pair(p: Word) -> None:
+            at = source + p * step
+            match kind:
+                case "float32":
+                    words = w.pair_bf16(w.load_f32(at), w.load_f32(at + 64))
+                case "float16":
+                    words = w.pair_bf16(w.load_f16(at), w.load_f16(at + 32))
+                case _:
+                    words = w.load_i32(at)
+            w.store_i32(to + LINE * p, words)
+
+        pairs = (count + 1) >> 1
+        w.loop(0, pairs, 1, (), pair)
+        _zeros(w, to, pairs, count)
+
+    return straight(write)
+
+
+def _from_codes() -> Any:
+    def write(w: Writer, weight: Word, tile: Word, k0: Word, count: Word, n: Word, to: Word) -> None:
+        bf16_codes.unpack(w, weight, tile, n, k0, count, to)
+        _zeros(w, to, count >> 1, count)
+
+    return straight(write)
+
+
+def _from_records(kept: Records) -> Any:
+    def write(w: Writer, weight: Word, tile: Word, k0: Word, count: Word, n: Word, to: Word) -> None:
+        table = w.load_f32(weight) if kept.header else None
+
+        def line(i: Word) -> None:
+            k = k0 + i * kept.each
+            record = k // kept.step
+            at = tile + record * kept.nbytes
+            scale = w.load_f32(at + kept.codes)
+            codes = at + (k - record * kept.step) // kept.each * LINE
+            values = [w.mul(v, scale) for v in float_codes._weights(w, kept, codes, table)]
+            for p in range(kept.each // 2):
+                place = to + i * (LINE * kept.each // 2) + LINE * p
+                w.store_i32(place, w.pair_bf16(*values[2 * p : 2 * p + 2]))
+
+        lines = count // kept.each
+        w.loop(0, lines, 1, (), line)
+        _zeros(w, to, lines * (kept.each // 2), count)
+
+    return straight(write)
+
+
+@cache
+def decoder(kept: Kept) -> Any:
+    """Block (weight, tile, k0, count, n, to): inputs k0..k0+count of a tile of weights, as pairs of bfloat16.
+
+    k0 is a multiple of PANEL; rows of pairs are filled up with zeros to whole tiles.
+    """
+    if isinstance(kept, Layout):
+        return _from_layout(kept)
+    if isinstance(kept, Coded):
+        return _from_codes()
+    return _from_records(kept) if isinstance(kept, Records) else _from_plain(kept)
+
+
+@cache
+def started(kind: Kind) -> Any:
+    """Block (scratch): this thread may use tiles from here on."""
+    return straight(lambda w, scratch: Tiles(w, kind, scratch).configure())
+
+
+@cache
+def stopped(kind: Kind) -> Any:
+    """Block (scratch): it will not any more."""
+    return straight(lambda w, scratch: Tiles(w, kind, scratch).release())
+
+
+@cache
+def multiplied(kind: Kind) -> Any:
+    """Block (scratch, earlier, count, a, a_bytes, b, c): c += 32 rows at a · two tiles of outputs at b.
+
+    count: tiles of 32 inputs; earlier: 0 if there were none, and c is written anew.
+    """
+
+    def write(
+        w: Writer, scratch: Word, earlier: Word, count: Word, a: Word, a_bytes: Word, b: Word, c: Word
+    ) -> None:
+        tiles = Tiles(w, kind, scratch)
+
+        def each(what: Any) -> None:
+            for t in range(4):
+                what(t)
+
+        w.when(earlier.equals(0), lambda: each(tiles.zero))
+        w.when(earlier.above(0), lambda: each(lambda t: tiles.load(t, c + TILE * t, LINE)))
+
+        def inputs(k: Word) -> None:
+            tiles.load(6, b + k * TILE, LINE)
+            tiles.load(4, a + k * LINE, a_bytes)
+            tiles.bf16(0, 4, 6)
+            tiles.load(7, b + DECODED + k * TILE, LINE)
+            tiles.bf16(1, 4, 7)
+            tiles.load(5, a + a_bytes * 16 + k * LINE, a_bytes)
+            tiles.bf16(2, 5, 6)
+            tiles.bf16(3, 5, 7)
+
+        w.loop(0, count, 1, (), inputs)
+        each(lambda t: tiles.store(t, c + TILE * t, LINE))
+
+    return straight(write)
+
+
+@cache
+def kept() -> Any:
+    """Block (c, to, out_bytes, rows, left, bias): the first rows of 32 of sums, for `left` outputs."""
+
+    def write(w: Writer, c: Word, to: Word, out_bytes: Word, rows: Word, left: Word, bias: Word) -> None:
+        def biases(*_: Any) -> list[Any]:
+            return [w.load_some(bias + LINE * t, left - 16 * t) for t in (0, 1)]
+
+        more = w.unless_zero(bias, [w.spread(-0.0)] * 2, biases)
+
+        def row(r: Word) -> None:
+            source = c + (r >> 4) * (2 * TILE) + (r - (r >> 4 << 4)) * LINE
+            for t in (0, 1):
+                at = to + r * out_bytes + LINE * t
+                w.store_some(at, w.add(w.load_f32(source + TILE * t), more[t]), left - 16 * t)
+
+        w.loop(0, rows, 1, (), row)
+
+    return straight(write)
+
+
+def _header(kept: Kept) -> int:
+    """Bytes in front of the first tile."""
+    return kept.header if isinstance(kept, Records) else LINE if isinstance(kept, Coded) else 0
+
+
+@cache
+def many_rows(kept: Kept, kind: Kind) -> Kernel:
+    """The kernel of `packed.multiply` for weights kept that way, from LEAST rows on."""
+    match kept:
+        case Layout():
+            tile_bytes = f"(n + {kept.step - 1}) // {kept.step} * {kept.nbytes}"
+        case Records():
+            tile_bytes = f"(n + {kept.step - 1}) // {kept.step} * {kept.nbytes}"
+        case Coded():
+            tile_bytes = bf16_codes.TILE_BYTES
+        case _:
+            tile_bytes = f"(n + 1) // 2 * {PAIR_BYTES[kept]}"
+    source = _SOURCE.substitute(
+        digest=digest(
+            "amx_linear.py",
+            "amx.py",
+            "linear_source.py",
+            "floats.py",
+            "layout.py",
+            "codes.py",
+            "bf16_codes.py",
+        ),
+        kept=repr(kept),
+        kind=kind,
+        panel=PANEL,
+        least=LEAST,
+        memory=MEMORY,
+        wide=WIDE,
+        tall=TALL,
+        decoded=DECODED,
+        tile_bytes=tile_bytes,
+        header=_header(kept),
+    )
+    made: Kernel = generated(f"amx_{kind}", source).amx_rows
+    return made
+
+
+def on_tiles(weight: Packed, kept: Kept, kind: Kind) -> Packed:
+    """The same map, multiplied in bfloat16 where there are many rows."""
+    rounded = 4 * (-(-weight.n_in // BLOCK) * BLOCK)  # two bytes of each input, and room for 32 rows more
+    return replace(
+        weight,
+        kernel=many_rows(kept, kind),
+        few=weight.kernel,
+        shared_per_row=max(weight.shared_per_row, rounded),
+        scratch=SCRATCH,
+        joins=False,
+    )

@@ -1,0 +1,1 @@
+"""Attention over paged caches, MLA, rotary positions."""

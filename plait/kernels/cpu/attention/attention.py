@@ -1,0 +1,231 @@
+"""Attention over paged keys and values, float32, bfloat16 or int8, with windows, softcaps and shared heads.
+
+The caches keep their shape; inside, keys lie as [block][kv head][sixteen tokens][column][token] (bfloat16:
+[column pair][token][2]) and values as [block][kv head][token][column]: lanes are tokens for the scores and
+columns for the outputs, and nothing is ever summed across lanes but the softmax. How int8 lies:
+`attention_codes.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.cpu.attention.int8_cache import SCRATCH, store_codes
+from plait.kernels.cpu.attention.source import Form, module, record_bytes
+from plait.kernels.cpu.codegen.kernel import Kernel, kernel
+from plait.kernels.cpu.codegen.vec import (
+    get_f32,
+    get_i32,
+    get_i64,
+    load_f32,
+    put_bf16,
+    put_f32,
+    put_i32,
+    store_bf16,
+)
+from plait.kernels.cpu.runtime.executor import Executor
+from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, word
+from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.ops.attention import paged_attention
+from plait.ops.entry import KEY_GROUP, SCALE_NBYTES, head_widths
+from plait.ops.registry import Facts
+
+SPAN = 256  # tokens whose scores are in L1 together, and the grain of sharing out one long sequence
+APART = 8 << 20  # bytes for parts of rows: beyond, a row's spans are computed by one thread
+LOCATE = "locate(args, s, kv_head, at, first, end, {k_bytes}, {v_bytes}, to, {groups})"
+WEIGH = "weigh(args, scores + r * {line}, head, tail, values)"
+KEPT = (torch.float32, torch.bfloat16, torch.int8)
+
+
+@kernel
+def store_rows(frame, args, thread, threads):
+    """k, its strides, v, its strides, k_cache, v_cache, slots, kv_heads, d, block_size, bytes of a number."""
+    k, k_row, k_head = word(args, 2), word(args, 3), word(args, 4)
+    v, v_row, v_head = word(args, 5), word(args, 6), word(args, 7)
+    keys, values, slots = word(args, 8), word(args, 9), word(args, 10)
+    heads, d, block, size = word(args, 11), word(args, 12), word(args, 13), word(args, 14)
+    items, pairs = rows_of(frame, args) * heads, scratch_of(frame, thread)
+    for item in range(items * thread // threads, items * (thread + 1) // threads):
+        token, head = item // heads, item % heads
+        slot = get_i64(slots + 8 * token)
+        place, offset = slot // block * heads + head, slot % block
+        x, y = k + token * k_row + head * k_head, v + token * v_row + head * v_head
+        group = keys + (place * block + offset // 16 * 16) * d * size
+        row = values + (place * block + offset) * d * size
+        if size == 4:
+            at = group + 4 * (offset % 16)
+            for i in range(d):
+                put_f32(at + 64 * i, get_f32(x + 4 * i))
+                put_f32(row + 4 * i, get_f32(y + 4 * i))
+        else:
+            at, whole = group + 4 * (offset % 16), d // 16 * 16
+            for i in range(0, whole, 16):
+                store_bf16(pairs + 2 * i, load_f32(x + 4 * i))
+                store_bf16(row + 2 * i, load_f32(y + 4 * i))
+            for i in range(whole, d):
+                put_bf16(pairs + 2 * i, get_f32(x + 4 * i))
+                put_bf16(row + 2 * i, get_f32(y + 4 * i))
+            for i in range(d // 2):
+                put_i32(at + 64 * i, get_i32(pairs + 4 * i))
+
+
+def form_of(dtype: torch.dtype) -> Form:
+    size = dtype.itemsize
+    k_bytes, v_bytes = (f"word(args, {dim}) * {size}" for dim in ("K_DIM", "V_DIM"))
+    coded = dtype == torch.int8
+    if coded:
+        scales = f"(word(args, K_DIM) + {KEY_GROUP - 1}) // {KEY_GROUP} * {SCALE_NBYTES}"
+        k_bytes, v_bytes = f"word(args, K_DIM) + {scales}", f"word(args, V_DIM) + {SCALE_NBYTES}"
+    made = Form(
+        name=str(dtype).removeprefix("torch."),
+        span=SPAN,
+        key_size=size,
+        value_size=size,
+        value_stride=f"word(args, V_DIM) * {size}",
+        locate=LOCATE.format(k_bytes=k_bytes, v_bytes=v_bytes, groups=SPAN // 16),
+        next_keys=f"word(args, BLOCK) * ({k_bytes})",
+    )
+    return replace(made, weigh=WEIGH.format(line=made.line)) if coded else made
+
+
+@cache
+def attend_of(dtype: torch.dtype) -> Kernel:
+    """The kernel for caches of this dtype."""
+    made: Kernel = module(form_of(dtype)).attend
+    return made
+
+
+def kept_dtype(facts: Facts) -> str | None:
+    """Why caches like these cannot be kept here, if so."""
+    if reason := float32_rows(facts):
+        return reason
+    if (kept := facts.sizes.get("kv_dtype", "model")) not in ("model", "float32", "bfloat16", "int8"):
+        return f"it keeps float32, bfloat16 or int8, not {kept}"
+    if facts.sizes.get("block_size", 16) % 16:
+        return f"it wants blocks of 16, 32, ... tokens, not of {facts['block_size']}"
+    return None
+
+
+def served(facts: Facts) -> str | None:
+    """Why the native kernels cannot serve these facts, if so."""
+    if facts.sizes.get("dim", 2) % 2:
+        return f"it wants heads of even size, not of {facts['dim']}"
+    if facts.sizes.get("kv_dtype") == "int8" and facts.sizes.get("dim", 4) % 4:
+        return f"it keeps int8 for heads of a multiple of 4, not of {facts['dim']}"
+    return kept_dtype(facts)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What computes attention: a kernel, its form, and the one that it calls for few tokens, if it does."""
+
+    kernel: Kernel
+    form: Form
+    few: Chosen | None = None
+
+    def scratch(self, k_dim: int, v_dim: int) -> int:
+        """Bytes per thread: for whichever kernel computes a step."""
+        own = self.form.scratch(k_dim, v_dim)
+        return max(own, self.few.scratch(k_dim, v_dim)) if self.few else own
+
+
+def attended(
+    cpu: Executor,
+    chosen: Chosen | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """See `ops.attention.paged_attention`. `chosen`: another kernel than the usual one of these caches."""
+    rows, k_rows, v_rows = Rows.of(q), Rows.of(k), Rows.of(v)
+    size, kv_heads = k_cache.shape[1:3]
+    coded, d = k_cache.dtype == torch.int8, rows.width
+    widths = head_widths(d, "int8" if coded else "model")
+    for name, cached, width in zip(("k_cache", "v_cache"), (k_cache, v_cache), widths, strict=True):
+        check_cache(name, cached, (size, kv_heads, width), k_cache.dtype)
+    check_index(block_table, slot_mapping, query_start, seq_lens)
+    _check_heads(q, k, v, (kv_heads, d), 4 if coded else 2)
+    _check_sinks(sinks, rows.heads)
+    new = (k, *k_rows.strides, v, *v_rows.strides, k_cache, v_cache, slot_mapping, kv_heads, d, size)
+    if coded:
+        cpu.launch(store_codes, *new, KEY_GROUP, rows=k_rows.count, scratch=SCRATCH)
+    else:
+        cpu.launch(store_rows, *new, k_cache.element_size(), rows=k_rows.count, scratch=2 * d)
+    out = cpu.empty(*q.shape)
+    spans = -(-block_table.shape[1] * size // SPAN)
+    apart = min(APART, rows.count * rows.heads * spans * record_bytes(d))
+    chosen = chosen or Chosen(attend_of(k_cache.dtype), form_of(k_cache.dtype))
+    cpu.launch(
+        chosen.kernel, q, *rows.strides, out, k_cache, v_cache, block_table,
+        block_table.stride(0) * 8, query_start, seq_lens, rows.heads, kv_heads, d, d, size, window or 0,
+        float(scale), float(softcap or 0), apart, sinks, chosen.few.kernel.address if chosen.few else 0,
+        rows=rows.count, seqs=seq_lens.shape[0], scratch=chosen.scratch(d, d), shared=apart,
+    )  # fmt: skip
+    return out
+
+
+@paged_attention.variant("native", on="cpu", when=served, native=True)
+def _paged_attention(cpu: Executor, *args: Any, **more: Any) -> Tensor:
+    return attended(cpu, None, *args, **more)
+
+
+def check_cache(name: str, cached: Tensor, entry: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raises ShapeMismatch unless the cache is dense [blocks, *entry] of whole groups of sixteen tokens."""
+    known = cached.dtype == dtype and dtype in KEPT and cached.is_contiguous()
+    if not known or tuple(cached.shape[1:]) != entry or entry[0] % 16:
+        raise ShapeMismatch(
+            f"{name}: native attention wants contiguous float32, bfloat16 or int8 [blocks, {entry}], the "
+            "same for keys and values, blocks being of 16, 32, ... tokens, got "
+            f"{cached.dtype} {list(cached.shape)} strides {cached.stride()}"
+        )
+
+
+def check_index(table: Tensor, slots: Tensor, starts: Tensor, lens: Tensor) -> None:
+    """Raises ShapeMismatch unless these are the int64 tensors of a batch."""
+    names = ("block_table", "slot_mapping", "query_start", "seq_lens")
+    for name, x in zip(names, (table, slots, starts, lens), strict=True):
+        if x.dtype != torch.int64 or (x.shape[-1] > 1 and x.stride(-1) != 1):
+            raise ShapeMismatch(
+                f"{name}: int64 with a dense last dimension is wanted, got {x.dtype} {x.stride()}"
+            )
+    if starts.shape[0] < lens.shape[0] + 1 or table.shape[0] < lens.shape[0]:
+        raise ShapeMismatch(
+            f"{lens.shape[0]} sequences want as many rows of block_table and one more query_start, got "
+            f"{table.shape[0]} and {starts.shape[0]}"
+        )
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, kept: tuple[int, int], step: int) -> None:
+    kv_heads, d = kept
+    new_ones = k.shape == v.shape == (q.shape[0], kv_heads, d)
+    if not new_ones or q.dim() != 3 or q.shape[2] != d or q.shape[1] % kv_heads or d % step:
+        raise ShapeMismatch(
+            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit caches of {kv_heads} kv "
+            f"heads of {d}: heads must be a multiple of kv heads, all of one size, a multiple of {step}"
+        )
+
+
+def _check_sinks(sinks: Tensor | None, heads: int) -> None:
+    if sinks is None:
+        return
+    if sinks.dtype != torch.float32 or sinks.shape != (heads,) or not sinks.is_contiguous():
+        raise ShapeMismatch(
+            f"attention of {heads} heads wants as many dense float32 sinks, got {sinks.dtype} "
+            f"{list(sinks.shape)} strides {sinks.stride()}"
+        )

@@ -1,0 +1,235 @@
+"""Attention over bfloat16 caches by products of bfloat16 pairs: queries and weights of values are rounded.
+
+Keys lie as pairs already, values are paired while they are loaded, for all rows of a tile. `pairs.HARDWARE`
+decides between the instruction and two multiply-adds of unpacked numbers in the same order: a row's bits are
+the same on every machine, as long as no sum is subnormal. Everything around is `attention_source`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.kernels.cpu.attention import attention
+from plait.kernels.cpu.attention.bf16_rows import QUERY, WIDEST
+from plait.kernels.cpu.attention.rows import SIZES
+from plait.kernels.cpu.attention.source import FEW, Form, module, next_group, soon
+from plait.kernels.cpu.codegen.bf16_dot import HARDWARE, added, spread_pair
+from plait.kernels.cpu.codegen.kernel import Kernel
+from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, digest, straight
+from plait.ops.attention import paged_attention
+from plait.ops.registry import Facts
+
+NAME = "native-bf16"
+Pairs = Any  # a vector of pairs; without the instruction two of float32: the first numbers, the second
+
+_PRELUDE = """
+from plait.kernels.cpu.attention import bf16 as attention_pairs
+from plait.kernels.cpu.attention.bf16_rows import begin, fold, pack, soften  # {digest}
+"""
+_PRODUCTS = """
+tile_scores, tile_values = attention_pairs.scores({line}), attention_pairs.values({line})
+"""
+
+
+def _multiplied(w: Writer, xs: Sequence[Pairs], ys: Sequence[Word], sums: Sequence[Any]) -> list[Any]:
+    """Sums, row by row, each with the products of its row's pair (at an address of ys) and its column's."""
+    found, left = [], iter(sums)
+    for at in ys:
+        y = spread_pair(w, at)
+        found += [added(w, x, y, next(left)) for x in xs]
+    return found
+
+
+@cache
+def scores(line: int) -> Any:
+    """Block: as `attention_source.scores`, of queries that `attention_pairs_rows.pack` left."""
+
+    def write(
+        w: Writer, size: Word, q: Word, d: Word, places: Word, first: Word, end: Word, to: Word
+    ) -> None:
+        work = _Scoring(q, d, places, first, end, to, line)
+        for rows in SIZES:
+            w.when(size.equals(rows), partial(work.write, w, rows))
+
+    return straight(write)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """The work of `scores`, and its arguments."""
+
+    q: Word
+    d: Word
+    places: Word
+    first: Word
+    end: Word
+    to: Word
+    line: int
+
+    def write(self, w: Writer, rows: int) -> None:
+        wide = 8 if rows <= 2 else 4 if rows <= 4 else 2
+
+        def groups(g: Word) -> None:
+            own = [(g + i).least(self.end - 1) for i in range(wide)]  # a group too many is computed twice
+            keys = [w.get_i64(self.places + 8 * i) for i in own]
+            ahead = soon(w, self.places, self.end, self.line, own, g + wide) if rows <= FEW else []
+
+            def step(p: Word, *sums: Any) -> list[Any]:
+                for n in ahead:
+                    w.prefetch(n + 64 * p)
+                bits = [w.load_i32(k + 64 * p) for k in keys]
+                xs = bits if HARDWARE else [(w.low_bf16(x), w.high_bf16(x)) for x in bits]
+                at = self.q + (4 if HARDWARE else 8) * p
+                return _multiplied(w, xs, [at + QUERY * r for r in range(rows)], sums)
+
+            sums = w.loop(0, self.d >> 1, 1, [w.zero_f32()] * (rows * wide), step)
+            for i, s in enumerate(sums):
+                w.store_f32(self.to + self.line * (i // wide) + 64 * own[i % wide], s)
+
+        w.loop(self.first, self.end, wide, (), groups)
+
+
+@cache
+def values(line: int) -> Any:
+    """Block: as `attention_source.values`, of weights that `attention_pairs_rows.soften` left."""
+
+    def write(
+        w: Writer,
+        size: Word,
+        scores: Word,
+        start: Word,
+        end: Word,
+        places: Word,
+        stride: Word,
+        columns: Word,
+        out: Word,
+        record: Word,
+        soon: list[Word],
+    ) -> None:
+        work = _Weighing(scores, start, end, places, stride, columns, out, record, soon, line)
+        for rows in SIZES:
+            w.when(size.equals(rows), partial(work.write, w, rows))
+
+    return straight(write)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighing:
+    """The work of `values`, and its arguments: see `attention_source`."""
+
+    scores: Word
+    start: Word
+    end: Word
+    places: Word
+    stride: Word
+    columns: Word
+    out: Word
+    record: Word
+    soon: list[Word]
+    line: int
+
+    def write(self, w: Writer, rows: int) -> None:
+        most = 2 if rows <= 4 else 1  # times 32 columns
+        bits = 4 + most
+        whole = self.columns >> bits << bits
+
+        def last(c: Word) -> None:
+            self._some(w, rows, c, 1, (self.columns - c).least(32) >> 1)
+
+        w.loop(0, whole, 32 * most, (), lambda c: self._some(w, rows, c, most, None))
+        w.loop(whole, self.columns, 32, (), last)
+
+    def _some(self, w: Writer, rows: int, c: Word, wide: int, left: Word | None) -> None:
+        """Columns c and on: 32 * `wide` of them, or `left` pairs as they lie."""
+        ahead = rows <= FEW and left is None
+
+        def group(g: Word, *sums: Any) -> list[Any]:
+            v = w.get_i64(self.places + 8 * g) + 2 * c
+            stage = g - (self.start >> 4)
+            ns = [next_group(w, self.soon, stage, i) for i in range(4)] if ahead else []
+            part = 2 * c + 4 * self.stride * (stage - (stage >> 2 << 2))
+            low, high = (self.start - 16 * g).most(0), (self.end - 16 * g).least(16)
+
+            def pair(j: Word, *sums: Any) -> list[Any]:
+                # Beside the first and the last token may be one that nobody sees: that again, of no weight.
+                both = [self.stride * (2 * j).most(low), self.stride * (2 * j + 1).least(high - 1)]
+                for n in ns:  # of 64 columns, which are two lines
+                    w.prefetch(n + part + self.stride * (j >> 1) + 64 * (j - (j >> 1 << 1)))
+                xs = self._read(w, [v + at for at in both], wide, left)
+                y = self.scores + (32 * g + 4 * j if HARDWARE else 64 * g + 8 * j)
+                return _multiplied(w, xs, [y + self.line * r for r in range(rows)], sums)
+
+            return w.loop(low >> 1, (high + 1) >> 1, 1, sums, pair)
+
+        zeros = [w.zero_f32()] * (2 * rows * wide)
+        sums = w.loop(self.start >> 4, (self.end + 15) >> 4, 1, zeros, group)
+        for i in range(0, len(sums), 2):
+            pair = sums[i : i + 2]
+            if HARDWARE:
+                pair = [w.columns_low(*pair), w.columns_high(*pair)]
+            at = self.out + self.record * (i // (2 * wide)) + 64 + 4 * c + 64 * (i % (2 * wide))
+            w.store_f32(at, pair[0])
+            if left is None:
+                w.store_f32(at + 64, pair[1])
+            else:
+                w.when(left.above(8), partial(w.store_f32, at + 64, pair[1]))
+
+    def _read(self, w: Writer, both: list[Word], wide: int, left: Word | None) -> list[Pairs]:
+        """Pairs of two tokens' columns: with the instruction in the order of `words_low` and `words_high`."""
+        found: list[Pairs] = []
+        for i in range(0, 64 * wide, 64):
+            if HARDWARE or left is not None:
+                x, y = (
+                    w.load_i32(at + i) if left is None else w.bits_i32(w.load_some(at, left)) for at in both
+                )
+            if HARDWARE:
+                found += [w.words_low(x, y), w.words_high(x, y)]
+            elif left is None:
+                found += [[w.load_bf16(at + n) for at in both] for n in (i, i + 32)]
+            else:
+                parts = [(w.low_bf16(v), w.high_bf16(v)) for v in (x, y)]
+                found += [[put(*p) for p in parts] for put in (w.interleave_low, w.interleave_high)]
+        return found
+
+
+def form_of() -> Form:
+    """What the kernel is made for."""
+    plain = attention.form_of(torch.bfloat16)
+    made_from = digest("attention/bf16.py", "attention/bf16_rows.py", "codegen/bf16_dot.py")
+    return replace(
+        plain,
+        name="bfloat16_pairs",
+        prelude=_PRELUDE.format(digest=made_from),
+        products=_PRODUCTS.format(line=plain.line),
+        query=QUERY,
+    )
+
+
+@cache
+def attend() -> Kernel:
+    """The kernel."""
+    made: Kernel = module(form_of()).attend
+    return made
+
+
+def served(facts: Facts) -> str | None:
+    """Why it cannot serve these facts, if so."""
+    if (rounding := facts.sizes.get("activations", "float32")) != "int8":
+        return f"it rounds queries to bfloat16, and activations are {rounding}"
+    if (kept := facts.sizes.get("kv_dtype", "model")) != "bfloat16":
+        return f"it reads caches of bfloat16, not of {kept}"
+    if facts.sizes.get("dim", 2) > WIDEST:
+        return f"it takes heads of at most {WIDEST}, not of {facts['dim']}"
+    return attention.served(facts)
+
+
+@paged_attention.variant(NAME, on="cpu", when=served, native=True, tolerance={torch.float32: 1e-2})
+def paged_attention_by_pairs(cpu: Any, *args: Any, **more: Any) -> Tensor:
+    """See `ops.attention.paged_attention`."""
+    return attention.attended(cpu, attention.Chosen(attend(), form_of()), *args, **more)

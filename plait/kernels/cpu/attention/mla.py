@@ -1,0 +1,200 @@
+"""Multi-head latent attention, absorbed: every head reads the same latent, as its key and as its value.
+
+The cache is [block][token][column]: what the values want. Keys want tokens in lanes, so the latents of a span
+are turned once, and decoded if they are int8, for all heads and rows of a unit of work. The rest is
+`attention.py` with one kv head.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.cpu.attention.attention import APART, check_cache, check_index, kept_dtype
+from plait.kernels.cpu.attention.int8_cache import SCRATCH, store_latent_codes
+from plait.kernels.cpu.attention.source import TILES, Form, module, record_bytes
+from plait.kernels.cpu.codegen.kernel import Kernel, kernel
+from plait.kernels.cpu.codegen.vec import get_f32, get_i64, load_some, put_bf16, store_some
+from plait.kernels.cpu.runtime.executor import Executor
+from plait.kernels.cpu.runtime.frame import rows_of, word
+from plait.kernels.cpu.runtime.row_checks import Rows
+from plait.ops.attention import paged_latent_attention
+from plait.ops.entry import LATENT_ALIGN, LATENT_GROUP, SCALE_NBYTES, latent_codes
+from plait.ops.registry import Facts
+
+SPAN = 128  # tokens; their latents, turned, have to stay in L2
+
+
+@kernel
+def store_latents(frame, args, thread, threads):
+    """latent, its row stride, cache, slots, columns, bytes of a cached number."""
+    latent, row_bytes, cached, slots = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    n, size = word(args, 6), word(args, 7)
+    rows = rows_of(frame, args)
+    for r in range(rows * thread // threads, rows * (thread + 1) // threads):
+        x, to = latent + r * row_bytes, cached + get_i64(slots + 8 * r) * n * size
+        if size == 4:
+            for i in range(0, n, 16):
+                left = np.int32(n - i)
+                store_some(to + 4 * i, load_some(x + 4 * i, left), left)
+        else:
+            for i in range(n):
+                put_bf16(to + 2 * i, get_f32(x + 4 * i))
+
+
+def _turn(size: int) -> str:
+    """The text of `unfold`: copies of a span's latents as [group of sixteen][column][token]."""
+    if size > 1:
+        return _square("turn", size, _LOAD[size]) + _UNFOLD.format(size=size, groups=SPAN // 16)
+    text = _square("turn", 2, _LOAD[2]) + _square("turn_codes", 1, _LOAD[1].format(group=LATENT_GROUP))
+    known = {"group": LATENT_GROUP, "scale": SCALE_NBYTES, "align": LATENT_ALIGN, "groups": SPAN // 16}
+    return text + _UNFOLD_CODES.format(**known)
+
+
+_LOAD = {
+    4: "load_some(row + 4 * c, left)",
+    2: "widened(load_some(row + 2 * c, left // np.int32(2)))",
+    1: "mul(to_f32(load_i8(row + c)), spread(get_bf16(row + columns + c // {group} * 2)))",
+}
+
+
+def _square(name: str, size: int, load: str) -> str:
+    """The text of a function that turns sixteen rows, squares of sixteen by sixteen at a time, each by four
+    rounds of interleaving rows i and i + 8."""
+    text = ["    for c in range(0, columns, 16):", "        left = np.int32(min(columns - c, 16))"]
+    text += [f"        a0_{i} = {load.replace('row', f'at + {i} * stride')}" for i in range(16)]
+    for turn in range(4):
+        for i in range(8):
+            pair = f"(a{turn}_{i}, a{turn}_{i + 8})"
+            text += [f"        a{turn + 1}_{2 * i} = interleave_low{pair}"]
+            text += [f"        a{turn + 1}_{2 * i + 1} = interleave_high{pair}"]
+    text += [f"        store_f32(to + 64 * (c + {i}), a4_{i})" for i in range(16)]
+    return _TURN.format(name=name, body="\n".join(text))
+
+
+_TURN = '''
+@inline
+def {name}(at, stride, columns, to):
+    """Sixteen rows, `stride` bytes apart, as [column][row], columns rounded up to sixteen."""
+{body}
+
+'''
+_UNFOLD = '''
+@inline
+def unfold(args, s, span, first, end, to, copies):
+    """Where the groups of a span lie: turned copies as keys, the latents themselves as values."""
+    size, width = word(args, BLOCK), word(args, K_DIM)
+    table = word(args, TABLE) + s * word(args, TABLE_ROW)
+    for g in range(first, end):
+        position = span + 16 * g
+        place = get_i64(table + 8 * (position // size)) * size + position % size
+        source, copy = word(args, KEYS) + place * width * {size}, copies + g * ((width + 15) // 16 * 1024)
+        turn(source, width * {size}, width, copy)
+        put_i64(to + 8 * g, copy)
+        put_i64(to + 8 * ({groups} + g), source)
+'''
+_UNFOLD_CODES = '''
+@inline
+def rest_at(args):
+    """The byte of a latent at which what is not in codes begins."""
+    return word(args, V_DIM) + (word(args, V_DIM) + {group} - 1) // {group} * {scale}
+
+
+@inline
+def token_bytes(args):
+    return (rest_at(args) + 2 * (word(args, K_DIM) - word(args, V_DIM)) + {align} - 1) // {align} * {align}
+
+
+@inline
+def unfold(args, s, span, first, end, to, copies):
+    """Where the groups of a span lie: decoded, turned copies as keys, the latents themselves as values."""
+    size, stride, rank = word(args, BLOCK), token_bytes(args), word(args, V_DIM)
+    rest = word(args, K_DIM) - rank
+    copy_bytes = ((rank + 15) // 16 + (rest + 15) // 16) * 1024
+    table = word(args, TABLE) + s * word(args, TABLE_ROW)
+    for g in range(first, end):
+        position = span + 16 * g
+        place = get_i64(table + 8 * (position // size)) * size + position % size
+        source, copy = word(args, KEYS) + place * stride, copies + g * copy_bytes
+        turn_codes(source, stride, rank, copy)
+        turn(source + rest_at(args), stride, rest, copy + 64 * rank)
+        put_i64(to + 8 * g, copy)
+        put_i64(to + 8 * ({groups} + g), source)
+'''
+
+
+def form_of(dtype: torch.dtype) -> Form:
+    size = dtype.itemsize
+    return Form(
+        name=f"latent_{str(dtype).removeprefix('torch.')}",
+        span=SPAN,
+        key_size=4,
+        value_size=size,
+        value_stride=f"word(args, K_DIM) * {size}" if size > 1 else "token_bytes(args)",
+        locate="unfold(args, s, at, first, end, to, copies)",
+        least=TILES,
+        prelude=_turn(size),
+        value_group=0 if size > 1 else LATENT_GROUP,
+    )
+
+
+@cache
+def attend_of(dtype: torch.dtype) -> Kernel:
+    """The kernel for caches of this dtype."""
+    made: Kernel = module(form_of(dtype)).attend
+    return made
+
+
+def served(facts: Facts) -> str | None:
+    """Why the native kernels cannot serve these facts, if so."""
+    for name in ("kv_rank", "rope_dim"):
+        if facts.sizes.get(name, 2) % 2:
+            return f"it wants an even {name}, not {facts[name]}"
+    return kept_dtype(facts)
+
+
+@paged_latent_attention.variant("native", on="cpu", when=served, native=True)
+def _paged_latent_attention(
+    cpu: Executor,
+    q: Tensor,
+    latent: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_rank: int,
+) -> Tensor:
+    rows, new = Rows.of(q), Rows.of(latent)
+    size, width, rest = cache.shape[1], rows.width, rows.width - kv_rank
+    form = latent_codes(kv_rank, rest) if cache.dtype == torch.int8 else None
+    check_cache("cache", cache, (size, form.width if form else width), cache.dtype)
+    check_index(block_table, slot_mapping, query_start, seq_lens)
+    same = new.count == rows.count and new.width == width and q.dim() == 3
+    if not same or latent.dim() != 2 or not 0 < kv_rank <= width or kv_rank % 2 or width % 2:
+        raise ShapeMismatch(
+            f"q {list(q.shape)} and latent {list(latent.shape)} do not fit each other with a kv_rank of "
+            f"{kv_rank}: both have to end in the cache's width, and both numbers are even"
+        )
+    given = (latent, new.row_bytes, cache, slot_mapping)
+    if form:
+        parts = (kv_rank, form.group, form.rest_at, rest, form.width)
+        cpu.launch(store_latent_codes, *given, *parts, rows=new.count, scratch=SCRATCH)
+    else:
+        cpu.launch(store_latents, *given, width, cache.element_size(), rows=new.count)
+    out = cpu.empty(rows.count, rows.heads, kv_rank)
+    spans = -(-block_table.shape[1] * size // SPAN)
+    apart = min(APART, rows.count * rows.heads * spans * record_bytes(kv_rank))
+    copies = SPAN // 16 * (-(-kv_rank // 16) + -(-rest // 16)) * 1024
+    cpu.launch(
+        attend_of(cache.dtype), q, *rows.strides, out, cache, cache, block_table, block_table.stride(0) * 8,
+        query_start, seq_lens, rows.heads, 1, width, kv_rank, size, 0, float(scale), 0.0, apart, None,
+        rows=rows.count, seqs=seq_lens.shape[0], shared=apart,
+        scratch=form_of(cache.dtype).scratch(width, kv_rank) + copies,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,528 @@
+"""The text of an attention kernel: register tiles for both products, and the walk over the work.
+
+`attention_rows.py` holds what happens between the products. Every score is one chain of multiply-adds over
+the columns of a key, every column of an output one chain over the tokens of a span: tiles of any size give
+a row the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
+
+from plait.kernels.cpu.attention.rows import SIZES, TILE
+from plait.kernels.cpu.codegen.kernel import generated
+from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, digest, straight
+from plait.ops.entry import KEY_GROUP
+
+TILES = 8  # of one unit of work, at most: they share the keys and values of a span while those are in L2
+FEW = 4  # rows: tiles up to here wait for memory, and ask for the next group while they work on one
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What one kernel is made for. Sizes are of one cached number, in bytes (4 float32, 2 bfloat16, 1 int8).
+
+    Behind sixteen int8 keys lie their scales: for every KEY_GROUP columns sixteen bfloat16. Behind as many
+    int8 values lie sixteen scales, and the statement `weigh` multiplies a row's exponentials with them; or
+    each token has a scale for every `value_group` columns behind its own.
+    """
+
+    name: str
+    span: int  # tokens
+    key_size: int  # 4, 1: [column][token]; 2: [column pair][token][2]
+    value_size: int
+    value_stride: str  # bytes from token to token, in terms of `args`
+    locate: str  # the statement that finds the groups of a span: see `find`
+    next_keys: str = ""  # bytes from keys to those of the next kv head; "": keys are not fetched ahead
+    least: int = 1  # tiles of a unit of work, at least
+    prelude: str = ""  # functions that `locate` calls
+    weigh: str = ""
+    value_group: int = 0
+    query: int = 0  # bytes from one packed row to the next, if not as many as numbers take
+    # What a kernel on tiles of its own has instead (`amx_attention`):
+    rows: int = TILE  # whose products are computed together
+    before: int = 0  # bytes of a thread before what `attend` knows of
+    more: int = 0  # bytes behind it for every value column
+    products: str = ""  # the two blocks
+    pack: str = "pack"
+    size: str = "size_of(left)"
+    values: str = "stride"  # what stands for it in the product with values
+    few: str = ""  # whether the kernel at word FEW is called instead
+    enter: str = "pass"
+    leave: str = "pass"
+    paired: str = "pass"  # behind `locate`
+
+    @property
+    def line(self) -> int:
+        """Bytes from row to row of the scores; the padding keeps rows out of one another's cache sets."""
+        return 4 * (self.span + 16)
+
+    def scratch(self, k_dim: int, v_dim: int) -> int:
+        """Bytes per thread, in the order of `attend`, without what `locate` needs."""
+        record = record_bytes(v_dim)
+        packed, rows = TILES * self.rows * (self.query or k_dim * 4), self.rows
+        own = 2 * self.span + rows * self.line + rows * record + packed + TILES * rows * record
+        return self.before + own + self.more * v_dim
+
+
+def record_bytes(v_dim: int) -> int:
+    return 64 + -(-v_dim // 16) * 64
+
+
+def places_of(line: int) -> int:
+    """Bytes of the addresses of a span's groups, by `Form.line`: those of values lie so far behind keys'."""
+    return line // 8 - 8
+
+
+def module(form: Form) -> ModuleType:
+    """The module whose `attend` is the kernel of this form."""
+    return generated(f"attention_{form.name}", source(form))
+
+
+def source(form: Form) -> str:
+    made_from = digest("attention/source.py", "attention/rows.py")
+    parts = [
+        _HEAD.format(name=form.name, digest=made_from),
+        form.prelude,
+        form.products
+        or _TILES.format(
+            key_size=form.key_size, value_size=form.value_size, line=form.line, group=form.value_group
+        ),
+        _BODY.format(
+            span=form.span,
+            groups=form.span // 16,
+            line=form.line,
+            tile=form.rows,
+            parts=TILES,
+            least=form.least,
+            stride=form.value_stride,
+            locate=form.locate,
+            part_at=2 * form.span + form.rows * form.line,
+            query=form.query or "4 * d",
+            weigh=form.weigh or "pass",
+            before=form.before,
+            pack=form.pack,
+            size=form.size,
+            values=form.values,
+            upcoming=_UPCOMING.format(span=form.span, next_keys=form.next_keys) if form.next_keys else "",
+            few=_FEW.format(few=form.few) if form.few else "",
+            enter=form.enter,
+            leave=form.leave,
+            paired=form.paired,
+        ),
+    ]
+    return "\n".join(parts)
+
+
+@cache
+def scores(key_size: int, line: int) -> Any:
+    """Block: products of `size` queries (one of SIZES) with keys, several groups of sixteen at a time.
+
+    q: queries, [d][size]; places: addresses of the keys of groups; to: scores, a row every `line` bytes.
+    """
+
+    def write(
+        w: Writer, size: Word, q: Word, d: Word, places: Word, first: Word, end: Word, to: Word
+    ) -> None:
+        work = _Scoring(q, d, places, first, end, to, line, key_size)
+        for rows in SIZES:
+            w.when(size.equals(rows), partial(work.write, w, rows))
+
+    return straight(write)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """The work of `scores`, and its arguments."""
+
+    q: Word
+    d: Word
+    places: Word
+    first: Word
+    end: Word
+    to: Word
+    line: int
+    key_size: int
+
+    def write(self, w: Writer, rows: int) -> None:
+        wide = 8 if rows <= 2 else 4 if rows <= 4 else 2
+
+        def groups(g: Word) -> None:
+            own = [(g + i).least(self.end - 1) for i in range(wide)]  # a group too many is computed twice
+            keys = [w.get_i64(self.places + 8 * i) for i in own]
+            ahead = soon(w, self.places, self.end, self.line, own, g + wide) if rows <= FEW else []
+            zeros = [w.zero_f32()] * (rows * wide)
+
+            def some(first: Word | int, end: Word) -> list[Any]:
+                return w.loop(
+                    first, end, 1, zeros, lambda p, *sums: self._step(w, rows, p, keys, ahead, sums)
+                )
+
+            def scaled(n: Word, *sums: Any) -> list[Any]:
+                first, steps = n * (KEY_GROUP // 4), self.d >> 2
+                products = some(first, (first + KEY_GROUP // 4).least(steps))
+                scales = [w.load_bf16(k + 16 * self.d + 32 * n) for k in keys]
+                both = enumerate(zip(products, sums, strict=True))
+                return [w.fma(p, scales[i % wide], s) for i, (p, s) in both]
+
+            if self.key_size == 1:
+                sums = w.loop(0, (self.d + (KEY_GROUP - 1)) >> KEY_GROUP.bit_length() - 1, 1, zeros, scaled)
+            else:
+                sums = some(0, self.d if self.key_size == 4 else self.d >> 1)
+            for i, s in enumerate(sums):
+                w.store_f32(self.to + self.line * (i // wide) + 64 * own[i % wide], s)
+
+        w.loop(self.first, self.end, wide, (), groups)
+
+    def _step(
+        self, w: Writer, rows: int, p: Word, keys: list[Word], ahead: list[Word], sums: Sequence[Any]
+    ) -> list[Any]:
+        """The next column, or as many as 64 bytes hold."""
+        for n in ahead:
+            w.prefetch(n + 64 * p)
+        if self.key_size == 1:
+            columns = [[w.to_f32(w.load_i8(k + 64 * p + 16 * i)) for k in keys] for i in range(4)]
+        else:
+            columns = [[(w.load_f32 if self.key_size == 4 else w.load_i32)(k + 64 * p) for k in keys]]
+        if self.key_size == 2:
+            columns = [[unpack(x) for x in columns[0]] for unpack in (w.low_bf16, w.high_bf16)]
+        for i, xs in enumerate(columns):
+            at = self.q + 4 * rows * len(columns) * p + 4 * rows * i
+            sums = _multiplied(w, xs, (at + 4 * r for r in range(rows)), sums)
+        return list(sums)
+
+
+def soon(w: Writer, places: Word, end: Word, line: int, own: Sequence[Word], then: Word) -> list[Word]:
+    """What few rows fetch while they score the groups `own`: their values, and the keys of those after."""
+    keys = [w.get_i64(places + 8 * (then + i).least(end - 1)) for i in range(len(own))]
+    return [*keys, *(w.get_i64(places + places_of(line) + 8 * g) for g in own)]
+
+
+def next_group(w: Writer, soon: list[Word], g: Word, i: Word | int) -> Word:
+    """Group i of the four that few rows fetch a quarter of beside group g of the values: memory serves
+    several streams faster than one. soon: as `values` is given it."""
+    addresses, behind, count = soon
+    return w.get_i64(addresses + 8 * ((g >> 2 << 2) + i).least(count - 1)) + behind
+
+
+def _multiplied(w: Writer, xs: Sequence[Any], ys: Iterable[Word], sums: Sequence[Any]) -> list[Any]:
+    """Sums, row by row, each with the product of its row's number (at an address of ys) and its column's."""
+    found, left = [], iter(sums)
+    for at in ys:
+        y = w.spread_f32(at)
+        found += [w.fma(x, y, next(left)) for x in xs]
+    return found
+
+
+@cache
+def values(value_size: int, line: int, group: int) -> Any:
+    """Block: sums of values weighted by `size` rows of scores (one of SIZES), over tokens of a span.
+
+    soon: what few rows fetch meanwhile: where addresses of groups of keys are, how many bytes behind those
+    the keys lie, and how many groups there are.
+    """
+
+    def write(
+        w: Writer,
+        size: Word,
+        scores: Word,
+        start: Word,
+        end: Word,
+        places: Word,
+        stride: Word,
+        columns: Word,
+        out: Word,
+        record: Word,
+        soon: list[Word],
+    ) -> None:
+        work = _Weighing(
+            scores, start, end, places, stride, columns, out, record, soon, line, value_size, group
+        )
+        for rows in SIZES:
+            w.when(size.equals(rows), partial(work.write, w, rows))
+
+    return straight(write)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighing:
+    """The work of `values`, and its arguments."""
+
+    scores: Word
+    start: Word  # tokens of the span
+    end: Word
+    places: Word  # addresses of the values of groups
+    stride: Word  # bytes from token to token
+    columns: Word
+    out: Word  # as many records
+    record: Word
+    soon: list[Word]  # what is fetched: see `values`
+    line: int
+    value_size: int
+    group: int  # columns that share a scale behind their token's; 0: the scores have it already
+
+    def write(self, w: Writer, rows: int) -> None:
+        most = 4 if rows <= 4 else 2  # vectors of columns at a time
+        bits = most.bit_length() + 3
+        whole = self.columns >> bits << bits  # a multiple of 16 * most
+        part = 1 if self.value_size == 2 else 0
+
+        def last(c: Word) -> None:
+            self._some(w, rows, c, 1, (self.columns - c).least(16) >> part)
+
+        w.loop(0, whole, 16 * most, (), lambda c: self._some(w, rows, c, most, None))
+        w.loop(whole, self.columns, 16, (), last)
+
+    def _some(self, w: Writer, rows: int, c: Word, wide: int, left: Word | None) -> None:
+        """Columns c and on: `wide` vectors of them, or `left` float32 as they lie."""
+        offset, ahead = self.value_size * c, rows <= FEW and left is None
+
+        def group(g: Word, *sums: Any) -> list[Any]:
+            v, s = w.get_i64(self.places + 8 * g) + offset, self.scores + 64 * g
+            stage = g - (self.start >> 4)
+            part = offset + 4 * self.stride * (stage - (stage >> 2 << 2))
+            low, high = (self.start - 16 * g).most(0), (self.end - 16 * g).least(16)
+
+            def token(j: Word, *sums: Any) -> list[Any]:
+                if ahead:
+                    n = next_group(w, self.soon, stage, j - (j >> 2 << 2))
+                    for i in range(0, 16 * self.value_size * wide, 64):
+                        w.prefetch(n + part + self.stride * (j >> 2) + i)
+                xs = self._read(w, v + self.stride * j, wide, left)
+                if self.group:
+                    scale = w.spread(w.get_bf16(v - c + self.stride * j + self.columns + c // self.group * 2))
+                    xs = [w.mul(x, scale) for x in xs]
+                return _multiplied(w, xs, (s + 4 * j + self.line * r for r in range(rows)), sums)
+
+            return w.loop(low, high, 1, sums, token)
+
+        zeros = [w.zero_f32()] * (rows * wide)
+        for i, x in enumerate(w.loop(self.start >> 4, (self.end + 15) >> 4, 1, zeros, group)):
+            w.store_f32(self.out + self.record * (i // wide) + 64 + 4 * c + 64 * (i % wide), x)
+
+    def _read(self, w: Writer, at: Word, wide: int, left: Word | None) -> list[Any]:
+        if self.value_size == 1:  # what lies behind the last column is read too, as numbers nobody wants
+            return [w.to_f32(w.load_i8(at + 16 * i)) for i in range(wide)]
+        if left is None:
+            load = w.load_f32 if self.value_size == 4 else w.load_bf16
+            return [load(at + 16 * self.value_size * i) for i in range(wide)]
+        x = w.load_some(at, left)
+        if self.value_size == 4:
+            return [x]
+        bits = w.bits_i32(x)  # sixteen bfloat16 in the first eight lanes
+        return [w.interleave_low(w.low_bf16(bits), w.high_bf16(bits))]
+
+
+_HEAD = '''"""Attention kernel {name}: made by plait, from {digest}."""
+
+import numpy as np
+
+from plait.kernels.cpu.attention import source as tiles
+from plait.kernels.cpu.attention.rows import *
+from plait.kernels.cpu.runtime.frame import barrier, scratch_of, shared_of
+from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.vec import *
+
+
+@inline
+def widened(x):
+    """Sixteen bfloat16 that lie in the first eight lanes."""
+    bits = bits_i32(x)
+    return interleave_low(low_bf16(bits), high_bf16(bits))
+'''
+
+_TILES = """
+
+tile_scores, tile_values = tiles.scores({key_size}, {line}), tiles.values({value_size}, {line}, {group})
+"""
+
+_FEW = """
+    if {few}:
+        call_kernel(word(args, FEW), frame, args, thread, threads)
+        return"""
+
+_UPCOMING = """
+            if span + 1 < to_span:
+                soon = upcoming(args, s, kv_head, at + {span}, high, scratch, copies)
+            elif rest > 0 and to_span - from_span == 1:
+                soon = scratch + 8 * first, {next_keys}, end - first
+            elif rest > 0:
+                soon = upcoming(args, s, kv_head + 1, low, high, scratch, copies)
+            elif then >= 0 and then // units < seqs:
+                other = then // units
+                start = past_of(args, other)
+                soon = upcoming(args, other, 0, first_key(start, window), start + 1, scratch, copies)"""
+
+_BODY = '''
+@inline
+def find(args, s, kv_head, at, first, end, to, copies):
+    """Write to `to` where the groups first..end of a span lie, which starts at position `at`."""
+    {locate}
+
+
+@inline
+def upcoming(args, s, kv_head, low, high, scratch, copies):
+    """Keys low..high of a sequence, up to the end of a span: where addresses of groups are, 0, how many."""
+    at, to = low // {span} * {span}, scratch + {span}
+    first, end = (low - at) // 16, (min(high - at, {span}) + 15) // 16
+    find(args, s, kv_head, at, first, end, to, copies)
+    return to + 8 * first, np.int64(0), end - first
+
+
+@inline
+def ticket(args, each):
+    """The first of the next `each` units of work."""
+    return np.int64(atomic_add(word(args, 1), np.int32(1))) * each
+
+
+@inline
+def first_span(args, s):
+    return first_key(past_of(args, s), word(args, WINDOW)) // {span}
+
+
+@inline
+def spans_of(args, s):
+    return (get_i64(word(args, LENS) + 8 * s) + {span} - 1) // {span} - first_span(args, s)
+
+
+@inline
+def units_of(args, s, rows, spans):
+    """Units of work of one sequence: kv heads x pieces of `rows` rows (x spans, if those are apart)."""
+    group, kv_heads = word(args, HEADS) // word(args, KV_HEADS), word(args, KV_HEADS)
+    units = (rows_in(args, s) * group + rows - 1) // rows * kv_heads
+    return units * spans_of(args, s) if spans > 0 else units
+
+
+@inline
+def plan(args, seqs, threads):
+    """(rows of a unit; into how many spans a row is divided at most, 0 if spans are not units; how many units
+    a thread takes at a time: where every sequence has one token, all heads of one).
+    """
+    group, tokens, tiles, spans, units = word(args, HEADS) // word(args, KV_HEADS), 0, 0, 0, 0
+    for s in range(seqs):
+        tokens += rows_in(args, s)
+        tiles += (rows_in(args, s) * group + {tile} - 1) // {tile} * word(args, KV_HEADS)
+        spans = max(spans, spans_of(args, s))
+    rows = min(max(tiles // (4 * threads), {least}), {parts}) * {tile}
+    for s in range(seqs):
+        units += units_of(args, s, rows, 0)
+    wanted = tokens * word(args, HEADS) * spans * record_bytes(args)
+    apart = threads > 1 and spans > 1 and units < 4 * threads and wanted <= word(args, BUDGET)
+    many = tokens == seqs and units >= 4 * threads * word(args, KV_HEADS)
+    return rows, spans if apart else 0, word(args, KV_HEADS) if many and not apart else 1
+
+
+@inline
+def part_of(frame, args, s, kv_head, row, spans, span):
+    """Where the part of a row over a span waits for the others."""
+    group = word(args, HEADS) // word(args, KV_HEADS)
+    token = get_i64(word(args, START) + 8 * s) + row // group
+    head = token * word(args, HEADS) + kv_head * group + row % group
+    return shared_of(frame) + (head * spans + span - first_span(args, s)) * record_bytes(args)
+
+
+@inline
+def gather(frame, args, thread, threads, seqs, spans):
+    """Fold the parts that `attend` left, row by row."""
+    group, record, turn = word(args, HEADS) // word(args, KV_HEADS), record_bytes(args), 0
+    state = scratch_of(frame, thread)
+    for s in range(seqs):
+        past = past_of(args, s)
+        for row in range(rows_in(args, s) * group):
+            for kv_head in range(word(args, KV_HEADS)):
+                turn += 1
+                if turn % threads != thread:
+                    continue
+                position = past + row // group
+                begin(args, kv_head, row, state, record)
+                for span in range(first_key(position, word(args, WINDOW)) // {span}, position // {span} + 1):
+                    fold(state, part_of(frame, args, s, kv_head, row, spans, span), record)
+                finish(args, s, kv_head, row, state)
+
+
+@kernel
+def attend(frame, args, thread, threads):
+    """Attention of every new token; units of work are taken from the counter.
+
+    A unit is some rows of a kv head: over all they see, or over one span, for `gather`.
+    """{few}
+    seqs, kv_heads, window = get_i64(frame + 24), word(args, KV_HEADS), word(args, WINDOW)
+    group, d, columns, stride = word(args, HEADS) // kv_heads, word(args, K_DIM), word(args, V_DIM), {stride}
+    record, scratch = record_bytes(args), scratch_of(frame, thread) + {before}
+    {enter}
+    scores, parts, values = scratch + 2 * {span}, scratch + {part_at}, scratch + 8 * {groups}
+    packed, query = parts + {tile} * record, {query}
+    states = packed + {parts} * {tile} * query
+    copies = states + {parts} * {tile} * record
+    rows, spans, each = plan(args, seqs, threads)
+    s, before, units, taken, rest = -1, 0, 0, np.int64(0), 0
+    then = np.int64(-1)  # taken before the last unit is done, so that its first keys are fetched
+    while True:
+        if rest == 0:
+            taken, then, rest = then if then >= 0 else ticket(args, each), np.int64(-1), each
+        unit, taken, rest = taken, taken + 1, rest - 1
+        if each > 1 and rest == 0:
+            then = ticket(args, each)
+        while s < seqs and unit >= before + units:
+            before, s = before + units, s + 1
+            units = units_of(args, s, rows, spans) if s < seqs else 0
+        if s >= seqs:
+            break
+        unit, only = unit - before, 0
+        if spans > 0:
+            own = spans_of(args, s)
+            unit, only = unit // own, first_span(args, s) + unit % own
+        kv_head, base, past = unit % kv_heads, unit // kv_heads * rows, past_of(args, s)
+        count = min(rows, rows_in(args, s) * group - base)
+        low, high = first_key(past + base // group, window), past + (base + count - 1) // group + 1
+        from_span, to_span = low // {span}, (high + {span} - 1) // {span}
+        if spans > 0:
+            from_span, to_span = max(from_span, only), min(to_span, only + 1)
+        if from_span >= to_span:
+            continue
+        for i in range(0, count, {tile}):
+            left = min(count - i, {tile})
+            {pack}(args, s, kv_head, base + i, left, {size}, packed + i * query)
+        alone = spans == 0 and to_span - from_span == 1 and word(args, SINKS) == 0  # a part is all there is
+        if not alone:
+            for i in range(count):
+                begin(args, kv_head, base + i, states + i * record, record)
+        for span in range(from_span, to_span):
+            at = span * {span}
+            first, end = max(low - at, 0) // 16, (min(high - at, {span}) + 15) // 16
+            find(args, s, kv_head, at, first, end, scratch, copies)
+            {paired}
+            soon = scratch + 8 * first, np.int64(0), end - first{upcoming}
+            for i in range(0, count, {tile}):
+                left = min(count - i, {tile})
+                earliest, latest = past + (base + i) // group, past + (base + i + left - 1) // group
+                start, stop = max(first_key(earliest, window) - at, 0), min(latest + 1 - at, {span})
+                if start >= stop:
+                    continue
+                head, tail, size = start // 16, (stop + 15) // 16, {size}
+                tile_scores(size, packed + i * query, d, scratch, head, tail, scores)
+                for r in range(left):
+                    position = past + (base + i + r) // group
+                    soften(args, scores + r * {line}, head, tail, at, position, parts + r * record)
+                    {weigh}
+                tile_values(size, scores, start, stop, values, {values}, columns, parts, record, soon)
+                for r in range(left):
+                    part = parts + r * record
+                    if alone:
+                        finish(args, s, kv_head, base + i + r, part)
+                    elif spans > 0:
+                        copy(part, part_of(frame, args, s, kv_head, base + i + r, spans, span), record)
+                    else:
+                        fold(states + (i + r) * record, part, record)
+        if spans == 0 and not alone:
+            for i in range(count):
+                finish(args, s, kv_head, base + i, states + i * record)
+    {leave}
+    if spans > 0:
+        barrier(frame, threads)
+        gather(frame, args, thread, threads, seqs, spans)
+'''

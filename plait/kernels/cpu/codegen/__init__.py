@@ -1,0 +1,1 @@
+"""How kernels are compiled: target, LLVM instructions, vectors, the cache of compiled kernels."""

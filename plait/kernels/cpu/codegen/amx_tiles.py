@@ -1,0 +1,222 @@
+"""Tiles of AMX: eight registers of sixteen rows of 64 bytes, and products of whole tiles.
+
+`Tiles` is what straight blocks calculate with. "amx" writes the instructions. "software" does in memory what
+Intel documents of them, order and rounding of every addition included, for tests on machines without AMX; it
+is many times slower than no tiles at all, and nothing but a test asks for it.
+
+A tile keeps its shape from `configure` to `release`, on the thread that called it. LLVM takes every operation
+here for one that may read and write any memory, and so keeps them, and stores beside them, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llvmlite import ir
+
+from plait.kernels.cpu.codegen.llvm_writer import Word, Writer
+from plait.kernels.cpu.codegen.vec import (
+    VF,
+    VI,
+    VOID,
+    A,
+    N,
+    _at,
+    _call,
+    _define,
+    _ints,
+    _round_bf16,
+    i8,
+    vf32,
+    vi32,
+)
+
+Kind = Literal["", "amx", "software"]
+ROWS, LINE = 16, 64  # of a tile, and bytes of its row
+TILE = ROWS * LINE  # bytes
+CONFIG, COUNT = 64, 8  # bytes of a configuration, and tiles
+MEMORY = CONFIG + COUNT * TILE  # bytes of scratch memory that `Tiles` wants
+FULL = ((ROWS, LINE),) * COUNT
+Shapes = Sequence[tuple[int, int]]  # rows, and bytes of a row, of tile 0, 1, …
+
+
+def _which(tile: ir.Value) -> ir.Constant:
+    """The number of a tile is a part of the instruction."""
+    return ir.Constant(i8, tile.constant)
+
+
+def _moved(name: str) -> Any:
+    def emit(b: Any, tile: ir.Value, address: ir.Value, stride: ir.Value) -> ir.Value:
+        _call(b, f"llvm.x86.{name}", VOID, _which(tile), _at(b, address, i8), stride)
+        return _ints(0)
+
+    return emit
+
+
+def _called(name: str) -> Any:
+    def emit(b: Any, *tiles: ir.Value) -> ir.Value:
+        _call(b, f"llvm.x86.{name}", VOID, *(_which(t) for t in tiles))
+        return _ints(0)
+
+    return emit
+
+
+def _configured(b: Any, address: ir.Value) -> ir.Value:
+    _call(b, "llvm.x86.ldtilecfg", VOID, _at(b, address, i8))
+    return _ints(0)
+
+
+def _flushed(b: Any, x: ir.Value) -> ir.Value:
+    """x, with zeros of its sign in place of numbers too small to be normal."""
+    bits = b.bitcast(x, vi32)
+    size = b.and_(bits, _ints(0x7FFFFFFF))
+    tiny = b.icmp_unsigned("<", size, _ints(0x00800000))
+    return b.bitcast(b.select(tiny, b.and_(bits, _ints(-(1 << 31))), bits), vf32)
+
+
+def _fma_flushed(b: Any, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    return _flushed(b, _call(b, "llvm.fma.v16f32", vf32, x, y, z))
+
+
+def _pair_bf16(b: Any, x: ir.Value, y: ir.Value) -> ir.Value:
+    """x in the low half of each int and y in the high one, rounded to nearest even."""
+    low, high = (_round_bf16(b, v, vi32, _ints) for v in (x, y))
+    return b.or_(b.and_(low, _ints(0xFFFF)), b.shl(high, _ints(16)))
+
+
+_define("tile_configure", VI, (A,), _configured)
+_define("tile_release", VI, (), _called("tilerelease"))
+_define("tile_zero", VI, (N,), _called("tilezero"))
+_define("tile_load", VI, (N, A, A), _moved("tileloadd64"))
+_define("tile_store", VI, (N, A, A), _moved("tilestored64"))
+_define("tile_bf16", VI, (N, N, N), _called("tdpbf16ps"))
+_define("tile_s8u8", VI, (N, N, N), _called("tdpbsud"))
+_define("flushed", VF, (VF,), _flushed)
+_define("pair_bf16", VI, (VF, VF), _pair_bf16)
+_define("fma_flushed", VF, (VF, VF, VF), _fma_flushed)
+
+
+def configuration(shapes: Shapes) -> list[int]:
+    """The sixteen int32 that `ldtilecfg` reads: palette 1, bytes of every tile's rows, then its rows."""
+    table = bytearray(CONFIG)
+    table[0] = 1
+    for tile, (rows, nbytes) in enumerate(shapes):
+        table[16 + 2 * tile : 18 + 2 * tile] = nbytes.to_bytes(2, "little")
+        table[48 + tile] = rows
+    return [int.from_bytes(table[i : i + 4], "little", signed=True) for i in range(0, CONFIG, 4)]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The tiles of the thread that runs this. `at`: MEMORY bytes of its own; `shapes`: of every tile used.
+
+    Products read rows of a and *pairs* or *quads* of b: row k of b holds, for each of sixteen columns, what
+    numbers 2k and 2k + 1 (bfloat16) or 4k … 4k + 3 (bytes) of a row of a are multiplied by.
+    """
+
+    w: Writer
+    kind: Kind
+    at: Word
+    shapes: Shapes = FULL
+
+    @property
+    def _soft(self) -> bool:
+        return self.kind == "software"
+
+    def _place(self, tile: int) -> Word:
+        return self.at + (CONFIG + TILE * tile)
+
+    def _rows(self, count: int, one: Callable[[Word], Any]) -> None:
+        def each(row: Word) -> None:
+            one(row)
+
+        self.w.loop(0, count, 1, (), each)
+
+    def configure(self) -> None:
+        """Give the tiles their shapes, and zeros. Before anything else, on every thread."""
+        self.w.store_i32(self.at, ir.Constant(vi32, configuration(self.shapes)))
+        if not self._soft:
+            self.w.tile_configure(self.at)
+
+    def release(self) -> None:
+        """Leave the tiles: a thread that holds them costs the system more to switch."""
+        if not self._soft:
+            self.w.tile_release()
+
+    def zero(self, tile: int) -> None:
+        if not self._soft:
+            self.w.tile_zero(tile)
+            return
+        self._rows(ROWS, lambda row: self.w.store_i32(self._place(tile) + LINE * row, self.w.zero_i32()))
+
+    def load(self, tile: int, source: Word, stride: Word | int) -> None:
+        """Rows that lie `stride` bytes apart."""
+        if not self._soft:
+            self.w.tile_load(tile, source, stride)
+            return
+        rows, nbytes = self.shapes[tile]
+        self.zero(tile)
+
+        def one(row: Word) -> None:
+            part = self.w.load_some(source + stride * row, nbytes // 4)
+            self.w.store_f32(self._place(tile) + LINE * row, part)
+
+        self._rows(rows, one)
+
+    def store(self, tile: int, to: Word, stride: Word | int) -> None:
+        if not self._soft:
+            self.w.tile_store(tile, to, stride)
+            return
+        rows, nbytes = self.shapes[tile]
+
+        def one(row: Word) -> None:
+            part = self.w.load_f32(self._place(tile) + LINE * row)
+            self.w.store_some(to + stride * row, part, nbytes // 4)
+
+        self._rows(rows, one)
+
+    def bf16(self, c: int, a: int, b: int) -> None:
+        """c += a · b, float32 += bfloat16 · bfloat16.
+
+        Even and odd numbers of a row are summed apart, by fused multiply-adds from zero, then added, then
+        added to c; every step rounds to nearest even, and takes and leaves zeros for subnormal numbers.
+        """
+        if not self._soft:
+            self.w.tile_bf16(c, a, b)
+            return
+        w = self.w
+
+        def row(m: Word) -> None:
+            def pair(k: Word, even: Any, odd: Any) -> list[Any]:
+                x = w.spread_i32(self._place(a) + LINE * m + 4 * k)
+                y = w.load_i32(self._place(b) + LINE * k)
+                low = (w.flushed(w.low_bf16(v)) for v in (x, y))
+                high = (w.flushed(w.high_bf16(v)) for v in (x, y))
+                return [w.fma_flushed(*low, even), w.fma_flushed(*high, odd)]
+
+            sums = w.loop(0, self.shapes[a][1] // 4, 1, [w.zero_f32()] * 2, pair)
+            at = self._place(c) + LINE * m
+            before = w.flushed(w.load_f32(at))
+            w.store_f32(at, w.flushed(w.add(before, w.flushed(w.add(*sums)))))
+
+        self._rows(self.shapes[c][0], row)
+
+    def s8u8(self, c: int, a: int, b: int) -> None:
+        """c += a · b, int32 += int8 · uint8, exactly (modulo 2**32)."""
+        if not self._soft:
+            self.w.tile_s8u8(c, a, b)
+            return
+        w = self.w
+
+        def row(m: Word) -> None:
+            def quad(k: Word, s: Any) -> list[Any]:
+                y = w.load_i32(self._place(b) + LINE * k)
+                return [w.dot8(s, y, w.spread_i32(self._place(a) + LINE * m + 4 * k))]
+
+            at = self._place(c) + LINE * m
+            (s,) = w.loop(0, self.shapes[a][1] // 4, 1, [w.load_i32(at)], quad)
+            w.store_i32(at, s)
+
+        self._rows(self.shapes[c][0], row)

@@ -1,0 +1,105 @@
+"""A kernel: a Python function that LLVM compiles the first time it is needed, called by its address.
+
+Every kernel has one signature: (frame, args, thread, threads), all int64. `args` is the address of the
+words that `Executor.launch` wrote: the numbers and addresses of one use. `frame` is the address of what
+changes from step to step (`frame.py`). All threads run a kernel together, each doing its share; it may meet
+the others at `barrier(frame, threads)`.
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import sys
+import time
+from collections.abc import Callable
+from functools import cached_property
+from hashlib import sha256
+from types import ModuleType
+from typing import Any
+
+from numba import njit
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
+
+from plait.kernels.cpu.codegen.kernel_cache import compiling
+
+log = logging.getLogger("plait")
+
+OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+SIGNATURE = "void(int64,int64,int64,int64)"
+
+inline = njit(
+    error_model="numpy", boundscheck=False, no_cpython_wrapper=True, no_cfunc_wrapper=True, cache=False
+)
+"""Decorator of a function that only kernels call: compiled into each of them, and kept as a part of them.
+
+Python itself cannot call it: the code that unboxes arguments would take as long to make as the function.
+"""
+
+
+class Kernel:
+    """What `launch` runs. Its machine code is made, or loaded, when its address is first asked for."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function, self.name = function, function.__name__
+        self.compile_s = 0.0  # seconds it took to make; 0: it came from the cache
+        self.__doc__ = function.__doc__
+
+    @cached_property
+    def address(self) -> int:
+        return int(self._compiled.address)
+
+    @cached_property
+    def _compiled(self) -> Any:
+        started = time.perf_counter()
+        with compiling(self.function, SIGNATURE) as found:
+            made = CFunc(self.function, normalize_signature(SIGNATURE), {}, {**OPTIONS, "nopython": True})
+            made._cache = found
+            made.compile()
+        if not found.was_found:
+            self.compile_s = time.perf_counter() - started
+            log.debug("compiled the CPU kernel %s: %.1f s", self.name, self.compile_s)
+        return made
+
+
+def kernel(function: Callable[..., None]) -> Kernel:
+    """Decorator: (frame, args, thread, threads) -> Kernel."""
+    return Kernel(function)
+
+
+class Entry:
+    """Native code that Python calls; made, or loaded, when `call` is first asked for."""
+
+    def __init__(self, function: Callable[..., None], signature: str) -> None:
+        self.function, self.signature = function, signature
+
+    @cached_property
+    def call(self) -> Callable[..., None]:
+        with compiling(self.function, self.signature) as found:
+            made = njit(**OPTIONS)(self.function)
+            made._cache = found
+            made.compile(self.signature)
+        made.disable_compile()
+        return made  # type: ignore[no-any-return]
+
+
+def entry(signature: str) -> Callable[[Callable[..., None]], Entry]:
+    """Decorator: a function of that signature -> Entry."""
+    return lambda function: Entry(function, signature)
+
+
+def generated(name: str, source: str) -> ModuleType:
+    """A module of kernels whose text was made: register tiles have no loops over registers in Python."""
+    title = f"plait_generated_{name}_{sha256(source.encode()).hexdigest()[:12]}"
+    if title in sys.modules:
+        return sys.modules[title]
+    module, path = ModuleType(title), f"<{title}>"
+    linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path  # for tracebacks
+    sys.modules[title] = module  # machine code that was kept names it
+    try:
+        exec(compile(source, path, "exec"), module.__dict__)
+    except BaseException:
+        del sys.modules[title]
+        raise
+    return module

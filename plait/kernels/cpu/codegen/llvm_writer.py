@@ -1,0 +1,241 @@
+"""Straight blocks: parts of a kernel that are written straight in instructions, past Numba.
+
+Numba takes about a millisecond to find out the types of one call and to lower it, and a register tile is
+hundreds of calls of `vec`. A straight block is a Python function that runs once, while Numba lowers the one
+call of it: every operation it does writes the instructions that this operation of `vec` stands for. So
+Python's own loops write a tile of any size; loops of the kernel are `Writer.loop`.
+
+The cache of kernels does not watch these functions: the text of a kernel that uses them names the digest
+of their files (`digest`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from inspect import signature
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from plait.kernels.cpu.codegen.target import ROOT
+from plait.kernels.cpu.codegen.vec import DEFINED, VF, A, F, N, f32, i32, i64
+
+
+class Word:
+    """An int64 of a running kernel, an address or a size, that a straight block calculates with."""
+
+    __slots__ = ("builder", "value")
+
+    def __init__(self, builder: Any, value: ir.Value) -> None:
+        self.builder, self.value = builder, value
+
+    def _with(self, other: Word | int, operation: str, **how: Any) -> Word:
+        right = other.value if isinstance(other, Word) else ir.Constant(i64, int(other))
+        return Word(self.builder, getattr(self.builder, operation)(self.value, right, **how))
+
+    def __add__(self, other: Word | int) -> Word:
+        return self if isinstance(other, int) and other == 0 else self._with(other, "add", flags=("nsw",))
+
+    def __sub__(self, other: Word | int) -> Word:
+        return self._with(other, "sub", flags=("nsw",))
+
+    def __mul__(self, other: Word | int) -> Word:
+        return self._with(other, "mul", flags=("nsw",))
+
+    def __rshift__(self, bits: int) -> Word:
+        return self._with(bits, "ashr")
+
+    def __lshift__(self, bits: int) -> Word:
+        return self._with(bits, "shl", flags=("nsw",))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __floordiv__(self, other: Word | int) -> Word:
+        """Of numbers that are not negative."""
+        return self._with(other, "sdiv")
+
+    def least(self, other: Word | int) -> Word:
+        """The smaller of both."""
+        return self._picked("<", other)
+
+    def most(self, other: Word | int) -> Word:
+        """The larger of both."""
+        return self._picked(">", other)
+
+    def above(self, other: Word | int) -> ir.Value:
+        """Whether this is more: a condition for `Writer.when`."""
+        right = other.value if isinstance(other, Word) else ir.Constant(i64, int(other))
+        return self.builder.icmp_signed(">", self.value, right)
+
+    def equals(self, other: Word | int) -> ir.Value:
+        right = other.value if isinstance(other, Word) else ir.Constant(i64, other)
+        return self.builder.icmp_signed("==", self.value, right)
+
+    def _picked(self, sign: str, other: Word | int) -> Word:
+        right = other.value if isinstance(other, Word) else ir.Constant(i64, int(other))
+        mine = self.builder.icmp_signed(sign, self.value, right)
+        return Word(self.builder, self.builder.select(mine, self.value, right))
+
+
+class Writer:
+    """Has every operation of `vec` as a method that writes its instructions: `w.fma(x, y, z)`.
+
+    Addresses and sizes are `Word`s; a Python number is a constant. Vectors, floats and int32 are values of
+    LLVM: only operations take them.
+    """
+
+    def __init__(self, builder: Any) -> None:
+        self._builder = builder
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in DEFINED:
+            raise AttributeError(f"plait.kernels.cpu.codegen.vec has no operation {name}")
+        result, arguments, emit = DEFINED[name]
+
+        def write(*values: Any) -> Any:
+            given = [self._value(v, kind) for v, kind in zip(values, arguments, strict=True)]
+            made = emit(self._builder, *given)
+            return Word(self._builder, made) if result == A else made
+
+        return write
+
+    def loop(
+        self,
+        first: Word | int,
+        end: Word | int,
+        step: int,
+        carried: Sequence[Any],
+        body: Callable[..., Sequence[Any] | None],
+    ) -> list[Any]:
+        """for i in range(first, end, step): carried = body(i, *carried). Gives what was carried last.
+
+        Carried values, vectors or words, stay in registers where there are enough.
+        """
+        b, before = self._builder, self._builder.block
+        start, stop = self._value(first, A), self._value(end, A)
+        head, inside, after = (b.append_basic_block(name) for name in ("head", "inside", "after"))
+        b.branch(head)
+        b.position_at_end(head)
+        phis = [b.phi(v.type) for v in (start, *(_raw(c) for c in carried))]
+        for phi, value in zip(phis, (start, *(_raw(c) for c in carried)), strict=True):
+            phi.add_incoming(value, before)
+        now = [Word(b, p) if isinstance(c, Word) else p for p, c in zip(phis[1:], carried, strict=True)]
+        b.cbranch(b.icmp_signed("<", phis[0], stop), inside, after)
+        b.position_at_end(inside)
+        i = Word(b, phis[0])
+        made = [i + step, *(body(i, *now) or ())]
+        for phi, value in zip(phis, made, strict=True):
+            phi.add_incoming(_raw(value), b.block)
+        b.branch(head)
+        b.position_at_end(after)
+        return now
+
+    def repeat(
+        self,
+        carried: Sequence[Any],
+        more: Callable[..., ir.Value],
+        body: Callable[..., Sequence[Any]],
+    ) -> list[Any]:
+        """while more(*carried): carried = body(*carried). Gives what was carried last."""
+        b, before = self._builder, self._builder.block
+        head, inside, after = (b.append_basic_block(name) for name in ("head", "inside", "after"))
+        b.branch(head)
+        b.position_at_end(head)
+        phis = [b.phi(_raw(c).type) for c in carried]
+        for phi, value in zip(phis, carried, strict=True):
+            phi.add_incoming(_raw(value), before)
+        now = [Word(b, p) if isinstance(c, Word) else p for p, c in zip(phis, carried, strict=True)]
+        b.cbranch(more(*now), inside, after)
+        b.position_at_end(inside)
+        made = body(*now)
+        for phi, value in zip(phis, made, strict=True):
+            phi.add_incoming(_raw(value), b.block)
+        b.branch(head)
+        b.position_at_end(after)
+        return now
+
+    def number(self, value: int) -> Word:
+        return Word(self._builder, ir.Constant(i64, value))
+
+    def pick(self, condition: ir.Value, x: Any, y: Any) -> Any:
+        """x if condition else y: two words, or two other values of one type."""
+        made = self._builder.select(condition, _raw(x), _raw(y))
+        return Word(self._builder, made) if isinstance(x, Word) else made
+
+    def when(self, condition: ir.Value, body: Callable[[], Any]) -> None:
+        """if condition: body()."""
+        with self._builder.if_then(condition):
+            body()
+
+    def unless_zero(
+        self, word: Word, carried: Sequence[Any], body: Callable[..., Sequence[Any]]
+    ) -> list[Any]:
+        """carried = body(*carried) if word != 0. Gives what is carried then."""
+        b, before = self._builder, self._builder.block
+        with b.if_then(b.icmp_signed("!=", word.value, ir.Constant(i64, 0))):
+            made = [_raw(m) for m in body(*carried)]
+            inside = b.block
+        phis = [b.phi(m.type) for m in made]
+        for phi, old, new in zip(phis, carried, made, strict=True):
+            phi.add_incoming(_raw(old), before)
+            phi.add_incoming(new, inside)
+        return [Word(b, p) if isinstance(c, Word) else p for p, c in zip(phis, carried, strict=True)]
+
+    def _value(self, value: Any, kind: types.Type) -> ir.Value:
+        if isinstance(value, Word):
+            return self._builder.trunc(value.value, i32) if kind == N else value.value
+        if isinstance(value, ir.Value):
+            return value
+        return (
+            ir.Constant(f32, float(value)) if kind == F else ir.Constant({A: i64, N: i32}[kind], int(value))
+        )
+
+    def opened(self, context: Any, value: ir.Value, kind: types.Type) -> Any:
+        """An argument as the block sees it: a `Word` for an int, a list for a tuple, or the value itself."""
+        if isinstance(kind, types.BaseTuple):
+            parts = cgutils.unpack_tuple(self._builder, value, len(kind))
+            return [self.opened(context, p, k) for p, k in zip(parts, kind, strict=True)]
+        if isinstance(kind, types.Integer):
+            return Word(self._builder, context.cast(self._builder, value, kind, A))
+        return value
+
+
+def _raw(value: Any) -> ir.Value:
+    return value.value if isinstance(value, Word) else value
+
+
+def straight(write: Callable[..., Sequence[Any] | None], *, gives: int = 0, kind: types.Type = VF) -> Any:
+    """An intrinsic whose instructions `write(w, *arguments)` writes, w being a `Writer`.
+
+    A call gives a tuple of `gives` values of that kind, vectors or (A) words; 0: a number without meaning.
+    Arguments: ints, floats, vectors, and tuples of them, like the one that another call gave.
+    """
+
+    def typed(context: Any, *arguments: types.Type) -> tuple[Any, Any]:
+        def lowered(target: Any, builder: Any, call: Any, values: Sequence[ir.Value]) -> ir.Value:
+            w = Writer(builder)
+            made = write(w, *(w.opened(target, v, k) for v, k in zip(values, call.args, strict=True)))
+            found = [_raw(m) for m in made or ()]
+            if len(found) != gives:
+                raise ValueError(f"a straight block gave {len(found)} values of {gives}")
+            if not gives:
+                return ir.Constant(i32, 0)
+            return cgutils.pack_array(builder, found, target.get_value_type(kind))
+
+        return (types.UniTuple(kind, gives) if gives else N)(*arguments), lowered
+
+    typed.__signature__ = signature(write)  # type: ignore[attr-defined]  # Numba asks how many arguments
+    typed.__name__ = typed.__qualname__ = getattr(write, "__name__", "straight")
+    return intrinsic(typed)
+
+
+def digest(*files: str) -> str:
+    """Of this file and others of plait/kernels/cpu. It is in a kernel's text, which changes with them."""
+    hashed = sha256()
+    for name in ("codegen/llvm_writer.py", *files):
+        hashed.update((ROOT / name).read_bytes())
+    return hashed.hexdigest()

@@ -1,0 +1,81 @@
+"""Functions of sixteen floats at a time, that kernels share. Each is within 2 ulp or so of the true value."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from plait.kernels.cpu.codegen.kernel import inline
+from plait.kernels.cpu.codegen.vec import (
+    absolute,
+    add,
+    add_i32,
+    bits_f32,
+    bits_i32,
+    div,
+    fma,
+    left,
+    mul,
+    spread,
+    spread_int,
+    sub,
+    where_less,
+    zero_f32,
+)
+
+WHOLE = np.float32(12582912.0)  # 1.5 * 2**23: added to a small number it leaves the nearest whole one
+
+
+@inline
+def above(x, y):
+    """The larger one; y, if one is no number. One instruction, where `largest` takes three."""
+    return where_less(y, x, x, y)
+
+
+@inline
+def exp(x):
+    """e**x; 0 below -87, and 2.4e38 at most. x = n ln 2 + r, then a polynomial of r (Cody & Waite 1980)."""
+    low, high = spread(np.float32(-87.0)), spread(np.float32(88.3))
+    given = x
+    x = above(x, low)
+    x = where_less(x, high, x, high)
+    at = add(mul(x, spread(np.float32(1.44269504))), spread(WHOLE))
+    n = sub(at, spread(WHOLE))
+    r = fma(n, spread(np.float32(-0.693359375)), x)  # ln 2 in two parts: the first is exact times n
+    r = fma(n, spread(np.float32(2.12194440e-4)), r)
+    p = spread(np.float32(1.9875691500e-4))
+    p = fma(p, r, spread(np.float32(1.3981999507e-3)))
+    p = fma(p, r, spread(np.float32(8.3334519073e-3)))
+    p = fma(p, r, spread(np.float32(4.1665795894e-2)))
+    p = fma(p, r, spread(np.float32(1.6666665459e-1)))
+    p = fma(p, r, spread(np.float32(5.0000001201e-1)))
+    p = add(fma(mul(r, r), p, r), spread(np.float32(1.0)))
+    power = bits_f32(left(add_i32(bits_i32(at), spread_int(np.int32(127))), np.int32(23)))  # 2**n
+    return where_less(given, low, zero_f32(), mul(p, power))
+
+
+@inline
+def sigmoid(x):
+    one = spread(np.float32(1.0))
+    return div(one, add(one, exp(sub(zero_f32(), x))))
+
+
+@inline
+def silu(x):
+    return mul(x, sigmoid(x))
+
+
+@inline
+def tanh(x):
+    """(1 - e) / (1 + e) with e = exp(-2|x|), its sign put back; a polynomial near 0, where that cancels."""
+    one, size = spread(np.float32(1.0)), absolute(x)
+    e = exp(mul(size, spread(np.float32(-2.0))))
+    far = div(sub(one, e), add(one, e))
+    far = where_less(x, zero_f32(), sub(zero_f32(), far), far)
+    q = mul(x, x)
+    p = spread(np.float32(-5.70498872745e-3))
+    p = fma(p, q, spread(np.float32(2.06390887954e-2)))
+    p = fma(p, q, spread(np.float32(-5.37397155531e-2)))
+    p = fma(p, q, spread(np.float32(1.33314422036e-1)))
+    p = fma(p, q, spread(np.float32(-3.33332819422e-1)))
+    near = fma(mul(x, q), p, x)
+    return where_less(size, spread(np.float32(0.625)), near, far)

@@ -1,0 +1,214 @@
+"""Which instructions kernels are compiled for, and where compiled kernels are kept.
+
+`aim` must run before any kernel module is imported: a process compiles for one target only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import sys
+from functools import cache
+from pathlib import Path
+
+import llvmlite
+import numba
+from llvmlite import binding
+from numba import config
+
+from plait.cache_folder import cache_base
+from plait.errors import ConfigError
+from plait.kernels.cpu.codegen.kernel_folder import KernelFiles, Spare, sweep_daily
+
+ROOT = Path(__file__).resolve().parents[1]  # plait/kernels/cpu
+SHARED = (
+    "codegen/vec.py",
+    "runtime/thread_wait.py",
+    "codegen/plain_x86.py",
+    "runtime/frame.py",
+    "codegen/kernel.py",
+    "codegen/kernel_cache.py",
+    "codegen/target.py",
+    "codegen/maths.py",
+    "pointwise/activation.py",
+)  # all that kernels of other files may call
+# What LLVM may use under each name; "native": all that this machine has.
+TARGETS = {
+    "native": "",
+    "amx": "sapphirerapids",
+    "avx512": "skylake-avx512",
+    "avx2": "haswell",
+    "generic": "x86-64",
+}
+NEEDED = {
+    "amx": {"amx-tile", "amx-bf16", "amx-int8", "avx512f", "avx512bw", "avx512vl", "avx512vnni"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl"},
+    "avx2": {"avx2", "fma"},
+}
+
+X86_64 = platform.machine().lower() in ("x86_64", "amd64")
+AARCH64 = platform.machine().lower() in ("aarch64", "arm64")
+# Where aarch64 says whether it multiplies bytes by fours: Linux (word of the auxiliary vector, bit), macOS
+# (sysctl), Windows (number for IsProcessorFeaturePresent; it has none for i8mm that older versions know).
+ARM_BITS = {"dotprod": (16, 1 << 20), "i8mm": (26, 1 << 13)}
+ARM_NAMES = {"dotprod": b"hw.optional.arm.FEAT_DotProd", "i8mm": b"hw.optional.arm.FEAT_I8MM"}
+ARM_NUMBERS = {"dotprod": 43}
+
+_kept: list[KernelFiles] = []  # of `keep_in`: one at most
+PERMISSION = (158, 0x1023, 18)  # arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA), Linux on x86-64
+
+
+@cache
+def host_features() -> frozenset[str]:
+    """What LLVM finds in this processor; on some systems of ARM it finds nothing, or cannot look."""
+    try:
+        found = binding.get_host_cpu_features()
+    except RuntimeError:
+        return arm_features()
+    return frozenset(name for name, has in found.items() if has) | arm_features()
+
+
+@cache
+def arm_features() -> frozenset[str]:
+    """Of "dotprod" and "i8mm", what the system says an aarch64 processor has: LLVM does not always ask."""
+    if not AARCH64:
+        return frozenset()
+    match platform.system():
+        case "Linux":
+            ask = ctypes.CDLL(None).getauxval
+            ask.restype, ask.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+            return frozenset(name for name, (word, bit) in ARM_BITS.items() if ask(word) & bit)
+        case "Darwin":
+            return frozenset(name for name, asked in ARM_NAMES.items() if _sysctl(asked))
+        case "Windows":
+            present = ctypes.CDLL("kernel32").IsProcessorFeaturePresent
+            return frozenset(name for name, number in ARM_NUMBERS.items() if present(number))
+    return frozenset()
+
+
+def _sysctl(name: bytes) -> bool:
+    """Whether macOS says 1 to that name; what it does not know is 0."""
+    value, size = ctypes.c_int(0), ctypes.c_size_t(4)
+    found = ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(value), ctypes.byref(size), None, 0)
+    return bool(found == 0 and value.value == 1)
+
+
+def _native_features() -> str | None:
+    """What Numba is told of this processor: nothing, or on aarch64 also what LLVM may not have found."""
+    if not arm_features():
+        return None
+    return ",".join(f"+{name}" for name in sorted(host_features()))
+
+
+def _arm_dot() -> str:
+    """ "neon-i8mm", "neon-dotprod" or "neon", by what Numba is told."""
+    told = (config.CPU_FEATURES or "").split(",")
+    return next((f"neon-{name}" for name in ("i8mm", "dotprod") if f"+{name}" in told), "neon")
+
+
+def _dot() -> str:
+    """How four products of bytes are added: "vnni", "avx2", as `_arm_dot` says, or "generic"."""
+    if AARCH64:
+        return _arm_dot()
+    name = config.CPU_NAME or ""
+    if not name:
+        features = host_features()
+        if {"avx512vnni", "avx512bw", "avx512vl"} <= features:
+            return "vnni"
+        return "avx2" if "avx2" in features else "generic"
+    if name == TARGETS["amx"]:
+        return "vnni"
+    return "avx2" if name in (TARGETS["avx512"], TARGETS["avx2"]) else "generic"
+
+
+if not config.CPU_NAME and config.CPU_FEATURES is None:
+    config.CPU_FEATURES = _native_features()
+DOT = _dot()
+
+
+def name() -> str:
+    """The target of this process, for `plait info --ops` and the cache's folder."""
+    return f"{config.CPU_NAME or binding.get_host_cpu_name()}-{DOT}"
+
+
+def aim(isa: str) -> None:
+    """Compile for `isa` (a key of TARGETS) from now on.
+
+    Raises ConfigError for an unknown name, for one this machine cannot run, or if kernels were already made
+    for another one.
+    """
+    if isa not in TARGETS:
+        raise ConfigError(f"isa: {isa!r} is not one of {', '.join(TARGETS)}")
+    cpu = TARGETS[isa]
+    if cpu and not X86_64:
+        raise ConfigError(f"isa: {isa} is for x86-64; this machine is {platform.machine()}: use native")
+    if missing := NEEDED.get(isa, set()) - host_features():
+        raise ConfigError(f"isa: this machine has no {', '.join(sorted(missing))}, which {isa} needs")
+    if cpu == (config.CPU_NAME or ""):
+        return
+    if "plait.kernels.cpu.codegen.vec" in sys.modules:
+        raise ConfigError(f"isa: kernels of this process are made for {name()}; start another one for {isa}")
+    config.CPU_NAME, config.CPU_FEATURES = cpu or None, "" if cpu else _native_features()
+    globals()["DOT"] = _dot()
+
+
+def no_amx() -> str | None:
+    """Why kernels here are made without AMX, or None: the processor, `aim`, and whether the system allows it.
+
+    The system is asked for all threads of this process.
+    """
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return "AMX is used on Linux and x86-64 only"
+    if missing := NEEDED["amx"] - host_features():
+        return f"this processor has no {', '.join(sorted(missing))}"
+    cpu = config.CPU_NAME or TARGETS["amx"]
+    if cpu != TARGETS["amx"]:
+        return f"kernels are compiled for {cpu}"
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(*PERMISSION) == 0:
+        return None
+    return f"the system does not allow it (arch_prctl: error {ctypes.get_errno()}); Linux does from 5.16 on"
+
+
+def keep_in(folder: Path | None, spare: Spare | None = None) -> None:
+    """Keep compiled kernels under `folder` (default: the user's cache), in a room of this exact version.
+
+    A change of what all kernels share, of Numba, of LLVM or of the target gets a new room, and `compiled`
+    names each kernel by the rest that decides it: nothing stale is ever loaded. What the folder does not take
+    goes to `spare`. Rooms and kernels that were unused for 30 days are removed.
+    """
+    room = room_in(folder)
+    if _kept and (_kept[-1].folder, _kept[-1].spare) == (room, spare):
+        return
+    files = KernelFiles(room, spare)
+    _kept[:] = [files]
+    if room is not None and files.unkept is None:
+        sweep_daily(room.parent, room)
+
+
+def kept_files() -> KernelFiles | None:
+    """Where this process keeps compiled kernels; None: nowhere, `keep_in` has not named a folder."""
+    return _kept[-1] if _kept else None
+
+
+def room_in(folder: Path | None) -> Path | None:
+    """Where kernels of this exact version and target are kept under `folder`; nothing is made.
+
+    None: no folder is named and the user has no home.
+    """
+    base = cache_base(folder)
+    return base / "kernels" / room_name() if base is not None else None
+
+
+def room_name() -> str:
+    """The target, and a hash of all versions and sources that every kernel depends on."""
+    return f"{name()}-{_fingerprint()}"
+
+
+@cache
+def _fingerprint() -> str:
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version}".encode())
+    for source in SHARED:
+        digest.update((ROOT / source).read_bytes())
+    return digest.hexdigest()[:16]

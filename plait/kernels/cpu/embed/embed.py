@@ -1,0 +1,117 @@
+"""Rows of an embedding's table, decoded from the bytes they are stored as: which kernel reads which storage.
+
+The kernels are in `embed_blocks` (plain numbers, GGUF's blocks), `embed_parts` (GGUF's blocks of codes) and
+`embed_packed` (packed safetensors).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.cpu.codegen.kernel import Kernel
+from plait.kernels.cpu.embed import gguf_blocks, gguf_small
+from plait.kernels.cpu.embed.gguf_blocks import PIECE
+from plait.kernels.cpu.embed.packed import eights, fours, groups, places
+from plait.kernels.cpu.runtime.executor import Executor
+from plait.kernels.cpu.runtime.row_checks import float32_rows
+from plait.ops.registry import Facts
+from plait.ops.rows import embed
+from plait.quant.codebook import Codebook
+from plait.quant.fp4 import Fp4
+from plait.quant.fp8 import Fp8
+from plait.quant.gguf import Gguf
+from plait.quant.gguf_iq import grid
+from plait.quant.grouped import Grouped
+from plait.quant.weight import Dense, Weight
+
+KERNELS: Mapping[str, Kernel] = {**gguf_blocks.KERNELS, **gguf_small.KERNELS}
+"""The name of a block format, or of plain numbers -> the kernel that reads it."""
+
+GRIDS = {name: name for name in ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")} | {
+    "IQ1_M": "IQ1_S"
+}
+PACKED = re.compile(r"int\d(_g\d+)?|fp8(_b\d+)?|mxfp4|nvfp4|bnb_\w+")
+
+
+def known_format(facts: Facts) -> str | None:
+    kind = facts.sizes.get("kind", "float32")
+    return float32_rows(facts) if kind in KERNELS or PACKED.fullmatch(kind) else f"it cannot read {kind}"
+
+
+def _rows(data: Tensor) -> tuple[Tensor, int]:
+    """A matrix and the bytes between its rows. Raises ShapeMismatch if these are not dense."""
+    if data.shape[1] > 1 and data.stride(1) != 1:
+        raise ShapeMismatch(
+            f"the rows of an embedding's table must be dense, its strides are {data.stride()}"
+        )
+    return data, data.stride(0) * data.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What reads rows of a table: a kernel, the rows' bytes and the bytes between them, pieces of a row, and
+    the kernel's words behind n. `table`: what these point into."""
+
+    kernel: Kernel
+    source: tuple[Tensor, int]
+    pieces: int
+    more: tuple[Any, ...]
+    table: Weight
+
+
+def reader(table: Weight) -> Reader:
+    """The kernel that reads this table, and how. Raises ShapeMismatch if none can."""
+    n = table.shape[1]
+    if isinstance(table, Dense | Gguf) and table.format in KERNELS:
+        source = _rows(table.data if isinstance(table, Gguf) else table.tensor)
+        more = (grid(GRIDS[table.format]),) if table.format in GRIDS else ()
+        pieces = n // table.kind.elements if isinstance(table, Gguf) else -(-n // PIECE)
+        return Reader(KERNELS[table.format], source, pieces, more, table)
+    made, source, words = _packed(table)
+    return Reader(made, source, -(-n // PIECE), words, table)
+
+
+def _packed(table: Weight) -> tuple[Kernel, tuple[Tensor, int], tuple[Any, ...]]:
+    """The kernel of a packed table, its codes, and the words behind n."""
+    if isinstance(table, Grouped):
+        floats = (torch.float16, torch.bfloat16, torch.float32).index(table.scales.dtype)
+        zeros = (None, 0) if table.zeros is None else _rows(table.zeros)
+        words = (*_rows(table.scales), floats, *zeros, table.bits, table.group, table.order)
+        return groups, _rows(table.codes), words
+    if isinstance(table, Fp8):
+        scale, scale_bytes = _rows(table.scale)
+        return eights, _rows(table.codes), (scale, scale_bytes // 4, *table.block)
+    if isinstance(table, Fp4):
+        factor = table.factor
+        each = 0 if factor is None or len(factor) == 1 else factor.stride(0) * 4
+        return fours, _rows(table.codes), (*_rows(table.scales), table.group, factor, each)
+    if isinstance(table, Codebook):
+        own, more = (table.table, *_rows(table.absmax), table.block), table.nested
+        if more is None:
+            return places, _rows(table.codes), (*own, None, None, 0, 1, None, 0)
+        nested = (more.table, *_rows(more.scale), more.block, more.offset, more.offset.stride(0) * 4)
+        return places, _rows(table.codes), (*own, *nested)
+    raise ShapeMismatch(f"the embedding's kernel cannot read {table.format}")
+
+
+@embed.variant("native", on="cpu", when=known_format, native=True)
+def _embed(cpu: Executor, token_ids: Tensor, table: Weight, scale: float, dtype: torch.dtype) -> Tensor:
+    """A token id is trusted: whoever made the batch has looked."""
+    if token_ids.dtype != torch.int64 or token_ids.dim() != 1 or not token_ids.is_contiguous():
+        raise ShapeMismatch(
+            f"token ids must be dense int64 [T], got {token_ids.dtype} {list(token_ids.shape)}"
+        )
+    if dtype != torch.float32:
+        raise ShapeMismatch(f"the embedding's kernel makes float32, not {dtype}")
+    how, n, tokens = reader(table), table.shape[1], token_ids.shape[0]
+    out = cpu.empty(tokens, n)
+    words = (*how.source, how.pieces, float(scale), out, n, *how.more)
+    cpu.launch(how.kernel, token_ids, *words, rows=tokens)
+    return out

@@ -1,0 +1,1 @@
+"""Linear layers: layouts of packed weights, and products with them."""

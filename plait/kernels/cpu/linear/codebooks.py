@@ -1,0 +1,169 @@
+"""Small codes to numbers: tables of sixteen and eight-bit floats, as more operations of `straight.Writer`.
+
+`look_NAME` takes lanes of four bytes, each 0..15, and gives what a table has there, less its smallest number:
+results are unsigned, and `OFFSETS` has what they are too large by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+
+from plait.kernels.cpu.codegen.target import DOT
+from plait.kernels.cpu.codegen.vec import DEFINED, LANES, SOFT_HALF, VF, VI, f16, i8, i16, i32, vf32, vi32
+from plait.quant.gguf_iq import IQ1_VALUES, IQ2_VALUES, IQ3_S_VALUES, IQ3_XXS_VALUES
+from plait.quant.gguf_k import IQ4_VALUES
+from plait.quant.gguf_parts import E2M1_TWICE
+
+TABLES: Mapping[str, tuple[int, ...]] = {
+    "iq1": IQ1_VALUES,
+    "iq2": IQ2_VALUES,
+    "iq3_xxs": IQ3_XXS_VALUES,
+    "iq3_s": IQ3_S_VALUES,
+    "iq4": IQ4_VALUES,
+    "e2m1": E2M1_TWICE,
+}
+OFFSETS: Mapping[str, int] = {name: -min(values) for name, values in TABLES.items()}
+_v64i8, _v32i8, _v16i8 = (ir.VectorType(i8, n) for n in (64, 32, 16))
+_v32i16 = ir.VectorType(i16, 32)
+
+
+def _constant(kind: ir.VectorType, values: list[int]) -> ir.Constant:
+    """Bytes 128..255 as LLVM writes them."""
+    return ir.Constant(kind, [v - 256 if v > 127 else v for v in values])
+
+
+def _call(b: Any, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
+    kind = ir.FunctionType(result, [v.type for v in values])
+    return b.call(b.module.declare_intrinsic(name, fnty=kind), values)
+
+
+def _shuffled(b: Any, table: ir.Value, x: ir.Value) -> ir.Value:
+    """One byte shuffle of AVX-512, or two of AVX2: table[x], of sixteen bytes that are there four times."""
+    if DOT == "vnni":
+        return _call(b, "llvm.x86.avx512.pshuf.b.512", _v64i8, table, x)
+    parts = []
+    for start in (0, 32):
+        order = ir.Constant(ir.VectorType(i32, 32), list(range(start, start + 32)))
+        half = (b.shuffle_vector(v, v, order) for v in (table, x))
+        parts.append(_call(b, "llvm.x86.avx2.pshuf.b", _v32i8, *half))
+    return b.shuffle_vector(*parts, ir.Constant(ir.VectorType(i32, 64), list(range(64))))
+
+
+def _looked_up(b: Any, table: list[int], x: ir.Value) -> ir.Value:
+    return _shuffled(b, _constant(_v64i8, table * 4), x)
+
+
+def _interleaved(start: int, b: Any, x: ir.Value, y: ir.Value) -> ir.Value:
+    """Of every sixteen bytes eight of x, each before the one of y."""
+    order = [
+        64 * from_y + lane + start + i for lane in range(0, 64, 16) for i in range(8) for from_y in (0, 1)
+    ]
+    both = (b.bitcast(v, _v64i8) for v in (x, y))
+    return b.bitcast(b.shuffle_vector(*both, ir.Constant(ir.VectorType(i32, 64), order)), vi32)
+
+
+def _compared(b: Any, table: list[int], x: ir.Value) -> ir.Value:
+    """The same where no shuffle is known: each place is asked for in turn."""
+    found = ir.Constant(_v64i8, [0] * 64)
+    for place, value in enumerate(table):
+        if value:
+            hit = b.icmp_unsigned("==", x, ir.Constant(_v64i8, [place] * 64))
+            found = b.select(hit, _constant(_v64i8, [value] * 64), found)
+    return found
+
+
+def _parts(b: Any, x: ir.Value) -> list[ir.Value]:
+    """64 bytes as four registers of NEON."""
+    orders = [list(range(n, n + 16)) for n in range(0, 64, 16)]
+    return [b.shuffle_vector(x, x, ir.Constant(vi32, order)) for order in orders]
+
+
+def _whole(b: Any, parts: list[ir.Value]) -> ir.Value:
+    """And back."""
+    halves = ir.Constant(ir.VectorType(i32, 32), list(range(32)))
+    low, high = b.shuffle_vector(*parts[:2], halves), b.shuffle_vector(*parts[2:], halves)
+    return b.shuffle_vector(low, high, ir.Constant(ir.VectorType(i32, 64), list(range(64))))
+
+
+def _looked(b: Any, table: list[int], x: ir.Value) -> ir.Value:
+    """Four table lookups of NEON."""
+    every = _constant(_v16i8, table)
+    return _whole(b, [_call(b, "llvm.aarch64.neon.tbl1.v16i8", _v16i8, every, p) for p in _parts(b, x)])
+
+
+def _look(name: str, b: Any, x: ir.Value) -> ir.Value:
+    values = [v + OFFSETS[name] for v in TABLES[name]]
+    table = values + [0] * (16 - len(values))
+    how = {"vnni": _looked_up, "avx2": _looked_up, "generic": _compared}.get(DOT, _looked)
+    return b.bitcast(how(b, table, b.bitcast(x, _v64i8)), vi32)
+
+
+def _pick(b: Any, table: ir.Value, index: ir.Value) -> ir.Value:
+    """table[index & 15], of sixteen floats."""
+    if DOT == "vnni":
+        return _call(b, "llvm.x86.avx512.permvar.sf.512", vf32, table, index)
+    index = b.and_(index, ir.Constant(vi32, [15] * LANES))
+    if DOT.startswith("neon"):  # by bytes: four of each float
+        places = b.add(b.mul(index, _every(0x04040404)), _every(0x03020100))
+        all_of_it = _parts(b, b.bitcast(table, _v64i8))
+        found = [
+            _call(b, "llvm.aarch64.neon.tbl4.v16i8", _v16i8, *all_of_it, p)
+            for p in _parts(b, b.bitcast(places, _v64i8))
+        ]
+        return b.bitcast(_whole(b, found), vf32)
+    picked: ir.Value = ir.Constant(vf32, [0.0] * LANES)
+    for place in range(16):
+        every = b.shuffle_vector(table, table, ir.Constant(vi32, [place] * LANES))
+        hit = b.icmp_unsigned("==", index, ir.Constant(vi32, [place] * LANES))
+        picked = b.select(hit, every, picked)
+    return picked
+
+
+def _widen(start: int, b: Any, x: ir.Value) -> ir.Value:
+    """Sixteen of the 32 float16 in a vector, none of them infinite."""
+    order = ir.Constant(vi32, list(range(start, start + LANES)))
+    bits = b.shuffle_vector(b.bitcast(x, _v32i16), b.bitcast(x, _v32i16), order)
+    if not SOFT_HALF:
+        return b.fpext(b.bitcast(bits, ir.VectorType(f16, LANES)), vf32)
+    size = b.shl(b.zext(b.and_(bits, ir.Constant(bits.type, [0x7FFF] * LANES)), vi32), _every(13))
+    value = b.fmul(b.bitcast(size, vf32), ir.Constant(vf32, [2.0**112] * LANES))
+    sign = b.shl(b.zext(b.lshr(bits, ir.Constant(bits.type, [15] * LANES)), vi32), _every(31))
+    return b.bitcast(b.or_(b.bitcast(value, vi32), sign), vf32)
+
+
+def _every(value: int) -> ir.Constant:
+    return ir.Constant(vi32, [value] * LANES)
+
+
+def _halves(b: Any, x: ir.Value) -> ir.Value:
+    """The upper byte of every two, an E4M3 number, as a float16 that is 256 times too small."""
+    sign = b.and_(x, ir.Constant(vi32, [-0x7FFF8000] * LANES))
+    return b.or_(sign, b.and_(b.lshr(x, _every(1)), _every(0x3F803F80)))
+
+
+def _small(b: Any, x: ir.Value) -> ir.Value:
+    """Sixteen E4M3 numbers without a sign, one in each lane, as float32."""
+    return b.fmul(b.bitcast(b.shl(x, _every(20)), vf32), ir.Constant(vf32, [2.0**120] * LANES))
+
+
+OPERATIONS: Mapping[str, tuple[Any, tuple[Any, ...], Callable[..., ir.Value]]] = {
+    **{f"look_{name}": (VI, (VI,), partial(_look, name)) for name in TABLES},
+    "low_words": (VI, (VI, VI), partial(_interleaved, 0)),
+    "high_words": (VI, (VI, VI), partial(_interleaved, 8)),
+    "pick_f32": (VF, (VF, VI), _pick),
+    "upper_e4m3": (VI, (VI,), _halves),
+    "low_halves": (VF, (VI,), partial(_widen, 0)),
+    "high_halves": (VF, (VI,), partial(_widen, LANES)),
+    "from_e4m3": (VF, (VI,), _small),
+}
+DEFINED.update(OPERATIONS)
+if DOT in ("vnni", "avx2"):  # table[x] of bytes 0..15
+    DEFINED["look_bytes"] = (
+        VI,
+        (VI, VI),
+        lambda b, table, x: b.bitcast(_shuffled(b, b.bitcast(table, _v64i8), b.bitcast(x, _v64i8)), vi32),
+    )

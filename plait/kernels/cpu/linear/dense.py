@@ -1,0 +1,438 @@
+"""Linear maps over plain numbers: float32, bfloat16 or float16 weights, float32 activations, float32 sums.
+
+A tile holds sixteen outputs, two inputs at a time, in the width the weights came in: float32 as 16 numbers of
+the even input then 16 of the odd one, float16 likewise, bfloat16 as 16 words with the odd input in the high
+half, which costs one shift and one mask to widen. Every output is the sum of chunks of `CHUNK` inputs, added
+in order; within a chunk even and odd inputs are summed apart. That order never changes: not with the number
+of rows, nor with how tiles are shared among threads, nor with bfloat16 being kept in twelve bits
+(`bf16_codes`): then a thread makes plain tiles of a chunk, which stay in its cache, and reads these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product as pairs_of
+from string import Template
+from typing import Any
+
+import numpy as np
+import torch
+from numba import config
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.cpu.codegen.kernel import Kernel, generated, inline, kernel
+from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, digest, straight
+from plait.kernels.cpu.codegen.plain_x86 import added
+from plait.kernels.cpu.codegen.target import TARGETS, host_features
+from plait.kernels.cpu.codegen.vec import get_i32, get_u8, put_i32, put_u8, word
+from plait.kernels.cpu.linear import bf16_codes
+from plait.kernels.cpu.linear.bf16_codes import Coded
+from plait.kernels.cpu.linear.packed import Packed, multiply
+from plait.kernels.cpu.runtime.executor import LINE, Executor
+from plait.kernels.cpu.runtime.row_checks import float32_rows
+from plait.kernels.cpu.runtime.tile_memory import room
+from plait.ops.linear import Activations, Packing, linear
+from plait.ops.registry import Facts
+from plait.quant.packed import Kept
+from plait.quant.weight import Dense, Weight
+
+PAIR_BYTES = {"float32": 128, "bfloat16": 64, "float16": 64}  # two inputs of a tile
+CHUNK = 512  # inputs whose products are summed before they join the rest: a pair of tiles stays in L2
+BLOCK = 192  # rows of one piece of work
+FEW = (4, 2, 1)  # rows that codes are decoded for in registers, of up to MOST; more take plain tiles
+MOST = 12
+AHEAD = 4096  # bytes that one row fetches weights before it needs them
+CHUNK_BYTES = CHUNK * 3 // 2 * 32  # of a plain tile of bfloat16, at most
+
+
+def wide_registers() -> bool:
+    """Whether a vector of sixteen floats is one register, of which there are many."""
+    name = config.CPU_NAME or ""
+    return name in (TARGETS["amx"], TARGETS["avx512"]) or (not name and "avx512f" in host_features())
+
+
+def _shapes() -> tuple[tuple[int, int], ...]:
+    """(rows, tiles) held in registers at once, the larger first: their number never changes a result."""
+    return ((6, 2), (4, 2), (2, 2), (1, 2), (4, 1), (1, 1)) if wide_registers() else ((3, 1), (1, 2), (1, 1))
+
+
+def _pair(w: Writer, kind: str, at: Word) -> tuple[Any, Any]:
+    """Sixteen weights of an even and of an odd input."""
+    match kind:
+        case "float32":
+            return w.load_f32(at), w.load_f32(at + 64)
+        case "float16":
+            return w.load_f16(at), w.load_f16(at + 32)
+        case _:
+            words = w.load_i32(at)
+            return w.low_bf16(words), w.high_bf16(words)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows through some tiles, over part of the inputs. The arguments of `rows_through`."""
+
+    x: Word
+    row_bytes: Word
+    weights: Word
+    weights_apart: Word
+    n: Word
+    out: Word
+    out_bytes: Word
+    earlier: Word
+    bias: Word
+    left: Word
+    apart: Word
+    kind: str
+    tiles: int
+
+    def write(self, w: Writer, row: Word, rows: int, sums: list[Any] | None = None) -> None:
+        """Rows row..row+rows, of which there are as many sums as registers hold, if nobody has these."""
+        out = self.out + self.out_bytes * row
+        grid = [(r, t) for r in range(rows) for t in range(self.tiles)]
+        places = [
+            (out + self.out_bytes * r + 64 * self.apart * t, self.left - 16 * self.apart * t) for r, t in grid
+        ]
+
+        def behind(*sums: Any) -> list[Any]:
+            return [w.add(w.load_some(*place), s) for place, s in zip(places, sums, strict=True)]
+
+        def biased(*sums: Any) -> list[Any]:
+            steps = [self.apart * t for t in range(self.tiles)]
+            vectors = [w.load_some(self.bias + 64 * t, self.left - 16 * t) for t in steps]
+            return [w.add(s, vectors[t]) for s, (_, t) in zip(sums, grid, strict=True)]
+
+        sums = w.unless_zero(self.earlier, sums or self._sums(w, self.x + self.row_bytes * row, rows), behind)
+        for (at, columns), s in zip(places, w.unless_zero(self.bias, sums, biased), strict=True):
+            w.store_some(at, s, columns)
+
+    def _sums(self, w: Writer, x: Word, rows: int) -> list[Any]:
+        """Sums over even and over odd inputs together, row by row."""
+        step, tiles, count = PAIR_BYTES[self.kind], self.tiles, rows * self.tiles
+        rows_at = [x + self.row_bytes * r for r in range(rows)]
+        tiles_at = [self.weights + self.weights_apart * t for t in range(tiles)]
+
+        def pair(k: Word, *sums: Any) -> list[Any]:
+            if rows == 1:
+                for at, line in pairs_of(tiles_at, range(0, step, LINE)):
+                    w.prefetch(at + step * k + (AHEAD + line))
+            pairs = [_pair(w, self.kind, at + step * k) for at in tiles_at]
+            even, odd = [], []
+            for r, at in enumerate(rows_at):
+                v, u = w.spread_f32(at + 8 * k), w.spread_f32(at + 8 * k + 4)
+                even += [added(w, v, a, sums[r * tiles + t]) for t, (a, _) in enumerate(pairs)]
+                odd += [added(w, u, b, sums[count + r * tiles + t]) for t, (_, b) in enumerate(pairs)]
+            return even + odd
+
+        def last(_: Word, *sums: Any) -> list[Any]:
+            weights = [_pair(w, self.kind, at + step * (self.n >> 1))[0] for at in tiles_at]
+            ys = [w.spread_f32(at + 4 * self.n - 4) for at in rows_at]
+            return [added(w, ys[i // tiles], weights[i % tiles], s) for i, s in enumerate(sums)]
+
+        sums = w.loop(0, self.n >> 1, 1, [w.zero_f32()] * (2 * count), pair)
+        even = w.loop(self.n >> 1 << 1, self.n, 1, sums[:count], last)  # the odd one, if there is one
+        return [w.add(a, b) for a, b in zip(even, sums[count:], strict=True)]
+
+
+@cache
+def rows_through(tiles: int, kind: str) -> Any:
+    """Block: `rows` rows through so many tiles, over n inputs, in the largest groups that registers hold.
+
+    earlier: 0 if these are the first inputs; otherwise what `out` has is added. bias: an address or 0.
+    left: outputs from the first tile on; apart: from one of the tiles to the next, in tiles, and
+    weights_apart in bytes.
+    """
+    sizes = sorted({r for r, t in _shapes() if t == tiles}, reverse=True)
+
+    def write(
+        w: Writer,
+        x: Word,
+        row_bytes: Word,
+        weights: Word,
+        weights_apart: Word,
+        n: Word,
+        rows: Word,
+        out: Word,
+        out_bytes: Word,
+        earlier: Word,
+        bias: Word,
+        left: Word,
+        apart: Word,
+    ) -> None:
+        part = _Part(
+            x, row_bytes, weights, weights_apart, n, out, out_bytes, earlier, bias, left, apart, kind, tiles
+        )
+        row = w.number(0)
+        for size in sizes:
+            end = row + (rows - row) // size * size
+            w.loop(row, end, size, (), partial(part.write, w, rows=size))
+            row = end
+
+    return straight(write)
+
+
+@cache
+def few_through_codes(tiles: int) -> Any:
+    """Block: as `rows_through`, of a few rows, with weights in twelve bits: `bf16_codes.Walk` says where."""
+
+    def write(
+        w: Writer,
+        x: Word,
+        row_bytes: Word,
+        weight: Word,
+        tile: Word,
+        weights_apart: Word,
+        n: Word,
+        first: Word,
+        count: Word,
+        rows: Word,
+        scratch: Word,
+        out: Word,
+        out_bytes: Word,
+        bias: Word,
+        left: Word,
+        apart: Word,
+    ) -> None:
+        walk = bf16_codes.Walk(weight, tile, weights_apart, n, first, count, scratch, tiles)
+        none = w.number(0)
+
+        def some(row: Word, size: int) -> None:
+            source, to, half = x + row_bytes * row, out + out_bytes * row, size * tiles
+
+            def add(p: Word, lines: list[Any], sums: list[Any]) -> list[Any]:
+                evens, odds = [w.low_bf16(line) for line in lines], [w.high_bf16(line) for line in lines]
+                at = [source + row_bytes * r + 8 * p for r in range(size)]
+                made = [(w.spread_f32(a + 4 * odd), odds if odd else evens) for odd in (0, 1) for a in at]
+                terms = [(v, weights) for v, several in made for weights in several]
+                return [added(w, v, weights, s) for (v, weights), s in zip(terms, sums, strict=True)]
+
+            sums = walk.lines(w, [w.zero_f32()] * (2 * half), add)
+            joined = [w.add(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
+            part = _Part(
+                source, none, tile, none, count, to, out_bytes, first, bias, left, apart, "bfloat16", tiles
+            )
+            part.write(w, none, size, joined)
+
+        row = none
+        for size in FEW if wide_registers() else (1,):
+            end = row + (rows - row) // size * size
+            w.loop(row, end, size, (), partial(some, size=size))
+            row = end
+
+    return straight(write)
+
+
+_SOURCE = Template('''"""Products of float32 rows with $kind tiles: made by plait, from $digest."""
+import numpy as np
+
+from plait.kernels.cpu.linear import bf16_codes
+from plait.kernels.cpu.linear import dense
+from plait.kernels.cpu.runtime.frame import rows_of, scratch_of
+from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.vec import atomic_add, get_i64, word
+
+through_one, through_two = dense.rows_through(1, "$kind"), dense.rows_through(2, "$kind")
+$few
+
+
+@inline
+def tiles_of(x, row_bytes, n, weight, tile_bytes, begin, end, n_out, bias, out, out_bytes, rows, scratch):
+    """Rows through the tiles begin..end."""
+    # Few rows read both halves of the tiles at a time: a single stream leaves memory waiting.
+    t, half = begin, (end - begin) // 2 if rows <= $most else 0
+    while t < end:
+        tiles, step = min(end - t, 2), 1
+        if half > 1:
+            step = half
+        to, left = out + 64 * t, n_out - 16 * t
+        k = 0
+        while k < n:
+            count = n - k if n - k < $chunk * 3 // 2 else $chunk
+            at, apart = weight + $header + t * tile_bytes, step * tile_bytes
+            plus = bias + 64 * t if bias != 0 and k + count == n else 0
+            some = x + 4 * k
+            $find
+            k += count
+        t += 1 if half > 1 else tiles
+        if half > 1 and t == begin + half:
+            t, half = begin + 2 * half, 0
+
+
+@kernel
+def dense_$kind(frame, args, thread, threads):
+    """The words of `packed`; pieces of work are taken from the counter."""
+    x, row_bytes, n, weight = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    n_out, bias, out, out_bytes = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
+    groups, starts, weights, counter = word(args, 11), word(args, 12), word(args, 13), word(args, 1)
+    tiles, tile_bytes, scratch = (n_out + 15) // 16, $tile_bytes, scratch_of(frame, thread)
+    unit = max(2, min(tiles // (4 * threads), 262144 // tile_bytes) // 2 * 2)
+    units = (tiles + unit - 1) // unit
+    item, done = np.int64(atomic_add(counter, np.int32(1))), 0
+    for g in range(max(groups, 1)):
+        start, rows = 0, 0
+        if groups != 0:
+            start = get_i64(starts + 8 * g)
+            rows, weight = get_i64(starts + 8 * g + 8) - start, get_i64(weights + 8 * g)
+        else:
+            rows = rows_of(frame, args)
+        blocks = (rows + $block - 1) // $block
+        while item < done + units * blocks:
+            begin = (item - done) // blocks * unit
+            row = (item - done) % blocks * $block
+            first = start + row
+            tiles_of(
+                x + first * row_bytes, row_bytes, n, weight, tile_bytes, begin, min(begin + unit, tiles),
+                n_out, bias, out + first * out_bytes, out_bytes, min($block, rows - row), scratch,
+            )
+            item = np.int64(atomic_add(counter, np.int32(1)))
+        done += units * blocks
+''')
+
+
+_MULTIPLY = """
+            if tiles == 2:
+                through_two(some, row_bytes, at, apart, count, rows, to, out_bytes, k, plus, left, step)
+            else:
+                through_one(some, row_bytes, at, apart, count, rows, to, out_bytes, k, plus, left, step)
+"""
+_PLAIN = f"at += k // 2 * $pair_bytes{_MULTIPLY}"
+_CODED = (
+    """if rows <= $most:
+                if tiles == 2:
+                    few_two(
+                        some, row_bytes, weight, at, apart, n, k, count, rows, scratch, to, out_bytes, plus,
+                        left, step,
+                    )
+                else:
+                    few_one(
+                        some, row_bytes, weight, at, apart, n, k, count, rows, scratch, to, out_bytes, plus,
+                        left, step,
+                    )
+                k += count
+                continue
+            for i in range(tiles):
+                unpacked(weight, at + i * apart, n, k, count, scratch + i * $chunk_bytes)
+            at, apart = scratch, $chunk_bytes"""
+    + _MULTIPLY
+)
+_FEW = """few_one, few_two = dense.few_through_codes(1), dense.few_through_codes(2)
+unpacked = bf16_codes.unpacked"""
+
+
+@cache
+def product(kind: str, coded: bool = False) -> Kernel:
+    """The kernel that multiplies rows by tiles of that width; `coded`: of bfloat16 in twelve bits."""
+    most = MOST if coded and wide_registers() else 1
+    source = _SOURCE.safe_substitute(
+        kind=kind,
+        digest=digest(
+            "linear/dense.py", "linear/bf16_codes.py", "linear/codebooks.py", "codegen/plain_x86.py"
+        ),
+        chunk=CHUNK,
+        block=BLOCK,
+        find=Template(_CODED).safe_substitute(most=most) if coded else _PLAIN,
+        most=most,
+        few=_FEW if coded else "",
+        header=LINE if coded else 0,
+        tile_bytes=bf16_codes.TILE_BYTES if coded else f"(n + 1) // 2 * {PAIR_BYTES[kind]}",
+    )
+    source = Template(source).substitute(pair_bytes=PAIR_BYTES[kind], chunk_bytes=CHUNK_BYTES)
+    made: Kernel = getattr(generated(f"dense_{kind}", source), f"dense_{kind}")
+    return made
+
+
+@inline
+def _half(address):
+    """The sixteen bits at an address that may be odd to the machine."""
+    return np.int32(get_u8(address) | (get_u8(address + 1) << 8))
+
+
+@inline
+def _put_half(address, value):
+    put_u8(address, np.int32(value & 255))
+    put_u8(address + 1, np.int32(value >> 8))
+
+
+@kernel
+def pack_dense(frame, args, thread, threads):
+    """source, bytes between its rows, n_in, n_out, tiles, layout: 0 float32, 1 bfloat16, 2 float16."""
+    source, row_bytes, n = word(args, 2), word(args, 3), word(args, 4)
+    n_out, out = word(args, 5), word(args, 6)
+    layout = word(args, 7)
+    tiles, pairs = (n_out + 15) // 16, (n + 1) // 2
+    size = 4 if layout == 0 else 2
+    for t in range(tiles * thread // threads, tiles * (thread + 1) // threads):
+        for p0 in range(0, pairs, 8):  # a cache line of each of the sixteen rows
+            for j in range(16):
+                row = source + (16 * t + j) * row_bytes
+                inside = 16 * t + j < n_out
+                for p in range(p0, min(p0 + 8, pairs)):
+                    to = out + (t * pairs + p) * 32 * size
+                    for odd in range(2):
+                        k, value = 2 * p + odd, np.int32(0)
+                        if inside and k < n:
+                            value = get_i32(row + 4 * k) if layout == 0 else _half(row + 2 * k)
+                        if layout == 0:
+                            put_i32(to + 64 * odd + 4 * j, value)
+                        elif layout == 1:
+                            _put_half(to + 4 * j + 2 * odd, value)
+                        else:
+                            _put_half(to + 32 * odd + 2 * j, value)
+
+
+def pack(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
+    """A Dense weight in tiles, in its own width."""
+    if isinstance(weight, Kept):
+        return _coded(weight.tiles, weight) if weight.layout else _as_it_is(weight.tiles, weight)
+    if not isinstance(weight, Dense) or weight.format not in PAIR_BYTES:
+        raise ShapeMismatch(f"only {', '.join(PAIR_BYTES)} are packed here, not {weight.format}")
+    source, kind = weight.tensor, weight.format
+    n_out, n_in = weight.shape
+    if n_in > 1 and source.stride(1) != 1:
+        source = source.contiguous()
+    if kind == "bfloat16" and (found := bf16_codes.pack(cpu, source)) is not None:
+        return _coded(found, weight)
+    data = room((n_out + 15) // 16 * ((n_in + 1) // 2) * PAIR_BYTES[kind])
+    row_bytes, layout = (
+        source.stride(0) * source.element_size(),
+        ("float32", "bfloat16", "float16").index(kind),
+    )
+    cpu.launch(pack_dense, source, row_bytes, n_in, n_out, data, layout, rows=n_out)
+    return _as_it_is(data, weight)
+
+
+def _as_it_is(data: Tensor, weight: Weight | Kept) -> Packed:
+    return Packed(data, weight.format, *weight.shape, product(weight.format), 0)
+
+
+def _coded(data: Tensor, weight: Weight | Kept) -> Packed:
+    made = product(weight.format, coded=True)
+    return Packed(data, weight.format, *weight.shape, made, 0, layout=Coded(), scratch=2 * CHUNK_BYTES)
+
+
+def apply(
+    cpu: Executor,
+    x: Tensor,
+    weight: Packed,
+    bias: Tensor | None,
+    activations: Activations,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x: [..., in] float32 -> [..., out] float32."""
+    return multiply(cpu, x, weight, bias, activations, out)
+
+
+def plain_numbers(facts: Facts) -> str | None:
+    """The `when` of weights that are plain numbers beside exact activations."""
+    kind = facts.sizes.get("kind", str(facts.dtype).removeprefix("torch."))
+    if kind not in PAIR_BYTES:
+        return f"it reads plain numbers, not {kind}"
+    if facts.sizes.get("activations", "float32") != "float32":
+        return "it does not round activations"
+    return float32_rows(facts)
+
+
+native = Packing(pack=pack, apply=apply)
+linear.variant("native-dense", on="cpu", when=plain_numbers, native=True)(native)

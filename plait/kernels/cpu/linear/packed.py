@@ -1,0 +1,148 @@
+"""A linear map as kernels keep it, and the one way every one of them is called.
+
+A packed weight is a row of *tiles* of sixteen outputs each, in K order inside; the last tile is filled up
+with zeros. Its kernel takes these words (`Executor.launch`):
+
+2 x (float32 rows), 3 bytes between rows, 4 n_in, 5 weight (address of the first tile), 6 n_out, 7 bias
+(float32) or 0, 8 out, 9 bytes between its rows, 10 rounding of x (index into ROUNDINGS), 11 groups,
+12 starts, 13 weights, 14 bytes of x's rounded form at most, 15 address of the kernel for few rows or 0,
+16 address of the kernel that joins gate and up (`glu`) or 0: word 8 is then for the first half of n_out.
+
+A weight may keep its columns in another order than its inputs come in: `order_columns` then goes first.
+
+With groups > 0 (mixture of experts) rows starts[g]..starts[g+1] go through the map at address weights[g]
+(both int64 arrays in memory, filled by an earlier launch and at construction), word 5 is not used, and
+starts[groups] is how many rows there are; without, the frame says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.cpu.codegen.kernel import Kernel, kernel
+from plait.kernels.cpu.codegen.vec import get_i32, get_i64, put_i32, word
+from plait.kernels.cpu.linear.layout import TILE
+from plait.kernels.cpu.runtime.executor import Executor
+from plait.kernels.cpu.runtime.frame import rows_of
+from plait.kernels.cpu.runtime.row_checks import Rows
+from plait.ops.linear import Activations
+
+JOINED = 64 * TILE  # bytes of a thread's scratch for a tile of as many rows
+ROUNDINGS: tuple[Activations, ...] = ("float32", "int8", "int8x2")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A weight (n_out, n_in) in tiles. `data`: uint8, 64-byte aligned; `kind`: the layout, like "Q4_K"."""
+
+    data: Tensor
+    kind: str
+    n_out: int
+    n_in: int
+    kernel: Kernel
+    shared_per_row: int  # bytes of shared scratch that a row of x needs
+    order: Tensor | None = None  # int32 [n_in]: which input a column belongs to
+    few: Kernel | None = None  # what `kernel` calls where rows are few, if that is another one
+    scratch: int = 0  # bytes that each thread needs
+    layout: Any = None  # a description of the tiles whose fields are plain values, beside `kind`
+    joins: bool = False  # whether `kernel` joins gate and up
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Rows sorted by expert. starts: int64 [count + 1]; weights: int64 [count] addresses of packed maps;
+    orders: int64 [count] addresses of the orders of their columns, if they have orders."""
+
+    count: int
+    starts: Tensor
+    weights: Tensor
+    orders: Tensor | None = None
+
+
+@kernel
+def order_columns(frame, args, thread, threads):
+    """x, bytes between its rows, n, order (int32), out (dense), groups, starts, orders.
+
+    out[r, c] = x[r, order[c]]; with groups, rows starts[g]..starts[g+1] by the order at address orders[g].
+    """
+    x, row_bytes, n, order, out = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
+    groups, starts, orders = word(args, 7), word(args, 8), word(args, 9)
+    for g in range(max(groups, 1)):
+        first, end = 0, rows_of(frame, args)
+        if groups != 0:
+            first, end = get_i64(starts + 8 * g), get_i64(starts + 8 * g + 8)
+            order = get_i64(orders + 8 * g)
+        rows = end - first
+        for r in range(first + rows * thread // threads, first + rows * (thread + 1) // threads):
+            source, to = x + r * row_bytes, out + 4 * n * r
+            for c in range(n):
+                put_i32(to + 4 * c, get_i32(source + 4 * np.int64(get_i32(order + 4 * c))))
+
+
+def multiply(
+    cpu: Executor,
+    x: Tensor,
+    weight: Packed,
+    bias: Tensor | None,
+    activations: Activations,
+    out: Tensor | None = None,
+    *,
+    groups: Groups | None = None,
+    rows: int | None = None,
+    join: Kernel | None = None,
+) -> Tensor:
+    """x: [R, n_in] float32 -> [R, n_out] float32, written into `out` if given (its rows may lie apart).
+
+    With `groups`, `rows` is the launch's row count (tokens); R is the capacity of the sorted rows. With
+    `join` (`glu.JOINS`), n_out is gate and up, a whole number of tiles each, and half as wide rows come out.
+    """
+    shape = x.shape
+    if x.dim() == 3:
+        x = x.reshape(-1, shape[-1])
+    a = Rows.of(x)
+    if a.width != weight.n_in or (bias is not None and tuple(bias.shape) != (weight.n_out,)):
+        raise ShapeMismatch(f"a map of {weight.n_in} -> {weight.n_out} numbers was given rows of {a.width}")
+    width = weight.n_out // 2 if join else weight.n_out
+    if join and not (weight.joins and width % TILE == 0):
+        raise ShapeMismatch(f"{weight.kind} weights of {weight.n_out} outputs are not joined by their kernel")
+    out = cpu.empty(a.count, width) if out is None else out.reshape(-1, width)
+    b = Rows.of(out)
+    if b.count != a.count:
+        raise ShapeMismatch(f"{a.count} rows go in and {b.count} come out")
+    if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
+        raise ShapeMismatch(f"a bias must be dense float32, got {bias.dtype}")
+    grouping: tuple[Any, ...] = (groups.count, groups.starts, groups.weights) if groups else (0, None, None)
+    need = a.count * weight.shared_per_row
+    asked = a.count if rows is None else rows
+    if weight.order is not None:
+        ordered = cpu.empty(a.count, weight.n_in)
+        orders = groups.orders if groups else None
+        cpu.launch(
+            order_columns,
+            *(x, a.row_bytes, weight.n_in, weight.order, ordered, *grouping[:2], orders),
+            rows=asked,
+        )
+        x, a = ordered, Rows.of(ordered)
+    cpu.launch(
+        weight.kernel,
+        *(x, a.row_bytes, weight.n_in, weight.data, weight.n_out, bias, out, b.row_bytes),
+        ROUNDINGS.index(activations),
+        *grouping,
+        need,
+        weight.few.address if weight.few else 0,
+        join.address if join else 0,
+        rows=asked,
+        scratch=weight.scratch + (JOINED if join else 0),
+        shared=need,
+    )
+    return out.view(*shape[:-1], width)

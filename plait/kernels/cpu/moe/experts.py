@@ -1,0 +1,304 @@
+"""Mixture of experts: rows sorted by expert, so that one product reads every chosen expert once.
+
+Each token has its k pairs (token, expert); sorted by expert, then by token, they are the rows of two grouped
+products (`packed`). Every token then adds its rows up in the order of its experts' numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.errors import CannotRecord, ShapeMismatch
+from plait.kernels.cpu.codegen.kernel import Kernel, inline, kernel
+from plait.kernels.cpu.codegen.vec import (
+    add,
+    fma,
+    get_f32,
+    get_i64,
+    load_some,
+    put_i64,
+    spread,
+    store_some,
+    zero_f32,
+)
+from plait.kernels.cpu.linear.glu import join_of
+from plait.kernels.cpu.linear.packed import Groups, Packed, multiply
+from plait.kernels.cpu.runtime.executor import Executor
+from plait.kernels.cpu.runtime.frame import barrier, rows_of, word
+from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.ops.activation import activate
+from plait.ops.linear import Activations, Linear
+from plait.ops.moe import experts
+from plait.ops.registry import Facts
+
+
+@inline
+def _sort(index, row_bytes, pair_bytes, tokens, k, count, starts, places):
+    """Where each pair goes if pairs are sorted by expert, then by token; where each expert's rows start."""
+    for e in range(count + 1):
+        put_i64(starts + 8 * e, 0)
+    for t in range(tokens):
+        for j in range(k):
+            e = get_i64(index + t * row_bytes + j * pair_bytes)
+            put_i64(starts + 8 * e + 8, get_i64(starts + 8 * e + 8) + 1)
+    for e in range(count):
+        put_i64(starts + 8 * e + 8, get_i64(starts + 8 * e + 8) + get_i64(starts + 8 * e))
+    for t in range(tokens):  # starts[e] walks to the end of e, which is where e + 1 starts
+        for j in range(k):
+            e = get_i64(index + t * row_bytes + j * pair_bytes)
+            place = get_i64(starts + 8 * e)
+            put_i64(places + 8 * (t * k + j), place)
+            put_i64(starts + 8 * e, place + 1)
+    for i in range(count):
+        e = count - i
+        put_i64(starts + 8 * e, get_i64(starts + 8 * e - 8))
+    put_i64(starts, 0)
+
+
+@kernel
+def sort_rows(frame, args, thread, threads):
+    """index, its row and pair strides, k, experts, starts, places, x, its row stride, n, out (dense)."""
+    index, row_bytes, pair_bytes = word(args, 2), word(args, 3), word(args, 4)
+    k, count = word(args, 5), word(args, 6)
+    starts, places, x = word(args, 7), word(args, 8), word(args, 9)
+    x_bytes, n = word(args, 10), word(args, 11)
+    out, tokens = word(args, 12), rows_of(frame, args)
+    if thread == 0:
+        _sort(index, row_bytes, pair_bytes, tokens, k, count, starts, places)
+    barrier(frame, threads)
+    pairs = tokens * k
+    for p in range(pairs * thread // threads, pairs * (thread + 1) // threads):
+        source, to = x + p // k * x_bytes, out + get_i64(places + 8 * p) * 4 * n
+        for i in range(0, n, 16):
+            left = np.int32(n - i)
+            store_some(to + 4 * i, load_some(source + 4 * i, left), left)
+
+
+@kernel
+def add_biases(frame, args, thread, threads):
+    """x (sorted, dense; changed in place), n, starts, experts, addresses of their biases [n].
+
+    A pair finds its expert among the starts by halving.
+    """
+    x, n, starts = word(args, 2), word(args, 3), word(args, 4)
+    count, biases = word(args, 5), word(args, 6)
+    pairs = get_i64(starts + 8 * count)
+    for p in range(pairs * thread // threads, pairs * (thread + 1) // threads):
+        low, high = np.int64(0), count  # starts[low] <= p < starts[high]
+        while high - low > 1:
+            middle = (low + high) // 2
+            if get_i64(starts + 8 * middle) <= p:
+                low = middle
+            else:
+                high = middle
+        row, bias = x + 4 * n * p, get_i64(biases + 8 * low)
+        for i in range(0, n, 16):
+            left = np.int32(n - i)
+            store_some(row + 4 * i, add(load_some(row + 4 * i, left), load_some(bias + 4 * i, left)), left)
+
+
+@kernel
+def weigh_rows(frame, args, thread, threads):
+    """x (sorted, dense), n, places, k, weight, its row and pair strides, shared or 0, its row stride, out.
+
+    out (dense) = shared + the sum of weight · row over the k rows of each token, in the order they lie in.
+    """
+    x, n, places, k, weight = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
+    weight_row, weight_pair = word(args, 7), word(args, 8)
+    shared, shared_bytes = word(args, 9), word(args, 10)
+    out, tokens = word(args, 11), rows_of(frame, args)
+    for t in range(tokens * thread // threads, tokens * (thread + 1) // threads):
+        to, before = out + 4 * n * t, np.int64(-1)
+        for i in range(0, n, 16):
+            left = np.int32(n - i)
+            start = zero_f32()
+            if shared != 0:
+                start = load_some(shared + t * shared_bytes + 4 * i, left)
+            store_some(to + 4 * i, start, left)
+        for _ in range(k):
+            pair, place = np.int64(-1), np.int64(-1)
+            for j in range(k):
+                other = get_i64(places + 8 * (t * k + j))
+                if other > before and (pair < 0 or other < place):
+                    pair, place = j, other
+            factor, row = spread(get_f32(weight + t * weight_row + pair * weight_pair)), x + place * 4 * n
+            before = place
+            for i in range(0, n, 16):
+                left = np.int32(n - i)
+                value = fma(factor, load_some(row + 4 * i, left), load_some(to + 4 * i, left))
+                store_some(to + 4 * i, value, left)
+
+
+@dataclass(frozen=True, slots=True)
+class Maps:
+    """Maps of one shape and storage, one for each expert: what one grouped product goes through."""
+
+    first: Packed
+    rounding: Activations
+    addresses: Tensor  # int64 [experts]
+    biases: Tensor | None  # int64 [experts]: addresses of float32 [n_out]
+    orders: Tensor | None  # int64 [experts]: addresses of the orders of their columns
+
+    @classmethod
+    def of(cls, linears: Sequence[Linear]) -> Maps | str:
+        """Or why they cannot share a product."""
+        parts = [linear.only_part for linear in linears]
+        packed, biases, kinds = [], list[Any](), set()
+        for e, part in enumerate(parts):
+            if part is None or not isinstance(part[0], Packed):
+                return f"expert {e} is not one packed map"
+            weight, bias, rounding = part
+            packed.append(weight)
+            biases.append(bias)
+            told = (
+                weight.kind,
+                weight.n_in,
+                weight.n_out,
+                rounding,
+                *(["biased"] if bias is not None else []),
+            )
+            kinds.add((told, id(weight.kernel), weight.order is not None))
+        if len(kinds) != 1:
+            return f"experts are stored in several ways: {sorted(told for told, *_ in kinds)}"
+        places = None if biases[0] is None else _addresses([_dense(bias) for bias in biases])
+        orders = None if packed[0].order is None else _addresses([weight.order for weight in packed])
+        return cls(packed[0], parts[0][2], _addresses([weight.data for weight in packed]), places, orders)
+
+
+def _dense(bias: Tensor) -> Tensor:
+    """Raises ShapeMismatch for a bias that a kernel would misread."""
+    if bias.dtype != torch.float32 or not bias.is_contiguous():
+        raise ShapeMismatch(f"a bias must be dense float32, got {bias.dtype} with strides {bias.stride()}")
+    return bias
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.from_numpy(np.array([tensor.data_ptr() for tensor in tensors], np.int64))
+
+
+def _maps(up: Sequence[Linear], down: Sequence[Linear]) -> tuple[Maps, Maps] | str:
+    """Or why native kernels cannot serve them."""
+    a, b = Maps.of(up), Maps.of(down)
+    if isinstance(a, Maps) and isinstance(b, Maps):
+        return a, b
+    return " and ".join(m for m in (a, b) if isinstance(m, str))
+
+
+class GroupedExperts:
+    """The native `experts` of one layer, which looks at the layer's maps when it first sees them."""
+
+    def __init__(self, cpu: Executor) -> None:
+        self._cpu = cpu
+        self._activate = activate.bind(Facts("cpu", torch.float32, {}, cpu))[0]
+        self._seen: tuple[Sequence[Linear], Sequence[Linear]] = ([], [])
+        self._maps: tuple[Maps, Maps] | str = "there are none"
+
+    @classmethod
+    def on(cls, cpu: Executor) -> GroupedExperts:
+        return cls(cpu)
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        index: Tensor,
+        up: Sequence[Linear],
+        down: Sequence[Linear],
+        activation: tuple[str, bool],
+        shared: Tensor | None,
+    ) -> Tensor:
+        """See `ops.moe.experts`; indices must be those of experts, as `route` gives them.
+
+        Raises CannotRecord in a recording if the maps do not share a kernel: they then are called one by one.
+        """
+        if self._seen[0] is not up or self._seen[1] is not down:
+            self._seen, self._maps = (up, down), _maps(up, down)
+        if not isinstance(self._maps, str):
+            return self._grouped(x, weight, index, self._maps, activation, shared)
+        if self._cpu.is_recording:
+            raise CannotRecord(f"a mixture of experts cannot be recorded: {self._maps}")
+        y: Tensor = experts.reference(x, weight, index, up, down, activation, shared)
+        return y
+
+    def _grouped(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        index: Tensor,
+        maps: tuple[Maps, Maps],
+        activation: tuple[str, bool],
+        shared: Tensor | None,
+    ) -> Tensor:
+        cpu, (up, down), rows = self._cpu, maps, Rows.of(x)
+        tokens, k, count = rows.count, index.shape[-1], len(up.addresses)
+        _check(x, weight, index, maps, activation, shared)
+        pair_bytes = (index.stride(0) * 8, index.stride(1) * 8)
+        starts = cpu.empty(count + 1, dtype=torch.int64)
+        places = cpu.empty(tokens, k, dtype=torch.int64)
+        ordered = cpu.empty(tokens * k, rows.width)
+        cpu.launch(
+            sort_rows,
+            *(index, *pair_bytes, k, count, starts, places, x, rows.row_bytes, rows.width, ordered),
+            rows=tokens,
+        )
+        join = join_of(up.first, *activation) if up.biases is None else None
+        h = self._multiply(ordered, up, starts, tokens, join)
+        if join is None:
+            # As many rows as pairs: k "heads" of each token, so that the frame's count of tokens is right.
+            h = self._activate(h.view(tokens, k, -1), *activation).view(tokens * k, -1)
+        h = self._multiply(h, down, starts, tokens)
+        out = cpu.empty(tokens, rows.width)
+        weight_bytes = (weight.stride(0) * 4, weight.stride(1) * 4)
+        shared_bytes = shared.stride(0) * 4 if shared is not None else 0
+        cpu.launch(
+            weigh_rows,
+            *(h, rows.width, places, k, weight, *weight_bytes, shared, shared_bytes, out),
+            rows=tokens,
+        )
+        return out
+
+    def _multiply(
+        self, x: Tensor, maps: Maps, starts: Tensor, tokens: int, join: Kernel | None = None
+    ) -> Tensor:
+        """Sorted rows through the maps of their experts, and their biases."""
+        count, first = len(maps.addresses), maps.first
+        groups = Groups(count, starts, maps.addresses, maps.orders)
+        h = multiply(self._cpu, x, first, None, maps.rounding, groups=groups, rows=tokens, join=join)
+        if maps.biases is not None:
+            self._cpu.launch(add_biases, h, first.n_out, starts, count, maps.biases, rows=tokens)
+        return h
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    maps: tuple[Maps, Maps],
+    activation: tuple[str, bool],
+    shared: Tensor | None,
+) -> None:
+    """Raises ShapeMismatch if kernels would misread their arguments."""
+    up, down = (m.first for m in maps)
+    size = up.n_out // 2 if activation[1] else up.n_out
+    if index.dtype != torch.int64 or weight.dtype != torch.float32 or index.shape != weight.shape:
+        raise ShapeMismatch(
+            f"pairs want int64 and float32 [tokens, k], got {index.dtype} {list(index.shape)} and "
+            f"{weight.dtype} {list(weight.shape)}"
+        )
+    if index.dim() != 2 or len(index) != len(x) or x.dim() != 2:
+        raise ShapeMismatch(f"{list(x.shape)} rows and {list(index.shape)} pairs do not match")
+    if (up.n_in, down.n_in, down.n_out) != (x.shape[1], size, x.shape[1]):
+        raise ShapeMismatch(
+            f"experts {up.n_in} -> {up.n_out}, {down.n_in} -> {down.n_out} do not fit rows of {x.shape[1]}"
+        )
+    if shared is not None and (shared.shape != x.shape or Rows.of(shared).count != len(x)):
+        raise ShapeMismatch(f"the shared expert gave {list(shared.shape)} beside rows of {list(x.shape)}")
+
+
+experts.variant("native", on="cpu", when=float32_rows, native=True)(GroupedExperts)

@@ -1,0 +1,193 @@
+"""The router of a mixture of experts: scores, the mask over groups, the best k, their weights."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.maths import exp, sigmoid
+from plait.kernels.cpu.codegen.vec import (
+    add,
+    div,
+    get_f32,
+    lanes,
+    largest,
+    load_some,
+    peak,
+    put_f32,
+    put_i64,
+    spread,
+    store_some,
+    sub,
+    to_f32,
+    total,
+    where_below,
+    where_less,
+    zero_f32,
+)
+from plait.kernels.cpu.runtime.executor import Executor
+from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, word
+from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.ops.moe import route
+from plait.spec import Router
+
+
+@inline
+def _or_nan(x, value):
+    """value, or x where x is NaN, which exp forgets: neither below 0 nor above -1."""
+    return where_less(x, zero_f32(), value, where_less(spread(np.float32(-1.0)), x, value, x))
+
+
+@inline
+def _softmax(logits, n, out):
+    low = spread(np.float32(-np.inf))
+    top = low
+    for i in range(0, n, 16):
+        left = np.int32(n - i)
+        top = largest(top, where_below(left, load_some(logits + 4 * i, left), low))
+    highest, sums = spread(peak(top)), zero_f32()
+    for i in range(0, n, 16):
+        left = np.int32(n - i)
+        x = sub(load_some(logits + 4 * i, left), highest)
+        e = where_below(left, _or_nan(x, exp(x)), zero_f32())
+        store_some(out + 4 * i, e, left)
+        sums = add(sums, e)
+    whole = spread(total(sums))
+    for i in range(0, n, 16):
+        left = np.int32(n - i)
+        store_some(out + 4 * i, div(load_some(out + 4 * i, left), whole), left)
+
+
+@inline
+def _first_number(values, n):
+    """Where the first number is that is not NaN, or -1."""
+    for i in range(n):
+        value = get_f32(values + 4 * i)
+        if value == value:
+            return np.int64(i)
+    return np.int64(-1)
+
+
+@inline
+def _best(values, n):
+    """Where the largest is, the first among equals; it becomes NaN: taken. -1 if all are."""
+    low, nan = spread(np.float32(-np.inf)), spread(np.float32(np.nan))
+    top, where, at = low, spread(np.float32(np.inf)), to_f32(lanes())
+    for i in range(0, n, 16):
+        left = np.int32(n - i)
+        value = where_below(left, load_some(values + 4 * i, left), nan)
+        where = where_less(top, value, at, where)
+        top = where_less(top, value, value, top)
+        at = add(at, spread(np.float32(16.0)))
+    highest = spread(peak(top))
+    first = where_less(top, highest, spread(np.float32(np.inf)), where)
+    lowest = -peak(sub(zero_f32(), first))  # the smallest place that holds the highest value
+    best = np.int64(lowest) if lowest < np.float32(n) else _first_number(values, n)  # -inf is never `less`
+    if best >= 0:
+        put_f32(values + 4 * best, np.float32(np.nan))
+    return best
+
+
+@inline
+def _group_score(choice, size, by_two):
+    """The largest choice of a group, or the sum of its two largest."""
+    first, second = np.float32(-np.inf), np.float32(-np.inf)
+    for i in range(size):
+        value = get_f32(choice + 4 * i)
+        if value > first:
+            first, second = value, first
+        elif value > second:
+            second = value
+    return np.float32(first + second) if by_two != 0 else first
+
+
+@inline
+def _keep_groups(choice, n, groups, top_groups, by_two, scores):
+    """Experts outside the best groups may not be chosen: their choice becomes -inf."""
+    size = n // groups
+    for g in range(groups):
+        put_f32(scores + 4 * g, _group_score(choice + 4 * g * size, size, by_two))
+    for _ in range(top_groups):
+        _best(scores, groups)
+    for g in range(groups):
+        score = get_f32(scores + 4 * g)
+        if score == score:  # not taken
+            for i in range(g * size, (g + 1) * size):
+                put_f32(choice + 4 * i, np.float32(-np.inf))
+
+
+@kernel
+def route_rows(frame, args, thread, threads):
+    """logits, bytes between rows, experts, bias or 0, k, 1 for a sigmoid, groups, top groups, 1 for top2,
+    1 to renormalize, its eps, scale, weights (dense), indices (dense)."""
+    logits, row_bytes, n, bias, k = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
+    by_sigmoid, groups, top_groups, by_two = word(args, 7), word(args, 8), word(args, 9), word(args, 10)
+    renormalize, eps, scale = word(args, 11), get_f32(args + 96), get_f32(args + 104)
+    weights, indices, rows = word(args, 14), word(args, 15), rows_of(frame, args)
+    scores = scratch_of(frame, thread)
+    choice = scores + 4 * n
+    group_scores = choice + 4 * n
+    for r in range(rows * thread // threads, rows * (thread + 1) // threads):
+        row = logits + r * row_bytes
+        if by_sigmoid != 0:
+            for i in range(0, n, 16):
+                left = np.int32(n - i)
+                x = load_some(row + 4 * i, left)
+                store_some(scores + 4 * i, _or_nan(x, sigmoid(x)), left)
+        else:
+            _softmax(row, n, scores)
+        for i in range(0, n, 16):
+            left = np.int32(n - i)
+            value = load_some(scores + 4 * i, left)
+            if bias != 0:
+                value = add(value, load_some(bias + 4 * i, left))
+            store_some(choice + 4 * i, value, left)
+        if groups > 1:
+            _keep_groups(choice, n, groups, top_groups, by_two, group_scores)
+        whole = np.float32(0.0)
+        for j in range(k):
+            e = _best(choice, n)
+            if e < 0:  # all that is left is NaN: any expert, so that what follows stays inside its tensors
+                e = np.int64(j)
+            score = get_f32(scores + 4 * e)
+            put_i64(indices + 8 * (r * k + j), e)
+            put_f32(weights + 4 * (r * k + j), score)
+            whole = np.float32(whole + score)
+        for j in range(k):
+            to = weights + 4 * (r * k + j)
+            value = get_f32(to)
+            if renormalize != 0:
+                value = np.float32(value / np.float32(whole + eps))
+            put_f32(to, np.float32(value * scale))
+
+
+@route.variant("native", on="cpu", when=float32_rows, native=True)
+def _route(
+    cpu: Executor, logits: Tensor, bias: Tensor | None, top_k: int, router: Router
+) -> tuple[Tensor, Tensor]:
+    rows, n = Rows.of(logits), logits.shape[-1]
+    if bias is not None and (bias.dtype != torch.float32 or bias.shape != (n,) or not bias.is_contiguous()):
+        raise ShapeMismatch(f"a router of {n} experts wants {n} float32 biases, got {list(bias.shape)}")
+    smallest = 2 if router.group_by == "top2" and router.groups > 1 else 1
+    if logits.dim() != 2 or not 0 < top_k <= n or n % router.groups or n // router.groups < smallest:
+        raise ShapeMismatch(
+            f"{top_k} of {list(logits.shape)} scores in {router.groups} groups (by {router.group_by})"
+        )
+    if not 0 < router.top_groups <= router.groups:
+        raise ShapeMismatch(f"the best {router.top_groups} of {router.groups} groups of experts")
+    weights = cpu.empty(rows.count, top_k)
+    indices = cpu.empty(rows.count, top_k, dtype=torch.int64)
+    cpu.launch(
+        route_rows,
+        *(logits, rows.row_bytes, n, bias, top_k, int(router.score == "sigmoid")),
+        *(router.groups, router.top_groups, int(router.group_by == "top2")),
+        *(int(router.renormalize), float(router.renorm_eps), float(router.scale), weights, indices),
+        rows=rows.count,
+        scratch=math.ceil((2 * n + router.groups) / 16) * 64,
+    )
+    return weights, indices

@@ -1,0 +1,1 @@
+"""Activations, norms, gates, copies, sampling."""

@@ -1,0 +1,73 @@
+"""Rows from one place to another: choosing and joining. Nothing is computed."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.vec import get_i64, load_f32, load_some, store_f32, store_some
+from plait.kernels.cpu.runtime.executor import Executor
+from plait.kernels.cpu.runtime.frame import rows_of, word
+from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.ops.rows import join, take_rows
+
+
+@inline
+def _copy(source, to, n):
+    """n floats."""
+    full = n // 16 * 64
+    for at in range(0, full, 64):
+        store_f32(to + at, load_f32(source + at))
+    left = np.int32(n % 16)
+    if left > 0:
+        store_some(to + full, load_some(source + full, left), left)
+
+
+@kernel
+def taken_rows(frame, args, thread, threads):
+    """x, its row and head strides, heads, n, index (int64), out (dense)."""
+    x, row_bytes, head_bytes = word(args, 2), word(args, 3), word(args, 4)
+    heads, n = word(args, 5), word(args, 6)
+    index, out = word(args, 7), word(args, 8)
+    items = rows_of(frame, args) * heads
+    for i in range(items * thread // threads, items * (thread + 1) // threads):
+        row = get_i64(index + 8 * (i // heads))
+        _copy(x + row * row_bytes + i % heads * head_bytes, out + 4 * n * i, n)
+
+
+@kernel
+def joined_rows(frame, args, thread, threads):
+    """a, its row and head strides, n, b, its row and head strides, m, heads, out (dense)."""
+    a, a_row, a_head, n = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    b, b_row, b_head, m = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
+    heads, out = word(args, 10), word(args, 11)
+    items = rows_of(frame, args) * heads
+    for i in range(items * thread // threads, items * (thread + 1) // threads):
+        row, head, to = i // heads, i % heads, out + 4 * (n + m) * i
+        _copy(a + row * a_row + head * a_head, to, n)
+        _copy(b + row * b_row + head * b_head, to + 4 * n, m)
+
+
+@take_rows.variant("native", on="cpu", when=float32_rows, native=True)
+def _take_rows(cpu: Executor, x: Tensor, index: Tensor) -> Tensor:
+    rows = Rows.of(x)
+    if index.dtype != torch.int64 or index.dim() != 1 or not index.is_contiguous():
+        raise ShapeMismatch(f"row numbers must be dense int64 [L], got {index.dtype} {list(index.shape)}")
+    out = cpu.empty(index.shape[0], *x.shape[1:])
+    where = (x, *rows.strides, rows.heads, rows.width)
+    cpu.launch(taken_rows, *where, index, out, rows=index.shape[0])
+    return out
+
+
+@join.variant("native", on="cpu", when=float32_rows, native=True)
+def _join(cpu: Executor, a: Tensor, b: Tensor) -> Tensor:
+    left, right = Rows.of(a), Rows.of(b)
+    if a.shape[:-1] != b.shape[:-1]:
+        raise ShapeMismatch(f"rows of {list(a.shape)} and {list(b.shape)} cannot be joined")
+    out = cpu.empty(*a.shape[:-1], left.width + right.width)
+    parts = (a, *left.strides, left.width, b, *right.strides, right.width)
+    cpu.launch(joined_rows, *parts, left.heads, out, rows=left.count)
+    return out

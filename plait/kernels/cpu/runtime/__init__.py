@@ -1,0 +1,1 @@
+"""How kernels run: threads, recorded steps, memory of tiles."""

@@ -1,0 +1,1 @@
+"""State-space scans, delta rule, RG-LRU, short convolution."""

@@ -1,0 +1,216 @@
+"""The short convolution in front of a state-space scan, sixteen channels at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.maths import silu
+from plait.kernels.cpu.codegen.vec import (
+    fma,
+    get_f32,
+    get_i64,
+    get_u8,
+    interleave_high,
+    interleave_low,
+    load_f32,
+    load_some,
+    put_f32,
+    store_f32,
+    store_some,
+    zero_f32,
+)
+from plait.kernels.cpu.runtime.executor import Executor
+from plait.kernels.cpu.runtime.frame import SEQS, scratch_of, word
+from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.ops.conv import causal_conv
+
+CHANNELS = 128  # that are done together: some lines of a row, and their taps
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Where the sequences of a batch lie: what kernels read per sequence, checked."""
+
+    slots: Tensor
+    query_start: Tensor
+    has_history: Tensor
+
+    @classmethod
+    def of(cls, slots: Tensor, query_start: Tensor, has_history: Tensor) -> Sequences:
+        """Raises ShapeMismatch if a kernel would misread them."""
+        wanted = (
+            ("slots", slots, torch.int64, len(slots)),
+            ("query_start", query_start, torch.int64, len(slots) + 1),
+            ("has_history", has_history, torch.bool, len(slots)),
+        )
+        for name, tensor, dtype, size in wanted:
+            if tensor.dtype != dtype or tensor.shape != (size,) or not tensor.is_contiguous():
+                raise ShapeMismatch(
+                    f"a kernel wants {name} as {dtype} [{size}], dense; got {tensor.dtype} "
+                    f"{list(tensor.shape)} with strides {tensor.stride()}"
+                )
+        return cls(slots, query_start, has_history)
+
+    @property
+    def words(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.slots, self.query_start, self.has_history
+
+
+def dense(name: str, tensor: Tensor, *shape: int) -> Tensor:
+    """The float32 tensor of that shape, dense. Raises ShapeMismatch if it is another."""
+    if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        raise ShapeMismatch(
+            f"a kernel wants {name} as torch.float32 {list(shape)}, dense; got {tensor.dtype} "
+            f"{list(tensor.shape)} with strides {tensor.stride()}"
+        )
+    return tensor
+
+
+@inline
+def _load(a, left):
+    """Sixteen floats, or the `left` that there are; without a mask where all are there."""
+    if left >= 16:
+        return load_f32(a)
+    return load_some(a, np.int32(left))
+
+
+@inline
+def _store(a, x, left):
+    if left >= 16:
+        store_f32(a, x)
+    else:
+        store_some(a, x, np.int32(left))
+
+
+@inline
+def _gather_taps(weight, kernel, left, taps):
+    """taps [kernel, 16] of sixteen channels, from weight [channel, kernel]."""
+    for k in range(kernel):
+        store_f32(taps + 64 * k, zero_f32())
+    for c in range(min(left, 16)):
+        for k in range(kernel):
+            put_f32(taps + 64 * k + 4 * c, get_f32(weight + 4 * (c * kernel + k)))
+
+
+@inline
+def _gather_four(weight, taps):
+    """The same for sixteen channels of four taps: each round moves the two halves of 64 numbers between
+    each other, which turns a place's bits by one; after four, the channel's bits are the low ones."""
+    a, b, c, d = load_f32(weight), load_f32(weight + 64), load_f32(weight + 128), load_f32(weight + 192)
+    for _ in range(4):
+        e, f = interleave_low(a, c), interleave_high(a, c)
+        c, d = interleave_low(b, d), interleave_high(b, d)
+        a, b = e, f
+    store_f32(taps, a)
+    store_f32(taps + 64, b)
+    store_f32(taps + 128, c)
+    store_f32(taps + 192, d)
+
+
+@inline
+def _outputs(x, x_bytes, tail, tail_bytes, first, taps, kernel, bias, silent, out, channels):
+    """One row of some channels. x: its newest input; `first`: which row of its chunk the oldest one is;
+    tail: of the row that `first` is counted from, 0 if there is no history. Taps are added oldest first."""
+    unseen = min(max(-first, 0), kernel)
+    for at in range(0, channels, 16):
+        left, y, own = channels - at, zero_f32(), taps + 4 * at * kernel
+        if bias != 0:
+            y = _load(bias + 4 * at, left)
+        if tail != 0:
+            row = tail + (first + kernel - 1) * tail_bytes + 4 * at
+            for k in range(unseen):
+                y = fma(_load(row, left), load_f32(own + 64 * k), y)
+                row += tail_bytes
+        row = x + (unseen - kernel + 1) * x_bytes + 4 * at
+        for k in range(unseen, kernel):
+            y = fma(_load(row, left), load_f32(own + 64 * k), y)
+            row += x_bytes
+        _store(out + 4 * at, y if silent else silu(y), left)
+
+
+@inline
+def _move_tail(x, x_bytes, tail, tail_bytes, tokens, past, has_history, channels):
+    """The tail becomes the last `past` inputs; oldest first, so that none is overwritten before it moves."""
+    for r in range(past):
+        source = tokens + r  # counted from the first row of the old tail
+        for at in range(0, channels, 16):
+            v, left = zero_f32(), channels - at
+            if source >= past:
+                v = _load(x + (source - past) * x_bytes + 4 * at, left)
+            elif has_history:
+                v = _load(tail + source * tail_bytes + 4 * at, left)
+            _store(tail + r * tail_bytes + 4 * at, v, left)
+
+
+@kernel
+def conv_channels(frame, args, thread, threads):
+    """x, row stride, channels, weight, kernel, bias or 0, tail, slot and row strides, slots, query_start,
+    has_history, silent (no activation), out (dense)."""
+    x, x_bytes, channels, weight = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    kernel, bias, tail, slot_bytes = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
+    tail_bytes, slots, start, history = word(args, 10), word(args, 11), word(args, 12), word(args, 13)
+    silent, out = word(args, 14) != 0, word(args, 15)
+    seqs, taps, past = get_i64(frame + 8 * SEQS), scratch_of(frame, thread), kernel - 1
+    blocks = (channels + 15) // 16
+    last = min(blocks * (thread + 1) // threads * 16, channels)
+    for begin in range(blocks * thread // threads * 16, last, CHANNELS):
+        at, width = 4 * begin, min(last - begin, CHANNELS)
+        for c in range(0, width, 16):
+            if kernel == 4 and width - c >= 16:
+                _gather_four(weight + 16 * (begin + c), taps + 16 * c)
+            else:
+                _gather_taps(weight + 4 * (begin + c) * kernel, kernel, width - c, taps + 4 * c * kernel)
+        shift = bias + at if bias != 0 else np.int64(0)
+        for s in range(seqs):
+            first, end = get_i64(start + 8 * s), get_i64(start + 8 * s + 8)
+            if end <= first:
+                continue
+            has_history, own = get_u8(history + s) != 0, tail + get_i64(slots + 8 * s) * slot_bytes + at
+            known = own if has_history else np.int64(0)
+            for t in range(first, end):
+                row, to = x + t * x_bytes + at, out + 4 * t * channels + at
+                oldest = t - first - past
+                _outputs(row, x_bytes, known, tail_bytes, oldest, taps, kernel, shift, silent, to, width)
+            row = x + first * x_bytes + at
+            _move_tail(row, x_bytes, own, tail_bytes, end - first, past, has_history, width)
+
+
+@causal_conv.variant("native", on="cpu", when=float32_rows, native=True)
+def _causal_conv(
+    cpu: Executor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tail: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    activation: str | None = "silu",
+) -> Tensor:
+    rows, (channels, width) = Rows.of(x), weight.shape
+    if x.dim() != 2 or rows.width != channels or tail.shape[1:] != (width - 1, channels):
+        raise ShapeMismatch(
+            f"a convolution of weight {list(weight.shape)} wants x [T, {channels}] and a tail [slots, "
+            f"{width - 1}, {channels}]; got {list(x.shape)} and {list(tail.shape)}"
+        )
+    if activation not in ("silu", None):
+        raise ShapeMismatch(f"a convolution is followed by 'silu' or None, not by {activation!r}")
+    memory, where = Rows.of(tail), Sequences.of(slots, query_start, has_history)
+    dense("weight", weight, channels, width)
+    if bias is not None:
+        dense("bias", bias, channels)
+    out = cpu.empty(rows.count, channels)
+    cpu.launch(
+        *(conv_channels, x, rows.row_bytes, channels, weight, width, bias),
+        *(tail, *memory.strides, *where.words, activation is None, out),
+        rows=rows.count,
+        seqs=len(slots),
+        scratch=4 * CHANNELS * width,
+    )
+    return out

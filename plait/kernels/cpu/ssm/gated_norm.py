@@ -1,0 +1,180 @@
+"""The norm after a state-space scan, and the step sizes before it, in float32."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.maths import exp, silu
+from plait.kernels.cpu.codegen.vec import (
+    absolute,
+    add,
+    div,
+    fma,
+    get_f32,
+    load_f32,
+    load_some,
+    mul,
+    spread,
+    store_f32,
+    store_some,
+    sub,
+    total,
+    where_less,
+    zero_f32,
+)
+from plait.kernels.cpu.runtime.executor import Executor
+from plait.kernels.cpu.runtime.frame import rows_of, word
+from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.ops.activation import step_sizes
+from plait.ops.gated_norm import gated_rms_norm
+
+
+@inline
+def _load(a, left):
+    """Sixteen floats, or the `left` that there are; without a mask where all are there."""
+    if left >= 16:
+        return load_f32(a)
+    return load_some(a, np.int32(left))
+
+
+@inline
+def _store(a, x, left):
+    if left >= 16:
+        store_f32(a, x)
+    else:
+        store_some(a, x, np.int32(left))
+
+
+@inline
+def _gated_row(x, gate, weight, eps, n, norm_first, out):
+    """One group of a row; without a weight there is no norm."""
+    squares = zero_f32()
+    for i in range(0, n, 16):
+        h = _load(x + 4 * i, n - i)
+        if not norm_first:
+            h = mul(h, silu(_load(gate + 4 * i, n - i)))
+            _store(out + 4 * i, h, n - i)
+        squares = fma(h, h, squares)
+    if weight == 0:
+        return
+    factor = spread(np.float32(1.0 / math.sqrt(np.float64(total(squares)) / n + np.float64(eps))))
+    for i in range(0, n, 16):
+        h = _load(x + 4 * i, n - i) if norm_first else _load(out + 4 * i, n - i)
+        h = mul(mul(h, factor), _load(weight + 4 * i, n - i))
+        if norm_first:
+            h = mul(h, silu(_load(gate + 4 * i, n - i)))
+        _store(out + 4 * i, h, n - i)
+
+
+@kernel
+def gated_rows(frame, args, thread, threads):
+    """x, its row stride, gate, its row stride, weight or 0, eps, groups, n of one, norm first, out (dense).
+
+    Without a weight a row may be cut: groups then are pieces of any size, the last one shorter (n of all)."""
+    x, x_bytes, gate, gate_bytes = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    weight, eps, groups, n = word(args, 6), get_f32(args + 56), word(args, 8), word(args, 9)
+    norm_first, out, width = word(args, 10) != 0, word(args, 11), word(args, 12)
+    items = rows_of(frame, args) * groups
+    for i in range(items * thread // threads, items * (thread + 1) // threads):
+        r, at = i // groups, i % groups * n
+        scale = weight + 4 * at if weight != 0 else np.int64(0)
+        _gated_row(
+            x + r * x_bytes + 4 * at,
+            gate + r * gate_bytes + 4 * at,
+            scale,
+            eps,
+            min(n, width - at),
+            norm_first,
+            out + 4 * (r * width + at),
+        )
+
+
+@gated_rms_norm.variant("native", on="cpu", when=float32_rows, native=True)
+def _gated_rms_norm(
+    cpu: Executor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    groups: int = 1,
+    norm_before_gate: bool = False,
+) -> Tensor:
+    a, b = Rows.of(x), Rows.of(gate)
+    width = a.width
+    if x.dim() != 2 or x.shape != gate.shape or width % groups:
+        raise ShapeMismatch(
+            f"a gated norm in {groups} groups wants x and gate of one shape [T, n], n a multiple of that; "
+            f"got {list(x.shape)} and {list(gate.shape)}"
+        )
+    if weight is not None and Rows.of(weight[None]).width != width:
+        raise ShapeMismatch(f"a gated norm of {width} wants as many weights, got {list(weight.shape)}")
+    size = width // groups
+    if weight is None:  # nothing is summed: a row may be cut anywhere, for all threads to have a piece
+        size, norm_before_gate = PIECE, False
+        groups = -(-width // size)
+    out = cpu.empty(a.count, width)
+    cpu.launch(
+        *(gated_rows, x, a.row_bytes, gate, b.row_bytes, weight, float(eps), groups, size),
+        *(norm_before_gate, out, width),
+        rows=a.count,
+    )
+    return out
+
+
+PIECE = 256  # numbers of a row that is only gated, for one thread
+
+
+@inline
+def softplus(x):
+    """ln(1 + e**x) = max(x, 0) + ln(1 + z), z = e**-|x|, which is 2 atanh(z / (2 + z)) by its series.
+
+    No digits are lost where the result is small: it is e**x there, and 0 below -87.
+    """
+    z = exp(sub(zero_f32(), absolute(x)))
+    s = div(z, add(z, spread(np.float32(2.0))))  # 1/3 at most
+    q = mul(s, s)
+    p = spread(np.float32(2.0 / 17.0))
+    p = fma(p, q, spread(np.float32(2.0 / 15.0)))
+    p = fma(p, q, spread(np.float32(2.0 / 13.0)))
+    p = fma(p, q, spread(np.float32(2.0 / 11.0)))
+    p = fma(p, q, spread(np.float32(2.0 / 9.0)))
+    p = fma(p, q, spread(np.float32(2.0 / 7.0)))
+    p = fma(p, q, spread(np.float32(2.0 / 5.0)))
+    p = fma(p, q, spread(np.float32(2.0 / 3.0)))
+    p = fma(p, q, spread(np.float32(2.0)))
+    return fma(p, s, where_less(x, zero_f32(), zero_f32(), x))
+
+
+@kernel
+def step_rows(frame, args, thread, threads):
+    """dt, its row stride, n, bias or 0, low, high, out (dense): softplus(dt + bias) within low..high."""
+    dt, dt_bytes, n, bias = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    low, high, out = spread(get_f32(args + 48)), spread(get_f32(args + 56)), word(args, 8)
+    pieces = (n + 15) // 16
+    items = rows_of(frame, args) * pieces
+    for i in range(items * thread // threads, items * (thread + 1) // threads):
+        r, at = i // pieces, i % pieces * 16
+        x = _load(dt + r * dt_bytes + 4 * at, n - at)
+        if bias != 0:
+            x = add(x, _load(bias + 4 * at, n - at))
+        x = softplus(x)
+        x = where_less(x, low, low, x)  # not a minimum of two: what is not a number stays visible
+        _store(out + 4 * (r * n + at), where_less(high, x, high, x), n - at)
+
+
+@step_sizes.variant("native", on="cpu", when=float32_rows, native=True)
+def _step_sizes(cpu: Executor, dt: Tensor, bias: Tensor | None, low: float, high: float) -> Tensor:
+    rows = Rows.of(dt)
+    if dt.dim() != 2 or (bias is not None and Rows.of(bias[None]).width != rows.width):
+        raise ShapeMismatch(
+            f"step sizes want dt [T, H] and a bias [H]; got {list(dt.shape)} and "
+            f"{None if bias is None else list(bias.shape)}"
+        )
+    out = cpu.empty(*dt.shape)
+    cpu.launch(step_rows, dt, rows.row_bytes, rows.width, bias, float(low), float(high), out, rows=rows.count)
+    return out

@@ -1,0 +1,288 @@
+"""oxidizr's Mamba3: what heads share; the scan, token by token, each head of a sequence by one thread."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.errors import CannotRecord, ShapeMismatch
+from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.maths import exp
+from plait.kernels.cpu.codegen.vec import (
+    add,
+    atomic_add,
+    fma,
+    get_f32,
+    get_i64,
+    get_u8,
+    load_f32,
+    load_some,
+    mul,
+    put_f32,
+    put_i64,
+    spread,
+    store_f32,
+    store_some,
+    total,
+    zero_f32,
+)
+from plait.kernels.cpu.linear.packed import Groups, Packed, multiply
+from plait.kernels.cpu.runtime.executor import LINE, Executor
+from plait.kernels.cpu.runtime.frame import SEQS, rows_of, scratch_of, word
+from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.kernels.cpu.ssm.conv import Sequences, dense
+from plait.ops.linear import Linear
+from plait.ops.mamba3 import mamba3_scan, map_each_head, norm_for_heads
+
+TURN = 2 * math.pi
+
+
+@inline
+def _load(a, left):
+    """Sixteen floats, or the `left` that there are; without a mask where all are there."""
+    if left >= 16:
+        return load_f32(a)
+    return load_some(a, np.int32(left))
+
+
+@inline
+def _store(a, x, left):
+    if left >= 16:
+        store_f32(a, x)
+    else:
+        store_some(a, x, np.int32(left))
+
+
+@inline
+def _clear(a, n):
+    for i in range(0, n, 16):
+        _store(a + 4 * i, zero_f32(), n - i)
+
+
+@inline
+def _copy(source, to, n):
+    for i in range(0, n, 16):
+        _store(to + 4 * i, _load(source + 4 * i, n - i), n - i)
+
+
+@inline
+def _turned(b, c, n, theta, step, angle, to_b, to_c):
+    """Copies of B and C, their pairs turned by the angle, which moves on first.
+
+    The angle is rounded and kept below a full turn at every token: how a prompt is cut changes nothing.
+    """
+    if theta == 0:
+        _copy(b, to_b, n)
+        _copy(c, to_c, n)
+        return
+    for i in range(n // 2):
+        at = np.float64(get_f32(angle + 4 * i)) + np.float64(get_f32(theta + 4 * i) * step)
+        rounded = np.float32(at - TURN * math.floor(at / TURN))
+        put_f32(angle + 4 * i, rounded)
+        cos, sin = np.float32(math.cos(rounded)), np.float32(math.sin(rounded))
+        p, q = get_f32(b + 8 * i), get_f32(b + 8 * i + 4)
+        put_f32(to_b + 8 * i, p * cos - q * sin)
+        put_f32(to_b + 8 * i + 4, p * sin + q * cos)
+        p, q = get_f32(c + 8 * i), get_f32(c + 8 * i + 4)
+        put_f32(to_c + 8 * i, p * cos - q * sin)
+        put_f32(to_c + 8 * i + 4, p * sin + q * cos)
+
+
+@inline
+def _move(h, n, decay, v, b, w, before, c):
+    """One row of the state: h <- decay h + v b + w before; what it adds to y."""
+    y = zero_f32()
+    for i in range(0, n, 16):
+        left = n - i
+        s = fma(v, _load(b + 4 * i, left), mul(w, _load(before + 4 * i, left)))
+        s = fma(_load(h + 4 * i, left), decay, s)
+        _store(h + 4 * i, s, left)
+        y = fma(s, _load(c + 4 * i, left), y)
+    return total(y)
+
+
+@kernel
+def mamba3_heads(frame, args, thread, threads):
+    """heads, rows of one, n; x and B and C with two strides each, dt and blend with one; theta or 0 with two;
+    A, D; state, angle or 0, prev_b, prev_x with a slot stride each; slots, query_start, has_history; out."""
+    heads, dim, n = word(args, 2), word(args, 3), word(args, 4)
+    x, x_bytes, x_head = word(args, 5), word(args, 6), word(args, 7)
+    b, b_bytes, b_head = word(args, 8), word(args, 9), word(args, 10)
+    c, c_bytes, c_head = word(args, 11), word(args, 12), word(args, 13)
+    dt, dt_bytes, blend, blend_bytes = word(args, 14), word(args, 15), word(args, 16), word(args, 17)
+    theta, theta_bytes, theta_head = word(args, 18), word(args, 19), word(args, 20)
+    rate, skip, state, state_slot = word(args, 21), word(args, 22), word(args, 23), word(args, 24)
+    angle, angle_slot, prev_b, b_slot = word(args, 25), word(args, 26), word(args, 27), word(args, 28)
+    prev_x, x_slot, slots, starts = word(args, 29), word(args, 30), word(args, 31), word(args, 32)
+    history, out, counter = word(args, 33), word(args, 34), word(args, 1)
+    now_b = scratch_of(frame, thread)
+    now_c = now_b + (4 * n + 63) // 64 * 64
+    now = now_c + (4 * n + 63) // 64 * 64
+    items = get_i64(frame + 8 * SEQS) * heads
+    while True:
+        # The last sequences come first: prompts, the long work, are behind the decodes.
+        i = items - 1 - np.int64(atomic_add(counter, np.int32(1)))
+        if i < 0:
+            return
+        s, head = i // heads, i % heads
+        slot, first, end = get_i64(slots + 8 * s), get_i64(starts + 8 * s), get_i64(starts + 8 * s + 8)
+        if end <= first:
+            continue
+        h, turned = state + slot * state_slot + 4 * head * dim * n, angle + slot * angle_slot + 2 * head * n
+        old_b, old_x = prev_b + slot * b_slot + 4 * head * n, prev_x + slot * x_slot + 4 * head * dim
+        if get_u8(history + s) == 0:
+            _clear(h, dim * n)
+            _clear(old_b, n)
+            _clear(old_x, dim)
+            if theta != 0:
+                _clear(turned, n // 2)
+        for t in range(first, end):
+            step, share = get_f32(dt + t * dt_bytes + 4 * head), get_f32(blend + t * blend_bytes + 4 * head)
+            decay = exp(spread(step * get_f32(rate + 4 * head)))
+            store_f32(now, decay)
+            gamma, beta = share * step, (np.float32(1.0) - share) * step * get_f32(now)
+            turn = theta + t * theta_bytes + head * theta_head if theta != 0 else np.int64(0)
+            ub, uc = b + t * b_bytes + head * b_head, c + t * c_bytes + head * c_head
+            _turned(ub, uc, n, turn, step, turned, now_b, now_c)
+            for p in range(dim):
+                u = get_f32(x + t * x_bytes + head * x_head + 4 * p)
+                v, w = spread(gamma * u), spread(beta * get_f32(old_x + 4 * p))
+                y = _move(h + 4 * n * p, n, decay, v, now_b, w, old_b, now_c)
+                put_f32(out + 4 * ((t * heads + head) * dim + p), y + get_f32(skip + 4 * head) * u)
+                put_f32(old_x + 4 * p, u)
+            _copy(now_b, old_b, n)
+
+
+@mamba3_scan.variant("native", on="cpu", when=float32_rows, native=True)
+def _mamba3_scan(
+    cpu: Executor,
+    x: Tensor,
+    dt: Tensor,
+    blend: Tensor,
+    theta: Tensor | None,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    state: Tensor,
+    angle: Tensor | None,
+    prev_b: Tensor,
+    prev_x: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    num_decodes: int,
+    chunk_size: int = 256,
+) -> Tensor:
+    """`num_decodes` and `chunk_size` change from step to step, and nothing here depends on them."""
+    (count, heads, dim), size = x.shape, B.shape[-1]
+    rows, where = [Rows.of(m) for m in (x, B, C)], Sequences.of(slots, query_start, has_history)
+    turns = theta is not None and angle is not None
+    halves = (count, heads, size // 2)
+    if (
+        B.shape != (count, heads, size)
+        or C.shape != B.shape
+        or dt.shape != (count, heads)
+        or blend.shape != dt.shape
+        or (theta is not None and angle is not None and (theta.shape != halves or size % 2))
+    ):
+        raise ShapeMismatch(
+            f"a scan of x {list(x.shape)} wants dt, blend [T, H], B, C [T, H, N] and theta [T, H, N/2]; got "
+            f"{[list(m.shape) for m in (dt, blend, B, C)]} and {None if theta is None else list(theta.shape)}"
+        )
+    dense("A", A, heads)
+    dense("D", D, heads)
+    dense("a slot's state", state[0], heads, dim, size)
+    dense("a slot's prev_b", prev_b[0], heads, size)
+    dense("a slot's prev_x", prev_x[0], heads, dim)
+    turning: tuple[object, ...] = (None, 0, 0)
+    if theta is not None and angle is not None:
+        dense("a slot's angle", angle[0], heads, size // 2)
+        turning = (theta, *Rows.of(theta).strides)
+    out = cpu.empty(count, heads, dim)
+    strided = [word for m, r in zip((x, B, C), rows, strict=True) for word in (m, *r.strides)]
+    kept = (state, angle if turns else None, prev_b, prev_x)
+    places = [word for m in kept for word in (m, 0 if m is None else 4 * m.stride(0))]
+    cpu.launch(
+        *(mamba3_heads, heads, dim, size, *strided, dt, Rows.of(dt).row_bytes, blend),
+        *(Rows.of(blend).row_bytes, *turning, A, D, *places, *where.words, out),
+        rows=count,
+        seqs=len(slots),
+        scratch=2 * (-(-4 * size // LINE) * LINE) + LINE,
+    )
+    return out
+
+
+@kernel
+def normed_heads(frame, args, thread, threads):
+    """x, its row and group strides, groups, heads of each, n, weight, bias (dense), eps, out (dense)."""
+    x, row_bytes, group_bytes, groups = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    heads, n, weight, bias = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
+    eps, out = get_f32(args + 80), word(args, 11)
+    items = rows_of(frame, args) * groups
+    for item in range(items * thread // threads, items * (thread + 1) // threads):
+        group, squares = item % groups, zero_f32()
+        own, to = x + item // groups * row_bytes + group * group_bytes, out + 4 * n * heads * item
+        for i in range(0, n, 16):
+            h = _load(own + 4 * i, n - i)
+            squares = fma(h, h, squares)
+        factor = spread(np.float32(1.0 / math.sqrt(np.float64(total(squares)) / n + np.float64(eps))))
+        for i in range(0, n, 16):
+            h = mul(mul(_load(own + 4 * i, n - i), factor), _load(weight + 4 * i, n - i))
+            for head in range(heads):
+                shift = _load(bias + 4 * (n * (heads * group + head) + i), n - i)
+                _store(to + 4 * (n * head + i), add(h, shift), n - i)
+
+
+@norm_for_heads.variant("native", on="cpu", when=float32_rows, native=True)
+def _norm_for_heads(cpu: Executor, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    rows, heads = Rows.of(x), len(bias)
+    if x.dim() != 3 or heads % rows.heads:
+        raise ShapeMismatch(f"{heads} heads cannot share the groups of x {list(x.shape)} evenly")
+    dense("weight", weight, rows.width)
+    dense("bias", bias, heads, rows.width)
+    out = cpu.empty(rows.count, heads, rows.width)
+    each = heads // rows.heads
+    where = (x, *rows.strides, rows.heads, each, rows.width)
+    cpu.launch(normed_heads, *where, weight, bias, float(eps), out, rows=rows.count)
+    return out
+
+
+@kernel
+def heads_as_rows(frame, args, thread, threads):
+    """heads, starts (int64 [2]), x, its row and head strides, n, copy (dense) or 0: counts the rows."""
+    heads, starts, x, row_bytes = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    head_bytes, n, out = word(args, 6), word(args, 7), word(args, 8)
+    items = rows_of(frame, args) * heads
+    if thread == 0:
+        put_i64(starts, 0)
+        put_i64(starts + 8, items)
+    if out == 0:
+        return
+    for i in range(items * thread // threads, items * (thread + 1) // threads):
+        _copy(x + i // heads * row_bytes + i % heads * head_bytes, out + 4 * n * i, n)
+
+
+@map_each_head.variant("native", on="cpu", when=float32_rows, native=True)
+def _map_each_head(cpu: Executor, x: Tensor, linear: Linear) -> Tensor:
+    """One group of rows, as experts have several: how many there are is read from memory, not the frame.
+
+    Raises CannotRecord in a recording if the map is not a packed one.
+    """
+    part, rows = linear.only_part, Rows.of(x)
+    if part is None or not isinstance(part[0], Packed):
+        if cpu.is_recording:
+            raise CannotRecord("a map that heads share is not one packed map")
+        return map_each_head.reference(x, linear)  # type: ignore[no-any-return]
+    weight, bias, rounding = part
+    spaced = x.dim() != 3 or rows.row_bytes != rows.heads * rows.head_bytes
+    starts = cpu.empty(2, dtype=torch.int64)
+    flat = cpu.empty(rows.count * rows.heads, rows.width) if spaced else x.view(-1, rows.width)
+    where = (rows.heads, starts, x, *rows.strides, rows.width)
+    cpu.launch(heads_as_rows, *where, flat if spaced else None, rows=rows.count)
+    address = torch.from_numpy(np.array([weight.data.data_ptr()], np.int64))
+    y = multiply(cpu, flat, weight, bias, rounding, groups=Groups(1, starts, address), rows=rows.count)
+    return y.view(*x.shape[:-1], weight.n_out)

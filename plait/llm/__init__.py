@@ -1,0 +1,1 @@
+"""`plait.LLM`: a model in this process."""

@@ -1,0 +1,248 @@
+"""The Python door: a model in this process, with vLLM-shaped results."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from plait.config import EngineConfig, option_names
+from plait.errors import BadFile, ConfigError, InvalidField, QueueFull
+from plait.frontend.delta import Delta
+from plait.frontend.output_stream import Stream
+from plait.frontend.request_options import NO_TERMS, Terms
+from plait.kernels.load import why_not_kept
+from plait.llm.embed import embedded, unit
+from plait.llm.outputs import RequestOutput, collect
+from plait.loading.build import load
+from plait.loading.packed_cache import keep
+from plait.request import Pooling, Request, SamplingParams
+from plait.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+Asked = tuple[Request, str | None, SamplingParams]  # as the engine is asked, the prompt's text, as we were
+CHAT_PARAMS = SamplingParams(max_tokens=None)
+
+
+class LLM:
+    """A model, loaded and ready. Use it as a context manager, or call `close()`.
+
+    model: a directory, a .safetensors or .gguf file, or a Hub id. `options` are the fields of `EngineConfig`
+    (`dtype`, `device`, `max_model_len`, …). `on_progress(text, done, total)` is told what loading does.
+    Raises ConfigError, CheckpointError, UnsupportedModel or OutOfMemory.
+    """
+
+    def __init__(
+        self, model: str, *, on_progress: Callable[[str, int, int], None] | None = None, **options: Any
+    ) -> None:
+        known = option_names(EngineConfig)
+        if unknown := [name for name in options if name not in known]:
+            raise ConfigError(f"{unknown[0]}: there is no such option; there are {', '.join(known)}")
+        self._loaded = load(model, EngineConfig(**options), on_progress)
+        self.front = self._loaded.front
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.front.spec
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+        priority: int | Sequence[int] = 0,
+        timeout_s: float | None = None,
+    ) -> list[RequestOutput]:
+        """Continue one prompt or several, all at the same time. Strings or lists of token ids.
+
+        `cache_salt`, `priority` (one for all, or one for each prompt) and `timeout_s`: see `Terms`.
+        """
+        many = _as_list(prompts)
+        settings = _per_prompt(params, len(many))
+        terms = _terms(len(many), cache_salt, priority, timeout_s)
+        asked = [
+            (self.front.prepare(p, s, terms=t), p if isinstance(p, str) else None, s)
+            for p, s, t in zip(many, settings, terms, strict=True)
+        ]
+        return self._run(asked)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        priority: int | Sequence[int] = 0,
+        timeout_s: float | None = None,
+    ) -> list[RequestOutput]:
+        """The model's reply to one conversation or several: lists of {"role": …, "content": …}.
+
+        `cache_salt`, `priority` (one for all, or one for each conversation) and `timeout_s`: see `Terms`.
+        """
+        many: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        settings = params or CHAT_PARAMS
+        terms = _terms(len(many), cache_salt, priority, timeout_s)
+        asked = [
+            (self.front.prepare_chat(m, settings, t), None, settings)
+            for m, t in zip(many, terms, strict=True)
+        ]
+        return self._run(asked)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, terms: Terms = NO_TERMS
+    ) -> Iterator[Delta]:
+        """Text as it is generated. Raises InvalidField for a `best_of` above `n`: it waits for the end."""
+        settings = _streamable(params or SamplingParams())
+        return iter(self.front.submit(self.front.prepare(prompt, settings, terms=terms)))
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, *, terms: Terms = NO_TERMS
+    ) -> Iterator[Delta]:
+        """The reply to a conversation as it is generated. Raises InvalidField as `stream` does."""
+        settings = _streamable(params or CHAT_PARAMS)
+        return iter(self.front.submit(self.front.prepare_chat(messages, settings, terms)))
+
+    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
+        """Natural-log probability of each prompt token after the first, given those before it."""
+        asked = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=0.0)
+        return [_prompt_scores(out) for out in self.generate(prompts, asked)]
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", *, normalize: bool = True
+    ) -> list[list[float]]:
+        """One vector for each prompt: the hidden state of its last token, or the mean of all, of length 1."""
+        at_once = max(self._loaded.config.max_waiting, 1)
+        found = embedded(self.front, _as_list(prompts), pooling, at_once)
+        return [unit(vector) if normalize else list(vector) for vector in found]
+
+    def logits(self, prompt: Prompt) -> Tensor:
+        """Raw logits after every token of a prompt, [tokens, vocab] float32."""
+        request = self.front.prepare(prompt, SamplingParams(max_tokens=0))
+        return self._loaded.runner.logits(
+            request.prompt_token_ids, self._loaded.config.max_num_batched_tokens
+        )
+
+    def keep_packed(self, limit: int) -> str:
+        """Write its packed weights to the disk, so that the next start maps them; what came of it.
+
+        limit: bytes that their folder may hold in all. `EngineConfig.packed_cache` says where it is.
+        """
+        opened, target = self._loaded.opened, self._loaded.target
+        if target.shelf is None:
+            return "packed weights: none are kept: nothing is packed here, or there is no folder for them"
+        return keep(target.shelf, opened, target, limit)
+
+    def drop_damaged(self) -> bool:
+        """Remove the packed weights it runs on if they are damaged, and say so. Reads all of them.
+
+        Raises BadFile if they cannot be removed: every start would go on to use them.
+        """
+        shelf = self._loaded.target.shelf
+        if shelf is None or not shelf.is_full or shelf.is_sound():
+            return False
+        try:
+            shelf.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise BadFile(
+                f"{shelf.path}: these packed weights are damaged and cannot be removed ({error.strerror}): "
+                "remove them, or start with --packed-cache off"
+            ) from error
+        return True
+
+    @property
+    def step_kind(self) -> str:
+        """How a step runs: recorded as one native call, or op by op and why."""
+        return self._loaded.runner.step_kind
+
+    @property
+    def unkept(self) -> str | None:
+        """Why the next start compiles again what this one compiled; None: it loads it."""
+        return why_not_kept()
+
+    def close(self) -> None:
+        """Stop the engine and its threads; its memory goes with this object. May be called twice."""
+        self.front.close(drain=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, asked: Sequence[Asked]) -> list[RequestOutput]:
+        """The results in order. What the queue has no room for is submitted as earlier ones finish."""
+        config = self._loaded.config
+        most = max(config.max_waiting, config.max_num_seqs)
+        open_streams: deque[tuple[Stream, str | None, SamplingParams]] = deque()
+        results: list[RequestOutput] = []
+        try:
+            for request, text, params in asked:
+                while len(open_streams) >= most or (stream := self._submitted(request, open_streams)) is None:
+                    results.append(collect(*open_streams[0]))
+                    open_streams.popleft()
+                open_streams.append((stream, text, params))
+            return results + [collect(*one) for one in open_streams]
+        except BaseException:
+            for stream, *_ in open_streams:
+                stream.cancel()
+            raise
+
+    def _submitted(self, request: Request, others: Collection[object]) -> Stream | None:
+        """None if the queue is full now, and `others` of ours will make room."""
+        try:
+            return self.front.submit(request, None)
+        except QueueFull:
+            if not others:
+                raise
+            return None
+
+
+def _prompt_scores(out: RequestOutput) -> list[float]:
+    scored = zip(out.prompt_token_ids, out.prompt_logprobs or (), strict=True)
+    return [entry[token_id].logprob for token_id, entry in scored if entry is not None]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence):
+        kind = type(prompts).__name__
+        raise InvalidField(
+            f"prompt: a {kind} is neither text, a list of token ids, nor a list of those", "prompt"
+        )
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidField(f"params: {len(params)} settings were given for {count} prompts", "params")
+    return [replace(p) for p in params]
+
+
+def _terms(
+    count: int, cache_salt: str | None, priority: int | Sequence[int], timeout_s: float | None
+) -> list[Terms]:
+    each = list(priority) if isinstance(priority, Sequence) else [priority] * count
+    if len(each) != count:
+        raise InvalidField(f"priority: {len(each)} were given for {count} prompts", "priority")
+    return [Terms(cache_salt=cache_salt, priority=one, timeout_s=timeout_s) for one in each]
+
+
+def _streamable(params: SamplingParams) -> SamplingParams:
+    if params.is_ranked:
+        text = f"best_of: {params.best_of} choices are ranked at their end and cannot be streamed; use n"
+        raise InvalidField(text, "best_of")
+    return params

@@ -1,0 +1,358 @@
+"""From what a user points at to a model that answers: weights, memory, the engine and its thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from plait import resource_limits
+from plait.checkpoint.weights import Target
+from plait.config import EngineConfig
+from plait.engine.core import Engine
+from plait.engine.device import choose_device, choose_dtype, free_memory, out_of_memory, total_memory
+from plait.engine.grammar_guide import Guides
+from plait.engine.memory_plan import ModelFacts, Sizing, gib, size_state
+from plait.engine.thread import EngineLoop
+from plait.errors import BadGrammar, ConfigError
+from plait.frontend.frontend import Front, Language, Parsers
+from plait.kernels.load import executor, load_for_gpu, why_no_amx
+from plait.kernels.load import load as load_kernels
+from plait.loading.open_model import (
+    Opened,
+    Progress,
+    activations,
+    banned_ids,
+    kv_dtype,
+    load_decoder,
+    stored_dtypes,
+)
+from plait.loading.packed_cache import shelf_of
+from plait.loading.probe_scorer import settled
+from plait.memory import has_slots
+from plait.model.decoder import Decoder
+from plait.ops.registry import Binding
+from plait.ops.rope import rope_notes
+from plait.request import JsonStyle
+from plait.runner.graphs import Capacity
+from plait.runner.runner import ModelRunner
+from plait.runner.sampler import Sampler
+from plait.schedule.plan import MOST_STEPS
+from plait.schedule.speculate import NgramProposer, Proposer, Speculation
+from plait.spec import ModelSpec
+from plait.state.store import StateStore
+from plait.text.grammar.compiler import GrammarCompiler, check_memory
+from plait.text.tokenizers.tokenizer import Tokenizer
+
+log = logging.getLogger("plait")
+step_log = logging.getLogger("plait.step")
+# Ops that sum over more than one row's own numbers, in an order that a library may choose by the batch.
+TEXT_BYTES = 192 << 20  # of memory for a tokenizer, its table and the thread that makes them
+MIXING = {"linear", "paged_attention", "paged_latent_attention", "map_heads", "experts"}
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model with its engine, which nobody runs yet."""
+
+    opened: Opened
+    runner: ModelRunner
+    engine: Engine
+    sizing: Sizing
+    target: Target
+    guides: Guides
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.runner.decoder.spec
+
+    def close(self) -> None:
+        """Give back the threads. The engine must not step any more."""
+        self.runner.close()
+        self.guides.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that answers, and what it was made of."""
+
+    opened: Opened
+    config: EngineConfig
+    runner: ModelRunner
+    sizing: Sizing
+    target: Target
+    front: Front
+
+
+def load(model: str, config: EngineConfig, on_progress: Progress | None = None) -> Loaded:
+    """Everything, until the first request can be answered. Raises what `build` and `Opened.language` do."""
+    found: list[Language] = []
+
+    def on_open(opened: Opened) -> Tokenizer | None:
+        found.append(opened.language())
+        if found[0].chat_template:
+            found[0].chat_template.start(is_chosen=config.chat_template is not None)
+        return found[0].tokenizer
+
+    built = build(model, config, on_progress or _silent, on_open)
+    loop = EngineLoop(built.engine, on_end=built.close)
+    name, longest = built.opened.files.name, built.sizing.max_model_len
+    parsers = Parsers(style=JsonStyle(config.open_objects, config.json_space))
+    front = Front(name, built.spec, longest, loop, found[0], config, parsers)
+    return Loaded(built.opened, config, built.runner, built.sizing, built.target, front)
+
+
+def build(
+    model: str, config: EngineConfig, report: Progress, on_open: Callable[[Opened], Tokenizer | None]
+) -> Built:
+    """A model and an engine over it. `on_open` is told of the headers and finds the tokenizer.
+
+    Raises what `settled` and `on_open` do, ConfigError and OutOfMemory.
+    """
+    report("reading headers", 0, 1)
+    opened = settled(model, config, report)
+    device, why = choose_device(config.device)
+    log.info("device: %s (%s)", device, why)
+    target = _target(opened, device)
+    for note in rope_notes(opened.resolved.spec, target.max_len):
+        log.info("%s", note)
+    try:
+        log.info("activations: %s, keys and values: %s", target.activations, target.kv_dtype)
+        report("loading the tokenizer", 0, 1)
+        return _build(opened, target, on_open(opened), report)
+    except BaseException:
+        if target.executor:
+            target.executor.close()
+        raise
+
+
+def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: Progress) -> Built:
+    config = opened.config
+    draft = draft_headers(config, opened.resolved.spec, tokenizer)
+    target.shelf = shelf_of(opened, target)
+    with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
+        decoder = load_decoder(opened, target, report)
+    target.bound.append(_packed_weights(target))
+    sizing = _size(opened, decoder, target)
+    vocab_size = decoder.spec.vocab_size
+    _check_vocabulary(config.vocab, tokenizer, vocab_size)
+    sampler = Sampler(
+        vocab_size,
+        banned=banned_ids(tokenizer, vocab_size),
+        device=target.device.type,
+        ops=config.ops,
+        executor=target.executor,
+    )
+    target.bound.extend(sampler.bindings)
+    report("preparing the step (the first start compiles kernels)", 0, 1)
+    proposer = _proposer(draft, opened, target, sizing, tokenizer, report)
+    runner, engine = engine_over(decoder, sampler, target, config, sizing, proposer=proposer)
+    guides = Guides(_compiler(opened, vocab_size), vocab_size)
+    engine.guided = guides.open
+    sampler.prepare()
+    step_log.info("step: %s", runner.step_kind)
+    target.bound.append(
+        Binding("step", "recorded", runner.step_kind, ())
+        if runner.is_recorded
+        else Binding("step", "op by op", "", (("recorded", runner.step_kind),))
+    )
+    if config.deterministic:
+        _check_deterministic(target)
+    report("ready", 1, 1)  # before there is a thread: who is told may raise, to say that nobody waits
+    return Built(opened, runner, engine, sizing, target, guides)
+
+
+def _packed_weights(target: Target) -> Binding:
+    """Whether packed weights were mapped, as `plait info --ops` shows it."""
+    shelf = target.shelf
+    if shelf is not None and shelf.is_full:
+        log.info("weights: %d packed maps (%s) from %s", shelf.num_found, gib(shelf.nbytes), shelf.path)
+        return Binding("weights", "mapped", str(shelf.path), ())
+    why = "`plait warmup` has kept none for this model and these options"
+    return Binding("weights", "packed while loading", "", (("mapped", why),))
+
+
+def _compiler(opened: Opened, vocab_size: int) -> Callable[[], GrammarCompiler]:
+    """What makes the compiler of a model's grammars. Its text side is loaded then, and not before."""
+
+    def find() -> GrammarCompiler:
+        check_memory(TEXT_BYTES)
+        language = opened.language()
+        if language.chat_template:
+            language.chat_template.close()
+        if language.tokenizer is None:
+            raise BadGrammar(f"{opened.files.name} has no tokenizer, so no grammar can be kept")
+        return GrammarCompiler(language.tokenizer, vocab_size, ends=language.stop_token_ids)
+
+    return find
+
+
+def engine_over(
+    decoder: Decoder,
+    sampler: Sampler,
+    target: Target,
+    config: EngineConfig,
+    sizing: Sizing,
+    *,
+    records: bool = True,
+    proposer: Proposer | None = None,
+) -> tuple[ModelRunner, Engine]:
+    """An engine over weights that are there already, with memory of its own: several can share one model.
+
+    `records` False: every step runs op by op. `proposer`: who guesses tokens. Raises OutOfMemory.
+    """
+    with out_of_memory(f"making room for sequences ({gib(sizing.nbytes)})"):
+        store = _store(decoder, sizing, target)
+    capacity = Capacity.of(
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
+        sizing.max_model_len,
+        sizing.block_size,
+        num_draft_tokens=0 if config.speculate == "off" else config.num_draft_tokens,
+    )
+    runner = ModelRunner(
+        decoder,
+        store,
+        sampler,
+        target.device,
+        executor=target.executor,
+        capacity=capacity if records else None,
+    )
+    can_follow = runner.is_recorded and proposer is None  # who guesses has to see every step
+    num_steps = MOST_STEPS if can_follow else 1
+    scheduler = sizing.scheduler(config, causal=decoder.spec.causal, num_steps=num_steps)
+    speculation = None
+    if proposer is not None:
+        replays = has_slots(decoder.states)
+        speculation = Speculation(proposer, scheduler.costs, config.num_draft_tokens, replays=replays)
+    vocab_size, longest = decoder.spec.vocab_size, sizing.max_model_len
+    return runner, Engine(
+        runner, scheduler, vocab_size=vocab_size, max_model_len=longest, speculation=speculation
+    )
+
+
+def draft_headers(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | None) -> Opened | None:
+    """The draft model's headers, if one is asked for: refused before anything large is loaded.
+
+    Raises what `open_draft` does, and ConfigError if nobody can guess for a model of this spec.
+    """
+    if config.speculate != "off" and not spec.causal:
+        raise ConfigError(
+            f"speculate: {config.speculate} was asked for, and this model computes a whole sequence in every "
+            "step, so that guesses save nothing; leave the option out, or use --ssm-mode ssd"
+        )
+    if config.speculate in ("off", "ngram"):
+        return None
+    from plait.loading.draft_model import open_draft
+
+    return open_draft(config, spec, tokenizer)
+
+
+def _proposer(
+    draft: Opened | None,
+    opened: Opened,
+    target: Target,
+    sizing: Sizing,
+    tokenizer: Tokenizer | None,
+    report: Progress,
+) -> Proposer | None:
+    """Who guesses tokens, if anybody does."""
+    config = opened.config
+    if config.speculate == "off":
+        return None
+    if draft is None:
+        return NgramProposer()
+    from plait.loading.draft_model import load_draft
+
+    return load_draft(draft, config, target, sizing.max_model_len, tokenizer, report)
+
+
+def _target(opened: Opened, device: torch.device) -> Target:
+    spec, config = opened.resolved.spec, opened.config
+    dtype = choose_dtype(config.dtype, device, stored_dtypes(opened))
+    length = min(config.max_model_len or spec.max_len, spec.max_len)
+    target = Target(device, dtype, length, spec.hidden_size, config.ops, block_size=config.block_size)
+    target.quantize = config.quantize
+    target.kv_dtype = kv_dtype(config, stored_dtypes(opened), dtype)
+    if device.type != "cpu":
+        load_for_gpu()
+        return target
+    threads, found = (config.threads, "--threads") if config.threads else resource_limits.default_threads()
+    log.info("threads: %d (%s)", threads, found)
+    if (quota := resource_limits.cpu_quota()) is not None and quota < threads:
+        log.warning(
+            "threads: %d share a CPU quota of %.3g: they are stopped in turns, and wait", threads, quota
+        )
+    cache_dir = Path(config.cache_dir) if config.cache_dir else None
+    load_kernels(cache_dir=cache_dir, isa=config.isa)
+    target.activations = activations(config)
+    target.executor = None if config.ops == "reference" else executor(threads, config.prefill)
+    if config.prefill == "bf16" and (why := why_no_amx()):
+        log.warning("prefill: bf16 is not possible: %s; prompts are computed as replies are", why)
+    # Native kernels have threads of their own: torch's would wait for work on the same cores.
+    torch.set_num_threads(1 if target.executor else threads)
+    return target
+
+
+def loose_ops(target: Target) -> dict[str, str]:
+    """Ops whose rounding may depend on the batch, with the variant that was bound for each."""
+    return {b.op: b.variant for b in target.bound if b.op in MIXING and not b.variant.startswith("native")}
+
+
+def _check_deterministic(target: Target) -> None:
+    """Raises ConfigError if an op is bound to something whose rounding may depend on the batch."""
+    if loose := loose_ops(target):
+        shown = ", ".join(f"{op} ({variant})" for op, variant in sorted(loose.items()))
+        raise ConfigError(
+            f"deterministic: on {target.device.type} this model runs {shown}, whose rounding may change with "
+            "the batch; leave the option out, or run on a CPU with native kernels and without --ops reference"
+        )
+
+
+def facts_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
+    """What `size_state` must know about a model that is loaded."""
+    return ModelFacts(
+        states=decoder.states,
+        max_len=decoder.spec.max_len,
+        dtype=str(target.dtype).removeprefix("torch."),
+        causal=decoder.spec.causal,
+    )
+
+
+def _size(opened: Opened, decoder: Decoder, target: Target) -> Sizing:
+    facts = facts_for_sizing(decoder, target)
+    mapped = target.shelf.nbytes if target.shelf else 0  # counts as free until it is read
+    free, limit = free_memory(target.device), resource_limits.memory_limit()
+    if limit is not None and target.device.type == "cpu":
+        log.info("memory: this process's control groups allow %s; %s can still be had", gib(limit), gib(free))
+    total = total_memory(target.device)
+    sizing = size_state(facts, opened.config, free_memory=free - mapped, total_memory=total)
+    for what, count, nbytes in sizing.rows(target.weights_nbytes, is_lazy=target.device.type == "cpu"):
+        log.info("memory: %-31s %14s %10s", what, count, gib(nbytes))
+    for note in sizing.notes:
+        log.warning("%s", note)
+    return sizing
+
+
+def _store(decoder: Decoder, sizing: Sizing, target: Target) -> StateStore:
+    return StateStore(
+        decoder.states, sizing.num_blocks, sizing.num_slots, sizing.block_size, target.device, target.dtype
+    )
+
+
+def _check_vocabulary(asked: str | None, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    """A vocabulary that was named and has more tokens than the model is probably another model's."""
+    if asked and tokenizer and tokenizer.vocab_size > vocab_size:
+        log.warning(
+            "the vocabulary %s has %d tokens and the model only %d: its text may make no sense",
+            tokenizer.name,
+            tokenizer.vocab_size,
+            vocab_size,
+        )
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Nobody wants to know."""

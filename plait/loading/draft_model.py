@@ -1,0 +1,160 @@
+"""A draft model beside the one that answers: loaded like it, on the same threads, in memory of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from plait.checkpoint.weights import Target
+from plait.config import EngineConfig
+from plait.engine.device import choose_dtype, free_memory, out_of_memory
+from plait.engine.memory_plan import gib
+from plait.errors import ConfigError, OutOfMemory
+from plait.loading.open_model import (
+    Opened,
+    Progress,
+    banned_ids,
+    kv_dtype,
+    load_decoder,
+    open_model,
+    stored_dtypes,
+)
+from plait.memory import PagedState, SlotState, State, block_groups, has_slots
+from plait.model.decoder import Decoder
+from plait.runner.draft import DraftMemory, DraftModel
+from plait.runner.graphs import Capacity
+from plait.runner.runner import ModelRunner
+from plait.runner.sampler import Sampler
+from plait.spec import ModelSpec
+from plait.state.store import StateStore
+from plait.text.tokenizers.tokenizer import Tokenizer
+
+log = logging.getLogger("plait")
+step_log = logging.getLogger("plait.step")
+SHARE = 4  # the state of drafts takes at most this part of what the state of sequences may
+PROBE_TEXT = "It's 12:34:56 now…\n\n\tdef naïve(x): return {'Ω': x**2, \"日本\": -0.5}  # ABC_def 🙂\r\n"
+PROBE_IDS = 499  # tokens, spread over the vocabulary, whose texts are compared; a prime
+
+
+def load_draft(
+    opened: Opened,
+    config: EngineConfig,
+    target: Target,
+    max_model_len: int,
+    tokenizer: Tokenizer | None,
+    report: Progress,
+) -> DraftModel:
+    """The model `opened` (see `open_draft`), with memory and kernels, ready to guess.
+
+    `config`, `target`, `max_model_len`, `tokenizer` are those of the model that it guesses for: it runs on
+    the same device and threads, which it never closes. Raises CheckpointError, ConfigError, OutOfMemory.
+    """
+    spec = opened.resolved.spec
+    stored = stored_dtypes(opened)
+    dtype = choose_dtype(config.dtype, target.device, stored)
+    longest = min(max_model_len, spec.max_len)
+    own = Target(target.device, dtype, longest, spec.hidden_size, config.ops, block_size=config.block_size)
+    own.executor, own.activations, own.quantize = target.executor, target.activations, config.quantize
+    own.kv_dtype = kv_dtype(config, stored, dtype)
+    with out_of_memory(f"loading the weights of the draft model {opened.files.name} ({gib(opened.nbytes)})"):
+        decoder = load_decoder(opened, own, report)
+    if not any(isinstance(state, PagedState) for state in decoder.states.values()):
+        longest = max_model_len  # state of fixed size has no longest sequence
+    memory = _memory(decoder, config, own, longest)
+    with out_of_memory(f"making room for drafts of {memory.num_places} sequences"):
+        store = StateStore(
+            decoder.states, memory.num_blocks, memory.num_slots, memory.block_size, own.device, own.dtype
+        )
+    sampler = Sampler(
+        spec.vocab_size,
+        banned=banned_ids(tokenizer, spec.vocab_size),
+        device=own.device.type,
+        ops=config.ops,
+        executor=own.executor,
+    )
+    capacity = Capacity.of(memory.max_step_len, memory.num_places, longest, memory.block_size)
+    runner = ModelRunner(decoder, store, sampler, own.device, executor=own.executor, capacity=capacity)
+    step_log.info("step of the draft model: %s", runner.step_kind)
+    log.info("draft model: %s, %s with its state", opened.files.name, gib(own.weights_nbytes + store.nbytes))
+    return DraftModel(runner, memory)
+
+
+def open_draft(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | None) -> Opened:
+    """The headers of `config.speculate`, as a draft model for a model of this spec and vocabulary.
+
+    Raises what `open_model` does, and ConfigError if the two do not speak of the same tokens.
+    """
+    name = config.speculate
+    # What was said about the one model's files is not about the other's.
+    own = replace(
+        config, set=(), vocab=None, chat_template=None, max_model_len=None, ssm_mode="ssd", a_source="auto"
+    )
+    try:
+        opened = open_model(name, own)
+    except ConfigError as error:
+        raise ConfigError(f"speculate: {error} (it is off, ngram, or a draft model)") from error
+    draft = opened.resolved.spec
+    if draft.vocab_size != spec.vocab_size:
+        raise ConfigError(
+            f"speculate: {name} has {draft.vocab_size} tokens and the model {spec.vocab_size}: a draft model "
+            "must have the same vocabulary; take a smaller model of the same family, or --speculate ngram"
+        )
+    if difference := _difference(opened.tokenizer(), tokenizer):
+        raise ConfigError(
+            f"speculate: {name} has another vocabulary of the same size: {difference}; take a smaller model "
+            "of the same family, or --speculate ngram"
+        )
+    return opened
+
+
+def _difference(draft: Tokenizer | None, model: Tokenizer | None) -> str | None:
+    """How two vocabularies differ, as far as a probe shows; models without any say nothing."""
+    if draft is None or model is None:
+        return None
+    ids, wanted = (t.encode(PROBE_TEXT, add_special=False) for t in (draft, model))
+    if ids != wanted:
+        at = next((i for i, pair in enumerate(zip(ids, wanted, strict=False)) if pair[0] != pair[1]), -1)
+        where = f"the first that differs is {ids[at]}, not {wanted[at]}" if at >= 0 else "one is longer"
+        return f"a text becomes {len(ids)} tokens there and {len(wanted)} here, {where}"
+    both = min(draft.vocab_size, model.vocab_size)
+    for i in range(0, both, max(both // PROBE_IDS, 1)):
+        if draft.token_bytes(i) != model.token_bytes(i):
+            return f"token {i} is {draft.token_text(i)!r} there and {model.token_text(i)!r} here"
+    return None
+
+
+def _memory(decoder: Decoder, config: EngineConfig, own: Target, longest: int) -> DraftMemory:
+    """A place for as many sequences as run, or for as many as fit. Raises OutOfMemory if not one does."""
+    memory = DraftMemory(
+        groups=block_groups(decoder.states),
+        has_slots=has_slots(decoder.states),
+        block_size=config.block_size,
+        num_places=config.max_num_seqs,
+        max_len=longest,
+        max_step_len=config.max_num_batched_tokens,
+    )
+    limit = (config.memory_limit or free_memory(own.device)) // SHARE
+    each = place_nbytes(memory, decoder.states, str(own.dtype).removeprefix("torch."))
+    if each > limit:
+        raise OutOfMemory(
+            f"speculate: the state of one draft of {longest} tokens needs {gib(each)}, and there are "
+            f"{gib(limit)} for it; start with a smaller --max-model-len, a --memory-limit of at least "
+            f"{SHARE * each}, or --speculate ngram"
+        )
+    places = min(config.max_num_seqs, limit // each if each else config.max_num_seqs)
+    if places < config.max_num_seqs:
+        log.warning(
+            "drafts of %d sequences at a time fit into %s, not of %d", places, gib(limit), config.max_num_seqs
+        )
+    return replace(memory, num_places=places)
+
+
+def place_nbytes(memory: DraftMemory, states: Mapping[str, State], dtype: str) -> int:
+    """Bytes of state of one place of a draft model that computes in `dtype`."""
+    total = 2 * sum(s.nbytes_per_slot(dtype) for s in states.values() if isinstance(s, SlotState))
+    for group in memory.groups:
+        members = (states[name] for name in group.members)
+        per_token = sum(s.nbytes_per_token(dtype) for s in members if isinstance(s, PagedState))
+        total += memory.per_place(group) * memory.block_size * per_token
+    return total

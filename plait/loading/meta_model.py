@@ -1,0 +1,57 @@
+"""What a model would remember and bind, from headers alone: no tensor is read.
+
+The decoder is built on torch's meta device over tensors that have a shape and no content. So a missing or odd
+tensor is found here too, before anything large is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.weights import Checkpoint, Target, Weights
+from plait.families.common.resolved import Resolved
+from plait.memory import State
+from plait.model.decoder import Decoder
+
+
+class Outline:
+    """A checkpoint without its content: every tensor is on the meta device."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._checkpoint
+
+    def names(self) -> Iterable[str]:
+        return self._checkpoint.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._checkpoint.shape(name)
+
+    def read(self, name: str) -> Tensor:
+        """A stack whose storage only knows matrices is one of all its rows, as when it is read."""
+        shape = self.shape(name)
+        if len(shape) > 2 and not self._is_plain(name):
+            shape = (prod(shape[:-1]), shape[-1])
+        return torch.empty(shape, device="meta")
+
+    def _is_plain(self, name: str) -> bool:
+        """Files tell how a tensor is stored; what has no files has plain tensors."""
+        format_of = getattr(self._checkpoint, "format_of", None)
+        return format_of is None or isinstance(getattr(torch, format_of(name), None), torch.dtype)
+
+
+def model_states(resolved: Resolved, checkpoint: Checkpoint, kv_dtype: str = "model") -> Mapping[str, State]:
+    """What every mixer remembers, by mixer name; `kv_dtype`: of keys, values and latents.
+
+    Raises MissingTensor, ShapeMismatch.
+    """
+    spec = resolved.spec
+    target = Target(torch.device("meta"), torch.float32, spec.max_len, spec.hidden_size, ops="reference")
+    target.kv_dtype = kv_dtype
+    return Decoder(spec, Weights(Outline(checkpoint), resolved.names, target)).states

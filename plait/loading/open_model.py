@@ -1,0 +1,217 @@
+"""A model's files, read and understood, and its weights: what stands before there is an engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.find_files import ModelFiles, find_model, read_json
+from plait.checkpoint.quantized.packed import Packed
+from plait.checkpoint.quantized.scheme import find_scheme
+from plait.checkpoint.readers.gguf import GgufFile
+from plait.checkpoint.readers.gguf_plait import CONFIG, is_own, own_config
+from plait.checkpoint.readers.safetensors import SafetensorsFiles
+from plait.checkpoint.weights import Target, Weights
+from plait.config import EngineConfig
+from plait.errors import BadFile, PlaitError
+from plait.families.common.resolved import Resolved
+from plait.families.resolve import SET, resolve
+from plait.frontend.frontend import Language
+from plait.loading.probe_cache import Findings, read_findings
+from plait.loading.probe_candidates import is_open
+from plait.loading.text_side import TextSource
+from plait.model.decoder import Decoder
+from plait.ops.linear import Activations
+from plait.quant.weight import as_tensor
+from plait.text.tokenizers.gguf_files import CARRIED
+from plait.text.tokenizers.tokenizer import Tokenizer
+
+log = logging.getLogger("plait")
+HELD_NBYTES = 64 << 20  # of a file's pages, while its weights are packed one after the other
+Progress = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A model's headers, read and understood; no weight has been touched."""
+
+    files: ModelFiles
+    checkpoint: GgufFile | Packed
+    metadata: Mapping[str, Any] | None  # of a GGUF file
+    resolved: Resolved
+    config: EngineConfig
+
+    @property
+    def is_oxidizr(self) -> bool:
+        return self.resolved.family == "oxidizr"
+
+    @property
+    def text_directory(self) -> Path | None:
+        """Where files of text lie. A GGUF file brings its own: what lies beside it may be another model's."""
+        return None if self.metadata and "tokenizer.ggml.model" in self.metadata else self.files.directory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as they are stored."""
+        return sum(self.checkpoint.nbytes(name) for name in self.checkpoint.names())
+
+    def text_source(self) -> TextSource:
+        """Where its tokenizer and template come from."""
+        config, metadata = self.resolved.config, self.metadata
+        return TextSource(
+            name=self.files.name,
+            vocab_size=self.resolved.spec.vocab_size,
+            directory=None if self.text_directory is None else str(self.text_directory),
+            metadata=metadata and {k: metadata[k] for k in metadata if k.startswith(CARRIED)},
+            config={key: config[key] for key in ("tokenizer_vocab", "eos_token_id") if key in config},
+            vocab=self.config.vocab,
+            chat_template=self.config.chat_template,
+            oxidizr=self.is_oxidizr,
+        )
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that belongs to it, if one can be found."""
+        return self.text_source().tokenizer()
+
+    def language(self) -> Language:
+        """Its whole text side."""
+        return self.text_source().language()
+
+
+def open_model(model: str, config: EngineConfig, *, probed: bool = True) -> Opened:
+    """Find a model's files and understand their headers. `probed` False: as if nobody had probed it.
+
+    Raises ConfigError, CheckpointError or UnsupportedModel.
+    """
+    files = find_model(model, offline=config.offline)
+    raw = read_json(files.config, "config.json") if files.config else None
+    if files.kind == "gguf":
+        gguf = GgufFile(files.weights[0])
+        opened = Opened(files, gguf, gguf.metadata, _resolve(gguf, None, gguf.metadata, config), config)
+    else:
+        scheme = find_scheme(raw, files.side_files)
+        tensors = Packed(SafetensorsFiles(*files.weights, index=files.index), scheme)
+        opened = Opened(files, tensors, None, _resolve(tensors, raw, None, config), config)
+    if not probed or not opened.resolved.is_detected:
+        return opened
+    findings = read_findings(files, opened.checkpoint, config.cache_dir)
+    return replace(opened, resolved=with_findings(opened, findings)) if findings else opened
+
+
+def with_values(
+    opened: Opened, values: Mapping[str, Any], source: Callable[[str], str] = lambda _: "probed"
+) -> Resolved:
+    """What the model is if these keys of a config were said. --set wins. Raises as `open_model` does."""
+    raw = read_json(opened.files.config, "config.json") if opened.files.config else None
+    said = tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
+    config = replace(opened.config, set=(*said, *opened.config.set))
+    told = _resolve(opened.checkpoint, raw, opened.metadata, config)
+    why = {**told.provenance, **{key: source(key) for key in values}}
+    return replace(told, provenance=why, is_detected=True)
+
+
+def with_findings(opened: Opened, found: Findings) -> Resolved:
+    """What the model is by an earlier probe, where neither its config nor --set nor a tensor says it.
+
+    Raises BadFile.
+    """
+    plain = opened.resolved
+    if plain.provenance.get("architectures") == SET:
+        log.warning("what was probed is left aside: --set names another architecture")
+        return plain
+    values = {key: value for key, value in found.values.items() if is_open(plain, key)}
+    try:
+        return with_values(opened, values, found.source)
+    except PlaitError as error:
+        raise BadFile(
+            f"{opened.files.name}: what a probe found cannot be ({error}); `plait info MODEL --probe`"
+            " finds it anew"
+        ) from error
+
+
+def load_decoder(opened: Opened, target: Target, report: Progress) -> Decoder:
+    """The model with all its weights, packed for `target`. Raises CheckpointError."""
+    target.on_read = releasing(opened, report)
+    weights = Weights(opened.checkpoint, opened.resolved.names, target)
+    decoder = Decoder(opened.resolved.spec, weights)
+    weights.check_all_used()
+    opened.checkpoint.release()
+    return decoder
+
+
+def releasing(opened: Opened, report: Progress) -> Callable[[str, int], None]:
+    """To be told what is read: it says how far that is, and lets go of the file's pages from time to time.
+
+    What was read is packed by then: the pages beside it would double the memory.
+    """
+    total, done, held = opened.nbytes, 0, 0
+
+    def on_read(_: str, nbytes: int) -> None:
+        nonlocal done, held
+        done, held = done + nbytes, held + nbytes
+        report("loading weights", min(done, total), total)
+        if held > HELD_NBYTES:
+            opened.checkpoint.release()
+            held = 0
+
+    return on_read
+
+
+def stored_dtypes(opened: Opened) -> list[str]:
+    """The format of every tensor of the checkpoint."""
+    return [opened.checkpoint.format_of(name) for name in opened.checkpoint.names()]
+
+
+def kv_dtype(config: EngineConfig, stored: Sequence[str], dtype: torch.dtype) -> str:
+    """What keys and values are kept in: the name of a dtype, or "model"."""
+    if config.kv_dtype != "auto":
+        return config.kv_dtype
+    if config.ops == "reference":
+        return "model"
+    exact = config.precise or dtype != torch.float32 or not any(name != "float32" for name in stored)
+    return "model" if exact else "bfloat16"
+
+
+def activations(config: EngineConfig) -> Activations:
+    """What inputs of linear layers are rounded to where weights are in blocks; references round nothing."""
+    if config.ops == "reference":
+        return "float32"
+    return "int8x2" if config.precise else "int8"
+
+
+def banned_ids(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
+    """Ids without a token: a model can have more rows than its tokenizer has words."""
+    return tokenizer.holes(vocab_size) if tokenizer else ()
+
+
+def _resolve(
+    checkpoint: GgufFile | Packed,
+    raw: Mapping[str, Any] | None,
+    metadata: Mapping[str, Any] | None,
+    config: EngineConfig,
+) -> Resolved:
+    def read(name: str) -> Tensor:
+        return as_tensor(checkpoint.read(name))
+
+    shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
+    own = is_own(metadata)
+    found = resolve(
+        own_config(metadata or {}) if own else raw,
+        shapes,
+        gguf=None if own else metadata,
+        overrides=config.set,
+        read=read,
+        ssm_mode=config.ssm_mode,
+        a_source=config.a_source,
+    )
+    if not own:
+        return found
+    why = {key: text.replace("config.json", CONFIG) for key, text in found.provenance.items()}
+    return replace(found, provenance=why)

@@ -1,0 +1,182 @@
+"""Which packed weights belong to a model and its options, and when they are written to the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.checkpoint.packed_cache.cache import Shelf
+from plait.checkpoint.packed_cache.file_format import (
+    SUFFIX,
+    as_stem,
+    default_folder,
+    is_folder,
+    read_key,
+    shelved,
+)
+from plait.checkpoint.weights import Target
+from plait.config import EngineConfig
+from plait.engine.memory_plan import gib
+from plait.errors import BadFile
+from plait.kernels.load import describe_target
+from plait.loading.open_model import Opened
+
+log = logging.getLogger("plait")
+RESERVE_NBYTES = 1 << 30  # of the disk, which stay free
+# Options that change nothing of what is packed: all others are in the key.
+APART = frozenset({
+    "vocab", "chat_template", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting",
+    "block_size", "memory_limit", "prefix_cache", "snapshot_interval", "swap_memory", "max_step_ms",
+    "speculate", "num_draft_tokens", "threads", "deterministic", "kv_dtype", "cache_dir", "packed_cache",
+    "offline", "probe", "prefill",
+})  # fmt: skip
+PACKAGE = Path(__file__).resolve().parents[1]
+ROOMS = (
+    "spec.py",
+    "checkpoint",
+    "families",
+    "kernels",
+    "model",
+    "ops",
+    "quant",
+)  # that decide what is packed
+_EDGE, _PIECE, _PIECES = 1 << 16, 4096, 14  # of a file: bytes at its ends, bytes between them, how often
+
+
+def folder_of(config: EngineConfig) -> Path | None:
+    """Where packed weights are looked for; None: nowhere."""
+    if config.packed_cache == "off":
+        return None
+    named = config.packed_cache != "auto"
+    return Path(config.packed_cache) if named else default_folder(config.cache_dir)
+
+
+def shelf_of(opened: Opened, target: Target) -> Shelf | None:
+    """The shelf of a model, with what is on it; None where nothing is packed or there is no such folder."""
+    folder = folder_of(opened.config)
+    if folder is None or target.executor is None:
+        return None
+    if not is_folder(folder):
+        if opened.config.packed_cache != "auto":
+            log.warning("--packed-cache: %s is no folder that can be read; weights are packed anew", folder)
+        return None
+    key = key_of(opened, target)
+    name = f"{as_stem(opened.files.name)}-{_digest(json.dumps(key).encode())[:16]}{SUFFIX}"
+    return Shelf(folder / name, str(opened.files.weights[0].resolve()), key)
+
+
+def key_of(opened: Opened, target: Target) -> dict[str, Any]:
+    """All that decides how weights are packed, as plain values."""
+    files, resolved, config = opened.files, opened.resolved, opened.config
+    texts = [*files.side_files.values(), *([files.config] if files.config else [])]
+    made_for = describe_target(isa=config.isa)
+    key = {
+        "weights": [identity(path) for path in files.weights],
+        "texts": [identity(path) for path in sorted(texts)],
+        "model": _digest(repr((resolved.spec, sorted(resolved.config.items()))).encode()),
+        "options": {name: value for name, value in asdict(config).items() if name not in APART},
+        "computes": [str(target.dtype), target.activations],
+        "made by": [code(), torch.__version__, made_for.room_name if made_for else ""],
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(key))
+    return plain
+
+
+def identity(path: Path) -> list[Any]:
+    """A file's size and time, and a hash of pieces of it: both ends, and some between them. Raises BadFile.
+
+    Not its place nor its inode: a copy that keeps the time, as in an image of a container, is the same file.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        with path.open("rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            places = [(status.st_size * i // (_PIECES + 1), _PIECE) for i in range(1, _PIECES + 1)]
+            for at, nbytes in [(0, _EDGE), *places, (max(0, status.st_size - _EDGE), _EDGE)]:
+                file.seek(at)
+                digest.update(file.read(nbytes))
+    except OSError as error:
+        raise BadFile(f"{path}: cannot be read: {error.strerror}") from error
+    return [status.st_size, status.st_mtime_ns, digest.hexdigest()]
+
+
+def code() -> str:
+    """A hash of every line of ours that has to do with packing."""
+    root, digest = PACKAGE, hashlib.blake2b(digest_size=16)
+    for room in ROOMS:
+        for path in sorted([root / room] if room.endswith(".py") else (root / room).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(raw: bytes) -> str:
+    return hashlib.blake2b(raw, digest_size=16).hexdigest()
+
+
+def keep(shelf: Shelf, opened: Opened, target: Target, limit: int) -> str:
+    """Write what was packed, if folder and disk have room for it; what came of it, as a sentence.
+
+    limit: bytes that the folder may hold in all.
+    """
+    folder, needed = shelf.path.parent, shelf.needed()
+    if shelf.is_full:
+        return f"packed weights: {gib(shelf.nbytes)} are kept in {shelf.path}"
+    if not needed:
+        return "packed weights: none are kept: this model has no map that is packed"
+    if key_of(opened, target) != shelf.key:
+        return "packed weights: none are kept: the model's files, or Plait's own, changed meanwhile"
+    try:
+        _drop_outdated(shelf)
+        if why := _no_room(shelf, needed, limit):
+            return f"packed weights: none are kept: {why}"
+        written = shelf.write()
+    except OSError as error:
+        return f"packed weights: none are kept: {folder} cannot be written ({error.strerror or error})"
+    return f"packed weights: {gib(written)} written to {shelf.path}"
+
+
+def _no_room(shelf: Shelf, needed: int, limit: int) -> str | None:
+    """Why so many bytes more cannot be kept, if they cannot."""
+    folder = shelf.path.parent
+    held = sum(item.nbytes for item in shelved(folder) if item.path != shelf.path)
+    if held + needed > limit:
+        return (
+            f"{gib(needed)} beside {gib(held)} in {folder} are more than --packed-limit, {gib(limit)}; "
+            "`plait warmup --clear` removes what is there"
+        )
+    free = shutil.disk_usage(folder).free
+    if free < needed + RESERVE_NBYTES:
+        return (
+            f"they take {gib(needed)}, {gib(RESERVE_NBYTES)} must stay free, and the disk of {folder} has "
+            f"{gib(free)}; --packed-cache takes another folder"
+        )
+    return None
+
+
+def _drop_outdated(shelf: Shelf) -> None:
+    """Remove what no start can use any more: of these files as they were before, or by other code."""
+    for item in shelved(shelf.path.parent):
+        found = read_key(item.path)
+        if found is None:
+            continue
+        source, key = found
+        is_same = key.get("weights") == shelf.key["weights"]
+        is_ours = _versions(key) == _versions(shelf.key)
+        if (is_same and not is_ours) or (source == shelf.source and not is_same):
+            log.info("packed weights that no start can use any more are removed: %s", item.path)
+            item.path.unlink(missing_ok=True)
+
+
+def _versions(key: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of what made them, without the processor: machines of several kinds may share a folder."""
+    ours, torch_version, room = key.get("made by", ("", "", ""))
+    return ours, torch_version, room.rpartition("-")[2]

@@ -1,0 +1,70 @@
+"""Where the text side of a model lies: plain values, so that a process without torch can read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plait.errors import BadFile, InvalidField
+from plait.frontend.frontend import Language
+from plait.request import SamplingParams
+from plait.text.load import load_chat_template, load_generation_config, load_tokenizer
+from plait.text.tokenizers.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSource:
+    """What the readers of tokenizers and templates ask for.
+
+    `directory`: where files of text lie, None if there are none. `metadata`: of a GGUF file, the keys that
+    speak of text. `config`: the model's, those that speak of tokens. `vocab`, `chat_template`: the user's.
+    """
+
+    name: str
+    vocab_size: int
+    directory: str | None = None
+    metadata: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] | None = None
+    vocab: str | None = None
+    chat_template: str | None = None
+    oxidizr: bool = False
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that belongs to the model, if one can be found."""
+        return load_tokenizer(
+            directory=self._path,
+            metadata=self.metadata,
+            vocab=self.vocab,
+            vocab_size=self.vocab_size,
+            config=self.config,
+            oxidizr=self.oxidizr,
+        )
+
+    def language(self) -> Language:
+        """The whole text side. Raises BadFile, UnsupportedFormat and ConfigError."""
+        tokenizer = self.tokenizer()
+        generation_config = load_generation_config(self._path, self.metadata)
+        try:
+            SamplingParams().resolved(generation_config)
+        except InvalidField as error:
+            raise BadFile(f"generation_config.json of {self.name}: {error}") from error
+        template = load_chat_template(
+            directory=self._path,
+            metadata=self.metadata,
+            option=self.chat_template,
+            tokenizer=tokenizer,
+            oxidizr=self.oxidizr,
+        )
+        stops = tokenizer.eos_token_ids if tokenizer else _listed(generation_config.get("eos_token_id"))
+        ends = template.stop_token_ids if template else frozenset()
+        return Language(tokenizer, template, generation_config, stops | ends)
+
+    @property
+    def _path(self) -> Path | None:
+        return None if self.directory is None else Path(self.directory)
+
+
+def _listed(value: int | list[int] | None) -> frozenset[int]:
+    return frozenset([value] if isinstance(value, int) else value or [])

@@ -1,0 +1,1 @@
+"""Parts of every decoder: embedding, MLP, MoE, norms, rotary positions."""

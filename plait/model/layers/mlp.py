@@ -1,0 +1,34 @@
+"""Feed-forward layers: gated (SwiGLU, GeGLU; Shazeer 2020) or plain."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from plait import spec
+from plait.checkpoint.weights import Weights
+from plait.memory import State
+from plait.model.layers.batch import Batch
+from plait.ops.activation import activate
+from plait.ops.glu import glu
+from plait.state.store import StateStore
+
+
+class Mlp:
+    def __init__(self, s: spec.Mlp, w: Weights) -> None:
+        self.spec, self.states = s, dict[str, State]()
+        hidden = w.target.hidden_size
+        names = ("gate", "up") if s.gated else ("up",)
+        self.up = w.linear(*names, in_size=hidden, out_sizes=(s.size,) * len(names), split="out")
+        self.down = w.linear("down", in_size=s.size, out_sizes=(hidden,), split="in")
+        self._activate = w.bind(activate, kind=s.activation, gated=s.gated)
+        self._glu = w.bind(glu, kind=s.activation, up=self.up) if s.gated else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., hidden] -> [..., hidden]."""
+        kind = self.spec.activation
+        if self._glu:
+            return self.down(self._glu(x, self.up, kind, self._activate))
+        return self.down(self._activate(self.up(x), kind, False))
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        return self.forward(x)

@@ -1,0 +1,1 @@
+"""Token mixers: one module per kind."""

@@ -1,0 +1,76 @@
+"""Grouped-query attention: one mixer for every family, windows, softcaps and norms being data."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plait import spec
+from plait.checkpoint.weights import Weights
+from plait.memory import PagedState, State, group_name
+from plait.model.layers.batch import Batch
+from plait.model.layers.norm import Norm
+from plait.model.layers.rope import Rope
+from plait.ops.activation import gate
+from plait.ops.attention import paged_attention
+from plait.ops.entry import head_widths
+from plait.state.store import StateStore
+
+
+class Attention:
+    def __init__(self, s: spec.Attention, w: Weights) -> None:
+        self.spec, self.name = s, w.prefix
+        hidden, q, kv = w.target.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+        parts = {"q": q, "k": kv, "v": kv, **({"gate": q} if s.gate else {})}
+        self.qkv = w.linear(*parts, in_size=hidden, out_sizes=tuple(parts.values()), split="out")
+        self.o = w.linear("o", in_size=q, out_sizes=(hidden,), split="in")
+        self.q_norm = HeadNorm(s.qk_norm, s, w.scope("q_norm"), s.num_heads) if s.qk_norm else None
+        self.k_norm = HeadNorm(s.qk_norm, s, w.scope("k_norm"), s.num_kv_heads) if s.qk_norm else None
+        self.sinks = w.tensor("sinks", (s.num_heads,), torch.float32) if s.sinks else None
+        self.rope = Rope(s.rope, w) if s.rope else None
+        self._attend = w.bind(
+            paged_attention,
+            heads=s.num_heads,
+            kv_heads=s.num_kv_heads,
+            dim=s.head_dim,
+            window=s.window,
+            softcap=s.softcap,
+            sinks=s.sinks,
+            activations=w.target.activations,
+        )
+        self._gate = w.bind(gate) if s.gate else None
+        self._parts = [size // s.head_dim for size in parts.values()]
+        dtype = w.target.kv_dtype
+        widths = zip("kv", head_widths(s.head_dim, dtype), strict=True)
+        entry = {name: (s.num_kv_heads, width) for name, width in widths}
+        self.states: dict[str, State] = {self.name: PagedState(entry, s.window, dtype)}
+        self._group = group_name(s.window)
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> [T, hidden]."""
+        s = self.spec
+        heads = self.qkv(x).unflatten(-1, (-1, s.head_dim))  # [T, heads + 2 kv_heads (+ heads), d]
+        q, k, v, *closing = heads.split(self._parts, 1)
+        if self.q_norm and self.k_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+            if self.rope:
+                q, k = self.rope(q, batch.positions), self.rope(k, batch.positions)
+        elif self.rope:  # both at once, as they lie
+            q, k = self.rope(heads[:, : sum(self._parts[:2])], batch.positions).split(self._parts[:2], 1)
+        cache, index = store[self.name], batch.paged[self._group]
+        where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
+        out = self._attend(q, k, v, cache["k"], cache["v"], *where, s.scale, s.window, s.softcap, self.sinks)
+        out = out.flatten(1)
+        return self.o(self._gate(out, closing[0].flatten(1)) if self._gate else out)
+
+
+class HeadNorm:
+    """The norm of a mixer's queries or keys, over whatever `qk_norm_over` says: [T, heads, d] -> its like."""
+
+    def __init__(self, norm: spec.Norm, s: spec.Attention, w: Weights, heads: int) -> None:
+        self._apart = s.qk_norm_over == "head"
+        size = s.head_dim if self._apart else heads * s.head_dim
+        self._norm = Norm(norm, w, size, heads if s.qk_norm_over == "each" else 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._norm(x) if self._apart else self._norm(x.flatten(1)).view(x.shape)

@@ -1,0 +1,85 @@
+"""Linear attention by the gated delta rule: Gated DeltaNet and Kimi Delta Attention are one mixer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plait import spec
+from plait.checkpoint.weights import Weights
+from plait.memory import SlotState, State
+from plait.model.layers.batch import Batch
+from plait.model.layers.norm import Norm
+from plait.model.mixers.mamba2 import ShortConv
+from plait.ops.activation import activate, gate, step_sizes
+from plait.ops.delta import gated_delta_scan
+from plait.ops.gated_norm import gated_rms_norm
+from plait.state.store import StateStore
+
+
+class DeltaNet:
+    def __init__(self, s: spec.DeltaNet, w: Weights) -> None:
+        self.spec, self.name = s, w.prefix
+        hidden, keys, values = w.target.hidden_size, s.num_key_heads * s.key_dim, s.num_heads * s.value_dim
+        steps = s.num_heads * (s.key_dim if s.decay == "channel" else 1)
+        parts = {"q": keys, "k": keys, "v": values, "beta": s.num_heads}
+        parts |= {"decay_a": s.decay_rank} if s.decay_rank else {"decay": steps}
+        parts |= {"gate_a": s.gate_rank} if s.gate_rank else {"gate": values}
+        self.sizes = [2 * keys + values, *list(parts.values())[3:]]
+        self.into = w.linear(*parts, in_size=hidden, out_sizes=tuple(parts.values()))
+        self.decay = w.linear("decay_b", in_size=s.decay_rank, out_sizes=(steps,)) if s.decay_rank else None
+        self.gate = w.linear("gate_b", in_size=s.gate_rank, out_sizes=(values,)) if s.gate_rank else None
+        self.out = w.linear("o", in_size=values, out_sizes=(hidden,))
+        self.conv = ShortConv(w, self.sizes[0], s.conv_kernel)
+        self.heads = [s.num_key_heads, s.num_key_heads, s.num_heads]
+        self.A = w.tensor("A", (s.num_heads,), torch.float32)
+        self.dt_bias = w.optional("dt_bias", (steps,), torch.float32)
+        self._close = OutputGate(s, w)
+        sizes = {"heads": s.num_heads, "key_dim": s.key_dim, "value_dim": s.value_dim}
+        self._scan = w.bind(gated_delta_scan, **sizes)
+        self._step_sizes = w.bind(step_sizes, heads=steps)
+        self._sigmoid = w.bind(activate, kind="sigmoid", gated=False)
+        ssm = (s.num_heads, s.key_dim, s.value_dim)
+        state = SlotState({"conv": (self.conv.tail_shape, "model"), "ssm": (ssm, "float32")})
+        self.states: dict[str, State] = {self.name: state}
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> [T, hidden]."""
+        s, state = self.spec, store[self.name]
+        mixed, beta, decay, closing = self.into(x).split(self.sizes, -1)
+        decay = self.decay(decay) if self.decay else decay
+        closing = self.gate(closing) if self.gate else closing
+        mixed = self.conv(mixed, batch, state["conv"])
+        q, k, v = mixed.split([n * d for n, d in zip(self.heads, self._dims, strict=True)], -1)
+        q, k, v = (m.unflatten(-1, (n, -1)) for m, n in zip((q, k, v), self.heads, strict=True))
+        step = self._step_sizes(decay, self.dt_bias, 0.0, spec.UNLIMITED)
+        step = step.unflatten(-1, (s.num_heads, -1)) if s.decay == "channel" else step
+        beta = self._sigmoid(beta, "sigmoid", False)
+        where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
+        y = self._scan(q, k, v, step, self.A, beta, state["ssm"], *where, s.beta_scale, s.tiled)
+        return self.out(self._close(y, closing))
+
+    @property
+    def _dims(self) -> tuple[int, int, int]:
+        return self.spec.key_dim, self.spec.key_dim, self.spec.value_dim
+
+
+class OutputGate:
+    """The norm of each head's output, one weight for all, times the gate's activation."""
+
+    def __init__(self, s: spec.DeltaNet, w: Weights) -> None:
+        self.spec, size = s, s.num_heads * s.value_dim
+        if s.gate == "silu":
+            weight = w.tensor("gated_norm.weight", (s.value_dim,))
+            self._weight = weight.repeat(s.num_heads)
+            self._norm_and_gate = w.bind(gated_rms_norm, size=size, groups=s.num_heads)
+        else:
+            self._norm, self._gate = Norm(s.norm, w.scope("gated_norm"), s.value_dim), w.bind(gate)
+
+    def __call__(self, y: Tensor, closing: Tensor) -> Tensor:
+        """y: [T, heads, value_dim], closing: [T, heads · value_dim] -> like closing."""
+        s = self.spec
+        if s.gate == "silu":
+            args = (y.flatten(1), closing, self._weight, s.norm.eps, s.num_heads, True)
+            return self._norm_and_gate(*args)  # type: ignore[no-any-return]
+        return self._gate(self._norm(y).flatten(1), closing)  # type: ignore[no-any-return]

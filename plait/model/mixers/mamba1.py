@@ -1,0 +1,89 @@
+"""Mamba1 (Gu & Dao 2023): short convolution, input-dependent step, B and C, elementwise scan.
+
+Jamba and Falcon-Mamba norm the step, B and C; PLaMo 2 has one step and one decay for each head, which makes
+the scan Mamba2's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plait import spec
+from plait.checkpoint.weights import Weights
+from plait.memory import SlotState, State
+from plait.model.layers.batch import Batch
+from plait.model.layers.norm import Norm
+from plait.model.mixers.mamba2 import ShortConv
+from plait.ops.activation import step_sizes
+from plait.ops.gated_norm import gated_rms_norm
+from plait.ops.ssm import mamba1_scan, mamba2_scan
+from plait.state.store import StateStore
+
+
+class Mamba1:
+    """`in` has the rows of x and then of the gate; `x` those of the step, B and C; `dt` has a bias."""
+
+    def __init__(self, s: spec.Mamba1, w: Weights) -> None:
+        self.spec, self.name = s, w.prefix
+        hidden, inner, steps = w.target.hidden_size, s.inner_size, s.num_heads or s.inner_size
+        self.in_proj = w.linear("in", in_size=hidden, out_sizes=(2 * inner,))
+        self.x_proj = w.linear("x", in_size=inner, out_sizes=(s.dt_rank + 2 * s.state_size,))
+        self.dt_proj = w.linear("dt", in_size=s.dt_rank, out_sizes=(steps,))
+        self.out = w.linear("out", in_size=inner, out_sizes=(hidden,))
+        self.conv = ShortConv(w, inner, s.conv_kernel)
+        self.A = w.tensor("A", (steps,) if s.num_heads else (inner, s.state_size), torch.float32)
+        self.D = w.tensor("D", (steps,), torch.float32)
+        self.sizes = {"dt": s.dt_rank, "B": s.state_size, "C": s.state_size}
+        self.norms = [Norm(s.norm, w.scope(f"{x}_norm"), n) for x, n in self.sizes.items()] if s.norm else []
+        self._scan = _PerHead(s, w) if s.num_heads else _PerChannel(s, w)
+        self._step_sizes = w.bind(step_sizes, heads=steps)
+        self._gate = w.bind(gated_rms_norm, size=inner, groups=1)
+        ssm, conv = self._scan.state_shape, self.conv.tail_shape
+        state = SlotState({"conv": (conv, "model"), "ssm": (ssm, "float32")})
+        self.states: dict[str, State] = {self.name: state}
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> [T, hidden]."""
+        state = store[self.name]
+        h, gate = self.in_proj(x).chunk(2, -1)
+        h = self.conv(h, batch, state["conv"])
+        parts = self.x_proj(h).split(list(self.sizes.values()), -1)
+        if self.norms:
+            parts = tuple(norm(part) for norm, part in zip(self.norms, parts, strict=True))
+        step, B, C = parts
+        dt = self._step_sizes(self.dt_proj(step), None, 0.0, spec.UNLIMITED)
+        y = self._scan(h, (dt, self.A, B, C, self.D, state["ssm"]), batch)
+        return self.out(self._gate(y, gate, None))
+
+
+class _PerChannel:
+    """The scan whose channels have a step and a decay each."""
+
+    def __init__(self, s: spec.Mamba1, w: Weights) -> None:
+        self.state_shape: tuple[int, ...] = (s.inner_size, s.state_size)
+        self._scan, self._limit = w.bind(mamba1_scan, inner=s.inner_size, state=s.state_size), s.state_limit
+
+    def __call__(self, h: Tensor, operands: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        """h: [T, inner]; dt, A, B, C, D and the state -> [T, inner]."""
+        where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
+        y: Tensor = self._scan(h, *operands, *where, self._limit)
+        return y
+
+
+class _PerHead:
+    """The scan whose heads have one, which is Mamba2's with one group."""
+
+    def __init__(self, s: spec.Mamba1, w: Weights) -> None:
+        heads = s.num_heads or 1
+        self.state_shape: tuple[int, ...] = (heads, s.inner_size // heads, s.state_size)
+        sizes = {"heads": heads, "dim": s.inner_size // heads, "state": s.state_size, "groups": 1}
+        self._scan = w.bind(mamba2_scan, **sizes)
+
+    def __call__(self, h: Tensor, operands: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        """h: [T, inner]; dt, A, B, C, D and the state -> [T, inner]."""
+        dt, A, B, C, D, state = operands
+        x, B, C = h.unflatten(-1, self.state_shape[:2]), B[:, None], C[:, None]
+        where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
+        y: Tensor = self._scan(x, dt, A, B, C, D, state, *where)
+        return y.flatten(1)

@@ -1,0 +1,84 @@
+"""Mamba2 (Dao & Gu 2024): short convolution, state-space duality, gated norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plait import spec
+from plait.checkpoint.weights import Weights
+from plait.memory import SlotState, State
+from plait.model.layers.batch import Batch
+from plait.ops.activation import step_sizes
+from plait.ops.conv import causal_conv
+from plait.ops.gated_norm import gated_rms_norm
+from plait.ops.ssm import mamba2_scan
+from plait.ops.ssm_exact import mamba2_exact
+from plait.state.store import StateStore
+
+
+class ShortConv:
+    """The depthwise convolution of one mixer; its tail is in the store, or nowhere for whole sequences.
+
+    `activation`: what follows it, "silu" or None.
+    """
+
+    def __init__(self, w: Weights, channels: int, kernel: int, activation: str | None = "silu") -> None:
+        self._activation = activation
+        self.weight = w.tensor("conv.weight", (channels, kernel))
+        self.bias = w.optional("conv.bias", (channels,))
+        self.tail_shape = (kernel - 1, channels)
+        self._conv = w.bind(causal_conv, channels=channels, kernel=kernel)
+
+    def __call__(self, x: Tensor, batch: Batch, tail: Tensor | None) -> Tensor:
+        """x: [T, C] -> [T, C]. `tail` None: every sequence of the batch is whole, and nothing is kept."""
+        slots, history = batch.state_slots, batch.has_history
+        if tail is None:
+            tail, slots = x.new_zeros(len(slots), *self.tail_shape), torch.arange(len(slots), device=x.device)
+            history = torch.zeros_like(history)
+        where = (tail, slots, batch.query_start, history)
+        out: Tensor = self._conv(x, self.weight, self.bias, *where, self._activation)
+        return out
+
+
+class Mamba2:
+    def __init__(self, s: spec.Mamba2, w: Weights) -> None:
+        self.spec, self.name = s, w.prefix
+        hidden, heads = w.target.hidden_size, (s.num_heads,)
+        inner, bc = s.num_heads * s.head_dim, s.num_groups * s.state_size
+        self.sizes = [inner, inner + 2 * bc, s.num_heads]
+        self.in_proj = w.linear("in", in_size=hidden, out_sizes=(sum(self.sizes),))
+        self.out = w.linear("out", in_size=inner, out_sizes=(hidden,))
+        self.conv = ShortConv(w, inner + 2 * bc, s.conv_kernel)
+        self.A = w.tensor("A", heads, torch.float32)
+        self.D = w.optional("D", heads, torch.float32)
+        self.dt_bias = w.optional("dt_bias", heads, torch.float32)
+        self.norm_weight = w.tensor("gated_norm.weight", (inner,)) if s.gated_norm else None
+        sizes = {"heads": s.num_heads, "dim": s.head_dim, "state": s.state_size, "groups": s.num_groups}
+        self._scan = w.bind(mamba2_exact if s.mode == "exact" else mamba2_scan, **sizes)
+        self._gating = (s.gated_norm.eps if s.gated_norm else 0.0, s.norm_groups, s.norm_before_gate)
+        self._gate = w.bind(gated_rms_norm, size=inner, groups=s.norm_groups)
+        self._step_sizes = w.bind(step_sizes, heads=s.num_heads)
+        self.states: dict[str, State] = {}
+        if s.mode == "ssd":
+            ssm = (s.num_heads, s.head_dim, s.state_size)
+            conv = self.conv.tail_shape
+            self.states[self.name] = SlotState({"conv": (conv, "model"), "ssm": (ssm, "float32")})
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> [T, hidden]."""
+        s = self.spec
+        gate, xbc, dt = self.in_proj(x).split(self.sizes, -1)
+        state = store[self.name] if self.states else None
+        xbc = self.conv(xbc, batch, state["conv"] if state else None)
+        bc, shape = s.num_groups * s.state_size, (s.num_groups, s.state_size)
+        h, B, C = xbc.split([self.sizes[0], bc, bc], -1)
+        h, B, C = h.unflatten(-1, (s.num_heads, -1)), B.unflatten(-1, shape), C.unflatten(-1, shape)
+        dt = self._step_sizes(dt, self.dt_bias, *s.dt_limit)
+        args = (h, dt, self.A, B, C, self.D)
+        if state is None:
+            y = self._scan(*args, batch.query_start, s.chunk_size)
+        else:
+            where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
+            y = self._scan(*args, state["ssm"], *where, s.chunk_size)
+        return self.out(self._gate(y.flatten(1), gate, self.norm_weight, *self._gating))

@@ -1,0 +1,85 @@
+"""oxidizr's Mamba3: a trapezoidal input term, rotated B and C, optional MIMO and short convolution."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plait import spec
+from plait.checkpoint.weights import Weights
+from plait.memory import SlotState, State
+from plait.model.layers.batch import Batch
+from plait.model.mixers.mamba2 import ShortConv
+from plait.ops.activation import activate, step_sizes
+from plait.ops.gated_norm import gated_rms_norm
+from plait.ops.mamba3 import mamba3_scan, map_each_head, norm_for_heads
+from plait.ops.ssm_exact import mamba3_exact
+from plait.state.store import StateStore
+
+
+class Mamba3:
+    def __init__(self, s: spec.Mamba3, w: Weights) -> None:
+        self.spec, self.name = s, w.prefix
+        hidden, heads, per_head = w.target.hidden_size, s.num_heads, (s.num_heads, s.state_size)
+        inner, bc = heads * s.head_dim, s.num_groups * s.state_size
+        self.sizes = [inner, inner + 2 * bc, heads]  # the gate; x, B and C; step sizes
+        self.width = s.head_dim * max(s.mimo_rank, 1)  # of a head inside the scan
+        self.in_proj = w.linear("in", in_size=hidden, out_sizes=(sum(self.sizes),))
+        self.out = w.linear("out", in_size=inner, out_sizes=(hidden,))
+        self.blend = w.linear("lambda", in_size=hidden, out_sizes=(heads,))
+        turns = heads * s.state_size // 2
+        self.theta = w.linear("theta", in_size=hidden, out_sizes=(turns,)) if s.complex_rope else None
+        self.conv = ShortConv(w, inner + 2 * bc, s.conv_kernel) if s.conv_kernel else None
+        mimo = (self.width, s.head_dim)
+        self.mimo_up = w.linear("mimo_up", in_size=mimo[1], out_sizes=mimo[:1]) if s.mimo_rank else None
+        self.mimo_down = w.linear("mimo_down", in_size=mimo[0], out_sizes=mimo[1:]) if s.mimo_rank else None
+        self.A, self.D, self.dt_bias = (
+            w.tensor(name, (heads,), torch.float32) for name in ("A", "D", "dt_bias")
+        )
+        self.bias = torch.cat([w.tensor(name, per_head) for name in ("b_bias", "c_bias")])
+        self.bc_weight = w.tensor("bc_norm.weight", (s.state_size,))
+        self.norm_weight = w.tensor("gated_norm.weight", (inner,))
+        facts = {"heads": heads, "dim": self.width, "state": s.state_size}
+        self._scan = w.bind(mamba3_exact if s.mode == "exact" else mamba3_scan, **facts)
+        self._norm = w.bind(norm_for_heads, size=s.state_size)
+        self._map = w.bind(map_each_head, heads=heads) if s.mimo_rank else None
+        self._step_sizes = w.bind(step_sizes, heads=heads)
+        self._sigmoid = w.bind(activate, kind="sigmoid", gated=False)
+        self._silu = None if self.conv else w.bind(activate, kind="silu", gated=False)
+        self._gate = w.bind(gated_rms_norm, size=inner, groups=1)
+        self.states: dict[str, State] = {} if s.mode == "exact" else {self.name: self._memory()}
+
+    def _memory(self) -> SlotState:
+        s = self.spec
+        shapes: dict[str, tuple[tuple[int, ...], str]] = {
+            "ssm": ((s.num_heads, self.width, s.state_size), "float32"),
+            "prev_b": ((s.num_heads, s.state_size), "float32"),
+            "prev_x": ((s.num_heads, self.width), "float32"),
+        }
+        if s.complex_rope:
+            shapes["angle"] = ((s.num_heads, s.state_size // 2), "float32")
+        if self.conv:
+            shapes["conv"] = (self.conv.tail_shape, "model")
+        return SlotState(shapes)
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> [T, hidden]."""
+        s, state = self.spec, store[self.name] if self.states else {}
+        gate, mixed, dt = self.in_proj(x).split(self.sizes, -1)
+        mixed = self.conv(mixed, batch, state.get("conv")) if self.conv else mixed
+        u, bc = mixed[:, : self.sizes[0]], mixed[:, self.sizes[0] :].unflatten(-1, (-1, s.state_size))
+        u = (self._silu(u, "silu", False) if self._silu else u).unflatten(-1, (s.num_heads, -1))
+        u = self._map(u, self.mimo_up) if self._map else u
+        B, C = self._norm(bc, self.bc_weight, self.bias, s.bc_norm.eps).chunk(2, 1)
+        dt = self._step_sizes(dt, self.dt_bias, *s.dt_limit)
+        theta = self.theta(x).unflatten(-1, (s.num_heads, -1)) if self.theta else None
+        blend = self._sigmoid(self.blend(x), "sigmoid", False)
+        args = (u, dt, blend, theta, self.A, B, C, self.D)
+        if self.states:
+            memory = (state["ssm"], state.get("angle"), state["prev_b"], state["prev_x"])
+            where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
+            y = self._scan(*args, *memory, *where, s.chunk_size)
+        else:
+            y = self._scan(*args, batch.query_start, s.chunk_size)
+        y = self._map(y, self.mimo_down) if self._map else y
+        return self.out(self._gate(y.flatten(1), gate, self.norm_weight, s.gated_norm.eps))

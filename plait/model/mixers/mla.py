@@ -1,0 +1,90 @@
+"""Multi-head latent attention (DeepSeek-V2): one small latent per token serves all heads.
+
+Decode and prefill both run absorbed: the key up-projection moves into q, the value up-projection behind the
+softmax, so that nothing but latents is ever read from memory.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from plait import spec
+from plait.checkpoint.weights import Weights
+from plait.errors import ShapeMismatch
+from plait.memory import PagedState, State, group_name
+from plait.model.layers.batch import Batch
+from plait.model.layers.norm import Norm
+from plait.model.layers.rope import Rope
+from plait.ops.attention import paged_latent_attention
+from plait.ops.entry import latent_width
+from plait.ops.heads import HeadRows, facts_of, map_heads
+from plait.ops.rows import join
+from plait.quant.halves import Halves
+from plait.state.store import StateStore
+
+
+class Mla:
+    def __init__(self, s: spec.Mla, w: Weights) -> None:
+        self.spec, self.name = s, w.prefix
+        hidden, heads = w.target.hidden_size, s.num_heads
+        q_size = heads * (s.nope_dim + s.rope_dim)
+        self.q_a = w.linear("q_a", in_size=hidden, out_sizes=(s.q_rank,)) if s.q_rank else None
+        self.q_norm = (
+            Norm(s.latent_norm, w.scope("q_a_norm"), s.q_rank) if s.q_rank and s.latent_norm else None
+        )
+        self.q = w.linear(
+            "q_b" if s.q_rank else "q", in_size=s.q_rank or hidden, out_sizes=(q_size,), split="out"
+        )
+        self.kv_a = w.linear("kv_a", in_size=hidden, out_sizes=(s.kv_rank + s.rope_dim,))
+        self.kv_norm = Norm(s.latent_norm, w.scope("kv_a_norm"), s.kv_rank) if s.latent_norm else None
+        self.k_up, self.v_up = _halves(s, w)
+        self.o = w.linear("o", in_size=heads * s.v_dim, out_sizes=(hidden,), split="in")
+        self.rope = Rope(s.rope, w) if s.rope else None
+        sizes = {"heads": heads, "kv_rank": s.kv_rank, "rope_dim": s.rope_dim}
+        self._attend = w.bind(paged_latent_attention, **sizes)
+        self._join = w.bind(join)
+        self._map_q, self._map_out = (w.bind(map_heads, **facts_of(up)) for up in (self.k_up, self.v_up))
+        kept = w.target.kv_dtype
+        entry = {"latent": (latent_width(s.kv_rank, s.rope_dim, kept),)}
+        self.states: dict[str, State] = {self.name: PagedState(entry, dtype=kept)}
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> [T, hidden]."""
+        s = self.spec
+        q = self.q_a(x) if self.q_a else x
+        q = self.q(self.q_norm(q) if self.q_norm else q).unflatten(-1, (s.num_heads, -1))
+        q_nope, q_rope = q.split([s.nope_dim, s.rope_dim], -1)
+        latent, k_rope = self.kv_a(x).split([s.kv_rank, s.rope_dim], -1)
+        latent = self.kv_norm(latent) if self.kv_norm else latent
+        if self.rope:
+            q_rope = self.rope(q_rope, batch.positions)
+            k_rope = self.rope(k_rope[:, None], batch.positions)[:, 0]
+        q = self._join(self._map_q(q_nope, self.k_up), q_rope)
+        cache, index = store[self.name]["latent"], batch.paged[group_name(None)]
+        where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
+        out = self._attend(q, self._join(latent, k_rope), cache, *where, s.scale, s.kv_rank)
+        return self.o(self._map_out(out, self.v_up).flatten(1))
+
+
+def _halves(s: spec.Mla, w: Weights) -> tuple[Tensor | HeadRows, Tensor | HeadRows]:
+    """Of the up-projection: what takes q to the latent, and the latent to values. Quantized, it stays so."""
+    heads, each = s.num_heads, s.nope_dim + s.v_dim
+    up = w.stored("kv_b.weight", (heads * each, s.kv_rank))
+    if isinstance(up, Halves) and up.index is not None:  # in another order they are halves no more
+        up = up.dequantize(w.target.dtype)
+    if isinstance(up, Tensor):
+        k_up, v_up = up.view(heads, each, s.kv_rank).split([s.nope_dim, s.v_dim], 1)
+        return k_up.mT.contiguous(), v_up.contiguous()  # [heads, out, in]
+    if not isinstance(up, Halves):
+        return (
+            HeadRows(up, heads, 0, s.nope_dim, turned=True),
+            HeadRows(up, heads, s.nope_dim, s.v_dim),
+        )
+    keys, turned = up.keys, up.turned
+    k_rows = HeadRows(keys, heads, 0, s.kv_rank if turned else s.nope_dim, turned=not turned)
+    if k_rows.widths != (s.nope_dim, s.kv_rank) or up.values.shape[0] != heads * s.v_dim:
+        raise ShapeMismatch(
+            f"{w.prefix}.kv_b: the file has keys {list(keys.shape)} and values {list(up.values.shape)}, the "
+            f"model wants {s.nope_dim} and {s.v_dim} of {s.kv_rank} for each of {heads} heads"
+        )
+    return k_rows, HeadRows(up.values, heads, 0, s.v_dim)

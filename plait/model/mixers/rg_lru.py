@@ -1,0 +1,46 @@
+"""Griffin's recurrent block (De et al. 2024): convolution and gated recurrence, times a second branch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plait import spec
+from plait.checkpoint.weights import Weights
+from plait.memory import SlotState, State
+from plait.model.layers.batch import Batch
+from plait.model.mixers.mamba2 import ShortConv
+from plait.ops.activation import activate
+from plait.ops.heads import map_heads
+from plait.ops.product import multiply
+from plait.ops.rg_lru import rg_lru
+from plait.state.store import StateStore
+
+
+class RgLru:
+    """`gates` maps each head's channels to what opens its input, then to what opens its recurrence."""
+
+    def __init__(self, s: spec.RgLru, w: Weights) -> None:
+        self.spec, self.name = s, w.prefix
+        hidden, dim = w.target.hidden_size, s.width // s.num_heads
+        self.into = w.linear("x", "y", in_size=hidden, out_sizes=(s.width, s.width))
+        self.out = w.linear("out", in_size=s.width, out_sizes=(hidden,))
+        self.conv = ShortConv(w, s.width, s.conv_kernel, None)
+        self.gates = w.tensor("gates.weight", (s.num_heads, 2 * dim, dim))
+        self.bias = w.tensor("gates.bias", (s.num_heads, 2 * dim), torch.float32)
+        self.rate = w.tensor("rate", (s.width,), torch.float32)
+        self._map = w.bind(map_heads, heads=s.num_heads)
+        self._scan = w.bind(rg_lru, heads=s.num_heads, dim=dim)
+        self._activate, self._multiply = w.bind(activate, kind=s.activation, gated=False), w.bind(multiply)
+        kept = {"conv": (self.conv.tail_shape, "model"), "ssm": ((s.width,), "float32")}
+        self.states: dict[str, State] = {self.name: SlotState(kept)}
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> [T, hidden]."""
+        s, state = self.spec, store[self.name]
+        u, second = self.into(x).chunk(2, -1)
+        u = self.conv(u, batch, state["conv"])
+        gates = self._map(u.unflatten(-1, (s.num_heads, -1)), self.gates)
+        where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
+        h = self._scan(u, gates, self.bias, self.rate, state["ssm"], *where)
+        return self.out(self._multiply(h, self._activate(second, s.activation, False)))

@@ -1,0 +1,31 @@
+"""LFM2's gated short convolution: two products around a depthwise convolution of a few tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from plait import spec
+from plait.checkpoint.weights import Weights
+from plait.memory import SlotState, State
+from plait.model.layers.batch import Batch
+from plait.model.mixers.mamba2 import ShortConv as Convolution
+from plait.ops.product import multiply
+from plait.state.store import StateStore
+
+
+class ShortConv:
+    """out(C · conv(B · x)), where [B, C, x] are the three parts of `in`; the tail is of B · x."""
+
+    def __init__(self, s: spec.ShortConv, w: Weights) -> None:
+        self.name, hidden = w.prefix, w.target.hidden_size
+        self.in_proj = w.linear("in", in_size=hidden, out_sizes=(3 * hidden,))
+        self.conv = Convolution(w, hidden, s.kernel, activation=None)
+        self.out = w.linear("out", in_size=hidden, out_sizes=(hidden,))
+        self._multiply = w.bind(multiply, size=hidden)
+        self.states: dict[str, State] = {self.name: SlotState({"conv": (self.conv.tail_shape, "model")})}
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> [T, hidden]."""
+        before, after, h = self.in_proj(x).chunk(3, -1)
+        h = self.conv(self._multiply(before, h), batch, store[self.name]["conv"])
+        return self.out(self._multiply(after, h))

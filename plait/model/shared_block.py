@@ -1,0 +1,99 @@
+"""Zamba2's shared transformer blocks: weights that several layers use, each with adapters of its own."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from plait import spec
+from plait.checkpoint.weights import Weights
+from plait.memory import PagedState, State, group_name
+from plait.model.layers.batch import Batch
+from plait.model.layers.norm import Norm
+from plait.model.layers.rope import Rope
+from plait.ops.activation import activate, combine
+from plait.ops.attention import paged_attention
+from plait.ops.entry import head_widths
+from plait.ops.linear import Linear
+from plait.ops.rows import join
+from plait.state.store import StateStore
+
+UNBOUNDED = group_name(None)
+
+
+class Block:
+    """The weights that all uses share: `norm q k v o` of width 2 hidden, `ffn_norm gate up down`."""
+
+    def __init__(self, s: spec.Aside, w: Weights) -> None:
+        hidden, sizes = w.target.hidden_size, _widths(s)
+        self.norm = Norm(s.norm, w.scope("norm"), 2 * hidden)
+        self.qkv = w.linear("q", "k", "v", in_size=2 * hidden, out_sizes=sizes, split="out")
+        self.o = w.linear("o", in_size=sizes[0], out_sizes=(hidden,), split="in")
+        self.rope = Rope(s.rope, w) if s.rope else None
+        self.ffn_norm = Norm(s.norm, w.scope("ffn_norm"), hidden)
+        self.up = w.linear("gate", "up", in_size=hidden, out_sizes=(s.size, s.size), split="out")
+        self.down = w.linear("down", in_size=s.size, out_sizes=(hidden,), split="in")
+
+
+class Aside:
+    """One use of a block: its own keys and values, its adapters and its `out`."""
+
+    def __init__(self, s: spec.Aside, w: Weights) -> None:
+        self.spec, self.name = s, w.prefix
+        hidden, self._sizes = w.target.hidden_size, _widths(s)
+        self.block: Block = w.shared(f"shared.{s.block}", lambda shared: Block(s, shared))
+        self.adapters: list[tuple[Linear, Linear]] = []
+        for name, size in zip("qkv", self._sizes if s.adapts_attention else (), strict=False):
+            self.adapters.append(_adapter(w, name, s.rank, 2 * hidden, size))
+        self.widen = _adapter(w, "gate_up", s.rank, hidden, 2 * s.size)
+        self.out = w.linear("out", in_size=hidden, out_sizes=(hidden,))
+        self._join, self._combine = w.bind(join), w.bind(combine)
+        self._activate = w.bind(activate, kind=s.activation, gated=True)
+        self._attend = w.bind(
+            paged_attention,
+            heads=s.num_heads,
+            kv_heads=s.num_kv_heads,
+            dim=s.head_dim,
+            window=None,
+            softcap=None,
+            sinks=False,
+            activations=w.target.activations,
+        )
+        dtype = w.target.kv_dtype
+        widths = zip("kv", head_widths(s.head_dim, dtype), strict=True)
+        entry = {name: (s.num_kv_heads, width) for name, width in widths}
+        self.states: dict[str, State] = {self.name: PagedState(entry, None, dtype)}
+
+    def __call__(self, x: Tensor, embeddings: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x, embeddings: [T, hidden] -> what the norm beside it is to hear, [T, hidden]."""
+        block = self.block
+        h = block.norm(self._join(x, embeddings))
+        h = block.ffn_norm(block.o(self._attended(h, batch, store)))
+        up = self._combine(block.up(h), self.widen[1](self.widen[0](h)), 1.0)
+        return self.out(block.down(self._activate(up, self.spec.activation, True)))
+
+    def _attended(self, h: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """h: [T, 2 hidden] -> [T, heads * d]."""
+        s, rope = self.spec, self.block.rope
+        parts = self.block.qkv(h).split(list(self._sizes), -1)
+        if self.adapters:
+            added = (up(down(h)) for down, up in self.adapters)
+            parts = tuple(self._combine(p, a, 1.0) for p, a in zip(parts, added, strict=True))
+        q, k, v = (part.unflatten(-1, (-1, s.head_dim)) for part in parts)
+        if rope:
+            q, k = rope(q, batch.positions), rope(k, batch.positions)
+        cache, index = store[self.name], batch.paged[UNBOUNDED]
+        where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
+        out: Tensor = self._attend(q, k, v, cache["k"], cache["v"], *where, s.scale, None, None, None)
+        return out.flatten(1)
+
+
+def _widths(s: spec.Aside) -> tuple[int, int, int]:
+    """Of q, k and v."""
+    kv = s.num_kv_heads * s.head_dim
+    return s.num_heads * s.head_dim, kv, kv
+
+
+def _adapter(w: Weights, name: str, rank: int, in_size: int, out_size: int) -> tuple[Linear, Linear]:
+    """A map of low rank, as its two factors: `NAME_a` and then `NAME_b`."""
+    first = w.linear(f"{name}_a", in_size=in_size, out_sizes=(rank,))
+    return first, w.linear(f"{name}_b", in_size=rank, out_sizes=(out_size,))

@@ -1,0 +1,201 @@
+"""The input of /v1/messages as a chat: content blocks become messages, calls and results of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from plait.errors import InvalidField
+from plait.server.api.schema import string_of
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Messages of a chat, and where in the client's input each began."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+
+    def add(self, place: str, **message: Any) -> None:
+        self.messages.append(message)
+        self.places.append(place)
+
+
+def conversation(messages: Sequence[Any], system: str | Sequence[Any] | None) -> Conversation:
+    """The chat that messages stand for. Raises InvalidField, naming the block."""
+    chat = Conversation()
+    if not messages:
+        raise InvalidField("messages: there is none; send at least one", "messages")
+    if system:
+        chat.add("system", role="system", content=_text(system, "system"))
+    for i, message in enumerate(messages):
+        at = f"messages[{i}]"
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role not in ("user", "assistant"):
+            text = f"{at}.role: {role!r:.80} is not 'user' or 'assistant'; system has a field of its own"
+            raise InvalidField(text, f"{at}.role")
+        content = message.get("content")
+        if isinstance(content, str):
+            chat.add(at, role=role, content=content)
+        elif not isinstance(content, list) or not content:
+            raise InvalidField(f"{at}.content: it must be text, or a list of blocks", f"{at}.content")
+        elif role == "user":
+            _add_user(chat, content, at)
+        else:
+            _add_assistant(chat, content, at)
+    return chat
+
+
+def _add_user(chat: Conversation, blocks: Sequence[Any], at: str) -> None:
+    """Results of tools are messages of their own, before what the user says."""
+    said = []
+    for i, block in enumerate(blocks):
+        place = f"{at}.content[{i}]"
+        match _kind(block, place):
+            case "text":
+                said.append(string_of(block, "text", place))
+            case "tool_result":
+                called = string_of(block, "tool_use_id", place)
+                found = block.get("content")
+                text = _text(found, f"{place}.content") if found else ""
+                if block.get("is_error"):
+                    text = f"Error: {text}"
+                chat.add(place, role="tool", tool_call_id=called, content=text)
+            case other:
+                raise _unsupported(other, place)
+    if said:
+        chat.add(at, role="user", content="\n".join(said))
+
+
+def _add_assistant(chat: Conversation, blocks: Sequence[Any], at: str) -> None:
+    said, thought, calls = [], [], []
+    for i, block in enumerate(blocks):
+        place = f"{at}.content[{i}]"
+        match _kind(block, place):
+            case "text":
+                said.append(string_of(block, "text", place))
+            case "thinking":
+                thought.append(string_of(block, "thinking", place))
+            case "tool_use":
+                calls.append(_call(block, place))
+            case other:
+                raise _unsupported(other, place)
+    more: dict[str, Any] = {"tool_calls": calls} if calls else {}
+    if thought:
+        more["reasoning_content"] = "\n".join(thought)
+    content = "\n".join(said) if said or not calls else None
+    chat.add(at, role="assistant", content=content, **more)
+
+
+def _call(block: Mapping[str, Any], at: str) -> dict[str, Any]:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise InvalidField(f"{at}.input: it must be an object", f"{at}.input")
+    written = msgspec.json.encode(arguments).decode()
+    function = {"name": string_of(block, "name", at), "arguments": written}
+    return {"id": string_of(block, "id", at), "type": "function", "function": function}
+
+
+def _text(content: Any, at: str) -> str:
+    """Text, or a list of text blocks as one."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidField(f"{at}: it must be text, or a list of text blocks", at)
+    texts = []
+    for i, block in enumerate(content):
+        if (kind := _kind(block, f"{at}[{i}]")) != "text":
+            raise _unsupported(kind, f"{at}[{i}]")
+        texts.append(string_of(block, "text", f"{at}[{i}]"))
+    return "\n".join(texts)
+
+
+def _kind(block: Any, at: str) -> str:
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if not isinstance(kind, str):
+        raise InvalidField(f"{at}: it must be an object with a type", at)
+    return kind
+
+
+def _unsupported(kind: str, at: str) -> InvalidField:
+    return InvalidField(f"{at}: {kind!r:.80} blocks are not supported here", at)
+
+
+def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Tools as a chat describes them. Raises InvalidField for tools that are run by others."""
+    found = []
+    for i, tool in enumerate(tools):
+        at = f"tools[{i}]"
+        if not isinstance(tool, Mapping):
+            raise InvalidField(f"{at}: it must be an object with a name", at)
+        if tool.get("type") not in (None, "custom"):
+            text = f"{at}.type: {tool['type']!r:.80} cannot be run here; only tools of the client can"
+            raise InvalidField(text, f"{at}.type")
+        function = {"name": string_of(tool, "name", at), "parameters": tool.get("input_schema") or {}}
+        if tool.get("description"):
+            function["description"] = tool["description"]
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def chat_tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """`tool_choice` and `parallel_tool_calls` of a chat. Raises InvalidField."""
+    found: dict[str, Any] = {}
+    match choice.get("type"):
+        case "auto" | "none" as kind:
+            found["tool_choice"] = kind
+        case "any":
+            found["tool_choice"] = "required"
+        case "tool":
+            name = string_of(choice, "name", "tool_choice")
+            found["tool_choice"] = {"type": "function", "function": {"name": name}}
+        case other:
+            text = f"tool_choice.type: {other!r:.80} is not one of auto, any, tool, none"
+            raise InvalidField(text, "tool_choice.type")
+    if choice.get("disable_parallel_tool_use"):
+        found["parallel_tool_calls"] = False
+    return found
+
+
+def chat_thinking(found: Mapping[str, Any]) -> dict[str, Any]:
+    """`thinking` in the words of a chat. Raises InvalidField."""
+    sent: dict[str, Any] = {}
+    match found.get("type"):
+        case "disabled":
+            sent["reasoning_effort"] = "none"
+        case "enabled":
+            budget = found.get("budget_tokens")
+            if type(budget) is not int or budget < 1:
+                at = "thinking.budget_tokens"
+                raise InvalidField(f"{at}: it must be a whole number of at least 1", at)
+            sent["thinking_token_budget"] = budget
+        case None if found:
+            raise InvalidField("thinking.type: it is required", "thinking.type")
+        case None | "adaptive":
+            pass
+        case other:
+            text = f"thinking.type: {other!r:.80} is not one of enabled, disabled, adaptive"
+            raise InvalidField(text, "thinking.type")
+    if found.get("display") == "omitted":
+        sent["include_reasoning"] = False
+    return sent
+
+
+def chat_output(found: Mapping[str, Any]) -> dict[str, Any]:
+    """`output_config` in the words of a chat. Raises InvalidField."""
+    sent: dict[str, Any] = {}
+    for name, value in found.items():
+        if value is None:
+            continue
+        if name == "effort":
+            sent["reasoning_effort"] = value
+        elif name == "format" and isinstance(value, Mapping) and value.get("type") == "json_schema":
+            schema = {"name": "output", "schema": value.get("schema")}
+            sent["response_format"] = {"type": "json_schema", "json_schema": schema}
+        else:
+            at = f"output_config.{name}"
+            raise InvalidField(f"{at}: this server cannot honour it; leave it out", at)
+    return sent

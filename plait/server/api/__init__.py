@@ -1,0 +1,1 @@
+"""What every API shares: schemas, validation, replies."""

@@ -1,0 +1,171 @@
+"""One HTTP call's requests while the engine works on them: merged, watched, and cancelled as one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from plait.errors import DeadlineExceeded, EngineError, QueueFull
+from plait.request import Request, RequestTrace
+from plait.server.http.errors import NotReady
+from plait.server.http.fair_threads import returned
+from plait.server.http.tasks import stopped
+from plait.text.grammar.trial_verdicts import settled, too_late
+
+if TYPE_CHECKING:
+    from plait.frontend.delta import Delta
+    from plait.frontend.frontend import Front
+    from plait.frontend.output_stream import Stream
+
+FIRST_WAIT_S = 0.05  # a refusal that only the engine can decide comes within this, and is an HTTP error then
+RETRY_S = 0.05  # between looks for room
+PATIENCE_S = 60.0  # for room that does not come: then the client is told, and may come again
+T = TypeVar("T")
+
+
+class Generation:
+    """Requests that were submitted together. Iterate it once: (place of the request, Delta).
+
+    The failure of one is the failure of all; leaving early cancels all.
+    """
+
+    def __init__(self, requests: Sequence[Request], streams: Sequence[Stream]) -> None:
+        self.requests, self._streams = requests, streams
+        self._first: asyncio.Task[tuple[int, Delta]] | None = None
+        self._deltas = _merged(streams)
+        self._finished = False
+
+    @classmethod
+    async def start(
+        cls, front: Front, requests: Sequence[Request], interval: int | None, *, waits: bool = False
+    ) -> Generation:
+        """Submit every request or none. Raises BadGrammar, QueueFull and other CapacityErrors.
+
+        `interval`: tokens that a delta has, None where only the end matters, see `Front.submit`. `waits`:
+        where there is no room, it is waited for, so long at most for each request.
+        """
+        streams: list[Stream] = []
+        requests = [*requests]
+        try:
+            for i, request in enumerate(requests):
+                request = requests[i] = await _tried(front, request)
+                taken = await _taken(front, request, interval) if waits else front.submit(request, interval)
+                streams.append(taken)
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+        return cls(requests, streams)
+
+    async def peek(self) -> None:
+        """Wait a moment for the first delta. Raises what the engine refused the request with."""
+        self._first = asyncio.ensure_future(anext(self._deltas))
+        await asyncio.wait({self._first}, timeout=FIRST_WAIT_S)
+        if self._first.done():
+            self._first.result()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
+        if self._first is not None:
+            yield await self._first
+        async for item in self._deltas:
+            yield item
+        self._finished = True
+
+    def traces(self) -> Iterator[RequestTrace | None]:
+        """How the choices went that have ended, as far as the engine has said so."""
+        for stream in self._streams:
+            yield from stream.traces.values()
+
+    async def close(self) -> None:
+        """Cancel what still runs. May be called at any time, and twice."""
+        if not self._finished:
+            for stream in self._streams:
+                stream.cancel()
+        self._finished = True
+        if self._first is not None and not self._first.done():
+            self._first.cancel()
+            await asyncio.gather(self._first, return_exceptions=True)
+        await self._deltas.aclose()
+
+
+async def _tried(front: Front, request: Request) -> Request:
+    """The same request, its grammars tried out; other requests have their turn meanwhile.
+
+    Raises BadGrammar, DeadlineExceeded for a request whose time is over, and CapacityError.
+    """
+    for grammar in front.untried(request):
+        assert front.grammars is not None
+        began, left = time.monotonic(), request.timeout_s or front.grammars.limits.wait_s
+        try:
+            async with asyncio.timeout(left):
+                found = await asyncio.wrap_future(front.grammars.submit(grammar, front.tenant))
+        except TimeoutError as error:
+            if request.timeout_s is None:
+                raise too_late(left) from error
+            raise DeadlineExceeded("timeout_s: it was over before the request's grammar was tried") from error
+        request = replace(request, grammar=settled(grammar, found))
+        if request.timeout_s is not None:
+            request = replace(request, timeout_s=max(left - (time.monotonic() - began), 0.001))
+    return request
+
+
+async def _taken(front: Front, request: Request, interval: int | None) -> Stream:
+    until = time.monotonic() + min(PATIENCE_S, request.timeout_s or PATIENCE_S)
+    while time.monotonic() < until:
+        with contextlib.suppress(QueueFull):
+            return front.submit(request, interval)
+        await asyncio.sleep(RETRY_S)
+    return front.submit(request, interval)
+
+
+async def planned(plan: Callable[[], T], threads: Executor | None) -> T:
+    """What `plan` returns or raises, called in one of `threads`; None: in any of those all requests share."""
+    call = partial(contextvars.copy_context().run, plan)
+    return await asyncio.get_running_loop().run_in_executor(threads, returned, call)
+
+
+async def _merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Delta], None]:
+    if len(streams) == 1:
+        async for delta in streams[0]:
+            yield 0, _checked(delta)
+        return
+    arrived: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue()
+
+    async def read(i: int, stream: Stream) -> None:
+        last: Exception | None = None
+        try:
+            async for delta in stream:
+                arrived.put_nowait((i, delta))
+        except Exception as error:
+            last = error
+        arrived.put_nowait((i, last))
+
+    readers = [asyncio.ensure_future(read(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        open_streams = len(streams)
+        while open_streams:
+            i, item = await arrived.get()
+            if item is None:
+                open_streams -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield i, _checked(item)
+    finally:
+        await stopped(*readers)
+
+
+def _checked(delta: Delta) -> Delta:
+    """Raises what a failed or cancelled choice ended with."""
+    if delta.finish_reason == "error":
+        raise delta.error or EngineError("the engine failed at this request and gave no reason")
+    if delta.finish_reason == "cancelled":
+        raise NotReady("the server is stopping and has ended this request")
+    return delta

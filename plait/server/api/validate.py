@@ -1,0 +1,315 @@
+"""From what a client sent to what the engine is asked, or to a refusal that names the field.
+
+A parameter that is known and cannot be honoured is refused unless its value changes nothing. A field nobody
+knows is accepted, and reported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from plait.errors import InvalidField
+from plait.frontend.request_options import Terms
+from plait.request import MAX_LOGPROBS, SamplingParams
+from plait.server.api.schema import ChatRequest, CompletionRequest, Sampling
+from plait.server.api.unsupported_params import HINTS, UNREAD
+from plait.text.chat.template import THOUGHTS
+from plait.text.output import tool_schemas
+from plait.text.output.call_grammar import chosen_tools
+
+MAX_STOPS, MAX_STOP_CHARS = 16, 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_CHOICES = 1024  # prompts × n of one request
+MAX_MESSAGES = 10_000
+MAX_TOOLS = 1024
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default, and vLLM's: clients that want more say so
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_TEXT_FIELDS = frozenset({"name", "tool_call_id", "refusal", *THOUGHTS})
+IGNORED_HEADER = "x-plait-ignored"
+MAX_REPORTED, MAX_REPORTED_CHARS = 16, 64
+# It stands between markers, quotes or brackets in what a model writes, and must end nowhere but there.
+_TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
+_KNOWN_STREAM_OPTIONS = frozenset({"include_usage", "continuous_usage_stats"})
+_RESERVED_KWARGS = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
+)
+
+
+def refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
+    """Raises InvalidField for a parameter that would have to be ignored. `read`: fields that are honoured."""
+    for name, value in body.items():
+        harmless = UNREAD.get(name)
+        if name not in read and harmless is not None and not harmless(value):
+            hint = HINTS.get(name, "; leave it out")
+            raise InvalidField(f"{name}: this server cannot honour {_short(value)}{hint}", name)
+    options = body.get("stream_options")
+    for name, value in options.items() if isinstance(options, dict) else ():
+        if name not in _KNOWN_STREAM_OPTIONS and value:
+            at = f"stream_options.{name}"
+            raise InvalidField(f"{at}: this server cannot honour {_short(value)}; leave it out", at)
+
+
+def ignored(body: Mapping[str, Any], read: frozenset[str], unread: Sequence[str] = ()) -> str:
+    """The fields that nobody reads, for the header that reports them; made safe to print.
+
+    `unread`: those that the endpoint knows and the model has no use for.
+    """
+    unknown = [name for name in body if name not in read and name not in UNREAD]
+    unknown += dict.fromkeys(unread)
+    safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:MAX_REPORTED_CHARS]) for name in unknown[:MAX_REPORTED]]
+    more = [f"+{len(unknown) - MAX_REPORTED}"] if len(unknown) > MAX_REPORTED else []
+    return ",".join(safe + more)
+
+
+def completion_params(asked: CompletionRequest) -> SamplingParams:
+    """Raises InvalidField."""
+    limit = _max_tokens(asked)
+    limit = COMPLETION_MAX_TOKENS if limit is None else limit
+    if limit == 0 and not asked.echo:
+        raise InvalidField("max_tokens: 0 generates nothing; with echo it scores the prompt", "max_tokens")
+    scored = asked.logprobs if asked.echo else None
+    return _params(asked, limit, asked.logprobs, prompt_logprobs=scored)
+
+
+def chat_params(asked: ChatRequest) -> SamplingParams:
+    """Raises InvalidField. Without a limit the reply may use the rest of the context."""
+    limit = _max_tokens(asked)
+    if limit == 0:
+        raise InvalidField("max_tokens: 0 generates nothing; send at least 1", "max_tokens")
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise InvalidField("top_logprobs: it needs logprobs: true", "top_logprobs")
+    if asked.top_logprobs is not None and not 0 <= asked.top_logprobs <= MAX_LOGPROBS:
+        text = f"top_logprobs: {_short(asked.top_logprobs)} is outside [0, {MAX_LOGPROBS}]"
+        raise InvalidField(text, "top_logprobs")
+    return _params(asked, limit, (asked.top_logprobs or 0) if asked.logprobs else None)
+
+
+def terms(asked: Sampling) -> Terms:
+    """Raises InvalidField."""
+    return Terms(cache_salt=asked.cache_salt, priority=asked.priority, timeout_s=asked.timeout_s)
+
+
+def check_stream(asked: Sampling, params: SamplingParams) -> None:
+    """Raises InvalidField for stream options without a stream, and for a stream that would have to wait."""
+    if asked.stream_options is not None and not asked.stream:
+        raise InvalidField("stream_options: it needs stream: true", "stream_options")
+    options = asked.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        at = "stream_options.continuous_usage_stats"
+        raise InvalidField(f"{at}: it needs include_usage: true", at)
+    if asked.stream and params.is_ranked:
+        raise InvalidField(
+            f"best_of: {params.best_of} choices are ranked at their end and cannot be streamed; "
+            f"send stream: false, or best_of: {params.n}",
+            "best_of",
+        )
+
+
+def prompts(prompt: str | list[Any], n: int) -> list[str | list[int]]:
+    """The prompts of one request: text, token ids, or a list of either kind.
+
+    `n`: how many choices of each are generated. Raises InvalidField.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidField("prompt: the list is empty; send text or token ids", "prompt")
+    if all(type(part) is int for part in prompt):
+        return [prompt]
+    if all(isinstance(part, str) for part in prompt) or all(_is_ids(part) for part in prompt):
+        if len(prompt) * n > MAX_CHOICES:
+            raise InvalidField(
+                f"prompt: {len(prompt)} prompts with {n} choices each make more than {MAX_CHOICES} choices",
+                "prompt",
+            )
+        return prompt
+    raise InvalidField("prompt: it mixes kinds; send text, token ids, or a list of one of them", "prompt")
+
+
+def check_messages(messages: list[dict[str, Any]]) -> None:
+    """Raises InvalidField, naming the place, for messages that no template should see."""
+    if not messages:
+        raise InvalidField("messages: there is none; send at least one", "messages")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidField(f"messages: {len(messages)} are more than {MAX_MESSAGES}", "messages")
+    for i, message in enumerate(messages):
+        role, at = message.get("role"), f"messages[{i}]"
+        if role is None:
+            raise InvalidField(f"{at}.role: it is required", f"{at}.role")
+        if not isinstance(role, str) or role not in ROLES:
+            roles = ", ".join(sorted(ROLES))
+            raise InvalidField(f"{at}.role: {_short(role)} is not one of {roles}", f"{at}.role")
+        _check_content(message, role, f"{at}.content")
+        _check_tool_calls(message.get("tool_calls"), f"{at}.tool_calls")
+        for name in _TEXT_FIELDS & set(message):
+            if not isinstance(message[name], str | None):
+                raise InvalidField(f"{at}.{name}: it must be a string", f"{at}.{name}")
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> None:
+    """Raises InvalidField for too many tools, for what is no named function, and for a wrong choice."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidField(f"tools: {len(tools)} are more than {MAX_TOOLS}", "tools")
+    for i, tool in enumerate(tools):
+        if tool.get("type", "function") != "function":
+            at = f"tools[{i}].type"
+            raise InvalidField(f"{at}: {_short(tool['type'])} tools are not supported, only functions", at)
+    schemas = tool_schemas(tools)
+    for i, name in enumerate(schemas):
+        if not _TOOL_NAME.fullmatch(name):
+            at = f"tools[{i}].function.name"
+            text = (
+                f"{at}: {_short(name)} is not a name of at most 128 letters, digits, '_', '-', '.', ':', '/'"
+            )
+            raise InvalidField(text, at)
+    chosen_tools(schemas, choice)
+
+
+def thinking_budget(asked: ChatRequest) -> int | None:
+    """Tokens of thinking at most; None: as many as it takes. Raises InvalidField."""
+    wanted = asked.thinking_token_budget
+    if wanted is not None and wanted < -1:
+        text = f"thinking_token_budget: {_short(wanted)} is less than -1, which means: no limit"
+        raise InvalidField(text, "thinking_token_budget")
+    return None if wanted == -1 else wanted
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Raises InvalidField for names that would replace what a request has fields for."""
+    if taken := sorted(_RESERVED_KWARGS & set(kwargs)):
+        at = f"chat_template_kwargs.{taken[0]}"
+        raise InvalidField(f"{at}: it cannot be set here", at)
+
+
+class Turns(Protocol):
+    """A request that says how the last turn of its conversation ends."""
+
+    @property
+    def messages(self) -> list[dict[str, Any]]: ...
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+    @property
+    def continue_final_message(self) -> bool: ...
+
+
+def turn_options(asked: Turns) -> dict[str, Any]:
+    """How a template is to end the conversation. Raises InvalidField for what cannot go on."""
+    if not asked.continue_final_message:
+        return {"add_generation_prompt": asked.add_generation_prompt is not False}
+    if asked.add_generation_prompt:
+        text = "add_generation_prompt: with continue_final_message no new turn begins; leave one of them out"
+        raise InvalidField(text, "add_generation_prompt")
+    last, at = asked.messages[-1], f"messages[{len(asked.messages) - 1}]"
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        text = f"{at}: a reply goes on from an assistant's text, and this message is none; see"
+        raise InvalidField(f"{text} continue_final_message", at)
+    return {"add_generation_prompt": False, "continue_final_message": True}
+
+
+def _check_content(message: Mapping[str, Any], role: str, at: str) -> None:
+    content = message.get("content")
+    if isinstance(content, str):
+        return
+    if content is None:
+        if role == "assistant" and message.get("tool_calls"):
+            return
+        raise InvalidField(f"{at}: it is missing or null; send text", at)
+    if not isinstance(content, list):
+        raise InvalidField(f"{at}: {_short(content)} is neither text nor a list of parts", at)
+    if not content:
+        raise InvalidField(f"{at}: the list of parts is empty; send text", at)
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            raise InvalidField(f"{at}[{i}]: {_short(kind)} parts are not supported, only text", f"{at}[{i}]")
+        if not isinstance(part.get("text"), str):
+            raise InvalidField(f"{at}[{i}].text: it must be a string", f"{at}[{i}].text")
+
+
+def _check_tool_calls(calls: Any, at: str) -> None:
+    if calls is None:
+        return
+    if not isinstance(calls, list):
+        raise InvalidField(f"{at}: {_short(calls)} is not a list of tool calls", at)
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidField(f"{at}[{i}]: a tool call needs a function with a name", f"{at}[{i}]")
+        if not isinstance(function.get("arguments", ""), str | dict):
+            where = f"{at}[{i}].function.arguments"
+            raise InvalidField(f"{where}: it must be JSON text or an object", where)
+
+
+def _max_tokens(asked: Sampling) -> int | None:
+    if asked.max_completion_tokens is None:
+        return asked.max_tokens
+    if asked.max_completion_tokens < 1:
+        text = f"max_completion_tokens: {_short(asked.max_completion_tokens)} is less than 1"
+        raise InvalidField(text, "max_completion_tokens")
+    return asked.max_completion_tokens
+
+
+def _params(
+    asked: Sampling, limit: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+) -> SamplingParams:
+    if limit is not None and asked.min_tokens > max(limit, 0):
+        text = f"min_tokens: {_short(asked.min_tokens)} is more than max_tokens ({_short(limit)})"
+        raise InvalidField(text, "min_tokens")
+    if len(asked.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        text = f"stop_token_ids: {len(asked.stop_token_ids)} are more than {MAX_STOP_TOKEN_IDS}"
+        raise InvalidField(text, "stop_token_ids")
+    return SamplingParams(
+        n=asked.n,
+        best_of=asked.best_of,
+        max_tokens=limit,
+        min_tokens=asked.min_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
+        seed=asked.seed,
+        repetition_penalty=asked.repetition_penalty,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        logit_bias=_logit_bias(asked.logit_bias),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        stop=_stops(asked.stop),
+        stop_token_ids=tuple(asked.stop_token_ids),
+        ignore_eos=asked.ignore_eos,
+        include_stop_str_in_output=asked.include_stop_str_in_output,
+        skip_special_tokens=asked.skip_special_tokens,
+    )
+
+
+def _stops(stop: str | list[str]) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stops) > MAX_STOPS:
+        raise InvalidField(f"stop: {len(stops)} strings are more than {MAX_STOPS}", "stop")
+    if any(len(s) > MAX_STOP_CHARS for s in stops):
+        raise InvalidField(f"stop: a string is longer than {MAX_STOP_CHARS} characters", "stop")
+    return stops
+
+
+def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise InvalidField(f"logit_bias: {len(bias)} entries are more than {MAX_LOGIT_BIAS}", "logit_bias")
+    for key in bias:
+        if not (key.isascii() and key.isdigit() and len(key) <= 9):
+            raise InvalidField(f"logit_bias: {_short(key)} is not a token id", "logit_bias")
+    return {int(key): value for key, value in bias.items()}
+
+
+def _is_ids(part: Any) -> bool:
+    return isinstance(part, list) and all(type(i) is int for i in part)
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        return "such a number"
+    return text if len(text) <= 80 else text[:77] + "…"

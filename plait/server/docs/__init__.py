@@ -1,0 +1,1 @@
+"""The OpenAPI document, its page, and the chat page."""

@@ -1,0 +1,1 @@
+"""Every request before and after its endpoint: keys, limits, logs, metrics."""

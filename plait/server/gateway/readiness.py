@@ -1,0 +1,112 @@
+"""The place of a model that may still be on its way: HTTP answers from the first moment, and says so."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from plait.server.http.errors import NotReady
+
+if TYPE_CHECKING:
+    from plait.frontend.frontend import Front
+
+TOTALS = frozenset(
+    {"num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_swaps", "num_restarts"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far loading is: `done` of `total` steps of what `text` names."""
+
+    text: str = "starting"
+    done: int = 0
+    total: int = 0
+
+
+class Loading:
+    """Holds the Front once it is there. Written by the loading thread, read by the event loop.
+
+    `timeout_s`: loading that makes no progress for so long hangs.
+    """
+
+    def __init__(self, front: Front | None = None, timeout_s: float = math.inf) -> None:
+        self.front, self.progress, self.stopping = front, Progress(), False
+        self._timeout_s, self._got_on_s = timeout_s, time.monotonic()
+        self._lock = threading.Lock()
+
+    def report(self, text: str, done: int, total: int) -> None:
+        """Say how far loading is; from any thread. Raises NotReady when the server stops: nobody waits."""
+        if self.stopping:
+            raise NotReady("the server is stopping, and the model is loaded no further")
+        progress = Progress(text, done, total)
+        if progress != self.progress:
+            self.progress, self._got_on_s = progress, time.monotonic()
+
+    def arrive(self, front: Front) -> bool:
+        """Hand the loaded model over. False: the server is stopping already, so the caller closes it."""
+        with self._lock:
+            if not self.stopping:
+                self.front = front
+            return not self.stopping
+
+    def stop(self) -> None:
+        """Take nothing new from now on; what runs goes on."""
+        with self._lock:
+            self.stopping = True
+
+    def ready(self) -> Front:
+        """The model. Raises NotReady while it loads and when the server stops."""
+        if self.stopping:
+            raise NotReady("the server is stopping and takes no more requests")
+        if self.front is None:
+            raise NotReady(f"the model is loading ({self.progress.text}); try again soon")
+        return self.front
+
+    def check_room(self) -> None:
+        """Raises QueueFull or EngineError if a request that came now would be refused, whatever it asks."""
+        if self.front is not None and not self.stopping:
+            self.front.check_room()
+
+    def readiness(self) -> tuple[int, str]:
+        """The HTTP status of /ready and why: 200 if a request that came now would be taken."""
+        if self.stopping:
+            return 503, "stopping"
+        if self.front is None:
+            return 503, "loading"
+        if self.front.healthy:
+            return 200, "ready"
+        return 503, "unhealthy" if self.front.loading is None else "loading"
+
+    def liveness(self) -> tuple[int, str]:
+        """The HTTP status of /live and why: 503 if only a new start of the server could help."""
+        if self.stopping:
+            return 200, "stopping"
+        if self.front is None:
+            hangs = time.monotonic() - self._got_on_s > self._timeout_s
+            return (503, "hangs") if hangs else (200, "loading")
+        if self.front.healthy:
+            return 200, "up"
+        if not self.front.live:
+            return 503, "lost"
+        return 200, "stalled" if self.front.loading is None else "restarting"
+
+    def health(self) -> tuple[int, Mapping[str, Any]]:
+        """The HTTP status of /health and its body: `engine` is as it is now, `totals` only grow."""
+        if self.stopping:
+            return 503, {"status": "stopping"}
+        if self.front is None:
+            return 503, {"status": "loading", "progress": asdict(self.progress)}
+        stats = self.front.stats()
+        now = {name: value for name, value in stats.items() if name not in TOTALS}
+        totals = {name: value for name, value in stats.items() if name in TOTALS}
+        healthy, again = self.front.healthy, self.front.loading
+        if not healthy and again is not None:
+            progress = {"progress": asdict(Progress(*again))}
+            return 503, {"status": "loading", **progress, "engine": now, "totals": totals}
+        status = "ok" if healthy else "unhealthy"
+        return 200 if healthy else 503, {"status": status, "engine": now, "totals": totals}

@@ -1,0 +1,1 @@
+"""HTTP itself: connections, bodies, events, TLS, errors."""

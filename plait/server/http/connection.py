@@ -1,0 +1,266 @@
+"""One client's connection: what it may take in number, time and buffers is bounded, and errors are ours."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from httptools import HttpParserError, HttpRequestParser
+from starlette.responses import Response
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from plait.server.http.errors import HeadTooLarge, NotReady, Problem, problem
+from plait.server.http.tasks import new_id
+from plait.server.http.transport import TurnTransport
+
+logger = logging.getLogger("plait.server")
+HEAD_TIMEOUT_S = 20.0  # from the connection, or from the last response, to the end of a request's headers
+READ_TIMEOUT_S = 60.0  # for a client to read enough that more can be sent: 48 KiB
+FLUSH_S = 10.0  # for a client to read the last of an answer before its connection is cut
+WRITE_BUFFER_BYTES = 64 * 1024  # what is kept for a client that reads slowly; its stream waits then
+LAST_S = 0.5  # for a client that has connected to ask, when the server stops
+MAX_PIPELINED = 16  # requests sent ahead of the answer to the first
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection, closed when a client takes its time to say what it wants or to read."""
+
+    _deadline: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def __init__(
+        self,
+        *given: Any,
+        max_connections: int,
+        max_head_bytes: int,
+        turned_away: Callable[[Any], Response | None] = lambda scope: None,
+        **more: Any,
+    ) -> None:
+        """`turned_away`: the answer to a request, by its scope, that needs no task; None: it needs one."""
+        super().__init__(*given, **more)
+        self._turned_away = turned_away
+        self._max_connections, self._max_head_bytes = max_connections, max_head_bytes
+        self._unused, self._is_used = 0, False  # bytes that were read and are part of nothing yet
+        self._in_head, self._is_refused, self._piece = False, False, b""
+        self._asked: deque[RequestResponseCycle] = deque()  # in their order; `cycle` is the last of them
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        turns: Any = TurnTransport(transport, self.loop)
+        self._turns: TurnTransport = turns
+        super().connection_made(turns)
+        # asyncio does this only for sockets that name their protocol, which accepted ones may not; without it
+        # a token waits until the client has acknowledged the one before, 40 ms where it takes its time.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        if len(self.connections) > self._max_connections:
+            logger.warning("more than %d connections are open; one was closed", self._max_connections)
+            transport.close()
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _stop(self._deadline)
+        _stop(self._unread)
+        self._turns.closed()
+        super().connection_lost(exc)
+        if running := self._answering():  # uvicorn tells the last of several, which only waits
+            running.disconnected = True
+            running.message_event.set()
+        self._asked.clear()
+        self.pipeline.clear()
+
+    def on_response_complete(self) -> None:
+        self._expect_head()
+        super().on_response_complete()
+
+    def shutdown(self) -> None:
+        """The server stops: what is asked is answered, also by who has connected and has not asked yet."""
+        if self._answering():
+            super().shutdown()
+        else:
+            _stop(self._deadline)
+            self._deadline = self.loop.call_later(LAST_S, self._end_unasked)
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than is written."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(READ_TIMEOUT_S, self._give_up_reader)
+
+    def resume_writing(self) -> None:
+        _stop(self._unread)
+        super().resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        """uvicorn's, but what the parser keeps for itself (a head, a trailer) is bounded."""
+        if self._is_refused or self.transport.is_closing():
+            return
+        self._is_used, self._piece = False, data
+        super().data_received(data)
+        self._unused = 0 if self._is_used else self._unused + len(data)
+        if self._is_refused:
+            return
+        if self._unused > self._max_head_bytes:
+            self._refuse(431 if self._in_head else 400, "what follows the body is too long")
+        elif len(self.pipeline) > MAX_PIPELINED:
+            self._refuse(400, f"more than {MAX_PIPELINED} requests were sent ahead of their answers")
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # a trailer must not become a header of a request that has been looked at
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._is_used = False, True
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("this is no proxy")  # the parser's caller answers 400
+            return
+        super().on_headers_complete()
+        self._answering()  # forgets those that are answered
+        self._asked.append(self.cycle)
+        if self.pipeline:
+            self._read_ahead()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = Unframed(self.cycle).send  # type: ignore[method-assign]
+
+    def on_body(self, body: bytes) -> None:
+        self._is_used = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_used = True
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """uvicorn's; who is turned away is answered at once, and what he sends of a body is passed over."""
+        answer = None if self.flow.write_paused else self._turned_away(cycle.scope)
+        if answer is None:
+            super()._start_asgi_task(cycle, app)
+            return
+        headers = [*cycle.default_headers, *answer.raw_headers]
+        if (b"connection", b"close") in headers:
+            cycle.keep_alive = False
+        elif not cycle.keep_alive:
+            headers.append((b"connection", b"close"))
+        lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+        self.transport.write(STATUS_LINE[answer.status_code] + lines + b"\r\n" + bytes(answer.body))
+        cycle.response_started = cycle.response_complete = True
+        if not cycle.keep_alive:
+            self.transport.close()
+        cycle.on_response()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An offer to speak another protocol is passed over (RFC 9110, 7.8); Java's client always makes one.
+
+        The parser takes what follows the head to be of that protocol: a new one reads the head without it.
+        """
+        if len(self.pipeline) > MAX_PIPELINED:
+            return  # `data_received` ends the connection
+        offer = sys.exception()  # uvicorn calls this while it handles the parser's
+        rest = self._piece[offer.args[0] :] if offer else b""
+        old, self.parser = self.parser, HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        line = b"%s %s HTTP/%s" % (old.get_method(), self.url, old.get_http_version().encode())
+        headers = [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self._piece = b"\r\n".join([line, *headers, b"", rest])
+        super().data_received(self._piece)
+
+    def send_400_response(self, msg: str) -> None:
+        """The answer to what is not HTTP."""
+        error = sys.exception()  # uvicorn calls this while it handles the parser's
+        cause = error.__context__ if error else None
+        if isinstance(error, HttpParserError) and not isinstance(cause, Exception):
+            msg = f"this is not HTTP/1.1: {error}"
+        self._refuse(400, msg)
+
+    def _refuse(self, status: int, msg: str) -> None:
+        """Answer what is no request, and end the connection.
+
+        Where another answer has begun, there is no place for this one: that is cut.
+        """
+        self._is_refused = True
+        answering = self._answering()
+        if answering and answering.response_started:
+            self._end()
+            return
+        if status == 431:
+            error = HeadTooLarge(f"the request's headers take more than {self._max_head_bytes} bytes")
+            self._answer(problem(error))
+        else:
+            self._answer(Problem(status, msg, None, "invalid_http", {}))
+
+    def _answer(self, found: Problem) -> None:
+        """Answer what reached no handler, and end the connection."""
+        answer: Response = found.response()
+        headers = [*answer.raw_headers, (b"connection", b"close"), (b"x-request-id", new_id("req").encode())]
+        lines = b"".join(name + b": " + value + b"\r\n" for name, value in dict(headers).items())
+        self.transport.write(STATUS_LINE[found.status] + lines + b"\r\n" + bytes(answer.body))
+        self._end()
+
+    def _read_ahead(self) -> None:
+        """Go on reading behind requests that wait: who reads nothing does not learn that a client left."""
+        waiting = sum(len(cycle.body) for cycle, _ in self.pipeline)
+        if len(self.pipeline) < MAX_PIPELINED and waiting <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()
+
+    def _answering(self) -> RequestResponseCycle | None:
+        """The request that is being answered, if one is."""
+        while self._asked and self._asked[0].response_complete:
+            self._asked.popleft()
+        return self._asked[0] if self._asked else None
+
+    def _expect_head(self) -> None:
+        _stop(self._deadline)
+        self._deadline = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if self.cycle and not self.cycle.response_complete:
+            return
+        self._end()
+
+    def _end_unasked(self) -> None:
+        if self._in_head and not self._answering():
+            self._is_refused = True
+            self._answer(problem(NotReady("the server is stopping and takes no more requests")))
+        else:
+            self._give_up()
+
+    def _end(self) -> None:
+        """Close, which waits until what is written has been read: not for ever."""
+        self.transport.close()
+        _stop(self._deadline)
+        self._deadline = self.loop.call_later(FLUSH_S, self.transport.abort)
+
+    def _give_up_reader(self) -> None:
+        logger.warning("a client read nothing for %g s; its connection was cut", READ_TIMEOUT_S)
+        self.transport.abort()
+
+
+class Unframed:
+    """Answers HTTP/1.0, which has no chunks: what has no length ends with its connection (RFC 9112, 6.3)."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._send, self._is_open = cycle, cycle.send, False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._is_open = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            if self._is_open:
+                self._cycle.chunked_encoding = False
+        elif self._is_open:
+            self._cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -1,0 +1,135 @@
+"""Request bodies: bounded in bytes, time and depth, and read off the event loop when they are large."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from plait.errors import Cancelled
+from plait.server.http.errors import BadBody, BodyTimeout, BodyTooLarge, UnsupportedMedia
+
+MAX_DEPTH = 64
+MAX_CONTAINERS = 100_000  # objects and lists: as many messages as may be, of ten each
+BODY_TIMEOUT_S = 30.0  # between two pieces of a body, and before it must have come at least so fast:
+MIN_BODY_RATE = 1024  # bytes per second
+INLINE_BYTES = 64 * 1024  # larger bodies are decoded in a thread
+LINGER_S, LINGER_BYTES = 1.0, 64 * 1024 * 1024
+
+# A string is skipped whole; possessive, so that no text makes it go back.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+# So many strings and what is between them: one step of a scan, which other threads wait for.
+_PART = re.compile(rb'(?:[^"]*+"(?:[^"\\]++|\\.)*+"){0,4096}+[^"]*+', re.DOTALL)
+_ROUND, _NOT_BRACKETS = bytes.maketrans(b"[]{}", b"()()"), bytes(set(range(256)) - set(b"[]{}"))
+# Half of a pair that no character is written with, as in "\ud800".
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in a request's body.
+
+    Raises UnsupportedMedia (415), BodyTooLarge (413), BodyTimeout (408), BadBody (400) and Cancelled.
+    """
+    _check_headers(request, max_bytes)
+    body = await _read(request, max_bytes)
+    if len(body) <= INLINE_BYTES:
+        return decode_object(body)
+    return await asyncio.to_thread(decode_object, body)
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """A JSON object as plain values. Raises BadBody for anything that is not one."""
+    if not body.strip():
+        raise BadBody("the body is empty; send a JSON object")
+    _check_structure(body)
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise BadBody(f"the body is nested deeper than {MAX_DEPTH} levels") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        hint = (
+            "; a \\ud800 to \\udfff without its other half is no character" if _SURROGATE.search(body) else ""
+        )
+        raise BadBody(f"the body is not JSON that can be read: {error}{hint}") from None
+    if not isinstance(value, dict):
+        raise BadBody(f"the body is a JSON {_kind(value)}; send an object")
+    return value
+
+
+async def linger(request: Request) -> None:
+    """Read and forget what is left of a refused body for a moment, so that its sender gets the answer."""
+    left = LINGER_BYTES
+    try:
+        async with asyncio.timeout(LINGER_S):
+            while left > 0:
+                message = await request.receive()
+                left -= len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
+
+
+def _check_headers(request: Request, max_bytes: int) -> None:
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise UnsupportedMedia(f"Content-Type is {kind[:100]!r}; send application/json")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in {"", "identity"}:
+        raise UnsupportedMedia(f"Content-Encoding is {encoding[:100]!r}; send the body as it is")
+    length = request.headers.get("content-length", "0")
+    if length.isascii() and length.isdigit() and int(length[:20]) > max_bytes:
+        raise _too_large(max_bytes)
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    pieces: list[bytes] = []
+    size = 0
+    stream = aiter(request.stream())
+    began = time.monotonic()
+    try:
+        while True:
+            slowest = began + BODY_TIMEOUT_S + size / MIN_BODY_RATE - time.monotonic()
+            async with asyncio.timeout(min(BODY_TIMEOUT_S, slowest)):
+                piece = await anext(stream, None)
+            if piece is None:
+                return b"".join(pieces)
+            pieces.append(piece)
+            size += len(piece)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+    except TimeoutError:
+        text = f"the body stopped for {BODY_TIMEOUT_S:g} s or came slower than {MIN_BODY_RATE} bytes/s"
+        raise BodyTimeout(text) from None
+    except ClientDisconnect:
+        raise Cancelled("the client went away") from None
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {max_bytes} bytes; the server's --max-body-bytes sets it")
+
+
+def _check_structure(body: bytes) -> None:
+    """Raises BadBody for JSON that is costly to read, before it is; what is no JSON, the decoder finds."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
+    left, at = b"", 0
+    while (found := _PART.match(body, at)) and found.end() > at:
+        left, at = left + _STRING.sub(b"", found[0]).translate(_ROUND, _NOT_BRACKETS), found.end()
+        if left.count(b"(") > MAX_CONTAINERS:
+            raise BadBody(f"the body has more than {MAX_CONTAINERS} objects and lists; send less")
+    for _ in range(MAX_DEPTH):  # takes the innermost level each time
+        left, before = left.replace(b"()", b""), len(left)
+        if len(left) == before:
+            return
+    if b"()" in left:
+        raise BadBody(f"the body is nested deeper than {MAX_DEPTH} levels")
+
+
+def _kind(value: object) -> str:
+    names = {list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")

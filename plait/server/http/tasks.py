@@ -1,0 +1,48 @@
+"""Work for a client that may leave: cancelled then, and awaited to its end. Ids of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from plait.errors import Cancelled
+
+T = TypeVar("T")
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away. Raises Cancelled then.
+
+    The body must have been read: until the client leaves, `receive` has nothing more to say.
+    """
+    running = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        raise Cancelled("the client went away")
+    finally:
+        await stopped(running, watching)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def stopped(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def new_id(prefix: str, mark: str = "-") -> str:
+    """`prefix`-… with 122 random bits, of letters and digits."""
+    return f"{prefix}{mark}{uuid.uuid4().hex}"

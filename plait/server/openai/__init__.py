@@ -1,0 +1,1 @@
+"""The OpenAI API: one module per endpoint."""

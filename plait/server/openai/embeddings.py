@@ -1,0 +1,158 @@
+"""POST /v1/embeddings: text as a vector, which is a hidden state of the model.
+
+The state after the last norm, of the last token of the text (or the mean of all, if asked), with length 1.
+A model that was not trained for it gives vectors all the same; how much they mean is its own matter.
+"""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from plait.errors import EngineError, InvalidField, RequestError
+from plait.frontend.request_options import Terms
+from plait.llm.embed import NOTHING, unit
+from plait.request import Pooling, Request
+from plait.server.api import validate
+from plait.server.api.endpoint import Endpoint
+from plait.server.api.event_reply import Whole
+from plait.server.api.schema import field_names, typed
+
+if TYPE_CHECKING:
+    from plait.frontend.delta import Delta
+    from plait.frontend.frontend import Front
+    from plait.server.api.completion_reply import Usage
+
+MAX_INPUTS = 2048
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /v1/embeddings. `input`: text, token ids, or a list of either.
+
+    `pooling` and `normalize` are ours: whose hidden state, and whether the vector is made as long as 1.
+    `dimensions` keeps the first so many, which means something for models that were trained for it.
+    """
+
+    model: str | None = None
+    input: str | list[Any]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    pooling: Pooling = "last"
+    normalize: bool = True
+    add_special_tokens: bool = True
+    cache_salt: str | None = None
+    priority: int = 0
+    timeout_s: float | None = None
+
+
+FIELDS = field_names(EmbeddingRequest)
+
+
+def outcome(front: Front, model: str, body: Mapping[str, Any]) -> Embeddings:
+    """Everything that can be refused before the engine is asked. Tokenizes. Raises RequestErrors."""
+    validate.refuse(body, FIELDS)
+    asked = typed(body, EmbeddingRequest)
+    size = front.spec.hidden_size
+    if asked.dimensions is not None and not 1 <= asked.dimensions <= size:
+        text = f"dimensions: {asked.dimensions} is outside [1, {size}], the size of this model's hidden state"
+        raise InvalidField(text, "dimensions")
+    terms = Terms(cache_salt=asked.cache_salt, priority=asked.priority, timeout_s=asked.timeout_s)
+    texts = inputs(asked.input)
+    many = not isinstance(asked.input, str) and not all(type(part) is int for part in asked.input)
+    requests = [
+        embedding_request(front, one, asked.pooling, terms, f"input[{i}]" if many else "input", asked)
+        for i, one in enumerate(texts)
+    ]
+    return Embeddings(model, asked, requests)
+
+
+def inputs(found: str | list[Any], at: str = "input") -> list[str | list[int]]:
+    """The inputs of one call: texts or lists of token ids. Raises InvalidField."""
+    if isinstance(found, str):
+        return [found]
+    if not found:
+        raise InvalidField(f"{at}: the list is empty; send text or token ids", at)
+    if all(type(part) is int for part in found):
+        return [found]
+    if len(found) > MAX_INPUTS:
+        raise InvalidField(f"{at}: {len(found)} inputs are more than {MAX_INPUTS}", at)
+    if all(isinstance(part, str) for part in found):
+        return found
+    if all(isinstance(part, list) and all(type(i) is int for i in part) for part in found):
+        return found
+    raise InvalidField(f"{at}: it mixes kinds; send text, token ids, or a list of one of them", at)
+
+
+def embedding_request(
+    front: Front,
+    text: str | Sequence[int],
+    pooling: Pooling,
+    terms: Terms,
+    at: str,
+    asked: EmbeddingRequest | None = None,
+) -> Request:
+    """A request for the hidden state of a text. Raises InvalidField and ContextTooLong, both naming `at`."""
+    try:
+        special = asked.add_special_tokens if asked else True
+        made = front.prepare(text, NOTHING, add_special=special, terms=terms)
+    except RequestError as error:
+        if error.param != "prompt":
+            raise
+        text = str(error).removeprefix("prompt: ")
+        raise error.reworded(f"{at}: {text}", at) from error
+    return replace(made, pooling=pooling)
+
+
+class Vectors(Whole):
+    """Collects the hidden states of the requests of one call, in their order."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self._found: list[tuple[float, ...]] = [() for _ in requests]
+
+    def add(self, i: int, delta: Delta) -> None:
+        if not delta.embedding:
+            raise EngineError("the engine has computed this text and gave no hidden state")
+        self._found[i] = delta.embedding
+
+    @property
+    def vectors(self) -> Sequence[tuple[float, ...]]:
+        return self._found
+
+
+class Embeddings(Vectors):
+    """A response of /v1/embeddings."""
+
+    def __init__(self, model: str, asked: EmbeddingRequest, requests: Sequence[Request]) -> None:
+        super().__init__(requests)
+        self._model, self._asked = model, asked
+
+    def body(self, usage: Usage) -> dict[str, Any]:
+        entries = [
+            {"object": "embedding", "index": i, "embedding": self._written(vector)}
+            for i, vector in enumerate(self.vectors)
+        ]
+        return {"object": "list", "data": entries, "model": self._model, "usage": prompt_usage(usage)}
+
+    def _written(self, vector: Sequence[float]) -> list[float] | str:
+        kept = vector[: self._asked.dimensions]
+        numbers = array("f", unit(kept) if self._asked.normalize else kept)
+        if self._asked.encoding_format == "float":
+            return numbers.tolist()
+        if array("H", [1]).tobytes() != b"\1\0":  # the wire has the low byte first
+            numbers.byteswap()
+        return base64.b64encode(numbers.tobytes()).decode()
+
+
+def prompt_usage(usage: Usage) -> dict[str, int]:
+    """What was computed, as OpenAI counts it where nothing is generated."""
+    count: int = usage.body()["prompt_tokens"]
+    return {"prompt_tokens": count, "total_tokens": count}
+
+
+ENDPOINTS = (Endpoint("/v1/embeddings", FIELDS, outcome=outcome),)

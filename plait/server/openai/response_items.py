@@ -1,0 +1,157 @@
+"""The input of /v1/responses as a chat: items become messages, tools and formats move to their places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from plait.errors import InvalidField
+from plait.server.api.schema import string_of
+
+ROLES = frozenset({"user", "assistant", "system", "developer"})
+HEAD = frozenset({"system", "developer"})
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Messages of a chat, and where in the client's input each began."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    _reasoning: str = ""
+
+    def add(self, message: dict[str, Any], place: str) -> None:
+        if self._reasoning and message["role"] == "assistant":
+            message = {**message, "reasoning_content": self._reasoning}
+        self._reasoning = ""
+        self.messages.append(message)
+        self.places.append(place)
+
+    def think(self, text: str) -> None:
+        """Reasoning that came before the assistant's next words."""
+        self._reasoning += text
+
+    def call(self, call: Mapping[str, Any], place: str) -> None:
+        """A call of a tool: the assistant's last words, or words of its own."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant" or self._reasoning:
+            self.add({"role": "assistant", "content": None, "tool_calls": [call]}, place)
+        else:
+            last.setdefault("tool_calls", []).append(call)
+
+    def instruct(self, text: str) -> None:
+        """Instructions before everything; templates know one system message, so an old one is joined."""
+        first = self.messages[0] if self.messages else {}
+        if first.get("role") in HEAD and isinstance(first["content"], str):
+            first["content"] = f"{text}\n\n{first['content']}"
+        else:
+            self.messages.insert(0, {"role": "system", "content": text})
+            self.places.insert(0, "instructions")
+
+
+def conversation(found: str | Sequence[Any], instructions: str | None) -> Conversation:
+    """The chat that an input stands for. Raises InvalidField, naming the item."""
+    chat = Conversation()
+    if isinstance(found, str):
+        chat.add({"role": "user", "content": found}, "input")
+    else:
+        for i, item in enumerate(found):
+            _take(chat, item, f"input[{i}]")
+        if not chat.messages:
+            raise InvalidField("input: it has no message; send at least one", "input")
+    if instructions:
+        chat.instruct(instructions)
+    return chat
+
+
+def _take(chat: Conversation, item: Any, at: str) -> None:
+    if not isinstance(item, Mapping):
+        raise InvalidField(f"{at}: it must be an object with a type", at)
+    match item.get("type") or "message":
+        case "message":
+            role = item.get("role")
+            if not isinstance(role, str) or role not in ROLES:
+                roles = ", ".join(sorted(ROLES))
+                raise InvalidField(f"{at}.role: {role!r:.80} is not one of {roles}", f"{at}.role")
+            chat.add({"role": role, "content": _text(item.get("content"), f"{at}.content")}, at)
+        case "function_call":
+            function = {name: string_of(item, name, at) for name in ("name", "arguments")}
+            call = {"id": string_of(item, "call_id", at), "type": "function", "function": function}
+            chat.call(call, at)
+        case "function_call_output":
+            text = _text(item.get("output"), f"{at}.output")
+            called = string_of(item, "call_id", at)
+            chat.add({"role": "tool", "tool_call_id": called, "content": text}, at)
+        case "reasoning":
+            chat.think(_reasoning(item, at))
+        case "item_reference":
+            text = f"{at}: nothing is stored here, so no item can be referred to; send the item itself"
+            raise InvalidField(text, at)
+        case other:
+            raise InvalidField(f"{at}.type: items of type {other!r:.80} are not supported", f"{at}.type")
+
+
+def _text(content: Any, at: str) -> str:
+    """Text, or a list of parts of text as one."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise InvalidField(f"{at}: it must be text, or a list of parts of text", at)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if not isinstance(kind, str) or kind not in _TEXTS:
+            raise InvalidField(f"{at}[{i}]: {kind!r:.80} parts are not supported, only text", f"{at}[{i}]")
+        texts.append(string_of(part, _TEXTS[kind], f"{at}[{i}]"))
+    return "\n".join(texts)
+
+
+def _reasoning(item: Mapping[str, Any], at: str) -> str:
+    if item.get("encrypted_content") is not None:
+        text = f"{at}.encrypted_content: it was not made here and cannot be read; send the content"
+        raise InvalidField(text, f"{at}.encrypted_content")
+    parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+        raise InvalidField(f"{at}.content: it must be a list of parts of text", f"{at}.content")
+    return "\n".join(string_of(part, "text", f"{at}.content[{i}]") for i, part in enumerate(parts))
+
+
+def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Functions as a chat describes them. Raises InvalidField for tools that are run by others."""
+    found = []
+    for i, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, Mapping) else type(tool).__name__
+        if kind != "function":
+            text = f"tools[{i}].type: {kind!r:.80} cannot be run here; only functions of the client can"
+            raise InvalidField(text, f"tools[{i}].type")
+        names = ("name", "description", "parameters", "strict")
+        function = {name: tool[name] for name in names if tool.get(name) is not None}
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def chat_tool_choice(choice: str | Mapping[str, Any]) -> Any:
+    """As a chat says it. Raises InvalidField."""
+    if isinstance(choice, str):
+        return choice
+    if choice.get("type") == "function" and isinstance(choice.get("name"), str):
+        return {"type": "function", "function": {"name": choice["name"]}}
+    if choice.get("type") == "allowed_tools":
+        return choice
+    raise InvalidField(
+        f"tool_choice: {choice!r:.80} is not supported; send 'none', 'auto', 'required' or a function",
+        "tool_choice",
+    )
+
+
+def chat_format(found: Mapping[str, Any]) -> dict[str, Any]:
+    """`text.format` as a chat's `response_format`."""
+    if found.get("type") != "json_schema":
+        return dict(found)
+    names = ("name", "description", "schema", "strict")
+    return {
+        "type": "json_schema",
+        "json_schema": {name: found[name] for name in names if found.get(name) is not None},
+    }

@@ -1,0 +1,228 @@
+"""Reads and renders Jinja templates in child processes that may be killed.
+
+A template is a program from the model's author: no other process so much as parses one. It gets no files, no
+network, no imports, bounded memory, time and output (`{% set ns.s = ns.s ~ ns.s %}` forty times wants a
+terabyte); a child that overruns is killed and replaced, and only its request fails. Whoever asks has one
+child at a time, so that another's costly conversations leave one free.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plait.errors import BadTemplate, CapacityError
+from plait.fair_queue import Turns
+from plait.text.isolation.child_process import command, is_foreign
+
+_MIB = 1 << 20
+_BUSY = "conversations of others are being rendered; try again later"
+
+
+class TemplateEnded(BadTemplate):
+    """A template took more time or memory than it may have, and its process was ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one rendering may take.
+
+    `timeout_s`: of the processor; `clock_s`: by the clock, on a busy machine. `start_s` is for a child to
+    come up, which is nobody's fault; `wait_s`: how long a rendering waits for its turn. `children`: how many
+    there are at most.
+    """
+
+    timeout_s: float = 2.0
+    clock_s: float = 10.0
+    memory_bytes: int = 512 * _MIB
+    max_chars: int = 16 * _MIB
+    start_s: float = 60.0
+    wait_s: float = 15.0
+    children: int = 2
+
+
+class Sandbox:
+    """Rendering children, each started when first needed. Thread-safe: renderings take turns, see `turns`."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._turns = Turns(self._limits.children, 1)
+        self._children: dict[int, _Child] = {}
+        self._locks = [threading.Lock() for _ in range(self._limits.children)]
+
+    @property
+    def wait_s(self) -> float:
+        """How long anybody waits for a turn."""
+        return self._limits.wait_s
+
+    def start(self) -> list[str]:
+        """Starts a child now, so that the first rendering need not wait for it. Returns the walls it has."""
+        with (
+            self._turns.take(self._limits.wait_s, _BUSY) as place,
+            self._locks[place],
+        ):
+            return self._ready(place).walls
+
+    def read(self, template: str) -> frozenset[str]:
+        """The names of the variables that a template reads, after compiling it. Raises as `render` does."""
+        return frozenset(self._ask({"template": template}, "")["variables"])
+
+    def render(self, template: str, values: Mapping[str, Any]) -> str:
+        """The rendered text. `values` must be JSON.
+
+        Raises BadTemplate with the template's own message, TemplateEnded naming the limit, and CapacityError
+        if its turn does not come in time, the machine is too busy, or its process is ended from outside.
+        """
+        request = {"template": template, "values": dict(values), "max_chars": self._limits.max_chars}
+        text: str = self._ask(request, "the chat template refused: ")["text"]
+        return text
+
+    def close(self) -> None:
+        """Ends the children and waits for them. A later rendering starts a new one."""
+        for place, lock in enumerate(self._locks):
+            while not lock.acquire(timeout=0.02):
+                if child := self._children.get(place):
+                    child.kill()  # whoever waits for it is told at once, and then its pipes may go
+            self._drop(place)
+            lock.release()
+
+    def _ask(self, request: Mapping[str, Any], lead: str) -> dict[str, Any]:
+        # The child's own watch on the clock is for when this process is gone.
+        times = {"cpu_s": self._limits.timeout_s, "clock_s": self._limits.clock_s + 1}
+        line = json.dumps({**request, **times}).encode() + b"\n"
+        with self._turns.take(self._limits.wait_s, _BUSY) as place, self._locks[place]:
+            answer = self._answer(place, line)
+        if "error" in answer:
+            raise BadTemplate(lead + answer["error"])
+        return answer
+
+    def _answer(self, place: int, line: bytes) -> dict[str, Any]:
+        limits, child = self._limits, self._ready(place)
+        try:
+            most = 12 * limits.max_chars + _MIB
+            answer: dict[str, Any] = json.loads(child.ask(line, limits.clock_s, most))
+        except TimeoutError as error:
+            self._drop(place)
+            raise CapacityError(
+                f"the chat template did not finish within {limits.clock_s:g} s, as the machine is busy; "
+                "try again later"
+            ) from error
+        except (OSError, ValueError, EOFError) as error:
+            status = child.ended()
+            self._drop(place)
+            if status is not None and is_foreign(status):
+                raise CapacityError(
+                    "the process that renders chat templates was ended by the system; try again"
+                ) from error
+            if status == -signal.SIGPROF:
+                text = f"the chat template did not finish within {limits.timeout_s:g} s"
+            else:
+                limit = f"{limits.memory_bytes // _MIB} MiB"
+                text = f"the chat template ended its process (it may use {limit} of memory)"
+            raise TemplateEnded(text) from error
+        return answer
+
+    def _ready(self, place: int) -> _Child:
+        child = self._children.get(place)
+        if child is None or not child.alive():
+            self._drop(place)
+            child = self._children[place] = _Child(self._limits)
+        return child
+
+    def _drop(self, place: int) -> None:
+        child = self._children.pop(place, None)
+        if child is not None:
+            child.stop()
+
+
+class _Child:
+    """The process and its two pipes. `walls`: what keeps it in, see `confine`."""
+
+    def __init__(self, limits: Limits) -> None:
+        try:
+            self._process = subprocess.Popen(
+                command("plait.text.chat.sandbox_child", str(limits.memory_bytes)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                env={},
+            )
+        except OSError as error:
+            raise CapacityError(
+                f"no process can be started that renders chat templates: {error}; try again later"
+            ) from error
+        self.stop = weakref.finalize(self, _reap, self._process)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._in, False)
+        try:
+            self.walls: list[str] = json.loads(self._read_line(time.monotonic() + limits.start_s, 4096))
+        except (OSError, EOFError, ValueError) as error:
+            self.stop()
+            raise CapacityError(
+                "the process that renders chat templates did not start within "
+                f"{limits.start_s:g} s; try again"
+            ) from error
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def ended(self) -> int | None:
+        """The exit status of a process that closed its pipe; negative for the signal that ended it."""
+        try:
+            return self._process.wait(1)  # its pipe closes a moment before it is gone
+        except subprocess.TimeoutExpired:
+            return None
+
+    def ask(self, line: bytes, timeout_s: float, max_bytes: int) -> bytes:
+        """The answer to one request. Raises TimeoutError, EOFError, ValueError (too long) or OSError."""
+        deadline = time.monotonic() + timeout_s
+        rest = memoryview(line)
+        while rest:
+            _wait(self._in, select.POLLOUT, deadline)
+            rest = rest[os.write(self._in, rest[: 1 << 16]) :]
+        return self._read_line(deadline, max_bytes)
+
+    def _read_line(self, deadline: float, max_bytes: int) -> bytes:
+        pieces: list[bytes] = []
+        size = 0
+        while not (pieces and pieces[-1].endswith(b"\n")):
+            _wait(self._out, select.POLLIN, deadline)
+            piece = os.read(self._out, 1 << 16)
+            if not piece:
+                raise EOFError("the child closed its pipe")
+            size += len(piece)
+            if size > max_bytes:
+                raise ValueError(f"an answer of more than {max_bytes} bytes")
+            pieces.append(piece)
+        return b"".join(pieces)
+
+
+def _wait(pipe: int, event: int, deadline: float) -> None:
+    poll = select.poll()  # select() itself cannot watch descriptors above 1023, which a busy server has
+    poll.register(pipe, event)
+    left = deadline - time.monotonic()
+    if left <= 0 or not poll.poll(left * 1000):
+        raise TimeoutError
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()

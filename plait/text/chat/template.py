@@ -1,0 +1,240 @@
+"""Conversations to token ids: what every chat template has in common.
+
+A template's own markers become control tokens; what a user wrote never does, whatever it looks like.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from plait.errors import BadTemplate, CapacityError, InvalidField
+from plait.text.chat.sandbox import TemplateEnded
+from plait.text.chat.tool_probe import CallsTaken
+
+Message = Mapping[str, Any]
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of thinking in messages of earlier turns
+TOOLS = ("tools", "xml_tools")  # under which templates read them; the second is SmolLM3's
+MAX_ARGUMENTS_DEPTH = 64
+_HEAD_ROLES = frozenset({"system", "developer"})
+
+
+class ChatTemplate(Protocol):
+    """Renders conversations. `name` says where it came from; `stop_token_ids` end a turn in its format.
+
+    `source` is its text, "" if it has none, and `variables` what it reads; `calls`: how it takes calls.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def stop_token_ids(self) -> frozenset[int]: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def variables(self) -> frozenset[str]: ...
+    @property
+    def calls(self) -> CallsTaken: ...
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation, with the opening of the model's reply if that is asked for.
+
+        With `continue_final_message` they end with the last message's text, which a reply goes on from.
+        Raises BadTemplate with the template's own message, InvalidField for what it cannot take.
+        """
+        ...
+
+    def start(self, *, is_chosen: bool = False) -> None:
+        """Makes ready what the first rendering needs. `is_chosen`: by the user. Raises ConfigError then."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what the template holds; it can be used again afterwards."""
+        ...
+
+
+def num_chars(*found: Any) -> int:
+    """Characters of all texts in messages and tools, keys too: what a template may write."""
+    total, rest = 0, list(found)
+    while rest:
+        value = rest.pop()
+        if isinstance(value, str):
+            total += len(value)
+        elif isinstance(value, Mapping):
+            rest += value.keys()
+            rest += value.values()
+        elif isinstance(value, list | tuple):
+            rest += value
+    return total
+
+
+def boundaries(
+    template: ChatTemplate, messages: Sequence[Message], ids: Sequence[int], options: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """Where in a prompt other requests are likely to part ways: rising positions, at most three, inside it.
+
+    After the system messages and tools, where the first user's words begin; after everything before the last
+    user message, where its words begin; and before the opening of the reply. `ids` is the conversation as
+    `template` renders it with `options`. Each place is found by rendering another conversation, and is as far
+    as the two have the same tokens; one that the template refuses has none.
+    """
+    found = set()
+    for other in _others(messages, options):
+        try:
+            rendered = template.render(other, **{**options, "add_generation_prompt": False})
+        except (TemplateEnded, CapacityError):
+            break  # each further one could take as long
+        except (BadTemplate, InvalidField):
+            continue  # nobody asked for this conversation, so nobody is told
+        found.add(_common_len(ids, rendered))
+    return tuple(sorted(at for at in found if 0 < at < len(ids)))
+
+
+def _others(messages: Sequence[Message], options: Mapping[str, Any]) -> Iterator[Sequence[Message]]:
+    """The conversations that part ways with this one at its boundaries."""
+    head = next((i for i, m in enumerate(messages) if m["role"] not in _HEAD_ROLES), len(messages))
+    last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=head)
+    if (head or options.get("tools")) and head < len(messages):
+        yield [*messages[:head], _another(messages[head])]
+    if last > head:
+        yield [*messages[:last], _another(messages[last])]
+    if options.get("add_generation_prompt", True):
+        yield messages
+
+
+def _another(message: Message) -> Message:
+    """A user message whose first character is another one: the template's own words around it stay shared."""
+    text = _content(message.get("content"), "content") or ""
+    return {"role": "user", "content": "b" if text.lstrip().startswith("a") else "a"}
+
+
+def _common_len(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def normalized(messages: Sequence[Message], *, calls_as_text: bool = False) -> list[dict[str, Any]]:
+    """Messages as templates expect them: contents are strings, and thinking has each of its names.
+
+    Arguments of calls are objects, or JSON text. Raises InvalidField, naming the message, for contents that
+    are not text.
+    """
+    if not messages:
+        raise InvalidField("messages: there is none; send at least one", "messages")
+    return [_message(m, f"messages[{i}]", calls_as_text) for i, m in enumerate(messages)]
+
+
+def _message(message: Message, where: str, calls_as_text: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidField(f"{where}: {type(message).__name__} is not a message like {{'role': …}}", where)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidField(f"{where}.role: {role!r} is not a role like 'user'", f"{where}.role")
+    plain = {key: value for key, value in message.items() if value is not None or key == "content"}
+    plain["content"] = _content(message.get("content"), f"{where}.content")
+    if message.get("tool_calls"):
+        if not isinstance(message["tool_calls"], list | tuple):
+            at = f"{where}.tool_calls"
+            raise InvalidField(f"{at}: {type(message['tool_calls']).__name__} is not a list of calls", at)
+        calls = enumerate(message["tool_calls"])
+        plain["tool_calls"] = [
+            _tool_call(call, f"{where}.tool_calls[{i}]", calls_as_text) for i, call in calls
+        ]
+        plain["content"] = plain["content"] or ""
+    thought = next((text for name in THOUGHTS if (text := message.get(name))), None)
+    return plain if thought is None else {**plain, **dict.fromkeys(THOUGHTS, thought)}
+
+
+def _content(content: Any, where: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise InvalidField(f"{where}: {type(content).__name__} is neither text nor a list of parts", where)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidField(f"{where}[{i}]: {kind!r} parts are not supported, only text", f"{where}[{i}]")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise InvalidField(f"{where}: a tool call needs a function with a name and arguments", where)
+    arguments = function.get("arguments")
+    found, at = arguments, f"{where}.function.arguments"
+    if isinstance(arguments, str):
+        try:
+            found = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise InvalidField(f"{at}: not JSON ({error})", at) from error
+    _check_depth(found, at)
+    if isinstance(arguments, str):
+        arguments = found if not as_text else arguments.strip() or "{}"
+    elif as_text:
+        arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _check_depth(found: Any, at: str) -> None:
+    """Raises InvalidField for what is nested too deeply for templates, which call themselves to write it."""
+    level, depth = [found], 0
+    while level := [value for value in level if isinstance(value, Mapping | list | tuple)]:
+        depth += 1
+        if depth > MAX_ARGUMENTS_DEPTH:
+            raise InvalidField(f"{at}: nested deeper than {MAX_ARGUMENTS_DEPTH} levels; make it flatter", at)
+        level = [inside for value in level for inside in _members(value)]
+
+
+def _members(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else value
+
+
+def unfinished(parts: Sequence[int | str], mark: str) -> list[int | str]:
+    """A rendered conversation up to `mark`, which stood at the end of its last message's text.
+
+    Raises InvalidField if the template did not write it.
+    """
+    for i in reversed(range(len(parts))):
+        part = parts[i]
+        if isinstance(part, str) and mark in part:
+            kept = [*parts[:i], part.rpartition(mark)[0]]
+            return [piece.replace(mark, "") if isinstance(piece, str) else piece for piece in kept]
+    raise InvalidField(
+        "continue_final_message: this model's chat template does not write the last message as it stands",
+        "continue_final_message",
+    )
+
+
+def refuse_unread(name: str, kwargs: Mapping[str, Any], tools: object, known: frozenset[str]) -> None:
+    """Raises InvalidField for tools or template arguments that a template would not look at."""
+    if tools and not known.intersection(TOOLS):
+        raise InvalidField(f"tools: the chat template {name!r} has no place for tools", "tools")
+    unknown = sorted(set(kwargs) - known)
+    if unknown:
+        raise InvalidField(
+            f"chat_template_kwargs: the chat template {name!r} does not read {unknown[0]!r}",
+            "chat_template_kwargs",
+        )
+
+
+def message_text(message: Mapping[str, Any], i: int) -> str:
+    """The content of a message that must be text. Raises BadTemplate."""
+    content = message["content"]
+    if content is None or message.get("tool_calls"):
+        raise BadTemplate(
+            f"messages[{i}].content: this chat template has no place for tool calls; send text",
+            f"messages[{i}].content",
+        )
+    return str(content)

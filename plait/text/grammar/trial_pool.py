@@ -1,0 +1,233 @@
+"""Grammars are tried out in processes that may be killed, before an engine compiles them.
+
+submit ──> verdict known? ──────────────────────────────> future, at once
+       └─> lanes, one for each key ──> a runner ──> child 1..N ──> future of all who wait for it
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from plait.errors import CapacityError, EngineError, PlaitError
+from plait.fair_queue import Lanes
+from plait.text.grammar.grammar import Grammar, GrammarLimits
+from plait.text.grammar.library import PARTS, readable
+from plait.text.grammar.trial_process import TrialChild, refusal
+from plait.text.grammar.trial_verdicts import Verdict, Verdicts, digest
+from plait.text.isolation.child_process import is_foreign
+
+_ASKED = ("kind", "source", "open_objects", "space", *PARTS)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One grammar, and everybody who waits for its verdict: futures with their keys."""
+
+    line: str
+    name: bytes
+    waiters: dict[Future[Verdict], str] = field(default_factory=dict)
+    is_running: bool = False
+
+
+class TrialPool:
+    """Up to `limits.children` processes, and the grammars that wait for them. Thread-safe.
+
+    Keys take turns, and no named key has all of the processes at once: another never waits for more than one
+    trial to end. A grammar that many ask for is tried once. `vocabulary`: `size`, `special` (text by id) and
+    `ends` (ids), of plain JSON. Runners are threads that live while there is something to do.
+    """
+
+    def __init__(self, vocabulary: Mapping[str, Any], limits: GrammarLimits) -> None:
+        self._setup = json.dumps({**vocabulary, "limits": asdict(limits)}) + "\n"
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._turns: Lanes[_Job] = Lanes()
+        self._jobs: dict[bytes, _Job] = {}
+        self._verdicts = Verdicts(limits.remembered_bytes)
+        self._children: list[TrialChild | None] = [None] * limits.children
+        self._running: dict[int, str | None] = {}  # place of a runner → the key that it works for
+
+    def start(self) -> None:
+        """Starts the processes now, so that no grammar waits for them. Raises CapacityError."""
+        with self._lock:
+            free = [i for i, child in enumerate(self._children) if child is None and i not in self._running]
+            self._running |= dict.fromkeys(free)
+        try:
+            made = [(place, TrialChild()) for place in free]  # all import their library at the same time
+            for place, child in made:
+                self._set_up(place, child)
+        except OSError as error:
+            raise CapacityError(f"no process can be started that tries grammars out: {error}") from error
+        finally:
+            with self._lock:
+                for place in free:
+                    self._running.pop(place, None)
+                self._add_runners()
+
+    def submit(self, grammar: Grammar, key: str = "") -> Future[Verdict]:
+        """The verdict on a grammar, tried for `key`. Cancelling the future takes it out of the queue.
+
+        Raises CapacityError, as the future may, when that is no fault of the grammar: too many of the key's
+        wait, the machine is too busy to try it, or the pool is closed.
+        """
+        name, future = digest(grammar), Future[Verdict]()
+        with self._lock:
+            if (known := self._verdicts.get(name)) is not None:
+                future.set_result(known)
+                return future
+            if self._turns.count(key) >= self._limits.max_waiting:
+                raise CapacityError(
+                    f"{self._limits.max_waiting} grammars of this key wait to be tried out; try again later"
+                )
+            job = self._jobs.get(name)
+            if job is None:
+                line = json.dumps({part: getattr(grammar, part) for part in _ASKED}) + "\n"
+                job = self._jobs[name] = _Job(line, name)
+            if not job.is_running and key not in job.waiters.values():
+                self._turns.put(key, job)
+            job.waiters[future] = key
+            self._add_runners()
+        future.add_done_callback(lambda done: self._leave(name, done) if done.cancelled() else None)
+        return future
+
+    def close(self) -> None:
+        """Ends the processes, and refuses what waits. A later grammar starts new ones."""
+        with self._lock:
+            waiting = [job for job in self._jobs.values() if not job.is_running]
+            for job in waiting:
+                self._forget(job)
+            children = [child for child in self._children if child is not None]
+            self._children = [None] * len(self._children)
+        for job in waiting:
+            _deliver(job, CapacityError("the server is stopping; the grammar was not tried out"))
+        for child in children:
+            child.stop()
+
+    def _leave(self, name: bytes, future: Future[Verdict]) -> None:
+        """Nobody waits for this future any more."""
+        with self._lock:
+            job = self._jobs.get(name)
+            key = job.waiters.pop(future, None) if job is not None else None
+            if job is None or key is None or job.is_running:
+                return
+            if key not in job.waiters.values():
+                self._turns.drop(key, job)
+            if not job.waiters:
+                del self._jobs[name]
+
+    def _forget(self, job: _Job) -> None:
+        self._jobs.pop(job.name, None)
+        for key in set(job.waiters.values()):
+            self._turns.drop(key, job)
+
+    # Runners, with the lock
+
+    def _add_runners(self) -> None:
+        """Start one for each free place with a job that it may take."""
+        for place in range(len(self._children)):
+            while place not in self._running and (job := self._take(place)) is not None:
+                thread = threading.Thread(
+                    target=self._run, args=(place, job), name="plait-trial", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the system gives no thread
+                    del self._running[place]
+                    if self._running:  # who works goes on with it
+                        self._put_back(job)
+                        return
+                    del self._jobs[job.name]
+                    _deliver(job, CapacityError(f"no grammar can be tried out: {error}; try again later"))
+
+    def _put_back(self, job: _Job) -> None:
+        job.is_running = False
+        for key in dict.fromkeys(job.waiters.values()):
+            self._turns.put(key, job)
+
+    def _take(self, place: int) -> _Job | None:
+        self._running.pop(place, None)
+        busy = [key for key in self._running.values() if key]
+        most = max(len(self._children) - 1, 1)
+        found = self._turns.take({key for key in busy if busy.count(key) >= most})
+        if found is None:
+            return None
+        key, job = found
+        job.is_running, self._running[place] = True, key
+        for other in set(job.waiters.values()) - {key}:
+            self._turns.drop(other, job)
+        return job
+
+    # Runners, without it
+
+    def _run(self, place: int, job: _Job | None) -> None:
+        while job is not None:
+            result: Verdict | PlaitError
+            try:
+                result = self._try(place, job.line)
+            except Exception as error:  # whoever waits must hear of it, and the next one is tried
+                result = EngineError(f"a grammar could not be tried out: {error!r}")
+            with self._lock:
+                del self._jobs[job.name]
+                if isinstance(result, Verdict):
+                    self._verdicts.put(job.name, result)
+            _deliver(job, result)
+            with self._lock:
+                job = self._take(place)
+                self._add_runners()  # a key that held back for this one may go on
+
+    def _try(self, place: int, line: str) -> Verdict | PlaitError:
+        try:
+            child = self._ready(place)
+        except CapacityError as error:
+            return error
+        except OSError as error:
+            return CapacityError(f"no process can be started that tries grammars out: {error}")
+        limits = self._limits
+        try:
+            answer: dict[str, Any] = json.loads(child.ask(line, limits.timeout_s))
+        except (OSError, ValueError):
+            with self._lock:
+                if self._children[place] is child:
+                    self._children[place] = None
+            status = child.ended()
+            if status == -signal.SIGKILL:
+                return CapacityError(
+                    f"the grammar could not be tried out within {limits.timeout_s:g} s, as the "
+                    "machine is busy; try again later, or make it simpler"
+                )
+            if is_foreign(status):
+                return CapacityError("the process that tries grammars out was ended by the system; try again")
+            return Verdict(False, refusal(status, limits))
+        if "error" in answer:
+            return Verdict(False, f"the grammar cannot be honoured: {readable(answer['error'])}")
+        return Verdict(True, answer["form"])
+
+    def _ready(self, place: int) -> TrialChild:
+        child = self._children[place]
+        if child is not None and child.alive():
+            return child
+        if child is not None:
+            child.stop()
+        return self._set_up(place, TrialChild())
+
+    def _set_up(self, place: int, child: TrialChild) -> TrialChild:
+        child.set_up(self._setup, self._limits)
+        with self._lock:
+            self._children[place] = child
+        return child
+
+
+def _deliver(job: _Job, result: Verdict | PlaitError) -> None:
+    for future in [*job.waiters]:
+        if not future.set_running_or_notify_cancel():
+            continue
+        if isinstance(result, Verdict):
+            future.set_result(result)
+        else:
+            future.set_exception(type(result)(str(result)))

@@ -1,0 +1,21 @@
+"""Tool calls and thinking in a reply: `tool_format` finds a model's way, `ToolFormat.parser` reads it."""
+
+from plait.text.output.deltas import Arguments, CallEnd, CallStart, Content, Delta, Reasoning
+from plait.text.output.formats import FORMATS, ToolFormat, call_grammar, tool_format, tool_schemas
+from plait.text.output.parser import CallSyntax, OutputParser
+
+__all__ = [
+    "FORMATS",
+    "Arguments",
+    "CallEnd",
+    "CallStart",
+    "CallSyntax",
+    "Content",
+    "Delta",
+    "OutputParser",
+    "Reasoning",
+    "ToolFormat",
+    "call_grammar",
+    "tool_format",
+    "tool_schemas",
+]

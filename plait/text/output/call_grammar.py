@@ -1,0 +1,335 @@
+"""What a reply must look like when a call is demanded (`tool_choice`), as plain data.
+
+A structure is a tuple of parts, one after the other. It says nothing of how it is enforced; `lark` writes it
+for llguidance.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from plait.errors import InvalidField
+from plait.text.output.parameters import alternatives, kinds, lengths, patterns, values
+from plait.text.output.reasoning import ReasoningFormat
+
+_MOST_COUNTED = 1000  # characters of a text that must also be free of something
+MOST_THOUGHTS = 4  # blocks of thinking before what is demanded
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Exactly this text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """A marker of the format: what in it is a control token of the vocabulary must be that token."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Json:
+    """A JSON text that this schema allows."""
+
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FreeUntil:
+    """Any text up to and with the first occurrence of `end`, which may be a marker.
+
+    None of `without` may stand before an `end` that is text.
+    """
+
+    end: Marker | Text
+    without: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Text that each of `patterns` matches in whole, up to and with the first `end`.
+
+    `closing`: what must not stand before that, if a pattern may pass over an `end` that comes too early.
+    """
+
+    end: Marker | Text
+    patterns: tuple[str, ...]
+    closing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeWithout:
+    """Any text in which none of these markers stands."""
+
+    markers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unlike:
+    """Any text that none of these regular expressions matches from its beginning to its end."""
+
+    patterns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a regular expression matches, taken as one piece: `Unlike` that gives way to it does so within it.
+
+    It may stand after `text` and one of `markers`; with `bare` or no markers it may stand alone.
+    """
+
+    pattern: str
+    markers: tuple[str, ...] = ()
+    text: Unlike | None = None
+    bare: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of several structures; an empty one makes it optional."""
+
+    options: tuple[Structure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """This structure any number of times, or not at all."""
+
+    parts: Structure
+
+
+Part = Text | Marker | Json | FreeUntil | Value | FreeWithout | Unlike | Head | OneOf | Repeated
+Structure = tuple[Part, ...]
+
+
+Style = Literal["json", "line", "python", "xml", "glm"]
+NUMBER = "\0"
+_BREAK = OneOf(((Text("\n"),), ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """How a format writes calls: `opening`, then calls with `separator` between them, then `closing`.
+
+    A call is `before`, its name, `between`, its arguments written as `style`, `after`; `NUMBER` in one of
+    these is the call's number. `name_in_json`: the name stands inside a JSON string.
+    """
+
+    before: str
+    between: str
+    after: str
+    opening: str = ""
+    separator: str = ""
+    closing: str = ""
+    style: Style = "json"
+    name_in_json: bool = False
+
+
+def json_frame(
+    opening: str = "",
+    closing: str = "",
+    separator: str = ", ",
+    *,
+    name: str = "name",
+    key: str = "arguments",
+    tag: str = "",
+) -> Frame:
+    """Calls as JSON objects, `tag` and what closes it around each. `name`, `key`: their keys."""
+    ends = {"<tool_call>": "\n</tool_call>", "<|function|>": "<|/function|>"}
+    begin = tag + "\n" if ends.get(tag, "").startswith("\n") else tag
+    return Frame(
+        before=f'{begin}{{"{name}": "',
+        between=f'", "{key}": ',
+        after="}" + ends.get(tag, ""),
+        opening=opening,
+        separator=separator,
+        closing=closing,
+        name_in_json=True,
+    )
+
+
+def chosen_tools(schemas: Mapping[str, Mapping[str, Any]], choice: Any) -> tuple[str, ...]:
+    """The tools of which one must be called under OpenAI's `tool_choice`; none where none must be.
+
+    Raises InvalidField (`tool_choice`) for a choice that is not known, and for a function that is not there.
+    """
+    if choice is None or choice in ("auto", "none"):
+        return ()
+    if choice == "required":
+        if not schemas:
+            raise InvalidField("tool_choice: 'required', but there are no tools; send some", "tool_choice")
+        return tuple(schemas)
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or choice.get("type", "function") != "function":
+        raise InvalidField(
+            "tool_choice: it is not 'none', 'auto', 'required' or "
+            '{"type": "function", "function": {"name": …}}',
+            "tool_choice",
+        )
+    if name not in schemas:
+        known = ", ".join(schemas) or "none"
+        raise InvalidField(f"tool_choice: there is no tool {name!r}; the tools are: {known}", "tool_choice")
+    return (name,)
+
+
+def framed(
+    frame: Frame, markers: Iterable[str], schemas: Mapping[str, Mapping[str, Any]], parallel: bool
+) -> Structure:
+    """A call of one of these tools; `parallel`: further ones may follow."""
+    cut = [re.escape(marker) for marker in (*sorted(markers, key=len, reverse=True), NUMBER)]
+
+    def parts(text: str) -> Structure:
+        pieces = re.split(f"({'|'.join(cut)})", text)
+        number = Head("[0-9]{1,3}")
+        found = (
+            (Marker(p) if n % 2 else Text(p)) if p != NUMBER else number for n, p in enumerate(pieces) if p
+        )
+        return tuple(found)
+
+    calls = tuple(
+        (
+            *parts(frame.before),
+            Text(json.dumps(name, ensure_ascii=False)[1:-1] if frame.name_in_json else name),
+            *parts(frame.between),
+            *written_arguments(frame.style, schema),
+            *parts(frame.after),
+        )
+        for name, schema in schemas.items()
+    )
+    call = OneOf(calls)
+    gap = parts(frame.separator) if frame.style != "glm" else (_BREAK,)
+    more: Structure = (Repeated((*gap, call)),) if parallel else ()
+    return (*parts(frame.opening), call, *more, *parts(frame.closing))
+
+
+def thinking_first(reasoning: ReasoningFormat | None, starts_open: bool, *, again: bool = True) -> Structure:
+    """Thinking that may stand before what is demanded, opened by the prompt or not.
+
+    `again`: in several blocks; not in any number, or a reply could think for ever.
+    """
+    if reasoning is None:
+        return ()
+    first = reasoning.pairs[0]
+    between = OneOf(tuple((Marker(text),) if text else () for text in reasoning.between))
+    rest: Structure = (FreeUntil(Marker(first.closing)), between)
+    block: Structure = (Marker(first.opening), *rest)
+    most = MOST_THOUGHTS if again else 1
+    more: Structure = ()
+    for _ in range(most - starts_open):
+        more = (OneOf(((*block, *more), ())),)
+    return (*rest, *more) if starts_open else more
+
+
+def written_arguments(style: Style, schema: Mapping[str, Any]) -> Structure:
+    """The arguments of one call, in a style of `Frame`."""
+    return _STYLES[style](schema)
+
+
+def _as_json(schema: Mapping[str, Any]) -> Structure:
+    return (Json(schema if schema.get("type") == "object" else {"type": "object", **schema}),)
+
+
+def _properties(schema: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """(required, optional) parameters with their schemas, in the order of the schema.
+
+    A part's schema keeps the definitions of the whole, for its references.
+    """
+    properties = schema.get("properties")
+    required = schema.get("required")
+    names = set(required) if isinstance(required, Sequence) and not isinstance(required, str) else set()
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    found = [
+        (name, {**one, **shared} if isinstance(one, Mapping) else one)
+        for name, one in (properties.items() if isinstance(properties, Mapping) else ())
+    ]
+    return [p for p in found if p[0] in names], [p for p in found if p[0] not in names]
+
+
+def _as_python(schema: Mapping[str, Any]) -> Structure:
+    """`a=1, b="x"`: required ones first, for the order of keywords is free and a comma needs a left side."""
+    required, optional = _properties(schema)
+    written = [(Text(f"{name}="), Json(one)) for name, one in required]
+    head: list[Part] = []
+    for pair in written:
+        head += [*([Text(", ")] if head else []), *pair]
+    tails = [OneOf(((Text(f", {name}="), Json(one)), ())) for name, one in optional]
+    if required:
+        return (*head, *tails)
+    begins: list[Structure] = [
+        (Text(f"{name}="), Json(one), *tails[n + 1 :]) for n, (name, one) in enumerate(optional)
+    ]
+    return (OneOf((*begins, ())),) if begins else ()
+
+
+def _as_xml(schema: Mapping[str, Any]) -> Structure:
+    return _rows(schema, _xml_row)
+
+
+def _as_glm(schema: Mapping[str, Any]) -> Structure:
+    """GLM-4.5 and 4.6 break lines between all parts, GLM-4.7 breaks none."""
+    return (_BREAK, *_rows(schema, _glm_row))
+
+
+def _rows(schema: Mapping[str, Any], row: Callable[[str, Any], Structure]) -> Structure:
+    required, optional = _properties(schema)
+    rows: list[Part] = [part for name, one in required for part in row(name, one)]
+    return (*rows, *(OneOf((row(name, one), ())) for name, one in optional))
+
+
+def _xml_row(name: str, schema: Any) -> Structure:
+    return (Text(f"<parameter={name}>\n"), *_bare(schema, Text("</parameter>"), "\n"), Text("\n"))
+
+
+def _glm_row(name: str, schema: Any) -> Structure:
+    key: Structure = (Marker("<arg_key>"), Text(name), Marker("</arg_key>"), _BREAK, Marker("<arg_value>"))
+    return (*key, *_bare(schema, Marker("</arg_value>")), _BREAK)
+
+
+def _bare(schema: Any, closing: Marker | Text, pad: str = "") -> Structure:
+    """A value, `pad` and what closes it: JSON, or text where it may be a string, as it is read as one."""
+    options = alternatives(schema, schema if isinstance(schema, Mapping) else {})
+    texts = [option for option in options if "string" in kinds(option)]
+    end = Text(pad + closing.text) if pad else closing
+    if not texts:
+        return (Json(schema), end)
+    found: list[Structure] = []
+    for option in texts:
+        listed = values(option)
+        found += [(_text(option, closing, pad),)] if listed is None else [(Text(v), end) for v in listed]
+    if any("null" in kinds(option) for option in options):
+        found.append((Text("null"), end))
+    return found[0] if len(found) == 1 else (OneOf(tuple(dict.fromkeys(found))),)
+
+
+def _text(schema: Mapping[str, Any], closing: Marker | Text, pad: str) -> Value:
+    """A string and what closes it, in a form that is cheap to follow: long ones need not be counted twice.
+
+    The first `closing` ends what is free to its end, and `pad` before it is nobody's. What must have some
+    length or form could run over that, so that it must be kept out.
+    """
+    (least, most), forms = lengths(schema), patterns(schema)
+    many = f"(?s:.{{0,{most}}})" if most is not None else "(?s:.*)"
+    if not least and not forms:
+        return Value(closing, (f"{many}{pad and f'{pad}?'}",))
+    if not forms and most is not None and most > _MOST_COUNTED:
+        first = f"[^<{pad}]{{{min(least, most)}}}(?s:.{{0,{max(most - least, 0)}}})"
+        return Value(closing, (f"{first}{pad and f'{pad}?'}",))
+    counted = (f"(?s:.{{{least},{'' if most is None else max(most, least)}}})",) if least or most else ()
+    return Value(Text(pad + closing.text) if pad else closing, (*counted, *forms), closing.text)
+
+
+_STYLES: Mapping[Style, Callable[[Mapping[str, Any]], Structure]] = {
+    "json": _as_json,
+    "line": _as_json,
+    "python": _as_python,
+    "xml": _as_xml,
+    "glm": _as_glm,
+}

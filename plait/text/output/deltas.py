@@ -1,0 +1,173 @@
+"""What a model's reply turns into, piece by piece, and the state that the readers of calls share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from plait.text.output.cursor import SPACE, Cursor
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the reader of the reply."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of the model's thinking. `part` counts its blocks: 0 is the first."""
+
+    text: str
+    part: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool call begins: the `index`-th of the reply, from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The next piece of a call's arguments: joined, they are the text of a JSON object."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """A call is over. `complete`: its arguments are whole; if not, they are the beginning of a JSON text."""
+
+    index: int
+    complete: bool
+
+
+Delta = Content | Reasoning | CallStart | Arguments | CallEnd
+
+
+def merged(deltas: Iterable[Delta]) -> list[Delta]:
+    """The same deltas, neighbours of one kind joined and empty ones left out."""
+    out: list[Delta] = []
+    for _, group in groupby(deltas, key=_stream):
+        first, *more = group
+        if more and not isinstance(first, CallStart | CallEnd):
+            text = "".join(m.text for m in (first, *more) if not isinstance(m, CallStart | CallEnd))
+            first = replace(first, text=text)
+        if isinstance(first, CallStart | CallEnd) or first.text:
+            out.append(first)
+    return out
+
+
+def _stream(delta: Delta) -> tuple[type, int]:
+    """What a delta goes on with; every start and end of a call is one of its own."""
+    number = delta.part if isinstance(delta, Reasoning) else 0 if isinstance(delta, Content) else delta.index
+    return type(delta), number
+
+
+class Reply:
+    """Where readers of calls take text from (`cursor`) and write what they found.
+
+    `tools`: name → JSON schema of the arguments, of the tools that may be called. `most_calls`: further calls
+    are read but not told. `num_calls`: how many have ended; `num_whole`: how many of them are whole. A call
+    is begun before it is argued, and ended before the next begins.
+    """
+
+    def __init__(
+        self, tools: Mapping[str, Mapping[str, Any]], make_id: Callable[[], str], most_calls: int | None
+    ) -> None:
+        self.cursor, self.tools = Cursor(), tools
+        self._make_id, self._most = make_id, most_calls
+        self._out: list[Delta] = []
+        self._blank: list[str] = []  # white space that is content only if content follows
+        self._pause: list[str] = []  # the same for thinking
+        self.num_calls = self.num_whole = self._parts = 0
+        self._said = self._beside_markup = False
+
+    @property
+    def has_content(self) -> bool:
+        """Whether any text but white space was said."""
+        return self._said
+
+    @property
+    def num_held(self) -> int:
+        """Characters that have come and are nothing yet."""
+        return self.cursor.num_left + sum(map(len, (*self._blank, *self._pause)))
+
+    def collect(self) -> list[Delta]:
+        """What was found since the last time."""
+        found, self._out = merged(self._out), []
+        return found
+
+    def say(self, text: str) -> None:
+        """Content. White space is kept back until it is known not to touch a call or the reply's ends."""
+        body = text.strip(SPACE)
+        if not body:
+            self._blank.append(text)
+            return
+        start = text.index(body)
+        self._blank.append(text[:start])
+        if self._said or not self._beside_markup:
+            self._out.append(Content("".join(self._blank)))
+        self._out.append(Content(body))
+        self._blank = [text[start + len(body) :]]
+        self._said, self._beside_markup = True, False
+
+    def leave_content(self) -> None:
+        """A call or a block of thinking was found here."""
+        self._beside_markup = True
+
+    def close(self) -> None:
+        """The end of the reply."""
+        if not self._beside_markup:
+            self._out.append(Content("".join(self._blank)))
+
+    def think(self, text: str) -> int:
+        """A piece of the present block of thinking; returns how many characters were told.
+
+        White space at the end of a block is not.
+        """
+        body = text.rstrip(SPACE)
+        told = "".join([*self._pause, body]) if body else ""
+        if body:
+            self._pause = []
+        self._pause.append(text[len(body) :])
+        self._out.append(Reasoning(told, self._parts))
+        return len(told)
+
+    def end_thinking(self, cut: bool) -> int:
+        """The next thinking belongs to another block. `cut`: this one never ended; see `think`."""
+        told, self._pause = "".join(self._pause) if cut else "", []
+        self._out.append(Reasoning(told, self._parts))
+        self._parts += 1
+        return len(told)
+
+    def begin(self, name: str) -> None:
+        """What was taken since the cursor's `hold` is the beginning of a call."""
+        self.cursor.release()
+        self.leave_content()
+        if self._tells():
+            self._out.append(CallStart(self.num_calls, self._make_id(), name))
+
+    def argue(self, text: str) -> None:
+        """The next piece of the present call's arguments."""
+        if self._tells():
+            self._out.append(Arguments(self.num_calls, text))
+
+    def end(self, complete: bool) -> None:
+        """The present call is over; what follows is held again."""
+        if self._tells():
+            self._out.append(CallEnd(self.num_calls, complete))
+        self.num_calls += 1
+        self.num_whole += complete
+        self.cursor.hold()
+
+    def _tells(self) -> bool:
+        return self._most is None or self.num_whole < self._most

@@ -1,0 +1,280 @@
+"""How a model speaks: where its thinking stands, how it calls tools, and what can be shape of both.
+
+One object for each model, made of its chat template and its vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from plait.errors import BadGrammar, InvalidField
+from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, ThinkingBudget
+from plait.text.chat.template import ChatTemplate, Message, normalized
+from plait.text.grammar.call_lark import as_lark
+from plait.text.grammar.strict_tools import held, held_by_name, held_in_turns, held_in_wrapper
+from plait.text.output import OutputParser, ToolFormat, call_grammar, tool_format, tool_schemas
+from plait.text.output.call_grammar import Json, Marker, OneOf, Part, Repeated, Structure, thinking_first
+from plait.text.output.reasoning import HARMONY_TURN, ReasoningFormat, reasoning_format
+from plait.text.tokenizers.tokenizer import Tokenizer
+
+SWITCHES = ("enable_thinking", "thinking")  # what templates call it
+_TAIL = 64  # tokens of a prompt in which a marker of thinking may stand
+Tool = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """How the replies to one request are read. `parser` makes one for each choice.
+
+    `shown`: control tokens that must stand in the text. `ends_early`: a call may end a choice.
+    """
+
+    parser: Callable[[], OutputParser]
+    shown: frozenset[int]
+    ends_early: bool
+
+
+class Speech:
+    """Of one model. Without a template or a vocabulary it knows of neither tools nor thinking."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        template: ChatTemplate | None,
+        *,
+        tools: str | None = None,
+        reasoning: str | None = None,
+        style: JsonStyle = USUAL_STYLE,
+    ) -> None:
+        """`tools`, `reasoning`: names of formats, where the template is not to say. Raises ConfigError.
+
+        `style`: of JSON in calls.
+        """
+        self._tokenizer, self._template, self._style = tokenizer, template, style
+        self._source = template.source if template else ""
+        ids = tokenizer.special_ids if tokenizer else frozenset[int]()
+        self._special = {tokenizer.token_text(i): i for i in ids} if tokenizer else {}
+        self._ends = {tokenizer.token_text(i) for i in tokenizer.eos_token_ids} if tokenizer else set[str]()
+        known = template is not None
+        self.tools: ToolFormat | None = tool_format(self._source, self._special, tools) if known else None
+        self.reasoning: ReasoningFormat | None = None
+        if known:
+            self.reasoning = reasoning_format(self._source, self._special, reasoning)
+
+    def history(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Messages as the model's template takes them."""
+        return self.tools.history(messages) if self.tools else messages
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """What the template reads. Raises BadTemplate."""
+        return self._template.variables if self._template else frozenset()
+
+    def switched(
+        self, kwargs: Mapping[str, Any], effort: str | None = None
+    ) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
+        """Template arguments under the template's own names, whether the model may think, and unread hints.
+
+        `effort`: OpenAI's reasoning_effort; "none": it may not. Clients send levels and switches to any
+        model, so one that the model has no use for is named and not refused. Raises InvalidField for a
+        switch that is neither true nor false, and for two that contradict each other.
+        """
+        unread: list[str] = []
+        rest = {name: value for name, value in kwargs.items() if name not in SWITCHES}
+        wishes = {f"chat_template_kwargs.{name}": kwargs[name] for name in SWITCHES if name in kwargs}
+        if effort == "none":
+            wishes["reasoning_effort"] = False
+        elif effort is not None and "reasoning_effort" in self.variables:
+            rest["reasoning_effort"] = effort
+        elif effort is not None:
+            unread.append("reasoning_effort")
+        read = [name for name in SWITCHES if name in self.variables]
+        wish: bool | None = None
+        for at, value in wishes.items():
+            if not isinstance(value, bool) or wish not in (None, value):
+                raise InvalidField(f"{at}: send true or false, and the same for all of its names", at)
+            if value and not read and self.reasoning is None:
+                unread.append(at)
+            wish = value
+        if wish is not None:
+            rest |= dict.fromkeys(read, wish)
+        return rest, wish is not False, tuple(unread)
+
+    def is_open(self, prompt_ids: Sequence[int], begun: Message | None = None) -> bool:
+        """Whether a prompt ends inside of thinking. `begun`: the message that a reply goes on from."""
+        if self.reasoning is None or self._tokenizer is None:
+            return False
+        if begun is not None and self.reasoning.leaves_open(normalized([begun])[0]["content"] or ""):
+            return True
+        tail = self._tokenizer.decode(prompt_ids[-_TAIL:], skip_special=False)
+        return self.reasoning.starts_open(tail)
+
+    def has_begun(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends inside of content, for a model whose content begins with a marker."""
+        if self.reasoning is None or self._tokenizer is None or self.is_open(prompt_ids):
+            return False
+        tail = self._tokenizer.decode(prompt_ids[-_TAIL:], skip_special=False)
+        return self.reasoning.has_begun(tail)
+
+    def reader(self, shape: ReplyShape) -> Reader | None:
+        """How to read the replies; None where there is nothing in them but content.
+
+        Raises InvalidField for tools that are none, and for a model that calls none.
+        """
+        calls = self._calls(shape)
+        if calls is None and self.reasoning is None:
+            return None
+        parallel = self._may_be_several(shape)
+
+        def parser() -> OutputParser:
+            if calls is None:
+                return OutputParser(
+                    reasoning=self.reasoning, starts_open=shape.is_open, may_think=shape.may_think
+                )
+            return calls.parser(
+                shape.tools,
+                _new_id,
+                reasoning=self.reasoning,
+                starts_open=shape.is_open,
+                may_think=shape.may_think,
+                parallel=parallel,
+            )
+
+        shown = parser().shown(self._special)
+        ends_early = calls is not None and not parallel
+        return Reader(parser, frozenset(self._special[text] for text in shown), ends_early)
+
+    def grammar(self, wish: Grammar | None, shape: ReplyShape) -> Grammar | None:
+        """What the whole reply must be: thinking, then a call that is demanded, or what is wished for.
+
+        Where calls are possible and not demanded, they may stand in place of what is wished for; if a tool is
+        `strict`, they are held to their schemas once they begin.
+        """
+        lead = self._lark(self._thinking(shape))
+        forced = self._call(shape, shape.choice)
+        if forced is not None:
+            return Grammar("lark", self._lark(forced), "tool_choice", lead)
+        if wish is None:
+            calls = self._held(shape)
+            lead = self._lark(self._thinking(shape, again=False))  # text would take the space before another
+            return None if calls is None else Grammar("lark", self._lark(calls), "tools", lead)
+        instead = self._call(shape, "required") if shape.tools and shape.choice != "none" else None
+        opening, in_place = self._lark(self._opening(shape)), "" if instead is None else self._lark(instead)
+        return replace(wish, lead=lead, opening=opening, instead=in_place)
+
+    def schemas(self, shape: ReplyShape) -> list[Grammar]:
+        """The schema of each tool that a grammar may hold, to be checked by itself."""
+        found = []
+        for i, tool in enumerate(shape.tools):
+            schema = tool["function"].get("parameters")
+            if schema:
+                text = json.dumps({"type": "object", **schema}, ensure_ascii=False)
+                found.append(Grammar("json_schema", text, f"tools[{i}].function.parameters"))
+        return found
+
+    def budget(self, num_tokens: int | None, shape: ReplyShape) -> ThinkingBudget | None:
+        """`num_tokens` of thinking at most (None: no limit); none at all for a model that was told not to."""
+        num_tokens = num_tokens if shape.thinks else 0
+        if num_tokens is None or self.reasoning is None or self._tokenizer is None:
+            return None
+        if not shape.may_think and not shape.is_open:
+            return None
+        pair = self.reasoning.pairs[0]
+        ids = self._tokenizer.encode(pair.closing, add_special=False, allow_special=True)
+        return ThinkingBudget(
+            num_tokens, pair.opening, pair.closing, tuple(ids), shape.is_open, self.reasoning.anywhere
+        )
+
+    def _calls(self, shape: ReplyShape) -> ToolFormat | None:
+        if not shape.tools or shape.choice == "none":
+            return None
+        if self.tools is None:
+            raise InvalidField("tools: this model's chat template has no place for tools", "tools")
+        return self.tools
+
+    def _may_be_several(self, shape: ReplyShape) -> bool:
+        return shape.parallel and (self._template is None or self._template.calls.several)
+
+    def _thinking(self, shape: ReplyShape, *, again: bool = True) -> Structure:
+        """What may come before the reply. Thinking that the prompt has opened must be closed in any case."""
+        if not shape.thinks and not shape.is_open:
+            return ()
+        return thinking_first(self.reasoning, shape.is_open, again=again and shape.thinks)
+
+    def _opening(self, shape: ReplyShape) -> Structure:
+        """What must come right before content, unless the prompt ends behind it."""
+        final = self.reasoning.final if self.reasoning else ""
+        return (Marker(final),) if final and (shape.is_open or not shape.has_begun) else ()
+
+    def _call(self, shape: ReplyShape, choice: Any) -> Structure | None:
+        if not shape.tools or choice is None:
+            return None
+        calls = self._calls(shape)
+        parallel = self._may_be_several(shape)
+        found = None if calls is None else call_grammar(calls, shape.tools, choice, parallel=parallel)
+        return None if found is None else _generable(found, self._ends, self._style)
+
+    def _held(self, shape: ReplyShape) -> Structure | None:
+        """Text or calls that are as their schemas say; None where nobody asked for that."""
+        form = self._calls(shape)
+        demanded = self._call(shape, "required")
+        if form is None or demanded is None or not any(_is_strict(tool) for tool in shape.tools):
+            return None
+        if form.final_end:
+            return held_in_wrapper(demanded, form.syntax.opens, form.final, form.final_end)
+        found = held(demanded, form.syntax.opens, self._special, self.reasoning)
+        if found is None and form.final:
+            return held_in_turns(demanded, form.asides, HARMONY_TURN, form.final)
+        if found is None:
+            schemas = tool_schemas(shape.tools)
+            parallel = self._may_be_several(shape)
+            found = held_by_name(
+                form.syntax, form.frame, schemas, self._special, self.reasoning, parallel=parallel
+            )
+            found = _generable(found, self._ends, self._style)
+        return found
+
+    def _lark(self, structure: Structure) -> str:
+        return as_lark(structure, self._special) if structure else ""
+
+
+def _is_strict(tool: Tool) -> bool:
+    return tool["function"].get("strict") is True
+
+
+def _new_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _generable(structure: Structure, ends: Collection[str], style: JsonStyle) -> Structure:
+    """The same, with schemas in a style, so that no reply gets lost in white space or in keys.
+
+    Markers that end every reply are left out: where one stood the reply may end, with that or another.
+    """
+    found: list[Part] = []
+    for part in structure:
+        match part:
+            case Marker(text) if text in ends:
+                continue
+            case Json(schema):
+                part = Json(_styled(schema, style)) if isinstance(schema, Mapping) else part
+            case OneOf(options):
+                part = OneOf(tuple(_generable(option, ends, style) for option in options))
+            case Repeated(parts):
+                part = Repeated(_generable(parts, ends, style))
+        found.append(part)
+    return tuple(found)
+
+
+def _styled(schema: Mapping[str, Any], style: JsonStyle) -> Mapping[str, Any]:
+    from plait.text.grammar.source import in_style  # a library that most requests need not load
+
+    try:
+        return in_style(schema, style)
+    except ValueError as error:
+        raise BadGrammar(f"a tool's parameters cannot be honoured: {error}", "tools") from error

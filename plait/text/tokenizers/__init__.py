@@ -1,0 +1,1 @@
+"""Tokenizers: built in, from GGUF, from tokenizer.json, from SentencePiece."""

@@ -1,0 +1,205 @@
+"""Strings to token ids and back: the one interface that everything above uses, and its one implementation.
+
+Three engines do the arithmetic (`hf_tokenizer`, `builtin_tokenizer`, `spm`); what must hold for every model
+lives here: text never becomes a control token unless the caller says so, decoding never raises, and an id
+without a token is a hole that decodes to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Protocol
+
+from plait.errors import InvalidField
+from plait.text.tokenizers.special_tokens import SpecialTokens
+
+
+class Tokenizer(Protocol):
+    """What the rest of Plait knows of a vocabulary. `vocab_size` is the largest known id plus one.
+
+    `name` says where it came from: 'tokenizer.json', 'cl100k_base', 'gguf:gpt2/smollm'.
+    `eos_token_id` is the one that templates write; `eos_token_ids` holds every end-of-generation token: of
+    a text, a turn, a message.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def eos_token_id(self) -> int | None: ...
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+    @property
+    def add_bos(self) -> bool: ...
+    @property
+    def strips_first_space(self) -> bool: ...
+
+    def encode(self, text: str, *, add_special: bool = True, allow_special: bool = False) -> list[int]: ...
+    def encode_parts(self, parts: Sequence[int | str]) -> list[int]: ...
+    def split_special(self, text: str) -> list[int | str]: ...
+    def has_special(self, text: str) -> bool: ...
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def token_text(self, token_id: int) -> str: ...
+    def token_id(self, text: str) -> int | None: ...
+    def is_hole(self, token_id: int) -> bool: ...
+    def holes(self, vocab_size: int) -> tuple[int, ...]: ...
+
+
+class Engine(Protocol):
+    """The arithmetic of a vocabulary without its control tokens."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, first: bool) -> list[int]:
+        """Ids of ordinary text. `first`: nothing stands before it, so a space may be prepended."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What the token stands for in running text; None: there is no such token."""
+        ...
+
+    def has_token(self, token_id: int) -> bool:
+        """Whether `token_bytes` finds something, at less cost."""
+        ...
+
+
+def joined_text(tokenizer: Tokenizer, pieces: Iterable[bytes]) -> str:
+    """The text that the bytes of tokens make from its start. Never raises: broken UTF-8 is U+FFFD."""
+    joined = b"".join(pieces)
+    if tokenizer.strips_first_space:
+        joined = joined.removeprefix(b" ")
+    return joined.decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class TextTokenizer:
+    """A vocabulary: an engine for ordinary text plus the control tokens around it.
+
+    `before` and `after` are the ids that `add_special` puts around a text. `space_after_special`: a
+    SentencePiece vocabulary that prepends its space after each control token, not only at the start.
+    """
+
+    name: str
+    engine: Engine
+    specials: SpecialTokens
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    strips_first_space: bool = False
+    space_after_special: bool = False
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest known id plus one."""
+        return max([self.engine.vocab_size, *(i + 1 for i in self.specials.ids)])
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self.specials.ids
+
+    @property
+    def add_bos(self) -> bool:
+        return self.bos_token_id is not None and self.bos_token_id in self.before
+
+    def ending_with(self, ids: frozenset[int]) -> TextTokenizer:
+        """The same vocabulary, with more end-of-generation tokens."""
+        return replace(self, eos_token_ids=self.eos_token_ids | ids)
+
+    def encode(self, text: str, *, add_special: bool = True, allow_special: bool = False) -> list[int]:
+        """Token ids. `add_special`: with BOS and EOS where this vocabulary adds them (never a second BOS).
+
+        `allow_special`: the texts of control tokens become these tokens; only for text that is trusted.
+        """
+        ids = self.encode_parts(self.split_special(text) if allow_special else [text])
+        if not add_special:
+            return ids
+        before = () if self.before and tuple(ids[: len(self.before)]) == self.before else self.before
+        return [*before, *ids, *self.after]
+
+    def encode_parts(self, parts: Sequence[int | str]) -> list[int]:
+        """Ids of a sequence of ready ids and of strings, which never become control tokens.
+
+        Neighbouring strings are one text: where they are cut does not change the ids.
+        """
+        ids: list[int] = []
+        previous: int | None = None
+        first = True
+        for is_text, group in groupby(parts, lambda part: isinstance(part, str)):
+            members = list(group)
+            if not is_text:
+                ids.extend(int(i) for i in members)
+                previous, first = ids[-1], False
+            elif text := "".join(str(part) for part in members):
+                spaced = first or (self.space_after_special and previous in self.specials.ids)
+                ids.extend(self._ordinary(text, spaced))
+                first = False
+        return ids
+
+    def _ordinary(self, text: str, first: bool) -> list[int]:
+        try:
+            ids = self.engine.encode(text, first)
+        except (TypeError, UnicodeEncodeError) as error:  # the engines take what UTF-8 can write
+            raise InvalidField("the text holds half of a surrogate pair, which is not a character") from error
+        if self.specials.ids.isdisjoint(ids):
+            return ids
+        # The vocabulary has the control token as an ordinary piece too: no piece may reach its text.
+        pieces = self.specials.cut(text)
+        ids = [i for n, piece in enumerate(pieces) for i in self.engine.encode(piece, first and n == 0)]
+        return [i for i in ids if i not in self.specials.ids]
+
+    def split_special(self, text: str) -> list[int | str]:
+        """`text` as ids of control tokens and ordinary strings between them."""
+        return self.specials.split(text)
+
+    def has_special(self, text: str) -> bool:
+        return self.specials.occur(text)
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of ids from the start of a text. Never raises: holes are empty, broken UTF-8 is U+FFFD."""
+        shown = (i for i in ids if not (skip_special and i in self.specials.ids))
+        return joined_text(self, map(self.token_bytes, shown))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for in running text; empty for a hole."""
+        special = self.specials.by_id.get(token_id)
+        if special is not None:
+            return special.text.encode()
+        return (self.engine.token_bytes(token_id) or b"") if token_id >= 0 else b""
+
+    def token_text(self, token_id: int) -> str:
+        """A token as it is shown on its own; half a character is U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_id(self, text: str) -> int | None:
+        """The control or ordinary token whose whole text is `text`, if there is one."""
+        special = self.specials.by_text.get(text)
+        if special is not None:
+            return special.id
+        wanted = text.encode()
+        ids = self.engine.encode(text, False) if text else []
+        if len(ids) == 1 and self.token_bytes(ids[0]) == wanted:
+            return ids[0]
+        every = range(self.vocab_size) if text else ()  # a piece that this text is not cut into
+        return next((i for i in every if self.token_bytes(i) == wanted), None)
+
+    def is_hole(self, token_id: int) -> bool:
+        """Whether no token has this id."""
+        if token_id in self.specials.ids:
+            return False
+        return token_id < 0 or not self.engine.has_token(token_id)
+
+    def holes(self, vocab_size: int) -> tuple[int, ...]:
+        """Ids below `vocab_size` (the model's) that must never be sampled, in order."""
+        special, has_token = self.specials.ids, self.engine.has_token  # a loop over a hundred thousand
+        return tuple(i for i in range(vocab_size) if i not in special and not has_token(i))

@@ -1,0 +1,1 @@
+"""`plait verify`: whether a reply depends on anything but its request."""

@@ -1,0 +1,100 @@
+"""What `plait verify` asks: a few short prompts, some with the same beginning, greedy and drawn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from plait.errors import ContextTooLong
+from plait.frontend.frontend import Front
+from plait.request import Request, SamplingParams
+
+Prompt = str | Sequence[int]
+SHARED = (
+    "You answer questions about the sea for people who have never seen it. Answer in one short sentence, "
+    "use plain words, and say so when you do not know.\n\nQuestion: "
+)
+TEXTS = (
+    "The sea",
+    SHARED + "Why is the water salty?\nAnswer:",
+    SHARED + "How deep is it, and who has been down there?\nAnswer:",
+    "red, green, blue, red, green, blue, red, green, blue, red, green,",
+)
+LENGTHS = (3, 40, 45, 30)  # in tokens, where there is no text
+NUM_SHARED = 35
+SEED = 20240  # of the drawn replies; each prompt has one of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request with a name. `turn` 2: the prompt of `first`, its reply, and a few tokens more."""
+
+    name: str
+    request: Request
+    turn: int = 1
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+
+def default_prompts(front: Front, max_tokens: int) -> list[Prompt]:
+    """Texts, or token ids for a model without a tokenizer; cut to what leaves room for two replies."""
+    if front.tokenizer is None:
+        prompts = _ids(front.spec.vocab_size)
+    else:
+        asked = SamplingParams(max_tokens=1)
+        prompts = [front.prepare(text, asked).prompt_token_ids for text in TEXTS]
+    room = front.max_model_len - 2 * max_tokens - min(map(len, prompts))
+    return [prompt[: max(room, 1)] for prompt in prompts]
+
+
+def _ids(vocab_size: int) -> list[tuple[int, ...]]:
+    """Token ids in the form of `TEXTS`: one short, two that begin alike, one that repeats itself."""
+    rng = random.Random(SEED)
+    short, one, other, _ = (tuple(rng.randrange(vocab_size) for _ in range(n)) for n in LENGTHS)
+    again = tuple(short[n % len(short)] for n in range(LENGTHS[3]))
+    return [short, one, one[:NUM_SHARED] + other[NUM_SHARED:], again]
+
+
+def first_turns(front: Front, prompts: Sequence[Prompt], max_tokens: int, batch: int) -> list[Asked]:
+    """Each prompt greedily and drawn with a seed, and drawn again until a batch can be full.
+
+    Raises InvalidField and ContextTooLong for a prompt that the model cannot take with its whole reply.
+    """
+    asked = [_first(front, n, prompt, max_tokens, None) for n, prompt in enumerate(prompts, 1)]
+    draws = 0
+    while draws == 0 or len(asked) < batch:
+        seeds = [SEED + draws * len(prompts) + n for n in range(len(prompts))]
+        pairs = zip(prompts, seeds, strict=True)
+        asked += [_first(front, n, prompt, max_tokens, seed) for n, (prompt, seed) in enumerate(pairs, 1)]
+        draws += 1
+    return asked
+
+
+def _first(front: Front, number: int, prompt: Prompt, max_tokens: int, seed: int | None) -> Asked:
+    # Two alternatives beside each token: the gap between the best two says how near they were.
+    wanted = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
+    if seed is not None:
+        wanted = replace(wanted, temperature=0.9, top_p=0.95, seed=seed)
+    name = f"prompt {number}, " + ("greedy" if seed is None else f"drawn with seed {seed}")
+    request = front.prepare(prompt, wanted)
+    if request.params.max_tokens != max_tokens:
+        raise ContextTooLong(
+            f"{name}: {len(request.prompt_token_ids)} tokens and a reply of {max_tokens} do not fit into the "
+            f"context of {front.max_model_len}; shorten the prompt, or give a smaller --max-tokens"
+        )
+    return Asked(name, replace(request, id=name))
+
+
+def second_turns(asked: Sequence[Asked], replies: Sequence[Sequence[int]], max_model_len: int) -> list[Asked]:
+    """The conversations that have room for it, gone on: the prompt, its reply, and the shortest prompt."""
+    more = min((a.request.prompt_token_ids for a in asked), key=len)
+    found = []
+    for one, reply in zip(asked, replies, strict=True):
+        ids = (*one.request.prompt_token_ids, *reply, *more)
+        if len(ids) + len(reply) <= max_model_len:
+            name = f"{one.name}, second turn"
+            found.append(Asked(name, replace(one.request, id=name, prompt_token_ids=ids), 2))
+    return found

@@ -1,0 +1,371 @@
+"""The other side of `plait.worker.supervisor`: a process with an engine, which ends when the front does.
+
+One thread does everything: it takes messages between two steps, steps while there is work, and sends what a
+step brought in one frame. A second one only shows that the process runs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from plait.config import EngineConfig
+from plait.engine.core import Engine, Runner
+from plait.engine.idle_audit import Rounds
+from plait.errors import EngineError, PlaitError
+from plait.frontend.event_batching import Pace, joined
+from plait.kernels.load import lend
+from plait.loading.text_side import TextSource
+from plait.process_memory import is_memory_error
+from plait.request import Event, Request
+from plait.schedule.plan import Plan, Sampled, SamplingBatch
+from plait.spec import ModelSpec
+from plait.worker.protocol import (
+    Cancel,
+    Close,
+    Count,
+    Counted,
+    Events,
+    Fault,
+    Frames,
+    FromChild,
+    FromFront,
+    Headers,
+    Hello,
+    Logged,
+    LogLevels,
+    Progress,
+    Ready,
+    Spoken,
+    Submit,
+    frame,
+    packed,
+    raised,
+    spoken,
+    to_json,
+    told,
+)
+from plait.worker.shared_status import Page
+from plait.worker.torch_preload import TorchStart
+
+BEAT_S = 0.25
+STATS_S = 0.05  # the numbers of an engine at work are this old at most, or as old as its step
+PIECE = 1 << 18  # bytes read at a time
+log = logging.getLogger("plait.engine")
+Report = Callable[[str, int, int], None]
+
+
+class Housed(NamedTuple):
+    """What a builder makes: an engine nobody runs, the spec of its model, and how to let it go."""
+
+    engine: Engine
+    spec: ModelSpec
+    close: Callable[[], None]
+    fingerprint: str = ""
+
+
+Builder = Callable[[str, EngineConfig, Report, Callable[[TextSource], None]], Housed]
+
+
+class Link:
+    """The child's end of the socket. `send` blocks while the front is busy: an engine must not run ahead."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._frames: Frames[FromFront] = Frames(FromFront)
+        self._lock = threading.Lock()  # logs come from any thread
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def send(self, message: FromChild) -> None:
+        """Raises OSError when the front has gone."""
+        data = frame(message)
+        with self._lock:
+            self._socket.sendall(data)
+
+    def receive(self, timeout_s: float | None) -> list[FromFront]:
+        """What has arrived; waits so long for it. Raises EOFError or OSError when the front has gone."""
+        if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
+            return []
+        piece = self._socket.recv(PIECE)
+        if not piece:
+            raise EOFError("the front process has gone")
+        return list(self._frames.feed(piece))
+
+    def first(self) -> FromFront:
+        """The first message. Raises as `receive` does."""
+        while True:
+            for message in self.receive(None):
+                return message
+
+
+class WireLog(logging.Handler):
+    """Records of this process, to appear in the front's log."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__()
+        self._link = link
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._link.send(Logged(record.name, record.levelno, self.format(record)))
+        except OSError:
+            self.handleError(record)
+
+
+class Watched:
+    """A runner that says whose step it begins, where the front can read it after any end."""
+
+    def __init__(self, child: EngineChild, inner: Runner) -> None:
+        self._child, self._inner = child, inner
+
+    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+        self._child.note_plan(plan)
+        return self._inner.execute(plan, sampling)
+
+
+class EngineChild:
+    """Runs an engine for the front at the other end of `link`, until that says `Close`."""
+
+    def __init__(self, link: Link, page: Page, engine: Engine) -> None:
+        self._link, self._page, self._engine = link, page, engine
+        self._keys: dict[str, int] = {}  # of open requests, by id
+        self._ids: dict[int, str] = {}
+        self._spoken: list[Spoken] = []
+        self._rounds, self._closing = Rounds(engine), False
+        self._counted_s = 0.0
+        engine.runner = Watched(self, engine.runner)
+        self._show_stats()
+
+    def run(self) -> None:
+        """Serve. Raises OSError or EOFError when the front has gone, and what escapes the engine."""
+        while not self._closing:
+            for message in self._next():
+                self._obey(message)
+            if self._engine.has_work and not self._closing:
+                self._rounds.step()
+            self.flush()
+
+    def note_plan(self, plan: Plan) -> None:
+        """A step begins."""
+        self._page.planned = [self._keys[i] for i in self._engine.requests_in(plan) if i in self._keys]
+
+    def say(self, key: int, event: Event) -> None:
+        """Have an event sent, with all others of its step."""
+        self._spoken.append(spoken(key, event))
+        if event.prompt_logprobs:  # megabytes
+            self.flush()
+
+    def flush(self) -> None:
+        """Send the events that wait; before that, now and then and at the end, show the numbers with them."""
+        if not self._engine.has_work or time.monotonic() - self._counted_s > STATS_S:
+            self._show_stats()
+        if self._spoken:
+            events, self._spoken = tuple(self._spoken), []
+            self._link.send(Events(events))
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""
+        self._ids.pop(self._keys.pop(request_id, 0), None)
+
+    def _next(self) -> list[FromFront]:
+        if self._engine.has_work:
+            self._page.begin()
+            return self._link.receive(0)
+        self._page.rest()
+        messages = self._link.receive(self._rounds.idle_s)
+        self._page.begin()
+        if not messages:
+            self._rounds.audit()
+        return messages
+
+    def _obey(self, message: FromFront) -> None:
+        match message:
+            case Submit():
+                self._page.arriving = message.key
+                self._submit(message.key, message.request, message.arrival_s)
+                self._page.arriving = 0
+            case Cancel(key, index):
+                if request_id := self._ids.get(key):
+                    self._engine.cancel(request_id, index)
+            case Count(number):
+                self._link.send(Counted(number, self._families()))
+            case LogLevels(levels):
+                _log_from(levels)
+            case Close():
+                for request_id in self._engine.open_requests:
+                    self._engine.cancel(request_id)
+                self._closing = True
+            case Hello():
+                raise EngineError("the front process said hello twice")
+
+    def _submit(self, key: int, request: Request, arrival_s: float) -> None:
+        reader = _Reader(self, key, request)
+        self._keys[request.id], self._ids[key] = key, request.id
+        try:
+            self._engine.submit(request, reader, arrival_s)
+        except Exception as error:
+            self._engine.refuse(request, reader, error)
+
+    def _show_stats(self) -> None:
+        self._counted_s = time.monotonic()
+        self._page.put_stats(list(self._engine.stats().values()))
+
+    def _families(self) -> tuple[Any, ...]:
+        return tuple(
+            (
+                family.name,
+                family.documentation,
+                family.type,
+                tuple((sample.name, sample.labels, sample.value) for sample in family.samples),
+            )
+            for family in self._engine.metrics.registry.collect()
+        )
+
+
+class _Reader:
+    """Passes the events of one request on, those of `interval` tokens as one.
+
+    Its choices that ended elsewhere are not awaited.
+    """
+
+    def __init__(self, child: EngineChild, key: int, request: Request) -> None:
+        self._child, self._key, self._request = child, key, request
+        self._num_open = request.params.n - sum(tokens is None for tokens in request.resumed)
+        self._paces = [Pace(request.interval) for _ in range(request.params.n)]
+        self._held: list[list[Event]] = [[] for _ in self._paces]
+
+    def __call__(self, event: Event) -> None:
+        held = self._held[event.index]
+        held.append(event)
+        if self._paces[event.index].is_due(event):
+            for one in joined(held):
+                self._child.say(self._key, one)
+            held.clear()
+        if event.finish_reason is not None:
+            self._num_open -= 1
+            if not self._num_open:
+                self._child.forget(self._request.id)
+
+
+def load_engine(
+    model: str, config: EngineConfig, report: Report, on_source: Callable[[TextSource], None]
+) -> Housed:
+    """The builder of every real model. Raises what `plait.loading.build.build` does."""
+    from plait.loading.build import build
+    from plait.loading.fingerprint import fingerprint
+    from plait.loading.open_model import Opened
+    from plait.text.tokenizers.tokenizer import Tokenizer
+
+    def on_open(opened: Opened) -> Tokenizer | None:
+        source = opened.text_source()
+        on_source(source)
+        return source.tokenizer()
+
+    built = build(model, config, report, on_open)
+    return Housed(built.engine, built.spec, built.close, fingerprint(built.opened, built.target))
+
+
+def serve_link(link: Link, page: Page, hello: Hello) -> None:
+    """Load what `hello` asks for and run it. Raises what loading and the engine raise."""
+    builder = named(hello.builder)
+    housed = builder(
+        hello.model,
+        hello.config,
+        lambda text, done, total: link.send(Progress(text, done, total)),
+        lambda source: link.send(Headers(to_json(source))),
+    )
+    gc.freeze()  # what is there now stays: to look at it takes a quarter of a second, and finds nothing
+    gc.enable()
+    engine = housed.engine
+    child = EngineChild(link, page, engine)
+    names = tuple(engine.stats())
+    spec = packed(housed.spec)
+    link.send(Ready(spec, engine.max_model_len, _longest(engine), names, housed.fingerprint))
+    try:
+        child.run()
+    finally:
+        housed.close()
+
+
+def named(builder: str) -> Builder:
+    """The function that "package.module:function" names."""
+    module, _, function = builder.partition(":")
+    found: Builder = getattr(import_module(module), function)
+    return found
+
+
+def main(torch: TorchStart | None = None) -> None:
+    """The process. Its arguments, after the path: descriptors of socket and page, the page's size; see
+    `plait.worker.child_process` for the others. `torch`: its import, begun.
+    """
+    gc.disable()  # while it loads: looking for cycles in what libraries define is a twentieth of the time
+    fd, page_fd, max_planned = map(int, sys.argv[2:5])
+    faulthandler.enable()
+    if (spare := int(sys.argv[7])) >= 0:
+        lend(spare)
+    page, link = Page(page_fd, max_planned), Link(socket.socket(fileno=fd))
+    threading.Thread(target=_beat, args=(page,), name="plait-beat", daemon=True).start()
+    try:
+        hello = link.first()
+        if not isinstance(hello, Hello):
+            raise EngineError(f"a hello was expected, not {type(hello).__name__}")
+        _log_to(link, hello.log_levels)
+        if torch is not None:
+            torch.finish()
+        serve_link(link, page, hello)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # the front has gone, and nobody is there who could be told anything
+    except BaseException as error:
+        _tell(link, error)
+        os._exit(1)  # whatever state things are in, there is nothing left to do
+
+
+def _tell(link: Link, error: BaseException) -> None:
+    if not isinstance(error, PlaitError) and not is_memory_error(error):
+        log.exception("the engine's process ends")
+    try:
+        link.send(Fault(error if isinstance(error, PlaitError) else raised(*told(error))))
+    except OSError:
+        sys.stderr.write(f"plait: the engine's process ends: {error}\n")
+
+
+def _log_to(link: Link, levels: dict[str, int]) -> None:
+    logging.captureWarnings(True)
+    logging.basicConfig(handlers=[WireLog(link)], format="%(message)s", level=logging.WARNING)
+    _log_from(levels)
+
+
+def _log_from(levels: dict[str, int]) -> None:
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+def _longest(engine: Engine) -> int:
+    """The longest sequence that can finish alone, in tokens."""
+    low, high = 0, engine.max_model_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        try:
+            engine.scheduler.check_fits(1, middle)
+        except PlaitError:
+            high = middle - 1
+        else:
+            low = middle
+    return low
+
+
+def _beat(page: Page) -> None:
+    while True:
+        page.beat()
+        time.sleep(BEAT_S)

@@ -1,0 +1,163 @@
+"""A child process with an engine in it, as the front process holds it: started, spoken to, ended for good."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from plait.config import GIB
+from plait.worker import oom
+from plait.worker.protocol import LOAD_ENGINE, Frames, FromChild, FromFront, Hello, frame
+from plait.worker.shared_status import Page, new_page
+
+PIECE = 1 << 18  # bytes read at a time
+MAX_LINE = 8192  # of what the process writes to its output
+LAST_WORDS_S = 1.0  # for the rest of that to be read, if a process of its own still holds the pipe
+log = logging.getLogger("plait.engine")
+# Signals for a whole group (Ctrl-C, a terminal or a service that goes) are the front's to answer.
+_RUN = (
+    "import json, sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
+    "sys.path[:] = json.loads(sys.argv[1]); from plait.worker.parent_watch import die_with; "
+    "die_with(int(sys.argv[5])); from plait.worker.torch_preload import TorchStart; "
+    "begun = TorchStart() if sys.argv[6] == '1' else None; from plait.worker.child import main; main(begun)"
+)
+
+
+class End(NamedTuple):
+    """How a process ended. `is_killed`: by another's SIGKILL; `is_oom`: for memory, None: unknown."""
+
+    how: str
+    is_killed: bool = False
+    is_oom: bool | None = None
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it had nothing to do with what the process was doing."""
+        return self.is_killed and self.is_oom is False
+
+
+class Spawned:
+    """One process, its socket and its page. Everything from the thread that made it: when that ends, so does
+    the process. Raises OSError if the system cannot start it.
+    """
+
+    def __init__(self, hello: Hello, max_planned: int, spare: int = -1) -> None:
+        """`spare`: the descriptor of memory for kernels that no folder takes, -1 without; it stays ours."""
+        self._frames: Frames[FromChild] = Frames(FromChild)
+        self._outbox: deque[memoryview] = deque()
+        self._num_oom_kills = oom.num_killed()
+        self.socket, theirs = socket.socketpair()
+        page = new_page(max_planned)
+        output, written = os.pipe()
+        try:
+            wants_torch = hello.builder == LOAD_ENGINE
+            numbers = (theirs.fileno(), page, max_planned, os.getpid(), int(wants_torch), spare)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _RUN, json.dumps(sys.path), *map(str, numbers)],
+                stdin=subprocess.DEVNULL,
+                stdout=written,  # whatever a library prints belongs to the log
+                stderr=written,  # and not to our stderr: where that is not read, a step would wait for it
+                pass_fds=[fd for fd in (*numbers[:2], spare) if fd >= 0],
+            )
+        except BaseException:
+            self.socket.close()
+            os.close(page)
+            os.close(output)
+            raise
+        finally:
+            theirs.close()
+            os.close(written)
+        self._relay = threading.Thread(target=_relay, args=(output,), name="plait-output", daemon=True)
+        self._relay.start()
+        self.page = Page(page, max_planned)
+        self.socket.setblocking(False)
+        self.send(hello)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: FromFront) -> None:
+        """Queue a message; `pump` sends it. Raises EngineError for one that is too long."""
+        self._outbox.append(memoryview(frame(message)))
+
+    @property
+    def has_outbox(self) -> bool:
+        return bool(self._outbox)
+
+    def pump(self) -> None:
+        """Send what the socket takes now. Raises OSError when the child has gone."""
+        while self._outbox:
+            try:
+                num_sent = self.socket.send(self._outbox[0])
+            except BlockingIOError:
+                return
+            if num_sent < len(self._outbox[0]):
+                self._outbox[0] = self._outbox[0][num_sent:]
+            else:
+                self._outbox.popleft()
+
+    def receive(self) -> Iterator[FromChild]:
+        """Messages that are there now. Raises EOFError or OSError when the child has gone, and BadFrame."""
+        try:
+            piece = self.socket.recv(PIECE)
+        except BlockingIOError:
+            return
+        if not piece:
+            raise EOFError("the engine's process has gone")
+        yield from self._frames.feed(piece)
+
+    def end(self, timeout_s: float = 0.0) -> End:
+        """How it ended; it is killed unless it ends by itself within `timeout_s`. Frees the socket."""
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            code = None
+        self.socket.close()
+        self._relay.join(LAST_WORDS_S)
+        if code is None:
+            return End("it was ended")
+        if code == -signal.SIGKILL:
+            return self._killed()
+        if code < 0:
+            return End(f"it was ended by {_signal_name(-code)}")
+        return End(f"it exited with code {code}")
+
+    def _killed(self) -> End:
+        """By SIGKILL: what is known of who sent it."""
+        before, now = self._num_oom_kills, oom.num_killed()
+        is_oom = None if before is None or now is None else now > before
+        known = {
+            True: "because memory ran out, as the system's count of such kills says",
+            False: "which was not for memory: the system's count of such kills stayed the same, so "
+            "somebody sent it, or a program that watches memory",
+            None: "and the system does not say whether for memory, which is one possibility",
+        }
+        peak = f"its memory was {oom.peak_of_children() / GIB:.2f} GiB at most"
+        return End(f"it was ended by SIGKILL, {known[is_oom]}; {peak}", is_killed=True, is_oom=is_oom)
+
+
+def _relay(output: int) -> None:
+    """Log what a process writes, by lines, until nobody holds its pipe."""
+    with os.fdopen(output, "rb") as lines:
+        while line := lines.readline(MAX_LINE):
+            if text := line.decode(errors="replace").rstrip():
+                log.warning("%s", text)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,348 @@
+"""An engine in a process of its own: what `EngineLoop` is for one in this process, and it may die.
+
+The process is replaced when it does, and open requests go on with the very tokens they would have had.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from plait.config import EngineConfig
+from plait.engine.limits import check, max_len
+from plait.engine.open_request import OnEvent
+from plait.errors import CapacityError, EngineError, EngineLost, PlaitError, QueueFull
+from plait.frontend.frontend import TEMPLATES_OWN, Front, Parsers
+from plait.loading.text_side import TextSource
+from plait.request import JsonStyle, Request
+from plait.spec import ModelSpec
+from plait.worker.child_process import Spawned
+from plait.worker.protocol import (
+    LOAD_ENGINE,
+    Cancel,
+    Count,
+    Counted,
+    Headers,
+    Hello,
+    Progress,
+    Ready,
+    unpacked_spec,
+)
+from plait.worker.remote_metrics import Collected
+from plait.worker.supervisor import FAREWELL_S, Patience, Supervisor
+
+SUMS = ("num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_swaps")
+ASK_AGAIN_S = 0.5  # whether anybody still waits for a model that is loading
+Report = Callable[[str, int, int], None]
+T = TypeVar("T")
+
+
+class EngineProcess:
+    """Starts loading `model` at construction; `source`, then `spec`, wait for it. Safe from any thread.
+
+    `builder` names the function that makes the engine there, as "module:function". `healthy` is False while
+    there is no engine; requests are taken then all the same, and wait for it.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        config: EngineConfig,
+        *,
+        builder: str = LOAD_ENGINE,
+        patience: Patience | None = None,
+    ) -> None:
+        self.config = config
+        self.fault: PlaitError | None = None
+        self._lost: EngineLost | None = None  # given up for now: another is tried all the same
+        self._patience = patience or Patience()
+        self._changed = threading.Condition()
+        self._progress = Progress("starting", 0, 1)
+        self._source: TextSource | None = None
+        self._ready: Ready | None = None
+        self._engine: Spawned | None = None  # one that is up
+        self._past_sums = dict.fromkeys(SUMS, 0)
+        self._closing = self._has_ended = False
+        self._num_arriving = 0
+        self._collected = Collected(self._ask_counts, self._counts_of_front)
+        self._supervisor = Supervisor(Hello(builder, model, config, {}), self, self._patience)
+        self._thread = threading.Thread(target=self._supervisor.run, name="plait-supervisor", daemon=True)
+        self._thread.start()
+        atexit.register(self._abandon)
+
+    # While it loads
+
+    def source(self, report: Report) -> TextSource:
+        """Where the model's text side lies; `report` is told how loading gets on, until that is known.
+
+        Raises what loading raises, and what `report` does.
+        """
+        return self._wait_for(lambda: self._source, report)
+
+    def ready(self, report: Report) -> tuple[ModelSpec, int]:
+        """The model and its longest sequence, once requests are taken. Raises as `source` does."""
+        ready = self._wait_for(lambda: self._ready, report)
+        return unpacked_spec(ready.spec), ready.max_model_len
+
+    @property
+    def fingerprint(self) -> str:
+        """What decides the numbers of a reply, as a hash; "" until requests are taken."""
+        return self._ready.fingerprint if self._ready else ""
+
+    # As `EngineLoop`
+
+    def submit(self, request: Request, on_event: OnEvent) -> None:
+        """Hand over a request; `on_event` is called on a thread of ours and must only pass events on.
+
+        Raises InvalidField, ContextTooLong, CapacityError (it can never fit), QueueFull, and EngineError if
+        the engine is closed or given up. A refusal that only the engine can decide arrives as events with
+        finish_reason "error".
+        """
+        arrived = time.monotonic()
+        self._check(request)
+        with self._changed:
+            self.check_room()
+            self._num_arriving += 1
+        if not self._supervisor.mailbox.put(lambda s: self._submit(s, request, on_event, arrived)):
+            with self._changed:
+                self._num_arriving -= 1
+            raise EngineError("the engine is closing and takes no more requests")
+
+    def check_room(self) -> None:
+        """Raises QueueFull or EngineError if a request that came now would be refused, whatever it asks."""
+        self._check_open()
+        config = self.config
+        if self._num_open >= self.max_open:
+            raise QueueFull(f"max_waiting ({config.max_waiting}) requests wait already; try again later")
+
+    @property
+    def max_open(self) -> int:
+        """Requests that can be there at once, running or waiting."""
+        return self.config.max_waiting + self.config.max_num_seqs
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its choices, before the next step. Safe after its end, and after close."""
+        self._supervisor.mailbox.put(lambda s: _cancel(s, request_id, index))
+
+    def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool:
+        """Stop. With `drain`, open requests get `timeout_s` seconds; what is left then is cancelled.
+
+        Returns whether the process and the thread have ended. May be called twice.
+        """
+        deadline = time.monotonic() + (timeout_s if drain else 0.0)
+        with self._changed:
+            self._closing = True
+        self._supervisor.mailbox.put(lambda s: s.close(deadline))
+        atexit.unregister(self._abandon)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(max(deadline - time.monotonic(), 0.0) + 2 * FAREWELL_S)
+        return not self._thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there is an engine that works: up, not closing, and with signs of life."""
+        now = time.monotonic()
+        with self._changed:
+            if self._engine is None or self._closing or self.fault is not None:
+                return False
+            page = self._engine.page
+            hangs = page.busy_since_s and now - page.busy_since_s > self._patience.stalled_s
+            return not hangs and now - page.alive_s < self._patience.frozen_s / 2
+
+    @property
+    def loading(self) -> tuple[str, int, int] | None:
+        """What an engine that takes another's place does now, done, of; None: one is up, or none will be."""
+        with self._changed:
+            if self._engine is not None or self._ready is None or self._closing:
+                return None
+            if self._has_ended or self._lost is not None:
+                return None
+            return self._progress.text, self._progress.done, self._progress.total
+
+    @property
+    def live(self) -> bool:
+        """Whether it works or will be tried again: its supervisor goes on, and has not given it up."""
+        with self._changed:
+            return self.fault is None and self._supervisor.is_watching
+
+    def follow_log_levels(self) -> None:
+        """Have the engine log what this process's loggers would."""
+        self._supervisor.mailbox.put(lambda s: s.tell_log_levels())
+
+    @property
+    def pid(self) -> int | None:
+        """The process of the engine, if it is up."""
+        with self._changed:
+            return None if self._engine is None else self._engine.pid
+
+    @property
+    def num_restarts(self) -> int:
+        """Engines that were replaced."""
+        return self._supervisor.num_restarts
+
+    def stats(self) -> Mapping[str, int]:
+        """The engine's numbers as of a moment ago; totals are of all engines since the start.
+
+        A request that a long step has kept the engine from looking at waits.
+        """
+        with self._changed:
+            found = self._stats()
+            unseen = self._num_open - found.get("num_running", 0) - found.get("num_waiting", 0)
+            found["num_waiting"] = found.get("num_waiting", 0) + max(0, unseen)
+            for name, value in self._past_sums.items():
+                found[name] = found.get(name, 0) + value
+        return {**found, "num_restarts": self.num_restarts}
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """The engine's metrics, to be scraped from any thread and at any time."""
+        return self._collected.registry
+
+    # As `Watcher`, on the supervisor's thread
+
+    def on_message(self, message: Progress | Headers | Counted) -> None:
+        """The process says how it is."""
+        if isinstance(message, Counted):
+            self._collected.arrive(message)
+            return
+        with self._changed:
+            if isinstance(message, Progress):
+                self._progress = message
+            elif self._source is None:
+                self._source = TextSource(**json.loads(message.source))
+            self._changed.notify_all()
+
+    def on_up(self, engine: Spawned, ready: Ready) -> None:
+        """It takes requests."""
+        with self._changed:
+            self._engine, self._ready, self._lost = engine, ready, None
+            self._changed.notify_all()
+
+    def on_down(self) -> None:
+        """It has ended, and its numbers stay."""
+        self._collected.keep()
+        with self._changed:
+            last, self._engine = self._stats(), None
+            self._progress = Progress("starting another engine", 0, 1)
+            for name in SUMS:
+                self._past_sums[name] += last.get(name, 0)
+
+    def on_lost(self, error: EngineLost) -> None:
+        """No engine stays up; requests are refused until one is."""
+        with self._changed:
+            self._lost = error
+
+    def on_end(self, error: PlaitError | None) -> None:
+        """There will be no other."""
+        with self._changed:
+            self.fault, self._has_ended = error, True
+            self._changed.notify_all()
+
+    # Inside
+
+    def _wait_for(self, found: Callable[[], T | None], report: Report) -> T:
+        while True:
+            with self._changed:
+                value, progress = found(), self._progress
+                if value is None and self._has_ended:
+                    raise self.fault or EngineError("the engine is closing and is loaded no further")
+                if value is None:
+                    self._changed.wait(ASK_AGAIN_S)
+            if value is not None:
+                return value
+            report(progress.text, progress.done, progress.total)
+
+    def _check(self, request: Request) -> None:
+        with self._changed:
+            ready = self._ready
+        if ready is None:
+            raise EngineError("the model is still loading")
+        check(request, ready.spec["vocab_size"], ready.max_model_len)
+        length = max_len(request, ready.max_model_len)
+        if ready.spec["causal"] and request.params.max_tokens != 0 and length > ready.longest:
+            raise CapacityError(
+                f"a sequence of {length} tokens does not fit, and the longest that does has {ready.longest}; "
+                "send a shorter prompt, ask for fewer tokens, or start with a larger --memory-limit"
+            )
+
+    def _check_open(self) -> None:
+        if self.fault is not None:
+            raise EngineLost(f"the engine has stopped after a fault: {self.fault}") from self.fault
+        if self._lost is not None:
+            raise EngineLost(str(self._lost))
+        if self._closing or self._has_ended:
+            raise EngineError("the engine is closing and takes no more requests")
+
+    @property
+    def _num_open(self) -> int:
+        return len(self._supervisor.ledger) + self._num_arriving
+
+    def _submit(self, supervisor: Supervisor, request: Request, on_event: OnEvent, arrived: float) -> None:
+        with self._changed:
+            self._num_arriving -= 1
+        supervisor.ledger.add(request, on_event, arrived)
+
+    def _stats(self) -> dict[str, int]:
+        """With the lock: the numbers of the engine that is up, zeros if none is."""
+        names = self._ready.stat_names if self._ready else ()
+        if self._engine is None:
+            return dict.fromkeys(names, 0)
+        return dict(zip(names, self._engine.page.stats(len(names)), strict=True))
+
+    def _ask_counts(self, number: int) -> bool:
+        """Ask the engine for its metrics; False: there is none to ask."""
+        return self.healthy and self._supervisor.mailbox.put(lambda s: _count(s, number))
+
+    def _counts_of_front(self) -> Mapping[str, float]:
+        return {"restarts": self.num_restarts, "up": float(self.healthy)}
+
+    def _abandon(self) -> None:
+        """At the end of the process: nobody closed it."""
+        self.close(drain=False)
+
+
+def load_process(
+    model: str,
+    config: EngineConfig,
+    report: Report,
+    parsers: Parsers = TEMPLATES_OWN,
+    patience: Patience | None = None,
+) -> Front:
+    """A Front over an engine in a process of its own. Raises what loading and `report` raise."""
+    process = EngineProcess(model, config, patience=patience)
+    try:
+        source = process.source(report)
+        language = source.language()
+        if language.chat_template:
+            language.chat_template.start(is_chosen=source.chat_template is not None)
+        spec, longest = process.ready(report)
+        parsers = replace(parsers, style=JsonStyle(config.open_objects, config.json_space))
+        front = Front(source.name, spec, longest, process, language, config, parsers)
+        front.start()
+        return front
+    except BaseException:
+        process.close(drain=False)
+        raise
+
+
+def _cancel(supervisor: Supervisor, request_id: str, index: int | None) -> None:
+    key = supervisor.ledger.cancel(request_id, index)
+    if key is not None and supervisor.engine is not None:
+        supervisor.engine.send(Cancel(key, index))
+
+
+def _count(supervisor: Supervisor, number: int) -> None:
+    if supervisor.engine is not None and supervisor.is_up:
+        supervisor.engine.send(Count(number))

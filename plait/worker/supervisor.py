@@ -1,0 +1,393 @@
+"""The thread that keeps an engine's process running: starts it, listens to it, replaces it when it ends.
+
+Everything about a process happens on this thread; others leave commands in its `Mailbox`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from plait.errors import EngineError, EngineLost, OutOfMemory, PlaitError
+from plait.worker.child_process import End, Spawned
+from plait.worker.protocol import (
+    BadFrame,
+    Cancel,
+    Close,
+    Count,
+    Counted,
+    Events,
+    Fault,
+    FromChild,
+    Headers,
+    Hello,
+    Logged,
+    LogLevels,
+    Progress,
+    Ready,
+    Submit,
+    raised,
+    told,
+)
+from plait.worker.request_table import Ledger
+from plait.worker.shared_status import new_memory
+
+TICK_S = 1.0  # between two looks at the signs of life
+ASLEEP_S = 5.0  # without a look, this process was stopped itself, and perhaps the engine with it
+NOT_STARTED = "it could not be started"
+MAX_DEATHS = 6  # of engines in a row, with no token between them and no request to blame
+BACKOFF_S = 0.5  # before the third start; twice as long before each further one
+LONGEST_BACKOFF_S = 10.0
+LOST_BACKOFF_S = 60.0  # where an engine that was lost is tried for ever
+STABLE_S = 60.0  # an engine that has run so long, or has said a token, begins a new row
+COUNTS_S = 5.0  # what was counted since is lost with an engine
+FAREWELL_S = 5.0  # a last step may still be running when the time to drain is over
+LOGGERS = ("plait", "plait.engine", "plait.step", "plait.trace")
+GONE = "its end of the socket is closed"
+Command = Callable[["Supervisor"], None]
+log = logging.getLogger("plait.engine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """When a process is taken for dead, in seconds. Generous: a wrong death costs what it has computed.
+
+    `stalled_s`: at one round, a step of a large model on a slow CPU. `frozen_s`: since any thread of it ran.
+    `loading_s`: since loading last got on; kernels are compiled without a word. `goes_on`: an engine that
+    ended `MAX_DEATHS` times is tried again and again, with pauses, instead of being given up.
+    """
+
+    stalled_s: float = 300.0
+    frozen_s: float = 60.0
+    loading_s: float = 1800.0
+    goes_on: bool = False
+
+
+class Watcher(Protocol):
+    """Who wants to know how things stand; called on the supervisor's thread."""
+
+    def on_message(self, message: Progress | Headers | Counted) -> None: ...
+    def on_up(self, engine: Spawned, ready: Ready) -> None: ...
+    def on_down(self) -> None: ...
+    def on_lost(self, error: EngineLost) -> None: ...
+    def on_end(self, error: PlaitError | None) -> None: ...
+
+
+class Mailbox:
+    """Commands for a thread that waits for descriptors."""
+
+    def __init__(self) -> None:
+        self.fd, self._wake = os.pipe()
+        os.set_blocking(self.fd, False)
+        os.set_blocking(self._wake, False)
+        self._lock = threading.Lock()
+        self._commands: deque[Command] | None = deque()
+
+    def put(self, command: Command) -> bool:
+        """From any thread. False: nobody takes commands any more."""
+        with self._lock:
+            if self._commands is None:
+                return False
+            self._commands.append(command)
+            with suppress(BlockingIOError):  # full of bytes that have not been read: it wakes anyhow
+                os.write(self._wake, b"\0")
+            return True
+
+    def take(self) -> deque[Command]:
+        """All commands that are there."""
+        with suppress(BlockingIOError):
+            os.read(self.fd, 1 << 16)
+        with self._lock:
+            found, self._commands = self._commands or deque(), deque()
+        return found
+
+    def close(self) -> deque[Command]:
+        """The last commands; none are taken from now on."""
+        with self._lock:
+            found, self._commands = self._commands or deque(), None
+            os.close(self.fd)
+            os.close(self._wake)
+        return found
+
+
+class Supervisor:
+    """`run` it on a thread of its own. It ends when told to by `close`, or when the engine is given up."""
+
+    def __init__(self, hello: Hello, watcher: Watcher, patience: Patience) -> None:
+        self._hello, self._watcher, self._patience = hello, watcher, patience
+        self.mailbox, self.ledger = Mailbox(), Ledger()
+        self.engine: Spawned | None = None
+        self.num_restarts = 0
+        self._up_since: float | None = None  # None: it is loading
+        self._progress_s = self._counted_s = 0.0
+        self._looked_s = self._awake_s = 0.0
+        self._turned_s = time.monotonic()
+        self._was_up = self._has_spoken = False
+        self._reported: PlaitError | None = None  # why the process says that it ends
+        self._close_at: float | None = None
+        self._num_in_row = self._num_unexplained = 0
+        self._spare = _spare()
+        self._last = End(NOT_STARTED)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is an engine that takes requests."""
+        return self._up_since is not None
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether the thread goes on: it may hang itself, on a process that cannot be killed."""
+        return time.monotonic() - self._turned_s < max(self._patience.frozen_s, 2 * ASLEEP_S)
+
+    def run(self) -> None:
+        """The thread's whole life."""
+        lost: PlaitError | None = None
+        try:
+            while (death := self._live()) is not None:
+                lost = self._after(death)
+                if lost is not None:
+                    break
+                self._pause(self._backoff())
+                if self._is_over():
+                    break
+        except BaseException as error:
+            log.exception("the supervisor of the engine's process failed")
+            lost = EngineLost(f"the supervisor of the engine's process failed: {error}")
+        finally:
+            self._end(lost)
+
+    def close(self, at: float) -> None:
+        """End at this time, or as soon as no request is open. A later call may only hurry."""
+        self._close_at = at if self._close_at is None else min(at, self._close_at)
+
+    def tell_log_levels(self) -> None:
+        """Levels of loggers may have changed; one that is not up yet is told when it is."""
+        if self.engine is not None and self.is_up:
+            self.engine.send(LogLevels(_log_levels()))
+
+    # One process
+
+    def _live(self) -> str | None:
+        """One process from its start to its end. Why it ended, if nobody asked it to; else None."""
+        self._reported, self._has_spoken, self._up_since = None, False, None
+        try:
+            hello = Hello(self._hello.builder, self._hello.model, self._hello.config, _log_levels())
+            engine = self.engine = Spawned(hello, hello.config.max_num_seqs, self._spare)
+        except OSError as error:  # no memory, no processes, no files left: it may be better later
+            self._num_in_row = max(self._num_in_row, 1) + 1
+            self._num_unexplained += 1
+            self._last = End(f"{NOT_STARTED}: {error}")
+            return self._last.how
+        self._progress_s = time.monotonic()
+        death: str | None = None
+        try:
+            death = self._attend(engine)
+        finally:
+            self._watcher.on_down()
+            end = engine.end(0.5 if death == GONE else 0.0)
+            if death is not None:
+                self._last = end if death == GONE else End(death)
+                death = self._last.how
+                self._bury(engine)
+            self.engine, self._up_since = None, None
+            engine.page.close()
+        return death
+
+    def _attend(self, engine: Spawned) -> str | None:
+        poll = select.poll()
+        poll.register(self.mailbox.fd, select.POLLIN)
+        while True:
+            self._obey()
+            if self._is_over():
+                self._part(engine)
+                return None
+            try:
+                if self.is_up:
+                    self._give(engine)
+                engine.pump()
+                poll.register(engine.socket, select.POLLIN | (select.POLLOUT if engine.has_outbox else 0))
+                poll.poll(self._wait_s() * 1000)
+                self._listen(engine)
+            except (EOFError, OSError):
+                return GONE
+            except BadFrame as error:
+                return f"it sent {error}"
+            self._count(engine)
+            if overdue := self._overdue(engine):
+                return overdue
+
+    def _give(self, engine: Spawned) -> None:
+        """Send every request that is due, and end those that nobody reads."""
+        for entry in self.ledger.due():
+            try:
+                engine.send(Submit(entry.key, entry.so_far(), entry.arrival_s))
+            except EngineError as error:  # too long for a frame
+                self.ledger.fail(entry, error)
+        while self.ledger.unread:
+            engine.send(Cancel(self.ledger.unread.pop(), None))
+
+    def _count(self, engine: Spawned) -> None:
+        """Ask an engine at work for its metrics, now and then: its totals must outlive it."""
+        if self.is_up and len(self.ledger) and time.monotonic() - self._counted_s > COUNTS_S:
+            self._counted_s = time.monotonic()
+            engine.send(Count(0))
+
+    def _listen(self, engine: Spawned) -> None:
+        for message in engine.receive():
+            self._hear(engine, message)
+
+    def _hear(self, engine: Spawned, message: FromChild) -> None:
+        match message:
+            case Events():
+                now = time.monotonic()
+                for said in message.spoken:
+                    self._has_spoken = self._has_spoken or bool(said.token_ids)
+                    self.ledger.deliver(said, now)
+            case Logged(name, level, text):
+                logger = logging.getLogger(name)
+                if logger.isEnabledFor(level):
+                    logger.log(level, "%s", text)
+            case Ready():
+                self._up_since, self._was_up = time.monotonic(), True
+                self.tell_log_levels()
+                self._watcher.on_up(engine, message)
+                if self.num_restarts:
+                    log.warning("the engine is back (process %d)", engine.pid)
+            case Fault(error):
+                self._reported = error if isinstance(error, PlaitError) else raised(*told(error))
+            case _:
+                self._progress_s = time.monotonic()
+                self._watcher.on_message(message)
+
+    def _overdue(self, engine: Spawned) -> str | None:
+        """Why a process that has not ended is taken for dead."""
+        now, patience, page = time.monotonic(), self._patience, engine.page
+        if now - self._looked_s > ASLEEP_S:
+            self._awake_s = now
+        self._looked_s = now
+        # Before its first sign of life it imports, which a slow disk may draw out: that is loading.
+        if page.alive_s and now - max(page.alive_s, self._awake_s) > patience.frozen_s:
+            return f"no thread of it has run for {patience.frozen_s:g} s"
+        if not self.is_up:
+            stands = now - self._progress_s > patience.loading_s
+            return f"loading has not got on for {patience.loading_s:g} s" if stands else None
+        since = page.busy_since_s
+        if since and now - max(since, self._awake_s) > patience.stalled_s:
+            return f"a step has taken more than {patience.stalled_s:g} s"
+        return None
+
+    def _part(self, engine: Spawned) -> None:
+        """Tell it to end, and hear what it still has to say."""
+        if not self.is_up:
+            return
+        until = time.monotonic() + FAREWELL_S
+        with suppress(EOFError, OSError, BadFrame):
+            engine.send(Close())
+            while time.monotonic() < until:
+                engine.pump()
+                poll = select.poll()
+                poll.register(engine.socket, select.POLLIN | (select.POLLOUT if engine.has_outbox else 0))
+                poll.poll(max(until - time.monotonic(), 0) * 1000)
+                self._listen(engine)
+        engine.end(max(until - time.monotonic(), 0.1))
+
+    # Between two processes
+
+    def _bury(self, engine: Spawned) -> None:
+        page = engine.page
+        is_blamed = self.ledger.bury(page.planned, page.arriving, is_foreign=self._last.is_foreign)
+        stood = self._up_since is not None and time.monotonic() - self._up_since > STABLE_S
+        self._num_in_row = 1 if stood or self._has_spoken else self._num_in_row + 1
+        if self._has_spoken or is_blamed:
+            self._num_unexplained = 0
+        else:
+            self._num_unexplained = 1 if stood else self._num_unexplained + 1
+
+    def _after(self, death: str) -> PlaitError | None:
+        """What is to be done about it: None: start another process; else why nothing more is done."""
+        reported = self._reported
+        why = f"{reported} ({death})" if reported else death
+        if not self._was_up:
+            return reported or _first_death(self._last)
+        if self._num_unexplained >= MAX_DEATHS:
+            times = f"{self._num_unexplained} times"
+            text = f"the engine's process has ended {times} without a token between ({why}); "
+            if not self._patience.goes_on:
+                log.critical("the engine's process has ended: %s; it is not started any more", why)
+                return EngineLost(text + "it is not started any more: restart the server")
+            lost = EngineLost(text + "another is tried again and again, with pauses; try again later")
+            self._watcher.on_lost(lost)
+            self.ledger.end_all(lost)
+        self.num_restarts += 1
+        num_open = len(self.ledger)
+        log.error("the engine's process has ended: %s; starting another for %d requests", why, num_open)
+        return None
+
+    def _backoff(self) -> float:
+        if self._num_in_row < 2:
+            return 0.0
+        longest = LONGEST_BACKOFF_S if self._num_unexplained < MAX_DEATHS else LOST_BACKOFF_S
+        return min(BACKOFF_S * 2.0 ** min(self._num_in_row - 2, 32), longest)
+
+    def _pause(self, seconds: float) -> None:
+        self._obey()
+        until = time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(self.mailbox.fd, select.POLLIN)
+        while not self._is_over() and (left := until - time.monotonic()) > 0:
+            poll.poll(min(left, self._wait_s()) * 1000)
+            self._obey()
+
+    def _obey(self) -> None:
+        self._turned_s = time.monotonic()
+        for command in self.mailbox.take():
+            command(self)
+        self.ledger.expire(time.monotonic())
+
+    def _is_over(self) -> bool:
+        at = self._close_at
+        return at is not None and (not len(self.ledger) or time.monotonic() >= at)
+
+    def _wait_s(self) -> float:
+        tick = min(TICK_S, self._patience.frozen_s / 4)
+        return tick if self._close_at is None else min(max(self._close_at - time.monotonic(), 0.0), tick)
+
+    def _end(self, lost: PlaitError | None) -> None:
+        self._watcher.on_end(lost)
+        for command in self.mailbox.close():
+            try:
+                command(self)
+            except Exception:  # none of them may keep open requests from their end
+                log.exception("a command to an engine that has ended failed")
+        self.ledger.end_all(lost)
+        if self._spare >= 0:
+            os.close(self._spare)
+
+
+def _spare() -> int:
+    """Memory for compiled kernels that no folder takes, from one engine to the next; -1: there is none."""
+    try:
+        return new_memory("plait-kernels")
+    except OSError:
+        return -1
+
+
+def _log_levels() -> dict[str, int]:
+    return {name: logging.getLogger(name).getEffectiveLevel() for name in LOGGERS}
+
+
+def _first_death(end: End) -> PlaitError:
+    """Why a model could not be loaded by a process that said nothing at its end."""
+    text = f"the engine's process ended while the model was loading: {end.how}"
+    if end.is_oom:
+        return OutOfMemory(f"{text}; choose a smaller --max-model-len, --max-num-seqs or model")
+    said_all = end.is_killed or end.how.startswith(NOT_STARTED)
+    return EngineError(text if said_all else f"{text}; the log says more")

@@ -1,0 +1,117 @@
+"""torch, as the command line and an engine's process import it: half of a start is nothing else.
+
+Mapping its largest library takes the system 0.17 s: that is begun on a thread of its own, and modules that
+need no torch are imported meanwhile. Another 0.2 s is what only tensors of the meta device need, which no
+engine has: it is left out until somebody asks for it.
+
+For processes that are Plait's own; `from plait import LLM` imports torch as everybody does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# Libraries are mapped one at a time: whoever wants one waits for torch's. So these come before it: all that
+# the modules below bring. One that a Python does not have is missing here, and nothing else.
+NATIVE = (
+    *(
+        "_asyncio",
+        "_bisect",
+        "_blake2",
+        "_bz2",
+        "_csv",
+        "_ctypes",
+        "_datetime",
+        "_hashlib",
+        "_heapq",
+        "_json",
+    ),
+    *("_lzma", "_multiprocessing", "_opcode", "_pickle", "_posixshmem", "_posixsubprocess", "_queue"),
+    *("_random", "_sha2", "_sha512", "_socket", "_ssl", "_struct", "_uuid", "array", "binascii", "cmath"),
+    *("fcntl", "grp", "math", "mmap", "resource", "select", "unicodedata", "zlib"),
+    *("_decimal", "msgspec", "numpy", "tokenizers", "splintr", "markupsafe"),
+)
+OURS = ("plait.frontend.frontend", "plait.engine.core", "plait.engine.thread", "plait.text.load")
+THEIRS = ("torchgen.model", "unittest.mock", "urllib.request", "importlib.metadata", "llvmlite.ir")
+META = "torch._meta_registrations"
+
+
+class TorchStart:
+    """The import of torch. It begins at construction and is over when `finish` returns."""
+
+    def __init__(self) -> None:
+        self._mapping: threading.Thread | None = None
+        library = None if "torch" in sys.modules else _library()
+        if library is None:
+            return
+        _import_some(NATIVE)
+        # Not a daemon: a process that ended while a library starts could end in a crash.
+        self._mapping = threading.Thread(target=_map, args=(library,), name="plait-torch")
+        self._mapping.start()
+
+    def finish(self) -> None:
+        """Import torch, and what else an engine needs. Raises ImportError if there is no torch."""
+        if self._mapping is not None:
+            for name in OURS:
+                import_module(name)
+            _import_some(THEIRS)
+            self._mapping.join()
+        if "torch" not in sys.modules:
+            _import_without_meta()
+
+
+class Absent(ModuleType):
+    """Stands for a module while another one is imported, and brings it when something of it is wanted."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own questions
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(import_module(self.__name__), name)
+
+
+def _import_without_meta() -> None:
+    sys.modules[META] = absent = Absent(META)
+    try:
+        import torch  # noqa: F401
+    finally:
+        if sys.modules.get(META) is absent:
+            del sys.modules[META]  # whoever imports it from here on gets it
+
+
+def _import_some(names: tuple[str, ...]) -> None:
+    """Import those of them that are there: who needs another one will say so."""
+    for name in names:
+        with suppress(ImportError):
+            import_module(name)
+
+
+def _library() -> Path | None:
+    """torch's largest library; None where it is not known that it can be mapped alone."""
+    spec = find_spec("torch")
+    if sys.platform != "linux" or spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).parent / "lib"
+    # A build for GPUs looks for libraries of CUDA or ROCm first, in an order of its own.
+    library, others = folder / "libtorch_cpu.so", ("libtorch_cuda.so", "libtorch_hip.so", "libtorch_xpu.so")
+    is_alone = library.exists() and not any((folder / other).exists() for other in others)
+    return library if is_alone else None
+
+
+def _map(library: Path) -> None:
+    """Map it, in the order in which torch does. What cannot be mapped is for torch's own import to tell."""
+    # `ctypes.CDLL` keeps Python's lock meanwhile; a call of the system's function does not.
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.restype, dlopen.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_int]
+    dlopen(bytes(library.with_name("libtorch_global_deps.so")), os.RTLD_GLOBAL | os.RTLD_NOW)
+    dlopen(bytes(library), os.RTLD_LOCAL | os.RTLD_NOW)

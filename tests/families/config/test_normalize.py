@@ -1,0 +1,167 @@
+"""One vocabulary from every config; what changes the arithmetic is honoured or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.errors import ConfigError, UnsupportedModel
+from plait.families.common.registry import build_spec, known
+from plait.families.config.normalize import NEUTRAL, ROPE_KINDS, normalize
+from plait.families.resolve import parse_override, resolve
+from plait.ops.rope import KNOWN_KINDS
+from plait.spec import Attention, Mla, Moe
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+}
+
+
+def attentions(config: dict[str, Any]) -> list[Attention]:
+    return [m for _, m in build_spec(config)[0].mixers() if isinstance(m, Attention)]
+
+
+def test_every_rope_kind_of_the_ops_is_known_to_configs() -> None:
+    assert set(ROPE_KINDS) == set(KNOWN_KINDS)
+
+
+def test_absent_sizes_follow_from_the_others() -> None:
+    first = attentions(LLAMA)[0]
+    assert (first.num_kv_heads, first.head_dim, first.scale) == (4, 16, 0.25)
+    assert attentions({**LLAMA, "head_dim": None, "num_key_value_heads": None})[0] == first
+    assert attentions({**LLAMA, "head_dim": 32})[0].head_dim == 32
+
+
+def test_unknown_words_are_refused_by_name() -> None:
+    for change, word in (
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2}}, "spiral"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2, "alpha": 9}}, "alpha"),
+        ({"hidden_act": "xielu"}, "xielu"),
+        ({"layer_types": ["full_attention"] * 3 + ["quantum_attention"]}, "quantum_attention"),
+        ({"num_key_value_heads": [1, 2, 1, 2]}, "num_key_value_heads"),
+    ):
+        with pytest.raises(UnsupportedModel, match=word):
+            build_spec({**LLAMA, **change})
+
+
+@pytest.mark.parametrize("key", sorted(set(NEUTRAL) - {"sliding_window", "position_embedding_type"}))
+def test_a_key_that_changes_the_arithmetic_is_refused(key: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{key} = .*--set {key}=null"):
+        build_spec({**LLAMA, key: 3.5})
+    build_spec({**LLAMA, key: None})
+
+
+def test_keys_that_a_family_honours_are_honoured_by_every_family_that_says_so() -> None:
+    assert {key for entry in known().values() for key in entry.honours} <= set(NEUTRAL)
+
+
+def test_windows_by_each_way_of_telling_them() -> None:
+    def windows(**changes: Any) -> list[int | None]:
+        return [a.window for a in attentions({**LLAMA, "sliding_window": 8, **changes})]
+
+    assert windows() == [8] * 4
+    assert windows(sliding_window=None) == [None] * 4
+    assert windows(use_sliding_window=False) == [None] * 4
+    assert windows(layer_types=["sliding_attention", "full_attention"] * 2) == [8, None] * 2
+    qwen2 = {"architectures": ["Qwen2ForCausalLM"]}
+    assert windows(**qwen2) == [None] * 4
+    assert windows(**qwen2, use_sliding_window=True, max_window_layers=3) == [None, None, None, 8]
+    moe = {"num_experts": 2, "num_experts_per_tok": 1, "shared_expert_intermediate_size": 8}
+    qwen = {"architectures": ["Qwen2MoeForCausalLM"], "use_sliding_window": True, **moe}
+    assert windows(**qwen, max_window_layers=3, moe_intermediate_size=8) == [8, None, 8, None]
+
+
+def test_a_layer_pattern_must_fit_the_number_of_layers() -> None:
+    with pytest.raises(UnsupportedModel, match="2 layer types for 4 layers"):
+        build_spec({**LLAMA, "layer_types": ["full_attention"] * 2})
+
+
+def test_which_layers_hold_experts() -> None:
+    sizes = {**LLAMA, "num_experts": 4}
+    for changes, wanted in (
+        ({}, "ssss"),
+        ({"mlp_only_layers": [2]}, "ssds"),
+        ({"decoder_sparse_step": 2}, "dsds"),
+        ({"first_k_dense_replace": 3}, "ddds"),
+        ({"moe_layer_freq": [0, 1, 1, 0]}, "dssd"),
+        ({"moe_layer_freq": 2}, "sdsd"),
+        ({"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}, "dsds"),
+    ):
+        found = normalize({**sizes, **changes})["mlp_layer_types"]
+        assert "".join(word[0] for word in found) == wanted, changes
+
+
+def test_infinity_as_transformers_spells_it() -> None:
+    assert normalize({**LLAMA, "time_step_limit": [0.0, {"__float__": "Infinity"}]})["time_step_limit"] == [
+        0.0,
+        float("inf"),
+    ]
+
+
+def test_an_unknown_architecture_is_named_with_the_nearest_and_the_list() -> None:
+    with pytest.raises(UnsupportedModel, match=r"'LlammaForCausalLM'.*nearest is LlamaForCausalLM.*Mixtral"):
+        build_spec({**LLAMA, "architectures": ["LlammaForCausalLM"]})
+
+
+def test_model_type_stands_in_for_architectures() -> None:
+    config = {k: v for k, v in LLAMA.items() if k != "architectures"}
+    assert build_spec({**config, "model_type": "mistral"})[0] == build_spec(LLAMA)[0]
+
+
+def test_deepseek_words_are_honoured_or_refused() -> None:
+    config = {
+        **LLAMA,
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+    }
+    spec = build_spec(config)[0]
+    moes = [m for _, m in spec.mixers() if isinstance(m, Moe)]
+    assert [m.shared.size for m in moes if m.shared] == [16, 16, 16]
+    assert all(m.rope.interleaved for _, m in spec.mixers() if isinstance(m, Mla))
+    for change in ({"topk_method": "random"}, {"norm_topk_prob": True}):
+        with pytest.raises(UnsupportedModel, match=next(iter(change))):
+            build_spec({**config, **change})
+    with pytest.raises(UnsupportedModel, match="scoring_func 'softmax'"):
+        build_spec({**config, "architectures": ["DeepseekV3ForCausalLM"], "scoring_func": "softmax"})
+
+
+def test_overrides_are_json_and_name_a_key_that_exists() -> None:
+    assert parse_override("rope_theta=5e5") == ("rope_theta", 5e5)
+    assert parse_override('layer_types=["mamba"]') == ("layer_types", ["mamba"])
+    with pytest.raises(ConfigError, match="not JSON"):
+        parse_override("hidden_act=silu")
+    with pytest.raises(ConfigError, match="key=value"):
+        parse_override("hidden_act")
+    with pytest.raises(ConfigError, match="nearest is 'rope_theta'"):
+        resolve(LLAMA, {}, read=dict[str, Any]().__getitem__, overrides=["rope_tetha=5"])
+
+
+def test_a_key_nobody_knows_the_value_of_is_named() -> None:
+    with pytest.raises(UnsupportedModel, match=r"'intermediate_size'.*--set intermediate_size=VALUE"):
+        build_spec({k: v for k, v in LLAMA.items() if k != "intermediate_size"})
+
+
+def test_every_value_says_where_it_came_from() -> None:
+    config = {**LLAMA, "rms_norm_eps": 1e-5}
+    shapes = {"lm_head.weight": (100, 64)}
+    found = resolve(config, shapes, read=dict[str, Any]().__getitem__, overrides=["rope_theta=5e5"])
+    assert found.provenance["norm_eps"] == "config.json, as rms_norm_eps"
+    assert found.provenance["hidden_act"] == "default (llama)"
+    assert found.provenance["rope_theta"] == "--set"
+    assert found.provenance["head_dim"] == "from the other keys"
+    assert set(found.provenance) >= set(found.config)

@@ -1,0 +1,98 @@
+"""From prompts and messages to what the engine is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.config import EngineConfig
+from plait.errors import ContextTooLong
+from plait.frontend.frontend import Front, Language
+from plait.frontend.request_options import Terms
+from plait.request import SamplingParams
+from plait.spec import Attention, Branch, Mamba1, Mixer, ModelSpec, Norm, Parallel
+from tests.server.fake import CONTEXT, EOS, VOCAB_SIZE, ByteTokenizer, EchoLoop, TurnTemplate
+
+ATTENTION = Attention(1, 1, 8, 1.0)
+MAMBA = Mamba1(8, 4, 2, 4)
+TALK = [
+    {"role": "system", "content": "Fox."},
+    {"role": "user", "content": "Hello?"},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "Why?"},
+]
+
+
+class Counting(TurnTemplate):
+    """Counts its renderings."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def render(self, messages: Any, /, **options: Any) -> list[int]:
+        self.count += 1
+        return super().render(messages, **options)
+
+
+def front(*mixers: Mixer, causal: bool = True, **options: Any) -> tuple[Front, Counting]:
+    layers = tuple((Branch("mixer", mixer, Norm()),) for mixer in mixers)
+    spec = ModelSpec("fake", 8, VOCAB_SIZE, layers, Norm(), CONTEXT, causal=causal)
+    template = Counting()
+    language = Language(ByteTokenizer(), template, {}, frozenset({EOS}))
+    return Front("fake", spec, CONTEXT, EchoLoop(), language, **options), template
+
+
+def test_a_model_with_state_of_fixed_size_is_told_where_conversations_part() -> None:
+    for mixers in ((ATTENTION, MAMBA), (Parallel({"attn": ATTENTION, "ssm": MAMBA}),)):
+        asked, template = front(*mixers)
+        request = asked.prepare_chat(TALK, SamplingParams())
+        ids = request.prompt_token_ids
+        assert [bytes(ids[at : at + 4]) for at in request.boundaries] == [b"Hell", b"Why?"]
+        assert template.count == 4
+
+
+@pytest.mark.parametrize(
+    ("mixers", "options"),
+    [
+        ((ATTENTION,), {}),
+        ((ATTENTION, MAMBA), {"config": EngineConfig(prefix_cache=False)}),
+        ((MAMBA,), {"causal": False}),
+    ],
+)
+def test_no_other_model_pays_for_it(mixers: tuple[Mixer, ...], options: dict[str, Any]) -> None:
+    asked, template = front(*mixers, **options)
+    assert asked.prepare_chat(TALK, SamplingParams()).boundaries == ()
+    assert template.count == 1
+
+
+def test_a_conversation_that_is_too_long_is_refused_before_anything_else_is_rendered() -> None:
+    asked, template = front(MAMBA)
+    with pytest.raises(ContextTooLong, match="context length is"):
+        asked.prepare_chat([*TALK, {"role": "user", "content": "x" * CONTEXT}], SamplingParams())
+    assert template.count == 1
+
+
+def test_terms_reach_the_engine() -> None:
+    asked, _ = front(MAMBA)
+    terms = Terms(cache_salt="me", priority=-2, timeout_s=1.5)
+    for request in (
+        asked.prepare("Hi", SamplingParams(), terms=terms),
+        asked.prepare_chat(TALK, SamplingParams(), terms),
+    ):
+        assert (request.cache_salt, request.priority, request.timeout_s) == ("me", -2, 1.5)
+    plain = asked.prepare("Hi", SamplingParams())
+    assert (plain.cache_salt, plain.priority, plain.timeout_s, plain.boundaries) == ("", 0, None, ())
+
+
+def test_best_of_is_generated_with_what_it_is_ranked_by() -> None:
+    asked, _ = front(ATTENTION)
+
+    def params(**given: Any) -> tuple[int, int | None, int | None]:
+        found = asked.prepare("Hi", SamplingParams(**given)).params
+        return found.n, found.best_of, found.logprobs
+
+    assert params(n=2, best_of=5) == (5, None, 0)
+    assert params(n=2, best_of=5, logprobs=3) == (5, None, 3)
+    assert params(n=2, best_of=2) == (2, None, None)
+    assert params(n=2) == (2, None, None)

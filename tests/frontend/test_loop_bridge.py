@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+
+from plait.frontend.loop_bridge import Courier, Couriers, Inbox
+from plait.request import Event
+
+
+def test_events_that_come_together_wake_the_loop_once_and_keep_their_order() -> None:
+    async def turns() -> None:
+        loop, woken = asyncio.get_running_loop(), []
+        real = loop.call_soon_threadsafe
+        patched: Any = loop
+        patched.call_soon_threadsafe = lambda *given: (woken.append(1), real(*given))
+        courier, inboxes = Courier(loop), [Inbox(), Inbox()]
+
+        def work() -> None:
+            for i in range(100):
+                courier.put(inboxes[i % 2], Event("a", i))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()  # the loop cannot run meanwhile
+        found = [[(await inbox.get()).index for _ in range(50)] for inbox in inboxes]
+        assert found == [[*range(0, 100, 2)], [*range(1, 100, 2)]]
+        assert len(woken) == 1
+        courier.put(inboxes[0], Event("a", 7))
+        assert (await inboxes[0].get()).index == 7
+        assert len(woken) == 2
+
+    asyncio.run(turns())
+
+
+def test_a_loop_has_one_courier_and_one_that_is_closed_is_left_alone() -> None:
+    couriers = Couriers()
+
+    async def find() -> Courier:
+        loop = asyncio.get_running_loop()
+        assert couriers.of(loop) is couriers.of(loop)
+        return couriers.of(loop)
+
+    first, second = asyncio.run(find()), asyncio.run(find())
+    assert first is not second
+    first.put(Inbox(), Event("a", 0))
+
+
+def test_a_closed_loop_is_not_kept() -> None:
+    couriers = Couriers()
+
+    async def find() -> weakref.ref[Courier]:
+        return weakref.ref(couriers.of(asyncio.get_running_loop()))
+
+    first = asyncio.run(find())
+    asyncio.run(find())
+    gc.collect()
+    assert first() is None
+
+
+def test_a_loop_that_closes_while_it_is_called_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    monkeypatch.setattr(loop, "is_closed", lambda: False)  # it was open when it was looked at
+    Courier(loop).put(Inbox(), Event("a", 0))

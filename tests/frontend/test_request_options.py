@@ -1,0 +1,36 @@
+"""On what terms a request is served: refused by name, here, before anybody works on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.errors import InvalidField
+from plait.frontend.request_options import MAX_PRIORITY, MAX_SALT_CHARS, Terms
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(
+            ("cache_salt", value)
+            for value in ("", "x" * (MAX_SALT_CHARS + 1), "é", "a\0b", "\ud800", 7, b"x")
+        ),
+        *(("priority", value) for value in (MAX_PRIORITY + 1, -MAX_PRIORITY - 1, 1.0, True, "1", None)),
+        *(("timeout_s", value) for value in (0, -0.5, float("nan"), float("inf"), True, "1")),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidField, match=f"^{field}: ") as caught:
+        Terms(**{field: value})
+    assert caught.value.param == field
+
+
+def test_the_edges_are_taken() -> None:
+    for salt in ("x", "x" * MAX_SALT_CHARS, "tenant 7: key=A+/~"):
+        assert Terms(cache_salt=salt).cache_salt == salt
+    for priority in (-MAX_PRIORITY, 0, MAX_PRIORITY):
+        assert Terms(priority=priority).priority == priority
+    assert Terms(timeout_s=1e-9).timeout_s == 1e-9
+    assert Terms() == Terms(cache_salt=None, priority=0, timeout_s=None)

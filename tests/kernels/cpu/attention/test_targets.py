@@ -1,0 +1,62 @@
+"""Attention on every instruction set that kernels can be compiled for: a process for each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.kernels.cpu.codegen.target import NEEDED, TARGETS, host_features
+from plait.kernels.load import executor, load
+from plait.ops.attention import paged_attention, paged_latent_attention
+from plait.ops.registry import Facts
+
+ROOT = Path(__file__).resolve().parents[4]
+ABLE = [isa for isa in TARGETS if isa != "native" and NEEDED.get(isa, set()) <= host_features()]
+
+
+def digest(cpu: Any) -> str:
+    """Of the results of every case with int8 or rounded queries, each compared with the reference first."""
+    found = sha256()
+    for op in (paged_attention, paged_latent_attention):
+        for case in op.cases:
+            rounds = "activations" in case
+            if case.get("kv_dtype") != "int8" and not rounds:
+                continue
+            fn, row = op.bind(Facts("cpu", torch.float32, {**case, "block_size": 16}, cpu))
+            assert row.variant == ("native-bf16" if rounds else "native"), row
+            assert op.make
+            torch.manual_seed(0)
+            args, _ = op.make(case, torch.float32, "cpu")
+            want = op(*(a.clone() if isinstance(a, torch.Tensor) else a for a in args))
+            got = fn(*args)
+            near = 1e-2 if rounds else 2e-5
+            torch.testing.assert_close(got, want, rtol=near, atol=near)
+            found.update(got.numpy().tobytes())
+    return found.hexdigest()
+
+
+def say(isa: str, folder: str) -> None:
+    """What the process of one target does."""
+    load(cache_dir=Path(folder), isa=isa)
+    cpu = executor(1)
+    sys.stdout.write(digest(cpu))
+    assert cpu is not None
+    cpu.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("isa", ABLE)
+def test_attention_has_the_same_bits_on_every_target(isa: str, cpu: Any, tmp_path: Path) -> None:
+    """What is added in one order is so everywhere, whatever a vector is cut into."""
+    code = "import sys; from tests.kernels.cpu.attention.test_targets import say; say(*sys.argv[1:])"
+    ask = [sys.executable, "-c", code, isa, str(tmp_path)]
+    child = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout == digest(cpu)

@@ -1,0 +1,57 @@
+"""Choosing and joining rows: every byte arrives, from wherever it lay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from plait.errors import ShapeMismatch
+from plait.kernels.cpu.pointwise.copy_rows import _join, _take_rows
+
+SIZES = (1, 7, 15, 16, 17, 100)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("heads", [(), (3,)])
+def test_rows_are_taken_as_they_are(cpu: Any, n: int, heads: tuple[int, ...]) -> None:
+    x = torch.randn(9, *heads, n + 4)[..., 1:-3]
+    index = torch.tensor([8, 0, 3, 3, 7])
+    assert torch.equal(_take_rows(cpu, x, index), x[index])
+    assert _take_rows(cpu, x, index[:0]).shape == (0, *heads, n)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("m", [1, 16, 24])
+def test_joined_rows_lie_side_by_side(cpu: Any, n: int, m: int) -> None:
+    a, b = torch.randn(5, 7, n + 2)[:, 1:4, :-2], torch.randn(3, 5, m).transpose(0, 1)
+    assert torch.equal(_join(cpu, a, b), torch.cat([a, b], -1))
+    assert torch.equal(_join(cpu, a[:, 0], b[:, 1]), torch.cat([a[:, 0], b[:, 1]], -1))
+
+
+def test_a_recording_takes_what_the_index_says_by_then(cpu: Any) -> None:
+    x, index = torch.randn(64, 33), torch.zeros(65, dtype=torch.int64)
+    with cpu.recording(tokens=64, logits=65) as program:
+        joined = _join(cpu, x, x[:, 3:20])
+        taken = _take_rows(cpu, joined, index)
+    joined.zero_(), taken.zero_()
+    index[:2] = torch.tensor([4, 1])
+    cpu.run(program, tokens=5, logits=2, seqs=2)
+    assert torch.equal(joined[:5], torch.cat([x, x[:, 3:20]], -1)[:5])
+    assert torch.equal(taken[:2], joined[[4, 1]])
+    assert not joined[5:].any()
+    assert not taken[2:].any()
+
+
+def test_what_a_kernel_would_misread_is_refused(cpu: Any) -> None:
+    x = torch.randn(4, 8)
+    for call in (
+        lambda: _take_rows(cpu, x, torch.zeros(2, dtype=torch.int32)),
+        lambda: _take_rows(cpu, x, torch.zeros(2, 1, dtype=torch.int64)),
+        lambda: _take_rows(cpu, x.double(), torch.zeros(2, dtype=torch.int64)),
+        lambda: _join(cpu, x, x[:3]),
+        lambda: _join(cpu, x, x.T),
+    ):
+        with pytest.raises(ShapeMismatch):
+            call()

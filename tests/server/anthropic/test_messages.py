@@ -1,0 +1,371 @@
+"""/v1/messages: content blocks and named events over the generation of a chat, for Anthropic's client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic import Anthropic
+
+from plait.frontend.delta import Delta
+from plait.server.anthropic.message_blocks import (
+    chat_output,
+    chat_thinking,
+    chat_tool_choice,
+    chat_tools,
+    conversation,
+)
+from plait.server.anthropic.messages import Messages
+from plait.server.api.completion_reply import Usage
+from plait.server.http.errors import Problem
+from tests.contract.wire import Answer, Client
+from tests.server.conftest import serving, wait_until
+from tests.server.fake import EchoLoop
+from tests.server.openai.test_responses import Scripted, said
+from tests.server.real_engine import engine_front
+
+PATH = "/v1/messages"
+
+
+@pytest.fixture
+def claude(base_url: str) -> Iterator[Anthropic]:
+    with Anthropic(base_url=base_url, api_key="none", max_retries=0) as found:
+        yield found
+
+
+def ask(client: Client, content: Any = "Hello there", **body: Any) -> Answer:
+    messages = [{"role": "user", "content": content}]
+    return client.post(PATH, {"model": client.model, "max_tokens": 100, "messages": messages, **body})
+
+
+def user(text: str) -> Any:
+    return [{"role": "user", "content": text}]
+
+
+def test_text_in_text_out(client: Client) -> None:
+    answer = ask(client)
+    assert answer.status == 200, answer.body
+    body = answer.json
+    assert (body["type"], body["role"], body["model"]) == ("message", "assistant", client.model)
+    assert [(block["type"], block["text"]) for block in body["content"]] == [("text", "Hello there")]
+    assert (body["stop_reason"], body["stop_sequence"]) == ("end_turn", None)
+    usage = body["usage"]
+    assert usage["output_tokens"] == len("Hello there")
+    assert usage["cache_read_input_tokens"] == 3
+    assert usage["input_tokens"] + 3 == len("Hello there") + 1
+
+
+def test_a_limit_and_a_stop_sequence_say_so(client: Client) -> None:
+    assert ask(client, max_tokens=4).json["stop_reason"] == "max_tokens"
+    stopped = ask(client, "Hello there", stop_sequences=["lo", "xx"]).json
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "lo")
+    assert stopped["content"][0]["text"] == "Hel"
+
+
+def test_events_are_those_of_anthropic_in_their_order(client: Client) -> None:
+    events = ask(client, "Hi", stream=True).named_events
+    assert [event["type"] for event in events] == [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    start = events[0]["message"]
+    assert (start["content"], start["stop_reason"]) == ([], None)
+    assert start["usage"]["input_tokens"] == 3
+    assert events[1]["content_block"]["text"] == ""
+    assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert events[-2]["usage"]["output_tokens"] == 2
+    assert ask(client, "Hi", stream=True).body.count(b"[DONE]") == 0
+
+
+def test_anthropic_s_client_whole_and_streamed(claude: Anthropic, client: Client) -> None:
+    more: dict[str, Any] = {"model": client.model, "max_tokens": 50}
+    whole = claude.messages.create(messages=user("Good morning"), **more)
+    assert [block.text for block in whole.content if block.type == "text"] == ["Good morning"]
+    with claude.messages.stream(messages=user("Good morning"), system="be good", **more) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == "Good morning"
+    assert [block.text for block in final.content if block.type == "text"] == [text]
+    assert final.stop_reason == whole.stop_reason == "end_turn"
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    counted = claude.messages.count_tokens(model=client.model, messages=user("Good morning"))
+    assert counted.input_tokens == len("Good morning") + 1
+
+
+def test_errors_are_those_of_anthropic(claude: Anthropic, client: Client) -> None:
+    answer = ask(client, max_tokens=0)
+    assert answer.status == 400
+    assert set(answer.json) == {"type", "error"}
+    assert answer.json["type"] == "error"
+    assert answer.json["error"]["type"] == "invalid_request_error"
+    assert "max_tokens" in answer.json["error"]["message"]
+    assert ask(client, model="nobody").json["error"]["type"] == "not_found_error"
+    assert client.post(PATH, b"{").json["error"]["type"] == "invalid_request_error"
+    assert ask(client, "x" * (9 << 20)).json["error"]["type"] in {
+        "request_too_large",
+        "invalid_request_error",
+    }
+    with pytest.raises(anthropic.NotFoundError):
+        claude.messages.create(model="nobody", max_tokens=5, messages=user("a"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "ours"),
+    [
+        ("response_format", {"type": "json_object"}, "output_config.format"),
+        ("stop", ["x"], "stop_sequences"),
+        ("max_completion_tokens", 2, "max_tokens"),
+        ("reasoning_effort", "none", "output_config.effort"),
+        ("thinking_token_budget", 5, "thinking.budget_tokens"),
+        ("parallel_tool_calls", False, "tool_choice.disable_parallel_tool_use"),
+        ("n", 2, "leave it out"),
+        ("logprobs", True, "leave it out"),
+    ],
+)
+def test_what_a_chat_calls_otherwise_is_refused_and_not_forgotten(
+    client: Client, field: str, value: Any, ours: str
+) -> None:
+    answer = ask(client, **{field: value})
+    assert answer.status == 400, answer.body
+    assert field in answer.json["error"]["message"]
+    assert ours in answer.json["error"]["message"]
+
+
+def test_words_of_a_chat_that_say_nothing_are_taken(client: Client) -> None:
+    nothing = {"n": 1, "logprobs": False, "stop": [], "stream_options": None, "thinking_token_budget": -1}
+    assert ask(client, parallel_tool_calls=True, **nothing).status == 200
+
+
+def test_a_failure_in_a_stream_is_an_error_event(claude: Anthropic, client: Client) -> None:
+    last = ask(client, "BOOM", stream=True).named_events[-1]
+    assert last["type"] == "error"
+    assert last["error"]["type"] == "api_error"
+    assert "failed here" in last["error"]["message"]
+    with (
+        pytest.raises(anthropic.APIStatusError),
+        claude.messages.stream(model=client.model, max_tokens=5, messages=user("BOOM")) as stream,
+    ):
+        list(stream)
+
+
+def test_the_client_s_version_and_key_headers_are_optional(client: Client) -> None:
+    assert ask(client).status == 200
+    messages = {"model": client.model, "max_tokens": 5, "messages": user("a")}
+    assert client.post(PATH, messages, anthropic_version="2023-06-01", x_api_key="k").status == 200
+
+
+def test_count_tokens_takes_what_messages_takes(client: Client) -> None:
+    body = {"model": client.model, "messages": user("abc"), "system": "de"}
+    assert client.post(PATH + "/count_tokens", body).json == {"input_tokens": 7}
+    assert client.post(PATH + "/count_tokens", {**body, "messages": []}).status == 400
+
+
+CALL_BLOCK = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": 1}]}]}, "input"),
+        (
+            {"messages": [*user("a"), {"role": "assistant", "content": [CALL_BLOCK]}]},
+            "messages[1]: a reply goes on",
+        ),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"system": 3}, "system"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"stop_sequences": ["a"] * 99}, "stop_sequences"),
+        ({"temperature": 9}, "temperature"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "deep"}}, "thinking.type"),
+        ({"output_config": {"speed": "fast"}}, "output_config.speed"),
+    ],
+)
+def test_refusals_name_the_field(client: Client, body: dict[str, Any], word: str) -> None:
+    sent = {"model": client.model, "max_tokens": 5, "messages": user("a"), **body}
+    answer = client.post(PATH, sent)
+    assert answer.status == 400, answer.body
+    assert word in answer.json["error"]["message"]
+
+
+def test_a_reply_goes_on_from_the_assistant_s_last_words(client: Client) -> None:
+    """The fake model says its last message again."""
+    told = {"role": "assistant", "content": [{"type": "text", "text": "so be it"}]}
+    body = {"model": client.model, "messages": [*user("abc"), told]}
+    answer = client.post(PATH, {**body, "max_tokens": 5}).json
+    assert answer["content"][0]["text"] == "so be"
+    usage, counted = answer["usage"], client.post(PATH + "/count_tokens", body).json["input_tokens"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted
+
+
+def test_blocks_become_messages_and_tools_functions() -> None:
+    messages = [
+        {"role": "user", "content": "weather?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": "sea"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t1",
+                    "content": [{"type": "text", "text": "no"}],
+                    "is_error": True,
+                },
+                {"type": "text", "text": "so?", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
+    ]
+    found = conversation(messages, [{"type": "text", "text": "be brief"}])
+    call = {"id": "t1", "type": "function", "function": {"name": "look", "arguments": '{"at":"sea"}'}}
+    assert found.messages == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "t1", "content": "Error: no"},
+        {"role": "user", "content": "so?"},
+    ]
+    assert found.places == ["system", "messages[0]", "messages[1]", "messages[2].content[0]", "messages[2]"]
+    schema = {"type": "object", "properties": {}}
+    (tool,) = chat_tools([{"name": "look", "description": "looks", "input_schema": schema}])
+    assert tool["function"] == {"name": "look", "description": "looks", "parameters": schema}
+    assert chat_tool_choice({"type": "any", "disable_parallel_tool_use": True}) == {
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
+    assert chat_tool_choice({"type": "tool", "name": "look"})["tool_choice"]["function"] == {"name": "look"}
+
+
+def test_thinking_and_output_are_said_in_a_chat_s_words() -> None:
+    assert chat_thinking({"type": "disabled"}) == {"reasoning_effort": "none"}
+    asked = {"type": "enabled", "budget_tokens": 9, "display": "omitted"}
+    assert chat_thinking(asked) == {"thinking_token_budget": 9, "include_reasoning": False}
+    assert chat_thinking({"type": "adaptive"}) == chat_thinking({}) == {}
+    schema = {"type": "object"}
+    found = chat_output({"effort": "low", "format": {"type": "json_schema", "schema": schema}})
+    assert found["reasoning_effort"] == "low"
+    assert found["response_format"]["json_schema"]["schema"] == schema
+
+
+def played(stream: bool, finish_reason: str = "tool_calls") -> Any:
+    choices = list(said(finish_reason))
+    reply: Any = Scripted(choices)
+    found, usage, events = Messages("m", stream, reply), Usage(reply.requests), []
+    events += found.begin()
+    for n, _ in enumerate(choices):
+        delta = Delta(0, "", num_tokens=n)
+        usage.add(0, delta)
+        if stream:
+            events += found.events(delta)
+        else:
+            found.add(0, delta)
+    return [*events, *found.end(usage)] if stream else found.body(usage)
+
+
+def test_thinking_text_and_calls_are_blocks_one_after_the_other() -> None:
+    body = played(stream=False)
+    assert body["content"] == [
+        {"type": "thinking", "thinking": "let me think", "signature": ""},
+        {"type": "text", "text": "I look.", "citations": None},
+        {"type": "tool_use", "id": "call_1", "name": "look", "input": {"at": "sea"}},
+        {"type": "tool_use", "id": "call_2", "name": "ask", "input": {}},
+    ]
+    assert body["stop_reason"] == "tool_use"
+    anthropic.types.Message.model_validate(body)
+
+
+def test_events_of_every_block_add_up() -> None:
+    events, body = played(stream=True), played(stream=False)
+    for i, block in enumerate(body["content"]):
+        mine = [event for event in events if event.get("index") == i]
+        assert [mine[0]["type"], mine[-1]["type"]] == ["content_block_start", "content_block_stop"]
+        assert {event["type"] for event in mine[1:-1]} == {"content_block_delta"}
+        pieces = "".join(_piece(event["delta"]) for event in mine[1:-1])
+        assert mine[0]["content_block"]["type"] == block["type"]
+        want = (
+            block.get("text") or block.get("thinking") or {"look": '{"at":"sea"}', "ask": "{}"}[block["name"]]
+        )
+        assert pieces == want
+    assert mine[0]["content_block"]["input"] == {}
+
+
+def _piece(delta: Mapping[str, str]) -> str:
+    return delta.get("text") or delta.get("thinking") or delta["partial_json"]
+
+
+def test_a_call_that_was_cut_is_none() -> None:
+    reply: Any = Scripted([*list(said())[:7], {"index": 0, "delta": {}, "finish_reason": "length"}])
+    found, usage = Messages("m", False, reply), Usage(reply.requests)
+    for _ in range(8):
+        found.add(0, Delta(0, ""))
+    body = found.body(usage)
+    assert body["stop_reason"] == "max_tokens"
+    assert [block["type"] for block in body["content"]] == ["thinking", "text"]
+
+
+def test_a_call_that_broke_is_no_tool_use() -> None:
+    reply: Any = Scripted([*list(said())[:7], {"index": 0, "delta": {}, "finish_reason": "stop"}])
+    found, usage = Messages("m", True, reply), Usage(reply.requests)
+    events = [event for _ in range(8) for event in found.events(Delta(0, ""))]
+    assert [event["type"] for event in events[-3:-1]] == ["content_block_start", "content_block_delta"]
+    assert next(iter(found.end(usage)))["delta"]["stop_reason"] == "end_turn"
+
+
+def test_a_forced_call_that_stops_by_itself_is_a_tool_use() -> None:
+    assert played(stream=False, finish_reason="stop")["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (429, "rate_limit_error"),
+        (503, "overloaded_error"),
+        (502, "api_error"),
+        (415, "invalid_request_error"),
+    ],
+)
+def test_kinds_of_errors(status: int, kind: str) -> None:
+    found = Messages("m", True, Scripted([]))  # type: ignore[arg-type]
+    (event,) = found.failed(Problem(status, "no"))
+    assert event == {"type": "error", "error": {"type": kind, "message": "no"}}
+
+
+def test_a_client_that_leaves_ends_its_message(claude: Anthropic, client: Client, engine: EchoLoop) -> None:
+    more: Any = {"model": client.model, "max_tokens": 500}
+    with claude.messages.stream(messages=user("SLOW" * 100), **more) as stream:
+        next(iter(stream.text_stream))
+        assert engine.stats()["running"] == 1
+    assert wait_until(lambda: engine.stats()["running"] == 0)
+
+
+def test_through_the_engine_a_seed_gives_the_chat_s_text() -> None:
+    front = engine_front()
+    try:
+        with serving(front) as client:
+            more = {"seed": 5, "temperature": 1, "top_k": 20, "max_tokens": 30}
+            found = ask(client, "tell me", **more).json
+            chat = client.chat("tell me", **more).json
+            assert found["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    finally:
+        front.close()

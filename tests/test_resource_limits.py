@@ -1,0 +1,124 @@
+"""Limits of control groups, read from a folder that stands for the system's root."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from plait.resource_limits import cpu_quota, default_threads, free_memory, memory_limit, physical_cores
+
+GIB = 1 << 30
+V2 = "31 23 0:28 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup rw"
+V1 = (
+    "32 31 0:29 {inside} /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
+    "35 31 0:32 {inside} /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory"
+)
+
+
+@pytest.fixture
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+
+
+def system(root: Path, group: str, mounts: str, **files: str) -> Path:
+    """A root with these files, which are named below /sys/fs/cgroup."""
+    texts = {"proc/self/cgroup": group, "proc/self/mountinfo": mounts}
+    texts |= {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in texts.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+def test_a_system_without_control_groups_has_no_limits(tmp_path: Path, four_cores: None) -> None:
+    assert (cpu_quota(tmp_path), memory_limit(tmp_path), free_memory(tmp_path)) == (None, None, None)
+    assert default_threads(tmp_path) == (4, "4 physical cores")
+
+
+def test_two_threads_of_a_core_are_one_core(tmp_path: Path, four_cores: None) -> None:
+    for cpu in range(4):
+        place = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        place.mkdir(parents=True)
+        (place / "thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
+    assert physical_cores(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "quota", "threads"),
+    [
+        ("150000 100000", 1.5, 1),
+        ("299999 100000", 2.99999, 2),
+        ("50000 100000", 0.5, 1),
+        ("800000 100000", 8.0, 4),
+        ("max 100000", None, 4),
+        ("", None, 4),
+        ("1 0", None, 4),
+        ("0 100000", None, 4),
+        ("nonsense", None, 4),
+    ],
+)
+def test_a_quota_bounds_the_threads_rounded_down_and_at_least_one(
+    tmp_path: Path, four_cores: None, text: str, quota: float | None, threads: int
+) -> None:
+    root = system(tmp_path, "0::/", V2, **{"cpu.max": text})
+    assert cpu_quota(root) == quota
+    assert default_threads(root)[0] == threads
+    assert ("CPU quota" in default_threads(root)[1]) == (quota is not None)
+
+
+def test_the_tightest_quota_of_all_groups_above_counts(tmp_path: Path) -> None:
+    files = {"cpu.max": "900000 100000", "pod/cpu.max": "200000 100000", "pod/a b/cpu.max": "max 100000"}
+    root = system(tmp_path, "0::/pod/a b", V2, **files)
+    assert cpu_quota(root) == 2.0
+    (root / "sys/fs/cgroup/pod/a b/cpu.max").write_text("10000 20000")
+    assert cpu_quota(root) == 0.5
+
+
+def test_quota_and_memory_of_the_first_version(tmp_path: Path) -> None:
+    files = {
+        "cpu,cpuacct/pod/cpu.cfs_quota_us": "350000",
+        "cpu,cpuacct/pod/cpu.cfs_period_us": "100000",
+        "cpu,cpuacct/cpu.cfs_quota_us": "-1",
+        "cpu,cpuacct/cpu.cfs_period_us": "100000",
+        "memory/pod/memory.limit_in_bytes": str(4 * GIB),
+        "memory/pod/memory.usage_in_bytes": str(3 * GIB),
+        "memory/pod/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}",
+        "memory/memory.limit_in_bytes": "9223372036854771712",
+    }
+    groups = "5:name=systemd:/x\n4:memory:/pod\n2:cpu,cpuacct:/pod\n0::/elsewhere"
+    root = system(tmp_path, groups, V1.format(inside="/"), **files)
+    assert (cpu_quota(root), memory_limit(root), free_memory(root)) == (3.5, 4 * GIB, 3 * GIB)
+
+
+def test_a_mount_that_is_only_a_part_of_the_hierarchy(tmp_path: Path) -> None:
+    """As in a container without a namespace of control groups: /docker/id is mounted as the whole."""
+    files = {"cpu,cpuacct/cpu.cfs_quota_us": "100000", "cpu,cpuacct/cpu.cfs_period_us": "100000"}
+    mounts = V1.format(inside="/docker/id")
+    for group in ("/docker/id", "/docker/id/below", "/another"):
+        root = system(tmp_path, f"2:cpu,cpuacct:{group}", mounts, **files)
+        assert cpu_quota(root) == 1.0
+
+
+def test_a_mount_point_with_a_space_is_found(tmp_path: Path) -> None:
+    mounts = r"31 23 0:28 / /sys/fs/cgroup/a\040b rw - cgroup2 cgroup rw"
+    assert cpu_quota(system(tmp_path, "0::/", mounts, **{"a b/cpu.max": "200000 100000"})) == 2.0
+
+
+def test_free_memory_is_what_the_tightest_group_leaves_at_most_the_machines(tmp_path: Path) -> None:
+    files = {
+        "memory.max": str(8 * GIB),
+        "memory.current": str(7 * GIB),
+        "memory.stat": f"anon 5\nactive_file {GIB}\ninactive_file {2 * GIB}",
+        "pod/memory.max": "max",
+        "pod/memory.high": str(6 * GIB),
+        "pod/memory.current": str(GIB),
+    }
+    root = system(tmp_path, "0::/pod", V2, **files)
+    assert (memory_limit(root), free_memory(root)) == (6 * GIB, 4 * GIB)
+    (root / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {GIB // 1024} kB\n")
+    assert free_memory(root) == GIB
+    (root / "sys/fs/cgroup/pod/memory.current").write_text(str(9 * GIB))
+    assert free_memory(root) == 0

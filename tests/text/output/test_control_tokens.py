@@ -1,0 +1,91 @@
+"""GLM's and Command's markers as control tokens of a vocabulary: demanded, strict and free replies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as HfVocabulary
+
+from plait.request import Grammar, ReplyShape
+from plait.text.chat.jinja import JinjaTemplate
+from plait.text.grammar.compiler import GrammarCompiler
+from plait.text.reply_format import Speech
+from plait.text.tokenizers.hf import TokenizerFiles, load_hf_tokenizer
+from tests.text.grammar.test_strict_tools import STRICT
+from tests.text.output.test_call_grammar import WRITTEN
+from tests.text.output.test_tool_families import COHERE_TEMPLATE, GLM_TEMPLATE, THINKS
+
+MARKERS = {
+    "glm": ["tool_call", "/tool_call", "arg_key", "/arg_key", "arg_value", "/arg_value", "think", "/think"],
+    "cohere": [
+        f"|{edge}_{part}|" for part in ("THINKING", "ACTION", "RESPONSE") for edge in ("START", "END")
+    ],
+}
+THOUGHT = {"glm": "<think>hm</think>\n", "cohere": "<|START_THINKING|>hm<|END_THINKING|>"}
+SAID = {"glm": "Hello", "cohere": "<|START_RESPONSE|>Hello<|END_RESPONSE|>"}
+
+
+@pytest.mark.parametrize(("name", "source"), [("glm", GLM_TEMPLATE + THINKS), ("cohere", COHERE_TEMPLATE)])
+def test_a_reply_may_be_what_its_family_writes(
+    name: str, source: str, byte_level: Any, tmp_path: Path
+) -> None:
+    vocabulary = HfVocabulary.from_str(byte_level.to_str())
+    vocabulary.add_special_tokens(
+        [AddedToken(f"<{m}>", special=True, normalized=False) for m in MARKERS[name]]
+    )
+    vocabulary.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_hf_tokenizer(tmp_path / "tokenizer.json", TokenizerFiles({}, {}))
+    talk = Speech(tokenizer, JinjaTemplate("test", {"default": source}, tokenizer, {}))
+    compiler = GrammarCompiler(tokenizer)
+
+    def takes(grammar: Grammar | None, text: str) -> bool:
+        assert grammar is not None
+        state = compiler.compile(grammar).state()
+        ids = tokenizer.encode(text, add_special=False, allow_special=True)
+        if state.accepts(ids) < len(ids):
+            return False
+        for token_id in ids:
+            state.accept(token_id)
+        return state.may_stop
+
+    call, said, thought = WRITTEN[name], SAID[name], THOUGHT[name]
+    wrong = call.replace("2", "two")
+    try:
+        demanded = talk.grammar(None, ReplyShape(tools=tuple(STRICT), choice="required"))
+        assert all(takes(demanded, text) for text in (call, thought + call))
+        assert not any(takes(demanded, text) for text in (said, wrong, thought))
+        strict = talk.grammar(None, ReplyShape(tools=tuple(STRICT)))
+        assert all(takes(strict, text) for text in (call, said, "Hello", thought + call, thought + said))
+        assert not any(takes(strict, text) for text in (wrong, call + "more"))
+        formed = talk.grammar(Grammar("choice", '["yes"]', "x"), ReplyShape(tools=tuple(STRICT)))
+        assert all(
+            takes(formed, text)
+            for text in (call, said.replace("Hello", "yes").removesuffix("<|END_RESPONSE|>"))
+        )
+        assert not takes(formed, said)
+    finally:
+        compiler.close()
+    reader = talk.reader(ReplyShape(tools=tuple(STRICT)))
+    assert reader is not None
+    assert {tokenizer.token_text(i) for i in reader.shown} == {f"<{m}>" for m in MARKERS[name]}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "has_begun"),
+    [
+        ("<|CHATBOT_TOKEN|>", False),
+        ("<|CHATBOT_TOKEN|><|START_THINKING|><|END_THINKING|>", False),
+        ("<|CHATBOT_TOKEN|><|START_RESPONSE|>", True),
+        ("<|CHATBOT_TOKEN|><|START_RESPONSE|>So", True),
+    ],
+)
+def test_command_s_prompt_may_have_begun_the_response(
+    prompt: str, has_begun: bool, byte_level: Any, tmp_path: Path
+) -> None:
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_hf_tokenizer(tmp_path / "tokenizer.json", TokenizerFiles({}, {}))
+    talk = Speech(tokenizer, JinjaTemplate("test", {"default": COHERE_TEMPLATE}, tokenizer, {}))
+    assert talk.has_begun(tokenizer.encode(prompt, add_special=False)) is has_begun

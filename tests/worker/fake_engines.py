@@ -1,0 +1,102 @@
+"""Builders of engines for processes of their own: the model of digests, and ways to end it.
+
+The model's name says what goes wrong when a token is computed: see `ENDS`. "…" loads without fault.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from plait.config import EngineConfig
+from plait.errors import BadFile, ConfigError
+from plait.loading.text_side import TextSource
+from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
+from plait.spec import ModelSpec, Norm
+from plait.worker.child import Housed
+from tests.engine.hash_model import VOCAB, HashModel, engine
+
+POISON, STALL, GARBAGE, LONG, WORDY, LOUD = 90, 91, 92, 93, 94, 95  # tokens
+CONTEXT = 400
+STEP_S = 0.002
+
+
+class Mortal(HashModel):
+    """Steps take a moment; some tokens in a plan end the process, or as good as that."""
+
+    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+        time.sleep(STEP_S)
+        for chunk in plan.chunks:
+            if chunk.start == 0:
+                _suffer(chunk)
+        return super().execute(plan, sampling)
+
+
+def _suffer(chunk: Chunk) -> None:
+    """Only prompts can hurt: the model says every token of its vocabulary now and then."""
+    match chunk.token_ids[0]:
+        case _ if chunk.token_ids[:2] == (POISON, POISON):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case _ if chunk.token_ids[:2] == (STALL, STALL):
+            time.sleep(3600)
+        case _ if chunk.token_ids[:2] == (GARBAGE, GARBAGE):
+            os.write(int(sys.argv[2]), b"\x00\x00\x00\x03\xc1\xc1\xc1")
+        case _ if chunk.token_ids[:2] == (WORDY, WORDY):
+            logging.getLogger("plait.step").debug("a wordy step")
+        case _ if chunk.token_ids[:2] == (LOUD, LOUD):
+            for fd in (1, 2):
+                os.write(fd, b"a line of a library\n" * 2_000)  # more than a pipe holds
+        case _ if chunk.token_ids[:2] == (LONG, LONG):
+            os.write(int(sys.argv[2]), b"\xff" * 64)
+
+
+def compile_one(config: EngineConfig) -> None:
+    """Make a kernel where `plait.kernels.load.load` would keep it, and log whether it was compiled."""
+    from plait.kernels import load
+    from plait.kernels.cpu.codegen import target
+
+    target.keep_in(Path(config.cache_dir or ""), load._lent[-1])
+    from plait.kernels.cpu.runtime.next_step import follow_rows
+
+    assert follow_rows.address
+    logging.getLogger("plait.engine").warning("compiled: %s", follow_rows.compile_s > 0)
+
+
+def build(
+    model: str,
+    config: EngineConfig,
+    report: Callable[[str, int, int], None],
+    on_source: Callable[[TextSource], None],
+) -> Housed:
+    """An engine without text. The model's name may be a fault of loading."""
+    report("reading headers", 0, 1)
+    on_source(TextSource(name=model, vocab_size=VOCAB, metadata={"tokenizer.odd": "\udcff"}))
+    match model:
+        case "bad option":
+            raise ConfigError("vocab: there is no such vocabulary")
+        case "bad file":
+            raise BadFile("model.safetensors: the file ends early")
+        case "no memory":
+            raise MemoryError
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "crashed":
+            os._exit(7)
+        case "broken":
+            raise ZeroDivisionError("a fault of ours")
+        case "waits":
+            time.sleep(3600)
+        case "compiles":
+            compile_one(config)
+        case path if path.startswith("/") and os.path.exists(path):
+            raise BadFile(f"{path}: it cannot be read any more")
+    limits: dict[str, Any] = {"max_num_seqs": config.max_num_seqs, "max_waiting": config.max_waiting}
+    made = engine(Mortal(), length=CONTEXT, blocks=1000, **limits)
+    report("ready", 1, 1)
+    return Housed(made, ModelSpec("hash", 8, VOCAB, (), Norm(), CONTEXT), lambda: None)

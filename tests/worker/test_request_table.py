@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from typing import Any
+
+from plait.errors import EngineKilled
+from plait.request import Event
+from plait.worker.protocol import spoken
+from plait.worker.request_table import MAX_DEATHS, Ledger
+from tests.engine.hash_model import Reader, request
+
+
+class Book:
+    """A ledger with readers, and an engine that is the test."""
+
+    def __init__(self, *names: str, **params: Any) -> None:
+        self.ledger, self.reader = Ledger(), Reader()
+        for name in names:
+            self.ledger.add(request(name, [1, 2], **params), self.reader, 1.0)
+        self.keys = {name: key for key, name in enumerate(names, 1)}
+
+    def due(self) -> list[str]:
+        return [entry.request.id for entry in self.ledger.due()]
+
+    def say(self, name: str, *token_ids: int, index: int = 0, **more: Any) -> None:
+        event = Event(name, index, token_ids, **more)
+        self.ledger.deliver(spoken(self.keys[name], event), 2.0)
+
+    def die(self, *names: str, arriving: str | None = None, is_foreign: bool = False) -> bool:
+        key = self.keys[arriving] if arriving else 0
+        return self.ledger.bury([self.keys[n] for n in names], key, is_foreign=is_foreign)
+
+    def failed(self) -> set[str]:
+        return {name for name in self.keys if "error" in self.reader.ends(name)}
+
+
+def test_everything_is_due_once_and_what_is_missing_again_after_a_death() -> None:
+    book = Book("a", "b", n=2)
+    assert book.due() == ["a", "b"]
+    assert book.due() == []
+    book.say("a", 7)
+    book.say("a", 8, 9, index=1, finish_reason="stop")
+    book.say("b", 5)
+    assert not book.die()
+    again = {entry.request.id: entry.so_far() for entry in book.ledger.due()}
+    assert again["a"].resumed == ((7,), None)
+    assert again["b"].resumed == ((5,), ())
+    assert again["a"].prompt_token_ids == (1, 2)
+
+
+def test_a_request_that_no_engine_had_begins_anew() -> None:
+    book = Book("a")
+    book.die()
+    assert [entry.so_far().resumed for entry in book.ledger.due()] == [()]
+
+
+def test_suspects_run_one_after_the_other_the_newest_first_and_before_all_others() -> None:
+    book = Book("a", "b", "c")
+    book.due()
+    assert book.die("a", "b")
+    assert book.due() == ["b"]
+    book.say("b", 1)
+    assert book.due() == []
+    book.say("b", 2)
+    assert book.due() == ["a"]
+    book.say("a", 1, finish_reason="stop")
+    assert book.due() == ["c"]
+
+
+def test_who_was_alone_in_neither_of_two_deaths_is_tried_again_alone() -> None:
+    book = Book("a", "b", "c")
+    book.due()
+    book.die("a", "b", "c")
+    assert book.due() == ["c"]
+    book.say("c", 1, 2)
+    assert book.due() == ["b"]
+    book.die("b", "c")  # b was on trial, but c ran as well
+    assert book.failed() == set()
+    assert book.due() == ["b"]
+    book.die("b")
+    assert book.failed() == {"b"}
+    assert isinstance(book.reader.last("b").error, EngineKilled)
+    assert book.due() == ["a"]
+    book.say("a", 1, 2)
+    assert book.due() == ["c"]
+
+
+def test_a_death_from_outside_blames_nobody_who_was_alone() -> None:
+    book = Book("a")
+    for _ in range(MAX_DEATHS):
+        assert not book.failed()
+        book.due()
+        book.die("a", is_foreign=True)
+    assert book.failed() == {"a"}  # or it could go on for ever
+
+
+def test_what_a_request_ends_on_arrival_is_its_own_fault() -> None:
+    book = Book("a", "b")
+    for _ in range(2):
+        while book.due():
+            book.say("a", 1, 2)
+        book.die("a", arriving="b")
+    assert book.failed() == {"b"}
+
+
+def test_requests_that_are_never_alone_get_some_more_engines() -> None:
+    book = Book("a", "b")
+    for death in range(1, MAX_DEATHS + 1):
+        for name in ("b", "a"):
+            book.due()
+            if death > 1:
+                book.say(name, 1, 2)
+        assert book.failed() == set()
+        book.due()
+        book.die("a", "b")
+    assert book.failed() == {"a", "b"}
+    assert len(book.ledger) == 0
+
+
+def test_events_of_what_has_ended_here_are_not_told() -> None:
+    book = Book("a")
+    book.due()
+    book.say("a", 1, finish_reason="stop")
+    book.say("a", 2)
+    assert book.reader.tokens("a") == [1]
+    assert book.ledger.cancel("a", None) is None
+
+
+def test_a_choice_that_was_to_be_cancelled_ends_with_its_engine() -> None:
+    book = Book("a", n=2)
+    book.due()
+    assert book.ledger.cancel("a", 1) == 1
+    assert book.reader.ends("a") == []
+    book.die("a")
+    assert [e.finish_reason for e in book.reader.events["a", 1]] == ["cancelled"]
+    assert [entry.so_far().resumed for entry in book.ledger.due()] == [((), None)]
+
+
+def test_a_trial_is_as_long_as_what_an_engine_may_have_kept() -> None:
+    """Tokens that are told by fours: the engine may have ended three tokens behind what is known."""
+    book = Book("a", "b", more={"interval": 4})
+    book.due()
+    book.say("a", 1)
+    book.say("a", 2, 3, 4, 5)
+    assert book.die("a", "b")
+    assert book.due() == ["b"]  # which had told nothing, so nothing is lost
+    book.say("b", 1)
+    book.say("b", 2)
+    (entry,) = book.ledger.due()
+    assert entry.so_far().interval == 1
+    for token_id in range(6, 10):  # three that may be lost, the step that ended the engine
+        book.say("a", token_id)
+        assert entry.is_suspect
+    book.say("a", 10)
+    assert not entry.is_suspect
+    assert not book.failed()
+    assert book.die("a")  # nothing of it was kept since
+    assert book.failed() == {"a"}

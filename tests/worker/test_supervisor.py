@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from plait.config import EngineConfig
+from plait.worker import supervisor as module
+from plait.worker.protocol import Hello
+from plait.worker.supervisor import Mailbox, Patience, Supervisor
+
+
+def overdue(supervisor: Supervisor, alive_s: float, busy_since_s: float = 0.0) -> str | None:
+    page: Any = SimpleNamespace(alive_s=alive_s, busy_since_s=busy_since_s)
+    return supervisor._overdue(SimpleNamespace(page=page))  # type: ignore[arg-type]
+
+
+def test_whoever_has_slept_himself_does_not_blame_others_for_it() -> None:
+    patience = Patience(frozen_s=0.05, stalled_s=0.05, loading_s=1e9)
+    supervisor = Supervisor(Hello("a:b", "m", EngineConfig(), {}), None, patience)  # type: ignore[arg-type]
+    long_ago = time.monotonic() - 100
+    assert overdue(supervisor, long_ago, long_ago) is None  # the first look for a long time
+    time.sleep(0.06)
+    assert "no thread of it has run" in (overdue(supervisor, long_ago) or "")
+    assert overdue(supervisor, time.monotonic()) is None
+    supervisor._up_since = long_ago
+    assert "a step has taken more than" in (overdue(supervisor, time.monotonic(), long_ago) or "")
+    supervisor._looked_s = long_ago
+    assert overdue(supervisor, long_ago, long_ago) is None
+    supervisor.mailbox.close()
+
+
+def test_a_mailbox_takes_commands_until_it_is_closed_and_loses_none() -> None:
+    mailbox, done = Mailbox(), []
+    for i in range(70_000):  # more than its pipe holds
+        assert mailbox.put(lambda _, i=i: done.append(i))  # type: ignore[misc]
+    assert len(mailbox.take()) == 70_000
+    assert mailbox.put(lambda _: None)
+    assert len(mailbox.close()) == 1
+    assert not mailbox.put(lambda _: None)
+
+
+def test_a_process_that_cannot_be_started_is_tried_again_with_pauses_and_then_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine without memory for a process made the supervisor spin, deaf to everything."""
+    starts: list[float] = []
+
+    def spawned(*_: object) -> None:
+        starts.append(time.monotonic())
+        raise OSError("Cannot allocate memory")
+
+    ended: list[object] = []
+    monkeypatch.setattr(module, "Spawned", spawned)
+    monkeypatch.setattr(module, "BACKOFF_S", 0.02)
+    watcher: Any = SimpleNamespace(on_down=lambda: None, on_end=ended.append, on_restart=lambda: None)
+    supervisor = Supervisor(Hello("a:b", "m", EngineConfig(), {}), watcher, Patience())
+    supervisor._was_up = True
+    supervisor.run()
+    assert len(starts) == module.MAX_DEATHS
+    assert all(later - earlier > 0.01 for earlier, later in pairwise(starts))
