@@ -97,7 +97,7 @@ def test_what_is_imported_meanwhile_needs_no_torch() -> None:
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="another Python has other libraries of its own")
 def test_what_is_imported_meanwhile_brings_no_library_that_would_wait_for_torchs() -> None:
     script = (
-        "import plait.cli.generate, importlib.machinery as m; from plait.engine import torch_start as t\n"
+        "import plait.cli.generate, importlib.machinery as m; from plait.worker import torch_preload as t\n"
         f"t._import_some({NATIVE!r})\n"
         "found, create = [], m.ExtensionFileLoader.create_module\n"
         "def note(self, spec):\n    found.append(spec.name)\n    return create(self, spec)\n"

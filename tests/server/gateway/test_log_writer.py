@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import sys
 from plait.config import ServerConfig
-from plait.server import log_writer
+from plait.server.gateway import log_writer
 from plait.server.gateway.access_log import start_log
 from plait.server.run import serve_front
 from tests.server.fake import fake_front

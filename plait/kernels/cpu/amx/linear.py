@@ -323,13 +323,13 @@ def many_rows(kept: Kept, kind: Kind) -> Kernel:
             tile_bytes = f"(n + 1) // 2 * {PAIR_BYTES[kept]}"
     source = _SOURCE.substitute(
         digest=digest(
-            "amx_linear.py",
-            "amx.py",
-            "linear_source.py",
-            "floats.py",
-            "layout.py",
-            "codes.py",
-            "bf16_codes.py",
+            "amx/linear.py",
+            "codegen/amx_tiles.py",
+            "linear/blocks_source.py",
+            "linear/float_codes.py",
+            "linear/layout.py",
+            "linear/codebooks.py",
+            "linear/bf16_codes.py",
         ),
         kept=repr(kept),
         kind=kind,

@@ -21,7 +21,7 @@ target = import_module("plait.kernels.cpu.codegen.target")
 pytestmark = pytest.mark.skipif("avx2" not in target.host_features(), reason="no AVX2 here")
 
 BYTES = '''"""Products of bytes: {digest}."""
-import test_twos as blocks
+import test_avx2_dot as blocks
 
 from plait.kernels.cpu.codegen.kernel import kernel
 from plait.kernels.cpu.codegen.vec import word
@@ -41,7 +41,7 @@ QUADS, BASE = 8, 1 << 20
 @pytest.fixture(autouse=True)
 def _named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the name by which kernels import this module."""
-    monkeypatch.setitem(sys.modules, "test_twos", sys.modules[__name__])
+    monkeypatch.setitem(sys.modules, "test_avx2_dot", sys.modules[__name__])
 
 
 def by_twos(largest: int, zero: int | None) -> Any:

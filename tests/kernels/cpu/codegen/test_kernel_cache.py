@@ -63,7 +63,7 @@ def test_two_installs_share_hand_written_kernels_and_a_changed_one_compiles_its_
     one, other, cache = copy(tmp_path / "one"), copy(tmp_path / "other"), tmp_path / "cache"
     at_once = [start(one, cache), start(other, cache)]
     assert sorted(compiled(process)[0] for process in at_once) == [False, True]  # one waited for the other
-    source = other / "plait" / "kernels" / "cpu" / "following.py"
+    source = other / "plait" / "kernels" / "cpu" / "runtime" / "next_step.py"
     source.write_text(source.read_text() + "\n# changed\n")
     assert [compiled(start(folder, cache)) for folder in (other, one, other)] == [
         (True, True, ""),

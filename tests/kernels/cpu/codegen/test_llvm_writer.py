@@ -21,7 +21,7 @@ kernels = import_module("plait.kernels.cpu.codegen.kernel")
 vec = import_module("plait.kernels.cpu.codegen.vec")
 
 TEXT = '''"""Blocks in a kernel."""
-import test_straight as blocks
+import test_llvm_writer as blocks
 
 from plait.kernels.cpu.codegen.kernel import kernel
 from plait.kernels.cpu.codegen.vec import get_f32, load_f32, store_f32, word
@@ -73,7 +73,7 @@ def odd(w: Any, x: Any, to: Any, n: Any) -> None:
 
 
 def test_blocks_in_a_kernel(cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "test_straight", sys.modules[__name__])
+    monkeypatch.setitem(sys.modules, "test_llvm_writer", sys.modules[__name__])
     made = kernels.generated("straight_blocks", TEXT)
     x, out = torch.randn(64), torch.zeros(128)
     cpu.launch(made.run, x, out, 3, rows=1)
@@ -97,7 +97,7 @@ def test_an_operation_that_is_none() -> None:
 
 
 def test_the_digest_is_of_every_file() -> None:
-    assert straight.digest() != straight.digest("vec.py") != straight.digest("maths.py")
+    assert straight.digest() != straight.digest("codegen/vec.py") != straight.digest("codegen/maths.py")
 
 
 HALVES = '''"""Float16 to float32 and back."""
@@ -164,7 +164,7 @@ def test_halves(target: str) -> None:
     """With the instructions of this processor, and by whole numbers where there are none."""
     here = Path(__file__)
     paths = [str(here.parents[4]), str(here.parent)]
-    code = f"import sys; sys.path[:0] = {paths!r}\nimport test_straight; test_straight.check_halves()"
+    code = f"import sys; sys.path[:0] = {paths!r}\nimport test_llvm_writer; test_llvm_writer.check_halves()"
     env = {**os.environ, "NUMBA_CPU_NAME": target, "NUMBA_CPU_FEATURES": ""}
     if not target:
         env = dict(os.environ)

@@ -332,7 +332,7 @@ def elsewhere(target: str, kinds: list[str]) -> str:
     here = Path(__file__)
     code = (
         f"import sys; sys.path[:0] = {[str(here.parents[4]), str(here.parent)]!r}\n"
-        f"import test_linear; print(test_linear.digest({kinds!r}))"
+        f"import test_blocks; print(test_blocks.digest({kinds!r}))"
     )
     env = {**os.environ, "NUMBA_CPU_NAME": target, "NUMBA_CPU_FEATURES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)

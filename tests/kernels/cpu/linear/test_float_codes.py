@@ -149,7 +149,7 @@ def test_another_processor_gives_the_same_bits(target: str) -> None:
     here = Path(__file__)
     code = (
         f"import sys; sys.path[:0] = {[str(here.parents[4]), str(here.parent)]!r}\n"
-        "import test_floats; print(test_floats.digest())"
+        "import test_float_codes; print(test_float_codes.digest())"
     )
     env = {**os.environ, "NUMBA_CPU_NAME": target, "NUMBA_CPU_FEATURES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)

@@ -200,7 +200,7 @@ def digest(kinds: list[str]) -> str:
 def elsewhere(target: str, kinds: list[str]) -> str:
     """`digest` in a process whose kernels are made for another processor."""
     root = Path(__file__).parents[4]
-    code = f"from tests.kernels import test_heads; print(test_heads.digest({kinds!r}))"
+    code = f"from tests.kernels.cpu.moe import test_head_maps; print(test_head_maps.digest({kinds!r}))"
     env = {**os.environ, "NUMBA_CPU_NAME": target, "NUMBA_CPU_FEATURES": "", "PYTHONPATH": str(root)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
