@@ -38,21 +38,28 @@ def test_reading_path_names_a_file_that_is_not_there(tool: ModuleType, tmp_path:
         tool.reading_path(tmp_path)
 
 
-def test_recorder_counts_lines_of_every_thread_between_on_and_over(tool: ModuleType, tmp_path: Path) -> None:
+def test_recorder_counts_lines_of_all_threads_in_files_of_every_chat(
+    tool: ModuleType, tmp_path: Path
+) -> None:
     folder = tmp_path / "plait"
     folder.mkdir()
     (folder / "work.py").write_text("def work():\n    x = 1\n    return x\n")
     (tmp_path / "flag").write_bytes(b"\0")
-    recorder = tool.RECORDER.format(folder=f"{folder}/", state=str(tmp_path))
+    (folder / "timer.py").write_text("def tick():\n    return 1\n")
+    recorder = tool.RECORDER.format(folder=f"{folder}/", state=str(tmp_path), chats=2)
     script = f"""
 {recorder}
 sys.path.insert(0, {str(folder)!r})
 from work import work
+from timer import tick
 work()
-flag[0] = {tool.ON}
+flag[0] = 1
 thread = threading.Thread(target=work)
 thread.start()
 thread.join()
+tick()
+flag[0] = 2
+work()
 flag[0] = {tool.OVER}
 while not os.path.exists(os.path.join(state, f"{{os.getpid()}}.json")):
     time.sleep(0.01)
@@ -69,8 +76,8 @@ while not os.path.exists(os.path.join(state, f"{{os.getpid()}}.json")):
 
 
 @pytest.mark.slow
-def test_trace_of_a_streamed_chat_covers_both_processes(tool: ModuleType, nano_hybrid: Path) -> None:
-    found = tool.trace(ROOT, nano_hybrid, 8, ["--chat-template", "chatml"])
+def test_trace_of_a_streamed_chat_covers_both_processes(tool: ModuleType, smollm2: Path) -> None:
+    found = tool.trace(ROOT, smollm2, 8, [])
     assert found["completion_tokens"] == 8
     processes = {file["file"]: file["processes"] for file in found["files"]}
     assert processes["plait/engine/core.py"] == ["engine"]

@@ -1,18 +1,19 @@
 """Counts the files of Plait that one streamed chat crosses, and the lines of the reading path.
 
-    python tools/trace_request.py             # serve a model, trace one chat of 8 tokens, print JSON
+    python tools/trace_request.py             # serve a model, trace a chat of 8 tokens, print JSON
     python tools/trace_request.py --reading   # the files that explain how a token is made, with their lines
 
 The trace covers the two processes of `plait serve`, with all threads. It begins with the first byte of the
-request, on a connection that is open, and ends when the client reads `[DONE]`. A chat before it has imported
-every module, so no import counts. `lines_run` counts distinct lines; files with few of them are candidates
-for merging. Not covered: the walled process that renders a template (its interpreter starts isolated), and
-the kernels, which are machine code.
+request, on a connection that is open, and ends when the client reads `[DONE]`. It is taken three times, and a
+file counts that runs each time. A chat before has imported every module, so no import counts. `lines_run`
+counts distinct lines; files with few of them are candidates for merging. Not covered: the walled process that
+renders a template (its interpreter starts isolated), and the kernels, which are machine code.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import importlib.util
 import json
@@ -25,37 +26,40 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_READING = 2000  # lines
-START_S, CHAT_S, REPORT_S = 300.0, 120.0, 20.0
-OFF, ON, OVER = 0, 1, 2  # what the flag says that the processes share
-# Every process of the server runs this at its start: it traces what `folder` holds while the flag is ON, and
-# leaves `file -> lines` as PID.json when the flag is OVER.
+START_S, CHAT_S, REPORT_S = 600.0, 120.0, 20.0
+CHATS = 3  # a file counts that all of them run: what a timer starts, one chat may miss
+OFF, OVER = 0, 255  # what the flag says that the processes share; between them, which chat is traced
+# Every process of the server runs this at its start: it traces what `folder` holds during a chat, and leaves
+# `file -> lines`, the fewest of any chat, as PID.json when the flag is OVER.
 RECORDER = """
 import mmap, os, sys, threading, time
 folder, state = {folder!r}, {state!r}
 with open(os.path.join(state, "flag"), "r+b") as file:
     flag = mmap.mmap(file.fileno(), 1)
-lines = {{}}
+lines = [{{}} for _ in range({chats})]
 
 def trace_line(frame, event, arg):
-    if flag[0] == 1 and event == "line":
-        lines.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
+    if event == "line" and 0 < (number := flag[0]) <= len(lines):
+        lines[number - 1].setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
     return trace_line
 
 def trace_call(frame, event, arg):
     return trace_line if frame.f_code.co_filename.startswith(folder) else None
 
 def report():
-    while flag[0] != 2:
+    while flag[0] != 255:
         time.sleep(0.01)
     import json
     path = os.path.join(state, str(os.getpid()))
     with open(path + ".part", "w") as file:
-        json.dump({{name: len(found) for name, found in dict(lines).items()}}, file)
+        names = set.intersection(*map(set, lines))
+        json.dump({{name: min(len(found[name]) for found in lines) for name in names}}, file)
     os.rename(path + ".part", path + ".json")
 
 threading.Thread(target=report, daemon=True).start()
@@ -99,8 +103,8 @@ def wait_until_healthy(server: subprocess.Popen[bytes], port: int, log: Path) ->
     raise TraceFailed("the server did not become healthy: " + " | ".join(last_lines))
 
 
-def chat(port: int, num_tokens: int, flag: mmap.mmap | None = None) -> int:
-    """Stream one chat and return its number of tokens; `flag` is ON from the first byte to the last event."""
+def chat(port: int, num_tokens: int, flag: mmap.mmap | bytearray, number: int = OFF) -> int:
+    """Stream one chat and return its number of tokens; `flag` is `number` from first byte to last event."""
     body = {
         "messages": [{"role": "user", "content": "Count from one to ten."}],
         "stream": True,
@@ -112,8 +116,7 @@ def chat(port: int, num_tokens: int, flag: mmap.mmap | None = None) -> int:
     connection.connect()
     time.sleep(0.2)  # the server has accepted it and is at rest
     usage: dict[str, int] = {}
-    if flag is not None:
-        flag[0] = ON
+    flag[0] = number
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
     reply = connection.getresponse()
     if reply.status != 200:
@@ -124,48 +127,56 @@ def chat(port: int, num_tokens: int, flag: mmap.mmap | None = None) -> int:
             break
         if event.startswith(b"{"):
             usage = json.loads(event).get("usage") or usage
-    if flag is not None:
-        flag[0] = OVER
+    flag[0] = OFF
     connection.close()
     return usage.get("completion_tokens", 0)
 
 
-def wait_for_reports(state: Path, server: subprocess.Popen[bytes]) -> dict[str, dict[str, int]]:
-    """Process (`front` or `engine`) to the lines run in each file, by its path under `root`."""
+def wait_for_reports(state: Path, front: int) -> dict[str, dict[str, int]]:
+    """Process (`front` or `engine`) to the lines run in each file, by its path."""
     deadline = time.monotonic() + REPORT_S
     while len(found := list(state.glob("*.json"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     if len(found) < 2:
         raise TraceFailed("a process of the server left no trace")
-    named = {"front" if path.stem == str(server.pid) else "engine": path for path in found}
+    named = {"front" if path.stem == str(front) else "engine": path for path in found}
     return {name: json.loads(path.read_text()) for name, path in named.items()}
+
+
+@contextlib.contextmanager
+def serving(root: Path, model: Path, options: list[str], state: Path) -> Iterator[tuple[int, int]]:
+    """`plait serve` of `root` on `model`, healthy: its process id and port. `state` holds its log."""
+    port, log = free_port(), state / "log"
+    command = [sys.executable, "-m", "plait", "serve", str(model), "--cpu", "--port", str(port), *options]
+    paths = os.pathsep.join(filter(None, (str(state), str(root), os.environ.get("PYTHONPATH"))))
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            command, cwd=root, env={**os.environ, "PYTHONPATH": paths}, stdout=output, stderr=output
+        )
+        try:
+            wait_until_healthy(server, port, log)
+            yield server.pid, port
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)
 
 
 def trace(root: Path, model: Path, num_tokens: int, options: list[str]) -> dict[str, Any]:
     """Serve `model` with the Plait of `root`, and trace one chat. Raises TraceFailed."""
     with tempfile.TemporaryDirectory() as temporary:
-        state, port = Path(temporary), free_port()
+        state = Path(temporary)
+        with serving(root, model, options, state) as (_, port):
+            chat(port, num_tokens, bytearray(1))  # compiles and keeps kernels: minutes under a trace
         (state / "flag").write_bytes(bytes([OFF]))
-        (state / "sitecustomize.py").write_text(
-            RECORDER.format(folder=f"{root}/plait/", state=str(state)), encoding="utf-8"
-        )
-        command = [sys.executable, "-m", "plait", "serve", str(model), "--cpu", "--port", str(port), *options]
-        paths = os.pathsep.join(filter(None, (temporary, str(root), os.environ.get("PYTHONPATH"))))
-        log = state / "log"
-        with (state / "flag").open("r+b") as file, log.open("wb") as output:
+        recorder = RECORDER.format(folder=f"{root}/plait/", state=temporary, chats=CHATS)
+        (state / "sitecustomize.py").write_text(recorder, encoding="utf-8")
+        with (state / "flag").open("r+b") as file, serving(root, model, options, state) as (pid, port):
             flag = mmap.mmap(file.fileno(), 1)
-            server = subprocess.Popen(
-                command, cwd=root, env={**os.environ, "PYTHONPATH": paths}, stdout=output, stderr=output
-            )
-            try:
-                wait_until_healthy(server, port, log)
-                chat(port, num_tokens)
-                made = chat(port, num_tokens, flag)
-                lines_run = wait_for_reports(state, server)
-            finally:
-                server.send_signal(signal.SIGTERM)
-                server.wait(60)
-    return {"model": model.name, "completion_tokens": made, **report(root, lines_run)}
+            chat(port, num_tokens, flag)  # imports the last modules
+            made = [chat(port, num_tokens, flag, number) for number in range(1, CHATS + 1)]
+            flag[0] = OVER
+            lines_run = wait_for_reports(state, pid)
+    return {"model": model.name, "completion_tokens": made[0], **report(root, lines_run)}
 
 
 def report(root: Path, lines_run: dict[str, dict[str, int]]) -> dict[str, Any]:
