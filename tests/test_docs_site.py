@@ -40,3 +40,13 @@ def is_there(name: str) -> bool:
 def test_changelog_begins_with_the_version_of_the_package() -> None:
     versions = re.findall(r"^## \[?([\d.]+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
     assert versions[0] == plait.__version__
+
+
+def test_links_of_the_pages_beside_docs_lead_to_files() -> None:
+    broken = [
+        f"{page.name}: {target}"
+        for page in ROOT.glob("*.md")
+        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text("utf-8"))
+        if page.name != "CHANGELOG.md" and not (ROOT / target).exists()
+    ]
+    assert broken == []
