@@ -1,4 +1,4 @@
-"""The checks of `make check`: imports, modules without torch, and sizes."""
+"""The checks of `make check`: imports, modules without torch, sizes and words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tool(name: str) -> ModuleType:
     return module
 
 
-check_imports, check_sizes = tool("check_imports"), tool("check_sizes")
+check_imports, check_sizes, check_words = tool("check_imports"), tool("check_sizes"), tool("check_words")
 WITHOUT_TORCH = ("plait", *(f"plait.{name}" for name in (*check_imports.NO_TORCH, "cli.main")))
 BLOCKED = """
 import importlib, pkgutil, sys
@@ -137,3 +137,111 @@ def test_a_long_file_and_a_long_function_are_named(tmp_path: Path) -> None:
 def test_a_docstring_does_not_count_as_length(tmp_path: Path) -> None:
     text = 'def f():\n    """Long.\n' + "    words\n" * 60 + '    """\n' + "    x = 1\n" * 40
     assert check_sizes.too_long(write(tmp_path, {"ops/norm.py": text})) == []
+
+
+def test_prose_has_the_words_of_the_glossary() -> None:
+    assert check_words.avoided() == []
+
+
+def test_sentences_of_the_docs_are_short() -> None:
+    assert check_words.long_winded() == []
+
+
+def test_files_and_classes_that_the_docs_name_exist() -> None:
+    assert [*check_words.missing_paths(), *check_words.unknown_classes()] == []
+
+
+def test_reading_path_of_a_token_is_short() -> None:
+    assert 0 < sum(check_words.reading_path().values()) < check_words.READING
+
+
+def test_glossary_and_word_rules_have_the_same_entries() -> None:
+    assert [*check_words.glossary()] == [*check_words.RULES]
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("A Mamba keeps a state of fixed size.", "state of fixed size"),
+        ("All linear maps are packed.", "linear map"),
+        ("A request is turned away.", "turned away"),
+        ("A reply that somebody watches.", "watched"),
+        ("Three guessed tokens.", "guess"),
+        ("The client is told.", "told"),
+        ("Faster beside llama.cpp.", "beside"),
+        ("Nobody holds the block.", "nobody"),
+        ("The reply is equal, who shares the batch.", "who"),
+        ("What stands in the file.", "stands in"),
+        ("A file whose header is damaged.", "whose"),
+        ("The same bits in any company.", "company"),
+        ("The prompt is computed in pieces.", "pieces"),
+        ("The time is noted.", "put down"),
+        ("The books are checked.", "books"),
+        ("They are mended.", "mended"),
+        ("There is no room for a block.", "room"),
+        ("The plan of the house.", "house"),
+        ("It imports from floors below.", "floor"),
+        ("Every door validates.", "door"),
+        ("A wish of the client.", "wish"),
+        ("The tokens that were asked for.", "asked"),
+        ("The wanted rows.", "wanted"),
+        ("Where two prompts part.", "to part"),
+        ("A span of 256 tokens.", "span"),
+        ("Snapshots at ends of prompts.", "ends of prompts"),
+        ("A start packs the weights.", "a start"),
+        ("What is said to the client, its speech.", "speech"),
+        ("It is said once.", "said"),
+        ("A parcel of tokens.", "parcel"),
+        ("The courier wakes.", "courier"),
+        ("The shelf has tiles.", "shelf"),
+        ("The ledger of requests.", "ledger"),
+        ("Both share one page of memory.", "page (memory)"),
+    ],
+)
+def test_an_avoided_word_is_found_in_prose(tmp_path: Path, text: str, word: str) -> None:
+    (tmp_path / "a.md").write_text(f"# Title\n\nPlain words.\n{text}\n")
+    (tmp_path / "b.py").write_text(f'"""{text}"""\n\nx = 1  # {text}\n')
+    found = check_words.avoided(tmp_path, ("a.md", "b.py"))
+    use = check_words._USES[word].search(text)[0]
+    assert [line for line in found if f'"{use}"' in line][:3] == [
+        f'{where}: "{use}": write otherwise' for where in ("a.md:4", "b.py:1", "b.py:3")
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Start the server. It starts once, and the start of a line is column 0.",
+        "A file beside the weights, and one beside its own checkpoint.",
+        "Pages of 4 KiB, and the page of the browser.",
+        "A span of the caller's trace.",
+        "The book of names, and headroom for one part of a prompt.",
+        "A user who is known. That said, people who read it may map a file.",
+        "In code `whose` and a [link](told.md).",
+    ],
+)
+def test_plain_english_is_no_alarm(tmp_path: Path, text: str) -> None:
+    code = "```\ntold = shelf\n```\n\n    parcel\n\n> And he said unto them\n"
+    (tmp_path / "a.md").write_text(f"{text}\n\n{code}")
+    assert check_words.avoided(tmp_path, ("a.md",)) == []
+
+
+def test_sentences_are_counted_without_code_tables_and_headings(tmp_path: Path) -> None:
+    text = "# A heading\n\nOne two `x = y`. Three\nfour (five).\n\n| a | b |\n\n* Six.\n* Seven\n  eight\n"
+    (tmp_path / "a.md").write_text(text + "\n```\nno words\n```\n")
+    counts = [words for words, _, _ in check_words.sentences(tmp_path / "a.md")]
+    assert counts == [3, 3, 1, 2]
+    assert check_words.percentile([1] * 9 + [30]) == 1
+    assert check_words.percentile([1] * 8 + [30] * 2) == 30
+
+
+def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
+    write(tmp_path, {"schedule/plan.py": ""})
+    (tmp_path / "README.md").write_text(
+        "`schedule/plan` `schedule/` `plan.py` `a/b` [x](README.md)\n`schedule/no` `no.py` [y](docs/no.md)\n"
+    )
+    assert check_words.missing_paths(tmp_path) == [
+        "README.md:2: `schedule/no` does not exist",
+        "README.md:2: `no.py` does not exist",
+        "README.md:2: (docs/no.md) does not exist",
+    ]
