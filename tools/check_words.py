@@ -29,9 +29,9 @@ DOCS = (
     *("README.md", "CONTRIBUTING.md", "docs"),
     *("benchmarks/README.md", "examples/README.md", "tests/contract/README.md"),
 )
-MEASURED = ("docs/glossary.md",)  # the Markdown files, or folders, with short sentences
+MEASURED = ("README.md", "docs/glossary.md")  # the Markdown files, or folders, with short sentences
 # What is held to the words: Markdown files, Python files, or folders of both. Add a folder when it is clean.
-CHECKED = ("docs/glossary.md", "tools/check_words.py")
+CHECKED = ("README.md", "docs/glossary.md", "tools/check_words.py")
 MADE_UP = ("l2_norm", "utils.py", "FILE_side.py")  # files that a reader is to write, or not to write
 ARCHITECTURE, READING = "docs/ARCHITECTURE.md", 2000
 GLOSSARY = "docs/glossary.md"  # it has to name the words that it replaces
@@ -110,7 +110,7 @@ class Passage(NamedTuple):
 
 
 _INLINE_CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.S)
-_NEW_BLOCK = re.compile(r"\s*(?:[-*+]|\d+\.) ")
+_NEW_BLOCK = re.compile(r"^\s*(?:[-*+]|\d+\.) ")
 _LINK = re.compile(r"\]\([^)\s]*\)")
 
 
