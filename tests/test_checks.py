@@ -151,6 +151,12 @@ def test_files_and_classes_that_the_docs_name_exist() -> None:
     assert [*check_words.missing_paths(), *check_words.unknown_classes()] == []
 
 
+def test_architecture_has_every_package_in_its_tree() -> None:
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    packages = {path.parent.name for path in (ROOT / "plait").rglob("__init__.py")} - {"plait"}
+    assert [name for name in sorted(packages) if f"{name}/" not in text] == []
+
+
 def test_reading_path_of_a_token_is_short() -> None:
     assert 0 < sum(check_words.reading_path().values()) < check_words.READING
 
