@@ -31,7 +31,7 @@ DOCS = (
 )
 MEASURED = ("README.md", "docs/ARCHITECTURE.md", "docs/glossary.md")  # Markdown with short sentences
 # What is held to the words: Markdown files, Python files, or folders of both. Add a folder when it is clean.
-CHECKED = ("README.md", "docs/ARCHITECTURE.md", "docs/glossary.md", "tools/check_words.py")
+CHECKED = (*DOCS, "tools/check_words.py")
 MADE_UP = ("l2_norm", "utils.py", "FILE_side.py")  # files that a reader is to write, or not to write
 ARCHITECTURE, READING = "docs/ARCHITECTURE.md", 2000
 GLOSSARY = "docs/glossary.md"  # it has to name the words that it replaces
