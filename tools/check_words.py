@@ -29,7 +29,7 @@ DOCS = (
     *("README.md", "CONTRIBUTING.md", "docs"),
     *("benchmarks/README.md", "examples/README.md", "tests/contract/README.md"),
 )
-MEASURED = ("README.md", "docs/ARCHITECTURE.md", "docs/glossary.md")  # Markdown with short sentences
+MEASURED = DOCS
 # What is held to the words: Markdown files, Python files, or folders of both. Add a folder when it is clean.
 CHECKED = (*DOCS, "tools/check_words.py")
 MADE_UP = ("l2_norm", "utils.py", "FILE_side.py")  # files that a reader is to write, or not to write
