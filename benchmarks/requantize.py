@@ -73,7 +73,7 @@ def measure(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def table(results: dict[str, dict[str, Any]]) -> str:
     """The results as a Markdown table."""
     lines = [
-        "| | file MiB | perplexity: Plait | llama.cpp | mean KL: Plait | llama.cpp | linear maps |",
+        "| | file MiB | perplexity: Plait | llama.cpp | mean KL: Plait | llama.cpp | linear layers |",
         "|---|---:|---:|---:|---:|---:|---|",
     ]
     for name, row in results.items():
