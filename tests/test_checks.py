@@ -221,7 +221,7 @@ def test_an_avoided_word_is_found_in_prose(tmp_path: Path, text: str, word: str)
         "A file beside the weights, and one beside its own checkpoint.",
         "Pages of 4 KiB, and the page of the browser.",
         "A span of the caller's trace.",
-        "The book of names, and headroom for one part of a prompt.",
+        "A fake stands in for the engine. The book of names, and headroom for one part of a prompt.",
         "A user who is known. That said, people who read it may map a file.",
         "In code `whose` and a [link](told.md).",
     ],

@@ -8,7 +8,8 @@
 * in DOCS a path in backticks, and the target of a relative link, exists;
 * in ARCHITECTURE the classes in backticks exist, and its reading path has fewer than READING lines.
 
-`--table` also prints the sentences of every file, `--long` those that are too long.
+`--table` also prints the sentences of every file, `--long` those that are too long. Files and folders as
+arguments are held to the words instead of CHECKED: `python tools/check_words.py plait/engine`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ RULES: dict[str, tuple[str, str]] = {
     "nobody": (r"nobody|whoever|(?:every|any|some)body", ""),
     # `who` is for people (users, clients, readers), not for requests and sequences.
     "who": (r"who (?:runs|waits|fails|ends|shares?|shared|makes)|(?:only|just) who", ""),
-    "stands in": (rf"st(?:ands?|ood) (?:{_PREPOSITION})", ""),
+    "stands in": (rf"st(?:ands?|ood) (?:{_PREPOSITION})(?! for)", ""),
     "whose": (r"whose", ""),
     "company": (r"(?:in|its|their|any|whatever) company", ""),
     "pieces": (rf"in (?:\w+ )?pieces|(?:prompt|uneven) pieces|pieces? of {_PROMPTS}", ""),
@@ -195,8 +196,9 @@ def avoided(root: Path = ROOT, places: tuple[str, ...] = CHECKED) -> list[str]:
         where = path.relative_to(root).as_posix()
         for line, text, _ in prose(path) if where != GLOSSARY else ():
             for word, pattern in _USES.items():
-                plain = _PLAIN.get(word)
-                if (use := pattern.search(text)) and not (plain and plain.search(text)):
+                if word in _PLAIN and _PLAIN[word].search(text):
+                    continue
+                for use in pattern.finditer(text):
                     at, words = line + text.count("\n", 0, use.start()), " ".join(use[0].split())
                     found.append(f'{where}:{at}: "{words}": write {write.get(word, "otherwise")}')
     return found
@@ -326,7 +328,14 @@ def main() -> int:
             for words, line, text in sentences(path):
                 if words > WORDS:
                     print(f"{path.relative_to(ROOT)}:{line}: {words}: {text}")
-    found = [*avoided(), *long_winded(), *missing_paths(), *unknown_classes(), *long_reading()]
+    places = tuple(place for place in sys.argv[1:] if not place.startswith("--"))
+    found = [
+        *avoided(places=places or CHECKED),
+        *long_winded(),
+        *missing_paths(),
+        *unknown_classes(),
+        *long_reading(),
+    ]
     print(
         "\n".join(found) if found else "words: the prose has the glossary's words, and what it names exists"
     )
