@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import pkgutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,37 +18,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("plait")
 _lent: list[Spare] = []  # by the server that this process is an engine of: one at most
-
-# Modules of plait.kernels.cpu that register variants when they are imported.
-CPU_KERNELS: tuple[str, ...] = (
-    "pointwise.norm",
-    "pointwise.activation",
-    "pointwise.multiply",
-    "pointwise.gate",
-    "pointwise.copy_rows",
-    "embed.embed",
-    "pointwise.sample",
-    "linear.dense",
-    "linear.float_codes",
-    "moe.experts",
-    "moe.route",
-    "moe.head_maps",
-    "moe.head_maps_stored",
-    "linear.blocks",
-    "linear.glu",
-    "attention.attention",
-    "attention.bf16",
-    "attention.mla",
-    "attention.rope",
-    "ssm.conv",
-    "ssm.gated_norm",
-    "ssm.scan",
-    "ssm.mamba3",
-    "ssm.delta_rule",
-    "ssm.rg_lru",
-    "amx.variants",
-    "amx.attention",
-)
 
 
 def load(*, cache_dir: Path | None = None, isa: str = "native") -> None:
@@ -67,8 +37,24 @@ def load(*, cache_dir: Path | None = None, isa: str = "native") -> None:
 
     target.aim(isa)
     target.keep_in(cache_dir, _lent[-1] if _lent else None)
-    for name in CPU_KERNELS:
-        importlib.import_module(f"plait.kernels.cpu.{name}")
+    for name in cpu_kernels():
+        importlib.import_module(name)
+
+
+def cpu_kernels() -> list[str]:
+    """Every module in the packages of `plait.kernels.cpu`, sorted: importing them registers their variants.
+
+    A variant that is to be tried before another one is in a module that imports the other's module.
+    """
+    from plait.kernels import cpu
+
+    found = [
+        module.name
+        for package in pkgutil.iter_modules(cpu.__path__, f"{cpu.__name__}.")
+        if package.ispkg
+        for module in pkgutil.iter_modules(importlib.import_module(package.name).__path__, f"{package.name}.")
+    ]
+    return sorted(found)
 
 
 def lend(descriptor: int) -> None:
