@@ -42,6 +42,9 @@ class EngineConfig:
     device: Device = option("auto", "auto: the first CUDA device if there is one, else the CPU")
     dtype: DType = option("auto", "what the model computes in; auto: float32 on CPU, the file's on a GPU")
     ops: Ops = option("auto", "auto: the fastest variant of each op; reference: the plain one, to compare")
+    no_fuse: tuple[str, ...] = option(
+        (), "a fused op to leave out: the ops that it replaces run (`plait info --ops`); may be repeated"
+    )
     vocab: str | None = option(
         None, "vocabulary: cl100k_base, o200k_base, llama3, deepseek_v3, a .tiktoken or tokenizer.json file"
     )
@@ -119,7 +122,9 @@ class EngineConfig:
     set: tuple[str, ...] = option((), "key=value: overrides one key of the model's config; may be repeated")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "set", (self.set,) if isinstance(self.set, str) else tuple(self.set))
+        for name in ("no_fuse", "set"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         _check_words(self, _WORDS)
         if self.quantize is not None and self.quantize not in get_args(Quantize):
             known = ", ".join(get_args(Quantize))

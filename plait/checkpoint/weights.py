@@ -63,6 +63,7 @@ class Target:
     encoded: Counter[str] = field(default_factory=Counter)  # how many linear weights were kept in what
     weights_nbytes: int = 0  # what the model keeps in memory, in the form it keeps it
     shelf: Shelf | None = None  # what was packed at an earlier start
+    no_fuse: tuple[str, ...] = ()  # fused ops that are left out: their compositions run
 
 
 class Weights:
@@ -231,8 +232,8 @@ class Weights:
         """The variant of an op for this target; remembered for `plait info --ops`."""
         target = self.target
         facts = Facts(target.device.type, target.dtype, self._shared_sizes() | sizes, target.executor)
-        fn, binding = op.bind(facts, self.prefix, self.target.ops)
-        self.target.bound.append(binding)
+        fn, rows = op.bind_parts(facts, self.prefix, target.ops, target.no_fuse)
+        target.bound.extend(rows)
         return fn
 
     def _shared_sizes(self) -> dict[str, Any]:

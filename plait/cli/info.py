@@ -149,11 +149,11 @@ def grouped(bindings: Iterable[Binding]) -> list[Facts]:
     """Equal choices together, with the number of their users."""
     rows: dict[tuple[Any, ...], int] = {}
     for b in bindings:
-        key = (b.op, b.variant, b.skipped)
+        key = (b.op, b.variant, b.skipped, b.replaces)
         rows[key] = rows.get(key, 0) + 1
     return [
-        {"op": op, "variant": variant, "users": users, "skipped": dict(skipped)}
-        for (op, variant, skipped), users in sorted(rows.items(), key=lambda row: row[0][:2])
+        {"op": op, "variant": variant, "users": users, "skipped": dict(skipped), "replaces": list(replaces)}
+        for (op, variant, skipped, replaces), users in sorted(rows.items(), key=lambda row: row[0][:2])
     ]
 
 
@@ -237,6 +237,8 @@ def op_lines(rows: Iterable[Facts]) -> list[str]:
     table = []
     for row in rows:
         reasons = {name: why for name, why in row["skipped"].items() if not why.startswith("runs on ")}
-        why = "; ".join(f"not {name}: {reason}" for name, reason in reasons.items())
-        table.append((row["op"], row["variant"], f"× {row['users']}", why or "nothing faster is there"))
+        notes = [f"fuses {', '.join(row['replaces'])}"] if row["replaces"] else []
+        notes += [f"not {name}: {reason}" for name, reason in reasons.items()]
+        why = "; ".join(notes) or "nothing faster is there"
+        table.append((row["op"], row["variant"], f"× {row['users']}", why))
     return columns(table)

@@ -34,7 +34,7 @@ from plait.loading.packed_cache import shelf_of
 from plait.loading.probe_scorer import settled
 from plait.memory import has_slots
 from plait.model.decoder import Decoder
-from plait.ops.registry import Binding
+from plait.ops.registry import Binding, check_fused
 from plait.ops.rope import rope_notes
 from plait.request import JsonStyle
 from plait.runner.graphs import Capacity
@@ -275,7 +275,8 @@ def _target(opened: Opened, device: torch.device) -> Target:
     dtype = choose_dtype(config.dtype, device, stored_dtypes(opened))
     length = min(config.max_model_len or spec.max_len, spec.max_len)
     target = Target(device, dtype, length, spec.hidden_size, config.ops, block_size=config.block_size)
-    target.quantize = config.quantize
+    check_fused(config.no_fuse)
+    target.quantize, target.no_fuse = config.quantize, config.no_fuse
     target.kv_dtype = kv_dtype(config, stored_dtypes(opened), dtype)
     if device.type != "cpu":
         load_for_gpu()

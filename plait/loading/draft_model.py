@@ -56,6 +56,7 @@ def load_draft(
     longest = min(max_model_len, spec.max_len)
     own = Target(target.device, dtype, longest, spec.hidden_size, config.ops, block_size=config.block_size)
     own.executor, own.activations, own.quantize = target.executor, target.activations, config.quantize
+    own.no_fuse = config.no_fuse
     own.kv_dtype = kv_dtype(config, stored, dtype)
     with out_of_memory(f"loading the weights of the draft model {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, own, report)

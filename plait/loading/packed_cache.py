@@ -37,7 +37,7 @@ APART = frozenset({
     "vocab", "chat_template", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting",
     "block_size", "memory_limit", "prefix_cache", "snapshot_interval", "swap_memory", "max_step_ms",
     "speculate", "num_draft_tokens", "threads", "deterministic", "kv_dtype", "cache_dir", "packed_cache",
-    "offline", "probe", "prefill",
+    "offline", "probe", "prefill", "no_fuse",
 })  # fmt: skip
 PACKAGE = Path(__file__).resolve().parents[1]
 ROOMS = (

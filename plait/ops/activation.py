@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.ops.registry import Arguments, op
+from plait.ops.product import multiply
+from plait.ops.registry import Arguments, Bound, op
 
 
 def _swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
@@ -107,6 +108,11 @@ def gate(x: Tensor, by: Tensor) -> Tensor:
     x, by: [T, n], whose rows may lie apart in memory -> [T, n].
     """
     return x * by.sigmoid()
+
+
+@gate.replaces(activate, multiply, exact=True)
+def _sigmoid_then_product(activate: Bound, multiply: Bound, x: Tensor, by: Tensor) -> Any:
+    return multiply(x, activate(by, "sigmoid", False))
 
 
 @gate.inputs

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.ops.registry import Arguments, op
+from plait.ops.activation import activate
+from plait.ops.registry import Arguments, Bound, op
 
 SEQS = [(1, True), (1, True), (1, False), (2, True), (11, False), (5, True)]  # (new tokens, has history)
 CASES: list[dict[str, Any]] = [
@@ -57,6 +58,23 @@ def causal_conv(
     end = query_start[1:] + past * torch.arange(seqs, device=x.device)
     tail[slots] = padded[end[:, None] + reach].to(tail.dtype)
     return (F.silu(out) if activation == "silu" else out).to(x.dtype)
+
+
+@causal_conv.replaces(causal_conv, activate)
+def _conv_then_activation(
+    conv: Bound,
+    activate: Bound,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tail: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    activation: str | None = "silu",
+) -> Any:
+    out = conv(x, weight, bias, tail, slots, query_start, has_history, None)
+    return activate(out, activation, False) if activation else out
 
 
 @causal_conv.inputs

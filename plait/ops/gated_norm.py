@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.ops.registry import Arguments, op
+from plait.ops.activation import activate
+from plait.ops.norm import rms_norm
+from plait.ops.product import multiply
+from plait.ops.registry import Arguments, Bound, op
 
 CASES: list[dict[str, Any]] = [
     dict(tokens=1, size=64, groups=1, before=False),
@@ -40,6 +43,26 @@ def gated_rms_norm(
     h = (h if norm_before_gate else h * gated).unflatten(-1, (groups, -1))
     h = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2) * weight.float()
     return (h * gated if norm_before_gate else h).to(gate.dtype)
+
+
+@gated_rms_norm.replaces(activate, multiply, rms_norm)
+def _gate_then_norm(
+    activate: Bound,
+    multiply: Bound,
+    norm: Bound,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    groups: int = 1,
+    norm_before_gate: bool = False,
+) -> Any:
+    gated = activate(gate, "silu", False)
+    if weight is None:
+        return multiply(x, gated)
+    if norm_before_gate:
+        return multiply(norm(x, weight, eps, groups), gated)
+    return norm(multiply(x, gated), weight, eps, groups)
 
 
 @gated_rms_norm.inputs

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.ops.activation import activate
-from plait.ops.linear import Linear
-from plait.ops.registry import Arguments, op
+from plait.ops.activation import PAIRS, activate
+from plait.ops.linear import Linear, linear
+from plait.ops.product import multiply
+from plait.ops.registry import Arguments, Bound, op
 from plait.quant.weight import Dense
 
 CASES: list[dict[str, Any]] = [
@@ -28,6 +29,15 @@ def glu(x: Tensor, up: Linear, kind: str, activate: Callable[[Tensor, str, bool]
     compute one after the other, as the reference does.
     """
     return activate(up(x), kind, True)
+
+
+@glu.replaces(activate, multiply, given=(linear,), exact=True)
+def _linear_then_product(activate: Bound, multiply: Bound, x: Tensor, up: Linear, kind: str, _: Bound) -> Any:
+    both = up(x)
+    if kind in PAIRS:
+        return activate(both, kind, True)
+    gate, up_rows = both.chunk(2, -1)
+    return multiply(activate(gate, kind, False), up_rows)
 
 
 @glu.inputs

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.ops.activation import combine
 from plait.ops.conv import ragged_case
 from plait.ops.linear import Linear
 from plait.ops.norm import rms_norm
-from plait.ops.registry import Arguments, op
+from plait.ops.registry import Arguments, Bound, op
 from plait.ops.ssm import CASES, SSD_CHUNK, begin, pieces, ssd
 from plait.quant.weight import Dense
 
@@ -134,6 +135,13 @@ def norm_for_heads(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tenso
     """
     normed: Tensor = rms_norm.reference(x, weight, eps)
     return normed.repeat_interleave(len(bias) // x.shape[1], 1) + bias
+
+
+@norm_for_heads.replaces(rms_norm, combine)
+def _norm_then_add(norm: Bound, add: Bound, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
+    normed, heads = norm(x, weight, eps), len(bias)
+    normed = normed[:, :, None].expand(-1, -1, heads // x.shape[1], -1).flatten(1, 2)
+    return add(normed, bias.expand_as(normed), 1.0)
 
 
 @norm_for_heads.inputs

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from plait.ops.activation import activate
-from plait.ops.linear import Linear
-from plait.ops.registry import Arguments, op
+from plait.ops.linear import Linear, linear
+from plait.ops.registry import Arguments, Bound, op
 from plait.quant.weight import Dense
 from plait.spec import Router
 
@@ -75,10 +75,25 @@ def experts(
     (up: [gate, up] side by side if gated); activation: (kind, gated); shared: [T, hidden] or None, what the
     sum starts from -> [T, hidden] in x's dtype. Rows are grouped by expert: an expert is read once.
     """
+    y: Tensor = _each_expert(activate.reference, x, weight, index, up, down, activation, shared)
+    return y
+
+
+@experts.replaces(activate, given=(linear,))
+def _each_expert(
+    activate: Bound,
+    x: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    up: Sequence[Linear],
+    down: Sequence[Linear],
+    activation: tuple[str, bool],
+    shared: Tensor | None,
+) -> Tensor:
     out = torch.zeros_like(x) if shared is None else shared.clone()
     for e in index.unique().tolist():
         token, k = torch.where(index == e)
-        h = down[e](activate.reference(up[e](x[token]), *activation))
+        h = down[e](activate(up[e](x[token]), *activation))
         out.index_add_(0, token, h * weight[token, k, None].to(x.dtype))
     return out
 

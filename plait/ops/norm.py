@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.ops.registry import Arguments, op
+from plait.ops.activation import combine
+from plait.ops.registry import Arguments, Bound, op
 
 CASES: list[dict[str, Any]] = [
     dict(tokens=1, hidden=64, groups=1),
@@ -40,6 +41,12 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     """x + delta, and the RMS norm of that. x, delta: [T, n] -> two tensors [T, n]."""
     x = x + delta
     return x, rms_norm.reference(x, weight, eps)
+
+
+@add_rms_norm.replaces(combine, rms_norm, exact=True)
+def _add_then_norm(add: Bound, norm: Bound, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Any:
+    x = add(x, delta, 1.0)
+    return x, norm(x, weight, eps)
 
 
 @add_rms_norm.inputs

@@ -6,14 +6,17 @@ Choice happens once, at construction, from static facts (`Facts`), never from da
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
+from plait.errors import ConfigError
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Bound = Callable[..., Any]  # what is bound for an op
 MakeInputs = Callable[[Mapping[str, Any], torch.dtype, str], Arguments]
 
 
@@ -66,12 +69,34 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What was bound for whom, and why nothing faster was: a row of `plait info --ops`."""
+    """What was bound for which module, and why nothing faster was: a row of `plait info --ops`.
+
+    `replaces`: the ops that a fused op computes in one.
+    """
 
     op: str
     variant: str
     user: str
     skipped: tuple[tuple[str, str], ...]  # (variant, reason)
+    replaces: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """The ops that a fused op replaces, and how they are called one after the other.
+
+    `compute` gets what is bound for each of `parts`, then the fused op's own arguments. `given`: ops that are
+    bound in these arguments (a `Linear`). `exact`: native kernels of both give the same bits.
+    """
+
+    parts: tuple[Op, ...]
+    given: tuple[Op, ...]
+    compute: Callable[..., Any]
+    exact: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(part.name for part in (*self.given, *self.parts))
 
 
 @dataclass(slots=True)
@@ -85,6 +110,7 @@ class Op:
     private: frozenset[str] = frozenset()  # state whose layout is a variant's own affair
     make: MakeInputs | None = None
     variants: list[Variant] = field(default_factory=list)
+    composition: Composition | None = None  # of a fused op
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.reference(*args, **kwargs)
@@ -112,6 +138,21 @@ class Op:
 
         return register
 
+    def replaces(
+        self, *parts: Op, given: Sequence[Op] = (), exact: bool = False
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Name the composition that this fused op replaces; see `Composition`. It is tested against it.
+
+        compute(*parts, *args, **kwargs) -> what the op returns. An op may be a part of itself, called with
+        less to do. `--no-fuse` runs the composition instead of the op.
+        """
+
+        def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+            self.composition = Composition(parts, tuple(given), fn, exact)
+            return fn
+
+        return register
+
     def allowed(self, variant: Variant, dtype: torch.dtype) -> float:
         """How far, absolutely and relatively, a variant may be from the reference."""
         return (variant.tolerance or self.tolerance)[dtype]
@@ -125,12 +166,41 @@ class Op:
             elif reason := variant.refusal(facts):
                 skipped.append((variant.name, reason))
             else:
-                row = Binding(self.name, variant.name, user, tuple(skipped))
-                return variant.bound(facts.executor), row
-        return self.reference, Binding(self.name, "reference", user, tuple(skipped))
+                return variant.bound(facts.executor), self._row(variant.name, user, skipped)
+        return self.reference, self._row("reference", user, skipped)
+
+    def bind_parts(
+        self, facts: Facts, user: str = "", choice: str = "auto", no_fuse: Collection[str] = ()
+    ) -> tuple[Callable[..., Any], list[Binding]]:
+        """As `bind`; of a fused op that `no_fuse` names, its composition, and a row for each part, too."""
+        if self.composition is None or self.name not in no_fuse:
+            fn, row = self.bind(facts, user, choice)
+            return fn, [row]
+        rows = [self._row("composition", user, [(v.name, "--no-fuse names it") for v in self.variants])]
+        bound, rest = [], set(no_fuse) - {self.name}
+        for part in self.composition.parts:
+            fn, more = part.bind_parts(facts, user, choice, rest)
+            bound.append(fn)
+            rows += more
+        return partial(self.composition.compute, *bound), rows
+
+    def _row(self, variant: str, user: str, skipped: Sequence[tuple[str, str]]) -> Binding:
+        replaces = self.composition.names if self.composition else ()
+        return Binding(self.name, variant, user, tuple(skipped), replaces)
 
 
 REGISTRY: dict[str, Op] = {}
+
+
+def check_fused(names: Sequence[str]) -> None:
+    """Raises ConfigError if one of them is no fused op; `no_fuse` takes no other."""
+    fused = sorted(name for name, op in REGISTRY.items() if op.composition)
+    for name in names:
+        if name not in fused:
+            what = "is an op, but not a fused one" if name in REGISTRY else "is no op"
+            raise ConfigError(f"no_fuse: {name!r} {what}; fused ops are {', '.join(fused)}")
+
+
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float32: 2e-5,
     torch.bfloat16: 2e-2,

@@ -50,7 +50,8 @@ def op_names() -> Mapping[Any, str]:
     """Every function that may be bound for an op, with the op's name."""
     names: dict[Any, str] = {}
     for op in REGISTRY.values():
-        for fn in (op.reference, *(variant.fn for variant in op.variants)):
+        composed = [op.composition.compute] if op.composition else []
+        for fn in (op.reference, *composed, *(variant.fn for variant in op.variants)):
             names[fn] = op.name
             if (apply := getattr(fn, "apply", None)) is not None:  # of a variant that packs its weight
                 names[apply] = op.name

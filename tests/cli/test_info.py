@@ -41,6 +41,16 @@ def test_ops_say_why_not_the_faster_one() -> None:
     ]
 
 
+def test_info_shows_what_a_fused_op_replaces(plait: Run, nano_hybrid: Path) -> None:
+    result = plait("info", str(nano_hybrid), "--cpu", "--ops", "--no-fuse", "glu", "--no-fuse", "causal_conv")
+    assert result.code == 0, result.err
+    rows = {" ".join(line.split()[:2]): line for line in result.out.splitlines() if line.split()}
+    assert "fuses combine, rms_norm" in rows["add_rms_norm native"]
+    assert "fuses linear, activate, multiply; not native: --no-fuse names it" in rows["glu composition"]
+    assert "causal_conv composition" in rows
+    assert "causal_conv native" in rows
+
+
 def test_a_real_model_is_described_from_its_headers(plait: Run, smollm2: Path) -> None:
     result = plait("info", str(smollm2), "--json")
     assert result.code == 0, result.err

@@ -34,8 +34,8 @@ GROUPS = {
         *("cache_dir", "packed_cache"),
     ),
     "Speed and arithmetic": (
-        *("device", "dtype", "ops", "isa", "max_num_batched_tokens", "max_step_ms", "speculate"),
-        *("num_draft_tokens", "precise", "deterministic", "prefill"),
+        *("device", "dtype", "ops", "no_fuse", "isa", "max_num_batched_tokens", "max_step_ms"),
+        *("speculate", "num_draft_tokens", "precise", "deterministic", "prefill"),
     ),
 }
 BY_CLASS = (
