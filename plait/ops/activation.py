@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.ops.elementwise import elementwise_op
 from plait.ops.product import multiply
 from plait.ops.registry import Arguments, Bound, op
 
@@ -64,29 +65,17 @@ def _activate_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -
     return ((4 if case["kind"] in PAIRS else 2) * x, case["kind"], gated), {}
 
 
-@op(cases=CASES[:3])
+@elementwise_op(scale=(1.0, 0.22))
 def combine(x: Tensor, y: Tensor, scale: float) -> Tensor:
     """x + scale · y: a residual that no norm follows. x, y: [T, n] -> [T, n]."""
     return x + (y if scale == 1.0 else y * scale)
 
 
-@combine.inputs
-def _combine_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
-    x = torch.randn(case["tokens"], case["size"], dtype=dtype, device=device)
-    return (x, torch.randn_like(x), 1.0 if case["tokens"] == 1 else 0.22), {}
-
-
-@op(cases=CASES[:3])
+@elementwise_op(scale=(0.5,), cap=(None, 2.0))
 def rescale(x: Tensor, scale: float, cap: float | None) -> Tensor:
     """scale · x, then cap · tanh(· / cap) if there is a cap (Gemma 2). x: [T, n] -> [T, n]."""
     x = x if scale == 1.0 else x * scale
     return cap * torch.tanh(x / cap) if cap else x
-
-
-@rescale.inputs
-def _rescale_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
-    x = 5 * torch.randn(case["tokens"], case["size"], dtype=dtype, device=device)
-    return (x, 0.5, 2.0 if case["tokens"] > 1 else None), {}
 
 
 @op(cases=CASES[:3])
@@ -101,7 +90,7 @@ def _gate_rows_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) 
     return (x, torch.randn(case["tokens"], 1, dtype=dtype, device=device)), {}
 
 
-@op(cases=CASES[:3])
+@elementwise_op()
 def gate(x: Tensor, by: Tensor) -> Tensor:
     """x · sigmoid(by), number by number: attention that closes its own output (Qiu et al. 2025).
 
@@ -113,13 +102,6 @@ def gate(x: Tensor, by: Tensor) -> Tensor:
 @gate.replaces(activate, multiply, exact=True)
 def _sigmoid_then_product(activate: Bound, multiply: Bound, x: Tensor, by: Tensor) -> Any:
     return multiply(x, activate(by, "sigmoid", False))
-
-
-@gate.inputs
-def _gate_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
-    x = torch.randn(case["tokens"], case["size"], dtype=dtype, device=device)
-    wide = torch.randn(case["tokens"], 3 * case["size"], dtype=dtype, device=device)
-    return (x, 2 * wide[:, case["size"] : 2 * case["size"]]), {}
 
 
 @op(cases=CASES[:3])

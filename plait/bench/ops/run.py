@@ -138,7 +138,7 @@ def _rows(op: Op, case: Case, ground: Ground) -> Iterator[dict[str, Any]]:
     }
     yield {**blank, "variant": "reference", **rates(slow, work, ground.roofs)}
     facts = Facts(ground.device, ground.dtype, {**STANDARD, **case}, ground.executor)
-    for variant in op.variants:
+    for variant in (*op.variants, *_composition(op, facts)):
         if variant.on != ground.device:
             continue
         row = {**blank, "variant": variant.name}
@@ -159,6 +159,13 @@ def _rows(op: Op, case: Case, ground: Ground) -> Iterator[dict[str, Any]]:
             "speedup": rounded(slow / seconds),
             **rates(seconds, work, ground.roofs),
         }
+
+
+def _composition(op: Op, facts: Facts) -> Iterator[Variant]:
+    """What a fused op replaces, as a variant of it: the difference is what fusing is worth."""
+    if op.composition:
+        fn, _ = op.bind_parts(facts, no_fuse=[op.name])
+        yield Variant("composition", facts.device, fn, lambda facts: None)
 
 
 def prepared(op: Op, variant: Variant | None, case: Case, ground: Ground) -> tuple[Call, Any, Work | None]:

@@ -1,4 +1,4 @@
-"""Pointwise kernels: activations, residuals, scales, caps, gates. A NaN stays one.
+"""Activations, gated or not, and gates of whole rows. A NaN stays one.
 
 Every number depends on its own inputs alone, so rows are cut into pieces that threads share in any way.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
-from plait.kernels.cpu.codegen.maths import exp, sigmoid, tanh
+from plait.kernels.cpu.codegen.maths import exp, sigmoid
 from plait.kernels.cpu.codegen.vec import (
     absolute,
     add,
@@ -32,7 +32,7 @@ from plait.kernels.cpu.codegen.vec import (
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, word
 from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
-from plait.ops.activation import activate, combine, gate_rows, rescale
+from plait.ops.activation import activate, gate_rows
 from plait.ops.registry import Facts
 
 KINDS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid", "swiglu_oai")
@@ -212,57 +212,6 @@ def activate_rows(frame, args, thread, threads):
 
 
 @kernel
-def combine_rows(frame, args, thread, threads):
-    """x, its row and head strides, y, its row and head strides, heads, n, scale, out (dense)."""
-    x, x_row, x_head, y, y_row = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
-    y_head, heads, n, out = word(args, 7), word(args, 8), word(args, 9), word(args, 11)
-    scale = spread(get_f32(args + 80))
-    first, last = _share(rows_of(frame, args) * heads, n, thread, threads)
-    for item in range(first, last):
-        row, start, count = _piece(item, n)
-        a = x + row // heads * x_row + row % heads * x_head + 4 * start
-        b = y + row // heads * y_row + row % heads * y_head + 4 * start
-        to, full = out + 4 * (n * row + start), count // 16 * 64
-        for at in range(0, full, 64):
-            store_f32(to + at, add(load_f32(a + at), mul(load_f32(b + at), scale)))
-        left = np.int32(count % 16)
-        if left > 0:
-            y_tail = mul(load_some(b + full, left), scale)
-            store_some(to + full, add(load_some(a + full, left), y_tail), left)
-
-
-@inline
-def _capped(x, cap):
-    t = tanh(div(x, cap))
-    # maths.tanh makes 1 of a NaN: only what is below 0 or above -1 is a number.
-    return mul(cap, where_less(x, zero_f32(), t, where_less(spread(np.float32(-1.0)), x, t, x)))
-
-
-@kernel
-def rescale_rows(frame, args, thread, threads):
-    """x, its row and head strides, heads, n, scale, cap or 0, out (dense)."""
-    x, row_bytes, head_bytes = word(args, 2), word(args, 3), word(args, 4)
-    heads, n = word(args, 5), word(args, 6)
-    scale, limit, out = spread(get_f32(args + 56)), get_f32(args + 64), word(args, 9)
-    cap = spread(limit)
-    first, last = _share(rows_of(frame, args) * heads, n, thread, threads)
-    for item in range(first, last):
-        row, start, count = _piece(item, n)
-        a = x + row // heads * row_bytes + row % heads * head_bytes + 4 * start
-        to, full, left = out + 4 * (n * row + start), count // 16 * 64, np.int32(count % 16)
-        if limit != np.float32(0.0):
-            for at in range(0, full, 64):
-                store_f32(to + at, _capped(mul(load_f32(a + at), scale), cap))
-            if left > 0:
-                store_some(to + full, _capped(mul(load_some(a + full, left), scale), cap), left)
-        else:
-            for at in range(0, full, 64):
-                store_f32(to + at, mul(load_f32(a + at), scale))
-            if left > 0:
-                store_some(to + full, mul(load_some(a + full, left), scale), left)
-
-
-@kernel
 def gated_rows(frame, args, thread, threads):
     """x, its row stride, gate, its row stride, n, out (dense)."""
     x, x_bytes, gate = word(args, 2), word(args, 3), word(args, 4)
@@ -295,26 +244,6 @@ def _activate(cpu: Executor, x: Tensor, kind: str, gated: bool) -> Tensor:
     out = cpu.empty(*x.shape[:-1], n)
     where = (*rows.strides, rows.heads, n, 4 * n if gated else 0)
     cpu.launch(activate_rows, x, *where, KINDS.index(kind), out, rows=rows.count)
-    return out
-
-
-@combine.variant("native", on="cpu", when=float32_rows, native=True)
-def _combine(cpu: Executor, x: Tensor, y: Tensor, scale: float) -> Tensor:
-    a, b = Rows.of(x), Rows.of(y)
-    if x.shape != y.shape:
-        raise ShapeMismatch(f"rows of {list(x.shape)} and {list(y.shape)} cannot be added by a kernel")
-    out = cpu.empty(*x.shape)
-    where = (x, *a.strides, y, *b.strides, a.heads, a.width)
-    cpu.launch(combine_rows, *where, float(scale), out, rows=a.count)
-    return out
-
-
-@rescale.variant("native", on="cpu", when=float32_rows, native=True)
-def _rescale(cpu: Executor, x: Tensor, scale: float, cap: float | None) -> Tensor:
-    rows = Rows.of(x)
-    out = cpu.empty(*x.shape)
-    numbers = (float(scale), float(cap or 0.0))
-    cpu.launch(rescale_rows, x, *rows.strides, rows.heads, rows.width, *numbers, out, rows=rows.count)
     return out
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.pointwise.activation import KINDS, _activate, _combine, _gate_rows, _rescale
-from plait.kernels.cpu.pointwise.gate import _gate
+from plait.kernels.cpu.pointwise.activation import KINDS, _activate, _gate_rows
+from plait.kernels.cpu.pointwise.elementwise import _combine, _gate, _rescale
 from plait.kernels.load import executor, load
 from plait.ops.activation import PAIRS, activate, combine, gate, gate_rows, rescale
 
