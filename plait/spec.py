@@ -41,7 +41,17 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class Mixer:
+    """What happens in a residual branch, as data. A plug-in derives its own from this or from `Recurrent`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent(Mixer):
+    """A mixer with recurrent state: the memory of a sequence does not grow with its length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(Mixer):
     """Grouped-query attention. `window` keys are visible to a query, itself included.
 
     `qk_norm_over`: one head with a weight for all ("head"), one head with a weight of its own ("each"), or
@@ -63,7 +73,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Mla:
+class Mla(Mixer):
     """Multi-head latent attention (DeepSeek-V2). `q_rank` None: queries come from the hidden state.
 
     `rope_dim` of a key are the same for all heads; without a `rope` they are not rotated (Kimi-Linear).
@@ -81,7 +91,7 @@ class Mla:
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba1:
+class Mamba1(Recurrent):
     """Selective scan (Gu & Dao 2023). `state_limit` clamps the state to ±limit (oxidizr).
 
     `norm`: of dt, B and C before they are used (Jamba, Falcon-Mamba). `num_heads`: A, D and the step are one
@@ -98,7 +108,7 @@ class Mamba1:
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2:
+class Mamba2(Recurrent):
     """State-space duality (Dao & Gu 2024). `norm_groups` is how many parts the gated norm is taken over.
 
     `mode` "ssd" is the recurrence; "exact" is what oxidizr's trainer computes, which is not causal and
@@ -119,7 +129,7 @@ class Mamba2:
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba3:
+class Mamba3(Recurrent):
     """oxidizr's Mamba3: trapezoidal input, B and C rotated by a running angle; MIMO, conv optional."""
 
     num_heads: int
@@ -137,14 +147,14 @@ class Mamba3:
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConv:
+class ShortConv(Recurrent):
     """Gated short convolution (LFM2): from one projection B, C and x; out(C · conv(B · x)), no activation."""
 
     kernel: int
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNet:
+class DeltaNet(Recurrent):
     """Gated delta rule: Gated DeltaNet (Yang et al. 2024), Kimi Delta Attention (Kimi Team 2025).
 
     `num_heads` have a state and a value each; key head h // (num_heads / num_key_heads) serves head h, or
@@ -168,7 +178,7 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True)
-class Lightning:
+class Lightning(Recurrent):
     """Linear attention with a fixed decay per head (MiniMax-01): h <- exp(-slope) h + v k, y = h q.
 
     q, k and v are `activation`s of one projection; y is normed over all heads and gated by a sigmoid.
@@ -182,7 +192,7 @@ class Lightning:
 
 
 @dataclass(frozen=True, slots=True)
-class RgLru:
+class RgLru(Recurrent):
     """Griffin's recurrent block (De et al. 2024): conv and gated linear recurrence, times a second branch.
 
     The recurrence's two gates are maps of each head onto itself; `activation`: of the second branch.
@@ -195,7 +205,7 @@ class RgLru:
 
 
 @dataclass(frozen=True, slots=True)
-class Mlp:
+class Mlp(Mixer):
     size: int
     activation: Activation = "silu"
     gated: bool = True
@@ -218,7 +228,7 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True)
-class Moe:
+class Moe(Mixer):
     """A mixture of experts. `shared_gate`: a sigmoid of the token weighs the shared expert (Qwen2-MoE)."""
 
     num_experts: int
@@ -230,14 +240,10 @@ class Moe:
 
 
 @dataclass(frozen=True, slots=True)
-class Parallel:
+class Parallel(Mixer):
     """Mixers that read the same normed input and whose outputs are summed (Falcon-H1)."""
 
     parts: Mapping[str, Mixer]
-
-
-Recurrent = Mamba1 | Mamba2 | Mamba3 | ShortConv | DeltaNet | Lightning | RgLru  # with state of fixed size
-Mixer = Attention | Mla | Recurrent | Mlp | Moe | Parallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = 15
-SIBLINGS = {"families": "one per family", "ops": "one per op", "cli": "one per command"}
+SIBLINGS = {
+    "families": "one per family",
+    "model/mixers": "one per mixer",
+    "ops": "one per op",
+    "cli": "one per command",
+}
 TIERS = (
     {"errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"},
     {"spec", "request", "memory", "process_memory"},

@@ -7,10 +7,10 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
-from plait.model.build_mixer import build
 from plait.model.layers.batch import Batch
 from plait.model.layers.embedding import Embedding, Head
 from plait.model.layers.norm import Norm
+from plait.model.mixers.registry import build
 from plait.model.shared_block import Aside
 from plait.ops.activation import combine, rescale
 from plait.ops.rows import take_rows

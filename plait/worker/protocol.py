@@ -241,9 +241,14 @@ def _read_error(kind: type, value: Any) -> PlaitError:
 
 
 def packed(value: Any) -> Any:
-    """A spec as plain values: a dataclass is a map of its fields, with its class under ""."""
+    """A spec as plain values: a dataclass is a map of its fields, with its class under "".
+
+    A mixer's spec that a plug-in defines crosses as the class of `plait.spec` it is derived from: the front
+    loads no plug-ins.
+    """
     if is_dataclass(value) and not isinstance(value, type):
-        return {"": type(value).__name__, **{f.name: packed(getattr(value, f.name)) for f in fields(value)}}
+        cls = next(c for c in type(value).__mro__ if getattr(spec, c.__name__, None) is c)
+        return {"": cls.__name__, **{f.name: packed(getattr(value, f.name)) for f in fields(cls)}}
     if isinstance(value, list | tuple):
         return [packed(item) for item in value]
     return {key: packed(item) for key, item in value.items()} if isinstance(value, Mapping) else value

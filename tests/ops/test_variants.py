@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-import plait.model.build_mixer  # noqa: F401  every op a model can use is registered by importing the models
 from plait.kernels.load import load
+from plait.model.mixers.registry import known
 from plait.ops.attention import BLOCK
 from plait.ops.registry import REGISTRY, Facts, Op, Variant
 from plait.quant.weight import Dense
 
 load()
+known()  # registers every op that a model can use
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from plait.errors import BadFile, ContextTooLong, EngineError, InvalidField, Out
 from plait.loading.text_side import TextSource
 from plait.request import Event, Grammar, Request, SamplingParams, ThinkingBudget, TokenLogprobs
 from plait.server.http.errors import NotReady
-from plait.spec import Attention, Branch, Mamba2, Mlp, ModelSpec, Norm, Parallel, Rope
+from plait.spec import Attention, Branch, Mamba2, Mlp, ModelSpec, Norm, Parallel, Recurrent, Rope
 from plait.worker import protocol
 from plait.worker.protocol import (
     BadFrame,
@@ -144,6 +145,16 @@ def test_a_spec_crosses_whole() -> None:
     for wrong in ({"": "os"}, {"": "Norm", "size": 3}, [1], {"": "Norm"}):
         with pytest.raises(BadFrame):
             unpacked_spec(wrong)
+
+
+def test_protocol_packs_the_mixer_of_a_plug_in_as_what_it_is_derived_from() -> None:
+    @dataclass(frozen=True, slots=True)
+    class Decay(Recurrent):
+        size: int
+
+    spec = ModelSpec("decay", 16, 100, ((Branch("decay", Decay(4), None),),), Norm(), 64)
+    ((_, found),) = unpacked_spec(packed(spec)).mixers()
+    assert found == Recurrent()
 
 
 def test_where_a_text_lies_crosses_even_if_its_tokens_are_no_unicode() -> None:

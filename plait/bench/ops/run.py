@@ -63,8 +63,9 @@ def bench_ops(
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Everything `plait bench op` says, as plain values. Raises ConfigError for an op that is not there."""
-    import plait.model.build_mixer  # noqa: F401  every op a model can use is registered by importing the models
+    from plait.model.mixers.registry import known
 
+    known()  # registers every op that a model can use
     load()
     if name is not None and name not in REGISTRY:
         raise ConfigError(f"bench op: there is no op {name!r}; there are {', '.join(sorted(REGISTRY))}")

@@ -7,24 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from plait.spec import (
-    Attention,
-    Branch,
-    DeltaNet,
-    Lightning,
-    Mamba1,
-    Mamba2,
-    Mamba3,
-    Mixer,
-    Mla,
-    Mlp,
-    ModelSpec,
-    Moe,
-    Parallel,
-    RgLru,
-    Rope,
-    ShortConv,
-)
+from plait.spec import Branch, Mixer, ModelSpec
 
 Layer = tuple[Branch, ...]
 
@@ -73,77 +56,9 @@ def branch_text(branch: Branch) -> str:
 
 def mixer_text(mixer: Mixer) -> str:
     """What a mixer is, in the words of its paper, with its sizes."""
-    match mixer:
-        case Attention():
-            return _attention(mixer)
-        case Mla():
-            return _mla(mixer)
-        case Mlp():
-            return f"{'gated ' if mixer.gated else ''}MLP {mixer.size}, {mixer.activation}"
-        case Moe():
-            return _moe(mixer)
-        case Parallel():
-            return " ∥ ".join(f"{name}: {mixer_text(part)}" for name, part in mixer.parts.items())
-        case _:
-            return _with_state(mixer)
+    from plait.model.mixers.registry import describe  # it loads torch, as who has a model has done
 
-
-def _with_state(mixer: Mamba1 | Mamba2 | Mamba3 | ShortConv | DeltaNet | Lightning | RgLru) -> str:
-    """A mixer whose memory does not grow."""
-    match mixer:
-        case Mamba1():
-            heads = "" if mixer.num_heads is None else f", {mixer.num_heads} heads"
-            return f"Mamba1, inner {mixer.inner_size}, state {mixer.state_size}{heads}"
-        case ShortConv():
-            return f"gated short convolution, width {mixer.kernel}"
-        case DeltaNet():
-            kind = "Kimi delta attention" if mixer.decay == "channel" else "gated DeltaNet"
-            shared = f", {mixer.num_key_heads} key" if mixer.num_key_heads != mixer.num_heads else ""
-            return f"{kind}, {mixer.num_heads} heads{shared} × ({mixer.key_dim} × {mixer.value_dim})"
-        case Lightning():
-            return f"lightning attention, {mixer.num_heads} heads × {mixer.head_dim}"
-        case RgLru():
-            return f"RG-LRU, width {mixer.width}, {mixer.num_heads} heads"
-        case _:
-            return _mamba(mixer)
-
-
-def _rope(rope: Rope | None) -> str:
-    if rope is None:
-        return "no rope"
-    kind = rope.scaling.get("rope_type", "")
-    scaled = f" {kind}" if kind not in ("", "default") else ""
-    return f"rope {rope.theta:g}{scaled} on {rope.dim}"
-
-
-def _attention(m: Attention) -> str:
-    kind = "attention" if m.num_heads == m.num_kv_heads else "grouped-query attention"
-    parts = [f"{kind}, {m.num_heads} heads × {m.head_dim}, {m.num_kv_heads} kv", _rope(m.rope)]
-    parts += [f"window {m.window}"] if m.window else []
-    parts += [f"softcap {m.softcap:g}"] if m.softcap else []
-    parts += ["q and k normed"] if m.qk_norm else []
-    parts += ["sinks"] if m.sinks else []
-    parts += ["gated"] if m.gate else []
-    return ", ".join(parts)
-
-
-def _mla(m: Mla) -> str:
-    q = "" if m.q_rank is None else f", q rank {m.q_rank}"
-    return (
-        f"MLA, {m.num_heads} heads × ({m.nope_dim} + {m.rope_dim}), kv rank {m.kv_rank}{q}, {_rope(m.rope)}"
-    )
-
-
-def _mamba(m: Mamba2 | Mamba3) -> str:
-    kind = "Mamba2" if isinstance(m, Mamba2) else "Mamba3"
-    groups = f", {m.num_groups} groups" if m.num_groups > 1 else ""
-    mode = f", {m.mode}" if m.mode != "ssd" else ""
-    return f"{kind}, {m.num_heads} heads × {m.head_dim}, state {m.state_size}{groups}{mode}"
-
-
-def _moe(m: Moe) -> str:
-    shared = "" if m.shared is None else f", shared {m.shared.size}"
-    return f"MoE, {m.top_k} of {m.num_experts} experts × {m.expert.size}, {m.router.score}{shared}"
+    return describe(mixer)
 
 
 def plain(value: Any) -> Any:

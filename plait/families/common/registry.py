@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from plait.checkpoint.names import NameMap
@@ -14,12 +17,6 @@ from plait.families.config.normalize import NOTHING, Config, flatten, normalize
 from plait.spec import ModelSpec
 
 Build = Callable[[Config], tuple[ModelSpec, NameMap]]
-MODULES = (
-    *("llama", "moe", "gemma", "deepseek", "mamba", "hybrid"),
-    *("mamba1", "lfm2", "zamba2", "plamo2"),
-    *("olmo", "gpt_oss", "phi", "smollm3", "starcoder2", "cohere", "glm", "granite"),
-    *("qwen3_next", "kimi", "olmo_hybrid", "minimax", "recurrent_gemma"),
-)
 
 
 class UnknownArchitecture(UnsupportedModel):
@@ -50,11 +47,13 @@ def family(
     defaults: Mapping[str, Any] = NOTHING,
     honours: Collection[str] = (),
 ) -> Callable[[Build], Build]:
-    """Register a family under its architectures and model types."""
+    """Register a family under its architectures and model types. Raises ValueError for one that is taken."""
 
     def register(build: Build) -> Build:
         name = model_types[0] if model_types else architectures[0]
         entry = Family(name, architectures, model_types, build, defaults, honours)
+        if taken := [key for key in (*architectures, *model_types) if key in FAMILIES]:
+            raise ValueError(f"family {taken[0]!r} is defined twice")
         FAMILIES.update(dict.fromkeys((*architectures, *model_types), entry))
         return build
 
@@ -62,10 +61,17 @@ def family(
 
 
 def known() -> Mapping[str, Family]:
-    """Every family, by architecture and by model type."""
-    for module in MODULES:
-        import_module(f"plait.families.{module}")
+    """Every family, by architecture and by model type: those of `plait.families`, and of loaded plug-ins."""
+    _import_families()
     return FAMILIES
+
+
+@cache
+def _import_families() -> None:
+    """A module of the folder registers its families itself: there is no list of them."""
+    for module in pkgutil.iter_modules([str(Path(__file__).parents[1])], "plait.families."):
+        if not module.ispkg:
+            import_module(module.name)
 
 
 def find(config: Mapping[str, Any]) -> Family:

@@ -1,1 +1,1 @@
-"""Parts of every decoder: embedding, MLP, MoE, norms, rotary positions."""
+"""Parts of every decoder: embedding, norms, rotary positions."""

@@ -18,3 +18,12 @@ class Rope:
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: [T, heads, d], positions: [T] -> like x."""
         return self._rotate(x, positions, self.inv_freq, self.mscale, self.interleaved)  # type: ignore[no-any-return]
+
+
+def describe_rope(s: spec.Rope | None) -> str:
+    """Rotary positions in a few words, for `plait info`."""
+    if s is None:
+        return "no rope"
+    kind = s.scaling.get("rope_type", "")
+    scaled = f" {kind}" if kind not in ("", "default") else ""
+    return f"rope {s.theta:g}{scaled} on {s.dim}"

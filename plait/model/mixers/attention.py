@@ -10,13 +10,26 @@ from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, State, group_name
 from plait.model.layers.batch import Batch
 from plait.model.layers.norm import Norm
-from plait.model.layers.rope import Rope
+from plait.model.layers.rope import Rope, describe_rope
+from plait.model.mixers.registry import mixer
 from plait.ops.activation import gate
 from plait.ops.attention import paged_attention
 from plait.ops.entry import head_widths
 from plait.state.store import StateStore
 
 
+def _words(m: spec.Attention) -> str:
+    kind = "attention" if m.num_heads == m.num_kv_heads else "grouped-query attention"
+    parts = [f"{kind}, {m.num_heads} heads × {m.head_dim}, {m.num_kv_heads} kv", describe_rope(m.rope)]
+    parts += [f"window {m.window}"] if m.window else []
+    parts += [f"softcap {m.softcap:g}"] if m.softcap else []
+    parts += ["q and k normed"] if m.qk_norm else []
+    parts += ["sinks"] if m.sinks else []
+    parts += ["gated"] if m.gate else []
+    return ", ".join(parts)
+
+
+@mixer(spec.Attention, _words)
 class Attention:
     def __init__(self, s: spec.Attention, w: Weights) -> None:
         self.spec, self.name = s, w.prefix

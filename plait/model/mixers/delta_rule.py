@@ -11,12 +11,20 @@ from plait.memory import SlotState, State
 from plait.model.layers.batch import Batch
 from plait.model.layers.norm import Norm
 from plait.model.mixers.mamba2 import ShortConv
+from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, gate, step_sizes
 from plait.ops.delta import gated_delta_scan
 from plait.ops.gated_norm import gated_rms_norm
 from plait.state.store import StateStore
 
 
+def _words(m: spec.DeltaNet) -> str:
+    kind = "Kimi delta attention" if m.decay == "channel" else "gated DeltaNet"
+    shared = f", {m.num_key_heads} key" if m.num_key_heads != m.num_heads else ""
+    return f"{kind}, {m.num_heads} heads{shared} × ({m.key_dim} × {m.value_dim})"
+
+
+@mixer(spec.DeltaNet, _words)
 class DeltaNet:
     def __init__(self, s: spec.DeltaNet, w: Weights) -> None:
         self.spec, self.name = s, w.prefix

@@ -13,11 +13,17 @@ from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.batch import Batch
 from plait.model.layers.norm import Norm
+from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, gate
 from plait.ops.ssm import mamba2_scan
 from plait.state.store import StateStore
 
 
+def _words(m: spec.Lightning) -> str:
+    return f"lightning attention, {m.num_heads} heads × {m.head_dim}"
+
+
+@mixer(spec.Lightning, _words)
 class Lightning:
     """The file's one projection has q, k and v of each head beside each other."""
 

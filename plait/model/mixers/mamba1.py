@@ -15,12 +15,19 @@ from plait.memory import SlotState, State
 from plait.model.layers.batch import Batch
 from plait.model.layers.norm import Norm
 from plait.model.mixers.mamba2 import ShortConv
+from plait.model.mixers.registry import mixer
 from plait.ops.activation import step_sizes
 from plait.ops.gated_norm import gated_rms_norm
 from plait.ops.ssm import mamba1_scan, mamba2_scan
 from plait.state.store import StateStore
 
 
+def _words(m: spec.Mamba1) -> str:
+    heads = "" if m.num_heads is None else f", {m.num_heads} heads"
+    return f"Mamba1, inner {m.inner_size}, state {m.state_size}{heads}"
+
+
+@mixer(spec.Mamba1, _words)
 class Mamba1:
     """`in` has the rows of x and then of the gate; `x` those of the step, B and C; `dt` has a bias."""
 

@@ -9,6 +9,7 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.batch import Batch
+from plait.model.mixers.registry import mixer
 from plait.ops.activation import step_sizes
 from plait.ops.conv import causal_conv
 from plait.ops.gated_norm import gated_rms_norm
@@ -41,6 +42,14 @@ class ShortConv:
         return out
 
 
+def ssd_words(m: spec.Mamba2 | spec.Mamba3) -> str:
+    """Mamba2 and Mamba3 have the same sizes."""
+    groups = f", {m.num_groups} groups" if m.num_groups > 1 else ""
+    mode = f", {m.mode}" if m.mode != "ssd" else ""
+    return f"{type(m).__name__}, {m.num_heads} heads × {m.head_dim}, state {m.state_size}{groups}{mode}"
+
+
+@mixer(spec.Mamba2, ssd_words)
 class Mamba2:
     def __init__(self, s: spec.Mamba2, w: Weights) -> None:
         self.spec, self.name = s, w.prefix

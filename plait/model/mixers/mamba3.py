@@ -9,7 +9,8 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.batch import Batch
-from plait.model.mixers.mamba2 import ShortConv
+from plait.model.mixers.mamba2 import ShortConv, ssd_words
+from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, step_sizes
 from plait.ops.gated_norm import gated_rms_norm
 from plait.ops.mamba3 import mamba3_scan, map_each_head, norm_for_heads
@@ -17,6 +18,7 @@ from plait.ops.ssm_exact import mamba3_exact
 from plait.state.store import StateStore
 
 
+@mixer(spec.Mamba3, ssd_words)
 class Mamba3:
     def __init__(self, s: spec.Mamba3, w: Weights) -> None:
         self.spec, self.name = s, w.prefix

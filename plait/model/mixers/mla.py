@@ -14,7 +14,8 @@ from plait.errors import ShapeMismatch
 from plait.memory import PagedState, State, group_name
 from plait.model.layers.batch import Batch
 from plait.model.layers.norm import Norm
-from plait.model.layers.rope import Rope
+from plait.model.layers.rope import Rope, describe_rope
+from plait.model.mixers.registry import mixer
 from plait.ops.attention import paged_latent_attention
 from plait.ops.entry import latent_width
 from plait.ops.heads import HeadRows, facts_of, map_heads
@@ -23,6 +24,13 @@ from plait.quant.halves import Halves
 from plait.state.store import StateStore
 
 
+def _words(m: spec.Mla) -> str:
+    q = "" if m.q_rank is None else f", q rank {m.q_rank}"
+    heads = f"{m.num_heads} heads × ({m.nope_dim} + {m.rope_dim})"
+    return f"MLA, {heads}, kv rank {m.kv_rank}{q}, {describe_rope(m.rope)}"
+
+
+@mixer(spec.Mla, _words)
 class Mla:
     def __init__(self, s: spec.Mla, w: Weights) -> None:
         self.spec, self.name = s, w.prefix

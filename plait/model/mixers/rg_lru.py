@@ -10,6 +10,7 @@ from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.batch import Batch
 from plait.model.mixers.mamba2 import ShortConv
+from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate
 from plait.ops.heads import map_heads
 from plait.ops.product import multiply
@@ -17,6 +18,11 @@ from plait.ops.rg_lru import rg_lru
 from plait.state.store import StateStore
 
 
+def _words(m: spec.RgLru) -> str:
+    return f"RG-LRU, width {m.width}, {m.num_heads} heads"
+
+
+@mixer(spec.RgLru, _words)
 class RgLru:
     """`gates` maps each head's channels to what opens its input, then to what opens its recurrence."""
 

@@ -9,10 +9,16 @@ from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.batch import Batch
 from plait.model.mixers.mamba2 import ShortConv as Convolution
+from plait.model.mixers.registry import mixer
 from plait.ops.product import multiply
 from plait.state.store import StateStore
 
 
+def _words(m: spec.ShortConv) -> str:
+    return f"gated short convolution, width {m.kernel}"
+
+
+@mixer(spec.ShortConv, _words)
 class ShortConv:
     """out(C · conv(B · x)), where [B, C, x] are the three parts of `in`; the tail is of B · x."""
 

@@ -8,11 +8,17 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.batch import Batch
+from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate
 from plait.ops.glu import glu
 from plait.state.store import StateStore
 
 
+def _words(m: spec.Mlp) -> str:
+    return f"{'gated ' if m.gated else ''}MLP {m.size}, {m.activation}"
+
+
+@mixer(spec.Mlp, _words)
 class Mlp:
     def __init__(self, s: spec.Mlp, w: Weights) -> None:
         self.spec, self.states = s, dict[str, State]()

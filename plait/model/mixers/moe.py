@@ -9,12 +9,19 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.batch import Batch
-from plait.model.layers.mlp import Mlp
+from plait.model.mixers.mlp import Mlp
+from plait.model.mixers.registry import mixer
 from plait.ops.activation import gate_rows
 from plait.ops.moe import experts, route
 from plait.state.store import StateStore
 
 
+def _words(m: spec.Moe) -> str:
+    shared = "" if m.shared is None else f", shared {m.shared.size}"
+    return f"MoE, {m.top_k} of {m.num_experts} experts × {m.expert.size}, {m.router.score}{shared}"
+
+
+@mixer(spec.Moe, _words)
 class Moe:
     def __init__(self, s: spec.Moe, w: Weights) -> None:
         self.spec, self.states = s, dict[str, State]()

@@ -1,0 +1,101 @@
+"""Mixers by the class of their spec: what builds one, and what `plait info` says of it.
+
+A module of this folder registers its mixer itself, and so does a plug-in: there is no list of them.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from plait import spec
+from plait.checkpoint.weights import Weights
+from plait.errors import UnsupportedModel
+from plait.memory import State, has_slots
+from plait.model.layers.batch import Batch
+from plait.state.store import StateStore
+
+S = TypeVar("S", bound=spec.Mixer)
+
+
+class Mixer(Protocol):
+    """What happens inside a residual branch: a function of (x [T, hidden], batch, store) -> [T, hidden]."""
+
+    states: dict[str, State]
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor: ...
+
+
+M = TypeVar("M", bound=Mixer)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is registered for one class of specs."""
+
+    build: Callable[[Any, Weights], Mixer]
+    describe: Callable[[Any], str]
+
+
+_ENTRIES: dict[type[spec.Mixer], Entry] = {}
+
+
+def mixer(kind: type[S], describe: Callable[[S], str] = repr) -> Callable[[type[M]], type[M]]:
+    """Register a class as what computes mixers of a spec class: `cls(spec, weights)` builds one.
+
+    describe: one line for `plait info`, in the words of the mixer's paper, with its sizes. Raises ValueError
+    if the spec class has a mixer.
+    """
+
+    def register(cls: type[M]) -> type[M]:
+        if kind in _ENTRIES:
+            raise ValueError(f"mixer {kind.__name__!r} is defined twice")
+        _ENTRIES[kind] = Entry(cls, describe)
+        return cls
+
+    return register
+
+
+def known() -> Mapping[type[spec.Mixer], Entry]:
+    """Every mixer of this folder, and those of the plug-ins that were loaded."""
+    _import_siblings()
+    return _ENTRIES
+
+
+def build(s: spec.Mixer, w: Weights) -> Mixer:
+    """What computes a mixer, its weights taken from `w`. Raises UnsupportedModel and CheckpointError."""
+    made = _entry(s).build(s, w)
+    if has_slots(made.states) and not isinstance(s, spec.Recurrent | spec.Parallel):
+        raise UnsupportedModel(
+            f"mixer {type(s).__name__} has recurrent state, and its spec does not say so: derive it from "
+            "plait.spec.Recurrent"
+        )
+    return made
+
+
+def describe(s: spec.Mixer) -> str:
+    """A mixer in one line, with its sizes."""
+    return _entry(s).describe(s)
+
+
+def _entry(s: spec.Mixer) -> Entry:
+    found = known().get(type(s))
+    if found is None:
+        raise UnsupportedModel(
+            f"no mixer is registered for the spec class {type(s).__name__}; what computes it has to be "
+            "decorated with @mixer, in a module that is loaded (--plugin)"
+        )
+    return found
+
+
+@cache
+def _import_siblings() -> None:
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        import_module(f"{__package__}.{module.name}")
