@@ -120,9 +120,15 @@ class EngineConfig:
         "of a model without a whole config: try on a text what its tensors leave open, once, and keep it",
     )
     set: tuple[str, ...] = option((), "key=value: overrides one key of the model's config; may be repeated")
+    plugins: tuple[str, ...] = option(
+        (),
+        "families, mixers, ops and kernels of your own: a FILE.py, a package's folder, or a module; it runs "
+        "with all your rights; may be repeated",
+        "--plugin",
+    )
 
     def __post_init__(self) -> None:
-        for name in ("no_fuse", "set"):
+        for name in ("no_fuse", "set", "plugins"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         _check_words(self, _WORDS)

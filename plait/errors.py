@@ -2,6 +2,7 @@
 
 PlaitError
 ├── ConfigError            exit 2   an option or combination of options that cannot be honoured
+│   └── PluginError                 code of others that was installed or named, and cannot be loaded
 ├── CheckpointError        exit 3   the files of a model
 │   ├── BadFile                     truncated, lying or unreadable
 │   ├── MissingTensor               a tensor the model needs is not there
@@ -58,6 +59,10 @@ class PlaitError(Exception):
 
 class ConfigError(PlaitError):
     exit_code = 2
+
+
+class PluginError(ConfigError):
+    """Names the plug-in, the error that its code raised, and where."""
 
 
 class CheckpointError(PlaitError):

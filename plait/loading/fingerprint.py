@@ -18,12 +18,12 @@ NOT_ARITHMETIC = frozenset({"weights", "step"})  # rows of `Target.bound` that c
 def fingerprint(opened: Opened, target: Target) -> str:
     """`fp_` and 16 hexadecimal digits. Raises BadFile for weights that cannot be read any more.
 
-    Of the version, the weights and the model's config, and of what was bound to compute it on this machine.
-    Neither the folder nor a file's time is in it: a copy of a model is the same model.
+    Of the version, the plug-ins, the weights and the model's config, and of what was bound to compute it on
+    this machine. Neither the folder nor a file's time is in it: a copy of a model is the same model.
     """
     resolved, config = opened.resolved, opened.config
     known = (
-        (__version__, torch.__version__),
+        (__version__, torch.__version__, *(plugin.digest for plugin in opened.plugins)),
         [_content(path) for path in opened.files.weights],
         repr((resolved.spec, sorted(resolved.config.items()))),
         (target.device.type, str(target.dtype), target.activations, target.kv_dtype, target.quantize),

@@ -24,6 +24,7 @@ from plait.errors import BadFile, PlaitError
 from plait.families.common.resolved import Resolved
 from plait.families.resolve import SET, resolve
 from plait.frontend.frontend import Language
+from plait.loading.plugins import Plugin, load_plugins
 from plait.loading.probe_cache import Findings, read_findings
 from plait.loading.probe_candidates import is_open
 from plait.loading.text_side import TextSource
@@ -47,6 +48,7 @@ class Opened:
     metadata: Mapping[str, Any] | None  # of a GGUF file
     resolved: Resolved
     config: EngineConfig
+    plugins: tuple[Plugin, ...] = ()
 
     @property
     def is_oxidizr(self) -> bool:
@@ -90,15 +92,17 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True) -> Open
 
     Raises ConfigError, CheckpointError or UnsupportedModel.
     """
+    plugins = load_plugins(config)
     files = find_model(model, offline=config.offline)
     raw = read_json(files.config, "config.json") if files.config else None
     if files.kind == "gguf":
         gguf = GgufFile(files.weights[0])
-        opened = Opened(files, gguf, gguf.metadata, _resolve(gguf, None, gguf.metadata, config), config)
+        resolved = _resolve(gguf, None, gguf.metadata, config)
+        opened = Opened(files, gguf, gguf.metadata, resolved, config, plugins)
     else:
         scheme = find_scheme(raw, files.side_files)
         tensors = Packed(SafetensorsFiles(*files.weights, index=files.index), scheme)
-        opened = Opened(files, tensors, None, _resolve(tensors, raw, None, config), config)
+        opened = Opened(files, tensors, None, _resolve(tensors, raw, None, config), config, plugins)
     if not probed or not opened.resolved.is_detected:
         return opened
     findings = read_findings(files, opened.checkpoint, config.cache_dir)

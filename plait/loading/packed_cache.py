@@ -37,7 +37,7 @@ APART = frozenset({
     "vocab", "chat_template", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting",
     "block_size", "memory_limit", "prefix_cache", "snapshot_interval", "swap_memory", "max_step_ms",
     "speculate", "num_draft_tokens", "threads", "deterministic", "kv_dtype", "cache_dir", "packed_cache",
-    "offline", "probe", "prefill", "no_fuse",
+    "offline", "probe", "prefill", "no_fuse", "plugins",
 })  # fmt: skip
 PACKAGE = Path(__file__).resolve().parents[1]
 ROOMS = (
@@ -86,6 +86,7 @@ def key_of(opened: Opened, target: Target) -> dict[str, Any]:
         "options": {name: value for name, value in asdict(config).items() if name not in APART},
         "computes": [str(target.dtype), target.activations],
         "made by": [code(), torch.__version__, made_for.room_name if made_for else ""],
+        "plugins": [plugin.digest for plugin in opened.plugins],
     }
     plain: dict[str, Any] = json.loads(json.dumps(key))
     return plain

@@ -21,6 +21,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 Decorator = Callable[[Command], Command]
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 ENVIRONMENT = {"api_key": "PLAIT_API_KEY"}  # what a command line would show to every user of the machine
+METAVARS = {"set": "KEY=VALUE", "plugins": "FILE.py"}
 BYTES_FIELDS = {"memory_limit", "max_body_bytes"}
 MODEL_DEFAULT = "the model's generation_config.json, else "
 SAMPLING_HELP = {
@@ -95,8 +96,7 @@ def flag(cls: type, field: Field[Any], text: str) -> Decorator[Any]:
     if get_origin(hint) is Literal:
         return click.option(*names, type=click.Choice(get_args(hint)), **shown)
     if get_origin(hint) is tuple:
-        metavar = "KEY=VALUE" if field.name == "set" else "TEXT"
-        return click.option(*names, multiple=True, metavar=metavar, **shown)
+        return click.option(*names, multiple=True, metavar=METAVARS.get(field.name, "TEXT"), **shown)
     if hint is bool:
         switch = f"{name}/--no-{name.removeprefix('--')}" if field.default is True else name
         return click.option(switch, field.name, is_flag=True, **shown)

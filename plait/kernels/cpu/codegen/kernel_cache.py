@@ -79,7 +79,9 @@ def name_of(function: FunctionType, signature: str) -> str:
     """The name of the file that keeps a function's machine code."""
     parts = {sha256(part).hexdigest() for part in _parts(function, set())}
     made_for = repr((target.room_name(), cpu_target.target_context.codegen().magic_tuple(), signature))
-    digest = sha256("\n".join([function.__qualname__, made_for, *sorted(parts)]).encode()).hexdigest()
+    # Machine code names the module of its function: that of a plug-in has its content in its name.
+    named = [function.__module__, function.__qualname__, made_for]
+    digest = sha256("\n".join([*named, *sorted(parts)]).encode()).hexdigest()
     title = "".join(c for c in function.__qualname__ if c.isalnum() or c in "_.")
     return f"{title[:80]}-{digest[:32]}{SUFFIX}"
 
