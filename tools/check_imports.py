@@ -45,6 +45,7 @@ SIDEWAYS = {
     "families": {"checkpoint.names"},
     "model": {"checkpoint.weights", "state"},
     "runner": {"schedule.plan"},
+    "verify": {"convert.plan"},
     "cli": {"server", "cluster", "bench"},
     "__main__": {"cli"},
 }

@@ -92,7 +92,7 @@ class Weights:
         return self._made[name]
 
     def _at(self, prefix: str) -> Weights:
-        return Weights(self.checkpoint, self.names, self.target, prefix, self._used, self._made)
+        return type(self)(self.checkpoint, self.names, self.target, prefix, self._used, self._made)
 
     def __contains__(self, name: str) -> bool:
         try:

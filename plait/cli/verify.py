@@ -48,7 +48,18 @@ NOTHING = {
 
 
 @click.command(cls=GroupedCommand)
-@model_option()
+@model_option(required=False)
+@click.option(
+    "--family",
+    metavar="NAME|FILE.py",
+    help="instead of a model: a small random one of this family, or of those that a plug-in registers, and "
+    "the plug-in's kernels",
+)
+@click.option(
+    "--keep",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="with --family: write the small model into this folder, and leave it there",
+)
 @click.option("--batch", type=click.IntRange(2), default=4, show_default=True, help="most sequences at once")
 @click.option(
     "--max-tokens",
@@ -66,7 +77,9 @@ NOTHING = {
 @engine_options(without=OWN)
 @common_options()
 def verify(
-    model: str,
+    model: str | None,
+    family: str | None,
+    keep: Path | None,
     batch: int,
     max_tokens: int | None,
     prompts_file: Path | None,
@@ -80,18 +93,25 @@ def verify(
     plait verify model.gguf
     plait verify model.gguf --quick
     plait verify ./model --batch 8 --max-tokens 64 --prompts prompts.txt
+    plait verify --family my_hybrid.py
 
     The same requests, greedy and drawn with a seed, run under many settings: batches, prompts in pieces, the
     prefix cache, preemption by swap and by computing again, guessed tokens, steps that fail. Each is compared
     token by token, and log-probability by log-probability, with a sequence that runs alone. Where they part,
     both forms run again op by op to find the first op that differs. The exit code is 0 if nothing does.
     """
+    defaults = {name: EngineConfig.__dataclass_fields__[name].default for name in OWN}
+    config = EngineConfig(**engine_settings({**given, **defaults, "max_num_seqs": 1, "prefix_cache": False}))
+    if family is not None:
+        if model is not None:
+            raise ConfigError("--family makes up a model of its own; leave MODEL out")
+        return run_family(family, config, keep, as_json)
+    if model is None or keep is not None:
+        raise click.UsageError("name a model with --model, or a family with --family (and --keep)")
     from plait.loading.build import load
     from plait.verify.verify import Verification
 
     prompts = read_prompts(prompts_file) if prompts_file else None
-    defaults = {name: EngineConfig.__dataclass_fields__[name].default for name in OWN}
-    config = EngineConfig(**engine_settings({**given, **defaults, "max_num_seqs": 1, "prefix_cache": False}))
     with Loading(f"loading {model}") as loading:
         loaded = load(model, config, loading.update)
     try:
@@ -102,6 +122,26 @@ def verify(
     finally:
         loaded.front.close(drain=False)
     return int(any(result.differences for result in results))
+
+
+def run_family(name: str, config: EngineConfig, keep: Path | None, as_json: bool) -> int:
+    """Check the families of that name, or of that plug-in; 1 if something is wrong."""
+    from plait.verify.family import check_plugin
+
+    found = []
+    with Status(f"checking {name}") as status:
+        for finding in check_plugin(name, config, keep):
+            status.clear()
+            found.append(finding)
+            if not as_json:
+                say(f"  {'ok   ' if finding.is_right else 'WRONG'}  {finding.name}: {finding.note}")
+    wrong = sum(not finding.is_right for finding in found)
+    if as_json:
+        facts = {"family": name, "same": not wrong, "checks": [asdict(finding) for finding in found]}
+        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+    else:
+        say(f"{wrong} of {len(found)} checks failed" if wrong else f"all {len(found)} checks passed")
+    return int(wrong > 0)
 
 
 def read_prompts(path: Path) -> list[str | list[int]]:

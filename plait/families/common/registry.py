@@ -27,7 +27,8 @@ class UnknownArchitecture(UnsupportedModel):
 class Family:
     """How one kind of model is built from its config.
 
-    `defaults` stand for absent keys; `honours` are the keys of `normalize.NEUTRAL` that `build` looks at.
+    `defaults` stand for absent keys; `honours` are the keys of `normalize.NEUTRAL` that `build` looks at;
+    `tiny` is the config of a small one, which `plait verify --family` fills with random numbers.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Family:
     build: Build
     defaults: Mapping[str, Any]
     honours: Collection[str]
+    tiny: Mapping[str, Any]
 
 
 FAMILIES: dict[str, Family] = {}
@@ -46,12 +48,13 @@ def family(
     model_types: tuple[str, ...] = (),
     defaults: Mapping[str, Any] = NOTHING,
     honours: Collection[str] = (),
+    tiny: Mapping[str, Any] = NOTHING,
 ) -> Callable[[Build], Build]:
     """Register a family under its architectures and model types. Raises ValueError for one that is taken."""
 
     def register(build: Build) -> Build:
         name = model_types[0] if model_types else architectures[0]
-        entry = Family(name, architectures, model_types, build, defaults, honours)
+        entry = Family(name, architectures, model_types, build, defaults, honours, tiny)
         if taken := [key for key in (*architectures, *model_types) if key in FAMILIES]:
             raise ValueError(f"family {taken[0]!r} is defined twice")
         FAMILIES.update(dict.fromkeys((*architectures, *model_types), entry))
