@@ -5,15 +5,43 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from plait.checkpoint.names import NameMap, Rules, Source
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import either, ends, half, mamba_tensors, unused
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mamba2, model, norm, rope
-from plait.families.config.normalize import Config
+from plait.families.common.tensors import Tensors
+from plait.families.config.normalize import LINEAR, Config
 from plait.spec import UNLIMITED, Aside, Branch, ModelSpec, Norm
 
-L = "model.layers"
+L, BLOCK = "model.layers", "shared_transformer"
 # Which of the 54 layers of a config that does not say it have a block beside them.
 USUAL = ["hybrid" if i in (*range(6, 43, 6), 47, 51) else "linear_attention" for i in range(54)]
+
+
+def _sizes(t: Tensors) -> None:
+    """The transformer blocks next to the layers; how many heads they have cannot be seen."""
+    q, k = t.need(f"{BLOCK}.self_attn.q_proj.weight"), t.need(f"{BLOCK}.self_attn.k_proj.weight")
+    heads = next((n for n in (32, 16, 8, 4) if q[1][0] % n == 0), 1)
+    t.default("num_attention_heads", heads, "usual for Zamba2; --set num_attention_heads=…")
+    dim = q[1][0] // t.get("num_attention_heads")
+    t.put("attention_head_dim", dim, f"tensor {q[0]} {list(q[1])} / {t.get('num_attention_heads')} heads")
+    t.put("num_key_value_heads", k[1][0] // dim, f"tensor {k[0]} {list(k[1])} / {dim}")
+    owners = sum(f"{BLOCK}.input_layernorm.weight" in layer for layer in t.layers.values())
+    t.put("num_mem_blocks", owners, f"layers with a tensor {BLOCK}.input_layernorm.weight")
+    adapters = f"{BLOCK}.self_attn.linear_q_adapter_list.0.0.weight"
+    t.put("use_shared_attention_adapter", t.has(adapters), f"whether a tensor {adapters} is there")
+    if rank := t.first(f"{BLOCK}.feed_forward.gate_up_proj_adapter_list.0.0.weight"):
+        t.size("adapter_rank", rank[1][0], rank)
+
+
+DETECTION = Detection(
+    markers=(Marker("Zamba2ForCausalLM", (f"{BLOCK}.input_layernorm.weight",)),),
+    kinds={"mamba_decoder.mamba.A_log": LINEAR},
+    words={"mamba_decoder.mamba.A_log": "hybrid", "mamba.A_log": LINEAR},
+    sizes=_sizes,
+    usual={"mamba_d_state": 64, "rope_theta": 1e4, "max_position_embeddings": 4096},
+    fill=lambda t: t.default("use_mem_rope", t.get("hidden_size") != 2560, "the 2.7B model has none"),
+)
 
 
 @family(
@@ -35,6 +63,7 @@ USUAL = ["hybrid" if i in (*range(6, 43, 6), 47, 51) else "linear_attention" for
         "use_mem_rope": False,
         "tie_word_embeddings": True,
     },
+    detection=DETECTION,
 )
 def zamba2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Zamba2. Blocks take turns: the n-th layer with one beside it uses block n mod `num_mem_blocks`."""

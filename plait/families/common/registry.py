@@ -13,6 +13,7 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap
 from plait.errors import UnsupportedModel
+from plait.families.common.detection import UNDETECTED, Detection
 from plait.families.config.normalize import NOTHING, Config, flatten, normalize
 from plait.spec import ModelSpec
 
@@ -28,7 +29,8 @@ class Family:
     """How one kind of model is built from its config.
 
     `defaults` stand for absent keys; `honours` are the keys of `normalize.NEUTRAL` that `build` looks at;
-    `tiny` is the config of a small one, which `plait verify --family` fills with random numbers.
+    `tiny` is the config of a small one, which `plait verify --family` fills with random numbers; `detection`
+    is for checkpoints without a config.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Family:
     defaults: Mapping[str, Any]
     honours: Collection[str]
     tiny: Mapping[str, Any]
+    detection: Detection
 
 
 FAMILIES: dict[str, Family] = {}
@@ -49,12 +52,13 @@ def family(
     defaults: Mapping[str, Any] = NOTHING,
     honours: Collection[str] = (),
     tiny: Mapping[str, Any] = NOTHING,
+    detection: Detection = UNDETECTED,
 ) -> Callable[[Build], Build]:
     """Register a family under its architectures and model types. Raises ValueError for one that is taken."""
 
     def register(build: Build) -> Build:
         name = model_types[0] if model_types else architectures[0]
-        entry = Family(name, architectures, model_types, build, defaults, honours, tiny)
+        entry = Family(name, architectures, model_types, build, defaults, honours, tiny, detection)
         if taken := [key for key in (*architectures, *model_types) if key in FAMILIES]:
             raise ValueError(f"family {taken[0]!r} is defined twice")
         FAMILIES.update(dict.fromkeys((*architectures, *model_types), entry))
@@ -67,6 +71,11 @@ def known() -> Mapping[str, Family]:
     """Every family, by architecture and by model type: those of `plait.families`, and of loaded plug-ins."""
     _import_families()
     return FAMILIES
+
+
+def families() -> Collection[Family]:
+    """Every family once."""
+    return {entry.name: entry for entry in known().values()}.values()
 
 
 @cache

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from plait.families.detect.tensors import Tensors
+from plait.families.common.registry import known
+from plait.families.common.tensors import Tensors
 from plait.families.detect.versions import fill_cohere, fill_phi3
 
 # vocabulary size -> (rope theta, longest sequence) of the Llama class that was trained with it
@@ -28,7 +29,8 @@ FAMILY_TOP_K = {
     "Jamba": 2,
 }
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
-# The first prefix of an architecture that fits: values of keys that its tensors leave open.
+# The first prefix of an architecture that fits: values of keys that its tensors leave open; a family may
+# have such values itself (`Detection.usual`).
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Qwen3Next": {"rope_theta": 1e7, "max_position_embeddings": 262_144, "norm_topk_prob": True},
     "Qwen3_5": {"rope_theta": 1e7, "max_position_embeddings": 262_144},
@@ -58,7 +60,6 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "KimiLinear": {"max_position_embeddings": 1_048_576},
     "MiniMax": {"rope_theta": 1e7, "max_position_embeddings": 1_048_576},
     "RecurrentGemma": {"rope_theta": 1e4, "max_position_embeddings": 8192},
-    "Zamba2": {"rope_theta": 1e4, "max_position_embeddings": 4096},
     "FalconH1": {"rope_theta": 1e11},
 }
 ENDLESS = ("Mamba2", "Mamba", "FalconMamba", "Gemma3")  # no limit, or the family's own
@@ -75,7 +76,11 @@ def fill_defaults(t: Tensors, architecture: str, experts: int | None) -> None:
         if architecture.startswith(prefix):
             fill(t, architecture, rope_known)
             break
+    entry = known().get(architecture)
+    if entry is not None:
+        entry.detection.fill(t)
     own = next((values for prefix, values in FAMILIES.items() if architecture.startswith(prefix)), {})
+    own = {**own, **(entry.detection.usual if entry else {})}
     for key, value in own.items():
         if not (rope_known and key.startswith("rope_")):
             t.default(key, value, f"usual for {architecture.partition('For')[0]}")
@@ -161,10 +166,6 @@ def _minimax(t: Tensors, architecture: str, rope_known: bool) -> None:
             t.default(f"{kind}_alpha_factor", 3.5565588200778455, "MiniMax-Text-01")
 
 
-def _zamba2(t: Tensors, architecture: str, rope_known: bool) -> None:
-    t.default("use_mem_rope", t.get("hidden_size") != 2560, "the 2.7B model has none")
-
-
 SPECIAL = {
     "Llama": _llama,
     "Qwen": _qwen,
@@ -177,5 +178,4 @@ SPECIAL = {
     "Cohere": fill_cohere,
     "Lfm2": _lfm2,
     "MiniMax": _minimax,
-    "Zamba2": _zamba2,
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from plait.families.common.tensors import EMBEDDINGS, HEADS, Shapes, Tensors
 from plait.families.detect.defaults import fill_defaults
 from plait.families.detect.markers import find_architecture, layer_kinds
 from plait.families.detect.sizes import (
@@ -19,7 +20,6 @@ from plait.families.detect.sizes import (
     latent_sizes,
 )
 from plait.families.detect.states import state_sizes
-from plait.families.detect.tensors import EMBEDDINGS, HEADS, Shapes, Tensors
 
 __all__ = ["HEADS", "Shapes", "infer_config", "layer_kinds"]
 

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from plait.errors import UnsupportedModel
+from plait.families.common.detection import Marker, Test
+from plait.families.common.registry import families
+from plait.families.common.tensors import LAYER, Shapes, Tensors, is_aside
 from plait.families.config.normalize import FULL, LINEAR
-from plait.families.detect.tensors import LAYER, Shapes, Tensors, is_aside
 
-Test = Callable[[Tensors], bool]
 Q, SECOND_NORM = "self_attn.q_proj.weight", "post_attention_layernorm.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class Marker:
-    """An architecture, and the tensors that give it away: all of `has` and none of `lacks` in some layer.
-
-    `test` says what names alone do not. `note`: whom the tensors do not tell it from.
-    """
-
-    architecture: str
-    has: tuple[str, ...]
-    lacks: tuple[str, ...] = ()
-    test: Test | None = None
-    note: str = ""
 
 
 def _ndim(rest: str, count: int) -> Test:
@@ -54,9 +40,9 @@ def _is_command_a(t: Tensors) -> bool:
     return bool(t.get("hidden_size") == 12288)
 
 
-# In this order; the first that fits. A mark is a tensor's name behind "layers.N.".
+# In this order; the first that fits, after the markers that families have themselves. A mark is a tensor's
+# name behind "layers.N.".
 MARKERS = (
-    Marker("Zamba2ForCausalLM", ("shared_transformer.input_layernorm.weight",)),
     Marker("RecurrentGemmaForCausalLM", ("temporal_block.rg_lru.recurrent_param",)),
     Marker("Plamo2ForCausalLM", ("mixer.dt_norm_weight",)),
     Marker("JambaForCausalLM", ("mamba.dt_layernorm.weight",)),
@@ -155,7 +141,6 @@ STRANGERS = {
 # What a layer with one of these is; the first that it has counts.
 KINDS: Mapping[str, str] = {
     "mamba.A_log": LINEAR,
-    "mamba_decoder.mamba.A_log": LINEAR,
     "mixer.A_log": LINEAR,
     "linear_attn.A_log": LINEAR,
     "self_attn.A_log": LINEAR,
@@ -173,12 +158,17 @@ KINDS: Mapping[str, str] = {
 }
 
 
+def layer_words() -> dict[str, str]:
+    """`KINDS`, after those that families have themselves."""
+    return {mark: kind for entry in families() for mark, kind in entry.detection.kinds.items()} | dict(KINDS)
+
+
 def find_architecture(t: Tensors) -> tuple[str, str]:
     """(architecture, the tensors that say so). Raises UnsupportedModel."""
     for mark, what in STRANGERS.items():
         if (found := t.first(mark)) is not None:
             raise UnsupportedModel(f"tensor {found[0]} is one of {what}, which is not implemented")
-    for marker in MARKERS:
+    for marker in (*(m for entry in families() for m in entry.detection.markers), *MARKERS):
         layer = next((one for one in t.layers.values() if all(m in one for m in marker.has)), None)
         if layer is None or any(m in layer for m in marker.lacks):
             continue
@@ -194,12 +184,13 @@ def find_architecture(t: Tensors) -> tuple[str, str]:
 def layer_kinds(shapes: Shapes) -> dict[int, tuple[str, str]]:
     """What mixes in each layer as its tensors show: (a word of layer_types, the tensor)."""
     found: dict[int, tuple[int, str, str]] = {}
-    ranks = {mark: rank for rank, mark in enumerate(KINDS)}
+    kinds = layer_words()
+    ranks = {mark: rank for rank, mark in enumerate(kinds)}
     for name in shapes:
         match = LAYER.match(name)
-        if match is None or match["rest"] not in KINDS or is_aside(name):
+        if match is None or match["rest"] not in kinds or is_aside(name):
             continue
         i, rank = int(match["i"]), ranks[match["rest"]]
         if i not in found or rank < found[i][0]:
-            found[i] = (rank, KINDS[match["rest"]], name)
+            found[i] = (rank, kinds[match["rest"]], name)
     return {i: (kind, name) for i, (_, kind, name) in found.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import gcd
 
 from plait.errors import UnsupportedModel
-from plait.families.detect.tensors import Named, Tensors
+from plait.families.common.tensors import Named, Tensors
 
 HEAD_DIMS = (128, 64, 256, 96, 80, 112, 160, 192, 32, 16, 8)
 LATENT = "self_attn.kv_a_proj_with_mqa.weight"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from plait.errors import UnsupportedModel
+from plait.families.common.registry import known
+from plait.families.common.tensors import Named, Tensors
 from plait.families.config.normalize import FULL, LINEAR
-from plait.families.detect.markers import KINDS
-from plait.families.detect.tensors import Named, Tensors
+from plait.families.detect.markers import layer_words
 
-STATES = {"FalconH1ForCausalLM": 256, "Zamba2ForCausalLM": 64}  # where 128 is not the usual size
+STATES = {"FalconH1ForCausalLM": 256}  # where 128 is not the usual size
 MAMBA = ("mamba", "mixer", "mamba_decoder.mamba")
 LAYER_KEYS = ("layer_types", "attn_layer_indices", "hybrid_override_pattern", "attn_layer_period")
 
@@ -30,8 +31,9 @@ def state_sizes(t: Tensors, architecture: str) -> None:
         _last(t, "conv1d_width", t.need("temporal_block.conv_1d.weight"))
     if kernel := t.first("conv.conv.weight"):
         _last(t, "conv_L_cache", kernel)
-    if architecture == "Zamba2ForCausalLM":
-        _shared_block(t)
+    own = known().get(architecture)
+    if own is not None:
+        own.detection.sizes(t)
     _layer_types(t, architecture)
 
 
@@ -73,7 +75,8 @@ def _mamba2(t: Tensors, at: str, architecture: str) -> None:
         raise UnsupportedModel(f"{conv[0]} {list(conv[1])} and {out[0]} {list(out[1])} do not fit together")
     if groups := t.get("mamba_n_groups"):
         t.size("mamba_d_state", both // groups, conv)
-    usual = STATES.get(architecture, 128)
+    own = known().get(architecture)
+    usual = STATES.get(architecture) or (own.detection.usual.get("mamba_d_state") if own else None) or 128
     state = t.get("mamba_d_state") or (usual if both % usual == 0 else both)
     t.default("mamba_d_state", state, f"groups x states is {both}; --set mamba_d_state=…")
     t.default("mamba_n_groups", both // state, f"groups x states is {both}; --set mamba_n_groups=…")
@@ -108,31 +111,14 @@ def _kimi_delta(t: Tensors) -> None:
     _last(t, "linear_conv_kernel_dim", t.need("self_attn.q_conv1d.weight", "self_attn.conv1d.weight"))
 
 
-def _shared_block(t: Tensors) -> None:
-    """The transformer blocks beside Zamba2's layers; how many heads they have cannot be seen."""
-    block = "shared_transformer"
-    q, k = t.need(f"{block}.self_attn.q_proj.weight"), t.need(f"{block}.self_attn.k_proj.weight")
-    heads = next((n for n in (32, 16, 8, 4) if q[1][0] % n == 0), 1)
-    t.default("num_attention_heads", heads, "usual for Zamba2; --set num_attention_heads=…")
-    dim = q[1][0] // t.get("num_attention_heads")
-    t.put("attention_head_dim", dim, f"tensor {q[0]} {list(q[1])} / {t.get('num_attention_heads')} heads")
-    t.put("num_key_value_heads", k[1][0] // dim, f"tensor {k[0]} {list(k[1])} / {dim}")
-    owners = sum(f"{block}.input_layernorm.weight" in layer for layer in t.layers.values())
-    t.put("num_mem_blocks", owners, f"layers with a tensor {block}.input_layernorm.weight")
-    adapters = f"{block}.self_attn.linear_q_adapter_list.0.0.weight"
-    t.put("use_shared_attention_adapter", t.has(adapters), f"whether a tensor {adapters} is there")
-    if rank := t.first(f"{block}.feed_forward.gate_up_proj_adapter_list.0.0.weight"):
-        t.size("adapter_rank", rank[1][0], rank)
-
-
 def _layer_types(t: Tensors, architecture: str) -> None:
     """One word per layer, where not all layers are the same."""
     if t.is_said(*LAYER_KEYS) or architecture in ("Mamba2ForCausalLM", "MambaForCausalLM"):
         return
     both = architecture == "FalconH1ForCausalLM"
-    marks = {"mamba.A_log": "hybrid"} if both else dict(KINDS)
-    if architecture == "Zamba2ForCausalLM":
-        marks = {"mamba_decoder.mamba.A_log": "hybrid", "mamba.A_log": LINEAR}
+    own = known().get(architecture)
+    marks = {"mamba.A_log": "hybrid"} if both else layer_words()
+    marks = dict(own.detection.words) if own and own.detection.words else marks
     if architecture == "NemotronHForCausalLM":
         marks |= {"mixer.gate.weight": "moe", "mixer.up_proj.weight": "mlp"}
     kinds = t.words(marks, FULL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from plait.families.detect.tensors import Tensors
+from plait.families.common.tensors import Tensors
 
 # hidden size, key and value heads -> (rope theta, what logits are multiplied by, longest sequence, whose)
 COHERE: Mapping[tuple[int, int], tuple[float, float, int, str]] = {

@@ -169,6 +169,9 @@ def test_kinds_of_layers_are_named_with_their_tensor() -> None:
 
 def test_every_marker_names_a_family_that_is_there() -> None:
     families = known()
+    own = {entry.name: entry.detection.markers for entry in families.values()}
+    assert own["zamba2"], "a family may have its markers itself"
+    assert {marker.architecture for markers in own.values() for marker in markers} <= set(families)
     assert {marker.architecture for marker in MARKERS} <= set(families)
     assert {marker.note for marker in MARKERS if marker.note} <= set(families)
 

@@ -1,0 +1,49 @@
+"""What a family knows about its checkpoints without a whole config: a part of `@family`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from plait.families.common.tensors import Tensors
+
+Test = Callable[[Tensors], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """An architecture, and the tensors that give it away: all of `has` and none of `lacks` in some layer.
+
+    `test` says what names alone do not. `note`: whom the tensors do not tell it from.
+    """
+
+    architecture: str
+    has: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
+    test: Test | None = None
+    note: str = ""
+
+
+def _nothing(t: Tensors) -> None:
+    """The shapes that every family has in common say it all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """markers: how the family is recognised, before those of `detect.markers`.
+
+    kinds: what a layer with a tensor is, as a word of `layer_types`; words: the same where a family has
+    words of its own. sizes: concludes from the shapes of tensors that no other family has. usual: values
+    that no shape shows; fill: the same, where they depend on something.
+    """
+
+    markers: tuple[Marker, ...] = ()
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
+    sizes: Callable[[Tensors], None] = _nothing
+    usual: Mapping[str, Any] = field(default_factory=dict)
+    fill: Callable[[Tensors], None] = _nothing
+
+
+UNDETECTED = Detection()
