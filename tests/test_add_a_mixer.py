@@ -82,6 +82,8 @@ def test_page_runs_its_model(folder: Path, verified: str) -> None:
     assert "gated moving average of 48 channels" in said
     assert "attention, 4 heads × 16" in said
     assert plait(folder, *generate, "--cpu", "--threads", "1", "--quiet").strip()
+    plait(folder, "convert", "tiny", "again.gguf", "--plugin", "average", "--threads", "1")
+    assert (folder / "again.gguf").is_file()
 
 
 @pytest.fixture

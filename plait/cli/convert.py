@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from plait.cli.common.format_model import bytes_text
-from plait.cli.common.options import Bytes, common_options, vocab_option
+from plait.cli.common.options import Bytes, common_options, engine_option
 from plait.cli.common.progress import Loading
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="override a value of MODEL's config"
 )
-@vocab_option()
+@engine_option("vocab")
+@engine_option("plugins")
 @common_options()
 def convert(model: str, out: Path, overrides: tuple[str, ...], **given: Any) -> None:
     """Write MODEL to OUT, in another form (GGUF, safetensors), another storage, or both.
@@ -73,6 +74,7 @@ def convert(model: str, out: Path, overrides: tuple[str, ...], **given: Any) -> 
         given["vocab"],
         overrides,
         given["max_shard"],
+        given["plugins"],
     )
     started = time.perf_counter()
     with ended_by_signals(), Loading("converting") as shown:

@@ -6,13 +6,13 @@ import sys
 
 import click
 
-from plait.cli.common.options import TokenIds, common_options, model_option, vocab_option
+from plait.cli.common.options import TokenIds, common_options, engine_option, model_option
 from plait.cli.common.vocabulary import find_tokenizer, read_stdin
 
 
 @click.command()
 @model_option(required=False)
-@vocab_option()
+@engine_option("vocab")
 @click.option("--ids", type=TokenIds(), help="token ids: 1,2,3; default: from stdin")
 @click.option("--skip-special", is_flag=True, help="leave control tokens out")
 @common_options()

@@ -6,13 +6,13 @@ import sys
 
 import click
 
-from plait.cli.common.options import common_options, model_option, vocab_option
+from plait.cli.common.options import common_options, engine_option, model_option
 from plait.cli.common.vocabulary import find_tokenizer, read_stdin
 
 
 @click.command()
 @model_option(required=False)
-@vocab_option()
+@engine_option("vocab")
 @click.option("--text", "-t", help="the text; default: stdin")
 @click.option("--ids", "only_ids", is_flag=True, help="only the ids, as one line: 1,2,3")
 @click.option("--no-special", is_flag=True, help="without the tokens that start or end a text")

@@ -68,9 +68,9 @@ def compare(order: Order, progress: Progress, ops: str = "auto") -> Comparison:
 
     ops: "auto" for the fastest variant of each, "reference" for the plain one.
     """
-    source = open_model(order.model, EngineConfig(device="cpu", set=order.set, vocab=order.vocab))
+    source = open_model(order.model, order.source_config)
     ids, is_text = _tokens(source)
-    result = open_model(str(order.out), EngineConfig(device="cpu"))
+    result = open_model(str(order.out), EngineConfig(device="cpu", plugins=order.plugins))
     target = _target(len(ids), ops, order.threads or default_threads()[0])
     before, after = (model_logits(opened, ids, target, progress) for opened in (source, result))
     return compared(ids, before, after, is_text)

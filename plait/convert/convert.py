@@ -70,7 +70,7 @@ PROBED = "probed"  # how a value's source begins that a probe found
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What is asked for. `to` None: by the name of `out`. `set`: values of the source's config, as --set."""
+    """What is asked for. `to` None: by the name of `out`. `set`, `plugins`: of the source (EngineConfig)."""
 
     model: str
     out: Path
@@ -81,6 +81,12 @@ class Order:
     vocab: str | None = None
     set: tuple[str, ...] = ()
     shard_nbytes: int = SHARD_NBYTES
+    plugins: tuple[str, ...] = ()
+
+    @property
+    def source_config(self) -> EngineConfig:
+        """How the source is opened."""
+        return EngineConfig(device="cpu", set=self.set, vocab=self.vocab, plugins=self.plugins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +120,7 @@ def convert(order: Order, progress: Progress) -> Result:
 
     Raises ConfigError, CheckpointError, UnsupportedModel and OutOfMemory; then nothing has been written.
     """
-    opened = open_model(order.model, EngineConfig(device="cpu", set=order.set, vocab=order.vocab))
+    opened = open_model(order.model, order.source_config)
     form = chosen_form(order)
     is_directory = form == "safetensors"
     check_place(order.out, opened.files.weights, force=order.force, is_directory=is_directory)

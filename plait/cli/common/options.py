@@ -156,9 +156,9 @@ def model_option(*, required: bool = True) -> Decorator[Any]:
     return options([argument, named])
 
 
-def vocab_option() -> Decorator[Any]:
-    """`--vocab` alone, as EngineConfig has it."""
-    field = next(f for f in fields(EngineConfig) if f.name == "vocab")
+def engine_option(name: str) -> Decorator[Any]:
+    """One flag alone, as EngineConfig has it."""
+    field = next(f for f in fields(EngineConfig) if f.name == name)
     return flag(EngineConfig, field, field.metadata["help"])
 
 
