@@ -63,6 +63,10 @@ class SamplingParams:
             _check_whole(name, getattr(self, name))
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidField(f"best_of: {self.best_of} is less than n ({self.n})", "best_of")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            shown = shorten(self.min_tokens), shorten(self.max_tokens)
+            text = "min_tokens: {} is more than max_tokens ({})".format(*shown)
+            raise InvalidField(text, "min_tokens")
         for stop in self.stop:
             if not isinstance(stop, str):
                 raise InvalidField(f"stop: {stop!r} is not a string; token ids go in stop_token_ids", "stop")
@@ -116,16 +120,17 @@ def _check(name: str, value: Any, low: float, high: float) -> None:
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or (isinstance(value, float) and not math.isfinite(value)):
-        raise InvalidField(f"{name}: {_short(value)} is not a finite number", name)
+        raise InvalidField(f"{name}: {shorten(value)} is not a finite number", name)
     if not low <= value <= high:
-        raise InvalidField(f"{name}: {_short(value)} is outside [{_bound(low)}, {_bound(high)}]", name)
+        raise InvalidField(f"{name}: {shorten(value)} is outside [{_bound(low)}, {_bound(high)}]", name)
 
 
 def _bound(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
-def _short(value: Any) -> str:
+def shorten(value: Any) -> str:
+    """A value as messages show it, at most 80 characters of it."""
     try:
         text = repr(value)
     except ValueError:  # an integer with more digits than Python prints
@@ -135,7 +140,7 @@ def _short(value: Any) -> str:
 
 def _check_whole(name: str, value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise InvalidField(f"{name}: {_short(value)} is not a whole number", name)
+        raise InvalidField(f"{name}: {shorten(value)} is not a whole number", name)
 
 
 _INT64 = 2**63 - 1

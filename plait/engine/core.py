@@ -16,7 +16,7 @@ from itertools import count
 from typing import Protocol, TypeVar
 
 from plait.engine.grammar_guide import Guide, unguided
-from plait.engine.limits import check, max_len
+from plait.engine.limits import RequestLimits
 from plait.engine.metrics import Metrics
 from plait.engine.open_request import Choice, OnEvent, OpenRequest
 from plait.errors import DeadlineExceeded, EngineError, InvalidField, PlaitError
@@ -64,7 +64,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.scheduler, self.speculation, self.clock = runner, scheduler, speculation, clock
-        self.vocab_size, self.max_model_len, self.guided = vocab_size, max_model_len, guided
+        self.limits, self.guided = RequestLimits(vocab_size, max_model_len), guided
         self.metrics = Metrics(scheduler)
         self.traces: deque[RequestTrace] = deque(maxlen=NUM_TRACES)
         self.reader_faults: deque[tuple[str, Exception]] = deque(maxlen=16)
@@ -79,7 +79,7 @@ class Engine:
         `arrival_s`: when it came, on this engine's clock; None: now. Raises InvalidField, ContextTooLong,
         CapacityError (it can never fit) or QueueFull (not now).
         """
-        self.validate(request)
+        request = self.limits.admit(request)
         if request.id in self._requests:
             raise InvalidField(f"request id {request.id!r} is in use by an open request", "id")
         arrived = self.clock() if arrival_s is None else arrival_s
@@ -92,11 +92,6 @@ class Engine:
                 choice.first_scheduled_s = choice.first_token_s = choice.last_token_s = self.clock()
         if not request.resumed:
             self.metrics.count_request(len(request.prompt_token_ids))
-
-    def validate(self, request: Request) -> None:
-        """Every check that does not depend on who else is there; safe from any thread."""
-        check(request, self.vocab_size, self.max_model_len)
-        self.scheduler.check_fits(len(request.prompt_token_ids), max_len(request, self.max_model_len))
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one choice of it, in any phase: what it holds is free at once.
@@ -200,7 +195,7 @@ class Engine:
                 prompt_len=len(prompt),
                 params=params,
                 stop_token_ids=request.stop_token_ids,
-                max_len=max_len(request, self.max_model_len),
+                max_len=len(prompt) + (params.max_tokens or 0),
                 seed=choice_seed(seed, index),
                 wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0 and not so_far,
                 cache_salt=request.cache_salt,

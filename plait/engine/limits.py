@@ -1,89 +1,102 @@
-"""What can be said of a request without an engine: the checks that need two numbers of the model.
+"""What a model can be asked: the numbers that decide, and one text for each limit.
 
-Made by the engine for every request, and by the process in front of it, which can refuse at once.
+`Front.prepare` admits every request of every entry point, once. The engine admits it again: its process
+trusts no other, and one token id that the model lacks would end every request there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from plait.errors import ContextTooLong, InvalidField
-from plait.request import Request, SamplingParams
+from plait.errors import CapacityError, ContextTooLong, InvalidField
+from plait.request import Request, shorten
+from plait.schedule.sequence import num_computed
 
 MAX_CHARS_PER_TOKEN = 64  # longer text cannot fit the context and is refused before it is tokenized
-CONTEXT_IS = "This model's maximum context length is {} tokens."
 
 
-def check(request: Request, vocab_size: int, max_model_len: int) -> None:
-    """Raises InvalidField for token ids the model does not have, ContextTooLong for too many of them."""
-    params, length = request.params, len(request.prompt_token_ids)
-    if not length:
-        raise InvalidField("prompt: it has no tokens; send at least one", "prompt")
-    for name, ids in (("prompt", request.prompt_token_ids), ("logit_bias", params.logit_bias)):
-        bad = next((i for i in ids if not 0 <= i < vocab_size), None)
-        if bad is not None:
-            raise InvalidField(f"{name}: token id {bad} is outside 0..{vocab_size - 1}", name)
-    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise InvalidField(
-            f"min_tokens: {params.min_tokens} is more than max_tokens ({params.max_tokens})", "min_tokens"
-        )
-    num_reply = 0 if params.max_tokens == 0 else max(params.min_tokens, 1)
-    if length + num_reply > max_model_len:
-        raise too_long(length, num_reply, max_model_len)
-    if request.resumed and len(request.resumed) != params.n:
-        raise InvalidField(f"resumed: {len(request.resumed)} choices of {params.n}", "resumed")
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """`longest`: the most tokens of one sequence that memory holds; None: only the scheduler knows.
 
-
-def check_chars(count: int, param: str, max_model_len: int, may_grow: str = "") -> None:
-    """Raises ContextTooLong for text that no tokenizer could make fit. `may_grow`: see `too_long`."""
-    if count <= max_model_len * MAX_CHARS_PER_TOKEN:
-        return
-    least = -(-count // MAX_CHARS_PER_TOKEN)
-    raise ContextTooLong(
-        f"{CONTEXT_IS.format(max_model_len)} However, you requested {least} tokens or more "
-        f"({count} characters in the {param}). Please shorten the {param}{may_grow}.",
-        param,
-        num_prompt_tokens=least,
-        max_model_len=max_model_len,
-    )
-
-
-def check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    """Raises InvalidField for a prompt without tokens, or with one that the model does not have."""
-    if not ids:
-        raise InvalidField("prompt: it is empty, and this model has no beginning-of-text token", "prompt")
-    for i in ids:
-        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size:
-            raise InvalidField(
-                f"prompt: token id {i!r} is not one of this model's 0..{vocab_size - 1}", "prompt"
-            )
-
-
-def check_token_fields(params: SamplingParams, vocab_size: int) -> None:
-    """Raises InvalidField where a field names a token id that the model does not have."""
-    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        if bad := [i for i in ids if not 0 <= i < vocab_size]:
-            raise InvalidField(f"{name}: token id {bad[0]} is outside 0..{vocab_size - 1}", name)
-
-
-def too_long(num_prompt: int, num_reply: int, max_model_len: int, may_grow: str = "") -> ContextTooLong:
-    """The refusal of a prompt of `num_prompt` tokens that at least `num_reply` must follow.
-
-    Its first two sentences are OpenAI's and vLLM's: clients look for them, and read the numbers.
-    `may_grow`: what else would help, if anything.
+    `may_grow`: what else a client of a prompt that is too long may do, if anything.
     """
-    return ContextTooLong(
-        f"{CONTEXT_IS.format(max_model_len)} However, you requested {num_prompt + num_reply} tokens "
-        f"({num_prompt} in the prompt, {num_reply} in the completion). Please shorten the prompt to "
-        f"{max_model_len - num_reply} tokens{may_grow}.",
-        "prompt",
-        num_prompt_tokens=num_prompt,
-        max_model_len=max_model_len,
-    )
 
+    vocab_size: int
+    max_model_len: int
+    longest: int | None = None
+    may_grow: str = ""
 
-def max_len(request: Request, max_model_len: int) -> int:
-    """Tokens a choice of this request has when it must end."""
-    if request.params.max_tokens is None:
-        return max_model_len
-    return min(len(request.prompt_token_ids) + request.params.max_tokens, max_model_len)
+    def admit(self, request: Request, vocabulary: str = "") -> Request:
+        """The same request, with a `max_tokens` that the context has left.
+
+        `vocabulary`: the one that wrote the prompt; "": its ids were sent. Raises InvalidField for a prompt
+        without tokens and for ids that the model lacks, ContextTooLong, and CapacityError for a sequence that
+        memory can never hold.
+        """
+        params, num_prompt = request.params, len(request.prompt_token_ids)
+        if not num_prompt:
+            text = (
+                "prompt: it is empty, and this model has no beginning-of-text token; send at least one token"
+            )
+            raise InvalidField(text, "prompt")
+        least, left = (
+            0 if params.max_tokens == 0 else max(params.min_tokens, 1),
+            self.max_model_len - num_prompt,
+        )
+        if least > left:
+            parts = f" ({num_prompt} in the prompt, {least} in the completion)"
+            advice = f"shorten the prompt to {self.max_model_len - least} tokens{self.may_grow}"
+            raise self._too_long(num_prompt, f"{num_prompt + least} tokens{parts}", advice, "prompt")
+        self.check_ids("prompt", request.prompt_token_ids, vocabulary)
+        self.check_ids("logit_bias", params.logit_bias)
+        self.check_ids("stop_token_ids", params.stop_token_ids)
+        if request.resumed and len(request.resumed) != params.n:
+            raise InvalidField(f"resumed: {len(request.resumed)} choices of {params.n}", "resumed")
+        most = left if params.max_tokens is None else min(params.max_tokens, left)
+        length = num_computed(num_prompt, num_prompt + most)
+        if self.longest is not None and length > self.longest:
+            raise CapacityError(
+                f"a sequence of {length} tokens does not fit, and the longest that does has {self.longest}; "
+                "send a shorter prompt, ask for fewer tokens, or start with a larger --memory-limit"
+            )
+        return (
+            request
+            if most == params.max_tokens
+            else replace(request, params=replace(params, max_tokens=most))
+        )
+
+    def check_ids(self, name: str, ids: Iterable[int], vocabulary: str = "") -> None:
+        """Raises InvalidField where the field `name` has a token id that the model lacks."""
+        last = self.vocab_size - 1
+        for i in ids:
+            if type(i) is int and 0 <= i <= last:
+                continue
+            text = f"token id {shorten(i)} is not one of this model's 0..{last}"
+            if vocabulary:
+                text = f"the vocabulary {vocabulary} writes it with token {i}, and this model has 0..{last}; "
+                text += "name the vocabulary it was trained with by --vocab"
+            raise InvalidField(f"{name}: {text}", name)
+
+    def check_chars(self, count: int, param: str) -> None:
+        """Raises ContextTooLong for text that no tokenizer could make fit."""
+        least = -(-count // MAX_CHARS_PER_TOKEN)
+        if least > self.max_model_len:
+            requested = f"{least} tokens or more ({count} characters in the {param})"
+            raise self._too_long(least, requested, f"shorten the {param}{self.may_grow}", param)
+
+    def check_count(self, count: int, param: str) -> None:
+        """Raises ContextTooLong for a list of more tokens than the context has."""
+        if count > self.max_model_len:
+            raise self._too_long(count, f"{count} tokens", "send them in parts", param)
+
+    def _too_long(self, num_prompt: int, requested: str, advice: str, param: str) -> ContextTooLong:
+        """Its first two sentences are OpenAI's and vLLM's: clients look for them, and read the numbers."""
+        return ContextTooLong(
+            f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+            f"{requested}. Please {advice}.",
+            param,
+            num_prompt_tokens=num_prompt,
+            max_model_len=self.max_model_len,
+        )

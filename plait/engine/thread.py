@@ -54,11 +54,10 @@ class EngineLoop:
     def submit(self, request: Request, on_event: OnEvent) -> None:
         """Hand over a request; `on_event` is called on the engine's thread and must only pass events on.
 
-        Raises what `Engine.validate` raises, QueueFull, and EngineError if the engine is closed or dead.
-        A refusal that only the engine can decide arrives as events with finish_reason "error".
+        Raises QueueFull, and EngineError if the engine is closed or dead. What `Engine.submit` refuses
+        arrives as events with finish_reason "error".
         """
         arrived = self.engine.clock()
-        self.engine.validate(request)
         with self._wake:
             self.check_room()
             self._arriving += 1
@@ -138,6 +137,11 @@ class EngineLoop:
         """Requests that can be there at once, running or waiting."""
         limits = self.engine.scheduler.limits
         return limits.max_waiting + limits.max_num_seqs
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of one sequence that memory holds."""
+        return self.engine.scheduler.longest
 
     @property
     def registry(self) -> CollectorRegistry:

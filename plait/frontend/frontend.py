@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from plait.config import EngineConfig
-from plait.engine.limits import check_chars, check_ids, check_token_fields, too_long
+from plait.engine.limits import RequestLimits
 from plait.engine.open_request import OnEvent
 from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.frontend.event_batching import MOST_AT_ONCE
@@ -72,6 +72,8 @@ class Loop(Protocol):
     def registry(self) -> CollectorRegistry: ...
     @property
     def max_open(self) -> int: ...
+    @property
+    def longest(self) -> int | None: ...
     def submit(self, request: Request, on_event: OnEvent) -> None: ...
     def check_room(self) -> None: ...
     def cancel(self, request_id: str, index: int | None = None) -> None: ...
@@ -105,9 +107,10 @@ class Front:
     ) -> None:
         config = config or EngineConfig()
         self.name, self.spec, self.max_model_len, self.loop = name, spec, max_model_len, loop
-        self._may_grow = ""
+        may_grow = ""
         if config.max_model_len is not None and max_model_len < spec.max_len:  # else a larger one is refused
-            self._may_grow = f", or serve the model with a larger --max-model-len (at most {spec.max_len})"
+            may_grow = f", or serve the model with a larger --max-model-len (at most {spec.max_len})"
+        self.limits = RequestLimits(spec.vocab_size, max_model_len, loop.longest, may_grow)
         self.needs_boundaries = config.prefix_cache and spec.causal and _has_slots(spec)
         self.tokenizer, self.chat_template = language.tokenizer, language.chat_template
         self.generation_config, self.stop_token_ids = language.generation_config, language.stop_token_ids
@@ -186,11 +189,13 @@ class Front:
 
         With `best_of` the engine generates that many choices, with log-probabilities: the request's `n` is
         `best_of`, and whoever reads its stream ranks them by `params`. Raises InvalidField (token ids the
-        model does not have, an empty prompt, text without a tokenizer), ContextTooLong with both numbers, and
-        BadGrammar.
+        model does not have, an empty prompt, text without a tokenizer), ContextTooLong with both numbers,
+        CapacityError for a sequence that memory never holds, and BadGrammar.
         """
-        ids = self._token_ids(prompt, add_special, allow_special)
-        check_ids(ids, self.spec.vocab_size)
+        if isinstance(prompt, str):
+            ids = self.encode(prompt, add_special=add_special, allow_special=allow_special)
+        else:
+            ids = tuple(prompt)
         grammar = grammar_from({"structured_outputs": params.structured_outputs})
         params = replace(params.resolved(self.generation_config), structured_outputs=None)
         if params.stop and not self.tokenizer:
@@ -199,8 +204,6 @@ class Front:
                 "vocabulary with --vocab",
                 "stop",
             )
-        check_token_fields(params, self.spec.vocab_size)
-        params = replace(params, max_tokens=self._max_tokens(len(ids), params.max_tokens))
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
         stops = frozenset(params.stop_token_ids)
@@ -215,7 +218,8 @@ class Front:
             priority=terms.priority,
             timeout_s=terms.timeout_s,
         )
-        return self.tried(self.held(request, grammar))
+        wrote = self.tokenizer.name if self.tokenizer and isinstance(prompt, str) else ""
+        return self.tried(self.held(self.limits.admit(request, wrote), grammar))
 
     def shaped(
         self, request: Request, shape: ReplyShape, wish: Grammar | None, num_thinking: int | None
@@ -300,7 +304,7 @@ class Front:
                 f"{self.name} has no chat template; use /v1/completions or LLM.generate, or give one with "
                 "--chat-template FILE (or a built-in name: oxidizr, blazr, chatml)"
             )
-        check_chars(num_chars(messages, options), "messages", self.max_model_len, self._may_grow)
+        self.limits.check_chars(num_chars(messages, options), "messages")
         return self.chat_template.render(self.speech.history(messages), **options)
 
     def encode(self, text: str, *, add_special: bool = True, allow_special: bool = False) -> tuple[int, ...]:
@@ -313,7 +317,7 @@ class Front:
                 f"prompt: {self.name} has no tokenizer; send token ids, or name a vocabulary with --vocab",
                 "prompt",
             )
-        check_chars(len(text), "prompt", self.max_model_len, self._may_grow)
+        self.limits.check_chars(len(text), "prompt")
         return tuple(self.tokenizer.encode(text, add_special=add_special, allow_special=allow_special))
 
     def check_room(self) -> None:
@@ -352,28 +356,6 @@ class Front:
             self.chat_template.close()
         if self.grammars:
             self.grammars.close()
-
-    def _token_ids(
-        self, prompt: str | Sequence[int], add_special: bool, allow_special: bool
-    ) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            return tuple(prompt)
-        ids = self.encode(prompt, add_special=add_special, allow_special=allow_special)
-        if self.tokenizer and (bad := [i for i in ids if i >= self.spec.vocab_size]):
-            raise InvalidField(
-                f"prompt: the vocabulary {self.tokenizer.name} writes it with token {bad[0]}, and this model "
-                f"has 0..{self.spec.vocab_size - 1}; name the vocabulary it was trained with by --vocab",
-                "prompt",
-            )
-        return ids
-
-    def _max_tokens(self, prompt_len: int, asked: int | None) -> int:
-        room = self.max_model_len - prompt_len
-        if asked == 0 and room >= 0:
-            return 0
-        if room < 1:
-            raise too_long(prompt_len, 0 if asked == 0 else 1, self.max_model_len, self._may_grow)
-        return room if asked is None else min(asked, room)
 
 
 def _has_slots(spec: ModelSpec) -> bool:

@@ -9,12 +9,12 @@ always proceeds.
 from __future__ import annotations
 
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from plait.errors import CapacityError, ContextTooLong, QueueFull
+from plait.errors import CapacityError, QueueFull
 from plait.schedule import multi_step
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import StepCosts
@@ -75,10 +75,15 @@ class Scheduler:
     def add(self, *sequences: TokenSequence) -> None:
         """Let these sequences (the choices of one request) wait for their turn: all of them or none.
 
-        Raises ContextTooLong or CapacityError if one can never fit, QueueFull if too many requests wait.
+        Raises CapacityError if memory can never hold one, QueueFull if too many requests wait.
         """
         for seq in sequences:
-            self.check_fits(seq.prompt_len, seq.max_len)
+            length = num_computed(seq.prompt_len, seq.max_len)
+            if short := self.memory.shortage(length):
+                raise CapacityError(
+                    f"a sequence of {length} tokens needs {short[0]} blocks and there are {short[1]}; send a "
+                    "shorter prompt, ask for fewer tokens, or start with a larger --memory-limit"
+                )
         if not self.has_room():
             raise QueueFull(
                 f"{self.num_waiting_requests} requests are waiting and max_waiting is "
@@ -90,27 +95,11 @@ class Scheduler:
             self._by_id[seq.id] = seq
             insort(self.waiting, seq, key=self._place)
 
-    def check_fits(self, prompt_len: int, max_len: int) -> None:
-        """Raises ContextTooLong or CapacityError if a sequence could not finish even alone."""
-        limits, length = self.limits, num_computed(prompt_len, max_len)
-        longest = limits.max_model_len
-        if not limits.causal:
-            longest = min(longest, limits.max_num_batched_tokens)
-        if prompt_len > longest:
-            why = "" if longest == limits.max_model_len else " (this model computes a sequence in one piece)"
-            raise ContextTooLong(
-                f"the prompt has {prompt_len} tokens and the longest sequence is {longest}{why}", "prompt"
-            )
-        if length > longest:
-            raise ContextTooLong(
-                f"{length} tokens would be computed and the longest sequence is {longest}; ask for fewer",
-                "max_tokens",
-            )
-        if short := self.memory.shortage(length):
-            raise CapacityError(
-                f"a sequence of {length} tokens needs {short[0]} blocks and there are {short[1]}; send a "
-                "shorter prompt, ask for fewer tokens, or start with a larger --memory-limit"
-            )
+    @property
+    def longest(self) -> int:
+        """The most tokens of one sequence that can be computed when it has all memory."""
+        lengths = range(1, self.limits.max_model_len + 1)
+        return bisect_left(lengths, True, key=lambda length: self.memory.shortage(length) is not None)
 
     def has_room(self, arriving: int = 0) -> bool:
         """Whether one more request may wait, when `arriving` others are on their way."""

@@ -151,11 +151,9 @@ class Service:
         """A handler of what `plan` or `outcome` make of the body, or of `answer`, computed in a thread."""
 
         async def handle(request: Request) -> Response:
-            front, body = await self._read(request)
-            served, plan, answer = self._named(front, body.get("model")), endpoint.plan, endpoint.answer
+            front, served, body = await self._read(request)
+            plan, answer = endpoint.plan, endpoint.answer
             shape, receive, interval = endpoint.outcome, request.receive, self._config.stream_interval
-            if plan is not None or shape is not None:
-                front.check_room()  # before templates and tokens cost anything
             if plan is not None:
                 response = await respond(
                     receive, front, lambda: plan(front, served, body), self._threads, interval
@@ -183,15 +181,16 @@ class Service:
         models.check(asked, self.served(front))
         return self.served(front)
 
-    async def _read(self, request: Request) -> tuple[Front, dict[str, Any]]:
+    async def _read(self, request: Request) -> tuple[Front, str, dict[str, Any]]:
+        """The model as the caller sees it, what a reply calls it, and the fields of the body."""
         body = present(await read_object(request, self._config.max_body_bytes))
         front = self._loading.ready()
-        self._named(front, body.get("model"))
+        served = self._named(front, body.get("model"))
         exchange: Exchange | None = request.scope.get(SCOPE_KEY)
         if exchange is not None:
             exchange.model = self.served(front)
             asker.set(exchange.key.name or (request.client.host if request.client else ""))
-        return called(front, exchange), body
+        return called(front, exchange), served, body
 
 
 class _Endpoint:

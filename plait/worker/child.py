@@ -291,7 +291,7 @@ def serve_link(link: Link, page: Page, hello: Hello) -> None:
     child = EngineChild(link, page, engine)
     names = tuple(engine.stats())
     spec = packed(housed.spec)
-    link.send(Ready(spec, engine.max_model_len, _longest(engine), names, housed.fingerprint))
+    link.send(Ready(spec, engine.limits.max_model_len, engine.scheduler.longest, names, housed.fingerprint))
     try:
         child.run()
     finally:
@@ -349,20 +349,6 @@ def _log_to(link: Link, levels: dict[str, int]) -> None:
 def _log_from(levels: dict[str, int]) -> None:
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
-
-
-def _longest(engine: Engine) -> int:
-    """The longest sequence that can finish alone, in tokens."""
-    low, high = 0, engine.max_model_len
-    while low < high:
-        middle = (low + high + 1) // 2
-        try:
-            engine.scheduler.check_fits(1, middle)
-        except PlaitError:
-            high = middle - 1
-        else:
-            low = middle
-    return low
 
 
 def _beat(page: Page) -> None:

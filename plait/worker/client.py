@@ -17,9 +17,8 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry
 
 from plait.config import EngineConfig
-from plait.engine.limits import check, max_len
 from plait.engine.open_request import OnEvent
-from plait.errors import CapacityError, EngineError, EngineLost, PlaitError, QueueFull
+from plait.errors import EngineError, EngineLost, PlaitError, QueueFull
 from plait.frontend.frontend import TEMPLATES_OWN, Front, Parsers
 from plait.loading.text_side import TextSource
 from plait.request import JsonStyle, Request
@@ -97,17 +96,20 @@ class EngineProcess:
         """What decides the numbers of a reply, as a hash; "" until requests are taken."""
         return self._ready.fingerprint if self._ready else ""
 
+    @property
+    def longest(self) -> int | None:
+        """The most tokens of one sequence that memory holds; None until requests are taken."""
+        return self._ready.longest if self._ready else None
+
     # As `EngineLoop`
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
         """Hand over a request; `on_event` is called on a thread of ours and must only pass events on.
 
-        Raises InvalidField, ContextTooLong, CapacityError (it can never fit), QueueFull, and EngineError if
-        the engine is closed or given up. A refusal that only the engine can decide arrives as events with
-        finish_reason "error".
+        Raises QueueFull, and EngineError if the engine is loading, closed or given up. What `Engine.submit`
+        refuses arrives as events with finish_reason "error".
         """
         arrived = time.monotonic()
-        self._check(request)
         with self._changed:
             self.check_room()
             self._num_arriving += 1
@@ -264,19 +266,6 @@ class EngineProcess:
                 return value
             report(progress.text, progress.done, progress.total)
 
-    def _check(self, request: Request) -> None:
-        with self._changed:
-            ready = self._ready
-        if ready is None:
-            raise EngineError("the model is still loading")
-        check(request, ready.spec["vocab_size"], ready.max_model_len)
-        length = max_len(request, ready.max_model_len)
-        if ready.spec["causal"] and request.params.max_tokens != 0 and length > ready.longest:
-            raise CapacityError(
-                f"a sequence of {length} tokens does not fit, and the longest that does has {ready.longest}; "
-                "send a shorter prompt, ask for fewer tokens, or start with a larger --memory-limit"
-            )
-
     def _check_open(self) -> None:
         if self.fault is not None:
             raise EngineLost(f"the engine has stopped after a fault: {self.fault}") from self.fault
@@ -284,6 +273,8 @@ class EngineProcess:
             raise EngineLost(str(self._lost))
         if self._closing or self._has_ended:
             raise EngineError("the engine is closing and takes no more requests")
+        if self._ready is None:
+            raise EngineError("the model is still loading")
 
     @property
     def _num_open(self) -> int:

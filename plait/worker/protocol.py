@@ -90,7 +90,7 @@ class Headers(Message, frozen=True, tag=2):
 
 
 class Ready(Message, frozen=True, tag=3):
-    """Requests are taken. `spec`: see `packed`; `longest`: the longest sequence whose state fits."""
+    """Requests are taken. `spec`: see `packed`; `longest`: the most tokens of one sequence that fit."""
 
     spec: Any
     max_model_len: int

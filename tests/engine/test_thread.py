@@ -118,9 +118,11 @@ def test_an_idle_loop_sleeps_and_wakes_again() -> None:
         assert loop.healthy
 
 
-def test_a_request_that_cannot_be_is_refused_where_it_is_submitted() -> None:
-    with running() as (loop, _), pytest.raises(InvalidField, match="no tokens"):
-        loop.submit(Request("r", (), SamplingParams()), Mailbox())
+def test_the_loop_reports_a_request_that_cannot_be_as_an_event() -> None:
+    with running() as (loop, _):
+        box = Mailbox()
+        loop.submit(Request("r", (), SamplingParams()), box)
+        assert isinstance(box.wait()[-1].error, InvalidField)
 
 
 def test_a_full_queue_is_refused_where_it_is_submitted() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from plait.errors import CapacityError, ContextTooLong, EngineError, QueueFull
+from plait.errors import CapacityError, EngineError, QueueFull
 from plait.memory import BlockGroup
 from plait.request import SamplingParams, TokenLogprobs
 from plait.schedule.allocation import Allocation
@@ -210,14 +210,11 @@ def test_a_sequence_that_is_not_causal_waits_until_the_budget_holds_it_whole() -
     assert shape(planned(s)) == [(1, 0, 10)]
 
 
-def test_a_prompt_that_can_never_fit_is_refused_with_both_numbers() -> None:
+def test_add_refuses_a_sequence_that_memory_never_holds_with_both_numbers() -> None:
     s = scheduler(blocks=5)
-    with pytest.raises(ContextTooLong, match=r"65 tokens and the longest sequence is 64"):
-        s.add(sequence(1, 65, max_tokens=0))
+    assert s.longest == 16
     with pytest.raises(CapacityError, match=r"17 tokens needs 5 blocks and there are 4"):
         s.add(sequence(2, 14))
-    with pytest.raises(ContextTooLong, match=r"17 tokens and the longest sequence is 16 .*one piece"):
-        scheduler(causal=False).add(sequence(3, 17, max_tokens=1))
     assert not s.has_work
 
 

@@ -87,7 +87,7 @@ class EchoLoop:
     """Stands for the engine's loop: a thread for each request, which says its last message again."""
 
     def __init__(self) -> None:
-        self.healthy, self.max_open, self.loading = True, 4096, None
+        self.healthy, self.max_open, self.loading, self.longest = True, 4096, None, None
         self.fingerprint = "fp_echo"
         self.live, self.fault, self.registry = True, None, CollectorRegistry()
         self.requests: list[Request] = []

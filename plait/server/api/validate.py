@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from plait.errors import InvalidField
 from plait.frontend.request_options import Terms
-from plait.request import MAX_LOGPROBS, SamplingParams
+from plait.request import MAX_LOGPROBS, SamplingParams, shorten
 from plait.server.api.schema import ChatRequest, CompletionRequest, Sampling
 from plait.server.api.unsupported_params import HINTS, UNREAD
 from plait.text.chat.template import THOUGHTS
@@ -44,12 +44,12 @@ def refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
         harmless = UNREAD.get(name)
         if name not in read and harmless is not None and not harmless(value):
             hint = HINTS.get(name, "; leave it out")
-            raise InvalidField(f"{name}: this server cannot honour {_short(value)}{hint}", name)
+            raise InvalidField(f"{name}: this server cannot honour {shorten(value)}{hint}", name)
     options = body.get("stream_options")
     for name, value in options.items() if isinstance(options, dict) else ():
         if name not in _KNOWN_STREAM_OPTIONS and value:
             at = f"stream_options.{name}"
-            raise InvalidField(f"{at}: this server cannot honour {_short(value)}; leave it out", at)
+            raise InvalidField(f"{at}: this server cannot honour {shorten(value)}; leave it out", at)
 
 
 def ignored(body: Mapping[str, Any], read: frozenset[str], unread: Sequence[str] = ()) -> str:
@@ -82,7 +82,7 @@ def chat_params(asked: ChatRequest) -> SamplingParams:
     if asked.top_logprobs is not None and not asked.logprobs:
         raise InvalidField("top_logprobs: it needs logprobs: true", "top_logprobs")
     if asked.top_logprobs is not None and not 0 <= asked.top_logprobs <= MAX_LOGPROBS:
-        text = f"top_logprobs: {_short(asked.top_logprobs)} is outside [0, {MAX_LOGPROBS}]"
+        text = f"top_logprobs: {shorten(asked.top_logprobs)} is outside [0, {MAX_LOGPROBS}]"
         raise InvalidField(text, "top_logprobs")
     return _params(asked, limit, (asked.top_logprobs or 0) if asked.logprobs else None)
 
@@ -141,7 +141,7 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
             raise InvalidField(f"{at}.role: it is required", f"{at}.role")
         if not isinstance(role, str) or role not in ROLES:
             roles = ", ".join(sorted(ROLES))
-            raise InvalidField(f"{at}.role: {_short(role)} is not one of {roles}", f"{at}.role")
+            raise InvalidField(f"{at}.role: {shorten(role)} is not one of {roles}", f"{at}.role")
         _check_content(message, role, f"{at}.content")
         _check_tool_calls(message.get("tool_calls"), f"{at}.tool_calls")
         for name in _TEXT_FIELDS & set(message):
@@ -156,13 +156,13 @@ def check_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> None:
     for i, tool in enumerate(tools):
         if tool.get("type", "function") != "function":
             at = f"tools[{i}].type"
-            raise InvalidField(f"{at}: {_short(tool['type'])} tools are not supported, only functions", at)
+            raise InvalidField(f"{at}: {shorten(tool['type'])} tools are not supported, only functions", at)
     schemas = tool_schemas(tools)
     for i, name in enumerate(schemas):
         if not _TOOL_NAME.fullmatch(name):
             at = f"tools[{i}].function.name"
             text = (
-                f"{at}: {_short(name)} is not a name of at most 128 letters, digits, '_', '-', '.', ':', '/'"
+                f"{at}: {shorten(name)} is not a name of at most 128 letters, digits, '_', '-', '.', ':', '/'"
             )
             raise InvalidField(text, at)
     chosen_tools(schemas, choice)
@@ -172,7 +172,7 @@ def thinking_budget(asked: ChatRequest) -> int | None:
     """Tokens of thinking at most; None: as many as it takes. Raises InvalidField."""
     wanted = asked.thinking_token_budget
     if wanted is not None and wanted < -1:
-        text = f"thinking_token_budget: {_short(wanted)} is less than -1, which means: no limit"
+        text = f"thinking_token_budget: {shorten(wanted)} is less than -1, which means: no limit"
         raise InvalidField(text, "thinking_token_budget")
     return None if wanted == -1 else wanted
 
@@ -218,13 +218,13 @@ def _check_content(message: Mapping[str, Any], role: str, at: str) -> None:
             return
         raise InvalidField(f"{at}: it is missing or null; send text", at)
     if not isinstance(content, list):
-        raise InvalidField(f"{at}: {_short(content)} is neither text nor a list of parts", at)
+        raise InvalidField(f"{at}: {shorten(content)} is neither text nor a list of parts", at)
     if not content:
         raise InvalidField(f"{at}: the list of parts is empty; send text", at)
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text":
-            raise InvalidField(f"{at}[{i}]: {_short(kind)} parts are not supported, only text", f"{at}[{i}]")
+            raise InvalidField(f"{at}[{i}]: {shorten(kind)} parts are not supported, only text", f"{at}[{i}]")
         if not isinstance(part.get("text"), str):
             raise InvalidField(f"{at}[{i}].text: it must be a string", f"{at}[{i}].text")
 
@@ -233,7 +233,7 @@ def _check_tool_calls(calls: Any, at: str) -> None:
     if calls is None:
         return
     if not isinstance(calls, list):
-        raise InvalidField(f"{at}: {_short(calls)} is not a list of tool calls", at)
+        raise InvalidField(f"{at}: {shorten(calls)} is not a list of tool calls", at)
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -247,7 +247,7 @@ def _max_tokens(asked: Sampling) -> int | None:
     if asked.max_completion_tokens is None:
         return asked.max_tokens
     if asked.max_completion_tokens < 1:
-        text = f"max_completion_tokens: {_short(asked.max_completion_tokens)} is less than 1"
+        text = f"max_completion_tokens: {shorten(asked.max_completion_tokens)} is less than 1"
         raise InvalidField(text, "max_completion_tokens")
     return asked.max_completion_tokens
 
@@ -255,9 +255,6 @@ def _max_tokens(asked: Sampling) -> int | None:
 def _params(
     asked: Sampling, limit: int | None, logprobs: int | None, prompt_logprobs: int | None = None
 ) -> SamplingParams:
-    if limit is not None and asked.min_tokens > max(limit, 0):
-        text = f"min_tokens: {_short(asked.min_tokens)} is more than max_tokens ({_short(limit)})"
-        raise InvalidField(text, "min_tokens")
     if len(asked.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         text = f"stop_token_ids: {len(asked.stop_token_ids)} are more than {MAX_STOP_TOKEN_IDS}"
         raise InvalidField(text, "stop_token_ids")
@@ -299,17 +296,9 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
         raise InvalidField(f"logit_bias: {len(bias)} entries are more than {MAX_LOGIT_BIAS}", "logit_bias")
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) <= 9):
-            raise InvalidField(f"logit_bias: {_short(key)} is not a token id", "logit_bias")
+            raise InvalidField(f"logit_bias: {shorten(key)} is not a token id", "logit_bias")
     return {int(key): value for key, value in bias.items()}
 
 
 def _is_ids(part: Any) -> bool:
     return isinstance(part, list) and all(type(i) is int for i in part)
-
-
-def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an integer with more digits than Python prints
-        return "such a number"
-    return text if len(text) <= 80 else text[:77] + "…"

@@ -44,6 +44,7 @@ PUBLIC = frozenset(
 WATCHED = frozenset(
     {"/health", "/ready", "/live", "/metrics"}
 )  # told also by a server that is full or stopping
+HAS_ROOM = "plait.has_room"  # in a scope: `turned_away` has looked, and only the engine's queue looks again
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LOCAL_NAMES = frozenset({"localhost", "testserver"})
 
@@ -78,6 +79,7 @@ class Door:
             return None
         try:
             self._loading.check_room()
+            scope[HAS_ROOM] = True
             return None
         except QueueFull as error:
             refusal: PlaitError = error
@@ -123,7 +125,7 @@ class Door:
         self._check_caller(scope, headers, exchange)
         path = scope["path"]
         if exchange.method == "POST" and not self._is_public(path, exchange.method):
-            if path in self._generating:
+            if path in self._generating and HAS_ROOM not in scope:
                 self._check_room(exchange)
             self._traffic.admit(exchange)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from plait.engine.limits import CONTEXT_IS
-from plait.errors import ContextTooLong, InvalidField, ModelNotFound
+from plait.errors import InvalidField, ModelNotFound
 from plait.server.api import validate
 from plait.server.api.endpoint import Endpoint
 from plait.server.api.schema import DetokenizeRequest, TokenizeRequest, field_names, typed
@@ -86,11 +85,10 @@ def tokenize(front: Front, model: str, body: Mapping[str, Any]) -> Slices[dict[s
 def detokenize(front: Front, model: str, body: Mapping[str, Any]) -> Slices[dict[str, Any]]:
     """The text of token ids, control tokens included. Raises InvalidField and ContextTooLong."""
     validate.refuse(body, DETOKENIZE_FIELDS)
-    _check_count(front, body.get("tokens"))
-    asked, limit = typed(body, DetokenizeRequest), front.spec.vocab_size
-    if bad := [i for i in asked.tokens if not 0 <= i < limit]:
-        shown = bad[0] if abs(bad[0]) < 1 << 64 else "an id"
-        raise InvalidField(f"tokens: {shown} is outside 0..{limit - 1}", "tokens")
+    if isinstance(sent := body.get("tokens"), list):
+        front.limits.check_count(len(sent), "tokens")  # before each of them is looked at
+    asked = typed(body, DetokenizeRequest)
+    front.limits.check_ids("tokens", asked.tokens)
     tokenizer = prompts.tokenizer_of(front)
     pieces = yield from _each(asked.tokens, tokenizer.token_bytes)
     text = joined_text(tokenizer, pieces)
@@ -112,17 +110,6 @@ def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
         return found.decode()
     except UnicodeDecodeError:
         return list(found)
-
-
-def _check_count(front: Front, tokens: object) -> None:
-    if isinstance(tokens, list) and len(tokens) > front.max_model_len:
-        raise ContextTooLong(
-            f"tokens: {CONTEXT_IS.format(front.max_model_len)} However, you requested {len(tokens)} tokens. "
-            "Please send them in parts.",
-            "tokens",
-            num_prompt_tokens=len(tokens),
-            max_model_len=front.max_model_len,
-        )
 
 
 def _each(ids: Sequence[int], of: Callable[[int], T]) -> Slices[list[T]]:

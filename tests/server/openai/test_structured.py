@@ -221,7 +221,7 @@ def test_the_processes_that_try_grammars_are_up_before_a_server_is_ready(
 class StubProcess:
     """An engine that is up."""
 
-    name = "stub"
+    name, longest = "stub", None
 
     def source(self, report: Any) -> Any:
         return self
