@@ -5,68 +5,113 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from msgspec import Meta
 
 from plait.config import JsonSpace
 from plait.errors import InvalidField
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Pooling = Literal["last", "mean"]
-MAX_LOGPROBS = 20
-MAX_N = 128
-DEFAULT_TEMPERATURE, DEFAULT_TOP_P, DEFAULT_TOP_K = 0.7, 0.9, 40
+MAX_LOGPROBS, MAX_N = 20, 128
+_INT64 = 2**63 - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How tokens are chosen, in vLLM's spelling.
+def _words(
+    text: str, low: float | None = None, high: float = _INT64, *, also: str = "", ours: float | None = None
+) -> Meta:
+    """What a field does, and its range from `low` to `high`.
 
-    `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` None: the model's generation_config.json
-    decides, then 0.7, 0.9, 40, 0, 1.
-    `top_k` 0: no limit (and -1, as vLLM spells it). `max_tokens` None: the rest of the context. `logprobs`:
-    how many alternatives are reported beside the chosen token (0: the chosen one only); raw model
-    log-probabilities, natural log, before penalties and temperature. `best_of`: how many choices are
-    generated, of which the `n` with the highest log-probability per token are returned, best first (None:
-    `n`, in their order); OpenAI's meaning, where vLLM's V0 took the sum, which favours short replies.
+    `also`: other servers' names for it. `ours`: its value where neither the request nor the model's
+    generation_config.json has one. Documents show the range; `SamplingParams` checks it, because its texts
+    say what was sent.
+    """
+    if ours is not None:
+        text += f" [default: the model's generation_config.json, else {ours:g}]"
+    bounds = {} if low is None else {"minimum": low, "maximum": high}
+    return Meta(description=text, extra_json_schema=bounds, extra={"also": tuple(also.split()), "ours": ours})
+
+
+NO_ENTRIES = Meta(extra_json_schema={"default": {}})
+_STOP = _words("text that ends it; may be repeated")
+MaxTokens = Annotated[
+    int | None, _words("most tokens to write", 0, also="n_predict num_predict max_new_tokens")
+]
+NumLogprobs = Annotated[int | None, _words("alternatives with each token; 0: itself alone", 0, MAX_LOGPROBS)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFields:
+    """What every API that generates takes, in vLLM's spelling; None: the model decides.
+
+    Requests over HTTP, `SamplingParams` and the options of the command line are made from it.
+    """
+
+    min_tokens: Annotated[int, _words("tokens before anything may stop it", 0, also="min_new_tokens")] = 0
+    temperature: Annotated[float | None, _words("0: always the likeliest token", 0, 2, ours=0.7)] = None
+    top_p: Annotated[float | None, _words("the likeliest tokens of this probability", 0, 1, ours=0.9)] = None
+    top_k: Annotated[int | None, _words("the likeliest so many tokens; 0: no limit", -1, ours=40)] = None
+    min_p: Annotated[float | None, _words("least share of the likeliest's probability", 0, 1, ours=0)] = None
+    seed: Annotated[int | None, _words("makes a text repeatable", -_INT64 - 1, also="random_seed")] = None
+    repetition_penalty: Annotated[
+        float | None,
+        _words("above 1: less of what was there", 0.01, 100, ours=1, also="repeat_penalty penalty_repeat"),
+    ] = None
+    presence_penalty: Annotated[
+        float, _words("subtracted once from tokens already written", -2, 2, also="penalty_present")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, _words("subtracted for each time a token was written", -2, 2, also="penalty_freq")
+    ] = 0.0
+    logit_bias: Annotated[
+        Mapping[int, float], _words("added to logits, by token id; -100 to 100"), NO_ENTRIES
+    ] = field(default_factory=dict)
+    stop_token_ids: Annotated[tuple[int, ...], _words("tokens that end it")] = ()
+    ignore_eos: Annotated[bool, _words("go on after an end-of-text token")] = False
+    include_stop_str_in_output: Annotated[
+        bool, _words("the text has the stop string that ended it", also="no_stop_trim")
+    ] = False
+    skip_special_tokens: Annotated[bool, _words("the text leaves control tokens out")] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceFields(SamplingFields):
+    """What the APIs take that can generate several choices, and `SamplingParams`."""
+
+    n: Annotated[int, _words("choices that are returned", 1, MAX_N, also="n_cmpl")] = 1
+    best_of: Annotated[int | None, _words("choices to generate; the best n return", 1, MAX_N)] = None
+    max_tokens: MaxTokens = None
+    stop: Annotated[str | tuple[str, ...], _STOP] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams(ChoiceFields):
+    """How tokens are chosen; `SamplingFields` and `ChoiceFields` say what each field does.
+
+    `top_k` -1 is 0, as vLLM spells it. `max_tokens` None: the rest of the context. `logprobs` are the raw
+    model's, natural log, before penalties and temperature. The best of `best_of` choices have the highest
+    log-probability per token, best first; this is OpenAI's meaning, where vLLM's V0 took the sum.
     `structured_outputs`: what the reply must be, in vLLM's shape: one of `json` (a schema), `regex`,
     `choice`, `grammar` and `json_object`. Raises InvalidField, naming the field.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    max_tokens: int | None = 100
-    min_tokens: int = 0
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    max_tokens: MaxTokens = 100
+    stop: Annotated[tuple[str, ...], _STOP] = ()
+    logprobs: NumLogprobs = None
+    prompt_logprobs: NumLogprobs = None
     structured_outputs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _listed("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
-        for name, low, high in _RANGES:
-            _check(name, getattr(self, name), low, high)
-        for name in _WHOLE:
-            _check_whole(name, getattr(self, name))
+        for name, told in SAMPLING.items():
+            told.check(name, getattr(self, name))
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidField(f"best_of: {self.best_of} is less than n ({self.n})", "best_of")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            shown = shorten(self.min_tokens), shorten(self.max_tokens)
-            text = "min_tokens: {} is more than max_tokens ({})".format(*shown)
-            raise InvalidField(text, "min_tokens")
+            least, most = shorten(self.min_tokens), shorten(self.max_tokens)
+            raise InvalidField(f"min_tokens: {least} is more than max_tokens ({most})", "min_tokens")
         for stop in self.stop:
             if not isinstance(stop, str):
                 raise InvalidField(f"stop: {stop!r} is not a string; token ids go in stop_token_ids", "stop")
@@ -76,7 +121,7 @@ class SamplingParams:
             _check_whole("stop_token_ids", token_id)
         for token_id, bias in self.logit_bias.items():
             _check_whole("logit_bias", token_id)
-            _check("logit_bias", bias, -100, 100)
+            check_range("logit_bias", bias, -100, 100)
 
     @property
     def num_sequences(self) -> int:
@@ -90,16 +135,14 @@ class SamplingParams:
 
     def resolved(self, generation_config: Mapping[str, Any]) -> SamplingParams:
         """With every open choice filled in: the request's, else the model's, else Plait's default."""
-        sampled = generation_config.get("do_sample", True)
-        pick = generation_config if sampled else {**generation_config, "temperature": 0.0}
-        return replace(
-            self,
-            temperature=_first(self.temperature, pick.get("temperature"), DEFAULT_TEMPERATURE),
-            top_p=_first(self.top_p, pick.get("top_p"), DEFAULT_TOP_P),
-            top_k=_first(self.top_k, pick.get("top_k"), DEFAULT_TOP_K),
-            min_p=_first(self.min_p, pick.get("min_p"), 0.0),
-            repetition_penalty=_first(self.repetition_penalty, pick.get("repetition_penalty"), 1.0),
-        )
+        is_greedy = not generation_config.get("do_sample", True)
+        theirs = {**generation_config, "temperature": 0.0} if is_greedy else generation_config
+        found: dict[str, Any] = {}
+        for name, told in SAMPLING.items():
+            values = (getattr(self, name), theirs.get(name), told.ours)
+            if told.ours is not None:
+                found[name] = next(value for value in values if value is not None)
+        return replace(self, **found)
 
 
 def _listed(name: str, value: Any) -> tuple[Any, ...]:
@@ -111,11 +154,8 @@ def _listed(name: str, value: Any) -> tuple[Any, ...]:
     return tuple(value or ())
 
 
-def _first(*values: Any) -> Any:
-    return next(v for v in values if v is not None)
-
-
-def _check(name: str, value: Any, low: float, high: float) -> None:
+def check_range(name: str, value: Any, low: float, high: float) -> None:
+    """Raises InvalidField for what is neither None nor a number from `low` to `high`."""
     if value is None:
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -143,24 +183,32 @@ def _check_whole(name: str, value: Any) -> None:
         raise InvalidField(f"{name}: {shorten(value)} is not a whole number", name)
 
 
-_INT64 = 2**63 - 1
-_WHOLE = ("n", "best_of", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
-_RANGES = (
-    ("n", 1, MAX_N),
-    ("best_of", 1, MAX_N),
-    ("max_tokens", 0, _INT64),
-    ("min_tokens", 0, _INT64),
-    ("temperature", 0, 2),
-    ("top_p", 0, 1),
-    ("top_k", -1, _INT64),
-    ("min_p", 0, 1),
-    ("seed", -_INT64 - 1, _INT64),
-    ("repetition_penalty", 0.01, 100),
-    ("presence_penalty", -2, 2),
-    ("frequency_penalty", -2, 2),
-    ("logprobs", 0, MAX_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
-)
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A sampling field: what it does, its range, if any, other servers' names for it, and Plait's default."""
+
+    words: str
+    bounds: tuple[float, float] | None
+    is_whole: bool
+    also: tuple[str, ...]
+    ours: float | None
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises InvalidField for a value that is outside of its range, or no whole number."""
+        if self.bounds is not None:
+            check_range(name, value, *self.bounds)
+        if self.is_whole:
+            _check_whole(name, value)
+
+
+def _declared(hint: Any) -> Declared:
+    kind, meta, *_ = get_args(hint)
+    bounds = tuple(meta.extra_json_schema.values()) or None
+    return Declared(meta.description, bounds, kind in (int, int | None), **meta.extra)
+
+
+_HINTS = get_type_hints(SamplingParams, include_extras=True).items()
+SAMPLING: Mapping[str, Declared] = {n: _declared(h) for n, h in _HINTS if get_origin(h) is Annotated}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ MAX_SALT_CHARS = 256
 MAX_PRIORITY = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Terms:
     """`cache_salt` and `priority` are vLLM's. Raises InvalidField, naming the field.
 

@@ -15,7 +15,7 @@ from plait.cli.common.help import path_completion
 from plait.cli.common.session import Session, log_to_stderr
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
-from plait.request import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P, SamplingParams
+from plait.request import SAMPLING, SamplingParams
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Decorator = Callable[[Command], Command]
@@ -23,21 +23,11 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 ENVIRONMENT = {"api_key": "PLAIT_API_KEY"}  # what a command line would show to every user of the machine
 METAVARS = {"set": "KEY=VALUE", "plugins": "FILE.py"}
 BYTES_FIELDS = {"memory_limit", "max_body_bytes"}
-MODEL_DEFAULT = "the model's generation_config.json, else "
-SAMPLING_HELP = {
-    "max_tokens": "most tokens to write",
-    "min_tokens": "tokens to write before anything may stop it",
-    "temperature": f"0: always the likeliest token [default: {MODEL_DEFAULT}{DEFAULT_TEMPERATURE}]",
-    "top_p": f"the likeliest tokens that make up this probability [default: {MODEL_DEFAULT}{DEFAULT_TOP_P}]",
-    "top_k": f"the likeliest so many tokens; 0: no limit [default: {MODEL_DEFAULT}{DEFAULT_TOP_K}]",
-    "min_p": f"tokens at least this likely beside the likeliest [default: {MODEL_DEFAULT}0]",
-    "seed": "makes a sampled text repeatable",
-    "repetition_penalty": f"above 1: tokens that were there are less likely [default: {MODEL_DEFAULT}1]",
-    "presence_penalty": "subtracted once from tokens already written",
-    "frequency_penalty": "subtracted for each time a token was written",
-    "stop": "text that ends it; may be repeated",
-    "ignore_eos": "go on after an end-of-text token",
+# Of no use in a terminal, where a reply is one text.
+_NOT_TYPED = {"n", "best_of", "logit_bias", "logprobs", "prompt_logprobs", "stop_token_ids"} | {
+    *("include_stop_str_in_output", "skip_special_tokens")
 }
+SAMPLING_HELP = {name: told.words for name, told in SAMPLING.items() if name not in _NOT_TYPED}
 
 
 class Bytes(click.ParamType[int]):

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from plait.errors import InvalidField
+from plait.frontend.request_options import Terms
+from plait.request import SamplingFields
 from plait.server.anthropic.message_blocks import (
     Conversation,
     chat_output,
@@ -26,7 +29,7 @@ from plait.server.api.content_blocks import Block, Blocks, Step
 from plait.server.api.endpoint import Endpoint
 from plait.server.api.error_translation import in_words_of, refuse_words_of_a_chat
 from plait.server.api.event_reply import Event
-from plait.server.api.schema import field_names, typed
+from plait.server.api.schema import Objects, field_names, typed
 from plait.server.http.tasks import new_id
 from plait.server.openai import chat, tokenize
 
@@ -37,27 +40,26 @@ if TYPE_CHECKING:
     from plait.server.http.errors import Problem
 
 
-class CountRequest(msgspec.Struct, kw_only=True, frozen=True):
+@dataclass(frozen=True, kw_only=True)
+class CountRequest:
     """POST /v1/messages/count_tokens."""
 
     model: str | None = None
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] = []
+    tools: Objects = field(default_factory=list)
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
 
 
-class MessagesRequest(CountRequest, kw_only=True, frozen=True):
+@dataclass(frozen=True, kw_only=True)
+class MessagesRequest(CountRequest, SamplingFields, Terms):
     """POST /v1/messages. What a chat takes beside this (`seed`, `min_p`, …) is taken here too."""
 
     max_tokens: int
-    stop_sequences: list[str] = []
+    stop_sequences: tuple[str, ...] = ()
     stream: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     metadata: dict[str, Any] | None = None
 
 

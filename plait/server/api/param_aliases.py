@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from plait.errors import InvalidField
+from plait.request import SAMPLING, shorten
 
 AS_MANY_AS_FIT = 2**31 - 1  # a limit that the room for a reply makes smaller
 _THINK = ("think", "enable_thinking")  # of a chat
@@ -18,22 +19,12 @@ NO_LIMIT = (-1, -2)  # llama.cpp's and Ollama's words for as many tokens as fit
 
 # alias -> our name
 NAMES: Mapping[str, str] = {
-    "n_predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-    "penalty_repeat": "repetition_penalty",
-    "penalty_present": "presence_penalty",
-    "penalty_freq": "frequency_penalty",
+    **{also: name for name, told in SAMPLING.items() for also in told.also},
     "typical": "typical_p",
     "return_tokens": "return_token_ids",
     "add_special": "add_special_tokens",
-    "no_stop_trim": "include_stop_str_in_output",
     "truncate": "truncate_prompt_tokens",
     "thinking_budget": "thinking_token_budget",
-    "n_cmpl": "n",
-    "min_new_tokens": "min_tokens",
-    "random_seed": "seed",
     "extra_key": "cache_salt",
     "regex": "guided_regex",
     "ebnf": "guided_grammar",
@@ -145,8 +136,8 @@ def _meant(name: str, value: Any, body: Mapping[str, Any]) -> dict[str, Any]:
     """What a field says under our names."""
     if name == "n_probs":
         return _n_probs(value, is_chat="messages" in body)
-    if name == "logit_bias" and not isinstance(value, dict):
-        return {name: _bias(value)}
+    if name == "logit_bias":
+        return {name: _bias_by_id(value) if isinstance(value, dict) else _bias(value)}
     if name in _THINK and "prompt" not in body:
         return _thinking(name, value)
     ours = NAMES.get(name, name)
@@ -172,7 +163,14 @@ def _thinking(name: str, value: Any) -> dict[str, Any]:
     return {"chat_template_kwargs": {"enable_thinking": value}}
 
 
-def _bias(value: Any) -> dict[str, Any]:
+def _bias_by_id(value: dict[str, Any]) -> dict[int, Any]:
+    for key in value:
+        if not (key.isascii() and key.isdigit() and len(key) <= 9):
+            raise InvalidField(f"logit_bias: {shorten(key)} is not a token id", "logit_bias")
+    return {int(key): bias for key, bias in value.items()}
+
+
+def _bias(value: Any) -> dict[int, Any]:
     """llama.cpp's pairs as OpenAI's object; false is none."""
     if value is False:
         return {}
@@ -182,5 +180,5 @@ def _bias(value: Any) -> dict[str, Any]:
         if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int):
             at = f"logit_bias[{i}]"
             raise InvalidField(f"{at}: send an object of token ids, or pairs of an id and a number", at)
-        found[str(pair[0])] = -100.0 if pair[1] is False else pair[1]
+        found[pair[0]] = -100.0 if pair[1] is False else pair[1]
     return found

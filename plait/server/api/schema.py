@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from plait.errors import InvalidField
+from plait.frontend.request_options import Terms
+from plait.request import NO_ENTRIES, ChoiceFields, MaxTokens, NumLogprobs
 from plait.server.api.param_aliases import renamed
 
 
@@ -18,7 +21,11 @@ class StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
     continuous_usage_stats: bool = False
 
 
-class Sampling(msgspec.Struct, kw_only=True, frozen=True):
+Objects = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema={"default": []})]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(ChoiceFields, Terms):
     """What both kinds of generation take. Defaults are what absence means; None: the model decides.
 
     `cache_salt` and `priority` are vLLM's. `timeout_s`, in seconds, is ours: servers have no common field for
@@ -31,31 +38,10 @@ class Sampling(msgspec.Struct, kw_only=True, frozen=True):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = 1
-    best_of: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = {}
-    stop: str | list[str] = []
-    stop_token_ids: list[int] = []
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    max_completion_tokens: MaxTokens = None
     return_token_ids: bool = False
     timings_per_token: bool = False
     return_progress: bool = False
-    cache_salt: str | None = None
-    priority: int = 0
-    timeout_s: float | None = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -67,7 +53,8 @@ class Sampling(msgspec.Struct, kw_only=True, frozen=True):
     format: Any = None
 
 
-class CompletionRequest(Sampling, kw_only=True, frozen=True):
+@dataclass(frozen=True, kw_only=True)
+class CompletionRequest(Sampling):
     """POST /v1/completions. `prompt`: text, token ids, or a list of either.
 
     `parse_special`, llama.cpp's: what looks like a control token in the prompt is that token, as in a prompt
@@ -76,12 +63,13 @@ class CompletionRequest(Sampling, kw_only=True, frozen=True):
 
     prompt: str | list[Any]
     echo: bool = False
-    logprobs: int | None = None
+    logprobs: NumLogprobs = None
     add_special_tokens: bool = True
     parse_special: bool = True
 
 
-class ChatRequest(Sampling, kw_only=True, frozen=True):
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest(Sampling):
     """POST /v1/chat/completions.
 
     `reasoning_effort`: "none", or a level for the model's template; one that does not read it is reported.
@@ -92,7 +80,7 @@ class ChatRequest(Sampling, kw_only=True, frozen=True):
     """
 
     messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] = []
+    tools: Objects = field(default_factory=list)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
@@ -100,10 +88,10 @@ class ChatRequest(Sampling, kw_only=True, frozen=True):
     reasoning_field: Literal["reasoning_content", "reasoning"] | None = None
     thinking_token_budget: int | None = None
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: NumLogprobs = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Annotated[dict[str, Any], NO_ENTRIES] = field(default_factory=dict)
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
@@ -137,7 +125,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
     tokens: list[int]
 
 
-S = TypeVar("S", bound=msgspec.Struct)
+S = TypeVar("S")
 
 
 def typed(body: Mapping[str, Any], kind: type[S]) -> S:
@@ -164,8 +152,9 @@ def string_of(found: Mapping[str, Any], name: str, at: str) -> str:
     return value
 
 
-def field_names(kind: type[S]) -> frozenset[str]:
-    return frozenset(kind.__struct_fields__)
+def field_names(kind: type) -> frozenset[str]:
+    """The names of what a Struct or a dataclass holds."""
+    return frozenset(get_type_hints(kind))
 
 
 def _choices(kind: Any, param: str) -> str:

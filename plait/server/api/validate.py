@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Protocol
 
 from plait.errors import InvalidField
-from plait.frontend.request_options import Terms
-from plait.request import MAX_LOGPROBS, SamplingParams, shorten
+from plait.request import MAX_LOGPROBS, ChoiceFields, SamplingParams, check_range, shorten
 from plait.server.api.schema import ChatRequest, CompletionRequest, Sampling
 from plait.server.api.unsupported_params import HINTS, UNREAD
 from plait.text.chat.template import THOUGHTS
@@ -22,7 +22,6 @@ from plait.text.output.call_grammar import chosen_tools
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
-MAX_CHOICES = 1024  # prompts × n of one request
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1024
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default, and vLLM's: clients that want more say so
@@ -81,15 +80,8 @@ def chat_params(asked: ChatRequest) -> SamplingParams:
         raise InvalidField("max_tokens: 0 generates nothing; send at least 1", "max_tokens")
     if asked.top_logprobs is not None and not asked.logprobs:
         raise InvalidField("top_logprobs: it needs logprobs: true", "top_logprobs")
-    if asked.top_logprobs is not None and not 0 <= asked.top_logprobs <= MAX_LOGPROBS:
-        text = f"top_logprobs: {shorten(asked.top_logprobs)} is outside [0, {MAX_LOGPROBS}]"
-        raise InvalidField(text, "top_logprobs")
+    check_range("top_logprobs", asked.top_logprobs, 0, MAX_LOGPROBS)
     return _params(asked, limit, (asked.top_logprobs or 0) if asked.logprobs else None)
-
-
-def terms(asked: Sampling) -> Terms:
-    """Raises InvalidField."""
-    return Terms(cache_salt=asked.cache_salt, priority=asked.priority, timeout_s=asked.timeout_s)
 
 
 def check_stream(asked: Sampling, params: SamplingParams) -> None:
@@ -108,25 +100,17 @@ def check_stream(asked: Sampling, params: SamplingParams) -> None:
         )
 
 
-def prompts(prompt: str | list[Any], n: int) -> list[str | list[int]]:
-    """The prompts of one request: text, token ids, or a list of either kind.
-
-    `n`: how many choices of each are generated. Raises InvalidField.
-    """
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise InvalidField("prompt: the list is empty; send text or token ids", "prompt")
-    if all(type(part) is int for part in prompt):
-        return [prompt]
-    if all(isinstance(part, str) for part in prompt) or all(_is_ids(part) for part in prompt):
-        if len(prompt) * n > MAX_CHOICES:
-            raise InvalidField(
-                f"prompt: {len(prompt)} prompts with {n} choices each make more than {MAX_CHOICES} choices",
-                "prompt",
-            )
-        return prompt
-    raise InvalidField("prompt: it mixes kinds; send text, token ids, or a list of one of them", "prompt")
+def prompts(found: str | list[Any], at: str = "prompt") -> list[str | list[int]]:
+    """The texts of one request: text, token ids, or a list of either kind. Raises InvalidField."""
+    if isinstance(found, str):
+        return [found]
+    if not found:
+        raise InvalidField(f"{at}: the list is empty; send text or token ids", at)
+    if all(type(part) is int for part in found):
+        return [found]
+    if all(isinstance(part, str) for part in found) or all(_is_ids(part) for part in found):
+        return found
+    raise InvalidField(f"{at}: it mixes kinds; send text, token ids, or a list of one of them", at)
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
@@ -258,46 +242,21 @@ def _params(
     if len(asked.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         text = f"stop_token_ids: {len(asked.stop_token_ids)} are more than {MAX_STOP_TOKEN_IDS}"
         raise InvalidField(text, "stop_token_ids")
-    return SamplingParams(
-        n=asked.n,
-        best_of=asked.best_of,
-        max_tokens=limit,
-        min_tokens=asked.min_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        seed=asked.seed,
-        repetition_penalty=asked.repetition_penalty,
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
-        logit_bias=_logit_bias(asked.logit_bias),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        stop=_stops(asked.stop),
-        stop_token_ids=tuple(asked.stop_token_ids),
-        ignore_eos=asked.ignore_eos,
-        include_stop_str_in_output=asked.include_stop_str_in_output,
-        skip_special_tokens=asked.skip_special_tokens,
-    )
+    if len(asked.logit_bias) > MAX_LOGIT_BIAS:
+        text = f"logit_bias: {len(asked.logit_bias)} entries are more than {MAX_LOGIT_BIAS}"
+        raise InvalidField(text, "logit_bias")
+    params = {each.name: getattr(asked, each.name) for each in fields(ChoiceFields)}
+    params |= {"max_tokens": limit, "stop": _stops(asked.stop)}
+    return SamplingParams(**params, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
 
-def _stops(stop: str | list[str]) -> tuple[str, ...]:
+def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(stops) > MAX_STOPS:
         raise InvalidField(f"stop: {len(stops)} strings are more than {MAX_STOPS}", "stop")
     if any(len(s) > MAX_STOP_CHARS for s in stops):
         raise InvalidField(f"stop: a string is longer than {MAX_STOP_CHARS} characters", "stop")
     return stops
-
-
-def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
-    if len(bias) > MAX_LOGIT_BIAS:
-        raise InvalidField(f"logit_bias: {len(bias)} entries are more than {MAX_LOGIT_BIAS}", "logit_bias")
-    for key in bias:
-        if not (key.isascii() and key.isdigit() and len(key) <= 9):
-            raise InvalidField(f"logit_bias: {shorten(key)} is not a token id", "logit_bias")
-    return {int(key): value for key, value in bias.items()}
 
 
 def _is_ids(part: Any) -> bool:

@@ -31,7 +31,7 @@ ABOUT = (
 )
 ITEM_EVENTS = "With stream: named and numbered events, from response.created to response.completed."
 BLOCK_EVENTS = "With stream: named events, from message_start to message_stop."
-Struct = type[msgspec.Struct]
+Struct = type  # a msgspec Struct or a dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,8 @@ def _type(name: str, schema: Mapping[str, Any]) -> str:
     required = set(schema.get("required", ()))
     rows = [
         f"<tr><td><code>{escape(field)}</code></td><td>{_kind(told)}</td>"
-        f"<td>{'required' if field in required else _default(told)}</td></tr>"
+        f"<td>{'required' if field in required else _default(told)}</td>"
+        f"<td>{escape(told.get('description', ''))}</td></tr>"
         for field, told in schema.get("properties", {}).items()
     ]
     text = escape(schema.get("description", ""))

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from plait.frontend import best_of
 from plait.request import ReplyShape, Request
 from plait.server.api import validate
@@ -44,9 +42,8 @@ def plan(front: Front, model: str, body: Mapping[str, Any], words: Mapping[str, 
     asked = typed(body, ChatRequest)
     tools, kwargs = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.speech)
     choosable, choice = allowed(tools, asked.tool_choice)
-    more = {"chat_template_kwargs": kwargs}
-    asked = msgspec.structs.replace(asked, tools=choosable, tool_choice=choice, **more)
-    params, terms, wish = validate.chat_params(asked), validate.terms(asked), grammar_from(body)
+    asked = replace(asked, tools=choosable, tool_choice=choice, chat_template_kwargs=dict(kwargs))
+    params, wish = validate.chat_params(asked), grammar_from(body)
     validate.check_stream(asked, params)
     validate.check_messages(asked.messages)
     validate.check_template_kwargs(asked.chat_template_kwargs)
@@ -56,7 +53,7 @@ def plan(front: Front, model: str, body: Mapping[str, Any], words: Mapping[str, 
     # Told that it may call nothing, a model had better not know of what it could call.
     tools = () if asked.tool_choice == "none" else tuple(asked.tools)
     options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}
-    request = front.prepare_chat(asked.messages, params, terms, **options)
+    request = front.prepare_chat(asked.messages, params, asked, **options)
     begun = asked.messages[-1] if asked.continue_final_message else None
     is_open = front.speech.is_open(request.prompt_token_ids, begun)
     shape = ReplyShape(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from plait.text.tokenizers.tokenizer import Tokenizer
 
 FIELDS = field_names(CompletionRequest)
+MAX_CHOICES = 1024  # prompts × n of one request
 Lists = dict[str, list[Any]]
 
 
@@ -31,16 +32,19 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> CompletionReply:
     """Everything that can be refused before the engine is asked. Tokenizes. Raises RequestErrors."""
     validate.refuse(body, FIELDS)
     asked = typed(body, CompletionRequest)
-    params, terms, wish = validate.completion_params(asked), validate.terms(asked), grammar_from(body)
+    params, wish = validate.completion_params(asked), grammar_from(body)
     validate.check_stream(asked, params)
-    prompts = validate.prompts(asked.prompt, params.num_sequences)
+    prompts, n = validate.prompts(asked.prompt), params.num_sequences
+    if len(prompts) > 1 and len(prompts) * n > MAX_CHOICES:
+        text = f"prompt: {len(prompts)} prompts with {n} choices each make more than {MAX_CHOICES} choices"
+        raise InvalidField(text, "prompt")
     if len(prompts) > front.max_open:
         text = (
             f"prompt: {len(prompts)} prompts are more than this server takes at once; send {front.max_open}"
         )
         raise InvalidField(f"{text} at most, or serve with a larger --max-waiting", "prompt")
     read = {"add_special": asked.add_special_tokens, "allow_special": asked.parse_special}
-    prepared = (front.prepare(p, params, terms=terms, **read) for p in prompts)
+    prepared = (front.prepare(p, params, terms=asked, **read) for p in prompts)
     shows = asked.stream and asked.return_progress
     requests = [replace(front.held(request, wish), shows_progress=shows) for request in prepared]
     head = Head(new_id("cmpl"), "text_completion", model, front.fingerprint)
@@ -59,7 +63,7 @@ class CompletionReply:
         self._n, self._is_ranked = asked.n, requests[0].params.n > asked.n
         self.told = asked.stream_options or StreamOptions()
         self.extras, self.warning = Extras(asked, requests), ""
-        prompts = validate.prompts(asked.prompt, asked.n)
+        prompts = validate.prompts(asked.prompt)
         self._prompts = [_Prompt(tokenizer, p, r, asked) for p, r in zip(prompts, requests, strict=True)]
 
     def chunks(self, i: int, delta: Delta) -> list[dict[str, Any]]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import base64
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
-
-import msgspec
 
 from plait.errors import EngineError, InvalidField, RequestError
 from plait.frontend.request_options import Terms
@@ -31,7 +29,8 @@ if TYPE_CHECKING:
 MAX_INPUTS = 2048
 
 
-class EmbeddingRequest(msgspec.Struct, kw_only=True, frozen=True):
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingRequest(Terms):
     """POST /v1/embeddings. `input`: text, token ids, or a list of either.
 
     `pooling` and `normalize` are ours: whose hidden state, and whether the vector is made as long as 1.
@@ -45,9 +44,6 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, frozen=True):
     pooling: Pooling = "last"
     normalize: bool = True
     add_special_tokens: bool = True
-    cache_salt: str | None = None
-    priority: int = 0
-    timeout_s: float | None = None
 
 
 FIELDS = field_names(EmbeddingRequest)
@@ -61,31 +57,15 @@ def outcome(front: Front, model: str, body: Mapping[str, Any]) -> Embeddings:
     if asked.dimensions is not None and not 1 <= asked.dimensions <= size:
         text = f"dimensions: {asked.dimensions} is outside [1, {size}], the size of this model's hidden state"
         raise InvalidField(text, "dimensions")
-    terms = Terms(cache_salt=asked.cache_salt, priority=asked.priority, timeout_s=asked.timeout_s)
-    texts = inputs(asked.input)
+    texts = validate.prompts(asked.input, "input")
+    if len(texts) > MAX_INPUTS:
+        raise InvalidField(f"input: {len(texts)} inputs are more than {MAX_INPUTS}", "input")
     many = not isinstance(asked.input, str) and not all(type(part) is int for part in asked.input)
     requests = [
-        embedding_request(front, one, asked.pooling, terms, f"input[{i}]" if many else "input", asked)
+        embedding_request(front, one, asked.pooling, asked, f"input[{i}]" if many else "input", asked)
         for i, one in enumerate(texts)
     ]
     return Embeddings(model, asked, requests)
-
-
-def inputs(found: str | list[Any], at: str = "input") -> list[str | list[int]]:
-    """The inputs of one call: texts or lists of token ids. Raises InvalidField."""
-    if isinstance(found, str):
-        return [found]
-    if not found:
-        raise InvalidField(f"{at}: the list is empty; send text or token ids", at)
-    if all(type(part) is int for part in found):
-        return [found]
-    if len(found) > MAX_INPUTS:
-        raise InvalidField(f"{at}: {len(found)} inputs are more than {MAX_INPUTS}", at)
-    if all(isinstance(part, str) for part in found):
-        return found
-    if all(isinstance(part, list) and all(type(i) is int for i in part) for part in found):
-        return found
-    raise InvalidField(f"{at}: it mixes kinds; send text, token ids, or a list of one of them", at)
 
 
 def embedding_request(

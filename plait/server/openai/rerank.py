@@ -7,9 +7,8 @@ so: `"method": "cosine"`. It is no probability, and models that were not trained
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from plait.errors import InvalidField
 from plait.frontend.request_options import Terms
@@ -28,19 +27,18 @@ if TYPE_CHECKING:
 METHOD = "cosine"
 
 
-class ScoreRequest(msgspec.Struct, kw_only=True, frozen=True):
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest(Terms):
     """POST /v1/score: each `text_2` against its `text_1`, or against the only one."""
 
     model: str | None = None
     text_1: str | list[str]
     text_2: str | list[str]
     pooling: Pooling = "last"
-    cache_salt: str | None = None
-    priority: int = 0
-    timeout_s: float | None = None
 
 
-class RerankRequest(msgspec.Struct, kw_only=True, frozen=True):
+@dataclass(frozen=True, kw_only=True)
+class RerankRequest(Terms):
     """POST /v1/rerank. `documents`: texts, or objects with a `text`. `top_n` 0: all of them."""
 
     model: str | None = None
@@ -49,9 +47,6 @@ class RerankRequest(msgspec.Struct, kw_only=True, frozen=True):
     top_n: int = 0
     return_documents: bool = True
     pooling: Pooling = "last"
-    cache_salt: str | None = None
-    priority: int = 0
-    timeout_s: float | None = None
 
 
 # Names that vLLM takes for the two sides, beside its first ones.
@@ -145,9 +140,8 @@ def _requests(
     front: Front, texts: Sequence[str], at: str, asked: ScoreRequest | RerankRequest
 ) -> list[Request]:
     places = [f"{at}[{i}]" for i in range(len(texts))] if at != "query" else [at]
-    terms = Terms(cache_salt=asked.cache_salt, priority=asked.priority, timeout_s=asked.timeout_s)
     pairs = zip(texts, places, strict=True)
-    return [embedding_request(front, text, asked.pooling, terms, place) for text, place in pairs]
+    return [embedding_request(front, text, asked.pooling, asked, place) for text, place in pairs]
 
 
 def _check_count(texts: Sequence[Any], at: str) -> None:

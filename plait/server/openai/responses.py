@@ -9,18 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 from plait.errors import InvalidField
-from plait.request import Request
+from plait.frontend.request_options import Terms
+from plait.request import NO_ENTRIES, MaxTokens, NumLogprobs, Request, SamplingFields
 from plait.server.api import validate
 from plait.server.api.content_blocks import Block, Blocks, Step
 from plait.server.api.endpoint import Endpoint
 from plait.server.api.error_translation import in_words_of, refuse_words_of_a_chat
 from plait.server.api.event_reply import Event
-from plait.server.api.schema import field_names, typed
+from plait.server.api.schema import Objects, field_names, typed
 from plait.server.http.tasks import new_id
 from plait.server.openai import chat, tokenize
 from plait.server.openai.response_items import (
@@ -59,25 +61,27 @@ class StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
+PLAIN_TEXT, USUAL_REASONING = TextOptions(), ReasoningOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponsesRequest(SamplingFields, Terms):
     """POST /v1/responses. What a chat takes beside this (`seed`, `top_k`, `stop`, …) is taken here too."""
 
     model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    max_output_tokens: MaxTokens = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    tools: list[dict[str, Any]] = []
+    tools: Objects = field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
-    text: TextOptions = TextOptions()
-    reasoning: ReasoningOptions = ReasoningOptions()
-    top_logprobs: int | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = []
-    metadata: dict[str, str] = {}
+    text: TextOptions = PLAIN_TEXT
+    reasoning: ReasoningOptions = USUAL_REASONING
+    top_logprobs: NumLogprobs = None
+    include: tuple[Literal["message.output_text.logprobs", "reasoning.encrypted_content"], ...] = ()
+    metadata: Annotated[dict[str, str], NO_ENTRIES] = field(default_factory=dict)
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
     store: bool = False

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
+import msgspec
 import pytest
 
+from plait.request import SAMPLING, Declared, SamplingFields
+from plait.server.anthropic.messages import MessagesRequest
+from plait.server.api.schema import ChatRequest, CompletionRequest
+from plait.server.openai.responses import ResponsesRequest
 from tests.server.conftest import Client
 from tests.server.fake import EchoLoop
 
 PATHS = ("complete", "chat")
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -69,3 +76,34 @@ def test_a_value_that_is_none_of_a_few_is_told_which(
     error = client.post(path, {"input": "a", **body}).error
     assert error["param"] == param
     assert told in error["message"]
+
+
+REQUESTS = (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
+
+
+@pytest.mark.parametrize("request_type", REQUESTS)
+def test_requests_take_sampling_fields_from_their_one_declaration(request_type: type) -> None:
+    ours, theirs = (get_type_hints(kind, include_extras=True) for kind in (SamplingFields, request_type))
+    assert {name: theirs[name] for name in ours} == ours
+    assert issubclass(request_type, SamplingFields)
+
+
+def test_the_document_shows_words_and_range_of_a_sampling_field() -> None:
+    document = msgspec.json.decode((ROOT / "docs" / "openapi.json").read_bytes())
+    for request_type in REQUESTS:
+        shown = document["components"]["schemas"][request_type.__name__]["properties"]["temperature"]
+        assert (shown["minimum"], shown["maximum"]) == SAMPLING["temperature"].bounds
+        assert shown["description"] == SAMPLING["temperature"].words
+
+
+def test_the_table_of_sampling_fields_is_made_from_their_declaration() -> None:
+    text = (ROOT / "docs" / "apis.md").read_text(encoding="utf-8")
+    rows = {name: sampling_row(name, told) for name, told in SAMPLING.items()}
+    assert [row for row in rows.values() if row not in text] == []
+
+
+def sampling_row(name: str, told: Declared) -> str:
+    """A field as the table of docs/apis.md has it."""
+    large: dict[float, str] = {2**63 - 1: "2⁶³ - 1", -(2**63): "-2⁶³"}
+    bounds = " to ".join(large.get(bound, str(bound)) for bound in told.bounds or ())
+    return f"| `{name}` | {bounds} | {told.words} | {', '.join(f'`{also}`' for also in told.also)} |"

@@ -25,7 +25,7 @@ from tests.server.fake import CONTEXT, EchoLoop
         ({"n_probs": 3}, {"logprobs": 3}),
         ({"n_probs": 0}, {}),
         ({"n_probs": 3, "messages": []}, {"logprobs": True, "top_logprobs": 3, "messages": []}),
-        ({"logit_bias": [[5, -1.5], [6, False]]}, {"logit_bias": {"5": -1.5, "6": -100.0}}),
+        ({"logit_bias": [[5, -1.5], [6, False]]}, {"logit_bias": {5: -1.5, 6: -100.0}}),
         ({"logit_bias": False}, {"logit_bias": {}}),
         ({"repeat_last_n": -1, "cache_prompt": True, "mirostat_tau": 4, "id_slot": -1}, {}),
         ({"strange": 1}, {"strange": 1}),

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from plait.server.api.validate import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_TOKEN_IDS, MAX_STOPS
+from plait.server.api.validate import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_TOKEN_IDS, MAX_STOPS
 from plait.server.gateway import middleware, request_context
 from plait.server.http import connection, sse, transport
 from plait.server.http import request_body as body
 from plait.server.http.transport import READ_BYTES
+from plait.server.openai.completions import MAX_CHOICES
 from tests.server.conftest import Client, serving, wait_until
 from tests.server.fake import EchoLoop, fake_front
 
