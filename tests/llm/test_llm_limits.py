@@ -64,8 +64,8 @@ def test_logits_scores_and_tokens_tell_the_same(llm: LLM) -> None:
     ("params", "message"),
     [
         ({"stop": "x"}, "stop: .* no tokenizer"),
-        ({"stop_token_ids": (11,)}, r"stop_token_ids: token id 11 is outside 0\.\.10"),
-        ({"logit_bias": {11: 1.0}}, r"logit_bias: token id 11 is outside 0\.\.10"),
+        ({"stop_token_ids": (11,)}, r"stop_token_ids: token id 11 is not one of this model's 0\.\.10"),
+        ({"logit_bias": {11: 1.0}}, r"logit_bias: token id 11 is not one of this model's 0\.\.10"),
     ],
 )
 def test_a_setting_that_could_never_take_effect_is_refused(
