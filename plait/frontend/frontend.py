@@ -93,8 +93,6 @@ class Front:
     say; raises ConfigError for names that are none.
     """
 
-    tenant = ""  # of a caller behind an API: its key or address
-
     def __init__(
         self,
         name: str,

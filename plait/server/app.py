@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Generator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -19,16 +20,16 @@ from plait.config import ServerConfig
 from plait.errors import Cancelled
 from plait.fair_queue import asker
 from plait.server.anthropic import messages
-from plait.server.api import event_reply, validate
-from plait.server.api.completion_reply import WARNING_HEADER, respond
+from plait.server.api import validate
 from plait.server.api.endpoint import Answer, Endpoint
+from plait.server.api.reply import WARNING_HEADER, respond
 from plait.server.api.schema import present
 from plait.server.docs import assets, openapi
 from plait.server.gateway import rate_limits
 from plait.server.gateway.accounting import Traffic
 from plait.server.gateway.middleware import REQUEST_ID_HEADER, Door, Edge, Refusal
-from plait.server.gateway.readiness import Loading
-from plait.server.gateway.request_context import SCOPE_KEY, Exchange, called
+from plait.server.gateway.readiness import Health, Loading, Readiness
+from plait.server.gateway.request_context import SCOPE_KEY, RequestContext
 from plait.server.http.errors import BodyTooLarge, http_problem, json_response, problem
 from plait.server.http.fair_threads import FairThreads
 from plait.server.http.request_body import linger, read_object
@@ -119,26 +120,26 @@ class Service:
     async def health(self, request: Request) -> Response:
         status, body = self._loading.health()
         if self._traffic.keyring.find(request.headers) is None:
-            body = {"status": body["status"]}  # how busy the engine is, is for those who have a key
+            body = Health(status=body.status)  # how busy the engine is, is for those who have a key
         return json_response(body, status, {"Cache-Control": "no-store"})
 
     async def ready(self, request: Request) -> Response:
         status, why = self._loading.readiness()
-        return json_response({"status": why}, status, {"Cache-Control": "no-store"})
+        return json_response(Readiness(why), status, {"Cache-Control": "no-store"})
 
     async def live(self, request: Request) -> Response:
         status, why = self._loading.liveness()
-        return json_response({"status": why}, status, {"Cache-Control": "no-store"})
+        return json_response(Readiness(why), status, {"Cache-Control": "no-store"})
 
     async def metrics(self, request: Request) -> Response:
         return await asyncio.to_thread(exposition, self._loading, self._traffic)
 
     async def version(self, request: Request) -> Response:
-        return json_response({"version": __version__})
+        return json_response(openapi.Version(__version__))
 
     async def list_models(self, request: Request) -> Response:
         front = self._loading.ready()
-        return json_response({"object": "list", "data": [models.card(front, self.served(front))]})
+        return json_response(models.ModelList(data=[models.card(front, self.served(front))]))
 
     async def get_model(self, request: Request) -> Response:
         front = self._loading.ready()
@@ -148,27 +149,20 @@ class Service:
         return json_response(await asyncio.to_thread(tokenize.tokenizer_info, self._loading.ready()))
 
     def serves(self, endpoint: Endpoint) -> Handler:
-        """A handler of what `plan` or `outcome` make of the body, or of `answer`, computed in a thread."""
+        """A handler of what `plan` makes of the body, or of `answer`, computed in a thread."""
 
         async def handle(request: Request) -> Response:
-            front, served, body = await self._read(request)
-            plan, answer = endpoint.plan, endpoint.answer
-            shape, receive, interval = endpoint.outcome, request.receive, self._config.stream_interval
+            context, body = await self._read(request)
+            plan, answer, receive = endpoint.plan, endpoint.answer, request.receive
             if plan is not None:
-                response = await respond(
-                    receive, front, lambda: plan(front, served, body), self._threads, interval
-                )
-            elif shape is not None:
-                response = await event_reply.respond(
-                    receive, front, lambda: shape(front, served, body), self._threads, interval
-                )
+                work = partial(plan, context, body)
+                interval = self._config.stream_interval
+                response = await respond(receive, context, work, self._threads, interval)
             else:
                 assert answer is not None
-                work = self._turns.run(asker.get(), _answered(answer, front, served, body))
-                response = await until_disconnect(receive, work)
-            exchange: Exchange | None = request.scope.get(SCOPE_KEY)
-            unread = exchange.unread if exchange is not None else ()
-            if names := validate.ignored(body, endpoint.fields, unread):
+                slices = self._turns.run(asker.get(), _answered(answer, context, body))
+                response = await until_disconnect(receive, slices)
+            if names := validate.ignored(body, endpoint.fields, context.exchange.unread):
                 response.headers[validate.IGNORED_HEADER] = names
             return response
 
@@ -181,16 +175,13 @@ class Service:
         models.check(asked, self.served(front))
         return self.served(front)
 
-    async def _read(self, request: Request) -> tuple[Front, str, dict[str, Any]]:
-        """The model as the caller sees it, what a reply calls it, and the fields of the body."""
+    async def _read(self, request: Request) -> tuple[RequestContext, dict[str, Any]]:
         body = present(await read_object(request, self._config.max_body_bytes))
-        front = self._loading.ready()
-        served = self._named(front, body.get("model"))
-        exchange: Exchange | None = request.scope.get(SCOPE_KEY)
-        if exchange is not None:
-            exchange.model = self.served(front)
-            asker.set(exchange.key.name or (request.client.host if request.client else ""))
-        return called(front, exchange), served, body
+        front, exchange = self._loading.ready(), request.scope[SCOPE_KEY]
+        model = self._named(front, body.get("model"))
+        exchange.model = self.served(front)
+        asker.set(exchange.key.name or (request.client.host if request.client else ""))
+        return RequestContext(front, model, exchange), body
 
 
 class _Endpoint:
@@ -223,9 +214,9 @@ def _route(path: str, handler: Handler, method: str, refusal: Refusal | None = N
     return Route(path, _Endpoint(handler, refusal), methods=[method])
 
 
-def _answered(answer: Answer, front: Front, served: str, body: Mapping[str, Any]) -> Slices[Response]:
+def _answered(answer: Answer, context: RequestContext, body: Mapping[str, Any]) -> Slices[Response]:
     """The response of an endpoint that generates no text; written in the same thread, off the event loop."""
-    found = answer(front, served, body)
+    found = answer(context, body)
     if isinstance(found, Generator):
         found = yield from found
     return json_response(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import plait.model.build_mixer  # noqa: F401  every op a model can use is registered by importing the models
+
 from plait.kernels import cpu
 from plait.kernels.load import cpu_kernels, load
 from plait.ops.registry import REGISTRY

@@ -8,10 +8,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import plait.model.build_mixer  # noqa: F401  every op a model can use is registered by importing the models
 import pytest
 import torch
 
-import plait.model.build_mixer  # noqa: F401  every op a model can use is registered by importing the models
 from plait.errors import ConfigError
 from plait.kernels.load import load
 from plait.ops.linear import Linear

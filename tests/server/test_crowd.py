@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from plait.errors import QueueFull
 from plait.request import SamplingParams
 from plait.server.api.generation import Generation
+from plait.server.gateway.request_context import Exchange, RequestContext
 from plait.server.http.connection import Connection
 from plait.server.http.transport import MOST_BYTES, TurnTransport
 from tests.server.conftest import Client, serving, wait_until
@@ -246,7 +247,8 @@ def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     request = front.prepare("FULL", SamplingParams(max_tokens=1))
 
     async def ask() -> None:
-        await Generation.start(front, [request], None, waits=True)
+        context = RequestContext(front, front.name, Exchange("r", "POST", "/v1/embeddings"))
+        await Generation.start(context, [request], None, waits=True)
 
     with pytest.raises(QueueFull):
         asyncio.run(ask())

@@ -16,8 +16,8 @@ import pytest
 from openai import APIError, OpenAI
 
 from plait.frontend.delta import TextLogprob
-from plait.server.api.completion_reply import finite
 from plait.server.api.generation import FIRST_WAIT_S
+from plait.server.api.reply import finite
 from plait.server.gateway import middleware
 from plait.server.http import sse
 from tests.server.conftest import Client, serving, wait_until

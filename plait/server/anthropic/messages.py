@@ -1,21 +1,21 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's way to ask for a chat.
 
-The request becomes a chat, and the chat's chunks become content blocks and named events, so tools and
+The request becomes a chat, and the chat's reply becomes content blocks and named events, so tools and
 reasoning are those of /v1/chat/completions. Errors have Anthropic's shape here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from plait.errors import InvalidField
 from plait.frontend.request_options import Terms
-from plait.request import SamplingFields
+from plait.request import RequestTrace, SamplingFields
 from plait.server.anthropic.message_blocks import (
     Conversation,
     chat_output,
@@ -25,19 +25,18 @@ from plait.server.anthropic.message_blocks import (
     conversation,
 )
 from plait.server.api import validate
-from plait.server.api.content_blocks import Block, Blocks, Step
+from plait.server.api.content_blocks import BlockReply, BlockStep, ChatPlan, ReplyBlock
 from plait.server.api.endpoint import Endpoint
 from plait.server.api.error_translation import in_words_of, refuse_words_of_a_chat
-from plait.server.api.event_reply import Event
+from plait.server.api.reply import Count, Usage
 from plait.server.api.schema import Objects, field_names, typed
+from plait.server.gateway.request_context import RequestContext
+from plait.server.http.errors import Problem
 from plait.server.http.tasks import new_id
 from plait.server.openai import chat, tokenize
 
 if TYPE_CHECKING:
     from plait.frontend.delta import Delta
-    from plait.frontend.frontend import Front
-    from plait.server.api.completion_reply import Reply, Usage
-    from plait.server.http.errors import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +60,88 @@ class MessagesRequest(CountRequest, SamplingFields, Terms):
     stop_sequences: tuple[str, ...] = ()
     stream: bool = False
     metadata: dict[str, Any] | None = None
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessageUsage(msgspec.Struct, frozen=True):
+    """Tokens that were found computed already are not among `input_tokens`."""
+
+    input_tokens: Count
+    output_tokens: Count = 0
+    cache_read_input_tokens: Count = 0
+    cache_creation_input_tokens: Count = 0
+
+
+class ContentBlock(msgspec.Struct, frozen=True):
+    """Text, thinking, or a call of a tool with its `input`."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | UnsetType = UNSET
+    citations: UnsetType | None = UNSET
+    thinking: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    input: dict[str, Any] | UnsetType = UNSET
+
+
+class MessageEnd(msgspec.Struct, frozen=True):
+    stop_reason: StopReason
+    stop_sequence: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True, frozen=True):
+    """The reply of /v1/messages; in the first event of its stream, without content."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[ContentBlock] = []
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage = MessageUsage(0)
+
+
+class BlockDelta(msgspec.Struct, frozen=True):
+    """What a block grew by."""
+
+    type: Literal["text_delta", "thinking_delta", "input_json_delta"]
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
+
+
+class MessageEvent(msgspec.Struct, frozen=True):
+    """One event of a stream. `warning`: what a whole reply has in the header x-plait-warning."""
+
+    type: str
+    message: Message | UnsetType = UNSET
+    index: Count | UnsetType = UNSET
+    content_block: ContentBlock | UnsetType = UNSET
+    delta: BlockDelta | MessageEnd | UnsetType = UNSET
+    usage: MessageUsage | UnsetType = UNSET
+    warning: str | UnsetType = UNSET
+
+
+class InputTokens(msgspec.Struct, frozen=True):
+    """The reply of /v1/messages/count_tokens."""
+
+    input_tokens: Count
+
+
+class ErrorText(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+
+
+class MessageError(msgspec.Struct, frozen=True):
+    """The body of every refusal of /v1/messages."""
+
+    type: Literal["error"]
+    error: ErrorText
 
 
 # What is the chat's own matter, and said differently here.
@@ -87,7 +168,6 @@ _NAMES = {
     "parameters": "input_schema",
 }
 _REFUSED = ("mcp_servers", "container", "context_management")
-_STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -102,7 +182,7 @@ _KINDS = {
 }
 
 
-def outcome(front: Front, model: str, body: Mapping[str, Any]) -> Messages:
+def plan(context: RequestContext, body: Mapping[str, Any]) -> MessagesReply:
     """Everything that can be refused before the engine is asked. Renders, tokenizes. Raises RequestErrors."""
     refuse_words_of_a_chat(body, _UNREAD, _NAMES)
     _refuse(body, FIELDS)
@@ -112,10 +192,12 @@ def outcome(front: Front, model: str, body: Mapping[str, Any]) -> Messages:
     sent |= _translated(asked) | {"stream": asked.stream}
     if asked.stop_sequences:
         sent["stop"] = asked.stop_sequences
-    return Messages(model, asked.stream, _planned(front, model, found, sent), found.places)
+    with in_words_of(_NAMES, found.places):
+        planned = chat.plan_chat(context, {**sent, **_going_on(found), "messages": found.messages}, _NAMES)
+    return MessagesReply(context.model, planned, found.places)
 
 
-def count(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def count(context: RequestContext, body: Mapping[str, Any]) -> InputTokens:
     """How long a prompt would be. Raises RequestErrors."""
     _refuse(body, COUNT_FIELDS)
     asked = typed(body, CountRequest)
@@ -123,18 +205,17 @@ def count(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
     seen = {name: value for name, value in sent.items() if name in tokenize.FIELDS}
     with in_words_of(_NAMES, found.places):
         asking = tokenize.TemplateRequest(messages=found.messages, **_going_on(found), **seen)
-        ids = tokenize.prompt_ids(front, asking, _NAMES)
-    return {"input_tokens": len(ids)}
+        return InputTokens(len(tokenize.prompt_ids(context, asking, _NAMES)))
 
 
-def refusal(found: Problem) -> dict[str, Any]:
+def refusal(found: Problem) -> MessageError:
     """An error as Anthropic's clients read it."""
     kind = _KINDS.get(found.status, "api_error" if found.status >= 500 else "invalid_request_error")
     message = found.message
     if "n_ctx" in found.more:  # Anthropic's own words, which its clients look for
         numbers = f"{found.more['n_prompt_tokens']} tokens > {found.more['n_ctx'] - 1} maximum"
         message = f"prompt is too long: {numbers}. {message}"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return MessageError("error", ErrorText(kind, message))
 
 
 def _refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
@@ -142,11 +223,6 @@ def _refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
         if body.get(name):
             raise InvalidField(f"{name}: this server cannot honour it; leave it out", name)
     validate.refuse(body, read)
-
-
-def _planned(front: Front, model: str, found: Conversation, sent: Mapping[str, Any]) -> Reply:
-    with in_words_of(_NAMES, found.places):
-        return chat.plan(front, model, {**sent, **_going_on(found), "messages": found.messages}, _NAMES)
 
 
 def _going_on(found: Conversation) -> dict[str, Any]:
@@ -164,111 +240,82 @@ def _translated(asked: CountRequest) -> dict[str, Any]:
     return sent | chat_thinking(asked.thinking or {}) | chat_output(asked.output_config or {})
 
 
-class Messages:
-    """One response, whole or as events; both are the same blocks in the end."""
+class MessagesReply(BlockReply):
+    """One reply of /v1/messages, whole or as events; both are the same blocks in the end."""
 
-    def __init__(self, model: str, stream: bool, reply: Reply, places: Sequence[str] = ()) -> None:
-        self._model, self._reply, self._blocks, self._places = model, reply, Blocks(), places
-        self.requests, self.stream = reply.requests, stream
-        self._id = new_id("msg", "_")
+    def __init__(self, model: str, chat: ChatPlan, places: Sequence[str] = ()) -> None:
+        super().__init__(chat, _NAMES, places)
+        self._head = Message(id=new_id("msg", "_"), model=model)
 
-    @property
-    def warning(self) -> str:
-        return self._reply.warning
+    def whole(self, traces: Iterable[RequestTrace | None] = ()) -> Message:
+        content, end = [_content(block) for block in self.blocks.kept], self._end()
+        return msgspec.structs.replace(
+            self._head,
+            content=content,
+            stop_reason=end.stop_reason,
+            stop_sequence=end.stop_sequence,
+            usage=_usage(self.count.usage()),
+        )
 
-    def words(self) -> AbstractContextManager[None]:
-        return in_words_of(_NAMES, self._places)
+    def begin(self) -> Iterator[MessageEvent]:
+        usage = MessageUsage(input_tokens=len(self.requests[0].prompt_token_ids))
+        yield MessageEvent("message_start", message=msgspec.structs.replace(self._head, usage=usage))
 
-    def add(self, i: int, delta: Delta) -> None:
-        for _ in self._steps(delta):
-            pass
+    def events(self, i: int, delta: Delta) -> list[MessageEvent]:
+        return [_event(step) for step in self.push(delta)]
 
-    def body(self, usage: Usage) -> dict[str, Any]:
-        content = [_content(block) for block in self._blocks.kept]
-        return self._message(content, _usage(usage.body()), self._end())
+    def end(self) -> Iterator[MessageEvent]:
+        usage = _usage(self.count.usage())
+        yield MessageEvent("message_delta", delta=self._end(), usage=usage, warning=self.warning or UNSET)
+        yield MessageEvent("message_stop")
 
-    def begin(self) -> Iterable[Event]:
-        count = len(self.requests[0].prompt_token_ids)
-        usage = {"input_tokens": count, "output_tokens": 0, **_cached(0)}
-        end = {"stop_reason": None, "stop_sequence": None}
-        yield {"type": "message_start", "message": self._message([], usage, end)}
+    def failed(self, problem: Problem) -> Iterable[MessageError]:
+        return (refusal(problem),)
 
-    def events(self, delta: Delta) -> Iterable[Event]:
-        return (_told(step) for step in self._steps(delta))
-
-    def end(self, usage: Usage) -> Iterable[Event]:
-        more = {"warning": self.warning} if self.warning else {}
-        yield {"type": "message_delta", "delta": self._end(), "usage": _usage(usage.body()), **more}
-        yield {"type": "message_stop"}
-
-    def failed(self, problem: Problem) -> Iterable[Event]:
-        yield refusal(problem)
-
-    def _steps(self, delta: Delta) -> Iterator[Step]:
-        for choice in self._reply.chunks(0, delta):
-            yield from self._blocks.take(choice)
-
-    def _message(self, content: list[Any], usage: dict[str, Any], end: dict[str, Any]) -> dict[str, Any]:
-        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
-        return {**head, "content": content, **end, "usage": usage}
-
-    def _end(self) -> dict[str, Any]:
-        """Why it ended: a stop sequence is named, and whole calls are calls if nothing cut the reply."""
-        reason, matched = self._blocks.finish_reason, self._blocks.stop_reason
-        found = _STOPS.get(reason, "end_turn")
-        if found == "end_turn" and self._blocks.has_calls:
-            found = "tool_use"
-        if reason == "stop" and isinstance(matched, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": matched}
-        return {"stop_reason": found, "stop_sequence": None}
+    def _end(self) -> MessageEnd:
+        """Why it ended: whole calls are calls if nothing cut the reply, and a stop sequence is named."""
+        if self.blocks.finish_reason == "length":
+            return MessageEnd("max_tokens")
+        if any(block.kind == "call" for block in self.blocks.kept):
+            return MessageEnd("tool_use")
+        matched = self.blocks.stop_reason
+        return MessageEnd("stop_sequence", matched) if isinstance(matched, str) else MessageEnd("end_turn")
 
 
-def _told(step: Step) -> Event:
+def _event(step: BlockStep) -> MessageEvent:
     block = step.block
     match step.what:
-        case "open":
-            # A call's input comes in pieces of JSON after an empty object.
-            found = _content(block)
-            return {"type": "content_block_start", "index": block.index, "content_block": found}
+        case "open":  # a call's input comes in pieces of JSON after an empty object
+            return MessageEvent("content_block_start", index=block.index, content_block=_content(block))
         case "close":
-            return {"type": "content_block_stop", "index": block.index}
-    kind, field = _DELTAS[block.kind]
-    delta = {"type": kind, field: step.piece}
-    return {"type": "content_block_delta", "index": block.index, "delta": delta}
-
-
-_DELTAS = {
-    "text": ("text_delta", "text"),
-    "reasoning": ("thinking_delta", "thinking"),
-    "call": ("input_json_delta", "partial_json"),
-}
-
-
-def _content(block: Block) -> dict[str, Any]:
+            return MessageEvent("content_block_stop", index=block.index)
     match block.kind:
         case "text":
-            return {"type": "text", "text": block.text, "citations": None}
+            delta = BlockDelta("text_delta", text=step.text)
         case "reasoning":
-            return {"type": "thinking", "thinking": block.text, "signature": ""}
+            delta = BlockDelta("thinking_delta", thinking=step.text)
+        case "call":
+            delta = BlockDelta("input_json_delta", partial_json=step.text)
+    return MessageEvent("content_block_delta", index=block.index, delta=delta)
+
+
+def _content(block: ReplyBlock) -> ContentBlock:
+    match block.kind:
+        case "text":
+            return ContentBlock("text", text=block.text, citations=None)
+        case "reasoning":
+            return ContentBlock("thinking", thinking=block.text, signature="")
     arguments = msgspec.json.decode(block.text) if block.is_whole else {}
-    return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}
+    return ContentBlock("tool_use", id=block.id, name=block.name, input=arguments)
 
 
-def _usage(chat_usage: Mapping[str, Any]) -> dict[str, Any]:
+def _usage(found: Usage) -> MessageUsage:
     """Tokens that were found computed are counted apart from the input."""
-    cached = chat_usage["prompt_tokens_details"]["cached_tokens"]
-    return {
-        "input_tokens": chat_usage["prompt_tokens"] - cached,
-        "output_tokens": chat_usage["completion_tokens"],
-        **_cached(cached),
-    }
-
-
-def _cached(count: int) -> dict[str, int]:
-    return {"cache_read_input_tokens": count, "cache_creation_input_tokens": 0}
+    cached = found.prompt_tokens_details.cached_tokens
+    return MessageUsage(found.prompt_tokens - cached, found.completion_tokens, cached)
 
 
 ENDPOINTS = (
-    Endpoint("/v1/messages", FIELDS, outcome=outcome, refusal=refusal),
+    Endpoint("/v1/messages", FIELDS, plan=plan, refusal=refusal),
     Endpoint("/v1/messages/count_tokens", COUNT_FIELDS, answer=count, refusal=refusal),
 )

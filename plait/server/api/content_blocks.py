@@ -1,34 +1,107 @@
-"""A reply as blocks, one after the other: reasoning, text, calls. Read from the chunks of a chat.
+"""A chat's reply as it grows: what every API that answers a chat reads from the same typed deltas.
 
-Responses and Messages write the same blocks in different words, and both live from this one reading.
+Chat shows the deltas themselves; Responses and Messages show blocks, one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-Kind = Literal["reasoning", "text", "call"]
-What = Literal["open", "grow", "close"]
+from plait.request import FinishReason, Request
+from plait.server.api.error_translation import in_words_of
+from plait.server.api.reply import ApiReply, ChosenToken, chosen_tokens
+from plait.server.api.schema import ChatRequest
+from plait.text.output import Arguments, CallEnd, CallStart, Content, Reasoning
+
+if TYPE_CHECKING:
+    from plait.frontend.delta import Delta
+
+NO_FORM = (
+    "max_tokens ended the reply before what it must be had begun: thinking counts against max_tokens; send a "
+    "larger one, or bound thinking by thinking_token_budget"
+)
+BlockKind = Literal["reasoning", "text", "call"]
+Part = Content | Reasoning | CallStart | Arguments | CallEnd
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """A chat that may go to the engine. `with_ids`: its reply shows token ids."""
+
+    asked: ChatRequest
+    request: Request
+    with_ids: bool
+
+    def logprobs(self, delta: Delta) -> list[ChosenToken] | None:
+        """What the reply shows of a delta's log-probabilities; None: they were not requested."""
+        if not self.asked.logprobs:
+            return None
+        return chosen_tokens(delta.logprobs or (), self.asked.top_logprobs or 0)
+
+
+def parts_of(delta: Delta) -> Sequence[Part]:
+    """Content, thinking and calls in their order."""
+    return delta.parts or ((Content(delta.text),) if delta.text else ())
+
+
+def is_hidden(delta: Delta) -> bool:
+    """Whether its tokens are thinking, which are not shown where thinking is not."""
+    return any(isinstance(part, Reasoning) for part in delta.parts)
+
+
+class ChoiceCourse:
+    """How far one choice is. `says_something`: more than thinking; `num_calls`: those that ended whole."""
+
+    def __init__(self, chat: ChatPlan) -> None:
+        grammar = chat.request.grammar
+        # A grammar of "tools" only says how calls are written, if there are any.
+        self._is_demanded = grammar is not None and grammar.param != "tools"
+        self.has_begun = self.has_thought = self.says_something = False
+        self.num_calls = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def warning(self) -> str:
+        """What is wrong with a choice that has ended; ""."""
+        is_cut = self.finish_reason == "length" and self.has_thought and not self.says_something
+        return NO_FORM if is_cut and self._is_demanded else ""
+
+    def note(self, delta: Delta) -> None:
+        """Count what this delta of the choice says."""
+        self.has_begun = True
+        for part in parts_of(delta):
+            match part:
+                case Content(text):
+                    self.says_something = self.says_something or bool(text.strip())
+                case Reasoning():
+                    self.has_thought = True
+                case CallStart():
+                    self.says_something = True
+                case CallEnd(_, complete):
+                    self.num_calls += complete
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
 @dataclass(slots=True)
-class Block:
-    """A piece of a reply. `id` and `name` are a call's; `text`: its arguments then, as JSON text.
+class ReplyBlock:
+    """A part of a reply. `id` and `name` are a call's; `text`: its arguments then, as JSON text.
 
     `is_whole`: it was closed by what came after it, or by a reply that ended by itself; a call: its arguments
-    are a JSON object.
+    are whole.
     """
 
-    kind: Kind
+    kind: BlockKind
     index: int
     id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[ChosenToken] = field(default_factory=list)
     is_whole: bool = False
 
     @property
@@ -36,78 +109,110 @@ class Block:
         return "".join(self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What happened to a block; `piece` is what it grew by."""
+class BlockStep(msgspec.Struct):
+    """What happened to a block; `text` and `logprobs` are what it grew by."""
 
-    what: What
-    block: Block
-    piece: str = ""
-    logprobs: tuple[dict[str, Any], ...] = ()
+    what: Literal["open", "grow", "close"]
+    block: ReplyBlock
+    text: str = ""
+    logprobs: Sequence[ChosenToken] = ()
 
 
-class Blocks:
-    """Reads the choices of chat chunks. One block is open at a time."""
+class ReplyBlocks(ChoiceCourse):
+    """One choice as blocks, read from its deltas. One block is open at a time."""
 
-    def __init__(self) -> None:
-        self.all: list[Block] = []
-        self.finish_reason = ""
-        self.stop_reason: int | str | None = None
-        self._open: Block | None = None
-        self._call: int | None = None  # which of the reply's calls is open
+    def __init__(self, chat: ChatPlan) -> None:
+        super().__init__(chat)
+        self.all: list[ReplyBlock] = []
+        self._shows_thinking = chat.asked.include_reasoning
+        self._open: ReplyBlock | None = None
 
     @property
-    def kept(self) -> list[Block]:
+    def kept(self) -> list[ReplyBlock]:
         """All but calls that are not whole: those are none."""
-        return [block for block in self.all if block.kind != "call" or block.is_whole]
+        return [b for b in self.all if b.kind != "call" or (b.is_whole and _is_object(b.text))]
 
-    @property
-    def has_calls(self) -> bool:
-        """Whether there is a call that is whole."""
-        return any(block.kind == "call" for block in self.kept)
+    def text(self, kind: BlockKind) -> str:
+        """That of all blocks of a kind."""
+        return "".join(block.text for block in self.all if block.kind == kind)
 
-    def take(self, choice: Mapping[str, Any]) -> Iterator[Step]:
-        """What one chunk's choice brings."""
-        delta = choice["delta"]
-        if reasoning := delta.get("reasoning_content"):
-            yield from self._grow("reasoning", reasoning)
-        found = tuple((choice.get("logprobs") or {}).get("content") or ())
-        if (text := delta.get("content")) or (found and not delta.get("tool_calls") and not reasoning):
-            yield from self._grow("text", text or "", found)
-        for call in delta.get("tool_calls") or ():
-            yield from self._take_call(call)
-        if choice.get("finish_reason"):
-            self.finish_reason, self.stop_reason = choice["finish_reason"], choice.get("stop_reason")
-            yield from self._close(is_whole=self.finish_reason != "length")
+    def push(self, delta: Delta, logprobs: Sequence[ChosenToken] = ()) -> list[BlockStep]:
+        """What one delta brings. Log-probabilities go with the first thing that it shows, if that is text."""
+        self.note(delta)
+        steps: list[BlockStep] = []
+        for part in parts_of(delta):
+            match part:
+                case Content(text):
+                    self._grow(steps, "text", text, logprobs)
+                case Reasoning(text) if self._shows_thinking:
+                    self._grow(steps, "reasoning", text)
+                case CallStart(_, call_id, name):
+                    self._begin(steps, ReplyBlock("call", len(self.all), call_id, name))
+                case Arguments(_, text):
+                    self._grow(steps, "call", text)
+                case CallEnd(_, complete):
+                    self._close(steps, is_whole=complete, is_call=True)
+                    continue
+                case _:
+                    continue
+            logprobs = ()
+        if logprobs and not is_hidden(delta):
+            self._grow(steps, "text", "", logprobs)
+        if delta.finish_reason is not None:
+            self._close(steps, is_whole=delta.finish_reason != "length")
+        return steps
 
-    def _take_call(self, call: Mapping[str, Any]) -> Iterator[Step]:
-        function = call.get("function") or {}
-        if self._open is None or self._open.kind != "call" or call["index"] != self._call:
-            self._call = call["index"]
-            yield from self._begin("call", call.get("id") or "", function.get("name") or "")
-        yield from self._grow("call", function.get("arguments") or "")
-
-    def _grow(self, kind: Kind, piece: str, logprobs: tuple[dict[str, Any], ...] = ()) -> Iterator[Step]:
+    def _grow(
+        self, steps: list[BlockStep], kind: BlockKind, text: str, logprobs: Sequence[ChosenToken] = ()
+    ) -> None:
         if self._open is None or self._open.kind != kind:
-            yield from self._begin(kind)
+            self._begin(steps, ReplyBlock(kind, len(self.all)))
         block = self._open
         assert block is not None
-        if piece or logprobs:
-            block.pieces.append(piece)
-            block.logprobs += logprobs
-            yield Step("grow", block, piece, logprobs)
+        block.pieces.append(text)
+        block.logprobs += logprobs
+        steps.append(BlockStep("grow", block, text, logprobs))
 
-    def _begin(self, kind: Kind, id: str = "", name: str = "") -> Iterator[Step]:
-        yield from self._close(is_whole=True)
-        self._open = Block(kind, len(self.all), id, name)
-        self.all.append(self._open)
-        yield Step("open", self._open)
+    def _begin(self, steps: list[BlockStep], block: ReplyBlock) -> None:
+        self._close(steps, is_whole=True)
+        self._open = block
+        self.all.append(block)
+        # The step shows the block as it is now, however much of it the same delta brings.
+        steps.append(BlockStep("open", replace(block, pieces=[], logprobs=[])))
 
-    def _close(self, *, is_whole: bool) -> Iterator[Step]:
+    def _close(self, steps: list[BlockStep], *, is_whole: bool, is_call: bool = False) -> None:
+        """`is_call`: it was the end of a call, without which no call is whole."""
         if self._open is not None:
             block, self._open = self._open, None
-            block.is_whole = is_whole if block.kind != "call" else _is_object(block.text)
-            yield Step("close", block)
+            block.is_whole = is_whole and is_call == (block.kind == "call")
+            steps.append(BlockStep("close", block))
+
+
+class BlockReply(ApiReply):
+    """A chat's reply as blocks, in the words of another API.
+
+    `names`: what a chat's fields are called there; `places`: where each message of the chat came from.
+    """
+
+    named = True
+
+    def __init__(self, chat: ChatPlan, names: Mapping[str, str], places: Sequence[str]) -> None:
+        super().__init__([chat.request], stream=chat.asked.stream)
+        self.chat, self.blocks, self._names, self._places = chat, ReplyBlocks(chat), names, places
+
+    @property
+    def warning(self) -> str:
+        return self.blocks.warning
+
+    def in_words(self) -> AbstractContextManager[None]:
+        return in_words_of(self._names, self._places)
+
+    def add(self, i: int, delta: Delta) -> None:
+        self.push(delta)
+
+    def push(self, delta: Delta) -> list[BlockStep]:
+        """What this delta brings."""
+        return self.blocks.push(delta, self.chat.logprobs(delta) or ())
 
 
 def _is_object(text: str) -> bool:

@@ -21,8 +21,8 @@ from plait.text.grammar.trial_verdicts import settled, too_late
 
 if TYPE_CHECKING:
     from plait.frontend.delta import Delta
-    from plait.frontend.frontend import Front
     from plait.frontend.output_stream import Stream
+    from plait.server.gateway.request_context import RequestContext
 
 FIRST_WAIT_S = 0.05  # a refusal that only the engine can decide comes within this, and is an HTTP error then
 RETRY_S = 0.05  # between looks for room
@@ -44,7 +44,12 @@ class Generation:
 
     @classmethod
     async def start(
-        cls, front: Front, requests: Sequence[Request], interval: int | None, *, waits: bool = False
+        cls,
+        context: RequestContext,
+        requests: Sequence[Request],
+        interval: int | None,
+        *,
+        waits: bool = False,
     ) -> Generation:
         """Submit every request or none. Raises BadGrammar, QueueFull and other CapacityErrors.
 
@@ -55,9 +60,9 @@ class Generation:
         requests = [*requests]
         try:
             for i, request in enumerate(requests):
-                request = requests[i] = await _tried(front, request)
-                taken = await _taken(front, request, interval) if waits else front.submit(request, interval)
-                streams.append(taken)
+                request = requests[i] = await _tried(context, request)
+                submit = partial(context.submit, request, interval)
+                streams.append(await _taken(submit, request) if waits else submit())
         except BaseException:
             for stream in streams:
                 stream.cancel()
@@ -95,17 +100,18 @@ class Generation:
         await self._deltas.aclose()
 
 
-async def _tried(front: Front, request: Request) -> Request:
+async def _tried(context: RequestContext, request: Request) -> Request:
     """The same request, its grammars tried out; other requests have their turn meanwhile.
 
     Raises BadGrammar, DeadlineExceeded for a request whose time is over, and CapacityError.
     """
+    front = context.front
     for grammar in front.untried(request):
         assert front.grammars is not None
         began, left = time.monotonic(), request.timeout_s or front.grammars.limits.wait_s
         try:
             async with asyncio.timeout(left):
-                found = await asyncio.wrap_future(front.grammars.submit(grammar, front.tenant))
+                found = await asyncio.wrap_future(front.grammars.submit(grammar, context.tenant))
         except TimeoutError as error:
             if request.timeout_s is None:
                 raise too_late(left) from error
@@ -116,13 +122,13 @@ async def _tried(front: Front, request: Request) -> Request:
     return request
 
 
-async def _taken(front: Front, request: Request, interval: int | None) -> Stream:
+async def _taken(submit: Callable[[], Stream], request: Request) -> Stream:
     until = time.monotonic() + min(PATIENCE_S, request.timeout_s or PATIENCE_S)
     while time.monotonic() < until:
         with contextlib.suppress(QueueFull):
-            return front.submit(request, interval)
+            return submit()
         await asyncio.sleep(RETRY_S)
-    return front.submit(request, interval)
+    return submit()
 
 
 async def planned(plan: Callable[[], T], threads: Executor | None) -> T:

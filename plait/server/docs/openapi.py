@@ -16,10 +16,20 @@ from starlette.routing import Route
 from plait.server.anthropic import messages
 from plait.server.api import schema
 from plait.server.api.endpoint import Endpoint
-from plait.server.docs import reply_schemas
 from plait.server.docs.assets import Asset
 from plait.server.docs.page import POLICY, page
-from plait.server.openai import embeddings, rerank, responses, tokenize
+from plait.server.gateway.readiness import Health, Readiness
+from plait.server.http.errors import ErrorBody
+from plait.server.openai import (
+    chat,
+    completions,
+    embeddings,
+    models,
+    rerank,
+    response_items,
+    responses,
+    tokenize,
+)
 from plait.version import __version__
 
 SCHEMA = "#/components/schemas/{name}"
@@ -34,6 +44,10 @@ BLOCK_EVENTS = "With stream: named events, from message_start to message_stop."
 Struct = type  # a msgspec Struct or a dataclass
 
 
+class Version(msgspec.Struct, frozen=True):
+    version: str
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """What the document says of one path. `stream`: what the events of its stream are, if it has one."""
@@ -42,66 +56,64 @@ class Operation:
     reply: Struct | None = None
     body: Struct | None = None
     stream: Struct | str | None = None
-    refusal: Struct = reply_schemas.ErrorBody
+    refusal: Struct = ErrorBody
 
 
 GETS: Mapping[str, Operation] = {
-    "/health": Operation("Whether the server can serve; 503: not now", reply_schemas.Health),
-    "/ready": Operation("Whether new requests are taken; 503: not now", reply_schemas.Readiness),
-    "/live": Operation(
-        "Whether it works or will again; 503: only a new start helps", reply_schemas.Readiness
-    ),
-    "/version": Operation("The version of Plait", reply_schemas.Version),
+    "/health": Operation("Whether the server can serve; 503: not now", Health),
+    "/ready": Operation("Whether new requests are taken; 503: not now", Readiness),
+    "/live": Operation("Whether it works or will again; 503: only a new start helps", Readiness),
+    "/version": Operation("The version of Plait", Version),
     "/metrics": Operation("The engine's numbers, in Prometheus's text format"),
-    "/v1/models": Operation("The models that are served", reply_schemas.ModelList),
+    "/v1/models": Operation("The models that are served", models.ModelList),
     "/tokenizer_info": Operation("The vocabulary and the chat template"),
-    "/v1/models/{id}": Operation("One model", reply_schemas.ModelCard),
+    "/v1/models/{id}": Operation("One model", models.ModelCard),
 }
-_SCORE = Operation("How near texts are to each other", reply_schemas.Scores, rerank.ScoreRequest)
-_RERANK = Operation("Documents by how near they are to a query", reply_schemas.Ranking, rerank.RerankRequest)
+_SCORE = Operation("How near texts are to each other", rerank.Scores, rerank.ScoreRequest)
+_RERANK = Operation("Documents by how near they are to a query", rerank.Ranking, rerank.RerankRequest)
 POSTS: Mapping[str, Operation] = {
     "/v1/completions": Operation(
         "Text that follows a prompt",
-        reply_schemas.Completion,
+        completions.Completion,
         schema.CompletionRequest,
-        reply_schemas.Completion,
+        completions.Completion,
     ),
     "/v1/chat/completions": Operation(
         "The reply to a conversation",
-        reply_schemas.ChatCompletion,
+        chat.ChatCompletion,
         schema.ChatRequest,
-        reply_schemas.ChatChunk,
+        chat.ChatChunk,
     ),
-    "/v1/embeddings": Operation("Texts as vectors", reply_schemas.Embeddings, embeddings.EmbeddingRequest),
+    "/v1/embeddings": Operation("Texts as vectors", embeddings.Embeddings, embeddings.EmbeddingRequest),
     **dict.fromkeys(("/v1/score", "/score"), _SCORE),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANK),
     "/apply-template": Operation("A conversation as the model's prompt", body=tokenize.TemplateRequest),
     "/v1/responses": Operation(
         "The reply to a conversation, as items",
-        reply_schemas.Response,
+        response_items.Response,
         responses.ResponsesRequest,
         ITEM_EVENTS,
     ),
     "/v1/responses/input_tokens": Operation(
         "How many tokens the prompt of a response has",
-        reply_schemas.ResponseInputTokens,
+        responses.ResponseInputTokens,
         responses.ResponsesRequest,
     ),
     "/v1/messages": Operation(
         "The reply to a conversation, as blocks",
-        reply_schemas.Message,
+        messages.Message,
         messages.MessagesRequest,
         BLOCK_EVENTS,
-        reply_schemas.MessageError,
+        messages.MessageError,
     ),
     "/v1/messages/count_tokens": Operation(
         "How many tokens a conversation has",
-        reply_schemas.InputTokens,
+        messages.InputTokens,
         messages.CountRequest,
-        refusal=reply_schemas.MessageError,
+        refusal=messages.MessageError,
     ),
-    "/tokenize": Operation("Text or messages as token ids", reply_schemas.Tokens, schema.TokenizeRequest),
-    "/detokenize": Operation("Token ids as text", reply_schemas.Text, schema.DetokenizeRequest),
+    "/tokenize": Operation("Text or messages as token ids", models.Tokens, schema.TokenizeRequest),
+    "/detokenize": Operation("Token ids as text", models.Text, schema.DetokenizeRequest),
 }
 
 
@@ -143,7 +155,7 @@ def _get(path: str, told: Operation) -> dict[str, Any]:
         found["parameters"] = [
             {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},
         ]
-    if told.reply in {reply_schemas.Health, reply_schemas.Readiness}:
+    if told.reply in {Health, Readiness}:
         found["responses"]["503"] = {"description": "Not now", "content": _json(_ref(told.reply))}
     return found
 
@@ -183,10 +195,22 @@ def _events(stream: Struct | str) -> str:
 
 
 def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
-    named = ((told.body, told.reply, told.stream, told.refusal) for told in operations)
-    kinds = [kind for kinds in named for kind in kinds if kind is not None and not isinstance(kind, str)]
+    told_of = [*operations]
+    sent = [kind for told in told_of for kind in (told.reply, told.stream, told.refusal)]
+    replies = _components(kind for kind in sent if kind is not None and not isinstance(kind, str))
+    for found in replies.values():  # what has a default in a reply is always sent
+        fields = found["properties"]
+        found["required"] = [
+            name for name in fields if name in found["required"] or "default" in fields[name]
+        ]
+        for field in fields.values():
+            field.pop("default", None)
+    return dict(sorted({**_components(told.body for told in told_of if told.body), **replies}.items()))
+
+
+def _components(kinds: Iterable[Struct]) -> dict[str, Any]:
     _, found = msgspec.json.schema_components(kinds, ref_template=SCHEMA)
-    return dict(sorted(found.items()))
+    return found
 
 
 def _ref(kind: Struct) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import ipaddress
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import Any
 
+import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -36,7 +36,7 @@ MAX_OPEN_REQUESTS = 2048  # each has a task, a body in memory and perhaps a thre
 MAX_HEAD_BYTES = 16 * KIB  # request line and headers; browsers and clients send less than 4 KiB
 MAX_HEADERS = 100
 MAX_LOGGED_PATH = 200
-Refusal = Callable[[Problem], Mapping[str, Any]]
+Refusal = Callable[[Problem], msgspec.Struct]
 REQUEST_ID_HEADER = "x-request-id"
 PUBLIC = frozenset(
     {"/health", "/ready", "/live", "/", "/docs", "/openapi.json"}

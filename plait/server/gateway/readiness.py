@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from plait.server.http.errors import NotReady
 
@@ -26,6 +28,21 @@ class Progress:
     text: str = "starting"
     done: int = 0
     total: int = 0
+
+
+class Health(msgspec.Struct, kw_only=True, frozen=True):
+    """`engine`: numbers as they are now; `totals`: numbers that only grow; `progress`: while it loads."""
+
+    status: Literal["ok", "loading", "unhealthy", "stopping"]
+    progress: Progress | UnsetType = UNSET
+    engine: dict[str, Any] | UnsetType = UNSET
+    totals: dict[str, Any] | UnsetType = UNSET
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    """Whether new requests are taken, or why not."""
+
+    status: str
 
 
 class Loading:
@@ -95,18 +112,18 @@ class Loading:
             return 503, "lost"
         return 200, "stalled" if self.front.loading is None else "restarting"
 
-    def health(self) -> tuple[int, Mapping[str, Any]]:
+    def health(self) -> tuple[int, Health]:
         """The HTTP status of /health and its body: `engine` is as it is now, `totals` only grow."""
         if self.stopping:
-            return 503, {"status": "stopping"}
+            return 503, Health(status="stopping")
         if self.front is None:
-            return 503, {"status": "loading", "progress": asdict(self.progress)}
+            return 503, Health(status="loading", progress=self.progress)
         stats = self.front.stats()
         now = {name: value for name, value in stats.items() if name not in TOTALS}
         totals = {name: value for name, value in stats.items() if name in TOTALS}
         healthy, again = self.front.healthy, self.front.loading
         if not healthy and again is not None:
-            progress = {"progress": asdict(Progress(*again))}
-            return 503, {"status": "loading", **progress, "engine": now, "totals": totals}
-        status = "ok" if healthy else "unhealthy"
-        return 200 if healthy else 503, {"status": status, "engine": now, "totals": totals}
+            return 503, Health(status="loading", progress=Progress(*again), engine=now, totals=totals)
+        return 200 if healthy else 503, Health(
+            status="ok" if healthy else "unhealthy", engine=now, totals=totals
+        )

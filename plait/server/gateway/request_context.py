@@ -1,11 +1,11 @@
-"""One HTTP request and its answer: who asks, what it used. And the model as that one caller sees it."""
+"""One HTTP request and its answer: who asks, what it used, and its way to the model."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from plait.errors import InvalidField
 from plait.fair_queue import asker
@@ -58,50 +58,49 @@ class Exchange:
             yield from (trace for trace in stream.traces.values() if trace is not None)
 
 
-class Caller:
-    """A Front for one exchange: it keeps one key's cached prompts from others', counts and bounds.
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """One request on its way to the engine: the model, the name it has in the reply, and who asks.
 
-    Everything else is the Front's own. Safe from any thread, like it.
+    It keeps one key's cached prompts from others', counts and bounds. Safe from any thread, like the Front.
     """
 
-    def __init__(self, front: Front, exchange: Exchange) -> None:
-        self._front, self._exchange = front, exchange
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._front, name)
+    front: Front
+    model: str
+    exchange: Exchange
 
     @property
     def tenant(self) -> str:
         """Who shares fairly with others: the API key's name, else the client's address."""
-        return self._exchange.key.name or asker.get()
+        return self.exchange.key.name or asker.get()
 
     def prepare(self, prompt: str | Sequence[int], params: SamplingParams, **more: Any) -> Request:
         """As Front's. Raises InvalidField, too, if the whole HTTP request asks for too many tokens."""
-        return self._counted(self._front.prepare(prompt, params, **more))
+        return self._counted(self.front.prepare(prompt, params, **more))
 
     def prepare_chat(self, messages: Sequence[Mapping[str, Any]], *given: Any, **options: Any) -> Request:
         """As Front's, and bounded like `prepare`."""
-        return self._counted(self._front.prepare_chat(messages, *given, **options))
+        return self._counted(self.front.prepare_chat(messages, *given, **options))
 
     def submit(self, request: Request, interval: int | None = 1) -> Stream:
         """As Front's, under the key's own salt. The key pays for the prompt."""
-        exchange = self._exchange
+        exchange = self.exchange
         if exchange.key.name:
             # No name holds a slash, so no salt that is sent makes one key's prompts another's.
             request = replace(request, cache_salt=f"{exchange.key.name}/{request.cache_salt}")
-        stream = self._front.submit(replace(request, tenant=self.tenant), interval)
+        stream = self.front.submit(replace(request, tenant=self.tenant), interval)
         exchange.streams.append(stream)
         if exchange.account is not None:
             exchange.account.pay(len(request.prompt_token_ids))
         return stream
 
-    def report_unread(self, names: Iterable[str]) -> None:
-        """Have the answer's header name them."""
-        self._exchange.unread += names
+    def report_unread(self, names: Iterable[str], words: Mapping[str, str]) -> None:
+        """Name hints that change nothing in the reply's header. `words`: what a chat's fields are called."""
+        self.exchange.unread += (words.get(name, name) for name in names)
 
     def _counted(self, request: Request) -> Request:
-        asked = self._exchange.num_asked_tokens + request.params.n * (request.params.max_tokens or 0)
-        self._exchange.num_asked_tokens = asked
+        asked = self.exchange.num_asked_tokens + request.params.n * (request.params.max_tokens or 0)
+        self.exchange.num_asked_tokens = asked
         if asked > MAX_OUTPUT_TOKENS:
             raise InvalidField(
                 f"max_tokens: times n choices of each prompt it makes {asked} tokens, more than "
@@ -109,14 +108,3 @@ class Caller:
                 "max_tokens",
             )
         return request
-
-
-def report_unread(front: Front, names: Iterable[str], words: Mapping[str, str]) -> None:
-    """Have the answer's header name hints that change nothing. `words`: what a chat's fields are called."""
-    if isinstance(front, Caller):
-        front.report_unread(words.get(name, name) for name in names)
-
-
-def called(front: Front, exchange: Exchange | None) -> Front:
-    """The model as the caller of an exchange sees it."""
-    return front if exchange is None else cast("Front", Caller(front, exchange))

@@ -111,6 +111,23 @@ _TYPES = {
 _BY_STATUS = {404: "not_found", 405: "method_not_allowed"}
 
 
+class ErrorObject(msgspec.Struct, kw_only=True, frozen=True):
+    """OpenAI's error object, with all four keys. A prompt that is too long has llama.cpp's numbers, too."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    n_prompt_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    n_ctx: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class ErrorBody(msgspec.Struct, kw_only=True, frozen=True):
+    """The body of every answer that is not a 2xx."""
+
+    error: ErrorObject
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """What a client is told: `body` is OpenAI's error object, with all four keys.
@@ -125,10 +142,10 @@ class Problem:
     headers: Mapping[str, str] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ErrorBody:
         kind = _TYPES.get(self.status, "invalid_request_error")
         found = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": {**found, **self.more}}
+        return ErrorBody(error=ErrorObject(**{**found, **self.more}))
 
     @property
     def reason(self) -> str:
@@ -138,7 +155,7 @@ class Problem:
             return where
         return f"{where}: {_QUOTED.sub('…', self.message)}"[:MAX_REASON]
 
-    def response(self, shape: Callable[[Problem], Mapping[str, Any]] | None = None) -> Response:
+    def response(self, shape: Callable[[Problem], msgspec.Struct] | None = None) -> Response:
         """`shape`: makes the body, where it is not OpenAI's error object."""
         return json_response(shape(self) if shape else self.body(), self.status, self.headers)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -28,43 +27,33 @@ def frame(body: Any) -> bytes:
     return b"data: " + _ENCODE(body) + b"\n\n"
 
 
-def named_frame(body: Mapping[str, Any]) -> bytes:
+def named_frame(body: Any) -> bytes:
     """One event under its own name, which is its `type`."""
-    return b"event: " + str(body["type"]).encode() + b"\n" + frame(body)
-
-
-def _failure(found: Problem) -> Iterable[Any]:
-    return (found.body(),)
-
-
-@dataclass(frozen=True, slots=True)
-class Framing:
-    """How a stream is written: one event, the events that tell of a failure, and the very end."""
-
-    frame: Callable[[Any], bytes] = frame
-    failed: Callable[[Problem], Iterable[Any]] = _failure
-    done: bytes = DONE
-
-
-CHUNKS = Framing()
+    return b"event: " + str(body.type).encode() + b"\n" + frame(body)
 
 
 class EventStream(Response):
-    """A response of events. `close` is awaited at its end, however it ends: done, failed, client gone."""
+    """A response of events. `close` is awaited at its end, however it ends: done, failed, client gone.
+
+    `failed`: the events that report a failure, if they are not OpenAI's error object. `named`: events have
+    their own names, and no `[DONE]` at the end.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        bodies: AsyncIterator[Any],
+        bodies: AsyncIterator[msgspec.Struct],
         close: Callable[[], Awaitable[None]],
-        headers: Mapping[str, str] | None = None,
-        framing: Framing = CHUNKS,
+        failed: Callable[[Problem], Iterable[msgspec.Struct]] = lambda found: (found.body(),),
+        *,
+        named: bool = False,
     ) -> None:
         self.status_code, self.body, self.background = 200, b"", None
-        self._bodies, self._close, self._framing, self._last_sent = bodies, close, framing, 0.0
+        self._bodies, self._close, self._failed, self._last_sent = bodies, close, failed, 0.0
+        self._frame, self._done = (named_frame, b"") if named else (frame, DONE)
         self._sending_since: float | None = None
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,12 +72,12 @@ class EventStream(Response):
     async def _pump(self, send: Send) -> None:
         try:
             async for body in self._bodies:
-                await self._send(send, self._framing.frame(body))
+                await self._send(send, self._frame(body))
         except Exception as error:
-            for body in self._framing.failed(problem(error)):
-                await self._send(send, self._framing.frame(body))
-        if self._framing.done:
-            await self._send(send, self._framing.done)
+            for body in self._failed(problem(error)):
+                await self._send(send, self._frame(body))
+        if self._done:
+            await self._send(send, self._done)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:

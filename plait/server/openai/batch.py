@@ -16,8 +16,8 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from plait.errors import ConfigError, RequestError
-from plait.server.api.completion_reply import WARNING_HEADER
 from plait.server.api.param_aliases import renamed
+from plait.server.api.reply import WARNING_HEADER
 from plait.server.api.validate import IGNORED_HEADER
 from plait.server.http.request_body import decode_object
 from plait.server.http.tasks import new_id

@@ -2,34 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from plait.errors import InvalidField
 from plait.frontend import best_of
-from plait.request import Request
+from plait.request import Request, RequestTrace
 from plait.server.api import validate
-from plait.server.api.completion_reply import Head, best, finite
 from plait.server.api.endpoint import Endpoint
-from plait.server.api.reply_extras import Extras
-from plait.server.api.schema import CompletionRequest, StreamOptions, field_names, typed
-from plait.server.http.tasks import new_id
+from plait.server.api.reply import (
+    ChoicesReply,
+    Count,
+    Logprob,
+    PromptProgress,
+    Timings,
+    Usage,
+    best,
+    finite,
+    head,
+)
+from plait.server.api.schema import CompletionRequest, field_names, typed
+from plait.server.gateway.request_context import RequestContext
 from plait.text.grammar.request_fields import grammar_from
 from plait.text.tokenizers.detokenize import StreamDecoder, text_offsets
 
 if TYPE_CHECKING:
     from plait.frontend.delta import Delta, TextLogprob
-    from plait.frontend.frontend import Front
     from plait.text.tokenizers.tokenizer import Tokenizer
 
 FIELDS = field_names(CompletionRequest)
 MAX_CHOICES = 1024  # prompts × n of one request
-Lists = dict[str, list[Any]]
 
 
-def plan(front: Front, model: str, body: Mapping[str, Any]) -> CompletionReply:
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Parallel lists; offsets are in characters of `text`."""
+
+    tokens: list[str] = []
+    token_logprobs: list[Logprob | None] = []
+    top_logprobs: list[dict[str, Logprob] | None] = []
+    text_offset: list[Count] = []
+
+    def extend(self, other: CompletionLogprobs) -> None:
+        for name in self.__struct_fields__:
+            getattr(self, name).extend(getattr(other, name))
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
+    """One choice; in a stream, the next part of one. `finish_reason` is null until it ends."""
+
+    index: Count
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[Count] | UnsetType = UNSET
+    prompt_token_ids: Sequence[Count] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True, frozen=True):
+    """The reply of /v1/completions, and each event of its stream."""
+
+    id: Annotated[str, msgspec.Meta(pattern="^cmpl-[A-Za-z0-9_-]+$")]
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
+
+
+def plan(context: RequestContext, body: Mapping[str, Any]) -> CompletionReply:
     """Everything that can be refused before the engine is asked. Tokenizes. Raises RequestErrors."""
+    front = context.front
     validate.refuse(body, FIELDS)
     asked = typed(body, CompletionRequest)
     params, wish = validate.completion_params(asked), grammar_from(body)
@@ -44,48 +94,42 @@ def plan(front: Front, model: str, body: Mapping[str, Any]) -> CompletionReply:
         )
         raise InvalidField(f"{text} at most, or serve with a larger --max-waiting", "prompt")
     read = {"add_special": asked.add_special_tokens, "allow_special": asked.parse_special}
-    prepared = (front.prepare(p, params, terms=asked, **read) for p in prompts)
+    prepared = (context.prepare(p, params, terms=asked, **read) for p in prompts)
     shows = asked.stream and asked.return_progress
     requests = [replace(front.held(request, wish), shows_progress=shows) for request in prepared]
-    head = Head(new_id("cmpl"), "text_completion", model, front.fingerprint)
-    return CompletionReply(front.tokenizer, head, asked, requests)
+    return CompletionReply(context, asked, requests)
 
 
-class CompletionReply:
-    """A response of /v1/completions. Choice j of prompt i has index i·n + j; with best_of, j is its rank."""
-
-    chunk_kind = "text_completion"
+class CompletionReply(ChoicesReply):
+    """A reply of /v1/completions. Choice j of prompt i has index i·n + j; with best_of, j is its rank."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, head: Head, asked: CompletionRequest, requests: Sequence[Request]
+        self, context: RequestContext, asked: CompletionRequest, requests: Sequence[Request]
     ) -> None:
-        self.head, self.requests, self.stream = head, requests, asked.stream
+        super().__init__(head(context, "cmpl", "text_completion"), asked, requests, Completion)
         self._n, self._is_ranked = asked.n, requests[0].params.n > asked.n
-        self.told = asked.stream_options or StreamOptions()
-        self.extras, self.warning = Extras(asked, requests), ""
-        prompts = validate.prompts(asked.prompt)
+        prompts, tokenizer = validate.prompts(asked.prompt), context.front.tokenizer
         self._prompts = [_Prompt(tokenizer, p, r, asked) for p, r in zip(prompts, requests, strict=True)]
 
-    def chunks(self, i: int, delta: Delta) -> list[dict[str, Any]]:
-        prompt = self._prompts[i]
-        pieces = [prompt.choices[ready.index].piece(ready) for ready in prompt.ready(delta)]
-        return [self._body(i, piece) for piece in pieces if piece is not None]
+    def events(self, i: int, delta: Delta) -> list[Completion]:
+        prompt, fields, first = self._prompts[i], self.fields_of_chunk(i, delta), i * self._n
+        pieces = [
+            prompt.choices[ready.index].piece(ready, first + ready.index) for ready in prompt.ready(delta)
+        ]
+        return [Completion(**self.head, choices=[piece], **fields) for piece in pieces if piece is not None]
 
     def add(self, i: int, delta: Delta) -> None:
         prompt = self._prompts[i]
         for ready in prompt.ready(delta):
             prompt.choices[ready.index].keep(ready)
 
-    def choices(self) -> list[dict[str, Any]]:
-        found = []
-        for i, prompt in enumerate(self._prompts):
+    def whole(self, traces: Iterable[RequestTrace | None]) -> Completion:
+        found: list[CompletionChoice] = []
+        for prompt in self._prompts:
             scores = [choice.score for choice in prompt.choices]
             kept = best_of.best(scores, self._n) if self._is_ranked else range(self._n)
-            found += [self._body(i, {**prompt.choices[j].whole(), "index": at}) for at, j in enumerate(kept)]
-        return found
-
-    def _body(self, i: int, piece: dict[str, Any]) -> dict[str, Any]:
-        return {**piece, "index": i * self._n + piece["index"]}
+            found += [prompt.choices[j].whole(index) for index, j in enumerate(kept, len(found))]
+        return Completion(choices=found, **self.fields_of_whole(traces))
 
 
 class _Prompt:
@@ -102,7 +146,7 @@ class _Prompt:
         is_read = isinstance(prompt, str) and asked.parse_special
         skip_special = asked.skip_special_tokens and not is_read  # the echo shows what was sent
         self._tokenizer, self._ids, self._skip_special = tokenizer, ids, skip_special
-        self.text, self.lists = "", None if asked.logprobs is None else _no_lists()
+        self.text, self.lists = "", None if asked.logprobs is None else CompletionLogprobs()
         self._waits = asked.echo and asked.logprobs is not None
         self._held: list[Delta] = []
         if asked.echo:
@@ -111,7 +155,7 @@ class _Prompt:
         if self._waits and len(ids) == 1:
             self._score(())
         with_ids = asked.return_token_ids or tokenizer is None
-        self.choices = [_Choice(self, j, tokenizer, request, with_ids) for j in range(request.params.n)]
+        self.choices = [_Choice(self, tokenizer, request, with_ids) for _ in range(request.params.n)]
 
     def ready(self, delta: Delta) -> list[Delta]:
         """Deltas that can be shown now: with echo, none before the prompt's log-probabilities are there."""
@@ -126,14 +170,7 @@ class _Prompt:
 
     def _score(self, scores: Sequence[TextLogprob]) -> None:
         self._waits = False
-        first = self._ids[0]
-        token = _shown(first, self._tokenizer)
-        lists: Lists = {
-            "tokens": [token],
-            "token_logprobs": [None],
-            "top_logprobs": [None],
-            "text_offset": [],
-        }
+        lists = CompletionLogprobs([_shown(self._ids[0], self._tokenizer)], [None], [None], [])
         for lp in scores:
             _append(lists, lp)
         offsets = [0] * len(self._ids)
@@ -142,7 +179,7 @@ class _Prompt:
             shown = self._tokenizer.decode(self._ids, skip_special=self._skip_special)
             before = max(shown.find(self.text), 0)  # tokens that were put around the text are not in its echo
             offsets = [max(offset - before, 0) for offset in offsets]
-        lists["text_offset"] = [min(offset, len(self.text)) for offset in offsets]
+        lists.text_offset.extend(min(offset, len(self.text)) for offset in offsets)
         self.lists = lists
 
 
@@ -150,9 +187,9 @@ class _Choice:
     """One choice as it grows; the echo is its first piece."""
 
     def __init__(
-        self, prompt: _Prompt, index: int, tokenizer: Tokenizer | None, request: Request, with_ids: bool
+        self, prompt: _Prompt, tokenizer: Tokenizer | None, request: Request, with_ids: bool
     ) -> None:
-        self._prompt, self._index, self._with_ids = prompt, index, with_ids
+        self._prompt, self._with_ids = prompt, with_ids
         self._decoder = (
             StreamDecoder(
                 tokenizer,
@@ -163,79 +200,70 @@ class _Choice:
             else None
         )
         self.score = best_of.Score()
-        self._once = {"prompt_token_ids": request.prompt_token_ids}  # vLLM's: in the first chunk of a stream
+        self._once: Sequence[int] | UnsetType = request.prompt_token_ids  # vLLM's: in a stream's first chunk
         self._begun, self._offset = False, 0
-        self._text: list[str] = []
-        self._lists: Lists | None = None
-        self._ids: list[int] = []
-        self._end: dict[str, Any] = {"finish_reason": None}
+        self._pieces: list[CompletionChoice] = []
 
-    def piece(self, delta: Delta) -> dict[str, Any] | None:
+    def piece(self, delta: Delta, index: int) -> CompletionChoice | None:
         """The next chunk of this choice, or None if nothing new can be shown."""
         text, lists = self._new(delta)
-        new = (text, delta.finish_reason, delta.prompt_progress, lists and lists["tokens"])
-        shows = any(new) or (self._with_ids and delta.token_ids)
-        return self._body(text, lists, delta.token_ids, _end(delta)) if shows else None
+        new = (text, delta.finish_reason, delta.prompt_progress, lists and lists.tokens)
+        if not any(new) and not (self._with_ids and delta.token_ids):
+            return None
+        end: Literal["stop", "length"] | None = None
+        if delta.finish_reason is not None:
+            end = "length" if delta.finish_reason == "length" else "stop"
+        found = CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=lists,
+            finish_reason=end,
+            stop_reason=delta.stop_reason if end else UNSET,
+            token_ids=list(delta.token_ids) if self._with_ids else UNSET,
+            prompt_token_ids=self._once if self._with_ids else UNSET,
+        )
+        self._once = UNSET
+        return found
 
     def keep(self, delta: Delta) -> None:
-        text, lists = self._new(delta)
         self.score.add(delta.logprobs)
-        self._text.append(text)
-        self._ids += delta.token_ids
-        self._end = _end(delta)
-        if self._lists is None:
-            self._lists = lists
-        elif lists is not None:
-            for name, values in lists.items():
-                self._lists[name] += values
+        if (piece := self.piece(delta, 0)) is not None:
+            self._pieces.append(piece)
 
-    def whole(self) -> dict[str, Any]:
-        return self._body("".join(self._text), self._lists, self._ids, self._end)
+    def whole(self, index: int) -> CompletionChoice:
+        first, last, text = self._pieces[0], self._pieces[-1], [piece.text for piece in self._pieces]
+        for piece in self._pieces[1:]:
+            if first.logprobs is not None and piece.logprobs is not None:
+                first.logprobs.extend(piece.logprobs)
+            if first.token_ids is not UNSET and piece.token_ids is not UNSET:
+                first.token_ids.extend(piece.token_ids)
+        end = {"finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
+        return msgspec.structs.replace(first, index=index, text="".join(text), **end)
 
-    def _body(
-        self, text: str, lists: Lists | None, ids: Sequence[int], end: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        body = {"index": self._index, "text": text, "logprobs": lists, **end}
-        if self._with_ids:
-            body["token_ids"] = list(ids)
-            body |= self._once
-            self._once = {}
-        return body
-
-    def _new(self, delta: Delta) -> tuple[str, Lists | None]:
+    def _new(self, delta: Delta) -> tuple[str, CompletionLogprobs | None]:
         text, lists = delta.text, None
         if self._prompt.lists is not None:
-            lists = _no_lists()
+            lists = CompletionLogprobs()
             if not self._begun:
-                lists = {name: list(values) for name, values in self._prompt.lists.items()}
+                lists.extend(self._prompt.lists)
             for lp in delta.logprobs or ():
                 _append(lists, lp)
-                lists["text_offset"].append(len(self._prompt.text) + self._offset)
+                lists.text_offset.append(len(self._prompt.text) + self._offset)
                 self._offset += len(self._decoder.push(lp.token_id)) if self._decoder else 0
         if not self._begun:
             text, self._begun = self._prompt.text + text, True
         return text, lists
 
 
-def _end(delta: Delta) -> dict[str, Any]:
-    if delta.finish_reason is None:
-        return {"finish_reason": None}
-    return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-
-
-def _no_lists() -> Lists:
-    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-
-
-def _append(lists: Lists, lp: TextLogprob) -> None:
+def _append(lists: CompletionLogprobs, lp: TextLogprob) -> None:
     """The chosen token is in its own alternatives with the very same float: lm-eval compares them."""
     chosen, value = _named(lp), finite(lp.logprob)
-    lists["tokens"].append(chosen)
-    lists["token_logprobs"].append(value)
+    lists.tokens.append(chosen)
+    lists.token_logprobs.append(value)
     top: dict[str, float] = {}
     for one in best(lp):
         top.setdefault(_named(one), finite(one.logprob))
-    lists["top_logprobs"].append({**top, chosen: value})
+    lists.top_logprobs.append({**top, chosen: value})
 
 
 def _named(lp: TextLogprob) -> str:

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import base64
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from plait.errors import EngineError, InvalidField, RequestError
 from plait.frontend.request_options import Terms
 from plait.llm.embed import NOTHING, unit
-from plait.request import Pooling, Request
+from plait.request import Pooling, Request, RequestTrace
 from plait.server.api import validate
 from plait.server.api.endpoint import Endpoint
-from plait.server.api.event_reply import Whole
+from plait.server.api.reply import ApiReply, Count, PromptUsage
 from plait.server.api.schema import field_names, typed
+from plait.server.gateway.request_context import RequestContext
 
 if TYPE_CHECKING:
     from plait.frontend.delta import Delta
-    from plait.frontend.frontend import Front
-    from plait.server.api.completion_reply import Usage
 
 MAX_INPUTS = 2048
+AT_ONCE = 64  # requests of one call that the engine has at a time: a list of inputs must not fill its queue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +51,28 @@ class EmbeddingRequest(Terms):
 FIELDS = field_names(EmbeddingRequest)
 
 
-def outcome(front: Front, model: str, body: Mapping[str, Any]) -> Embeddings:
+class Embedding(msgspec.Struct, kw_only=True, frozen=True):
+    """`embedding`: numbers, or with encoding_format base64 their float32 bytes, the low byte first."""
+
+    object: Literal["embedding"] = "embedding"
+    index: Count
+    embedding: list[float] | str
+
+
+class Embeddings(msgspec.Struct, kw_only=True, frozen=True):
+    """The reply of /v1/embeddings."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: PromptUsage
+
+
+def plan(context: RequestContext, body: Mapping[str, Any]) -> EmbeddingsReply:
     """Everything that can be refused before the engine is asked. Tokenizes. Raises RequestErrors."""
     validate.refuse(body, FIELDS)
     asked = typed(body, EmbeddingRequest)
-    size = front.spec.hidden_size
+    size = context.front.spec.hidden_size
     if asked.dimensions is not None and not 1 <= asked.dimensions <= size:
         text = f"dimensions: {asked.dimensions} is outside [1, {size}], the size of this model's hidden state"
         raise InvalidField(text, "dimensions")
@@ -62,14 +81,14 @@ def outcome(front: Front, model: str, body: Mapping[str, Any]) -> Embeddings:
         raise InvalidField(f"input: {len(texts)} inputs are more than {MAX_INPUTS}", "input")
     many = not isinstance(asked.input, str) and not all(type(part) is int for part in asked.input)
     requests = [
-        embedding_request(front, one, asked.pooling, asked, f"input[{i}]" if many else "input", asked)
+        embedding_request(context, one, asked.pooling, asked, f"input[{i}]" if many else "input", asked)
         for i, one in enumerate(texts)
     ]
-    return Embeddings(model, asked, requests)
+    return EmbeddingsReply(context.model, asked, requests)
 
 
 def embedding_request(
-    front: Front,
+    context: RequestContext,
     text: str | Sequence[int],
     pooling: Pooling,
     terms: Terms,
@@ -79,7 +98,7 @@ def embedding_request(
     """A request for the hidden state of a text. Raises InvalidField and ContextTooLong, both naming `at`."""
     try:
         special = asked.add_special_tokens if asked else True
-        made = front.prepare(text, NOTHING, add_special=special, terms=terms)
+        made = context.prepare(text, NOTHING, add_special=special, terms=terms)
     except RequestError as error:
         if error.param != "prompt":
             raise
@@ -88,36 +107,32 @@ def embedding_request(
     return replace(made, pooling=pooling)
 
 
-class Vectors(Whole):
+class VectorsReply(ApiReply):
     """Collects the hidden states of the requests of one call, in their order."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.requests = requests
-        self._found: list[tuple[float, ...]] = [() for _ in requests]
+    at_once = AT_ONCE
+
+    def __init__(self, model: str, requests: Sequence[Request]) -> None:
+        super().__init__(requests)
+        self.model = model
+        self.vectors: list[tuple[float, ...]] = [() for _ in requests]
 
     def add(self, i: int, delta: Delta) -> None:
         if not delta.embedding:
             raise EngineError("the engine has computed this text and gave no hidden state")
-        self._found[i] = delta.embedding
-
-    @property
-    def vectors(self) -> Sequence[tuple[float, ...]]:
-        return self._found
+        self.vectors[i] = delta.embedding
 
 
-class Embeddings(Vectors):
-    """A response of /v1/embeddings."""
+class EmbeddingsReply(VectorsReply):
+    """One reply of /v1/embeddings."""
 
     def __init__(self, model: str, asked: EmbeddingRequest, requests: Sequence[Request]) -> None:
-        super().__init__(requests)
-        self._model, self._asked = model, asked
+        super().__init__(model, requests)
+        self._asked = asked
 
-    def body(self, usage: Usage) -> dict[str, Any]:
-        entries = [
-            {"object": "embedding", "index": i, "embedding": self._written(vector)}
-            for i, vector in enumerate(self.vectors)
-        ]
-        return {"object": "list", "data": entries, "model": self._model, "usage": prompt_usage(usage)}
+    def whole(self, traces: Iterable[RequestTrace | None]) -> Embeddings:
+        data = [Embedding(index=i, embedding=self._written(vector)) for i, vector in enumerate(self.vectors)]
+        return Embeddings(data=data, model=self.model, usage=self.count.prompt_usage())
 
     def _written(self, vector: Sequence[float]) -> list[float] | str:
         kept = vector[: self._asked.dimensions]
@@ -129,10 +144,4 @@ class Embeddings(Vectors):
         return base64.b64encode(numbers.tobytes()).decode()
 
 
-def prompt_usage(usage: Usage) -> dict[str, int]:
-    """What was computed, as OpenAI counts it where nothing is generated."""
-    count: int = usage.body()["prompt_tokens"]
-    return {"prompt_tokens": count, "total_tokens": count}
-
-
-ENDPOINTS = (Endpoint("/v1/embeddings", FIELDS, outcome=outcome),)
+ENDPOINTS = (Endpoint("/v1/embeddings", FIELDS, plan=plan),)

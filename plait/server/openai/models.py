@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from plait.errors import InvalidField, ModelNotFound
 from plait.server.api import validate
 from plait.server.api.endpoint import Endpoint
+from plait.server.api.reply import Count
 from plait.server.api.schema import DetokenizeRequest, TokenizeRequest, field_names, typed
+from plait.server.gateway.request_context import RequestContext
 from plait.server.http.slice_turns import Slices
 from plait.server.openai import tokenize as prompts
 from plait.text.tokenizers.tokenizer import joined_text
@@ -23,6 +28,42 @@ MAX_NAME = 256  # of a model, in each chunk of a reply
 DEFAULT = "default"  # vLLM's and SGLang's name for whatever model is served
 TOKENIZE_FIELDS, DETOKENIZE_FIELDS = field_names(TokenizeRequest), field_names(DetokenizeRequest)
 _OF_A_CHAT = ("tools", "reasoning_effort", "chat_template_kwargs", "continue_final_message")
+
+
+class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "plait"
+    max_model_len: Count
+
+
+class ModelList(msgspec.Struct, kw_only=True, frozen=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """A token. `piece`: its text, or its bytes where they are no characters."""
+
+    id: Count
+    piece: str | list[Count]
+
+
+class Tokens(msgspec.Struct, kw_only=True, frozen=True):
+    """The reply of /tokenize; with pieces `tokens` holds objects."""
+
+    count: Count
+    max_model_len: Count
+    tokens: Sequence[Count | Piece]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class Text(msgspec.Struct, frozen=True):
+    """The reply of /detokenize; llama.cpp calls the same text `content`."""
+
+    prompt: str
+    content: str
 
 
 def check(asked: object, served: str) -> None:
@@ -46,19 +87,14 @@ def any_name(asked: object) -> str:
     return asked
 
 
-def card(front: Front, name: str) -> dict[str, Any]:
+def card(front: Front, name: str) -> ModelCard:
     """The model as /v1/models lists it, under this name."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": front.created,
-        "owned_by": "plait",
-        "max_model_len": front.max_model_len,
-    }
+    return ModelCard(id=name, created=front.created, max_model_len=front.max_model_len)
 
 
-def tokenize(front: Front, model: str, body: Mapping[str, Any]) -> Slices[dict[str, Any]]:
+def tokenize(context: RequestContext, body: Mapping[str, Any]) -> Slices[Tokens]:
     """Token ids of a prompt or of messages. Raises InvalidField and BadTemplate."""
+    front = context.front
     validate.refuse(body, TOKENIZE_FIELDS)
     asked = typed(body, TokenizeRequest)
     if sum(part is not None for part in (asked.prompt, asked.content, asked.messages)) != 1:
@@ -71,19 +107,21 @@ def tokenize(front: Front, model: str, body: Mapping[str, Any]) -> Slices[dict[s
         )
     tokenizer = prompts.tokenizer_of(front)
     if asked.messages is not None:
-        ids = prompts.prompt_ids(front, _template_request(asked, asked.messages))
+        ids = prompts.prompt_ids(context, _template_request(asked, asked.messages))
     else:
         ids = _text_ids(front, asked)
-    found: dict[str, Any] = {"count": len(ids), "max_model_len": front.max_model_len, "tokens": ids}
+    strings: list[str] | UnsetType = UNSET
+    tokens: Sequence[int | Piece] = ids
     if asked.return_token_strs:
-        found["token_strs"] = yield from _each(ids, tokenizer.token_text)
+        strings = yield from _each(ids, tokenizer.token_text)
     if asked.with_pieces:
-        found["tokens"] = yield from _each(ids, lambda i: {"id": i, "piece": _piece(tokenizer, i)})
-    return found
+        tokens = yield from _each(ids, lambda i: Piece(i, _piece(tokenizer, i)))
+    return Tokens(count=len(ids), max_model_len=front.max_model_len, tokens=tokens, token_strs=strings)
 
 
-def detokenize(front: Front, model: str, body: Mapping[str, Any]) -> Slices[dict[str, Any]]:
+def detokenize(context: RequestContext, body: Mapping[str, Any]) -> Slices[Text]:
     """The text of token ids, control tokens included. Raises InvalidField and ContextTooLong."""
+    front = context.front
     validate.refuse(body, DETOKENIZE_FIELDS)
     if isinstance(sent := body.get("tokens"), list):
         front.limits.check_count(len(sent), "tokens")  # before each of them is looked at
@@ -92,7 +130,7 @@ def detokenize(front: Front, model: str, body: Mapping[str, Any]) -> Slices[dict
     tokenizer = prompts.tokenizer_of(front)
     pieces = yield from _each(asked.tokens, tokenizer.token_bytes)
     text = joined_text(tokenizer, pieces)
-    return {"prompt": text, "content": text}
+    return Text(text, text)
 
 
 def _text_ids(front: Front, asked: TokenizeRequest) -> list[int]:

@@ -6,25 +6,25 @@ so: `"method": "cosine"`. It is no probability, and models that were not trained
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from plait.errors import InvalidField
 from plait.frontend.request_options import Terms
 from plait.llm.embed import unit
-from plait.request import Pooling, Request
+from plait.request import Pooling, Request, RequestTrace
 from plait.server.api import validate
 from plait.server.api.endpoint import Endpoint
+from plait.server.api.reply import Count, PromptUsage
 from plait.server.api.schema import field_names, typed
+from plait.server.gateway.request_context import RequestContext
 from plait.server.http.tasks import new_id
-from plait.server.openai.embeddings import MAX_INPUTS, Vectors, embedding_request, prompt_usage
+from plait.server.openai.embeddings import MAX_INPUTS, VectorsReply, embedding_request
 
-if TYPE_CHECKING:
-    from plait.frontend.frontend import Front
-    from plait.server.api.completion_reply import Usage
-
-METHOD = "cosine"
+Cosine = Annotated[float, msgspec.Meta(ge=-1, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,52 @@ class RerankRequest(Terms):
     pooling: Pooling = "last"
 
 
+class Score(msgspec.Struct, kw_only=True, frozen=True):
+    index: Count
+    object: Literal["score"] = "score"
+    score: Cosine
+
+
+class Scores(msgspec.Struct, kw_only=True, frozen=True):
+    """The reply of /v1/score."""
+
+    id: str
+    object: Literal["list"] = "list"
+    model: str
+    method: Literal["cosine"] = "cosine"
+    data: list[Score]
+    usage: PromptUsage
+
+
+class RankedText(msgspec.Struct, frozen=True):
+    text: str
+
+
+class Ranked(msgspec.Struct, frozen=True):
+    """`index`: the document's place in the request."""
+
+    index: Count
+    relevance_score: Cosine
+    document: RankedText | msgspec.UnsetType = msgspec.UNSET
+
+
+class Ranking(msgspec.Struct, kw_only=True, frozen=True):
+    """The nearest document first."""
+
+    id: str
+    model: str
+    method: Literal["cosine"] = "cosine"
+    results: list[Ranked]
+    usage: PromptUsage
+
+
 # Names that vLLM takes for the two sides, beside its first ones.
 _SIDES = {"queries": "text_1", "documents": "text_2", "data_1": "text_1", "data_2": "text_2"}
 SCORE_FIELDS = field_names(ScoreRequest) | frozenset(_SIDES)
 RERANK_FIELDS = field_names(RerankRequest)
 
 
-def score(front: Front, model: str, body: Mapping[str, Any]) -> Scores:
+def score(context: RequestContext, body: Mapping[str, Any]) -> ScoresReply:
     """Tokenizes both sides. Raises RequestErrors."""
     validate.refuse(body, SCORE_FIELDS)
     renamed = {_SIDES.get(name, name): value for name, value in body.items()}
@@ -68,11 +107,11 @@ def score(front: Front, model: str, body: Mapping[str, Any]) -> Scores:
     if len(left) not in {1, len(right)}:
         text = f"text_1: {len(left)} texts against {len(right)} of text_2; send one, or as many"
         raise InvalidField(text, "text_1")
-    requests = [*_requests(front, left, "text_1", asked), *_requests(front, right, "text_2", asked)]
-    return Scores(model, requests, len(left))
+    requests = [*_requests(context, left, "text_1", asked), *_requests(context, right, "text_2", asked)]
+    return ScoresReply(context.model, requests, len(left))
 
 
-def rerank(front: Front, model: str, body: Mapping[str, Any]) -> Ranking:
+def rerank(context: RequestContext, body: Mapping[str, Any]) -> RankingReply:
     """Tokenizes the query and the documents. Raises RequestErrors."""
     validate.refuse(body, RERANK_FIELDS)
     asked = typed(body, RerankRequest)
@@ -80,55 +119,44 @@ def rerank(front: Front, model: str, body: Mapping[str, Any]) -> Ranking:
         raise InvalidField(f"top_n: {asked.top_n} is less than 0", "top_n")
     _check_count(asked.documents, "documents")
     texts = [_text(document, f"documents[{i}]") for i, document in enumerate(asked.documents)]
-    query = _requests(front, [asked.query], "query", asked)
-    return Ranking(model, [*query, *_requests(front, texts, "documents", asked)], texts, asked)
+    query = _requests(context, [asked.query], "query", asked)
+    return RankingReply(context.model, [*query, *_requests(context, texts, "documents", asked)], texts, asked)
 
 
-class Scores(Vectors):
-    """A response of /v1/score: the requests are `num_left` texts and those they are held against."""
+class ScoresReply(VectorsReply):
+    """One reply of /v1/score: the requests are `num_left` texts and those they are held against."""
 
     def __init__(self, model: str, requests: Sequence[Request], num_left: int) -> None:
-        super().__init__(requests)
-        self._model, self._num_left = model, num_left
+        super().__init__(model, requests)
+        self._num_left = num_left
 
-    def body(self, usage: Usage) -> dict[str, Any]:
+    def whole(self, traces: Iterable[RequestTrace | None]) -> Scores:
         left, right = self.vectors[: self._num_left], self.vectors[self._num_left :]
         pairs = zip(left if len(left) == len(right) else [left[0]] * len(right), right, strict=True)
-        found = [{"index": i, "object": "score", "score": cosine(a, b)} for i, (a, b) in enumerate(pairs)]
-        return {
-            "id": new_id("score"),
-            "object": "list",
-            "model": self._model,
-            "method": METHOD,
-            "data": found,
-            "usage": prompt_usage(usage),
-        }
+        data = [Score(index=i, score=cosine(a, b)) for i, (a, b) in enumerate(pairs)]
+        return Scores(id=new_id("score"), model=self.model, data=data, usage=self.count.prompt_usage())
 
 
-class Ranking(Vectors):
-    """A response of /v1/rerank: the nearest document first, the earlier one among equals."""
+class RankingReply(VectorsReply):
+    """One reply of /v1/rerank: the nearest document first, the earlier one among equals."""
 
     def __init__(
         self, model: str, requests: Sequence[Request], texts: Sequence[str], asked: RerankRequest
     ) -> None:
-        super().__init__(requests)
-        self._model, self._texts, self._asked = model, texts, asked
+        super().__init__(model, requests)
+        self._texts, self._asked = texts, asked
 
-    def body(self, usage: Usage) -> dict[str, Any]:
+    def whole(self, traces: Iterable[RequestTrace | None]) -> Ranking:
         query, *documents = self.vectors
         scores = [cosine(query, one) for one in documents]
         order = sorted(range(len(scores)), key=lambda i: -scores[i])[: self._asked.top_n or None]
-        return {
-            "id": new_id("rerank"),
-            "model": self._model,
-            "method": METHOD,
-            "results": [self._result(i, scores[i]) for i in order],
-            "usage": prompt_usage(usage),
-        }
+        results = [Ranked(i, scores[i], self._shown(i)) for i in order]
+        return Ranking(
+            id=new_id("rerank"), model=self.model, results=results, usage=self.count.prompt_usage()
+        )
 
-    def _result(self, i: int, found: float) -> dict[str, Any]:
-        shown = {"document": {"text": self._texts[i]}} if self._asked.return_documents else {}
-        return {"index": i, "relevance_score": found, **shown}
+    def _shown(self, i: int) -> RankedText | msgspec.UnsetType:
+        return RankedText(self._texts[i]) if self._asked.return_documents else msgspec.UNSET
 
 
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
@@ -137,11 +165,11 @@ def cosine(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _requests(
-    front: Front, texts: Sequence[str], at: str, asked: ScoreRequest | RerankRequest
+    context: RequestContext, texts: Sequence[str], at: str, asked: ScoreRequest | RerankRequest
 ) -> list[Request]:
     places = [f"{at}[{i}]" for i in range(len(texts))] if at != "query" else [at]
     pairs = zip(texts, places, strict=True)
-    return [embedding_request(front, text, asked.pooling, asked, place) for text, place in pairs]
+    return [embedding_request(context, text, asked.pooling, asked, place) for text, place in pairs]
 
 
 def _check_count(texts: Sequence[Any], at: str) -> None:
@@ -160,6 +188,6 @@ def _text(document: str | Mapping[str, Any], at: str) -> str:
 
 
 ENDPOINTS = (
-    *(Endpoint(path, SCORE_FIELDS, outcome=score) for path in ("/v1/score", "/score")),
-    *(Endpoint(path, RERANK_FIELDS, outcome=rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+    *(Endpoint(path, SCORE_FIELDS, plan=score) for path in ("/v1/score", "/score")),
+    *(Endpoint(path, RERANK_FIELDS, plan=rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
 )

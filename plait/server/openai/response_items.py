@@ -1,12 +1,19 @@
-"""The input of /v1/responses as a chat: items become messages, tools and formats move to their places."""
+"""Items of /v1/responses: those of an input become a chat's messages, those of an output are Structs.
+
+Tools and formats move to the places that they have in a chat.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from plait.errors import InvalidField
+from plait.server.api.reply import ChosenToken, CompletionTokensDetails, Count
 from plait.server.api.schema import string_of
 
 ROLES = frozenset({"user", "assistant", "system", "developer"})
@@ -155,3 +162,125 @@ def chat_format(found: Mapping[str, Any]) -> dict[str, Any]:
         "type": "json_schema",
         "json_schema": {name: found[name] for name in names if found.get(name) is not None},
     }
+
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+ItemType = Literal["message", "reasoning", "function_call"]
+
+
+class OutputPart(msgspec.Struct, frozen=True):
+    """The content of an item: its text or its reasoning."""
+
+    type: Literal["output_text", "reasoning_text"]
+    text: str
+    annotations: list[Any] | UnsetType = UNSET
+    logprobs: list[ChosenToken] | UnsetType = UNSET
+
+
+class OutputItem(msgspec.Struct, frozen=True):
+    """A message, reasoning, or a call of a function; `arguments` is JSON text."""
+
+    id: str
+    status: ItemStatus
+    type: ItemType
+    role: Literal["assistant"] | UnsetType = UNSET
+    summary: list[Any] | UnsetType = UNSET
+    content: list[OutputPart] | UnsetType = UNSET
+    call_id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class InputDetails(msgspec.Struct, frozen=True):
+    cached_tokens: Count
+    cache_write_tokens: Count = 0
+
+
+class ResponseUsage(msgspec.Struct, kw_only=True, frozen=True):
+    input_tokens: Count
+    input_tokens_details: InputDetails
+    output_tokens: Count
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: Count
+
+
+class Response(msgspec.Struct, kw_only=True, frozen=True):
+    """The reply of /v1/responses, and what the first and last events of its stream hold."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["completed", "incomplete", "failed", "in_progress"] = "in_progress"
+    completed_at: int | None = None
+    background: Literal[False] = False
+    error: dict[str, str] | None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None = None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: dict[str, str | None]
+    service_tier: Literal["default"] = "default"
+    store: Literal[False] = False
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: Count
+    top_p: float | None
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+
+
+class ResponseEvent(msgspec.Struct, kw_only=True, frozen=True):
+    """One event of a stream; numbered from 0."""
+
+    type: str
+    sequence_number: Count
+
+
+class StateEvent(ResponseEvent, kw_only=True, frozen=True):
+    """`warning`: what a whole reply has in the header x-plait-warning."""
+
+    response: Response
+    warning: str | UnsetType = UNSET
+
+
+class ErrorEvent(ResponseEvent, kw_only=True, frozen=True):
+    code: str | None
+    message: str
+    param: str | None
+
+
+class ItemEvent(ResponseEvent, kw_only=True, frozen=True):
+    output_index: Count
+    item: OutputItem
+
+
+class PartEvent(ResponseEvent, kw_only=True, frozen=True):
+    part: OutputPart
+    item_id: str
+    output_index: Count
+    content_index: Count
+
+
+class DeltaEvent(ResponseEvent, kw_only=True, frozen=True):
+    delta: str
+    item_id: str
+    output_index: Count
+    content_index: Count | UnsetType = UNSET
+    logprobs: Sequence[ChosenToken] | UnsetType = UNSET
+
+
+class DoneEvent(ResponseEvent, kw_only=True, frozen=True):
+    text: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    logprobs: list[ChosenToken] | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    item_id: str
+    output_index: Count
+    content_index: Count | UnsetType = UNSET

@@ -1,6 +1,6 @@
 """POST /v1/responses: OpenAI's other way to ask for a chat, without memory of earlier ones.
 
-The request becomes a chat, and the chat's chunks become items and named events, so tools, reasoning and
+The request becomes a chat, and the chat's reply becomes items and named events, so tools, reasoning and
 structured output are those of /v1/chat/completions. Nothing is stored, and every response says so.
 """
 
@@ -8,25 +8,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 from plait.errors import InvalidField
 from plait.frontend.request_options import Terms
-from plait.request import NO_ENTRIES, MaxTokens, NumLogprobs, Request, SamplingFields
+from plait.request import NO_ENTRIES, MaxTokens, NumLogprobs, Request, RequestTrace, SamplingFields
 from plait.server.api import validate
-from plait.server.api.content_blocks import Block, Blocks, Step
+from plait.server.api.content_blocks import BlockKind, BlockReply, BlockStep, ChatPlan, ReplyBlock
 from plait.server.api.endpoint import Endpoint
 from plait.server.api.error_translation import in_words_of, refuse_words_of_a_chat
-from plait.server.api.event_reply import Event
+from plait.server.api.reply import Count, Usage
 from plait.server.api.schema import Objects, field_names, typed
+from plait.server.gateway.request_context import RequestContext
 from plait.server.http.tasks import new_id
 from plait.server.openai import chat, tokenize
 from plait.server.openai.response_items import (
     Conversation,
+    DeltaEvent,
+    DoneEvent,
+    ErrorEvent,
+    InputDetails,
+    ItemEvent,
+    ItemStatus,
+    ItemType,
+    OutputItem,
+    OutputPart,
+    PartEvent,
+    Response,
+    ResponseEvent,
+    ResponseUsage,
+    StateEvent,
     chat_format,
     chat_tool_choice,
     chat_tools,
@@ -35,8 +50,6 @@ from plait.server.openai.response_items import (
 
 if TYPE_CHECKING:
     from plait.frontend.delta import Delta
-    from plait.frontend.frontend import Front
-    from plait.server.api.completion_reply import Reply, Usage
     from plait.server.http.errors import Problem
 
 
@@ -88,6 +101,13 @@ class ResponsesRequest(SamplingFields, Terms):
     previous_response_id: str | None = None
 
 
+class ResponseInputTokens(msgspec.Struct, kw_only=True, frozen=True):
+    """The reply of /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: Count
+
+
 LOGPROBS = "message.output_text.logprobs"
 # What is the chat's own matter, and said differently here.
 _TRANSLATED = frozenset(
@@ -113,23 +133,22 @@ _NAMES = {
 _REFUSED = ("conversation", "prompt", "max_tool_calls", "context_management", "moderation")
 
 
-def outcome(front: Front, model: str, body: Mapping[str, Any]) -> Responses:
+def plan(context: RequestContext, body: Mapping[str, Any]) -> ResponsesReply:
     """Everything that can be refused before the engine is asked. Renders, tokenizes. Raises RequestErrors."""
     asked, found, sent = _read(body)
     with in_words_of(_NAMES, found.places):
         asking = {**sent, "messages": found.messages, "stream": asked.stream}
-        reply = chat.plan(front, model, asking, _NAMES)
-    return Responses(model, asked, reply, found.places)
+        planned = chat.plan_chat(context, asking, _NAMES)
+    return ResponsesReply(context.model, asked, planned, found.places)
 
 
-def count(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def count(context: RequestContext, body: Mapping[str, Any]) -> ResponseInputTokens:
     """How long the prompt of a response would be. Raises RequestErrors."""
     _, found, sent = _read(body)
     seen = {name: value for name, value in sent.items() if name in tokenize.FIELDS}
     with in_words_of(_NAMES, found.places):
         asking = typed({**seen, "messages": found.messages}, tokenize.TemplateRequest)
-        ids = tokenize.prompt_ids(front, asking, _NAMES)
-    return {"object": "response.input_tokens", "input_tokens": len(ids)}
+        return ResponseInputTokens(input_tokens=len(tokenize.prompt_ids(context, asking, _NAMES)))
 
 
 def _read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, Conversation, dict[str, Any]]:
@@ -169,176 +188,142 @@ def _translated(asked: ResponsesRequest) -> dict[str, Any]:
     return sent
 
 
-class Responses:
-    """One response, whole or as events; both are the same items in the end."""
+class ResponsesReply(BlockReply):
+    """One reply of /v1/responses, whole or as events; both are the same items in the end.
 
-    def __init__(self, model: str, asked: ResponsesRequest, reply: Reply, places: Sequence[str] = ()) -> None:
-        self._reply, self._asked, self._blocks, self._places = reply, asked, Blocks(), places
-        self.requests, self.stream = reply.requests, asked.stream
-        self._head = _head(model, asked, reply.requests[0])
-        self._ids: list[str] = []
-        self._sent = 0
+    A call that was cut is an incomplete item, as its events said.
+    """
 
-    @property
-    def warning(self) -> str:
-        return self._reply.warning
+    def __init__(
+        self, model: str, asked: ResponsesRequest, chat: ChatPlan, places: Sequence[str] = ()
+    ) -> None:
+        super().__init__(chat, _NAMES, places)
+        self._head = _head(model, asked, chat.request)
+        self._ids: list[str] = []  # of the items
+        self._num_sent = 0
 
-    def words(self) -> AbstractContextManager[None]:
-        return in_words_of(_NAMES, self._places)
+    def whole(self, traces: Iterable[RequestTrace | None] = ()) -> Response:
+        is_cut = self.blocks.finish_reason == "length"
+        return msgspec.structs.replace(
+            self._head,
+            status="incomplete" if is_cut else "completed",
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+            completed_at=None if is_cut else int(time.time()),
+            output=[self._item(block) for block in self.blocks.all],
+            usage=_usage(self.count.usage()),
+        )
 
-    def add(self, i: int, delta: Delta) -> None:
-        for _ in self._steps(delta):
-            pass
+    def push(self, delta: Delta) -> list[BlockStep]:
+        steps = super().push(delta)
+        self._ids += (new_id(_PREFIXES[step.block.kind], "_") for step in steps if step.what == "open")
+        return steps
 
-    def body(self, usage: Usage) -> dict[str, Any]:
-        is_cut = self._blocks.finish_reason == "length"
-        return {
-            **self._head,
-            "status": "incomplete" if is_cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "completed_at": None if is_cut else int(time.time()),
-            "output": [self._item(block) for block in self._blocks.kept],
-            "usage": _usage(usage.body()),
-        }
-
-    def begin(self) -> Iterable[Event]:
+    def begin(self) -> Iterator[ResponseEvent]:
         for name in ("created", "in_progress"):
-            yield self._event(f"response.{name}", response=self._head)
+            yield self._event(StateEvent, f"response.{name}", response=self._head)
 
-    def events(self, delta: Delta) -> Iterable[Event]:
-        for step in self._steps(delta):
-            yield from self._told(step)
+    def events(self, i: int, delta: Delta) -> Iterator[ResponseEvent]:
+        for step in self.push(delta):
+            yield from self._events(step)
 
-    def end(self, usage: Usage) -> Iterable[Event]:
-        body = self.body(usage)
-        more = {"warning": self.warning} if self.warning else {}
-        yield self._event(f"response.{body['status']}", response=body, **more)
+    def end(self) -> Iterator[ResponseEvent]:
+        response, warning = self.whole(), self.warning or UNSET
+        yield self._event(StateEvent, f"response.{response.status}", response=response, warning=warning)
 
-    def failed(self, problem: Problem) -> Iterable[Event]:
-        yield self._event("error", code=problem.code, message=problem.message, param=problem.param)
+    def failed(self, problem: Problem) -> Iterator[ResponseEvent]:
+        told = {"code": problem.code, "message": problem.message, "param": problem.param}
+        yield self._event(ErrorEvent, "error", **told)
         code = "rate_limit_exceeded" if problem.status == 429 else "server_error"
-        error = {"code": code, "message": problem.message}
-        output = [self._item(block) for block in self._blocks.kept]
-        response = {**self._head, "status": "failed", "error": error, "output": output}
-        yield self._event("response.failed", response=response)
+        error, output = {"code": code, "message": problem.message}, map(self._item, self.blocks.all)
+        response = msgspec.structs.replace(self._head, status="failed", error=error, output=[*output])
+        yield self._event(StateEvent, "response.failed", response=response)
 
-    def _steps(self, delta: Delta) -> Iterator[Step]:
-        for choice in self._reply.chunks(0, delta):
-            for step in self._blocks.take(choice):
-                if step.what == "open":
-                    self._ids.append(new_id(_PREFIXES[step.block.kind], "_"))
-                yield step
-
-    def _told(self, step: Step) -> Iterator[Event]:
-        block = step.block
-        at = {"item_id": self._ids[block.index], "output_index": block.index}
-        if block.kind != "call":
+    def _events(self, step: BlockStep) -> Iterator[ResponseEvent]:
+        block, index = step.block, step.block.index
+        name, is_call = f"response.{_EVENTS[block.kind]}", block.kind == "call"
+        at: dict[str, Any] = {"item_id": self._ids[index], "output_index": index}
+        if not is_call:
             at["content_index"] = 0
-        name, field = _EVENTS[block.kind]
-        logprobs = {"logprobs": list(step.logprobs or ())} if block.kind == "text" else {}
         match step.what:
             case "open":
-                item = {**self._item(block), "status": "in_progress"}
-                if block.kind != "call":
-                    item["content"] = []
-                yield self._event("response.output_item.added", output_index=block.index, item=item)
-                if block.kind != "call":
-                    yield self._event("response.content_part.added", part=_part(block), **at)
+                item = msgspec.structs.replace(self._item(block), status="in_progress")
+                if not is_call:
+                    item = msgspec.structs.replace(item, content=[])
+                yield self._event(ItemEvent, "response.output_item.added", output_index=index, item=item)
+                if not is_call:
+                    yield self._event(PartEvent, "response.content_part.added", part=_part(block), **at)
             case "grow":
-                yield self._event(f"response.{name}.delta", delta=step.piece, **at, **logprobs)
+                logprobs = step.logprobs if block.kind == "text" else UNSET
+                yield self._event(DeltaEvent, f"{name}.delta", delta=step.text, logprobs=logprobs, **at)
             case "close":
-                yield from self._closed(block, f"response.{name}.done", field, at)
+                if not is_call:
+                    logprobs = block.logprobs if block.kind == "text" else UNSET
+                    yield self._event(DoneEvent, f"{name}.done", text=block.text, logprobs=logprobs, **at)
+                    yield self._event(PartEvent, "response.content_part.done", part=_part(block), **at)
+                elif block.is_whole:
+                    call = {"arguments": block.text, "name": block.name}
+                    yield self._event(DoneEvent, f"{name}.done", **call, **at)
+                item = self._item(block)
+                yield self._event(ItemEvent, "response.output_item.done", output_index=index, item=item)
 
-    def _closed(self, block: Block, name: str, field: str, at: Mapping[str, Any]) -> Iterator[Event]:
-        whole: dict[str, Any] = {field: block.text}
-        if block.kind == "text":
-            whole["logprobs"] = block.logprobs
-        if block.kind == "call":
-            whole["name"] = block.name
-        if block.kind != "call" or block.is_whole:
-            yield self._event(name, **whole, **at)
-        if block.kind != "call":
-            yield self._event("response.content_part.done", part=_part(block), **at)
-        yield self._event("response.output_item.done", output_index=block.index, item=self._item(block))
-
-    def _item(self, block: Block) -> dict[str, Any]:
-        """A block as an item of the output."""
-        status = "completed" if block.is_whole else "incomplete"
-        item: dict[str, Any] = {"id": self._ids[block.index], "status": status}
+    def _item(self, block: ReplyBlock) -> OutputItem:
+        status: ItemStatus = "completed" if block.is_whole else "incomplete"
+        item, parts = OutputItem(self._ids[block.index], status, _TYPES[block.kind]), [_part(block)]
         match block.kind:
             case "reasoning":
-                return {**item, "type": "reasoning", "summary": [], "content": [_part(block)]}
+                return msgspec.structs.replace(item, summary=[], content=parts)
             case "text":
-                return {**item, "type": "message", "role": "assistant", "content": [_part(block)]}
-        call = {"call_id": block.id, "name": block.name, "arguments": block.text}
-        return {**item, "type": "function_call", **call}
+                return msgspec.structs.replace(item, role="assistant", content=parts)
+        return msgspec.structs.replace(item, call_id=block.id, name=block.name, arguments=block.text)
 
-    def _event(self, kind: str, **fields: Any) -> Event:
-        event = {"type": kind, "sequence_number": self._sent, **fields}
-        self._sent += 1
-        return event
+    def _event(self, event: type[E], kind: str, **fields: Any) -> E:
+        self._num_sent += 1
+        return event(type=kind, sequence_number=self._num_sent - 1, **fields)
 
 
+E = TypeVar("E", bound=ResponseEvent)
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
-_EVENTS = {
-    "reasoning": ("reasoning_text", "text"),
-    "text": ("output_text", "text"),
-    "call": ("function_call_arguments", "arguments"),
-}
+_TYPES: Mapping[BlockKind, ItemType] = {"reasoning": "reasoning", "text": "message", "call": "function_call"}
+_EVENTS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
-def _part(block: Block) -> dict[str, Any]:
+def _part(block: ReplyBlock) -> OutputPart:
     if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": list(block.logprobs)}
+        return OutputPart("reasoning_text", block.text)
+    return OutputPart("output_text", block.text, [], [*block.logprobs])
 
 
-def _head(model: str, asked: ResponsesRequest, request: Request) -> dict[str, Any]:
+def _head(model: str, asked: ResponsesRequest, request: Request) -> Response:
     """What a response says of its request, before there is any output."""
-    return {
-        "id": new_id("resp", "_"),
-        "object": "response",
-        "created_at": int(time.time()),
-        "status": "in_progress",
-        "completed_at": None,
-        "background": False,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
-        "max_tool_calls": None,
-        "metadata": asked.metadata,
-        "model": model,
-        "output": [],
-        "parallel_tool_calls": asked.parallel_tool_calls,
-        "previous_response_id": None,
-        "reasoning": {"effort": asked.reasoning.effort, "summary": None},
-        "service_tier": "default",
-        "store": False,
-        "temperature": request.params.temperature,
-        "text": {"format": asked.text.format or {"type": "text"}},
-        "tool_choice": asked.tool_choice,
-        "tools": asked.tools,
-        "top_logprobs": asked.top_logprobs or 0,
-        "top_p": request.params.top_p,
-        "truncation": "disabled",
-        "usage": None,
-    }
+    return Response(
+        id=new_id("resp", "_"),
+        created_at=int(time.time()),
+        instructions=asked.instructions,
+        max_output_tokens=asked.max_output_tokens,
+        metadata=asked.metadata,
+        model=model,
+        parallel_tool_calls=asked.parallel_tool_calls,
+        reasoning={"effort": asked.reasoning.effort, "summary": None},
+        temperature=request.params.temperature,
+        text={"format": asked.text.format or {"type": "text"}},
+        tool_choice=asked.tool_choice,
+        tools=asked.tools,
+        top_logprobs=asked.top_logprobs or 0,
+        top_p=request.params.top_p,
+    )
 
 
-def _usage(chat_usage: Mapping[str, Any]) -> dict[str, Any]:
-    details = chat_usage.get("completion_tokens_details") or {}
-    cached = chat_usage["prompt_tokens_details"]["cached_tokens"]
-    return {
-        "input_tokens": chat_usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-        "output_tokens": chat_usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": details.get("reasoning_tokens", 0)},
-        "total_tokens": chat_usage["total_tokens"],
-    }
+def _usage(found: Usage) -> ResponseUsage:
+    return ResponseUsage(
+        input_tokens=found.prompt_tokens,
+        input_tokens_details=InputDetails(found.prompt_tokens_details.cached_tokens),
+        output_tokens=found.completion_tokens,
+        output_tokens_details=found.completion_tokens_details,
+        total_tokens=found.total_tokens,
+    )
 
 
 ENDPOINTS = (
-    Endpoint("/v1/responses", FIELDS, outcome=outcome),
+    Endpoint("/v1/responses", FIELDS, plan=plan),
     Endpoint("/v1/responses/input_tokens", FIELDS, answer=count),
 )

@@ -16,7 +16,7 @@ from plait.server.api import validate
 from plait.server.api.endpoint import Endpoint
 from plait.server.api.schema import field_names, typed
 from plait.server.api.tool_choice import allowed, from_template_kwargs
-from plait.server.gateway.request_context import report_unread
+from plait.server.gateway.request_context import RequestContext
 
 if TYPE_CHECKING:
     from plait.frontend.frontend import Front
@@ -39,28 +39,29 @@ class TemplateRequest(msgspec.Struct, kw_only=True, frozen=True):
 FIELDS = field_names(TemplateRequest)
 
 
-def prompt_ids(front: Front, asked: TemplateRequest, words: Mapping[str, str] = {}) -> list[int]:
+def prompt_ids(context: RequestContext, asked: TemplateRequest, words: Mapping[str, str] = {}) -> list[int]:
     """The prompt of a chat, however long it is. Raises InvalidField and BadTemplate.
 
-    `words`: see `chat.plan`.
+    `words`: see `chat.plan_chat`.
     """
+    front = context.front
     validate.check_messages(asked.messages)
     validate.check_template_kwargs(asked.chat_template_kwargs)
     listed, wishes = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.speech)
     choosable, choice = allowed(listed, asked.tool_choice)
     validate.check_tools(choosable, choice)
     kwargs, _, unread = front.speech.switched(wishes, asked.reasoning_effort)
-    report_unread(front, unread, words)
+    context.report_unread(unread, words)
     tools: Sequence[Any] = () if choice == "none" else choosable
     options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}
     return front.render_chat(asked.messages, **options)
 
 
-def apply_template(front: Front, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def apply_template(context: RequestContext, body: Mapping[str, Any]) -> dict[str, Any]:
     """A conversation as the text that the model would get. Raises InvalidField and BadTemplate."""
     validate.refuse(body, FIELDS)
-    ids = prompt_ids(front, typed(body, TemplateRequest))
-    return {"prompt": tokenizer_of(front).decode(ids, skip_special=False)}
+    ids = prompt_ids(context, typed(body, TemplateRequest))
+    return {"prompt": tokenizer_of(context.front).decode(ids, skip_special=False)}
 
 
 def tokenizer_info(front: Front) -> dict[str, Any]:

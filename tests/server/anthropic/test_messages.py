@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import anthropic
+import msgspec
 import pytest
 from anthropic import Anthropic
 
@@ -17,13 +18,12 @@ from plait.server.anthropic.message_blocks import (
     chat_tools,
     conversation,
 )
-from plait.server.anthropic.messages import Messages
-from plait.server.api.completion_reply import Usage
+from plait.server.anthropic.messages import MessagesReply
 from plait.server.http.errors import Problem
 from tests.contract.wire import Answer, Client
 from tests.server.conftest import serving, wait_until
 from tests.server.fake import EchoLoop
-from tests.server.openai.test_responses import Scripted, said
+from tests.server.openai.test_responses import PLAN, as_read, fed, said
 from tests.server.real_engine import engine_front
 
 PATH = "/v1/messages"
@@ -268,19 +268,14 @@ def test_thinking_and_output_are_said_in_a_chat_s_words() -> None:
     assert found["response_format"]["json_schema"]["schema"] == schema
 
 
-def played(stream: bool, finish_reason: str = "tool_calls") -> Any:
-    choices = list(said(finish_reason))
-    reply: Any = Scripted(choices)
-    found, usage, events = Messages("m", stream, reply), Usage(reply.requests), []
-    events += found.begin()
-    for n, _ in enumerate(choices):
-        delta = Delta(0, "", num_tokens=n)
-        usage.add(0, delta)
-        if stream:
-            events += found.events(delta)
-        else:
-            found.add(0, delta)
-    return [*events, *found.end(usage)] if stream else found.body(usage)
+def played(stream: bool, deltas: Sequence[Delta] = ()) -> Any:
+    found = MessagesReply("m", PLAN)
+    if stream:
+        return [*as_read(found.begin()), *fed(found, deltas or said()), *as_read(found.end())]
+    for delta in deltas or said():
+        found.count.add(0, delta)
+        found.add(0, delta)
+    return msgspec.to_builtins(found.whole())
 
 
 def test_thinking_text_and_calls_are_blocks_one_after_the_other() -> None:
@@ -315,25 +310,19 @@ def _piece(delta: Mapping[str, str]) -> str:
 
 
 def test_a_call_that_was_cut_is_none() -> None:
-    reply: Any = Scripted([*list(said())[:7], {"index": 0, "delta": {}, "finish_reason": "length"}])
-    found, usage = Messages("m", False, reply), Usage(reply.requests)
-    for _ in range(8):
-        found.add(0, Delta(0, ""))
-    body = found.body(usage)
+    body = played(stream=False, deltas=said("length", without=2))
     assert body["stop_reason"] == "max_tokens"
     assert [block["type"] for block in body["content"]] == ["thinking", "text"]
 
 
 def test_a_call_that_broke_is_no_tool_use() -> None:
-    reply: Any = Scripted([*list(said())[:7], {"index": 0, "delta": {}, "finish_reason": "stop"}])
-    found, usage = Messages("m", True, reply), Usage(reply.requests)
-    events = [event for _ in range(8) for event in found.events(Delta(0, ""))]
-    assert [event["type"] for event in events[-3:-1]] == ["content_block_start", "content_block_delta"]
-    assert next(iter(found.end(usage)))["delta"]["stop_reason"] == "end_turn"
+    events = played(stream=True, deltas=said(without=2))
+    assert [event["type"] for event in events[-5:-3]] == ["content_block_start", "content_block_delta"]
+    assert events[-2]["delta"]["stop_reason"] == "end_turn"
 
 
-def test_a_forced_call_that_stops_by_itself_is_a_tool_use() -> None:
-    assert played(stream=False, finish_reason="stop")["stop_reason"] == "tool_use"
+def test_whole_calls_of_a_reply_that_stops_by_itself_are_a_tool_use() -> None:
+    assert played(stream=False)["stop_reason"] == "tool_use"
 
 
 @pytest.mark.parametrize(
@@ -346,8 +335,7 @@ def test_a_forced_call_that_stops_by_itself_is_a_tool_use() -> None:
     ],
 )
 def test_kinds_of_errors(status: int, kind: str) -> None:
-    found = Messages("m", True, Scripted([]))  # type: ignore[arg-type]
-    (event,) = found.failed(Problem(status, "no"))
+    (event,) = as_read(MessagesReply("m", PLAN).failed(Problem(status, "no")))
     assert event == {"type": "error", "error": {"type": kind, "message": "no"}}
 
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from openai import OpenAI
 from openai.types.responses import Response
 
 from plait.errors import BadGrammar
 from plait.frontend.delta import Delta
-from plait.request import Request, SamplingParams
+from plait.request import FinishReason, Request, SamplingParams
 from plait.server.anthropic import messages
-from plait.server.api.completion_reply import Usage
+from plait.server.api.content_blocks import ChatPlan, Part
 from plait.server.api.error_translation import in_words_of
+from plait.server.api.reply import ApiReply
+from plait.server.api.schema import ChatRequest
 from plait.server.http.errors import Problem
 from plait.server.openai import responses
 from plait.server.openai.response_items import conversation
-from plait.server.openai.responses import Responses, ResponsesRequest
+from plait.server.openai.responses import ResponsesReply, ResponsesRequest
+from plait.text.output import Arguments, CallEnd, CallStart, Content, Reasoning
 from tests.contract.wire import Answer, Client
 from tests.server.conftest import serving, wait_until
 from tests.server.fake import EchoLoop
@@ -274,53 +278,46 @@ def test_through_the_engine_a_seed_gives_the_chat_s_text() -> None:
         front.close()
 
 
-class Scripted:
-    """A chat's reply that says what it is told, cut anywhere."""
-
-    warning = ""
-
-    def __init__(self, choices: Sequence[Mapping[str, Any]]) -> None:
-        self.requests = (Request("r", (1, 2, 3), SamplingParams(temperature=0.5)),)
-        self._choices = iter(choices)
-
-    def chunks(self, i: int, delta: Delta) -> list[Mapping[str, Any]]:
-        return [next(self._choices)]
+PLAN = ChatPlan(
+    ChatRequest(messages=[]), Request("r", (1, 2, 3), SamplingParams(temperature=0.5)), with_ids=False
+)
 
 
-def said(finish_reason: str = "tool_calls") -> Iterator[dict[str, Any]]:
-    """Reasoning, text, and two calls, in pieces, as chunks of a chat."""
-    call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "look", "arguments": ""}}
-    other = {"index": 1, "id": "call_2", "type": "function", "function": {"name": "ask", "arguments": "{}"}}
-    deltas: list[dict[str, Any]] = [
-        {"role": "assistant", "content": ""},
-        {"reasoning_content": "let me "},
-        {"reasoning_content": "think"},
-        {"content": "I "},
-        {"content": "look."},
-        {"tool_calls": [call]},
-        {"tool_calls": [{"index": 0, "function": {"arguments": '{"at":'}}]},
-        {"tool_calls": [{"index": 0, "function": {"arguments": '"sea"}'}}]},
-        {"tool_calls": [other]},
+def said(finish_reason: FinishReason = "stop", *, without: int = 0) -> list[Delta]:
+    """Reasoning, text, and two calls, in pieces. `without`: so many of the last pieces never came."""
+    parts: list[tuple[Part, ...]] = [
+        (),
+        (Reasoning("let me "),),
+        (Reasoning("think"),),
+        (Content("I "),),
+        (Content("look."),),
+        (CallStart(0, "call_1", "look"),),
+        (Arguments(0, '{"at":'),),
+        (Arguments(0, '"sea"}'), CallEnd(0, complete=True)),
+        (CallStart(1, "call_2", "ask"), Arguments(1, "{}"), CallEnd(1, complete=True)),
     ]
-    yield from ({"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas)
-    yield {"index": 0, "delta": {}, "finish_reason": finish_reason, "stop_reason": None}
+    shown = parts[: len(parts) - without]
+    deltas = [Delta(0, "", num_tokens=n, parts=one) for n, one in enumerate(shown)]
+    return [*deltas, Delta(0, "", num_tokens=len(shown), finish_reason=finish_reason)]
 
 
-def played(
-    asked: ResponsesRequest, finish_reason: str = "tool_calls", *, without: int = 0
-) -> list[Mapping[str, Any]]:
-    """The events of a reply; `without`: so many of its last pieces never came."""
-    *pieces, end = said(finish_reason)
-    choices = [*pieces[: len(pieces) - without], end]
-    reply: Any = Scripted(choices)
-    found = Responses("m", asked, reply)
-    usage = Usage(reply.requests)
-    events = [*found.begin()]
-    for n, _ in enumerate(choices):
-        delta = Delta(0, "", num_tokens=n)
-        usage.add(0, delta)
-        events += found.events(delta)
-    return [*events, *found.end(usage)]
+def fed(reply: ApiReply, deltas: Sequence[Delta]) -> Any:
+    """The events that these deltas bring, as clients read them."""
+    events: list[msgspec.Struct] = []
+    for delta in deltas:
+        reply.count.add(0, delta)
+        events += reply.events(0, delta)
+    return as_read(events)
+
+
+def as_read(bodies: Iterable[msgspec.Struct]) -> Any:
+    return msgspec.to_builtins([*bodies])
+
+
+def played(asked: ResponsesRequest, deltas: Sequence[Delta] = ()) -> list[dict[str, Any]]:
+    """The events of a reply."""
+    found = ResponsesReply("m", asked, PLAN)
+    return [*as_read(found.begin()), *fed(found, deltas or said()), *as_read(found.end())]
 
 
 def test_reasoning_text_and_calls_are_items_one_after_the_other() -> None:
@@ -360,28 +357,31 @@ def test_deltas_of_every_item_add_up_and_items_are_opened_and_closed_once() -> N
 
 
 def test_a_reply_that_was_cut_has_its_last_item_incomplete() -> None:
-    events = played(ResponsesRequest(input="x"), "length", without=4)
+    events = played(ResponsesRequest(input="x"), said("length", without=4))
     final = events[-1]["response"]
     assert final["status"] == "incomplete"
     assert [item["status"] for item in final["output"]] == ["completed", "incomplete"]
 
 
-def test_a_call_that_was_cut_is_no_item_of_the_output() -> None:
-    events = played(ResponsesRequest(input="x"), "length", without=2)
+def test_a_call_that_was_cut_is_an_incomplete_item_of_the_output() -> None:
+    events = played(ResponsesRequest(input="x"), said("length", without=2))
     final = events[-1]["response"]
     assert final["status"] == "incomplete"
-    assert [item["type"] for item in final["output"]] == ["reasoning", "message"]
+    assert [(item["type"], item["status"]) for item in final["output"]] == [
+        ("reasoning", "completed"),
+        ("message", "completed"),
+        ("function_call", "incomplete"),
+    ]
     kinds = [event["type"] for event in events]
     assert "response.function_call_arguments.delta" in kinds
     assert "response.function_call_arguments.done" not in kinds
-    assert events[-2]["item"]["status"] == "incomplete"
+    assert events[-2]["item"] == final["output"][-1]
 
 
 def test_a_failure_keeps_what_was_said() -> None:
-    found = Responses("m", ResponsesRequest(input="x"), Scripted(list(said())))  # type: ignore[arg-type]
-    for _ in range(5):
-        list(found.events(Delta(0, "")))
-    error, failed = found.failed(Problem(429, "too much", "p", "c"))
+    found = ResponsesReply("m", ResponsesRequest(input="x"), PLAN)
+    fed(found, said()[:5])
+    error, failed = as_read(found.failed(Problem(429, "too much", "p", "c")))
     assert (error["message"], error["param"], error["code"]) == ("too much", "p", "c")
     assert failed["response"]["error"]["code"] == "rate_limit_exceeded"
     assert [item["type"] for item in failed["response"]["output"]] == ["reasoning", "message"]

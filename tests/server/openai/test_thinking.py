@@ -140,6 +140,11 @@ def test_a_stream_has_that_warning_in_its_last_chunk_and_others_have_none(client
         assert "x-plait-warning" not in answer.headers
 
 
+def test_a_stream_warns_in_the_last_chunk_of_the_choice_concerned_only(client: Client) -> None:
+    events = client.chat("<think>" + "a" * 40, stream=True, n=2, **ENDLESS).events  # the other one is content
+    assert [event["choices"][0]["index"] for event in events if "warning" in event] == [0]
+
+
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 def test_streams_of_named_events_end_with_that_warning(client: Client, path: str) -> None:
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "<think>" + "a" * 40}], **ENDLESS}

@@ -1,0 +1,361 @@
+"""One way for every generated reply: deltas in, the Structs of an API out, whole or as events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive
+
+from plait.request import Request, RequestTrace
+from plait.server.api.generation import Generation, planned
+from plait.server.api.schema import Sampling, StreamOptions
+from plait.server.gateway.request_context import RequestContext
+from plait.server.http.errors import Problem, json_response
+from plait.server.http.sse import EventStream
+from plait.server.http.tasks import new_id, until_disconnect
+
+if TYPE_CHECKING:
+    from plait.frontend.delta import Delta, TextLogprob
+
+WARNING_HEADER = "x-plait-warning"
+LOGPROB_FLOOR = -9999.0  # JSON has no -inf
+MS = 1000.0
+Logprob = Annotated[float, msgspec.Meta(le=0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class CompletionTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
+    """`reasoning_tokens` of the generated ones were thinking."""
+
+    reasoning_tokens: Count
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
+    """`cached_tokens`: how many of the prompt's tokens were found computed already."""
+
+    cached_tokens: Count
+
+
+class Usage(msgspec.Struct, kw_only=True, frozen=True):
+    """Each prompt counts once, every generated choice counts."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    completion_tokens_details: CompletionTokensDetails
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptUsage(msgspec.Struct, kw_only=True, frozen=True):
+    """Tokens where nothing is generated."""
+
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class Timings(msgspec.Struct, kw_only=True, frozen=True):
+    """llama.cpp's, with `timings_per_token`: `cache_n` tokens of the prompt were found computed already."""
+
+    cache_n: Count
+    prompt_n: Count
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: Count
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
+class PromptProgress(msgspec.Struct, kw_only=True, frozen=True):
+    """llama.cpp's, with `return_progress`: `processed` of `total` tokens are done, `cache` of them were."""
+
+    total: Count
+    cache: Count
+    processed: Count
+    time_ms: Count
+
+
+class TokenCount:
+    """Tokens and times of one reply, as its deltas arrive.
+
+    Each prompt counts once; every generated choice counts, returned or not. Cached are the tokens that the
+    first choice found: those after it find what the first one computed.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._num_prompt = [len(request.prompt_token_ids) for request in requests]
+        self._num_tokens: dict[tuple[int, int], int] = {}
+        self._num_reasoning: dict[tuple[int, int], int] = {}
+        self._num_cached: dict[int, int] = {}
+        self._began_s = self._last_s = time.monotonic()
+        self._first_s: float | None = None
+
+    def add(self, i: int, delta: Delta) -> None:
+        """Count this delta of request `i`; to be called as it arrives."""
+        self._last_s, choice = time.monotonic(), (i, delta.index)
+        if delta.prompt_progress is not None:
+            self._began_s = self._last_s - delta.prompt_progress[1]
+        if self._first_s is None and delta.num_tokens:
+            self._first_s = self._last_s
+        self._num_tokens[choice] = delta.num_tokens
+        self._num_reasoning[choice] = delta.num_reasoning_tokens
+        if delta.index == 0 and delta.num_cached_tokens >= self._num_cached.get(i, 0):
+            self._num_cached[i] = delta.num_cached_tokens
+
+    @property
+    def num_cached(self) -> int:
+        return sum(self._num_cached.values())
+
+    def usage(self) -> Usage:
+        prompt, completion = sum(self._num_prompt), sum(self._num_tokens.values())
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            completion_tokens_details=CompletionTokensDetails(
+                reasoning_tokens=sum(self._num_reasoning.values())
+            ),
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=self.num_cached),
+        )
+
+    def prompt_usage(self) -> PromptUsage:
+        """What was computed, as OpenAI counts it where nothing is generated."""
+        return PromptUsage(prompt_tokens=sum(self._num_prompt), total_tokens=sum(self._num_prompt))
+
+    def progress(self, i: int, delta: Delta) -> PromptProgress:
+        """How far request `i` is with its prompt, by a delta that says so."""
+        processed, seconds = delta.prompt_progress or (0, 0.0)
+        cache, total = delta.num_cached_tokens, self._num_prompt[i]
+        return PromptProgress(total=total, cache=cache, processed=processed, time_ms=round(seconds * MS))
+
+    def timings(self) -> Timings:
+        """So far, by when tokens arrived here: waiting counts as reading the prompt."""
+        first = self._last_s if self._first_s is None else self._first_s
+        return self._timings(first - self._began_s, self._last_s - first)
+
+    def engine_timings(self, traces: Iterable[RequestTrace | None]) -> Timings:
+        """Of the whole reply, by the engine's clock. `traces`: of its choices, None where there is none."""
+        begun = [t for t in traces if t and t.first_scheduled_s is not None and t.first_token_s is not None]
+        began = min((t.first_scheduled_s or 0.0 for t in begun), default=self._began_s)
+        first = min((t.first_token_s or 0.0 for t in begun), default=self._first_s or self._last_s)
+        last = max((t.finish_s for t in begun), default=self._last_s)
+        return self._timings(first - began, last - first)
+
+    def _timings(self, prompt_s: float, predicted_s: float) -> Timings:
+        return Timings(
+            cache_n=self.num_cached,
+            **_rates("prompt", sum(self._num_prompt) - self.num_cached, prompt_s),
+            **_rates("predicted", sum(self._num_tokens.values()), predicted_s),
+        )
+
+
+def _rates(name: str, count: int, seconds: float) -> dict[str, Any]:
+    ms = max(seconds, 0.0) * MS
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": round(ms, 3),
+        f"{name}_per_token_ms": round(ms / count, 3) if count else 0.0,
+        f"{name}_per_second": round(count * MS / ms, 3) if ms else 0.0,
+    }
+
+
+class ApiReply(ABC):
+    """One reply of an API, built from the deltas of its requests: whole, or with `stream` as events.
+
+    `count`: its tokens and times so far. `named`: its events have names. `at_once`: requests that the engine
+    has of it at a time; None: all.
+    """
+
+    named = False
+    at_once: int | None = None
+
+    def __init__(self, requests: Sequence[Request], *, stream: bool = False) -> None:
+        self.requests, self.stream, self.count = requests, stream, TokenCount(requests)
+
+    @property
+    def warning(self) -> str:
+        """What went wrong although the request was answered; "". Of a whole reply, known with it."""
+        return ""
+
+    def in_words(self) -> AbstractContextManager[None]:
+        """In which refusals name the fields that the client sent."""
+        return nullcontext()
+
+    @abstractmethod
+    def add(self, i: int, delta: Delta) -> None:
+        """Keep this delta of request `i` for `whole`."""
+
+    @abstractmethod
+    def whole(self, traces: Iterable[RequestTrace | None]) -> msgspec.Struct:
+        """The whole reply. `traces`: how its choices went, None where the engine has not reported yet."""
+
+    def begin(self) -> Iterable[msgspec.Struct]:
+        """The events before the first delta."""
+        return ()
+
+    def events(self, i: int, delta: Delta) -> Iterable[msgspec.Struct]:
+        """The events that this delta of request `i` brings."""
+        return ()
+
+    def end(self) -> Iterable[msgspec.Struct]:
+        """The events after the last delta."""
+        return ()
+
+    def failed(self, problem: Problem) -> Iterable[msgspec.Struct]:
+        """The last events of a stream that fails."""
+        return (problem.body(),)
+
+
+def head(context: RequestContext, prefix: str, kind: str) -> dict[str, Any]:
+    """What every body of one reply of chat or completions begins with. `kind`: its `object`."""
+    return {
+        "id": new_id(prefix),
+        "object": kind,
+        "created": int(time.time()),
+        "model": context.model,
+        "system_fingerprint": context.front.fingerprint or None,
+    }
+
+
+class ChoicesReply(ApiReply):
+    """What chat and completions share: choices under one head, with usage and llama.cpp's numbers.
+
+    `chunk`: the Struct of an event.
+    """
+
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        asked: Sampling,
+        requests: Sequence[Request],
+        chunk: type[msgspec.Struct],
+    ) -> None:
+        super().__init__(requests, stream=asked.stream)
+        self.head, self._chunk = head, chunk
+        self._told, self._has_timings = asked.stream_options or StreamOptions(), asked.timings_per_token
+
+    def end(self) -> Iterator[msgspec.Struct]:
+        if self._told.include_usage:
+            yield self._chunk(**self.head, choices=[], usage=self.count.usage())
+
+    def fields_of_chunk(self, i: int, delta: Delta) -> dict[str, Any]:
+        """What every chunk that this delta brings has beside its choice."""
+        found: dict[str, Any] = {}
+        if self._told.include_usage:
+            found["usage"] = self.count.usage() if self._told.continuous_usage_stats else None
+        if delta.prompt_progress is not None:
+            found["prompt_progress"] = self.count.progress(i, delta)
+        elif self._has_timings:
+            found["timings"] = self.count.timings()
+        return found
+
+    def fields_of_whole(self, traces: Iterable[RequestTrace | None]) -> dict[str, Any]:
+        """What the whole reply has beside its choices."""
+        timings = {"timings": self.count.engine_timings(traces)} if self._has_timings else {}
+        return {**self.head, "usage": self.count.usage(), **timings}
+
+
+async def respond(
+    receive: Receive,
+    context: RequestContext,
+    plan: Callable[[], ApiReply],
+    threads: Executor | None = None,
+    interval: int = 1,
+) -> Response:
+    """Run what `plan` (called in one of `threads`: it tokenizes) asks for.
+
+    `interval`: tokens that a stream emits together. Raises Cancelled if the client leaves.
+    """
+    return await until_disconnect(receive, _respond(context, plan, threads, interval))
+
+
+async def _respond(
+    context: RequestContext, plan: Callable[[], ApiReply], threads: Executor | None, interval: int
+) -> Response:
+    reply = await planned(plan, threads)
+    if reply.stream:
+        return await _streamed(context, reply, interval)
+    traces: list[RequestTrace | None] = []
+    num_open = context.front.max_open
+    size = max(min(reply.at_once, num_open // 2), 1) if reply.at_once else num_open
+    for first in range(0, len(reply.requests), size):
+        requests = reply.requests[first : first + size]
+        # What was computed for the first of a list is not thrown away because others came meanwhile.
+        with reply.in_words():
+            generation = await Generation.start(context, requests, None, waits=bool(first))
+        try:
+            async for i, delta in generation:
+                reply.count.add(first + i, delta)
+                reply.add(first + i, delta)
+        finally:
+            await generation.close()
+        traces += generation.traces()
+    body = await asyncio.to_thread(reply.whole, traces)
+    return json_response(body, headers={WARNING_HEADER: reply.warning} if reply.warning else {})
+
+
+async def _streamed(context: RequestContext, reply: ApiReply, interval: int) -> Response:
+    with reply.in_words():
+        generation = await Generation.start(context, reply.requests, interval)
+    try:
+        await generation.peek()
+    except BaseException:
+        await generation.close()
+        raise
+    return EventStream(_events(reply, generation), generation.close, reply.failed, named=reply.named)
+
+
+async def _events(reply: ApiReply, generation: Generation) -> AsyncIterator[msgspec.Struct]:
+    for event in reply.begin():
+        yield event
+    async for i, delta in generation:
+        reply.count.add(i, delta)
+        for event in reply.events(i, delta):
+            yield event
+    for event in reply.end():
+        yield event
+
+
+class AlternativeToken(msgspec.Struct, frozen=True):
+    """A token with its log-probability; `bytes` are its own, also when they are half a character."""
+
+    token: str
+    logprob: Logprob
+    bytes: list[Annotated[int, msgspec.Meta(ge=0, le=255)]]
+
+
+class ChosenToken(AlternativeToken, frozen=True):
+    """A token of the reply, and the most likely ones in its place, best first."""
+
+    top_logprobs: list[AlternativeToken]
+
+
+def chosen_tokens(logprobs: Iterable[TextLogprob], num_top: int) -> list[ChosenToken]:
+    """Tokens of a reply, with `num_top` alternatives each."""
+    return [
+        ChosenToken(*_shown(lp), [AlternativeToken(*_shown(one)) for one in best(lp)[:num_top]])
+        for lp in logprobs
+    ]
+
+
+def _shown(lp: TextLogprob) -> tuple[str, float, list[int]]:
+    return lp.token, finite(lp.logprob), list(lp.bytes)
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can carry. NaN and -inf become the floor."""
+    return min(logprob, 0.0) if logprob > LOGPROB_FLOOR else LOGPROB_FLOOR
+
+
+def best(lp: TextLogprob) -> list[TextLogprob]:
+    """The alternatives of a token, most likely first."""
+    return sorted(lp.top, key=lambda one: -finite(one.logprob))
