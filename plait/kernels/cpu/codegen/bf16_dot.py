@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import binding, ir
-from numba import config
 
 from plait.kernels.cpu.codegen import plain_x86
-from plait.kernels.cpu.codegen.target import host_features
+from plait.kernels.cpu.codegen.target import config, host_features
 from plait.kernels.cpu.codegen.vec import VF, VI, _call, _define, _ints, _round_bf16, i32, vf32, vi16, vi32
 
 TINY = 0x00800000  # bits of the smallest normal float32
@@ -28,13 +27,13 @@ def _gains() -> bool:
     """
     if config.CPU_NAME or not {"avx512bf16", "avx512bw"} <= host_features():
         return False
-    return binding.get_host_cpu_name().startswith("znver")
+    return str(binding.get_host_cpu_name()).startswith("znver")
 
 
 HARDWARE = _gains()
 
 
-class _Bfloat(ir.Type):
+class _Bfloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite has no name for."""
 
     def _to_string(self) -> str:

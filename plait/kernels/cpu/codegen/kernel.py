@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import cached_property
 from hashlib import sha256
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from numba import njit
 from numba.core.ccallback import CFunc
@@ -26,25 +26,40 @@ from plait.kernels.cpu.codegen.kernel_cache import compiling
 
 log = logging.getLogger("plait")
 
-OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+BARE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 SIGNATURE = "void(int64,int64,int64,int64)"
+Body = Callable[[int, int, int, int], None]
+F = TypeVar("F", bound=Callable[..., Any])
 
-inline = njit(
-    error_model="numpy", boundscheck=False, no_cpython_wrapper=True, no_cfunc_wrapper=True, cache=False
-)
-"""Decorator of a function that only kernels call: compiled into each of them, and kept as a part of them.
 
-Python itself cannot call it: the code that unboxes arguments would take as long to make as the function.
-"""
+def inline(function: F) -> F:
+    """Decorator of a function that only kernels call: compiled into each of them, and kept as a part of them.
+
+    Python itself cannot call it: the code that unboxes arguments would take as long to make as the function.
+    """
+    made: F = njit(error_model="numpy", boundscheck=False, cache=False, **BARE)(function)
+    return made
 
 
 class Kernel:
-    """What `launch` runs. Its machine code is made, or loaded, when its address is first asked for."""
+    """What `launch` runs. Its machine code is made, or loaded, when its address is first requested.
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.function, self.name = function, function.__name__
+    `loop`: makes the kernel's function around another one, which gives it its name; None: it is that one.
+    """
+
+    def __init__(self, part: Callable[..., None], loop: Callable[[Any], Body] | None = None) -> None:
+        self._part, self._loop, self.name = part, loop, part.__name__
         self.compile_s = 0.0  # seconds it took to make; 0: it came from the cache
-        self.__doc__ = function.__doc__
+        self.__doc__ = part.__doc__
+
+    @cached_property
+    def function(self) -> Any:
+        function: Any = self._part
+        if self._loop is not None:
+            function = self._loop(inline(self._part))
+            function.__name__ = function.__qualname__ = self.name
+        return function
 
     @cached_property
     def address(self) -> int:
@@ -54,7 +69,8 @@ class Kernel:
     def _compiled(self) -> Any:
         started = time.perf_counter()
         with compiling(self.function, SIGNATURE) as found:
-            made = CFunc(self.function, normalize_signature(SIGNATURE), {}, {**OPTIONS, "nopython": True})
+            options = {**OPTIONS, "nopython": True}
+            made: Any = CFunc(self.function, normalize_signature(SIGNATURE), {}, options)
             made._cache = found
             made.compile()
         if not found.was_found:
@@ -63,7 +79,7 @@ class Kernel:
         return made
 
 
-def kernel(function: Callable[..., None]) -> Kernel:
+def kernel(function: Body) -> Kernel:
     """Decorator: (frame, args, thread, threads) -> Kernel."""
     return Kernel(function)
 
@@ -71,13 +87,13 @@ def kernel(function: Callable[..., None]) -> Kernel:
 class Entry:
     """Native code that Python calls; made, or loaded, when `call` is first asked for."""
 
-    def __init__(self, function: Callable[..., None], signature: str) -> None:
+    def __init__(self, function: Any, signature: str) -> None:
         self.function, self.signature = function, signature
 
     @cached_property
     def call(self) -> Callable[..., None]:
         with compiling(self.function, self.signature) as found:
-            made = njit(**OPTIONS)(self.function)
+            made: Any = njit(**OPTIONS)(self.function)
             made._cache = found
             made.compile(self.signature)
         made.disable_compile()

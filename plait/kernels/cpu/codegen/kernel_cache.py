@@ -31,7 +31,7 @@ log = logging.getLogger("plait")
 PLAIN = (int, float, str, bytes, np.generic, type(None))
 
 
-class Compiled(NullCache):  # type: ignore[misc]
+class Compiled(NullCache):
     """One function's machine code, as Numba asks for it before it compiles, and hands it over afterwards."""
 
     def __init__(self, files: KernelFiles | None, name: str) -> None:

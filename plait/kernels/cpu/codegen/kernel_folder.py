@@ -152,9 +152,11 @@ class KernelFiles:
                 log.info("%s cannot be read: %s", path, error.strerror)
             return None
         if is_foreign(status):
-            return self._skip(path, "may have been written by another user")
+            self._skip(path, "may have been written by another user")
+            return None
         if (found := unsealed(name, data)) is None:
-            return self._skip(path, "is damaged")
+            self._skip(path, "is damaged")
+            return None
         if time.time() - status.st_mtime > DAY_S:
             with suppress(OSError):
                 os.utime(path)  # its age is that of its last use, within a day

@@ -185,20 +185,21 @@ class Writer:
             phi.add_incoming(new, inside)
         return [Word(b, p) if isinstance(c, Word) else p for p, c in zip(phis, carried, strict=True)]
 
-    def _value(self, value: Any, kind: types.Type) -> ir.Value:
+    def _value(self, value: Any, kind: object) -> ir.Value:
         if isinstance(value, Word):
             return self._builder.trunc(value.value, i32) if kind == N else value.value
         if isinstance(value, ir.Value):
             return value
-        return (
-            ir.Constant(f32, float(value)) if kind == F else ir.Constant({A: i64, N: i32}[kind], int(value))
-        )
+        if kind == F:
+            return ir.Constant(f32, float(value))
+        return ir.Constant(i64 if kind == A else i32, int(value))
 
-    def opened(self, context: Any, value: ir.Value, kind: types.Type) -> Any:
+    def opened(self, context: Any, value: ir.Value, kind: Any) -> Any:
         """An argument as the block sees it: a `Word` for an int, a list for a tuple, or the value itself."""
         if isinstance(kind, types.BaseTuple):
+            of_tuple: Any = kind
             parts = cgutils.unpack_tuple(self._builder, value, len(kind))
-            return [self.opened(context, p, k) for p, k in zip(parts, kind, strict=True)]
+            return [self.opened(context, p, k) for p, k in zip(parts, of_tuple, strict=True)]
         if isinstance(kind, types.Integer):
             return Word(self._builder, context.cast(self._builder, value, kind, A))
         return value
@@ -208,14 +209,14 @@ def _raw(value: Any) -> ir.Value:
     return value.value if isinstance(value, Word) else value
 
 
-def straight(write: Callable[..., Sequence[Any] | None], *, gives: int = 0, kind: types.Type = VF) -> Any:
+def straight(write: Callable[..., Sequence[Any] | None], *, gives: int = 0, kind: Any = VF) -> Any:
     """An intrinsic whose instructions `write(w, *arguments)` writes, w being a `Writer`.
 
     A call gives a tuple of `gives` values of that kind, vectors or (A) words; 0: a number without meaning.
     Arguments: ints, floats, vectors, and tuples of them, like the one that another call gave.
     """
 
-    def typed(context: Any, *arguments: types.Type) -> tuple[Any, Any]:
+    def typed(context: Any, *arguments: Any) -> tuple[Any, Any]:
         def lowered(target: Any, builder: Any, call: Any, values: Sequence[ir.Value]) -> ir.Value:
             w = Writer(builder)
             made = write(w, *(w.opened(target, v, k) for v, k in zip(values, call.args, strict=True)))
@@ -226,7 +227,8 @@ def straight(write: Callable[..., Sequence[Any] | None], *, gives: int = 0, kind
                 return ir.Constant(i32, 0)
             return cgutils.pack_array(builder, found, target.get_value_type(kind))
 
-        return (types.UniTuple(kind, gives) if gives else N)(*arguments), lowered
+        result: Any = types.UniTuple(kind, gives) if gives else N
+        return result(*arguments), lowered
 
     typed.__signature__ = signature(write)  # type: ignore[attr-defined]  # Numba asks how many arguments
     typed.__name__ = typed.__qualname__ = getattr(write, "__name__", "straight")

@@ -11,15 +11,17 @@ import platform
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import llvmlite
 import numba
 from llvmlite import binding
-from numba import config
 
 from plait.cache_folder import cache_base
 from plait.errors import ConfigError
 from plait.kernels.cpu.codegen.kernel_folder import KernelFiles, Spare, sweep_daily
+
+config: Any = numba.config  # its names are made when it is imported
 
 ROOT = Path(__file__).resolve().parents[1]  # plait/kernels/cpu
 SHARED = (

@@ -13,7 +13,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 from llvmlite import ir
 from numba import types
@@ -21,6 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 from plait.kernels.cpu.codegen import plain_x86
+from plait.kernels.cpu.codegen.kinds import Float, Floats, In, Int, Ints, Kind, Of, Out, P, Q, R, S, T
 from plait.kernels.cpu.codegen.target import AARCH64, DOT
 
 LANES = 16
@@ -34,7 +35,7 @@ VOID = ir.VoidType()
 WINDOWS = platform.system() == "Windows"
 
 
-class Vector(types.Type):  # type: ignore[misc]
+class Vector(types.Type):
     """Numba's name for an LLVM vector."""
 
     def __init__(self, name: str, llvm: ir.Type) -> None:
@@ -43,18 +44,45 @@ class Vector(types.Type):  # type: ignore[misc]
 
 
 @register_model(Vector)
-class VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, kind: Vector) -> None:
-        super().__init__(manager, kind, kind.llvm)
+        super().__init__(manager, kind, kind.llvm)  # type: ignore[no-untyped-call]
 
 
-VI, VF = Vector("v16i32", vi32), Vector("v16f32", vf32)
-A, N, F = types.int64, types.int32, types.float32  # an address or size, an int, a float
+def _kind(numba_type: Any) -> Any:
+    return numba_type
+
+
+VI: Kind[Ints, Ints] = _kind(Vector("v16i32", vi32))
+VF: Kind[Floats, Floats] = _kind(Vector("v16f32", vf32))
+A: Kind[Int, int] = _kind(types.int64)  # an address or size
+N: Kind[Int, int] = _kind(types.int32)
+F: Kind[Float, float] = _kind(types.float32)
 Emit = Callable[..., ir.Value]
-DEFINED: dict[str, tuple[types.Type, tuple[types.Type, ...], Emit]] = {}  # what `straight` writes by itself
+DEFINED: dict[str, tuple[Any, tuple[Any, ...], Emit]] = {}  # what `straight` writes by itself
 
 
-def _define(name: str, result: types.Type, arguments: tuple[types.Type, ...], emit: Emit) -> Any:
+@overload
+def _define(name: str, result: Kind[In, Out], arguments: tuple[()], emit: Emit) -> Callable[[], Out]: ...
+@overload
+def _define(name: str, result: Kind[In, Out], arguments: tuple[Of[P]], emit: Emit) -> Callable[[P], Out]: ...
+@overload
+def _define(
+    name: str, result: Kind[In, Out], arguments: tuple[Of[P], Of[Q]], emit: Emit
+) -> Callable[[P, Q], Out]: ...
+@overload
+def _define(
+    name: str, result: Kind[In, Out], arguments: tuple[Of[P], Of[Q], Of[R]], emit: Emit
+) -> Callable[[P, Q, R], Out]: ...
+@overload
+def _define(
+    name: str, result: Kind[In, Out], arguments: tuple[Of[P], Of[Q], Of[R], Of[S]], emit: Emit
+) -> Callable[[P, Q, R, S], Out]: ...
+@overload
+def _define(
+    name: str, result: Kind[In, Out], arguments: tuple[Of[P], Of[Q], Of[R], Of[S], Of[T]], emit: Emit
+) -> Callable[[P, Q, R, S, T], Out]: ...
+def _define(name: str, result: Any, arguments: tuple[Any, ...], emit: Emit) -> Any:
     """An intrinsic of that signature; `emit(builder, *values)` writes its instructions."""
     DEFINED[name] = (result, arguments, emit)
 
@@ -74,7 +102,7 @@ def _define(name: str, result: types.Type, arguments: tuple[types.Type, ...], em
     return intrinsic(function)
 
 
-def _splat(b: Any, value: ir.Value) -> ir.Value:
+def _splat(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     kind = ir.VectorType(value.type, LANES)
     one = b.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(i32, 0))
     return b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(vi32, [0] * LANES))
@@ -84,28 +112,30 @@ def _ints(value: int) -> ir.Constant:
     return ir.Constant(vi32, [value] * LANES)
 
 
-def _call(b: Any, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
+def _call(b: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
     kind = ir.FunctionType(result, [v.type for v in values])
     return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
 
 
-def _at(b: Any, address: ir.Value, kind: ir.Type) -> ir.Value:
+def _at(b: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
     return b.inttoptr(address, kind.as_pointer())
 
 
-def _load(b: Any, address: ir.Value, kind: ir.Type, align: int = 1) -> ir.Value:
+def _load(b: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int = 1) -> ir.Value:
     value = b.load(_at(b, address, kind))
     value.align = align
     return value
 
 
-def _store(b: Any, address: ir.Value, value: ir.Value, align: int = 1) -> ir.Value:
+def _store(b: ir.IRBuilder, address: ir.Value, value: ir.Value, align: int = 1) -> ir.Value:
     b.store(value, _at(b, address, value.type)).align = align
     return ir.Constant(i32, 0)
 
 
-def _loader(name: str, result: types.Type, kind: ir.Type, convert: Emit | None = None) -> Any:
-    def emit(b: Any, a: ir.Value) -> ir.Value:
+def _loader(
+    name: str, result: Kind[In, Out], kind: ir.Type, convert: Emit | None = None
+) -> Callable[[Int], Out]:
+    def emit(b: ir.IRBuilder, a: ir.Value) -> ir.Value:
         value = _load(b, a, kind)
         return convert(b, value) if convert else value
 
@@ -126,7 +156,7 @@ def _kinds(x: ir.Value) -> tuple[ir.Type, ir.Type, ir.Type, ir.Type]:
     return (vi16, vf16, vi32, vf32) if isinstance(x.type, ir.VectorType) else (i16, f16, i32, f32)
 
 
-def _from_half(b: Any, x: ir.Value) -> ir.Value:
+def _from_half(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The bits of float16 as float32, exactly."""
     _, halves, ints, floats = _kinds(x)
     if not SOFT_HALF:
@@ -143,7 +173,7 @@ def _from_half(b: Any, x: ir.Value) -> ir.Value:
     return b.bitcast(b.or_(value, b.shl(b.and_(u, _whole(ints, 0x8000)), _whole(ints, 16))), floats)
 
 
-def _to_half(b: Any, x: ir.Value) -> ir.Value:
+def _to_half(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The bits of float32 rounded to float16, to nearest even."""
     shorts, halves, ints, floats = _kinds(x)
     if not SOFT_HALF:
@@ -163,7 +193,7 @@ def _to_half(b: Any, x: ir.Value) -> ir.Value:
     return b.trunc(b.or_(value, b.and_(b.lshr(u, _whole(ints, 16)), _whole(ints, 0x8000))), shorts)
 
 
-def _half_bytes(b: Any, x: ir.Value) -> ir.Value:
+def _half_bytes(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The lower halves of eight bytes, then the upper ones, times four."""
     wide = b.zext(b.shuffle_vector(x, x, ir.Constant(vi32, [*range(8), *range(8)])), vi32)
     kind = ir.FunctionType(vi32, [vi32] * 3)
@@ -186,7 +216,7 @@ store_i32 = _define("store_i32", N, (A, VI), _store)
 store_i8 = _define("store_i8", N, (A, VI), lambda b, a, x: _store(b, a, b.trunc(x, vi8)))
 
 
-def _round_bf16(b: Any, x: ir.Value, ints: ir.Type, const: Callable[[int], ir.Value]) -> ir.Value:
+def _round_bf16(b: ir.IRBuilder, x: ir.Value, ints: ir.Type, const: Callable[[int], ir.Value]) -> ir.Value:
     """The bits of float32 rounded to bfloat16, to nearest even; in the low half of each int."""
     u = b.bitcast(x, ints)
     odd = b.and_(b.lshr(u, const(16)), const(1))
@@ -199,7 +229,7 @@ store_bf16 = _define(
 store_f16 = _define("store_f16", N, (A, VF), lambda b, a, x: _store(b, a, _to_half(b, x)))
 
 
-def _masked_load(b: Any, a: ir.Value, count: ir.Value) -> ir.Value:
+def _masked_load(b: ir.IRBuilder, a: ir.Value, count: ir.Value) -> ir.Value:
     """The first `count` floats; the rest is 0 and is not read."""
     if not AARCH64:
         return _masked_some(b, a, count)
@@ -214,12 +244,12 @@ def _masked_load(b: Any, a: ir.Value, count: ir.Value) -> ir.Value:
     return value
 
 
-def _all_lanes(b: Any, count: ir.Value) -> ir.Value:
+def _all_lanes(b: ir.IRBuilder, count: ir.Value) -> ir.Value:
     """Whether no mask is needed: NEON has none, so that each lane would be a branch."""
     return b.icmp_signed(">=", count, ir.Constant(i32, LANES))
 
 
-def _masked_some(b: Any, a: ir.Value, count: ir.Value) -> ir.Value:
+def _masked_some(b: ir.IRBuilder, a: ir.Value, count: ir.Value) -> ir.Value:
     mask = b.icmp_signed("<", ir.Constant(vi32, list(range(LANES))), _splat(b, count))
     pointer = _at(b, a, vf32)
     kind = ir.FunctionType(vf32, [pointer.type, i32, mask.type, vf32])
@@ -227,7 +257,7 @@ def _masked_some(b: Any, a: ir.Value, count: ir.Value) -> ir.Value:
     return b.call(fn, [pointer, ir.Constant(i32, 1), mask, ir.Constant(vf32, [0.0] * LANES)])
 
 
-def _masked_store(b: Any, a: ir.Value, x: ir.Value, count: ir.Value) -> ir.Value:
+def _masked_store(b: ir.IRBuilder, a: ir.Value, x: ir.Value, count: ir.Value) -> ir.Value:
     """Only the first `count` floats are written."""
     if not AARCH64:
         return _mask_stored(b, a, x, count)
@@ -239,7 +269,7 @@ def _masked_store(b: Any, a: ir.Value, x: ir.Value, count: ir.Value) -> ir.Value
     return ir.Constant(i32, 0)
 
 
-def _mask_stored(b: Any, a: ir.Value, x: ir.Value, count: ir.Value) -> ir.Value:
+def _mask_stored(b: ir.IRBuilder, a: ir.Value, x: ir.Value, count: ir.Value) -> ir.Value:
     mask = b.icmp_signed("<", ir.Constant(vi32, list(range(LANES))), _splat(b, count))
     pointer = _at(b, a, vf32)
     kind = ir.FunctionType(VOID, [vf32, pointer.type, i32, mask.type])
@@ -267,12 +297,12 @@ sum_i32 = _define("sum_i32", N, (VI,), lambda b, x: _call(b, "llvm.vector.reduce
 
 
 # ---- floats ----
-def _fma(b: Any, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+def _fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     """x · y + z, rounded once."""
     return plain_x86.fma(b, x, y, z) if plain_x86.HERE else _call(b, "llvm.fma.v16f32", vf32, x, y, z)
 
 
-def _nearest(b: Any, x: ir.Value) -> ir.Value:
+def _nearest(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The nearest whole number, half to even."""
     return plain_x86.nearest(b, x) if plain_x86.HERE else _call(b, "llvm.rint.v16f32", vf32, x)
 
@@ -297,7 +327,7 @@ bits_f32 = _define("bits_f32", VF, (VI,), lambda b, x: b.bitcast(x, vf32))
 bits_i32 = _define("bits_i32", VI, (VF,), lambda b, x: b.bitcast(x, vi32))
 
 
-def _halves(b: Any, x: ir.Value, combine: Emit) -> ir.Value:
+def _halves(b: ir.IRBuilder, x: ir.Value, combine: Emit) -> ir.Value:
     """Reduce sixteen lanes to one, always in the same tree, so that every machine gets the same bits."""
     width = LANES
     while width > 1:
@@ -309,7 +339,7 @@ def _halves(b: Any, x: ir.Value, combine: Emit) -> ir.Value:
     return b.extract_element(x, ir.Constant(i32, 0))
 
 
-def _max(b: Any, x: ir.Value, y: ir.Value) -> ir.Value:
+def _max(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
@@ -317,7 +347,7 @@ total = _define("total", F, (VF,), lambda b, x: _halves(b, x, lambda b, x, y: b.
 peak = _define("peak", F, (VF,), lambda b, x: _halves(b, x, _max))
 
 
-def _furthest(b: Any, x: ir.Value, y: ir.Value) -> ir.Value:
+def _furthest(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     """Sizes are in order of their bits, and infinity and what is no number come last."""
     x, y = (b.and_(b.bitcast(v, vi32), _ints(0x7FFFFFFF)) for v in (x, y))
     most = b.select(b.icmp_signed(">", x, y), x, y)
@@ -333,12 +363,12 @@ later_bits = _define(  # lane by lane, of numbers that are not negative: a NaN c
 furthest = _define("furthest", F, (VF, VF), _furthest)  # from 0: the largest size; NaN if one number is
 
 
-def _power_of_two(b: Any, n: ir.Value) -> ir.Value:
+def _power_of_two(b: ir.IRBuilder, n: ir.Value) -> ir.Value:
     """2**n of whole n in -126..127."""
     return b.bitcast(b.shl(b.add(b.fptosi(n, vi32), _ints(127)), _ints(23)), vf32)
 
 
-def _select_below(b: Any, count: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
+def _select_below(b: ir.IRBuilder, count: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
     return b.select(b.icmp_signed("<", ir.Constant(vi32, list(range(LANES))), _splat(b, count)), x, y)
 
 
@@ -350,7 +380,7 @@ where_less = _define(
 )
 
 
-def _interleave(b: Any, x: ir.Value, y: ir.Value, start: int) -> ir.Value:
+def _interleave(b: ir.IRBuilder, x: ir.Value, y: ir.Value, start: int) -> ir.Value:
     order = [lane for j in range(8) for lane in (start + j, LANES + start + j)]
     return b.shuffle_vector(x, y, ir.Constant(vi32, order))
 
@@ -360,19 +390,19 @@ interleave_high = _define("interleave_high", VF, (VF, VF), lambda b, x, y: _inte
 
 
 # ---- four products of unsigned by signed bytes, added to each lane: the heart of every quantized linear ----
-def _dot_vnni(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+def _dot_vnni(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
     return _call(b, "llvm.x86.avx512.vpdpbusd.512", s.type, s, _as_bytes(b, s, u), _as_bytes(b, s, v))
 
 
-def _as_bytes(b: Any, s: ir.Value, x: ir.Value) -> ir.Value:
+def _as_bytes(b: ir.IRBuilder, s: ir.Value, x: ir.Value) -> ir.Value:
     return b.bitcast(x, ir.VectorType(i8, 64))
 
 
-def _half(b: Any, x: ir.Value, k: int) -> ir.Value:
+def _half(b: ir.IRBuilder, x: ir.Value, k: int) -> ir.Value:
     return b.bitcast(b.shuffle_vector(x, x, ir.Constant(v8i32, list(range(8 * k, 8 * k + 8)))), v32i8)
 
 
-def _products_avx2(b: Any, u: ir.Value, v: ir.Value) -> ir.Value:
+def _products_avx2(b: ir.IRBuilder, u: ir.Value, v: ir.Value) -> ir.Value:
     parts = []
     for k in (0, 1):
         pairs = _call(b, "llvm.x86.avx2.pmadd.ub.sw", v16i16, _half(b, u, k), _half(b, v, k))
@@ -380,18 +410,18 @@ def _products_avx2(b: Any, u: ir.Value, v: ir.Value) -> ir.Value:
     return b.shuffle_vector(parts[0], parts[1], ir.Constant(vi32, list(range(16))))
 
 
-def _dot_avx2(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+def _dot_avx2(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
     return b.add(s, _products_avx2(b, u, v))
 
 
-def _dot8_avx2(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+def _dot8_avx2(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
     """Seven bits and the top one apart: the sum of two full products would not fit into 16 bits."""
     low = _products_avx2(b, b.and_(u, _ints(0x7F7F7F7F)), v)
     top = _products_avx2(b, b.and_(b.lshr(u, _ints(7)), _ints(0x01010101)), v)
     return b.add(b.add(s, low), b.shl(top, _ints(7)))
 
 
-def _dot_generic(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+def _dot_generic(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
     if plain_x86.HERE:
         return plain_x86.dot(b, s, u, v)
     for j in range(4):
@@ -401,42 +431,42 @@ def _dot_generic(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
     return s
 
 
-def _quarters(b: Any, x: ir.Value, lanes: int) -> list[ir.Value]:
+def _quarters(b: ir.IRBuilder, x: ir.Value, lanes: int) -> list[ir.Value]:
     """Sixteen ints as registers of NEON, each `lanes` bytes: sixteen (a whole one) or eight."""
     x, kind = _as_bytes(b, None, x), ir.VectorType(i32, lanes)
     starts = range(0, 64, lanes)
     return [b.shuffle_vector(x, x, ir.Constant(kind, list(range(n, n + lanes)))) for n in starts]
 
 
-def _joined(b: Any, parts: list[ir.Value]) -> ir.Value:
+def _joined(b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
     """Four registers of four ints as one vector."""
     kind = ir.VectorType(i32, 8)
     low, high = (b.shuffle_vector(p, q, ir.Constant(kind, list(range(8)))) for p, q in (parts[:2], parts[2:]))
     return b.shuffle_vector(low, high, ir.Constant(vi32, list(range(LANES))))
 
 
-def _by_fours(name: str, b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+def _by_fours(name: str, b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
     """An instruction of aarch64 that multiplies bytes by fours: sdot (signed) or usdot (u is unsigned)."""
     sums = [b.shuffle_vector(s, s, ir.Constant(v4i32, list(range(n, n + 4)))) for n in range(0, LANES, 4)]
     given = zip(sums, _quarters(b, u, 16), _quarters(b, v, 16), strict=True)
     return _joined(b, [_call(b, f"llvm.aarch64.neon.{name}.v4i32.v16i8", v4i32, *part) for part in given])
 
 
-def _dot8_sdot(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+def _dot8_sdot(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
     """u as a signed byte is 128 less: so 128 times the sum of v is added."""
     ones, top = _ints(0x01010101), _ints(-0x7F7F7F80)
     beside = _by_fours("sdot", b, _ints(0), ones, v)
     return _by_fours("sdot", b, b.add(s, b.shl(beside, _ints(7))), b.xor(u, top), v)
 
 
-def _pairs(b: Any, name: str, x: ir.Value, y: ir.Value | None = None) -> ir.Value:
+def _pairs(b: ir.IRBuilder, name: str, x: ir.Value, y: ir.Value | None = None) -> ir.Value:
     """Sums of neighbours: "addp" of two registers, "saddlp" of one, in numbers twice as wide."""
     kind = ir.VectorType(i32, 4) if name == "saddlp" else x.type
     of = "v4i32.v8i16" if name == "saddlp" else f"v{kind.count}i{kind.element.width}"
     return _call(b, f"llvm.aarch64.neon.{name}.{of}", kind, *([x] if y is None else [x, y]))
 
 
-def _dot_neon(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+def _dot_neon(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
     """Two products, each 127 · 128 at most, fit into 16 bits."""
     products = [
         _call(b, "llvm.aarch64.neon.smull.v8i16", v8i16, *part)
@@ -446,7 +476,7 @@ def _dot_neon(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
     return b.add(s, _joined(b, [_pairs(b, "saddlp", x) for x in twos]))
 
 
-def _dot8_neon(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+def _dot8_neon(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
     """A product, -255 · 128 at least, fits into 16 bits; a sum of two does not."""
     products = [
         b.mul(b.zext(x, v8i16), b.sext(y, v8i16))
@@ -456,7 +486,7 @@ def _dot8_neon(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
     return b.add(s, _joined(b, [_pairs(b, "addp", *twos[n : n + 2]) for n in range(0, 8, 2)]))
 
 
-_DOTS = {
+_DOTS: dict[str, tuple[Emit, Emit]] = {
     "vnni": (_dot_vnni, _dot_vnni),
     "avx2": (_dot_avx2, _dot8_avx2),
     "neon-i8mm": (partial(_by_fours, "sdot"), partial(_by_fours, "usdot")),
@@ -487,14 +517,14 @@ put_f32 = _define("put_f32", N, (A, F), lambda b, a, v: _store(b, a, v, 4))
 put_f16 = _define("put_f16", N, (A, F), lambda b, a, v: _store(b, a, _to_half(b, v)))
 
 
-def _put_bf16(b: Any, a: ir.Value, v: ir.Value) -> ir.Value:
+def _put_bf16(b: ir.IRBuilder, a: ir.Value, v: ir.Value) -> ir.Value:
     return _store(b, a, b.trunc(_round_bf16(b, v, i32, lambda n: ir.Constant(i32, n)), i16))
 
 
 put_bf16 = _define("put_bf16", N, (A, F), _put_bf16)
 
 
-def _prefetch(near: int, b: Any, a: ir.Value) -> ir.Value:
+def _prefetch(near: int, b: ir.IRBuilder, a: ir.Value) -> ir.Value:
     """near: 3 for the first cache, 2 for the second."""
     kind = ir.FunctionType(VOID, [i8.as_pointer(), i32, i32, i32])
     fn = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
@@ -514,12 +544,12 @@ atomic_add = _define(
 atomic_get = _define("atomic_get", N, (A,), lambda b, a: b.load_atomic(_at(b, a, i32), "seq_cst", 4))
 
 
-def _atomic_put(b: Any, a: ir.Value, v: ir.Value) -> ir.Value:
+def _atomic_put(b: ir.IRBuilder, a: ir.Value, v: ir.Value) -> ir.Value:
     b.store_atomic(v, _at(b, a, i32), "release", 4)
     return ir.Constant(i32, 0)
 
 
-def _pause(b: Any) -> ir.Value:
+def _pause(b: ir.IRBuilder) -> ir.Value:
     """A hint that this is a spinning wait; nothing where the instruction set is not known."""
     if DOT in ("vnni", "avx2"):
         _call(b, "llvm.x86.sse2.pause", VOID)
@@ -528,7 +558,7 @@ def _pause(b: Any) -> ir.Value:
     return ir.Constant(i32, 0)
 
 
-def _call_kernel(b: Any, fn: ir.Value, *values: ir.Value) -> ir.Value:
+def _call_kernel(b: ir.IRBuilder, fn: ir.Value, *values: ir.Value) -> ir.Value:
     kind = ir.FunctionType(VOID, [i64] * len(values))
     b.call(b.inttoptr(fn, kind.as_pointer()), values)
     return ir.Constant(i32, 0)
@@ -541,7 +571,7 @@ call_kernel = _define("call_kernel", N, (A, A, A, A, A), _call_kernel)  # addres
 
 # ---- doubles, one at a time ----
 f64 = ir.DoubleType()
-D = types.float64
+D: Kind[Float, float] = _kind(types.float64)
 get_f64 = _define("get_f64", D, (A,), lambda b, a: _load(b, a, f64, 8))
 put_f64 = _define("put_f64", N, (A, D), lambda b, a, v: _store(b, a, v, 8))
 bits_f64 = _define("bits_f64", D, (A,), lambda b, n: b.bitcast(n, f64))

@@ -1,7 +1,7 @@
 """Rows of an embedding's table, decoded from the bytes they are stored as: which kernel reads which storage.
 
-The kernels are in `embed_blocks` (plain numbers, GGUF's blocks), `embed_parts` (GGUF's blocks of codes) and
-`embed_packed` (packed safetensors).
+The kernels are in `gguf_blocks` (plain numbers, the blocks that most files have), `gguf_small` (blocks of
+small codes) and `packed` (packed safetensors); `skeleton` has their loops.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import Kernel
 from plait.kernels.cpu.embed import gguf_blocks, gguf_small
-from plait.kernels.cpu.embed.gguf_blocks import PIECE
 from plait.kernels.cpu.embed.packed import eights, fours, groups, places
+from plait.kernels.cpu.embed.skeleton import PIECE
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.row_checks import float32_rows
 from plait.ops.registry import Facts
@@ -71,7 +71,7 @@ def reader(table: Weight) -> Reader:
     n = table.shape[1]
     if isinstance(table, Dense | Gguf) and table.format in KERNELS:
         source = _rows(table.data if isinstance(table, Gguf) else table.tensor)
-        more = (grid(GRIDS[table.format]),) if table.format in GRIDS else ()
+        more = (grid(GRIDS[table.format]) if table.format in GRIDS else None,)
         pieces = n // table.kind.elements if isinstance(table, Gguf) else -(-n // PIECE)
         return Reader(KERNELS[table.format], source, pieces, more, table)
     made, source, words = _packed(table)

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import config
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import Kernel, generated, inline, kernel
+from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, digest, straight
 from plait.kernels.cpu.codegen.plain_x86 import added
-from plait.kernels.cpu.codegen.target import TARGETS, host_features
+from plait.kernels.cpu.codegen.target import TARGETS, config, host_features
 from plait.kernels.cpu.codegen.vec import get_i32, get_u8, put_i32, put_u8, word
 from plait.kernels.cpu.linear import bf16_codes
 from plait.kernels.cpu.linear.bf16_codes import Coded
@@ -344,19 +344,19 @@ def product(kind: str, coded: bool = False) -> Kernel:
 
 
 @inline
-def _half(address):
+def _half(address: Int) -> Int:
     """The sixteen bits at an address that may be odd to the machine."""
     return np.int32(get_u8(address) | (get_u8(address + 1) << 8))
 
 
 @inline
-def _put_half(address, value):
+def _put_half(address: Int, value: Int) -> None:
     put_u8(address, np.int32(value & 255))
     put_u8(address + 1, np.int32(value >> 8))
 
 
 @kernel
-def pack_dense(frame, args, thread, threads):
+def pack_dense(frame: int, args: int, thread: int, threads: int) -> None:
     """source, bytes between its rows, n_in, n_out, tiles, layout: 0 float32, 1 bfloat16, 2 float16."""
     source, row_bytes, n = word(args, 2), word(args, 3), word(args, 4)
     n_out, out = word(args, 5), word(args, 6)
@@ -371,7 +371,8 @@ def pack_dense(frame, args, thread, threads):
                 for p in range(p0, min(p0 + 8, pairs)):
                     to = out + (t * pairs + p) * 32 * size
                     for odd in range(2):
-                        k, value = 2 * p + odd, np.int32(0)
+                        value: Int = np.int32(0)
+                        k = 2 * p + odd
                         if inside and k < n:
                             value = get_i32(row + 4 * k) if layout == 0 else _half(row + 2 * k)
                         if layout == 0:

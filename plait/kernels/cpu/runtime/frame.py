@@ -7,6 +7,7 @@ that its first argument gives, so that a recorded step serves any batch.
 from __future__ import annotations
 
 from plait.kernels.cpu.codegen.kernel import inline
+from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.vec import atomic_add, atomic_get, atomic_put, call_kernel, get_i64, pause
 
 SYNC, TOKENS, LOGITS, SEQS, SCRATCH, SCRATCH_SIZE, SHARED, WORK, EXACT, WAIT, WAKE = range(11)  # words
@@ -20,7 +21,7 @@ WAITED, PATIENCE = 256, 264  # microseconds of long waits, of all threads; how m
 
 
 @inline
-def barrier(frame, threads):
+def barrier(frame: Int, threads: Int) -> None:
     """Wait for all threads. What they wrote before is seen by all afterwards.
 
     A thread that waits spins for a while, then sleeps (word WAIT): the one it waits for may have no core, and
@@ -46,24 +47,24 @@ def barrier(frame, threads):
 
 
 @inline
-def rows_of(frame, args):
+def rows_of(frame: Int, args: Int) -> int:
     """How many rows this launch works on: its first argument says where in the frame that number is."""
     return get_i64(frame + get_i64(args))
 
 
 @inline
-def word(args, i):
+def word(args: Int, i: Int) -> int:
     """Argument i of a launch (argument 0 being its rows), as int64."""
     return get_i64(args + 8 * i)
 
 
 @inline
-def scratch_of(frame, thread):
+def scratch_of(frame: Int, thread: Int) -> int:
     """The address of this thread's own scratch memory."""
     return get_i64(frame + 32) + thread * get_i64(frame + 40)
 
 
 @inline
-def shared_of(frame):
+def shared_of(frame: Int) -> int:
     """The address of scratch memory that all threads share during one launch."""
     return get_i64(frame + 48)

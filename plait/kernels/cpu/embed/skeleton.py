@@ -1,0 +1,89 @@
+"""The two loops of all embedding kernels: over blocks of a GGUF format, and over pieces of a row.
+
+A format's function says how one block or piece becomes numbers; a decorator makes the kernel around it.
+The words of a launch are, from the second on: token ids, table, bytes between the table's rows, blocks (or
+pieces) of a row, scale of the embedding, out (dense float32), n. Behind these come a format's own words.
+
+    table   row 0 [block][block] ... [block]        out   token 0: n numbers, times the scale
+            row 1 [block][block] ... [block]              token 1: n numbers
+
+Block i of a launch is block i % blocks of the row that token i // blocks names. A thread takes one run of
+blocks: one long row is shared out as many short ones are. No two threads write the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from plait.kernels.cpu.codegen.kernel import Body, Kernel, inline
+from plait.kernels.cpu.codegen.kinds import Float, Floats, Int
+from plait.kernels.cpu.codegen.vec import get_f32, get_i64, get_u8, mul, spread, store_f32
+from plait.kernels.cpu.runtime.frame import rows_of, word
+from plait.quant.gguf import block_type
+
+PIECE = 256  # numbers of a row that a thread takes at a time, where a format has no blocks of its own
+
+
+@inline
+def get_byte(address: Int) -> np.int64:
+    return np.int64(get_u8(address))
+
+
+@inline
+def put(to: Int, x: Floats, scale: Float) -> None:
+    """Store sixteen numbers, times the scale of the embedding."""
+    store_f32(to, mul(x, spread(scale)))
+
+
+@inline
+def share(frame: Int, args: Int, thread: Int, threads: Int) -> tuple[Int, Int]:
+    """The blocks of this thread: every row has as many as word 5 says."""
+    blocks = rows_of(frame, args) * word(args, 5)
+    return blocks * thread // threads, blocks * (thread + 1) // threads
+
+
+def by_block(decode: Callable[[int, int, float, int], None]) -> Kernel:
+    """Decorator: the function of a GGUF format, of that name in lower case -> Kernel.
+
+    It is given the addresses of a block and of where its numbers go, the scale, and the address of the
+    format's grid: word 9, which is 0 for formats without one.
+    """
+    kind = block_type(decode.__name__.upper())
+    nbytes, numbers = kind.nbytes, kind.elements
+
+    def loop(one: Callable[[int, int, float, int], None]) -> Body:
+        def run(frame: int, args: int, thread: int, threads: int) -> None:
+            ids, table, row_bytes, blocks = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+            scale, out, grid = get_f32(args + 48), word(args, 7), word(args, 9)
+            first, last = share(frame, args, thread, threads)
+            for i in range(first, last):
+                row = table + get_i64(ids + 8 * (i // blocks)) * row_bytes
+                one(row + i % blocks * nbytes, out + 4 * numbers * i, scale, grid)
+
+        return run
+
+    return Kernel(decode, loop)
+
+
+def by_piece(decode: Callable[[int, int, int, int, int, int, float], None]) -> Kernel:
+    """Decorator: the function of a storage without blocks -> Kernel.
+
+    It is given the address of the words, and of one piece: the row of the table, the address of that row's
+    codes, the piece's first column and the one behind its last, where the whole row goes, and the scale.
+    """
+
+    def loop(one: Callable[[int, int, int, int, int, int, float], None]) -> Body:
+        def run(frame: int, args: int, thread: int, threads: int) -> None:
+            pieces, n, scale = word(args, 5), word(args, 8), get_f32(args + 48)
+            first, last = share(frame, args, thread, threads)
+            for i in range(first, last):
+                row, start = i // pieces, i % pieces * PIECE
+                token = get_i64(word(args, 2) + 8 * row)
+                codes, to = word(args, 3) + token * word(args, 4), word(args, 7) + 4 * n * row
+                one(args, token, codes, start, min(start + PIECE, n), to, scale)
+
+        return run
+
+    return Kernel(decode, loop)
