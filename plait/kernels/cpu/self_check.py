@@ -52,7 +52,7 @@ STEPS = 64  # vectors of sixteen that are tried
 
 
 @kernel
-def byte_products(frame, args, thread, threads):
+def byte_products(frame: int, args: int, thread: int, threads: int) -> None:
     """u and v (64 bytes each step), sums: to each, by fours, u·v is added, of seven bits of u and of all."""
     u, v, sums = word(args, 2), word(args, 3), word(args, 4)
     for i in range(thread, STEPS, threads):
@@ -63,7 +63,7 @@ def byte_products(frame, args, thread, threads):
 
 
 @kernel
-def roundings(frame, args, thread, threads):
+def roundings(frame: int, args: int, thread: int, threads: int) -> None:
     """x (float32), then what it is as float16, bfloat16 and the nearest int32, and the first two widened."""
     x, half, brain, whole, wide = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
     for i in range(thread, STEPS, threads):

@@ -71,7 +71,7 @@ def differs(kind: Kind) -> str | None:
     numbers = np.random.default_rng(0)
     a = (numbers.standard_normal((16, 32)) * 2.0 ** numbers.integers(-9, 9, (16, 32))).astype(np.float32)
     b = numbers.standard_normal((16, 32)).astype(np.float32)
-    given = [
+    given: list[np.ndarray[Any, np.dtype[Any]]] = [
         *((t.view(np.uint32) >> 16).astype(np.uint16) for t in (a, b)),
         numbers.standard_normal((16, 16)).astype(np.float32),
         numbers.integers(-128, 128, (16, 32)).astype(np.int8),

@@ -44,7 +44,7 @@ KEPT = (torch.float32, torch.bfloat16, torch.int8)
 
 
 @kernel
-def store_rows(frame, args, thread, threads):
+def store_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """k, its strides, v, its strides, k_cache, v_cache, slots, kv_heads, d, block_size, bytes of a number."""
     k, k_row, k_head = word(args, 2), word(args, 3), word(args, 4)
     v, v_row, v_head = word(args, 5), word(args, 6), word(args, 7)

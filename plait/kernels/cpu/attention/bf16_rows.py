@@ -37,6 +37,7 @@ from plait.kernels.cpu.codegen.bf16_dot import (
     upward,
 )
 from plait.kernels.cpu.codegen.kernel import inline
+from plait.kernels.cpu.codegen.kinds import Floats, Int
 from plait.kernels.cpu.codegen.maths import WHOLE, above, tanh
 from plait.kernels.cpu.codegen.vec import (
     add,
@@ -75,7 +76,7 @@ WIDEST = 512  # numbers of a query at most
 
 
 @inline
-def power(x):
+def power(x: Floats) -> Floats:
     """2**x of x <= 0, to 3e-6 of it, 0 below -127. A number that is none stays so."""
     least, whole = spread(np.float32(-127.0)), spread(WHOLE)
     x = above(least, x)
@@ -90,14 +91,14 @@ def power(x):
 
 
 @inline
-def whole_power(x):
+def whole_power(x: Floats) -> Floats:
     """2**x of whole x <= 0, exactly; 0 below -126."""
     at = add(above(spread(np.float32(-127.0)), x), spread(WHOLE))
     return bits_f32(add_i32(spread_int(ONE), left(bits_i32(at), np.int32(23))))
 
 
 @inline
-def pack(args, s, kv_head, base, count, size, to):
+def pack(args: Int, s: Int, kv_head: Int, base: Int, count: Int, size: Int, to: Int) -> None:
     """As `attention_rows.pack`, times scale / ln 2, rounded, each row QUERY bytes from the one before.
 
     They are bfloat16; without the instruction float32 of the same value.
@@ -121,7 +122,7 @@ def pack(args, s, kv_head, base, count, size, to):
 
 
 @inline
-def cap(args, scores, first, end):
+def cap(args: Int, scores: Int, first: Int, end: Int) -> None:
     """Scores of groups first..end become cap·tanh(·/cap)."""
     most = spread(get_f32(args + 8 * CAP) * LOG2_E)
     for g in range(first, end):
@@ -130,7 +131,7 @@ def cap(args, scores, first, end):
 
 
 @inline
-def hide(scores, pair, low, high):
+def hide(scores: Int, pair: Int, low: Int, high: Int) -> None:
     """Of a pair of groups only tokens low..high stay; what was not computed yet is no score."""
     hidden = spread(HIDDEN)
     for g in range(2 * pair, 2 * pair + 2):
@@ -140,7 +141,7 @@ def hide(scores, pair, low, high):
 
 
 @inline
-def soften(args, scores, first, end, span, position, part):
+def soften(args: Int, scores: Int, first: Int, end: Int, span: Int, position: Int, part: Int) -> None:
     """Products of one row with the groups first..end of a span become weights, in place, by pairs of groups.
 
     As bfloat16, number t at 2t; without the instruction as float32, at 4t.
@@ -167,7 +168,7 @@ def soften(args, scores, first, end, span, position, part):
 
 
 @inline
-def weigh(scores, near, far, top):
+def weigh(scores: Int, near: Int, far: Int, top: Floats) -> Floats:
     """The weights of pairs of groups near..far, and their sum in lanes."""
     sum, ones = zero_f32(), spread_int(ONES)
     for pair in range(near, far):
@@ -186,7 +187,7 @@ def weigh(scores, near, far, top):
 
 
 @inline
-def clear(scores, first, end):
+def clear(scores: Int, first: Int, end: Int) -> None:
     """Weights of nothing."""
     for pair in range(first, end):
         if HARDWARE:
@@ -197,7 +198,7 @@ def clear(scores, first, end):
 
 
 @inline
-def begin(args, kv_head, row, state, record):
+def begin(args: Int, kv_head: Int, row: Int, state: Int, record: Int) -> None:
     """As `attention_rows.begin`; a sink's weight is not rounded."""
     for i in range(64, record, 64):
         store_f32(state + i, zero_f32())
@@ -211,7 +212,7 @@ def begin(args, kv_head, row, state, record):
 
 
 @inline
-def fold(state, part, record):
+def fold(state: Int, part: Int, record: Int) -> None:
     """As `attention_rows.fold`: both factors are powers of two, one of them 1."""
     old, new = spread(get_f32(state)), spread(get_f32(part))
     top = largest(old, new)

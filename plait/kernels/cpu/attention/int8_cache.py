@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.vec import (
     absolute,
     div,
@@ -37,7 +38,7 @@ SCRATCH = 64  # bytes of each thread
 
 
 @inline
-def code(x, n, to, stride, scale, scratch):
+def code(x: Int, n: Int, to: Int, stride: Int, scale: Int, scratch: Int) -> None:
     """n floats become codes, `stride` bytes apart, under a scale that goes to the address `scale`.
 
     A number that is infinite or none makes the scale none: what reads it is not a number either.
@@ -58,7 +59,7 @@ def code(x, n, to, stride, scale, scratch):
 
 
 @kernel
-def store_codes(frame, args, thread, threads):
+def store_codes(frame: int, args: int, thread: int, threads: int) -> None:
     """k, its strides, v, its strides, k_cache, v_cache, slots, kv_heads, d, block_size, columns of a key's
     scale."""
     k, k_row, k_head = word(args, 2), word(args, 3), word(args, 4)
@@ -80,7 +81,7 @@ def store_codes(frame, args, thread, threads):
 
 
 @kernel
-def store_latent_codes(frame, args, thread, threads):
+def store_latent_codes(frame: int, args: int, thread: int, threads: int) -> None:
     """latent, its row stride, cache, slots, columns in codes, of a scale; where the rest begins, how many
     numbers it has, bytes of an entry."""
     latent, row_bytes, cached, slots = word(args, 2), word(args, 3), word(args, 4), word(args, 5)

@@ -30,7 +30,7 @@ SPAN = 128  # tokens; their latents, turned, have to stay in L2
 
 
 @kernel
-def store_latents(frame, args, thread, threads):
+def store_latents(frame: int, args: int, thread: int, threads: int) -> None:
     """latent, its row stride, cache, slots, columns, bytes of a cached number."""
     latent, row_bytes, cached, slots = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
     n, size = word(args, 6), word(args, 7)

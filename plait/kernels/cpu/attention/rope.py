@@ -8,6 +8,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.kinds import Float, Floats, Int, Ints
 from plait.kernels.cpu.codegen.vec import (
     add,
     and_i32,
@@ -40,14 +41,14 @@ from plait.ops.rope import rotate
 
 
 @inline
-def _chosen(mask, x, y):
+def _chosen(mask: Ints, x: Floats, y: Floats) -> Floats:
     """x where the bits of mask are all ones, y where they are all zeros."""
     other = sub_i32(sub_i32(zero_i32(), spread_int(np.int32(1))), mask)
     return bits_f32(or_i32(and_i32(mask, bits_i32(x)), and_i32(other, bits_i32(y))))
 
 
 @inline
-def _turned(sine, cosine, quarters):
+def _turned(sine: Floats, cosine: Floats, quarters: Ints) -> Floats:
     """The sine of r + quarters * pi/2, of the sine and cosine of r."""
     one = spread_int(np.int32(1))
     odd = sub_i32(zero_i32(), and_i32(quarters, one))
@@ -58,7 +59,7 @@ def _turned(sine, cosine, quarters):
 
 
 @inline
-def _angles(position, inv_freq, pairs, mscale, cosines, sines):
+def _angles(position: Int, inv_freq: Int, pairs: Int, mscale: Float, cosines: Int, sines: Int) -> None:
     """Cosine and sine of position * inv_freq, times mscale. The angle is rounded to float32, as models do.
 
     Angle = n pi/2 + r with pi/2 in three parts (Cody & Waite 1980), then polynomials of r: 1e-7 absolute for
@@ -89,7 +90,7 @@ def _angles(position, inv_freq, pairs, mscale, cosines, sines):
 
 
 @inline
-def _halves(x, pairs, cosines, sines, out):
+def _halves(x: Int, pairs: Int, cosines: Int, sines: Int, out: Int) -> None:
     """Pair i is (x[i], x[i + pairs])."""
     for i in range(0, pairs, 16):
         n = np.int32(pairs - i)
@@ -100,7 +101,7 @@ def _halves(x, pairs, cosines, sines, out):
 
 
 @inline
-def _neighbours(x, pairs, cosines, sines, out):
+def _neighbours(x: Int, pairs: Int, cosines: Int, sines: Int, out: Int) -> None:
     """Pair i is (x[2i], x[2i + 1])."""
     for i in range(0, pairs, 16):
         n, n1 = np.int32(2 * (pairs - i)), np.int32(2 * (pairs - i) - 16)
@@ -115,7 +116,7 @@ def _neighbours(x, pairs, cosines, sines, out):
 
 
 @kernel
-def rotate_rows(frame, args, thread, threads):
+def rotate_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its strides, heads, d, positions, inv_freq, pairs, mscale, interleaved, out (dense)."""
     x, row_bytes, head_bytes = word(args, 2), word(args, 3), word(args, 4)
     heads, d, positions, inv_freq = word(args, 5), word(args, 6), word(args, 7), word(args, 8)

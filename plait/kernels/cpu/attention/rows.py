@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from plait.kernels.cpu.codegen.kernel import inline
+from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.maths import above, exp, tanh
 from plait.kernels.cpu.codegen.vec import (
     add,
@@ -50,7 +51,7 @@ HEADS, KV_HEADS, K_DIM, V_DIM, BLOCK, WINDOW, SCALE, CAP, BUDGET, SINKS, FEW = r
 
 
 @inline
-def size_of(count):
+def size_of(count: Int) -> Int:
     """The smallest tile that holds `count` rows."""
     if count <= 4:
         return count
@@ -58,31 +59,31 @@ def size_of(count):
 
 
 @inline
-def first_key(position, window):
+def first_key(position: Int, window: Int) -> Int:
     """The first position that a query at `position` sees; window 0: all of them."""
     return max(position - window + 1, 0) if window > 0 else np.int64(0)
 
 
 @inline
-def record_bytes(args):
+def record_bytes(args: Int) -> int:
     return 64 + (word(args, V_DIM) + 15) // 16 * 64
 
 
 @inline
-def past_of(args, s):
+def past_of(args: Int, s: Int) -> int:
     """How many tokens sequence s had before this step."""
     return get_i64(word(args, LENS) + 8 * s) - rows_in(args, s)
 
 
 @inline
-def rows_in(args, s):
+def rows_in(args: Int, s: Int) -> int:
     """How many new tokens sequence s has."""
     start = word(args, START) + 8 * s
     return get_i64(start + 8) - get_i64(start)
 
 
 @inline
-def pack(args, s, kv_head, base, count, size, to):
+def pack(args: Int, s: Int, kv_head: Int, base: Int, count: Int, size: Int, to: Int) -> None:
     """Queries of rows base..base+count of a kv head, as [K_DIM][size]; rows beyond `count` are 0.
 
     Row i is head i % group of the sequence's new token i // group.
@@ -102,7 +103,18 @@ def pack(args, s, kv_head, base, count, size, to):
 
 
 @inline
-def locate(args, s, kv_head, span, first, end, k_bytes, v_bytes, to, groups):
+def locate(
+    args: Int,
+    s: Int,
+    kv_head: Int,
+    span: Int,
+    first: Int,
+    end: Int,
+    k_bytes: Int,
+    v_bytes: Int,
+    to: Int,
+    groups: Int,
+) -> None:
     """Where each group of sixteen tokens lies: `groups` addresses of keys, then as many of values.
 
     span: the position its groups first..end count from; k_bytes, v_bytes: of a head of one token.
@@ -118,7 +130,7 @@ def locate(args, s, kv_head, span, first, end, k_bytes, v_bytes, to, groups):
 
 
 @inline
-def soften(args, scores, first, end, span, position, part):
+def soften(args: Int, scores: Int, first: Int, end: Int, span: Int, position: Int, part: Int) -> None:
     """Products of one row with the groups first..end of a span become exp(score - largest), in place."""
     scale, cap = spread(get_f32(args + 8 * SCALE)), spread(get_f32(args + 8 * CAP))
     capped, hidden = get_f32(args + 8 * CAP) > np.float32(0.0), spread(HIDDEN)
@@ -144,7 +156,7 @@ def soften(args, scores, first, end, span, position, part):
 
 
 @inline
-def weigh(args, scores, first, end, places):
+def weigh(args: Int, scores: Int, first: Int, end: Int, places: Int) -> None:
     """Numbers of one row with the groups first..end of a span, each times the scale of its token's value.
 
     places: addresses of groups of int8 values, behind which their scales lie.
@@ -155,7 +167,7 @@ def weigh(args, scores, first, end, places):
 
 
 @inline
-def begin(args, kv_head, row, state, record):
+def begin(args: Int, kv_head: Int, row: Int, state: Int, record: Int) -> None:
     """A state that has seen no key, but its head's sink if there is one: a key whose value is 0."""
     for i in range(64, record, 64):
         store_f32(state + i, zero_f32())
@@ -169,7 +181,7 @@ def begin(args, kv_head, row, state, record):
 
 
 @inline
-def fold(state, part, record):
+def fold(state: Int, part: Int, record: Int) -> None:
     """Add a part to a state. A part without visible keys changes nothing, exactly."""
     old, new = spread(get_f32(state)), spread(get_f32(part))
     top = largest(old, new)
@@ -182,7 +194,7 @@ def fold(state, part, record):
 
 
 @inline
-def finish(args, s, kv_head, row, state):
+def finish(args: Int, s: Int, kv_head: Int, row: Int, state: Int) -> None:
     """Write the output of one row."""
     group, d = word(args, HEADS) // word(args, KV_HEADS), word(args, V_DIM)
     token = get_i64(word(args, START) + 8 * s) + row // group
@@ -194,7 +206,7 @@ def finish(args, s, kv_head, row, state):
 
 
 @inline
-def copy(source, to, nbytes):
+def copy(source: Int, to: Int, nbytes: Int) -> None:
     """nbytes: a multiple of 64."""
     for i in range(0, nbytes, 64):
         store_f32(to + i, load_f32(source + i))

@@ -3,6 +3,16 @@
 `attention_rows.py` holds what happens between the products. Every score is one chain of multiply-adds over
 the columns of a key, every column of an output one chain over the tokens of a span: tiles of any size give
 a row the same bits.
+
+    a unit: up to TILES tiles of query rows of one kv head       a part or state in memory:
+                 span 0      span 1      span 2              [largest, sum, .. | value columns]
+    tile 0    [scores|V]->[scores|V]->[scores|V]-> state
+    tile 1    [scores|V]->[scores|V]->[scores|V]-> state
+                  part        part        part     fold, left to right
+
+Invariants: spans start at fixed positions, and parts are folded in their order, whichever thread made them.
+One thread takes a unit from the counter and alone writes its outputs, or its parts if a long sequence is
+split: then `gather` folds them behind a barrier. A key that a row must not see adds an exact 0.
 """
 
 from __future__ import annotations
@@ -206,7 +216,8 @@ def next_group(w: Writer, soon: list[Word], g: Word, i: Word | int) -> Word:
     """Group i of the four that few rows fetch a quarter of beside group g of the values: memory serves
     several streams faster than one. soon: as `values` is given it."""
     addresses, behind, count = soon
-    return w.get_i64(addresses + 8 * ((g >> 2 << 2) + i).least(count - 1)) + behind
+    found: Word = w.get_i64(addresses + 8 * ((g >> 2 << 2) + i).least(count - 1))
+    return found + behind
 
 
 def _multiplied(w: Writer, xs: Sequence[Any], ys: Iterable[Word], sums: Sequence[Any]) -> list[Any]:

@@ -1,10 +1,11 @@
-"""Functions of sixteen floats at a time, that kernels share. Each is within 2 ulp or so of the true value."""
+"""Functions of sixteen floats at a time, that kernels share. Those of mathematics are within 2 ulp or so."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from plait.kernels.cpu.codegen.kernel import inline
+from plait.kernels.cpu.codegen.kinds import Floats, Int
 from plait.kernels.cpu.codegen.vec import (
     absolute,
     add,
@@ -14,9 +15,13 @@ from plait.kernels.cpu.codegen.vec import (
     div,
     fma,
     left,
+    load_f32,
+    load_some,
     mul,
     spread,
     spread_int,
+    store_f32,
+    store_some,
     sub,
     where_less,
     zero_f32,
@@ -26,13 +31,30 @@ WHOLE = np.float32(12582912.0)  # 1.5 * 2**23: added to a small number it leaves
 
 
 @inline
-def above(x, y):
+def load_left(a: Int, left: Int) -> Floats:
+    """Sixteen floats, or the `left` that there are; without a mask where all are there."""
+    if left >= 16:
+        return load_f32(a)
+    return load_some(a, np.int32(left))
+
+
+@inline
+def store_left(a: Int, x: Floats, left: Int) -> None:
+    """Store sixteen floats, or the first `left` of them."""
+    if left >= 16:
+        store_f32(a, x)
+    else:
+        store_some(a, x, np.int32(left))
+
+
+@inline
+def above(x: Floats, y: Floats) -> Floats:
     """The larger one; y, if one is no number. One instruction, where `largest` takes three."""
     return where_less(y, x, x, y)
 
 
 @inline
-def exp(x):
+def exp(x: Floats) -> Floats:
     """e**x; 0 below -87, and 2.4e38 at most. x = n ln 2 + r, then a polynomial of r (Cody & Waite 1980)."""
     low, high = spread(np.float32(-87.0)), spread(np.float32(88.3))
     given = x
@@ -54,18 +76,18 @@ def exp(x):
 
 
 @inline
-def sigmoid(x):
+def sigmoid(x: Floats) -> Floats:
     one = spread(np.float32(1.0))
     return div(one, add(one, exp(sub(zero_f32(), x))))
 
 
 @inline
-def silu(x):
+def silu(x: Floats) -> Floats:
     return mul(x, sigmoid(x))
 
 
 @inline
-def tanh(x):
+def tanh(x: Floats) -> Floats:
     """(1 - e) / (1 + e) with e = exp(-2|x|), its sign put back; a polynomial near 0, where that cancels."""
     one, size = spread(np.float32(1.0)), absolute(x)
     e = exp(mul(size, spread(np.float32(-2.0))))

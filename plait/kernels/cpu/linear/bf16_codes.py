@@ -25,6 +25,7 @@ from torch import Tensor
 
 import plait.kernels.cpu.linear.codebooks  # noqa: F401  operations that `Writer` has then
 from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, straight
 from plait.kernels.cpu.codegen.vec import DEFINED, get_i64, get_u8, put_i64, put_u8
 from plait.kernels.cpu.runtime.executor import LINE, Executor
@@ -69,7 +70,8 @@ def _decoded(w: Writer, at: Word, table: Any) -> list[Any]:
 
 def _records(n: Word, tile: Word, first: Word) -> Word:
     """Where inputs `first` and on are."""
-    return tile + index_of(n) + (first >> 3) * RECORD
+    at: Word = tile + index_of(n)
+    return at + (first >> 3) * RECORD
 
 
 def _others(w: Writer, weight: Word, tile: Word, first: Word, count: Word) -> tuple[Word, Word]:
@@ -176,17 +178,18 @@ class Walk:
 
 def _record_of(w: Writer, at: Word, end: Word) -> Word:
     """The record of the number kept there; behind the last, one that no tile has."""
-    return w.pick(end.above(at), w.get_i64(at) >> 24, w.number(1 << 40))
+    record: Word = w.pick(end.above(at), w.get_i64(at) >> 24, w.number(1 << 40))
+    return record
 
 
 @inline
-def _number(row, k):
+def _number(row: Int, k: Int) -> Int:
     """The bits of a row's number."""
     return np.int64(get_u8(row + 2 * k)) | np.int64(get_u8(row + 2 * k + 1)) << 8
 
 
 @kernel
-def count_exponents(frame, args, thread, threads):
+def count_exponents(frame: int, args: int, thread: int, threads: int) -> None:
     """source, bytes between its rows, n_in, n_out, counts (int64 [threads, 128])."""
     source, row_bytes, n, n_out = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
     counts = word(args, 6) + 1024 * thread
@@ -198,12 +201,12 @@ def count_exponents(frame, args, thread, threads):
 
 
 @inline
-def _code(codes, number):
+def _code(codes: Int, number: Int) -> Int:
     return np.int64(get_u8(codes + (number >> 8 & 127)))
 
 
 @kernel
-def pack_codes(frame, args, thread, threads):
+def pack_codes(frame: int, args: int, thread: int, threads: int) -> None:
     """source, bytes between its rows, n_in, n_out, tiles, codes (uint8 [128]), bytes of a tile and its index.
 
     The index gets how many numbers of each piece have no code.
@@ -236,7 +239,7 @@ def pack_codes(frame, args, thread, threads):
 
 
 @kernel
-def keep_others(frame, args, thread, threads):
+def keep_others(frame: int, args: int, thread: int, threads: int) -> None:
     """The words of `pack_codes`, and the map. The index says by now where the numbers without a code go."""
     source, row_bytes, n, n_out = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
     out, codes, tile_bytes, whole = word(args, 6), word(args, 7), word(args, 8), word(args, 10)
@@ -274,12 +277,12 @@ def pack(cpu: Executor, source: Tensor) -> Tensor | None:
     data[:LINE] = torch.cat([upper, upper | 128]).repeat(4)
     codes = torch.full((128,), NONE, dtype=torch.uint8)
     codes[found.indices] = torch.arange(CODES, dtype=torch.uint8)
-    words = (*words, data[LINE:], codes, tile_bytes, index_bytes)
-    cpu.launch(pack_codes, *words, rows=n_out)
+    more = (*words, data[LINE:], codes, tile_bytes, index_bytes)
+    cpu.launch(pack_codes, *more, rows=n_out)
     pieces = -(-n_in // PIECE)
     index = data[LINE:behind].view(tiles, tile_bytes)[:, : 8 * (pieces + 1)].view(torch.int64)
     ends = index[:, :pieces].reshape(-1).cumsum(0).view(tiles, pieces) * 8 + behind
     index[:, 0] = torch.cat([torch.tensor([behind]), ends[:-1, -1]])
     index[:, 1:] = ends
-    cpu.launch(keep_others, *words, data, rows=n_out)
+    cpu.launch(keep_others, *more, data, rows=n_out)
     return data

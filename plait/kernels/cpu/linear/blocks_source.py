@@ -10,6 +10,16 @@ An output is a sum over groups, in order, of fma(integer sum · activation scale
 operations whatever the rows beside it, the thread, or the instruction set. Integer sums start from the bits
 of BASE, so that they are those of a float that is as much above it; what a scale makes of BASE is kept beside
 it, and one fma takes it off, converts and multiplies. Scales are two bits shorter for that: it is exact.
+
+    rounded rows: a bundle of R                weights: tile t of 16 outputs, a record per step (`layout`)
+    [block 0: R x 32 codes | R scales | R ..]  [codes of blocks | scales | minima][next record] ...
+    [block 1: ...                           ]            |
+                                                     quad: 4 inputs x 16 outputs = 64 bytes = one vector
+    out [R rows, 16 t .. 16 t + 15] += 4 activations of each row (in every lane) . quad
+
+Invariants: one thread computes all of an output, and no two threads write the same one, so nothing is added
+across threads or lanes. A barrier lies between rounding and multiplying, except where every thread rounds all
+rows for itself (`ALONE`). Work shared by the counter changes which thread computes a tile, never its sums.
 """
 
 from __future__ import annotations
@@ -336,8 +346,8 @@ def through(
             found = _block(w, layout, (at, b, a), outer, sums, products, together)
             return [a + rows * layout.rounded_block, *found]
 
-        a, *sums = w.loop(0, layout.blocks, 1, (a, *sums), block)
-        return [at + layout.nbytes, a, ahead + layout.nbytes // 2, *sums]
+        found = w.loop(0, layout.blocks, 1, (a, *sums), block)
+        return [at + layout.nbytes, found[0], ahead + layout.nbytes // 2, *found[1:]]
 
     return w.loop(0, steps, 1, (weights, a, ahead, *([w.zero_f32()] * rows)), step)[3:]
 
@@ -465,7 +475,8 @@ def linear_kernel(layout: Layout, kind: str = "") -> Kernel:
     """
     plain = tuple(n for n in BUNDLES if n < TILED) if kind else BUNDLES
     sizes = (TILED, *plain) if kind else plain
-    files, scratch = (), 0
+    files: tuple[str, ...] = ()
+    scratch = 0
     if kind:
         files, scratch = ("linear/amx_int8.py", "codegen/amx_tiles.py"), AMX_SCRATCH
     source = _SOURCE.substitute(

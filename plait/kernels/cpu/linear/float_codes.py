@@ -210,7 +210,7 @@ def product(kept: Records) -> Kernel:
 
 
 @kernel
-def pack_eights(frame, args, thread, threads):
+def pack_eights(frame: int, args: int, thread: int, threads: int) -> None:
     """source (a byte for each input), bytes between its rows, n_in, n_out, tiles, bytes of a record, step."""
     source, row_bytes, n, n_out = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
     out, nbytes, step = word(args, 6), word(args, 7), word(args, 8)
@@ -224,7 +224,7 @@ def pack_eights(frame, args, thread, threads):
 
 
 @kernel
-def pack_fours(frame, args, thread, threads):
+def pack_fours(frame: int, args: int, thread: int, threads: int) -> None:
     """As `pack_eights`, of two inputs to a byte, the first in its upper half."""
     source, row_bytes, n, n_out = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
     out, nbytes, step = word(args, 6), word(args, 7), word(args, 8)
@@ -267,8 +267,8 @@ def _codes_and_scales(weight: Weight, kept: Records, start: int, stop: int) -> t
 def pack(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
     """A weight of small floats in tiles, its codes as they are. `dtype` is that of x, float32."""
     if isinstance(weight, Kept):
-        kept = Records(*weight.layout)
-        return Packed(weight.tiles, weight.format, *weight.shape, product(kept), 0, layout=kept)
+        known = Records(*weight.layout)
+        return Packed(weight.tiles, weight.format, *weight.shape, product(known), 0, layout=known)
     kept, (n_out, n_in) = records_of(weight), weight.shape
     if kept is None or n_in % kept.each:
         raise ShapeMismatch(f"a {weight.format} weight of {[n_out, n_in]} cannot be packed")

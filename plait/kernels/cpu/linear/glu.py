@@ -28,42 +28,42 @@ from plait.ops.registry import Facts
 
 
 @kernel
-def join_silu(gate, up, row_bytes, rows):
+def join_silu(gate: int, up: int, row_bytes: int, rows: int) -> None:
     for r in range(rows):
         at = gate + r * row_bytes
         store_f32(at, mul(silu(load_f32(at)), load_f32(up + 64 * r)))
 
 
 @kernel
-def join_gelu(gate, up, row_bytes, rows):
+def join_gelu(gate: int, up: int, row_bytes: int, rows: int) -> None:
     for r in range(rows):
         at = gate + r * row_bytes
         store_f32(at, mul(gelu(load_f32(at)), load_f32(up + 64 * r)))
 
 
 @kernel
-def join_gelu_tanh(gate, up, row_bytes, rows):
+def join_gelu_tanh(gate: int, up: int, row_bytes: int, rows: int) -> None:
     for r in range(rows):
         at = gate + r * row_bytes
         store_f32(at, mul(gelu_tanh(load_f32(at)), load_f32(up + 64 * r)))
 
 
 @kernel
-def join_relu(gate, up, row_bytes, rows):
+def join_relu(gate: int, up: int, row_bytes: int, rows: int) -> None:
     for r in range(rows):
         at = gate + r * row_bytes
         store_f32(at, mul(relu(load_f32(at)), load_f32(up + 64 * r)))
 
 
 @kernel
-def join_relu2(gate, up, row_bytes, rows):
+def join_relu2(gate: int, up: int, row_bytes: int, rows: int) -> None:
     for r in range(rows):
         at = gate + r * row_bytes
         store_f32(at, mul(relu2(load_f32(at)), load_f32(up + 64 * r)))
 
 
 @kernel
-def join_swiglu_oai(gate, up, row_bytes, rows):
+def join_swiglu_oai(gate: int, up: int, row_bytes: int, rows: int) -> None:
     for r in range(rows):
         at = gate + r * row_bytes
         store_f32(at, swiglu_oai(load_f32(at), load_f32(up + 64 * r)))

@@ -184,14 +184,14 @@ def _scales(layout: Layout, reader: _Reader) -> list[str]:
             f"put_byte({low}, byte({low}) | m >> 2 << n // 8 * 4)",  # what is packed into is zeros
         ]
         reader = replace(reader, scale="", minimum="")
-    for place, text in ((layout.scales_at, reader.scale), (layout.minima_at, reader.minimum)):
+    for spot, text in ((layout.scales_at, reader.scale), (layout.minima_at, reader.minimum)):
         if text:
             for j in range(per_block):
                 value = text.replace("{j}", f"({per_block} * g + {j})")
-                lines.append(f"put_byte(to + {place} + 16 * ({per_block} * b + {j}) + n, {value})")
+                lines.append(f"put_byte(to + {spot} + 16 * ({per_block} * b + {j}) + n, {value})")
     # A minimum is subtracted in the file and added here.
-    for i, half in enumerate(reader.halves):
-        lines.append(f"put_half(to + {layout.outer_at + 32 * i} + 2 * n, src + {half}, {0x80 * i})")
+    for i, half_at in enumerate(reader.halves):
+        lines.append(f"put_half(to + {layout.outer_at + 32 * i} + 2 * n, src + {half_at}, {0x80 * i})")
     return lines
 
 

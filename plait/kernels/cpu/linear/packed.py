@@ -70,7 +70,7 @@ class Groups:
 
 
 @kernel
-def order_columns(frame, args, thread, threads):
+def order_columns(frame: int, args: int, thread: int, threads: int) -> None:
     """x, bytes between its rows, n, order (int32), out (dense), groups, starts, orders.
 
     out[r, c] = x[r, order[c]]; with groups, rows starts[g]..starts[g+1] by the order at address orders[g].

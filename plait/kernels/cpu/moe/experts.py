@@ -16,6 +16,7 @@ from torch import Tensor
 
 from plait.errors import CannotRecord, ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import Kernel, inline, kernel
+from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.vec import (
     add,
     fma,
@@ -39,7 +40,9 @@ from plait.ops.registry import Facts
 
 
 @inline
-def _sort(index, row_bytes, pair_bytes, tokens, k, count, starts, places):
+def _sort(
+    index: Int, row_bytes: Int, pair_bytes: Int, tokens: Int, k: Int, count: Int, starts: Int, places: Int
+) -> None:
     """Where each pair goes if pairs are sorted by expert, then by token; where each expert's rows start."""
     for e in range(count + 1):
         put_i64(starts + 8 * e, 0)
@@ -62,7 +65,7 @@ def _sort(index, row_bytes, pair_bytes, tokens, k, count, starts, places):
 
 
 @kernel
-def sort_rows(frame, args, thread, threads):
+def sort_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """index, its row and pair strides, k, experts, starts, places, x, its row stride, n, out (dense)."""
     index, row_bytes, pair_bytes = word(args, 2), word(args, 3), word(args, 4)
     k, count = word(args, 5), word(args, 6)
@@ -81,7 +84,7 @@ def sort_rows(frame, args, thread, threads):
 
 
 @kernel
-def add_biases(frame, args, thread, threads):
+def add_biases(frame: int, args: int, thread: int, threads: int) -> None:
     """x (sorted, dense; changed in place), n, starts, experts, addresses of their biases [n].
 
     A pair finds its expert among the starts by halving.
@@ -90,7 +93,8 @@ def add_biases(frame, args, thread, threads):
     count, biases = word(args, 5), word(args, 6)
     pairs = get_i64(starts + 8 * count)
     for p in range(pairs * thread // threads, pairs * (thread + 1) // threads):
-        low, high = np.int64(0), count  # starts[low] <= p < starts[high]
+        low: Int = np.int64(0)
+        high = count  # starts[low] <= p < starts[high]
         while high - low > 1:
             middle = (low + high) // 2
             if get_i64(starts + 8 * middle) <= p:
@@ -104,7 +108,7 @@ def add_biases(frame, args, thread, threads):
 
 
 @kernel
-def weigh_rows(frame, args, thread, threads):
+def weigh_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x (sorted, dense), n, places, k, weight, its row and pair strides, shared or 0, its row stride, out.
 
     out (dense) = shared + the sum of weight · row over the k rows of each token, in the order they lie in.
@@ -114,7 +118,8 @@ def weigh_rows(frame, args, thread, threads):
     shared, shared_bytes = word(args, 9), word(args, 10)
     out, tokens = word(args, 11), rows_of(frame, args)
     for t in range(tokens * thread // threads, tokens * (thread + 1) // threads):
-        to, before = out + 4 * n * t, np.int64(-1)
+        to = out + 4 * n * t
+        before: Int = np.int64(-1)
         for i in range(0, n, 16):
             left = np.int32(n - i)
             start = zero_f32()
@@ -122,7 +127,8 @@ def weigh_rows(frame, args, thread, threads):
                 start = load_some(shared + t * shared_bytes + 4 * i, left)
             store_some(to + 4 * i, start, left)
         for _ in range(k):
-            pair, place = np.int64(-1), np.int64(-1)
+            pair: Int = np.int64(-1)
+            place: Int = pair
             for j in range(k):
                 other = get_i64(places + 8 * (t * k + j))
                 if other > before and (pair < 0 or other < place):
@@ -168,7 +174,7 @@ class Maps:
             return f"experts are stored in several ways: {sorted(told for told, *_ in kinds)}"
         places = None if biases[0] is None else _addresses([_dense(bias) for bias in biases])
         orders = None if packed[0].order is None else _addresses([weight.order for weight in packed])
-        return cls(packed[0], parts[0][2], _addresses([weight.data for weight in packed]), places, orders)
+        return cls(packed[0], rounding, _addresses([weight.data for weight in packed]), places, orders)
 
 
 def _dense(bias: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.kinds import Float, Floats, Int
 from plait.kernels.cpu.codegen.maths import exp, sigmoid
 from plait.kernels.cpu.codegen.vec import (
     add,
@@ -38,13 +39,13 @@ from plait.spec import Router
 
 
 @inline
-def _or_nan(x, value):
+def _or_nan(x: Floats, value: Floats) -> Floats:
     """value, or x where x is NaN, which exp forgets: neither below 0 nor above -1."""
     return where_less(x, zero_f32(), value, where_less(spread(np.float32(-1.0)), x, value, x))
 
 
 @inline
-def _softmax(logits, n, out):
+def _softmax(logits: Int, n: Int, out: Int) -> None:
     low = spread(np.float32(-np.inf))
     top = low
     for i in range(0, n, 16):
@@ -64,7 +65,7 @@ def _softmax(logits, n, out):
 
 
 @inline
-def _first_number(values, n):
+def _first_number(values: Int, n: Int) -> Int:
     """Where the first number is that is not NaN, or -1."""
     for i in range(n):
         value = get_f32(values + 4 * i)
@@ -74,7 +75,7 @@ def _first_number(values, n):
 
 
 @inline
-def _best(values, n):
+def _best(values: Int, n: Int) -> Int:
     """Where the largest is, the first among equals; it becomes NaN: taken. -1 if all are."""
     low, nan = spread(np.float32(-np.inf)), spread(np.float32(np.nan))
     top, where, at = low, spread(np.float32(np.inf)), to_f32(lanes())
@@ -94,9 +95,10 @@ def _best(values, n):
 
 
 @inline
-def _group_score(choice, size, by_two):
+def _group_score(choice: Int, size: Int, by_two: Int) -> Float:
     """The largest choice of a group, or the sum of its two largest."""
-    first, second = np.float32(-np.inf), np.float32(-np.inf)
+    first: Float = np.float32(-np.inf)
+    second: Float = first
     for i in range(size):
         value = get_f32(choice + 4 * i)
         if value > first:
@@ -107,7 +109,7 @@ def _group_score(choice, size, by_two):
 
 
 @inline
-def _keep_groups(choice, n, groups, top_groups, by_two, scores):
+def _keep_groups(choice: Int, n: Int, groups: Int, top_groups: Int, by_two: Int, scores: Int) -> None:
     """Experts outside the best groups may not be chosen: their choice becomes -inf."""
     size = n // groups
     for g in range(groups):
@@ -122,7 +124,7 @@ def _keep_groups(choice, n, groups, top_groups, by_two, scores):
 
 
 @kernel
-def route_rows(frame, args, thread, threads):
+def route_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """logits, bytes between rows, experts, bias or 0, k, 1 for a sigmoid, groups, top groups, 1 for top2,
     1 to renormalize, its eps, scale, weights (dense), indices (dense)."""
     logits, row_bytes, n, bias, k = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
@@ -160,10 +162,10 @@ def route_rows(frame, args, thread, threads):
             whole = np.float32(whole + score)
         for j in range(k):
             to = weights + 4 * (r * k + j)
-            value = get_f32(to)
+            weight: Float = get_f32(to)
             if renormalize != 0:
-                value = np.float32(value / np.float32(whole + eps))
-            put_f32(to, np.float32(value * scale))
+                weight = np.float32(weight / np.float32(whole + eps))
+            put_f32(to, np.float32(weight * scale))
 
 
 @route.variant("native", on="cpu", when=float32_rows, native=True)

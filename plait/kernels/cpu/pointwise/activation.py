@@ -5,12 +5,15 @@ Every number depends on its own inputs alone, so rows are cut into pieces that t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.kinds import Floats, Int
 from plait.kernels.cpu.codegen.maths import exp, sigmoid
 from plait.kernels.cpu.codegen.vec import (
     absolute,
@@ -41,18 +44,18 @@ PIECE = 256  # floats that a thread takes at a time, so that one long row is eno
 
 
 @inline
-def _times_sigmoid(x, z):
+def _times_sigmoid(x: Floats, z: Floats) -> Floats:
     """x · sigmoid(z), 0 where z is so low that the sigmoid is."""
     return where_less(z, spread(np.float32(-88.0)), zero_f32(), mul(x, sigmoid(z)))
 
 
 @inline
-def silu(x):
+def silu(x: Floats) -> Floats:
     return _times_sigmoid(x, x)
 
 
 @inline
-def gelu(x):
+def gelu(x: Floats) -> Floats:
     """x · Φ(x), within some ulp also far below 0.
 
     The tail Φ(-a) is exp(-a²/2) · P(t) / (a + k) with t = (a - k) / (a + k), after Shepherd & Laframboise
@@ -82,7 +85,7 @@ def gelu(x):
 
 
 @inline
-def gelu_tanh(x):
+def gelu_tanh(x: Floats) -> Floats:
     """0.5 x (1 + tanh(u)) = x · sigmoid(2u), u = √(2/π) (x + 0.044715 x³)."""
     cubic = fma(
         mul(x, x), spread(np.float32(2 * 0.7978845608 * 0.044715)), spread(np.float32(2 * 0.7978845608))
@@ -91,24 +94,24 @@ def gelu_tanh(x):
 
 
 @inline
-def relu(x):
+def relu(x: Floats) -> Floats:
     return where_less(x, zero_f32(), zero_f32(), x)
 
 
 @inline
-def relu2(x):
+def relu2(x: Floats) -> Floats:
     positive = relu(x)
     return mul(positive, positive)
 
 
 @inline
-def _sigmoid(x):
+def _sigmoid(x: Floats) -> Floats:
     # exp makes a number of a NaN: only what is below 0 or above -1 is one.
     return where_less(x, zero_f32(), sigmoid(x), where_less(spread(np.float32(-1.0)), x, sigmoid(x), x))
 
 
 @inline
-def _put(out, up, at, y):
+def _put(out: Int, up: Int, at: Int, y: Floats) -> None:
     """Store y · up, or y if there is no up."""
     if up != 0:
         y = mul(y, load_f32(up + at))
@@ -116,16 +119,16 @@ def _put(out, up, at, y):
 
 
 @inline
-def _put_some(out, up, at, y, count):
+def _put_some(out: Int, up: Int, at: Int, y: Floats, count: Int) -> None:
     if up != 0:
         y = mul(y, load_some(up + at, count))
     store_some(out + at, y, count)
 
 
-def _piece_of(function):
+def _piece_of(function: Callable[[Floats], Floats]) -> Callable[[Int, Int, Int, Int], None]:
     """What writes the activation of n floats at x, times those at `up` if that is not 0, to `out`."""
 
-    def piece(x, up, out, n):
+    def piece(x: Int, up: Int, out: Int, n: Int) -> None:
         full, left = n // 16 * 64, np.int32(n % 16)
         for at in range(0, full, 64):
             _put(out, up, at, function(load_f32(x + at)))
@@ -142,13 +145,13 @@ _relu_piece, _relu2_piece, _sigmoid_piece = map(_piece_of, (relu, relu2, _sigmoi
 
 
 @inline
-def _least(x, limit):
+def _least(x: Floats, limit: Floats) -> Floats:
     """The smaller of both; a NaN stays one."""
     return where_less(limit, x, limit, x)
 
 
 @inline
-def swiglu_oai(x, y):
+def swiglu_oai(x: Floats, y: Floats) -> Floats:
     """(up + 1) · gate · sigmoid(1.702 gate), gate at most 7 and up within ±7."""
     seven = spread(np.float32(7.0))
     x, y = _least(x, seven), _least(y, seven)
@@ -158,7 +161,7 @@ def swiglu_oai(x, y):
 
 
 @inline
-def _swiglu_oai_piece(x, up, out, n):
+def _swiglu_oai_piece(x: Int, up: Int, out: Int, n: Int) -> None:
     full = n // 16 * 64
     for at in range(0, full, 64):
         store_f32(out + at, swiglu_oai(load_f32(x + at), load_f32(up + at)))
@@ -169,7 +172,7 @@ def _swiglu_oai_piece(x, up, out, n):
 
 
 @inline
-def _piece(item, n):
+def _piece(item: Int, n: Int) -> tuple[Int, Int, Int]:
     """Piece `item` of rows of n floats: its row, its first float and how many there are."""
     pieces = (n + PIECE - 1) // PIECE
     start = item % pieces * PIECE
@@ -177,14 +180,14 @@ def _piece(item, n):
 
 
 @inline
-def _share(items, n, thread, threads):
+def _share(items: Int, n: Int, thread: Int, threads: Int) -> tuple[Int, Int]:
     """The pieces of this thread, of `items` rows of n floats."""
     pieces = items * ((n + PIECE - 1) // PIECE)
     return pieces * thread // threads, pieces * (thread + 1) // threads
 
 
 @kernel
-def activate_rows(frame, args, thread, threads):
+def activate_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row and head strides, heads, n of the result, bytes from gate to up or 0, kind, out (dense)."""
     x, row_bytes, head_bytes = word(args, 2), word(args, 3), word(args, 4)
     heads, n = word(args, 5), word(args, 6)
@@ -212,7 +215,7 @@ def activate_rows(frame, args, thread, threads):
 
 
 @kernel
-def gated_rows(frame, args, thread, threads):
+def gated_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row stride, gate, its row stride, n, out (dense)."""
     x, x_bytes, gate = word(args, 2), word(args, 3), word(args, 4)
     gate_bytes, n = word(args, 5), word(args, 6)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.vec import get_i64, load_f32, load_some, store_f32, store_some
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, word
@@ -16,7 +17,7 @@ from plait.ops.rows import join, take_rows
 
 
 @inline
-def _copy(source, to, n):
+def _copy(source: Int, to: Int, n: Int) -> None:
     """n floats."""
     full = n // 16 * 64
     for at in range(0, full, 64):
@@ -27,7 +28,7 @@ def _copy(source, to, n):
 
 
 @kernel
-def taken_rows(frame, args, thread, threads):
+def taken_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row and head strides, heads, n, index (int64), out (dense)."""
     x, row_bytes, head_bytes = word(args, 2), word(args, 3), word(args, 4)
     heads, n = word(args, 5), word(args, 6)
@@ -39,7 +40,7 @@ def taken_rows(frame, args, thread, threads):
 
 
 @kernel
-def joined_rows(frame, args, thread, threads):
+def joined_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """a, its row and head strides, n, b, its row and head strides, m, heads, out (dense)."""
     a, a_row, a_head, n = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
     b, b_row, b_head, m = word(args, 6), word(args, 7), word(args, 8), word(args, 9)

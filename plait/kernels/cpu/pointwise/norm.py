@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.kinds import Float, Floats, Int
 from plait.kernels.cpu.codegen.vec import (
     add,
     fma,
@@ -32,7 +33,7 @@ from plait.ops.norm import add_rms_norm, layer_norm, rms_norm
 
 
 @inline
-def _squares(x, shift, n):
+def _squares(x: Int, shift: Floats, n: Int) -> float:
     """Σ (x - shift)² of n floats: four sums of sixteen lanes each, so that no addition waits for another."""
     a, b, c, d = zero_f32(), zero_f32(), zero_f32(), zero_f32()
     quads, full = n // 64 * 256, n // 16 * 64
@@ -51,7 +52,7 @@ def _squares(x, shift, n):
 
 
 @inline
-def _sum(x, n):
+def _sum(x: Int, n: Int) -> float:
     """Σ x of n floats, added like `_squares`."""
     a, b, c, d = zero_f32(), zero_f32(), zero_f32(), zero_f32()
     quads, full = n // 64 * 256, n // 16 * 64
@@ -67,13 +68,13 @@ def _sum(x, n):
 
 
 @inline
-def _inverse(squares, n, eps):
+def _inverse(squares: Float, n: Int, eps: Float) -> Floats:
     """1 / √(mean + eps), in float64 up to the last step."""
     return spread(np.float32(1.0 / math.sqrt(np.float64(squares) / n + np.float64(eps))))
 
 
 @inline
-def _rms_row(x, weight, eps, n, out):
+def _rms_row(x: Int, weight: Int, eps: Float, n: Int, out: Int) -> None:
     """out = x / rms(x) * weight, for n floats."""
     factor = _inverse(_squares(x, zero_f32(), n), n, eps)
     full = n // 16 * 64
@@ -86,7 +87,7 @@ def _rms_row(x, weight, eps, n, out):
 
 
 @kernel
-def rms_rows(frame, args, thread, threads):
+def rms_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row and head strides, heads, groups, n of a group, weight, eps, out (dense)."""
     x, row_bytes, head_bytes, heads = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
     groups, n, weight, eps, out = (
@@ -104,7 +105,7 @@ def rms_rows(frame, args, thread, threads):
 
 
 @inline
-def _add_row(x, delta, n, out):
+def _add_row(x: Int, delta: Int, n: Int, out: Int) -> None:
     full = n // 16 * 64
     for at in range(0, full, 64):
         store_f32(out + at, add(load_f32(x + at), load_f32(delta + at)))
@@ -114,7 +115,7 @@ def _add_row(x, delta, n, out):
 
 
 @kernel
-def add_rms_rows(frame, args, thread, threads):
+def add_rms_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row stride, delta, its row stride, n, weight, eps, sum (dense), out (dense)."""
     x, x_bytes, delta, delta_bytes = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
     n, weight, eps, summed, out = (
@@ -132,7 +133,7 @@ def add_rms_rows(frame, args, thread, threads):
 
 
 @inline
-def _layer_row(x, weight, bias, eps, n, out):
+def _layer_row(x: Int, weight: Int, bias: Int, eps: Float, n: Int, out: Int) -> None:
     """out = (x - mean) / std * weight + bias, for n floats."""
     mean = spread(np.float32(np.float64(_sum(x, n)) / n))
     factor = _inverse(_squares(x, mean, n), n, eps)
@@ -150,7 +151,7 @@ def _layer_row(x, weight, bias, eps, n, out):
 
 
 @kernel
-def layer_rows(frame, args, thread, threads):
+def layer_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row and head strides, heads, groups, n of a group, weight, bias or 0, eps, out (dense)."""
     x, row_bytes, head_bytes, heads = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
     groups, n, weight, bias, eps = (

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.kinds import Float, Int, Ints
 from plait.kernels.cpu.codegen.vec import (
     and_i32,
     bits_f64,
@@ -52,6 +53,10 @@ BLOCK = 512  # floats whose largest is found before anybody asks where it is
 GROUP = 64  # floats that are looked at one by one only if their largest can matter
 
 
+Settings = tuple[Float, Float, Float, Float]  # temperature, top_p, min_p, the uniform number
+Memory = tuple[int, int, int]  # addresses: values, ids, and spare room or weights
+
+
 def _pointer(kind: Any) -> Any:
     """An address as what Numba indexes: the one form of memory in which LLVM finds vectors by itself."""
 
@@ -70,13 +75,13 @@ _floats, _doubles = _pointer(types.float32), _pointer(types.float64)
 
 # ---- the largest logit ----
 @inline
-def _below_nan(bits):
+def _below_nan(bits: Ints) -> Ints:
     """Negative where the bits are those of a NaN."""
     return sub_i32(spread_int(np.int32(0x7F800000)), and_i32(bits, spread_int(np.int32(0x7FFFFFFF))))
 
 
 @inline
-def _top_of_block(x, n):
+def _top_of_block(x: Int, n: Int) -> tuple[float, bool]:
     """(the largest of n floats, whether one of them is a NaN)."""
     a = b = spread(np.float32(-np.inf))
     signs, full = zero_i32(), n // 16 * 64
@@ -93,7 +98,7 @@ def _top_of_block(x, n):
 
 
 @inline
-def _find(x, value, n):
+def _find(x: Int, value: Float, n: Int) -> int:
     """Where the first of n floats that equals `value` is; the first NaN, if that is what it is."""
     for i in range(n):
         v = get_f32(x + 4 * i)
@@ -103,9 +108,10 @@ def _find(x, value, n):
 
 
 @inline
-def _top_of_span(x, first, last):
+def _top_of_span(x: Int, first: Int, last: Int) -> tuple[Float, Int]:
     """(value, id) of the largest of floats first..last, the lowest id among equals; the first NaN wins."""
-    best, where = np.float32(-np.inf), first
+    best: Float = np.float32(-np.inf)
+    where = first
     for start in range(first, last, BLOCK):
         n = min(BLOCK, last - start)
         top, broken = _top_of_block(x + 4 * start, n)
@@ -117,7 +123,7 @@ def _top_of_span(x, first, last):
 
 
 @kernel
-def largest_rows(frame, args, thread, threads):
+def largest_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row stride, vocab, ids (int64), values (float32): every row is shared out to all threads."""
     x, row_bytes, vocab = word(args, 2), word(args, 3), word(args, 4)
     ids, values = word(args, 5), word(args, 6)
@@ -125,31 +131,32 @@ def largest_rows(frame, args, thread, threads):
     first = vocab // 16 * thread // threads * 16
     last = vocab if thread == threads - 1 else vocab // 16 * (thread + 1) // threads * 16
     for r in range(rows):
-        value, where = _top_of_span(x + r * row_bytes, first, last)
+        value, at = _top_of_span(x + r * row_bytes, first, last)
         put_f32(found + 16 * (r * threads + thread), value)
-        put_i64(found + 16 * (r * threads + thread) + 8, where)
+        put_i64(found + 16 * (r * threads + thread) + 8, at)
     barrier(frame, threads)
     for r in range(thread, rows, threads):
-        best, where = np.float32(-np.inf), np.int64(0)
+        best: Float = np.float32(-np.inf)
+        where: Int = np.int64(0)
         for t in range(threads):
             part = found + 16 * (r * threads + t)
-            value = get_f32(part)
-            if value > best or (value != value and best == best):
-                best, where = value, get_i64(part + 8)
+            there = get_f32(part)
+            if there > best or (there != there and best == best):
+                best, where = there, get_i64(part + 8)
         put_f32(values + 4 * r, best)
         put_i64(ids + 8 * r, where)
 
 
 # ---- pairs (logit, id): float32 values and int32 ids, side by side in memory ----
 @inline
-def _digit(bits, shift):
+def _digit(bits: Int, shift: Int) -> Int:
     """Eight bits of a number that rises where the float with these bits falls."""
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return ((rising ^ 0x7FFFFFFF) >> shift) & 255
 
 
 @inline
-def _sort(values, ids, spare, count):
+def _sort(values: Int, ids: Int, spare: Int, count: Int) -> None:
     """Falling values, equal ones in the order they came in: a radix sort, which guesses no branches.
 
     Values and ids have room for as many as the vocabulary has, and so has `spare`, the other place of every
@@ -180,20 +187,20 @@ def _sort(values, ids, spare, count):
 
 
 @inline
-def _top_of_group(x, n):
+def _top_of_group(x: Int, n: Int) -> Float:
     if n == GROUP:
         a, b = largest(load_f32(x), load_f32(x + 64)), largest(load_f32(x + 128), load_f32(x + 192))
         return peak(largest(a, b))
     if n == 16:
         return peak(load_f32(x))
-    top = np.float32(-np.inf)
+    top: Float = np.float32(-np.inf)
     for j in range(n):
         top = max(top, get_f32(x + 4 * j))
     return top
 
 
 @inline
-def _keep_above(x, vocab, bound, values, ids):
+def _keep_above(x: Int, vocab: Int, bound: Float, values: Int, ids: Int) -> int:
     """The floats of a row that are not below `bound`, in the order of their ids; how many there are."""
     count = 0
     for start in range(0, vocab, GROUP):
@@ -209,12 +216,13 @@ def _keep_above(x, vocab, bound, values, ids):
 
 
 @inline
-def _keep_top(x, vocab, k, memory):
+def _keep_top(x: Int, vocab: Int, k: Int, memory: Memory) -> Int:
     """The k largest of a row, in falling order; how many there are (fewer only among NaN)."""
     values, ids, spare = memory
     # The k-th largest of the maxima of groups is not above the k-th largest of all, and lets few by.
     size = GROUP if vocab // GROUP >= 2 * k else 16
-    groups, bound = vocab // size, np.float32(-np.inf)
+    bound: Float = np.float32(-np.inf)
+    groups = vocab // size
     if groups >= k:
         for g in range(groups):
             put_f32(values + 4 * g, _top_of_group(x + 4 * size * g, size))
@@ -228,12 +236,12 @@ def _keep_top(x, vocab, k, memory):
 
 # ---- weights ----
 @inline
-def _exp(x):
+def _exp(x: Float) -> Float:
     """e**x of x <= 0 in float64, within an ulp or two; 0 below -700. x = n ln 2 + r, then Taylor's series."""
     z = max(x, -700.0)
     n = math.floor(z * 1.4426950408889634 + 0.5)
     r = (z - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10  # ln 2 in two parts
-    p = 1.0 / 6227020800
+    p: Float = 1.0 / 6227020800
     p = p * r + 1.0 / 479001600
     p = p * r + 1.0 / 39916800
     p = p * r + 1.0 / 3628800
@@ -250,7 +258,7 @@ def _exp(x):
 
 
 @inline
-def _mass(x, vocab, top, temperature, memory):
+def _mass(x: Int, vocab: Int, top: Float, temperature: Float, memory: Int) -> float:
     """The sum of all weights of a row: block by block, so that LLVM can make vectors of the loop."""
     source, weights, total = _floats(x), _doubles(memory), 0.0
     for start in range(0, vocab, GROUP):
@@ -267,9 +275,10 @@ def _mass(x, vocab, top, temperature, memory):
 
 
 @inline
-def _chosen(weights, count, target):
+def _chosen(weights: Int, count: Int, target: Float) -> Int:
     """The first whose weights up to it exceed `target`; else the last that has any."""
-    mass, last = 0.0, np.int64(0)
+    mass = 0.0
+    last: Int = np.int64(0)
     for j in range(count):
         weight = get_f64(weights + 8 * j)
         if weight > 0.0:
@@ -281,14 +290,15 @@ def _chosen(weights, count, target):
 
 
 @inline
-def _draw_of_top(x, vocab, k, settings, memory):
+def _draw_of_top(x: Int, vocab: Int, k: Int, settings: Settings, memory: Memory) -> Int:
     """With a limit of k: their order is needed whole, because their mass is."""
     temperature, top_p, min_p, uniform = settings
     values, ids, weights = memory
     k = _keep_top(x, vocab, k, memory)
     if k == 0:  # nothing but NaN, which `largest` tells who asks
         return np.int32(0)
-    top, total = np.float64(get_f32(values)), 0.0
+    total: Float = 0.0
+    top = np.float64(get_f32(values))
     for j in range(k):
         weight = _exp((np.float64(get_f32(values + 4 * j)) - top) / temperature)
         put_f64(weights + 8 * j, weight)
@@ -304,7 +314,7 @@ def _draw_of_top(x, vocab, k, settings, memory):
 
 
 @inline
-def _draw_of_all(x, vocab, settings, memory):
+def _draw_of_all(x: Int, vocab: Int, settings: Settings, memory: Memory) -> Int:
     """Without a limit: the largest are taken until what they hold decides.
 
     What lies under `floor` weighs less together than the part that cannot be chosen.
@@ -323,7 +333,8 @@ def _draw_of_all(x, vocab, settings, memory):
         return np.int32(0)
     _sort(values, ids, weights, count)
     cut = top_p < 1.0 or min_p > 0.0
-    kept, mass = np.int64(0), 0.0
+    mass: Float = 0.0
+    kept = np.int64(0)
     while kept < count:
         weight = _exp((np.float64(get_f32(values + 4 * kept)) - top) / temperature)
         if kept > 0 and ((top_p < 1.0 and mass >= top_p * total) or weight < min_p or weight == 0.0):
@@ -338,7 +349,7 @@ def _draw_of_all(x, vocab, settings, memory):
 
 
 @kernel
-def drawn_rows(frame, args, thread, threads):
+def drawn_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row stride, vocab, temperature, top_k, top_p, min_p, uniform, ids: float64 and int64."""
     x, row_bytes, vocab = word(args, 2), word(args, 3), word(args, 4)
     heat, top_k = word(args, 5), word(args, 6)

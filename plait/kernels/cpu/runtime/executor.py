@@ -3,6 +3,25 @@
 The thread that asks is worker 0; the others are Python threads that stay inside native code, without the GIL.
 Between steps they spin for a moment, then sleep. Recording is how a decoder becomes a *program*: the same
 model code runs once, its launches are kept instead of run, and replay is one native call.
+
+    mailbox, a cache line each           sync: what threads meet at (`frame`)
+    +----------------------------+       +-------------------------------------------+
+    | command << 16 | threads    |       | threads that arrived                      |
+    | stop                       |       | turn, sleepers, spins, leave              |
+    | table, count, frame, nap   |       | two counters that share out work          |
+    | steps, between             |       | time waited, patience                     |
+    | asleep: a line per thread  |       +-------------------------------------------+
+    +----------------------------+
+    table: (kernel, arguments) (kernel, arguments) ...   all threads run each, then meet at a barrier
+
+Invariants of the lock-free part:
+* Only the caller posts, under the executor's lock. It writes all words before the command, which it swaps in
+  sequentially consistent order: a worker that sees a new command sees its table.
+* A command's number only grows, so no worker plays one twice. `leave` holds the number of its command, too.
+* A thread that sleeps says so first, then looks at the word that it waits for. One that wakes others writes
+  that word first, then looks for sleepers. So one of both sees the other.
+* Launch i uses counter i & 1. Thread 0 clears it behind the barrier, when no thread is left in launch i; the
+  launch that uses it next begins behind one more barrier.
 """
 
 from __future__ import annotations
@@ -22,6 +41,7 @@ from torch import Tensor
 
 from plait.errors import CannotRecord, EngineError
 from plait.kernels.cpu.codegen.kernel import Kernel, entry, inline, kernel
+from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.vec import atomic_add, atomic_get, atomic_put, call_kernel, get_i64, pause
 from plait.kernels.cpu.runtime import frame as layout
 from plait.kernels.cpu.runtime.frame import LEAVE, PATIENCE, WAITED, barrier
@@ -52,7 +72,7 @@ SMALL = 64  # tokens: longer steps have work enough between barriers
 
 
 @inline
-def _play(frame, table, count, thread, threads, number):
+def _play(frame: Int, table: Int, count: Int, thread: Int, threads: Int, number: Int) -> Int:
     """Run a table of (kernel address, arguments address), all threads on each.
 
     Thread 0 loses patience when barriers have taken too long: it writes down after which launch the others
@@ -82,7 +102,7 @@ def _play(frame, table, count, thread, threads, number):
 
 
 @kernel
-def wait_for_turn(sync, turn, _, __):
+def wait_for_turn(sync: int, turn: int, _: int, __: int) -> None:
     """Sleep at a barrier until its turn is over; for how long, with the spins before, is added up."""
     began = clock()
     while atomic_get(sync + layout.TURN) == turn:
@@ -96,14 +116,14 @@ def wait_for_turn(sync, turn, _, __):
 
 
 @kernel
-def wake_sleepers(sync, _, __, ___):
+def wake_sleepers(sync: int, _: int, __: int, ___: int) -> None:
     """Wake who sleeps at a barrier; its turn has been counted up."""
     if HAS_FUTEX:
         futex(sync + layout.TURN, np.int32(129), np.int32(1 << 20))
 
 
 @inline
-def _command(mailbox, threads):
+def _command(mailbox: Int, threads: Int) -> None:
     """Give what was posted to `threads` threads, and wake those of them that sleep; the others sleep on."""
     count = (get_i64(mailbox) >> 16) + 1
     atomic_swap_i64(mailbox, count << 16 | threads)
@@ -116,7 +136,7 @@ def _command(mailbox, threads):
 
 
 @inline
-def _play_steps(mailbox, thread, threads, command):
+def _play_steps(mailbox: Int, thread: Int, threads: Int, command: Int) -> None:
     """The posted table, as many times as was posted, and the one launch of the other table in between."""
     frame, table, count = get_i64(mailbox + FRAME), get_i64(mailbox + TABLE), get_i64(mailbox + COUNT)
     between, number = get_i64(mailbox + BETWEEN), command << 24
@@ -130,9 +150,9 @@ def _play_steps(mailbox, thread, threads, command):
 
 
 @entry("void(int64,int64)")
-def _work(mailbox, thread):
+def _work(mailbox: int, thread: int) -> None:
     """A worker's life: wait for a command, play if it is meant, until the stop flag is up."""
-    seen = np.int64(0)
+    seen: Int = np.int64(0)
     asleep = mailbox + ASLEEP + LINE * thread
     spins = 0
     while True:
@@ -158,7 +178,7 @@ def _work(mailbox, thread):
 
 
 @entry("void(int64,int64)")
-def _run(mailbox, threads):
+def _run(mailbox: int, threads: int) -> None:
     """Give the workers a command, play as worker 0; all that play have finished when this returns."""
     if threads > 1:
         _command(mailbox, threads)
@@ -166,7 +186,7 @@ def _run(mailbox, threads):
 
 
 @entry("void(int64,int64)")
-def _ring(mailbox, threads):
+def _ring(mailbox: int, threads: int) -> None:
     _command(mailbox, threads)
 
 

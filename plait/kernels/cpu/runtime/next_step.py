@@ -8,7 +8,7 @@ from plait.kernels.cpu.runtime.frame import rows_of, word
 
 
 @kernel
-def follow_rows(frame, args, thread, threads):
+def follow_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """As `runner.graphs.StaticBatch.follow`, of as many rows as there are sequences; one thread does it all.
 
     ids (int64) and values (float32) of the largest logits, token_ids (int64), moving (int64 rows: positions,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
-from plait.kernels.cpu.codegen.maths import silu
+from plait.kernels.cpu.codegen.kinds import Int
+from plait.kernels.cpu.codegen.maths import load_left, silu, store_left
 from plait.kernels.cpu.codegen.vec import (
     fma,
     get_f32,
@@ -19,10 +20,8 @@ from plait.kernels.cpu.codegen.vec import (
     interleave_high,
     interleave_low,
     load_f32,
-    load_some,
     put_f32,
     store_f32,
-    store_some,
     zero_f32,
 )
 from plait.kernels.cpu.runtime.executor import Executor
@@ -73,23 +72,7 @@ def dense(name: str, tensor: Tensor, *shape: int) -> Tensor:
 
 
 @inline
-def _load(a, left):
-    """Sixteen floats, or the `left` that there are; without a mask where all are there."""
-    if left >= 16:
-        return load_f32(a)
-    return load_some(a, np.int32(left))
-
-
-@inline
-def _store(a, x, left):
-    if left >= 16:
-        store_f32(a, x)
-    else:
-        store_some(a, x, np.int32(left))
-
-
-@inline
-def _gather_taps(weight, kernel, left, taps):
+def _gather_taps(weight: Int, kernel: Int, left: Int, taps: Int) -> None:
     """taps [kernel, 16] of sixteen channels, from weight [channel, kernel]."""
     for k in range(kernel):
         store_f32(taps + 64 * k, zero_f32())
@@ -99,7 +82,7 @@ def _gather_taps(weight, kernel, left, taps):
 
 
 @inline
-def _gather_four(weight, taps):
+def _gather_four(weight: Int, taps: Int) -> None:
     """The same for sixteen channels of four taps: each round moves the two halves of 64 numbers between
     each other, which turns a place's bits by one; after four, the channel's bits are the low ones."""
     a, b, c, d = load_f32(weight), load_f32(weight + 64), load_f32(weight + 128), load_f32(weight + 192)
@@ -114,42 +97,56 @@ def _gather_four(weight, taps):
 
 
 @inline
-def _outputs(x, x_bytes, tail, tail_bytes, first, taps, kernel, bias, silent, out, channels):
+def _outputs(
+    x: Int,
+    x_bytes: Int,
+    tail: Int,
+    tail_bytes: Int,
+    first: Int,
+    taps: Int,
+    kernel: Int,
+    bias: Int,
+    silent: Int,
+    out: Int,
+    channels: Int,
+) -> None:
     """One row of some channels. x: its newest input; `first`: which row of its chunk the oldest one is;
     tail: of the row that `first` is counted from, 0 if there is no history. Taps are added oldest first."""
     unseen = min(max(-first, 0), kernel)
     for at in range(0, channels, 16):
         left, y, own = channels - at, zero_f32(), taps + 4 * at * kernel
         if bias != 0:
-            y = _load(bias + 4 * at, left)
+            y = load_left(bias + 4 * at, left)
         if tail != 0:
             row = tail + (first + kernel - 1) * tail_bytes + 4 * at
             for k in range(unseen):
-                y = fma(_load(row, left), load_f32(own + 64 * k), y)
+                y = fma(load_left(row, left), load_f32(own + 64 * k), y)
                 row += tail_bytes
         row = x + (unseen - kernel + 1) * x_bytes + 4 * at
         for k in range(unseen, kernel):
-            y = fma(_load(row, left), load_f32(own + 64 * k), y)
+            y = fma(load_left(row, left), load_f32(own + 64 * k), y)
             row += x_bytes
-        _store(out + 4 * at, y if silent else silu(y), left)
+        store_left(out + 4 * at, y if silent else silu(y), left)
 
 
 @inline
-def _move_tail(x, x_bytes, tail, tail_bytes, tokens, past, has_history, channels):
+def _move_tail(
+    x: Int, x_bytes: Int, tail: Int, tail_bytes: Int, tokens: Int, past: Int, has_history: Int, channels: Int
+) -> None:
     """The tail becomes the last `past` inputs; oldest first, so that none is overwritten before it moves."""
     for r in range(past):
         source = tokens + r  # counted from the first row of the old tail
         for at in range(0, channels, 16):
             v, left = zero_f32(), channels - at
             if source >= past:
-                v = _load(x + (source - past) * x_bytes + 4 * at, left)
+                v = load_left(x + (source - past) * x_bytes + 4 * at, left)
             elif has_history:
-                v = _load(tail + source * tail_bytes + 4 * at, left)
-            _store(tail + r * tail_bytes + 4 * at, v, left)
+                v = load_left(tail + source * tail_bytes + 4 * at, left)
+            store_left(tail + r * tail_bytes + 4 * at, v, left)
 
 
 @kernel
-def conv_channels(frame, args, thread, threads):
+def conv_channels(frame: int, args: int, thread: int, threads: int) -> None:
     """x, row stride, channels, weight, kernel, bias or 0, tail, slot and row strides, slots, query_start,
     has_history, silent (no activation), out (dense)."""
     x, x_bytes, channels, weight = word(args, 2), word(args, 3), word(args, 4), word(args, 5)

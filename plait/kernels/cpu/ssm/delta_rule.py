@@ -14,6 +14,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.kinds import Float, Floats, Int
 from plait.kernels.cpu.codegen.maths import exp
 from plait.kernels.cpu.codegen.vec import (
     atomic_add,
@@ -42,7 +43,7 @@ COLUMNS = 32  # of a head's state that one thread takes at a time: two vectors
 
 
 @inline
-def _load(a, left):
+def _load(a: Int, left: Int) -> Floats:
     """Sixteen floats, or the `left` that there are; without a mask where all are there."""
     if left >= 16:
         return load_f32(a)
@@ -50,7 +51,7 @@ def _load(a, left):
 
 
 @inline
-def _store(a, x, left):
+def _store(a: Int, x: Floats, left: Int) -> None:
     if left >= 16:
         store_f32(a, x)
     elif left > 0:
@@ -58,7 +59,7 @@ def _store(a, x, left):
 
 
 @inline
-def _unit(x, n, scale, to):
+def _unit(x: Int, n: Int, scale: Float, to: Int) -> None:
     """n floats made a vector of that length, zeros behind them."""
     squares = zero_f32()
     for i in range(0, n, 16):
@@ -70,7 +71,7 @@ def _unit(x, n, scale, to):
 
 
 @inline
-def _decays(step, n, rate, one, to):
+def _decays(step: Int, n: Int, rate: Float, one: Int, to: Int) -> None:
     """exp(rate · step) of each row: one step for all, or each its own."""
     if one:
         for i in range(0, n, 16):
@@ -81,7 +82,7 @@ def _decays(step, n, rate, one, to):
 
 
 @inline
-def _dot(a, b, n):
+def _dot(a: Int, b: Int, n: Int) -> float:
     """Of two rows with zeros behind them."""
     sums = zero_f32()
     for i in range(0, n, 16):
@@ -90,7 +91,7 @@ def _dot(a, b, n):
 
 
 @inline
-def _enter(state, row_bytes, left, tile, n):
+def _enter(state: Int, row_bytes: Int, left: Int, tile: Int, n: Int) -> None:
     """32 columns of a state as a tile; zeros where there are fewer, or no history (state 0)."""
     for r in range(n):
         a, b = zero_f32(), zero_f32()
@@ -101,7 +102,7 @@ def _enter(state, row_bytes, left, tile, n):
 
 
 @inline
-def _leave(state, row_bytes, left, tile, n, k, a, b):
+def _leave(state: Int, row_bytes: Int, left: Int, tile: Int, n: Int, k: Int, a: Floats, b: Floats) -> None:
     """The tile and what the last token adds to it, back to the state."""
     for r in range(n):
         weight = spread_f32(k + 4 * r)
@@ -110,8 +111,31 @@ def _leave(state, row_bytes, left, tile, n, k, a, b):
 
 
 @inline
-def _walk(own, row_bytes, left, past, n, q, q_bytes, k, k_bytes, v, v_bytes, step, step_bytes, one, rate,
-          beta, beta_bytes, beta_scale, out, out_bytes, tokens, scratch, row):  # fmt: skip
+def _walk(
+    own: Int,
+    row_bytes: Int,
+    left: Int,
+    past: Int,
+    n: Int,
+    q: Int,
+    q_bytes: Int,
+    k: Int,
+    k_bytes: Int,
+    v: Int,
+    v_bytes: Int,
+    step: Int,
+    step_bytes: Int,
+    one: Int,
+    rate: Float,
+    beta: Int,
+    beta_bytes: Int,
+    beta_scale: Float,
+    out: Int,
+    out_bytes: Int,
+    tokens: Int,
+    scratch: Int,
+    row: Int,
+) -> None:
     """All tokens of a sequence over 32 columns of one head."""
     tile, decays, unit_q = scratch, scratch + 128 * n, scratch + 128 * n + row
     now, before = unit_q + row, unit_q + 2 * row
@@ -145,7 +169,7 @@ def _walk(own, row_bytes, left, past, n, q, q_bytes, k, k_bytes, v, v_bytes, ste
 
 
 @kernel
-def delta_columns(frame, args, thread, threads):
+def delta_columns(frame: int, args: int, thread: int, threads: int) -> None:
     """heads, heads of a key head, key heads, tiled, n of a key, columns; q, k, v and step with two strides
     each, step's is one per head; A; beta and its stride, its scale; state and its slot stride; slots,
     query_start, has_history; out (dense)."""
@@ -233,7 +257,8 @@ def _gated_delta_scan(
     row = -(-4 * n // LINE) * LINE
     out = cpu.empty(count, heads, dim)
     cpu.launch(
-        *(delta_columns, heads, heads // keys, keys, tiled, n, dim, *strided),
+        delta_columns,
+        *(heads, heads // keys, keys, tiled, n, dim, *strided),
         *(step, steps.row_bytes, step_head, not each, A, beta, Rows.of(beta).row_bytes, float(beta_scale)),
         *(state, 4 * state.stride(0), *where.words, out),
         rows=count,

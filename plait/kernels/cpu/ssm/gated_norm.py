@@ -9,19 +9,16 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
-from plait.kernels.cpu.codegen.maths import exp, silu
+from plait.kernels.cpu.codegen.kinds import Float, Floats, Int
+from plait.kernels.cpu.codegen.maths import exp, load_left, silu, store_left
 from plait.kernels.cpu.codegen.vec import (
     absolute,
     add,
     div,
     fma,
     get_f32,
-    load_f32,
-    load_some,
     mul,
     spread,
-    store_f32,
-    store_some,
     sub,
     total,
     where_less,
@@ -35,44 +32,28 @@ from plait.ops.gated_norm import gated_rms_norm
 
 
 @inline
-def _load(a, left):
-    """Sixteen floats, or the `left` that there are; without a mask where all are there."""
-    if left >= 16:
-        return load_f32(a)
-    return load_some(a, np.int32(left))
-
-
-@inline
-def _store(a, x, left):
-    if left >= 16:
-        store_f32(a, x)
-    else:
-        store_some(a, x, np.int32(left))
-
-
-@inline
-def _gated_row(x, gate, weight, eps, n, norm_first, out):
+def _gated_row(x: Int, gate: Int, weight: Int, eps: Float, n: Int, norm_first: Int, out: Int) -> None:
     """One group of a row; without a weight there is no norm."""
     squares = zero_f32()
     for i in range(0, n, 16):
-        h = _load(x + 4 * i, n - i)
+        h = load_left(x + 4 * i, n - i)
         if not norm_first:
-            h = mul(h, silu(_load(gate + 4 * i, n - i)))
-            _store(out + 4 * i, h, n - i)
+            h = mul(h, silu(load_left(gate + 4 * i, n - i)))
+            store_left(out + 4 * i, h, n - i)
         squares = fma(h, h, squares)
     if weight == 0:
         return
     factor = spread(np.float32(1.0 / math.sqrt(np.float64(total(squares)) / n + np.float64(eps))))
     for i in range(0, n, 16):
-        h = _load(x + 4 * i, n - i) if norm_first else _load(out + 4 * i, n - i)
-        h = mul(mul(h, factor), _load(weight + 4 * i, n - i))
+        h = load_left(x + 4 * i, n - i) if norm_first else load_left(out + 4 * i, n - i)
+        h = mul(mul(h, factor), load_left(weight + 4 * i, n - i))
         if norm_first:
-            h = mul(h, silu(_load(gate + 4 * i, n - i)))
-        _store(out + 4 * i, h, n - i)
+            h = mul(h, silu(load_left(gate + 4 * i, n - i)))
+        store_left(out + 4 * i, h, n - i)
 
 
 @kernel
-def gated_rows(frame, args, thread, threads):
+def gated_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row stride, gate, its row stride, weight or 0, eps, groups, n of one, norm first, out (dense).
 
     Without a weight a row may be cut: groups then are pieces of any size, the last one shorter (n of all)."""
@@ -130,7 +111,7 @@ PIECE = 256  # numbers of a row that is only gated, for one thread
 
 
 @inline
-def softplus(x):
+def softplus(x: Floats) -> Floats:
     """ln(1 + e**x) = max(x, 0) + ln(1 + z), z = e**-|x|, which is 2 atanh(z / (2 + z)) by its series.
 
     No digits are lost where the result is small: it is e**x there, and 0 below -87.
@@ -151,7 +132,7 @@ def softplus(x):
 
 
 @kernel
-def step_rows(frame, args, thread, threads):
+def step_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """dt, its row stride, n, bias or 0, low, high, out (dense): softplus(dt + bias) within low..high."""
     dt, dt_bytes, n, bias = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
     low, high, out = spread(get_f32(args + 48)), spread(get_f32(args + 56)), word(args, 8)
@@ -159,12 +140,12 @@ def step_rows(frame, args, thread, threads):
     items = rows_of(frame, args) * pieces
     for i in range(items * thread // threads, items * (thread + 1) // threads):
         r, at = i // pieces, i % pieces * 16
-        x = _load(dt + r * dt_bytes + 4 * at, n - at)
+        x = load_left(dt + r * dt_bytes + 4 * at, n - at)
         if bias != 0:
-            x = add(x, _load(bias + 4 * at, n - at))
+            x = add(x, load_left(bias + 4 * at, n - at))
         x = softplus(x)
         x = where_less(x, low, low, x)  # not a minimum of two: what is not a number stays visible
-        _store(out + 4 * (r * n + at), where_less(high, x, high, x), n - at)
+        store_left(out + 4 * (r * n + at), where_less(high, x, high, x), n - at)
 
 
 @step_sizes.variant("native", on="cpu", when=float32_rows, native=True)

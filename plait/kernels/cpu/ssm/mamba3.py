@@ -10,7 +10,8 @@ from torch import Tensor
 
 from plait.errors import CannotRecord, ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
-from plait.kernels.cpu.codegen.maths import exp
+from plait.kernels.cpu.codegen.kinds import Float, Floats, Int
+from plait.kernels.cpu.codegen.maths import exp, load_left, store_left
 from plait.kernels.cpu.codegen.vec import (
     add,
     atomic_add,
@@ -18,14 +19,11 @@ from plait.kernels.cpu.codegen.vec import (
     get_f32,
     get_i64,
     get_u8,
-    load_f32,
-    load_some,
     mul,
     put_f32,
     put_i64,
     spread,
     store_f32,
-    store_some,
     total,
     zero_f32,
 )
@@ -41,35 +39,19 @@ TURN = 2 * math.pi
 
 
 @inline
-def _load(a, left):
-    """Sixteen floats, or the `left` that there are; without a mask where all are there."""
-    if left >= 16:
-        return load_f32(a)
-    return load_some(a, np.int32(left))
-
-
-@inline
-def _store(a, x, left):
-    if left >= 16:
-        store_f32(a, x)
-    else:
-        store_some(a, x, np.int32(left))
-
-
-@inline
-def _clear(a, n):
+def _clear(a: Int, n: Int) -> None:
     for i in range(0, n, 16):
-        _store(a + 4 * i, zero_f32(), n - i)
+        store_left(a + 4 * i, zero_f32(), n - i)
 
 
 @inline
-def _copy(source, to, n):
+def _copy(source: Int, to: Int, n: Int) -> None:
     for i in range(0, n, 16):
-        _store(to + 4 * i, _load(source + 4 * i, n - i), n - i)
+        store_left(to + 4 * i, load_left(source + 4 * i, n - i), n - i)
 
 
 @inline
-def _turned(b, c, n, theta, step, angle, to_b, to_c):
+def _turned(b: Int, c: Int, n: Int, theta: Int, step: Float, angle: Int, to_b: Int, to_c: Int) -> None:
     """Copies of B and C, their pairs turned by the angle, which moves on first.
 
     The angle is rounded and kept below a full turn at every token: how a prompt is cut changes nothing.
@@ -92,20 +74,20 @@ def _turned(b, c, n, theta, step, angle, to_b, to_c):
 
 
 @inline
-def _move(h, n, decay, v, b, w, before, c):
+def _move(h: Int, n: Int, decay: Floats, v: Floats, b: Int, w: Floats, before: Int, c: Int) -> float:
     """One row of the state: h <- decay h + v b + w before; what it adds to y."""
     y = zero_f32()
     for i in range(0, n, 16):
         left = n - i
-        s = fma(v, _load(b + 4 * i, left), mul(w, _load(before + 4 * i, left)))
-        s = fma(_load(h + 4 * i, left), decay, s)
-        _store(h + 4 * i, s, left)
-        y = fma(s, _load(c + 4 * i, left), y)
+        s = fma(v, load_left(b + 4 * i, left), mul(w, load_left(before + 4 * i, left)))
+        s = fma(load_left(h + 4 * i, left), decay, s)
+        store_left(h + 4 * i, s, left)
+        y = fma(s, load_left(c + 4 * i, left), y)
     return total(y)
 
 
 @kernel
-def mamba3_heads(frame, args, thread, threads):
+def mamba3_heads(frame: int, args: int, thread: int, threads: int) -> None:
     """heads, rows of one, n; x and B and C with two strides each, dt and blend with one; theta or 0 with two;
     A, D; state, angle or 0, prev_b, prev_x with a slot stride each; slots, query_start, has_history; out."""
     heads, dim, n = word(args, 2), word(args, 3), word(args, 4)
@@ -207,7 +189,8 @@ def _mamba3_scan(
     kept = (state, angle if turns else None, prev_b, prev_x)
     places = [word for m in kept for word in (m, 0 if m is None else 4 * m.stride(0))]
     cpu.launch(
-        *(mamba3_heads, heads, dim, size, *strided, dt, Rows.of(dt).row_bytes, blend),
+        mamba3_heads,
+        *(heads, dim, size, *strided, dt, Rows.of(dt).row_bytes, blend),
         *(Rows.of(blend).row_bytes, *turning, A, D, *places, *where.words, out),
         rows=count,
         seqs=len(slots),
@@ -217,7 +200,7 @@ def _mamba3_scan(
 
 
 @kernel
-def normed_heads(frame, args, thread, threads):
+def normed_heads(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row and group strides, groups, heads of each, n, weight, bias (dense), eps, out (dense)."""
     x, row_bytes, group_bytes, groups = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
     heads, n, weight, bias = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
@@ -227,14 +210,14 @@ def normed_heads(frame, args, thread, threads):
         group, squares = item % groups, zero_f32()
         own, to = x + item // groups * row_bytes + group * group_bytes, out + 4 * n * heads * item
         for i in range(0, n, 16):
-            h = _load(own + 4 * i, n - i)
+            h = load_left(own + 4 * i, n - i)
             squares = fma(h, h, squares)
         factor = spread(np.float32(1.0 / math.sqrt(np.float64(total(squares)) / n + np.float64(eps))))
         for i in range(0, n, 16):
-            h = mul(mul(_load(own + 4 * i, n - i), factor), _load(weight + 4 * i, n - i))
+            h = mul(mul(load_left(own + 4 * i, n - i), factor), load_left(weight + 4 * i, n - i))
             for head in range(heads):
-                shift = _load(bias + 4 * (n * (heads * group + head) + i), n - i)
-                _store(to + 4 * (n * head + i), add(h, shift), n - i)
+                shift = load_left(bias + 4 * (n * (heads * group + head) + i), n - i)
+                store_left(to + 4 * (n * head + i), add(h, shift), n - i)
 
 
 @norm_for_heads.variant("native", on="cpu", when=float32_rows, native=True)
@@ -252,7 +235,7 @@ def _norm_for_heads(cpu: Executor, x: Tensor, weight: Tensor, bias: Tensor, eps:
 
 
 @kernel
-def heads_as_rows(frame, args, thread, threads):
+def heads_as_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """heads, starts (int64 [2]), x, its row and head strides, n, copy (dense) or 0: counts the rows."""
     heads, starts, x, row_bytes = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
     head_bytes, n, out = word(args, 6), word(args, 7), word(args, 8)

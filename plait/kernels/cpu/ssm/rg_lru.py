@@ -7,6 +7,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.kinds import Floats, Int
 from plait.kernels.cpu.codegen.maths import exp, sigmoid, tanh
 from plait.kernels.cpu.codegen.vec import (
     add,
@@ -33,14 +34,28 @@ CHANNELS = 64  # of a head that one thread takes at a time
 
 
 @inline
-def _kept(log_a):
+def _kept(log_a: Floats) -> Floats:
     """√(1 - a²), a = exp(log_a): 1 - exp(-2x) = 2 tanh(x) / (1 + tanh(x)) loses no digits near 0."""
     t, one = tanh(sub(zero_f32(), log_a)), spread(np.float32(1.0))
     return root(div(add(t, t), add(one, t)))
 
 
 @inline
-def _channels(state, x, x_bytes, gates, gate_bytes, dim, bias, rate, out, out_bytes, tokens, past, left):
+def _channels(
+    state: Int,
+    x: Int,
+    x_bytes: Int,
+    gates: Int,
+    gate_bytes: Int,
+    dim: Int,
+    bias: Int,
+    rate: Int,
+    out: Int,
+    out_bytes: Int,
+    tokens: Int,
+    past: Int,
+    left: Int,
+) -> None:
     """All tokens of a sequence over at most sixteen channels; the recurrence's gate is `dim` behind."""
     h, low, high = load_some(state, left), load_some(bias, left), load_some(bias + 4 * dim, left)
     speed = load_some(rate, left)
@@ -54,7 +69,7 @@ def _channels(state, x, x_bytes, gates, gate_bytes, dim, bias, rate, out, out_by
 
 
 @kernel
-def rg_lru_channels(frame, args, thread, threads):
+def rg_lru_channels(frame: int, args: int, thread: int, threads: int) -> None:
     """heads, channels of one; x, its stride; gates, their row and head strides; bias, rate; state, its slot
     stride; slots, query_start, has_history; out (dense)."""
     heads, dim, x, x_bytes = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
@@ -73,7 +88,8 @@ def rg_lru_channels(frame, args, thread, threads):
         tokens = get_i64(starts + 8 * s + 8) - t
         if tokens < 1:
             continue
-        for c in range(first, min(first + CHANNELS, dim), 16):
+        last = min(first + CHANNELS, np.int64(dim))
+        for c in range(first, last, 16):
             at = 4 * (h * dim + c)
             _channels(
                 state + get_i64(slots + 8 * s) * slot_bytes + at,

@@ -11,20 +11,17 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
-from plait.kernels.cpu.codegen.maths import exp
+from plait.kernels.cpu.codegen.kinds import Float, Int
+from plait.kernels.cpu.codegen.maths import exp, load_left, store_left
 from plait.kernels.cpu.codegen.vec import (
     atomic_add,
     fma,
     get_f32,
     get_i64,
     get_u8,
-    load_f32,
-    load_some,
     mul,
     put_f32,
     spread,
-    store_f32,
-    store_some,
     total,
     where_less,
     zero_f32,
@@ -88,40 +85,26 @@ def _mamba2_scan(
 
 
 @inline
-def _load(a, left):
-    """Sixteen floats, or the `left` that there are; without a mask where all are there."""
-    if left >= 16:
-        return load_f32(a)
-    return load_some(a, np.int32(left))
-
-
-@inline
-def _store(a, x, left):
-    if left >= 16:
-        store_f32(a, x)
-    else:
-        store_some(a, x, np.int32(left))
-
-
-@inline
-def _channel(h, n, step, u, a, b, c, limit, limited):
+def _channel(
+    h: Int, n: Int, step: Float, u: Float, a: Int, b: Int, c: Int, limit: Float, limited: Int
+) -> float:
     """One token of one channel: its n numbers move on; what they add to y."""
     y, size, v = zero_f32(), spread(step), spread(step * u)
     low, high = spread(-limit), spread(limit)
     for i in range(0, n, 16):
         left = n - i
-        decay = exp(mul(size, _load(a + 4 * i, left)))
-        s = fma(decay, _load(h + 4 * i, left), mul(v, _load(b + 4 * i, left)))
+        decay = exp(mul(size, load_left(a + 4 * i, left)))
+        s = fma(decay, load_left(h + 4 * i, left), mul(v, load_left(b + 4 * i, left)))
         if limited:  # by comparisons, which leave a NaN as it is
             s = where_less(s, low, low, s)
             s = where_less(high, s, high, s)
-        _store(h + 4 * i, s, left)
-        y = fma(s, _load(c + 4 * i, left), y)
+        store_left(h + 4 * i, s, left)
+        y = fma(s, load_left(c + 4 * i, left), y)
     return total(y)
 
 
 @kernel
-def mamba1_channels(frame, args, thread, threads):
+def mamba1_channels(frame: int, args: int, thread: int, threads: int) -> None:
     """channels, n; x, dt, B, C with a row stride each; A, D or 0; limit, limited; state, its slot stride;
     slots, query_start, has_history; out (dense)."""
     inner, n, x, x_bytes, dt = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
@@ -138,11 +121,12 @@ def mamba1_channels(frame, args, thread, threads):
         if i < 0:
             return
         s, first = i // parts, i % parts * CHANNELS
-        own, last = state + get_i64(slots + 8 * s) * slot_bytes, min(first + CHANNELS, inner)
+        own = state + get_i64(slots + 8 * s) * slot_bytes
+        last = min(first + CHANNELS, np.int64(inner))
         begin, end = get_i64(starts + 8 * s), get_i64(starts + 8 * s + 8)
         if end > begin and get_u8(history + s) == 0:
             for j in range(first * n, last * n, 16):
-                _store(own + 4 * j, zero_f32(), last * n - j)
+                store_left(own + 4 * j, zero_f32(), last * n - j)
         for t in range(begin, end):
             ub, uc, to = b + t * b_bytes, c + t * c_bytes, out + 4 * t * inner
             for k in range(first, last):
@@ -184,7 +168,8 @@ def _mamba1_scan(
     strided = [word for m, r in zip((x, dt, B, C), rows, strict=True) for word in (m, r.row_bytes)]
     limit = 0.0 if state_limit is None else float(state_limit)
     cpu.launch(
-        *(mamba1_channels, inner, size, *strided, A, D, limit, state_limit is not None),
+        mamba1_channels,
+        *(inner, size, *strided, A, D, limit, state_limit is not None),
         *(state, 4 * state.stride(0), *where.words, out),
         rows=count,
         seqs=len(slots),
