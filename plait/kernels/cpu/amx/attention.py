@@ -20,7 +20,7 @@ from plait.kernels.cpu.attention.bf16_rows import WIDEST
 from plait.kernels.cpu.attention.source import Form, module
 from plait.kernels.cpu.codegen.amx_tiles import LINE, MEMORY, ROWS, TILE, Kind, Tiles
 from plait.kernels.cpu.codegen.kernel import Kernel
-from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, digest, straight
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.ops.attention import paged_attention
 from plait.ops.registry import Facts
 
@@ -69,7 +69,7 @@ def paired() -> Any:
         stop: Word,
         to: Word,
     ) -> None:
-        def bits(at: Word, token: Word) -> Any:
+        def bits(at: Word, token: Word) -> Value:
             zero = w.zero_i32()
             x = w.pick(stop.above(token), w.bits_i32(w.load_bf16(at)), zero)
             return w.pick(start.above(token), zero, x)

@@ -18,7 +18,7 @@ from typing import Any
 
 from plait.kernels.cpu.codegen.amx_tiles import MEMORY, TILE, Kind, Tiles
 from plait.kernels.cpu.codegen.kernel import Kernel, generated
-from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, digest, straight
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.kernels.cpu.linear import bf16_codes, blocks_source, float_codes
 from plait.kernels.cpu.linear.bf16_codes import Coded
 from plait.kernels.cpu.linear.float_codes import Records
@@ -288,7 +288,7 @@ def kept() -> Any:
     """Block (c, to, out_bytes, rows, left, bias): the first rows of 32 of sums, for `left` outputs."""
 
     def write(w: Writer, c: Word, to: Word, out_bytes: Word, rows: Word, left: Word, bias: Word) -> None:
-        def biases(*_: Any) -> list[Any]:
+        def biases(*_: Value) -> list[Value]:
             return [w.load_some(bias + LINE * t, left - 16 * t) for t in (0, 1)]
 
         more = w.unless_zero(bias, [w.spread(-0.0)] * 2, biases)

@@ -21,7 +21,7 @@ from plait.kernels.cpu.attention.rows import SIZES
 from plait.kernels.cpu.attention.source import FEW, Form, module, next_group, soon
 from plait.kernels.cpu.codegen.bf16_dot import HARDWARE, added, spread_pair
 from plait.kernels.cpu.codegen.kernel import Kernel
-from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, digest, straight
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.ops.attention import paged_attention
 from plait.ops.registry import Facts
 
@@ -37,7 +37,7 @@ tile_scores, tile_values = attention_pairs.scores({line}), attention_pairs.value
 """
 
 
-def _multiplied(w: Writer, xs: Sequence[Pairs], ys: Sequence[Word], sums: Sequence[Any]) -> list[Any]:
+def _multiplied(w: Writer, xs: Sequence[Pairs], ys: Sequence[Word], sums: Sequence[Value]) -> list[Value]:
     """Sums, row by row, each with the products of its row's pair (at an address of ys) and its column's."""
     found, left = [], iter(sums)
     for at in ys:

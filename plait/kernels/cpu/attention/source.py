@@ -25,7 +25,7 @@ from typing import Any
 
 from plait.kernels.cpu.attention.rows import SIZES, TILE
 from plait.kernels.cpu.codegen.kernel import generated
-from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, digest, straight
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.ops.entry import KEY_GROUP
 
 TILES = 8  # of one unit of work, at most: they share the keys and values of a span while those are in L2
@@ -220,7 +220,7 @@ def next_group(w: Writer, soon: list[Word], g: Word, i: Word | int) -> Word:
     return found + behind
 
 
-def _multiplied(w: Writer, xs: Sequence[Any], ys: Iterable[Word], sums: Sequence[Any]) -> list[Any]:
+def _multiplied(w: Writer, xs: Sequence[Value], ys: Iterable[Word], sums: Sequence[Value]) -> list[Value]:
     """Sums, row by row, each with the product of its row's number (at an address of ys) and its column's."""
     found, left = [], iter(sums)
     for at in ys:

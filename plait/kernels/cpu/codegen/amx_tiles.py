@@ -48,7 +48,7 @@ def _which(tile: ir.Value) -> ir.Constant:
 
 
 def _moved(name: str) -> Any:
-    def emit(b: Any, tile: ir.Value, address: ir.Value, stride: ir.Value) -> ir.Value:
+    def emit(b: ir.IRBuilder, tile: ir.Value, address: ir.Value, stride: ir.Value) -> ir.Value:
         _call(b, f"llvm.x86.{name}", VOID, _which(tile), _at(b, address, i8), stride)
         return _ints(0)
 
@@ -56,19 +56,19 @@ def _moved(name: str) -> Any:
 
 
 def _called(name: str) -> Any:
-    def emit(b: Any, *tiles: ir.Value) -> ir.Value:
+    def emit(b: ir.IRBuilder, *tiles: ir.Value) -> ir.Value:
         _call(b, f"llvm.x86.{name}", VOID, *(_which(t) for t in tiles))
         return _ints(0)
 
     return emit
 
 
-def _configured(b: Any, address: ir.Value) -> ir.Value:
+def _configured(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     _call(b, "llvm.x86.ldtilecfg", VOID, _at(b, address, i8))
     return _ints(0)
 
 
-def _flushed(b: Any, x: ir.Value) -> ir.Value:
+def _flushed(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """x, with zeros of its sign in place of numbers too small to be normal."""
     bits = b.bitcast(x, vi32)
     size = b.and_(bits, _ints(0x7FFFFFFF))
@@ -76,11 +76,11 @@ def _flushed(b: Any, x: ir.Value) -> ir.Value:
     return b.bitcast(b.select(tiny, b.and_(bits, _ints(-(1 << 31))), bits), vf32)
 
 
-def _fma_flushed(b: Any, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+def _fma_flushed(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     return _flushed(b, _call(b, "llvm.fma.v16f32", vf32, x, y, z))
 
 
-def _pair_bf16(b: Any, x: ir.Value, y: ir.Value) -> ir.Value:
+def _pair_bf16(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     """x in the low half of each int and y in the high one, rounded to nearest even."""
     low, high = (_round_bf16(b, v, vi32, _ints) for v in (x, y))
     return b.or_(b.and_(low, _ints(0xFFFF)), b.shl(high, _ints(16)))

@@ -22,12 +22,12 @@ LARGEST = 127  # of a rounded activation, whose smallest is -127
 _v64i8, _v32i16 = ir.VectorType(i8, 64), ir.VectorType(i16, 32)
 
 
-def _call(b: Any, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
+def _call(b: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
     kind = ir.FunctionType(result, [v.type for v in values])
     return b.call(b.module.declare_intrinsic(name, fnty=kind), values)
 
 
-def _by_halves(b: Any, one: Callable[..., ir.Value], *given: ir.Value) -> ir.Value:
+def _by_halves(b: ir.IRBuilder, one: Callable[..., ir.Value], *given: ir.Value) -> ir.Value:
     """`one` of each of the two registers that vectors are in."""
     parts = []
     for k in (0, 8):
@@ -36,23 +36,23 @@ def _by_halves(b: Any, one: Callable[..., ir.Value], *given: ir.Value) -> ir.Val
     return b.shuffle_vector(*parts, ir.Constant(vi32, list(range(16))))
 
 
-def _unsigned(b: Any, u: ir.Value, v: ir.Value) -> ir.Value:
+def _unsigned(b: ir.IRBuilder, u: ir.Value, v: ir.Value) -> ir.Value:
     return _call(b, "llvm.x86.avx2.pmadd.ub.sw", v16i16, b.bitcast(u, v32i8), b.bitcast(v, v32i8))
 
 
-def _signed(b: Any, u: ir.Value, v: ir.Value) -> ir.Value:
+def _signed(b: ir.IRBuilder, u: ir.Value, v: ir.Value) -> ir.Value:
     u, v = b.bitcast(u, v32i8), b.bitcast(v, v32i8)
     size = _call(b, "llvm.abs.v32i8", v32i8, u, ir.Constant(ir.IntType(1), 0))
     turned = _call(b, "llvm.x86.avx2.psign.b", v32i8, v, u)
     return _call(b, "llvm.x86.avx2.pmadd.ub.sw", v16i16, size, turned)
 
 
-def _joined(b: Any, x: ir.Value) -> ir.Value:
+def _joined(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     ones = ir.Constant(v16i16, [1] * 16)
     return _call(b, "llvm.x86.avx2.pmadd.wd", v8i32, b.bitcast(x, v16i16), ones)
 
 
-def _as(kind: ir.Type, operation: str, b: Any, x: ir.Value, y: ir.Value) -> ir.Value:
+def _as(kind: ir.Type, operation: str, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     return b.bitcast(getattr(b, operation)(b.bitcast(x, kind), b.bitcast(y, kind)), vi32)
 
 
@@ -79,11 +79,11 @@ def products(
     w: Writer,
     codes: Sequence[Callable[[], Any]],
     place: Callable[[int, int], Word],
-    sums: Sequence[Any],
+    sums: Sequence[ir.Value],
     largest: int,
     zero: int | None,
     base: int,
-) -> list[Any]:
+) -> list[ir.Value]:
     """Sums of as many rows: `sums` and the products of every quad, which `codes` reads.
 
     place(r, i): where the four activations of row r for quad i are. With codes above 127, `sums` must be

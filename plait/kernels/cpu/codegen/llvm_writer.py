@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from inspect import signature
-from typing import Any
+from typing import Any, TypeAlias
 
 from llvmlite import ir
 from numba import types
@@ -24,13 +24,16 @@ from numba.extending import intrinsic
 from plait.kernels.cpu.codegen.target import ROOT
 from plait.kernels.cpu.codegen.vec import DEFINED, VF, A, F, N, f32, i32, i64
 
+Value: TypeAlias = ir.Value
+"""What a straight block calculates with, unless it is a `Word`: a vector, a float or an int32 of LLVM."""
+
 
 class Word:
     """An int64 of a running kernel, an address or a size, that a straight block calculates with."""
 
     __slots__ = ("builder", "value")
 
-    def __init__(self, builder: Any, value: ir.Value) -> None:
+    def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
         self.builder, self.value = builder, value
 
     def _with(self, other: Word | int, operation: str, **how: Any) -> Word:
@@ -88,7 +91,7 @@ class Writer:
     LLVM: only operations take them.
     """
 
-    def __init__(self, builder: Any) -> None:
+    def __init__(self, builder: ir.IRBuilder) -> None:
         self._builder = builder
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -108,9 +111,9 @@ class Writer:
         first: Word | int,
         end: Word | int,
         step: int,
-        carried: Sequence[Any],
-        body: Callable[..., Sequence[Any] | None],
-    ) -> list[Any]:
+        carried: Sequence[Value],
+        body: Callable[..., Sequence[Value] | None],
+    ) -> list[Value]:
         """for i in range(first, end, step): carried = body(i, *carried). Gives what was carried last.
 
         Carried values, vectors or words, stay in registers where there are enough.
@@ -136,10 +139,10 @@ class Writer:
 
     def repeat(
         self,
-        carried: Sequence[Any],
+        carried: Sequence[Value],
         more: Callable[..., ir.Value],
-        body: Callable[..., Sequence[Any]],
-    ) -> list[Any]:
+        body: Callable[..., Sequence[Value]],
+    ) -> list[Value]:
         """while more(*carried): carried = body(*carried). Gives what was carried last."""
         b, before = self._builder, self._builder.block
         head, inside, after = (b.append_basic_block(name) for name in ("head", "inside", "after"))
@@ -172,8 +175,8 @@ class Writer:
             body()
 
     def unless_zero(
-        self, word: Word, carried: Sequence[Any], body: Callable[..., Sequence[Any]]
-    ) -> list[Any]:
+        self, word: Word, carried: Sequence[Value], body: Callable[..., Sequence[Value]]
+    ) -> list[Value]:
         """carried = body(*carried) if word != 0. Gives what is carried then."""
         b, before = self._builder, self._builder.block
         with b.if_then(b.icmp_signed("!=", word.value, ir.Constant(i64, 0))):
@@ -209,7 +212,7 @@ def _raw(value: Any) -> ir.Value:
     return value.value if isinstance(value, Word) else value
 
 
-def straight(write: Callable[..., Sequence[Any] | None], *, gives: int = 0, kind: Any = VF) -> Any:
+def straight(write: Callable[..., Sequence[Value] | None], *, gives: int = 0, kind: Any = VF) -> Any:
     """An intrinsic whose instructions `write(w, *arguments)` writes, w being a `Writer`.
 
     A call gives a tuple of `gives` values of that kind, vectors or (A) words; 0: a number without meaning.
@@ -217,7 +220,7 @@ def straight(write: Callable[..., Sequence[Any] | None], *, gives: int = 0, kind
     """
 
     def typed(context: Any, *arguments: Any) -> tuple[Any, Any]:
-        def lowered(target: Any, builder: Any, call: Any, values: Sequence[ir.Value]) -> ir.Value:
+        def lowered(target: Any, builder: ir.IRBuilder, call: Any, values: Sequence[ir.Value]) -> ir.Value:
             w = Writer(builder)
             made = write(w, *(w.opened(target, v, k) for v, k in zip(values, call.args, strict=True)))
             found = [_raw(m) for m in made or ()]

@@ -24,7 +24,7 @@ SMALLEST = 2.0**-126  # of the float32 that have all their bits
 WHOLE = 2.0**23  # from here on float32 are whole numbers
 
 
-def _call(b: Any, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
+def _call(b: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
     kind = ir.FunctionType(result, [v.type for v in values])
     return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
 
@@ -33,7 +33,7 @@ def _all(kind: ir.VectorType, value: float) -> ir.Constant:
     return ir.Constant(kind, [value] * kind.count)
 
 
-def fma(b: Any, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     """x · y + z, rounded once.
 
     In float64 the product is exact, and rounding the sum to float64 first does no harm, unless that falls in
@@ -55,13 +55,13 @@ def fma(b: Any, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     return value
 
 
-def _sums(b: Any, x: ir.Value, y: ir.Value, z: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _sums(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
     """x · y, z, and their sum, in float64."""
     product, more = b.fmul(b.fpext(x, _vf64), b.fpext(y, _vf64)), b.fpext(z, _vf64)
     return product, more, b.fadd(product, more)
 
 
-def _any(b: Any, lanes: ir.Value) -> ir.Value:
+def _any(b: ir.IRBuilder, lanes: ir.Value) -> ir.Value:
     return b.icmp_unsigned("!=", b.bitcast(lanes, _i16), ir.Constant(_i16, 0))
 
 
@@ -96,7 +96,7 @@ def added(w: Any, x: Any, y: Any, s: Any) -> Any:
     return w.add(w.mul(x, y), s) if HERE else w.fma(x, y, s)
 
 
-def nearest(b: Any, x: ir.Value) -> ir.Value:
+def nearest(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The nearest whole number, half to even: 2**23 more has no room for anything behind the point."""
     size = _call(b, "llvm.fabs.v16f32", _vf32, x)
     whole = b.fsub(b.fadd(size, _all(_vf32, WHOLE)), _all(_vf32, WHOLE))
@@ -104,14 +104,14 @@ def nearest(b: Any, x: ir.Value) -> ir.Value:
     return b.select(b.fcmp_ordered("<", size, _all(_vf32, WHOLE)), signed, x)
 
 
-def dot(b: Any, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
+def dot(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
     """s + u · v by fours, of unsigned and signed bytes: even ones and odd ones, as 16-bit numbers by twos."""
     u, v, eight = b.bitcast(u, _v32i16), b.bitcast(v, _v32i16), _all(_v32i16, 8)
     even = _by_twos(b, b.and_(u, _all(_v32i16, 255)), b.ashr(b.shl(v, eight), eight))
     return b.add(b.add(s, even), _by_twos(b, b.lshr(u, eight), b.ashr(v, eight)))
 
 
-def _by_twos(b: Any, x: ir.Value, y: ir.Value) -> ir.Value:
+def _by_twos(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     parts = []
     for start in range(0, 32, 8):
         order = ir.Constant(_v8i32, list(range(start, start + 8)))

@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 from plait.kernels.cpu.codegen.amx_tiles import MEMORY, TILE, Kind, Shapes, Tiles
-from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, straight
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, straight
 from plait.kernels.cpu.linear.blocks_source import QUADS, TILED, _codes, through
 from plait.kernels.cpu.linear.layout import BLOCK, LINE, Layout
 
@@ -23,8 +23,8 @@ def _shapes(layout: Layout) -> Shapes:
 
 
 def _on_tiles(
-    w: Writer, layout: Layout, tiles: Tiles, p: Word, a: Word, quads: range, whole: list[Any]
-) -> list[Any]:
+    w: Writer, layout: Layout, tiles: Tiles, p: Word, a: Word, quads: range, whole: list[Value]
+) -> list[Value]:
     """As `linear_source._products`."""
     at, to = tiles.at + MEMORY, tiles.at + MEMORY + QUADS
     which = quads.start // len(quads) % 2
@@ -47,7 +47,7 @@ def tile(layout: Layout, kind: Kind) -> Any:
 
     def write(
         w: Writer, weights: Word, a: Word, steps: Word, ahead: Word, apart: Word, scratch: Word
-    ) -> list[Any]:
+    ) -> list[Value]:
         products = partial(_on_tiles, w, layout, Tiles(w, kind, scratch, _shapes(layout)))
         return through(w, layout, TILED, (weights, a, steps), products, (ahead, apart), TILED)
 

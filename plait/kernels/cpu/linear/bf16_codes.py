@@ -26,7 +26,7 @@ from torch import Tensor
 import plait.kernels.cpu.linear.codebooks  # noqa: F401  operations that `Writer` has then
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
-from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, straight
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, straight
 from plait.kernels.cpu.codegen.vec import DEFINED, get_i64, get_u8, put_i64, put_u8
 from plait.kernels.cpu.runtime.executor import LINE, Executor
 from plait.kernels.cpu.runtime.frame import word
@@ -58,7 +58,7 @@ def index_of(n: Any) -> Any:
     return ((n + (2 * PIECE - 1)) // PIECE * 8 + (LINE - 1)) // LINE * LINE
 
 
-def _decoded(w: Writer, at: Word, table: Any) -> list[Any]:
+def _decoded(w: Writer, at: Word, table: Value) -> list[Value]:
     """The four lines of a plain tile that a record is; what has no code is wrong."""
     codes, found = w.load_i32(at + 2 * LINE), list[Any]()
     for half, some in enumerate((codes, w.right(codes, 4))):

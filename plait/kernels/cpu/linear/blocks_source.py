@@ -24,7 +24,7 @@ rows for itself (`ALONE`). Work shared by the counter changes which thread compu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from string import Template
 from typing import Any
@@ -32,7 +32,7 @@ from typing import Any
 from plait.kernels.cpu.codegen import avx2_dot
 from plait.kernels.cpu.codegen.amx_tiles import MEMORY, TILE
 from plait.kernels.cpu.codegen.kernel import Kernel, generated
-from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, digest, straight
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.kernels.cpu.linear.codebooks import TABLES
 from plait.kernels.cpu.linear.layout import BLOCK, LINE, Layout
 from plait.kernels.cpu.linear.quantize_rows import BASE_BITS, BUNDLES
@@ -197,7 +197,7 @@ $bundles
 ''')
 
 
-def _codes(w: Writer, layout: Layout, p: Word, q: int) -> Any:
+def _codes(w: Writer, layout: Layout, p: Word, q: int) -> Value:
     """Quad q of the block whose planes are at p."""
     if layout.bits == 8:
         return w.load_i32(p + LINE * q)
@@ -226,7 +226,7 @@ def _largest(layout: Layout) -> int:
     return (1 << (layout.bits + layout.high)) - 1
 
 
-def _scales(w: Writer, layout: Layout, at: Word, low_at: Word, outer: list[Any]) -> list[Any]:
+def _scales(w: Writer, layout: Layout, at: Word, low_at: Word, outer: list[Value]) -> list[Value]:
     """The scales of a group, at `at`, and the minima it has, at `low_at`."""
     match layout.scales:
         case "half" | "half, zero":
@@ -254,7 +254,7 @@ def _place(a: Word, quads: range, row: int, i: int) -> Word:
     return a + 32 * row + 4 * quads[i]
 
 
-def _products(w: Writer, layout: Layout, p: Word, a: Word, quads: range, whole: list[Any]) -> list[Any]:
+def _products(w: Writer, layout: Layout, p: Word, a: Word, quads: range, whole: list[Value]) -> list[Value]:
     """Integer sums of as many rows, with those quads of the block at p and of the bundle's at a."""
     largest, zero = _largest(layout), None if layout.zeros else layout.zero
     if avx2_dot.HERE and avx2_dot.together(largest, zero):
@@ -272,11 +272,11 @@ def _block(
     w: Writer,
     layout: Layout,
     places: tuple[Word, Word, Word],
-    outer: list[Any],
-    sums: Sequence[Any],
-    products: Any,
+    outer: list[Value],
+    sums: Sequence[Value],
+    products: Callable[..., list[Value]],
     together: int,
-) -> list[Any]:
+) -> list[Value]:
     """Sums of as many rows, with a block: for every group its integer sums, then the floats.
 
     places: the step, which block of it, and where the bundle's is; products: as `_products`, of `together`
@@ -316,7 +316,7 @@ def tile(layout: Layout, rows: int) -> Any:
     """Block (weights, a, steps, ahead, apart): a bundle of `rows` rows of codes, at a, times a tile in that
     layout. As many bytes are fetched meanwhile, half of them from `ahead` and half from `apart` behind it."""
 
-    def write(w: Writer, weights: Word, a: Word, steps: Word, ahead: Word, apart: Word) -> list[Any]:
+    def write(w: Writer, weights: Word, a: Word, steps: Word, ahead: Word, apart: Word) -> list[Value]:
         return through(w, layout, rows, (weights, a, steps), partial(_products, w, layout), (ahead, apart))
 
     return straight(write, gives=rows)
@@ -327,18 +327,18 @@ def through(
     layout: Layout,
     rows: int,
     places: tuple[Word, Word, Word],
-    products: Any,
+    products: Callable[..., list[Value]],
     fetched: tuple[Word, Word],
     together: int = EIGHT,
-) -> list[Any]:
+) -> list[Value]:
     """What the block of `tile` writes. products: as `_products`, of `together` rows at a time."""
     each, lines = layout.nbytes // layout.blocks // 2, -(-layout.nbytes // LINE // layout.blocks // 2)
     (weights, a, steps), (ahead, apart) = places, fetched
 
-    def step(_: Word, at: Word, a: Word, ahead: Word, *sums: Any) -> list[Any]:
+    def step(_: Word, at: Word, a: Word, ahead: Word, *sums: Value) -> list[Value]:
         outer = _outer(w, layout, at + layout.outer_at)
 
-        def block(b: Word, a: Word, *sums: Any) -> list[Any]:
+        def block(b: Word, a: Word, *sums: Value) -> list[Value]:
             for k in range(lines):
                 place = ahead + each * b + LINE * k
                 w.prefetch_l2(place)
@@ -352,7 +352,7 @@ def through(
     return w.loop(0, steps, 1, (weights, a, ahead, *([w.zero_f32()] * rows)), step)[3:]
 
 
-def _outer(w: Writer, layout: Layout, at: Word) -> list[Any]:
+def _outer(w: Writer, layout: Layout, at: Word) -> list[Value]:
     """What is above a step's group scales."""
     if layout.scales in ("level", "small"):
         return [w.load_f32(at)]
@@ -365,14 +365,14 @@ def tiles_apart(layout: Layout) -> Any:
     from the one before."""
     lines = -(-layout.nbytes // LINE // layout.blocks)
 
-    def write(w: Writer, weights: Word, apart: Word, a: Word, steps: Word) -> list[Any]:
+    def write(w: Writer, weights: Word, apart: Word, a: Word, steps: Word) -> list[Value]:
         products = partial(_products, w, layout)
 
-        def step(_: Word, at: Word, a: Word, *sums: Any) -> list[Any]:
+        def step(_: Word, at: Word, a: Word, *sums: Value) -> list[Value]:
             tiles = [at + apart * k for k in range(STREAMS)]
             outer = [_outer(w, layout, tile + layout.outer_at) for tile in tiles]
 
-            def block(b: Word, a: Word, *sums: Any) -> list[Any]:
+            def block(b: Word, a: Word, *sums: Value) -> list[Value]:
                 found = []
                 for tile, above, sum in zip(tiles, outer, sums, strict=True):
                     for k in range(lines):
@@ -391,7 +391,7 @@ def tiles_apart(layout: Layout) -> Any:
 def joined(rows: int) -> Any:
     """Block (sums): each pair, an input's two terms, becomes one; they come first, the rest is not kept."""
 
-    def write(w: Writer, sums: list[Any]) -> list[Any]:
+    def write(w: Writer, sums: list[Value]) -> list[Value]:
         return [w.add(*sums[r : r + 2]) for r in range(0, rows // 2 * 2, 2)] + sums[rows // 2 :]
 
     return straight(write, gives=rows)
@@ -402,7 +402,7 @@ def keep(rows: int) -> Any:
     """Block (to, out_bytes, kept, columns, more, sums): the first `kept` sums, each with `more` added."""
 
     def write(
-        w: Writer, to: Word, out_bytes: Word, kept: Word, columns: Word, more: Any, sums: list[Any]
+        w: Writer, to: Word, out_bytes: Word, kept: Word, columns: Word, more: Value, sums: list[Value]
     ) -> None:
         def one(r: int) -> None:
             w.store_some(to + out_bytes * r, w.add(sums[r], more), columns)

@@ -36,12 +36,12 @@ def _constant(kind: ir.VectorType, values: list[int]) -> ir.Constant:
     return ir.Constant(kind, [v - 256 if v > 127 else v for v in values])
 
 
-def _call(b: Any, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
+def _call(b: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
     kind = ir.FunctionType(result, [v.type for v in values])
     return b.call(b.module.declare_intrinsic(name, fnty=kind), values)
 
 
-def _shuffled(b: Any, table: ir.Value, x: ir.Value) -> ir.Value:
+def _shuffled(b: ir.IRBuilder, table: ir.Value, x: ir.Value) -> ir.Value:
     """One byte shuffle of AVX-512, or two of AVX2: table[x], of sixteen bytes that are there four times."""
     if DOT == "vnni":
         return _call(b, "llvm.x86.avx512.pshuf.b.512", _v64i8, table, x)
@@ -53,11 +53,11 @@ def _shuffled(b: Any, table: ir.Value, x: ir.Value) -> ir.Value:
     return b.shuffle_vector(*parts, ir.Constant(ir.VectorType(i32, 64), list(range(64))))
 
 
-def _looked_up(b: Any, table: list[int], x: ir.Value) -> ir.Value:
+def _looked_up(b: ir.IRBuilder, table: list[int], x: ir.Value) -> ir.Value:
     return _shuffled(b, _constant(_v64i8, table * 4), x)
 
 
-def _interleaved(start: int, b: Any, x: ir.Value, y: ir.Value) -> ir.Value:
+def _interleaved(start: int, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     """Of every sixteen bytes eight of x, each before the one of y."""
     order = [
         64 * from_y + lane + start + i for lane in range(0, 64, 16) for i in range(8) for from_y in (0, 1)
@@ -66,7 +66,7 @@ def _interleaved(start: int, b: Any, x: ir.Value, y: ir.Value) -> ir.Value:
     return b.bitcast(b.shuffle_vector(*both, ir.Constant(ir.VectorType(i32, 64), order)), vi32)
 
 
-def _compared(b: Any, table: list[int], x: ir.Value) -> ir.Value:
+def _compared(b: ir.IRBuilder, table: list[int], x: ir.Value) -> ir.Value:
     """The same where no shuffle is known: each place is asked for in turn."""
     found = ir.Constant(_v64i8, [0] * 64)
     for place, value in enumerate(table):
@@ -76,33 +76,33 @@ def _compared(b: Any, table: list[int], x: ir.Value) -> ir.Value:
     return found
 
 
-def _parts(b: Any, x: ir.Value) -> list[ir.Value]:
+def _parts(b: ir.IRBuilder, x: ir.Value) -> list[ir.Value]:
     """64 bytes as four registers of NEON."""
     orders = [list(range(n, n + 16)) for n in range(0, 64, 16)]
     return [b.shuffle_vector(x, x, ir.Constant(vi32, order)) for order in orders]
 
 
-def _whole(b: Any, parts: list[ir.Value]) -> ir.Value:
+def _whole(b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
     """And back."""
     halves = ir.Constant(ir.VectorType(i32, 32), list(range(32)))
     low, high = b.shuffle_vector(*parts[:2], halves), b.shuffle_vector(*parts[2:], halves)
     return b.shuffle_vector(low, high, ir.Constant(ir.VectorType(i32, 64), list(range(64))))
 
 
-def _looked(b: Any, table: list[int], x: ir.Value) -> ir.Value:
+def _looked(b: ir.IRBuilder, table: list[int], x: ir.Value) -> ir.Value:
     """Four table lookups of NEON."""
     every = _constant(_v16i8, table)
     return _whole(b, [_call(b, "llvm.aarch64.neon.tbl1.v16i8", _v16i8, every, p) for p in _parts(b, x)])
 
 
-def _look(name: str, b: Any, x: ir.Value) -> ir.Value:
+def _look(name: str, b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     values = [v + OFFSETS[name] for v in TABLES[name]]
     table = values + [0] * (16 - len(values))
     how = {"vnni": _looked_up, "avx2": _looked_up, "generic": _compared}.get(DOT, _looked)
     return b.bitcast(how(b, table, b.bitcast(x, _v64i8)), vi32)
 
 
-def _pick(b: Any, table: ir.Value, index: ir.Value) -> ir.Value:
+def _pick(b: ir.IRBuilder, table: ir.Value, index: ir.Value) -> ir.Value:
     """table[index & 15], of sixteen floats."""
     if DOT == "vnni":
         return _call(b, "llvm.x86.avx512.permvar.sf.512", vf32, table, index)
@@ -123,7 +123,7 @@ def _pick(b: Any, table: ir.Value, index: ir.Value) -> ir.Value:
     return picked
 
 
-def _widen(start: int, b: Any, x: ir.Value) -> ir.Value:
+def _widen(start: int, b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Sixteen of the 32 float16 in a vector, none of them infinite."""
     order = ir.Constant(vi32, list(range(start, start + LANES)))
     bits = b.shuffle_vector(b.bitcast(x, _v32i16), b.bitcast(x, _v32i16), order)
@@ -139,13 +139,13 @@ def _every(value: int) -> ir.Constant:
     return ir.Constant(vi32, [value] * LANES)
 
 
-def _halves(b: Any, x: ir.Value) -> ir.Value:
+def _halves(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The upper byte of every two, an E4M3 number, as a float16 that is 256 times too small."""
     sign = b.and_(x, ir.Constant(vi32, [-0x7FFF8000] * LANES))
     return b.or_(sign, b.and_(b.lshr(x, _every(1)), _every(0x3F803F80)))
 
 
-def _small(b: Any, x: ir.Value) -> ir.Value:
+def _small(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Sixteen E4M3 numbers without a sign, one in each lane, as float32."""
     return b.fmul(b.bitcast(b.shl(x, _every(20)), vf32), ir.Constant(vf32, [2.0**120] * LANES))
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import Kernel, generated, inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
-from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, digest, straight
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.kernels.cpu.codegen.plain_x86 import added
 from plait.kernels.cpu.codegen.target import TARGETS, config, host_features
 from plait.kernels.cpu.codegen.vec import get_i32, get_u8, put_i32, put_u8, word
@@ -58,7 +58,7 @@ def _shapes() -> tuple[tuple[int, int], ...]:
     return ((6, 2), (4, 2), (2, 2), (1, 2), (4, 1), (1, 1)) if wide_registers() else ((3, 1), (1, 2), (1, 1))
 
 
-def _pair(w: Writer, kind: str, at: Word) -> tuple[Any, Any]:
+def _pair(w: Writer, kind: str, at: Word) -> tuple[Value, Value]:
     """Sixteen weights of an even and of an odd input."""
     match kind:
         case "float32":
@@ -201,7 +201,7 @@ def few_through_codes(tiles: int) -> Any:
         def some(row: Word, size: int) -> None:
             source, to, half = x + row_bytes * row, out + out_bytes * row, size * tiles
 
-            def add(p: Word, lines: list[Any], sums: list[Any]) -> list[Any]:
+            def add(p: Word, lines: list[Value], sums: list[Value]) -> list[Value]:
                 evens, odds = [w.low_bf16(line) for line in lines], [w.high_bf16(line) for line in lines]
                 at = [source + row_bytes * r + 8 * p for r in range(size)]
                 made = [(w.spread_f32(a + 4 * odd), odds if odd else evens) for odd in (0, 1) for a in at]

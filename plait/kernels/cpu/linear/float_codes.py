@@ -23,7 +23,7 @@ from torch import Tensor
 import plait.kernels.cpu.linear.codebooks  # noqa: F401  operations that `Writer` has then
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import Kernel, generated, kernel
-from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, digest, straight
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.kernels.cpu.codegen.plain_x86 import added
 from plait.kernels.cpu.codegen.vec import get_u8, put_u8
 from plait.kernels.cpu.linear.bit_streams import Plane, put_plane
@@ -76,7 +76,7 @@ class Records:
         return -(-n_in // self.step)
 
 
-def _weights(w: Writer, kept: Records, at: Word, table: Any) -> list[Any]:
+def _weights(w: Writer, kept: Records, at: Word, table: Value) -> list[Value]:
     """What the 64 bytes there stand for: sixteen numbers of each of their inputs."""
     codes = w.load_i32(at)
     if kept.bits == 4:
@@ -85,12 +85,12 @@ def _weights(w: Writer, kept: Records, at: Word, table: Any) -> list[Any]:
     return [w.low_halves(even), w.high_halves(even), w.low_halves(odd), w.high_halves(odd)]
 
 
-def _sums(w: Writer, kept: Records, x: list[Word], n: Word, tile: Word, table: Any) -> list[Any]:
+def _sums(w: Writer, kept: Records, x: list[Word], n: Word, tile: Word, table: Value) -> list[Value]:
     """Rows at the addresses x through the tile."""
     rows = len(x)
 
-    def record(k: Word, at: Word, *found: Any) -> list[Any]:
-        def some(i: Word, *sums: Any) -> list[Any]:
+    def record(k: Word, at: Word, *found: Value) -> list[Value]:
+        def some(i: Word, *sums: Value) -> list[Value]:
             place = at + LINE * i
             w.prefetch(place + AHEAD)
             now = list(sums)
@@ -136,7 +136,7 @@ def rows_through(kept: Records) -> Any:
             at = [x + row_bytes * (row + r) for r in range(size)]
             sums = _sums(w, kept, at, n, tile, table)
 
-            def biased(*sums: Any) -> list[Any]:
+            def biased(*sums: Value) -> list[Value]:
                 more = w.load_some(bias, left)
                 return [w.add(s, more) for s in sums]
 

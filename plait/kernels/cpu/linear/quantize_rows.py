@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, straight
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, straight
 from plait.kernels.cpu.codegen.target import DOT
 from plait.kernels.cpu.codegen.vec import LANES
 from plait.kernels.cpu.linear.dense import wide_registers
@@ -27,7 +27,9 @@ BASE_BITS = 0x4B400000  # of BASE, beside which floats are whole numbers
 TOGETHER = LANES  # rows of a bundle that are rounded together
 
 
-def _put(w: Writer, layout: Layout, halves: list[Any], to: Word, size: Word, at: Word, scale: Any) -> None:
+def _put(
+    w: Writer, layout: Layout, halves: list[Value], to: Word, size: Word, at: Word, scale: Value
+) -> None:
     """One row's 32 codes and what goes with them, row `at` of a bundle of `size`."""
     ints = [w.to_i32(x) for x in halves]
     for k, part in enumerate(ints):
@@ -65,13 +67,13 @@ def _round_block(w: Writer, layout: Layout, x: Word, to: Word, size: Word, at: W
     w.when(terms.equals(2), rest)
 
 
-def _tree(w: Writer, leaf: Callable[[int], Any], combine: Callable[[Any, Any], Any]) -> Any:
+def _tree(w: Writer, leaf: Callable[[int], Any], combine: Callable[[Any, Any], Any]) -> Value:
     """Lane r: what all lanes of leaf(r), a vector of floats or of bits, come to.
 
     Leaves that meet in the end are neighbours: a step moves a lane's number up by a bit.
     """
 
-    def some(first: int, step: int) -> Any:
+    def some(first: int, step: int) -> Value:
         if step == LANES:
             return leaf(first)
         x, y = some(first, 2 * step), some(first + step, 2 * step)
@@ -86,7 +88,7 @@ def _round_together(w: Writer, layout: Layout, rows: Sequence[Word], to: Word) -
     rows: where each row's activations lie.
     """
 
-    def furthest(r: int) -> Any:
+    def furthest(r: int) -> Value:
         return w.later_bits(*(w.absolute(w.load_f32(rows[r] + 64 * k)) for k in range(2)))
 
     most = _tree(w, furthest, w.later_bits)
@@ -99,7 +101,7 @@ def _round_together(w: Writer, layout: Layout, rows: Sequence[Word], to: Word) -
     w.store_f32(place, w.where_less(w.spread(below), most, units, w.zero_f32()))
     kept: list[Any] = [None] * TOGETHER
 
-    def codes(r: int) -> Any:
+    def codes(r: int) -> Value:
         unit, found = w.spread_f32(place + 4 * r), []
         for k in range(2):
             # The sum is a whole number above BASE, and its last byte the code.
@@ -111,7 +113,7 @@ def _round_together(w: Writer, layout: Layout, rows: Sequence[Word], to: Word) -
         kept[r] = found[1]
         return w.bits_f32(found[0])
 
-    def added(x: Any, y: Any) -> Any:
+    def added(x: Value, y: Value) -> Value:
         return w.bits_f32(w.add_i32(w.bits_i32(x), w.bits_i32(y)))
 
     sums = [_tree(w, codes, added)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import time
-from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -25,7 +24,7 @@ atomic_add_i64 = _define(
 give_way = _define("give_way", N, (), lambda b: _call(b, "SwitchToThread" if WINDOWS else "sched_yield", i32))
 
 
-def _nanosleep(b: Any, spec: ir.Value) -> ir.Value:
+def _nanosleep(b: ir.IRBuilder, spec: ir.Value) -> ir.Value:
     """libc's nanosleep; `spec`: the address of two int64, seconds and nanoseconds. On Windows 1 ms."""
     if WINDOWS:
         _call(b, "Sleep", VOID, ir.Constant(i32, 1))
@@ -35,7 +34,7 @@ def _nanosleep(b: Any, spec: ir.Value) -> ir.Value:
     return b.call(fn, [_at(b, spec, i8), ir.Constant(i8.as_pointer(), None)])
 
 
-def _futex(b: Any, address: ir.Value, operation: ir.Value, value: ir.Value) -> ir.Value:
+def _futex(b: ir.IRBuilder, address: ir.Value, operation: ir.Value, value: ir.Value) -> ir.Value:
     """A call of Linux. Operation 128: wait while *address == value; 129: wake that many."""
     if FUTEX is None:
         return ir.Constant(i32, -1)
@@ -47,7 +46,7 @@ def _futex(b: Any, address: ir.Value, operation: ir.Value, value: ir.Value) -> i
     return b.trunc(b.call(fn, words), i32)
 
 
-def _clock(b: Any) -> ir.Value:
+def _clock(b: ir.IRBuilder) -> ir.Value:
     """Nanoseconds of a clock that never goes back. On Windows in steps of 16 ms, right in the mean."""
     if WINDOWS:
         return b.mul(_call(b, "GetTickCount64", i64), ir.Constant(i64, 1_000_000))

@@ -14,7 +14,7 @@ from string import Template
 from typing import Any
 
 from plait.kernels.cpu.codegen.kernel import Kernel, generated
-from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, digest, straight
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.kernels.cpu.codegen.vec import F
 
 LANES = 16
@@ -236,11 +236,11 @@ def _left(n: int, j: int) -> int:
     return min(n - LANES * j, LANES)
 
 
-def _read(w: Writer, at: Word, left: int) -> Any:
+def _read(w: Writer, at: Word, left: int) -> Value:
     return w.load_f32(at) if left == LANES else w.load_some(at, left)
 
 
-def _write(w: Writer, at: Word, x: Any, left: int) -> None:
+def _write(w: Writer, at: Word, x: Value, left: int) -> None:
     if left == LANES:
         w.store_f32(at, x)
     else:
@@ -272,7 +272,7 @@ def copy_row(n: int) -> Any:
 def move_row(n: int) -> Any:
     """Block (row, decay, v, b, c): one token passes by a row of the state, in memory. Gives its y."""
 
-    def write(w: Writer, row: Word, decay: Any, v: Any, b: list[Any], c: list[Any]) -> list[Any]:
+    def write(w: Writer, row: Word, decay: Value, v: Value, b: list[Value], c: list[Value]) -> list[Value]:
         y = w.zero_f32()
         for j in range(vectors(n)):
             at, left = row + 64 * j, _left(n, j)
@@ -315,7 +315,7 @@ def move_columns(n: int) -> Any:
     def write(
         w: Writer, state: Word, b: Word, c: Word, y: Word, decays: Word, vs: Word, tokens: Word
     ) -> None:
-        def token(t: Word, *h: Any) -> list[Any]:
+        def token(t: Word, *h: Value) -> list[Value]:
             decay, v = w.spread_f32(decays + 4 * t), w.load_f32(vs + 64 * t)
             moved, sums = [], [w.zero_f32()] * count
             for (i, j), old in zip(chains, h, strict=True):
