@@ -15,6 +15,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import Kernel, generated, inline
+from plait.kernels.cpu.codegen.kinds import Float, Floats
 from plait.kernels.cpu.codegen.maths import sigmoid, tanh
 from plait.kernels.cpu.codegen.vec import add, div, mul, spread, where_less, zero_f32
 from plait.kernels.cpu.runtime.executor import Executor
@@ -121,24 +122,24 @@ def elementwise(
 
 
 @native(multiply)
-def _multiply(x, y):
+def _multiply(x: Floats, y: Floats) -> Floats:
     return mul(x, y)
 
 
 @native(combine)
-def _combine(x, y, scale):
+def _combine(x: Floats, y: Floats, scale: Float) -> Floats:
     return add(x, mul(y, spread(scale)))
 
 
 @native(gate)
-def _gate(x, z):
+def _gate(x: Floats, z: Floats) -> Floats:
     """x · sigmoid(z). exp makes a number of a NaN: only what is below 0 or above -1 is one."""
     s = sigmoid(z)
     return mul(x, where_less(z, zero_f32(), s, where_less(spread(np.float32(-1.0)), z, s, z)))
 
 
 @native(rescale)
-def _rescale(x, scale, cap):
+def _rescale(x: Floats, scale: Float, cap: Float) -> Floats:
     x = mul(x, spread(scale))
     if cap == np.float32(0.0):
         return x
