@@ -50,12 +50,13 @@ screenshots: $(READY) ## take the pictures of the docs anew (needs Chromium)
 	@PLAIT_SCREENSHOTS=docs/screenshots OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -m slow \
 		tests/e2e/test_page_screenshots.py
 
-check: $(READY) ## formatting, lint, types, imports, sizes, words
+check: $(READY) ## formatting, lint, types, imports, sizes, names, words
 	@$(BIN)/ruff format --check --quiet . || { echo "ruff format: run make format" >&2; exit 1; }
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/python tools/check_imports.py
 	@$(BIN)/python tools/check_sizes.py
+	@$(BIN)/python tools/check_names.py
 	@$(BIN)/python tools/check_words.py
 
 format: $(READY) ## let ruff format and fix what it can

@@ -1,4 +1,4 @@
-"""The checks of `make check`: imports, modules without torch, sizes and words."""
+"""The checks of `make check`: imports, modules without torch, sizes, names and words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def tool(name: str) -> ModuleType:
     return module
 
 
-check_imports, check_sizes, check_words = tool("check_imports"), tool("check_sizes"), tool("check_words")
+check_imports, check_sizes = tool("check_imports"), tool("check_sizes")
+check_names, check_words = tool("check_names"), tool("check_words")
 WITHOUT_TORCH = ("plait", *(f"plait.{name}" for name in (*check_imports.NO_TORCH, "cli.main")))
 BLOCKED = """
 import importlib, pkgutil, sys
@@ -211,6 +212,27 @@ def test_an_avoided_word_is_found_in_prose(tmp_path: Path, text: str, word: str)
     use = check_words._USES[word].search(text)[0]
     assert [line for line in found if f'"{use}"' in line][:3] == [
         f'{where}: "{use}": write otherwise' for where in ("a.md:4", "b.py:1", "b.py:3")
+
+
+def test_check_names_finds_nothing_in_the_package() -> None:
+    assert check_names.repeated_classes() == []
+    assert check_names.renamed_imports() == []
+    assert check_names.participles() == []
+
+
+def test_check_names_names_a_public_class_that_stands_twice(tmp_path: Path) -> None:
+    text = "class Plan:\n    pass\n\nclass _Own:\n    pass\n"
+    write(tmp_path, {"schedule/plan.py": text, "convert/convert.py": text})
+    assert check_names.repeated_classes(tmp_path) == [
+        "class Plan stands in plait/convert/convert.py:1, plait/schedule/plan.py:1"
+    ]
+
+
+def test_check_names_names_an_import_of_our_own_under_another_name(tmp_path: Path) -> None:
+    text = "import numpy as np\nfrom plait.ops import norm as ops\nfrom plait.spec import Rope\n"
+    write(tmp_path, {"model/layers/norm.py": text})
+    assert check_names.renamed_imports(tmp_path) == [
+        "plait/model/layers/norm.py:2: plait.ops.norm is imported as ops"
     ]
 
 
@@ -251,3 +273,18 @@ def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
         "README.md:2: `no.py` does not exist",
         "README.md:2: (docs/no.md) does not exist",
     ]
+
+
+    "name", ["kept", "held_by_name", "_joined", "compiled", "merged_tables", "cached_in"]
+)
+def test_check_names_names_a_function_that_is_a_participle(tmp_path: Path, name: str) -> None:
+    write(tmp_path, {"engine/core.py": f"def {name}(): ...\n"})
+    assert len(check_names.participles(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["keep", "paged_attention", "embed", "read_header", "sampling_options", "is_kept"]
+)
+def test_check_names_lets_verbs_and_terms_of_the_field_pass(tmp_path: Path, name: str) -> None:
+    write(tmp_path, {"engine/core.py": f"def {name}(): ...\n"})
+    assert check_names.participles(tmp_path) == []
