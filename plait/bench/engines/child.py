@@ -51,13 +51,20 @@ def memory_kib(pid: int, what: str) -> int:
 
 
 def load_side(path: str) -> Any:
-    """The class `Side` of a file."""
+    """The class of a file with a name that ends in `Side`. Raises ImportError for none, or several."""
     spec = importlib.util.spec_from_file_location("bench_side", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.Side
+    found = [
+        value
+        for name, value in vars(module).items()
+        if name.endswith("Side") and isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        raise ImportError(f"{path}: one class with a name like LlamaCppSide was expected, found {len(found)}")
+    return found[0]
 
 
 class Child:

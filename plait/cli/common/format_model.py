@@ -65,7 +65,8 @@ def plain(value: Any) -> Any:
     """Dataclasses, mappings and tuples as JSON values; every dataclass says its `type`. Infinity is null."""
     if is_dataclass(value) and not isinstance(value, type):
         own = {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-        return {"type": type(value).__name__, **own}
+        name = type(value).__name__  # scripts read AttentionSpec as "Attention"
+        return {"type": name if isinstance(value, ModelSpec) else name.removesuffix("Spec"), **own}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, str):

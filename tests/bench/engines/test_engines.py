@@ -228,3 +228,13 @@ def test_memory_of_processes_that_an_engine_starts_counts() -> None:
         assert memory_mib("VmHWM") > alone + 90
         process.communicate(b"\n")
     assert process.pid not in descendants(os.getpid())
+
+
+def test_load_side_takes_the_one_class_that_is_named_side(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("class Helper: ...\nclass OtherSide: ...\n")
+    (tmp_path / "plain.py").write_text("class Side: ...\n")
+    (tmp_path / "two.py").write_text("class OneSide: ...\nclass OtherSide: ...\n")
+    assert load_side(str(tmp_path / "one.py")).__name__ == "OtherSide"
+    assert load_side(str(tmp_path / "plain.py")).__name__ == "Side"
+    with pytest.raises(ImportError, match="one class with a name like LlamaCppSide was expected, found 2"):
+        load_side(str(tmp_path / "two.py"))
