@@ -16,7 +16,7 @@ from plait.families.common.registry import build_spec
 from plait.loading.meta_model import model_states
 from plait.loading.open_model import kv_dtype, open_model, stored_dtypes
 from plait.memory import PagedState, SlotState, State
-from plait.spec import Attention, Mamba2, Mla, ModelSpec
+from plait.spec import AttentionSpec, Mamba2Spec, MlaSpec, ModelSpec
 
 LENGTHS = (512, 4096, 32768, 131072)
 SSM = {"mamba_d_state": 128, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_expand": 2}
@@ -72,12 +72,12 @@ def states_of(spec: ModelSpec, kept: str) -> dict[str, State]:
     found: dict[str, State] = {}
     for name, mixer in spec.mixers():
         match mixer:
-            case Attention():
+            case AttentionSpec():
                 entry = (mixer.num_kv_heads, mixer.head_dim)
                 found[name] = PagedState({"k": entry, "v": entry}, mixer.window, kept)
-            case Mla():
+            case MlaSpec():
                 found[name] = PagedState({"latent": (mixer.kv_rank + mixer.rope.dim,)}, dtype=kept)
-            case Mamba2():
+            case Mamba2Spec():
                 channels = mixer.num_heads * mixer.head_dim + 2 * mixer.num_groups * mixer.state_size
                 ssm = (mixer.num_heads, mixer.head_dim, mixer.state_size)
                 conv = (mixer.conv_kernel - 1, channels)
@@ -97,10 +97,10 @@ def _row(name: str, spec: ModelSpec, kept: str) -> dict[str, Any]:
     table = dict(sequence_rows(states, "float32", 16, [n for n in LENGTHS if n <= spec.max_len]))
     return {
         "model": name,
-        "attention": sum(isinstance(m, Attention) and m.window is None for m in mixers),
-        "windowed": sum(isinstance(m, Attention) and m.window is not None for m in mixers),
-        "mla": sum(isinstance(m, Mla) for m in mixers),
-        "mamba2": sum(isinstance(m, Mamba2) for m in mixers),
+        "attention": sum(isinstance(m, AttentionSpec) and m.window is None for m in mixers),
+        "windowed": sum(isinstance(m, AttentionSpec) and m.window is not None for m in mixers),
+        "mla": sum(isinstance(m, MlaSpec) for m in mixers),
+        "mamba2": sum(isinstance(m, Mamba2Spec) for m in mixers),
         "kept as": kept if kept != "model" else "float32",
         "per token": token,
         "snapshot": slot,

@@ -13,8 +13,8 @@ from plait.request import SamplingParams
 from plait.schedule.allocation import Allocation
 from plait.schedule.plan import Sampled
 from plait.schedule.pools import CacheOptions
-from plait.schedule.scheduler import Limits, Scheduler
-from plait.schedule.sequence import Sequence
+from plait.schedule.scheduler import Scheduler, SchedulerLimits
+from plait.schedule.sequence import TokenSequence
 
 KINDS = {
     "full attention": (BlockGroup("full", None, ("a",)),),
@@ -48,15 +48,15 @@ def scheduler(kind: str, number: int, budget: int) -> Scheduler:
         max_step_len=budget,
         cache=CacheOptions(block_nbytes=(1,) * len(groups), slot_nbytes=1),
     )
-    limits = Limits(
+    limits = SchedulerLimits(
         max_num_seqs=number, max_num_batched_tokens=budget, max_waiting=number, max_model_len=LONGEST
     )
     return Scheduler(limits, memory)
 
 
-def sequence(number: int, luck: random.Random, prompt_len: int, reply_len: int) -> Sequence:
+def sequence(number: int, luck: random.Random, prompt_len: int, reply_len: int) -> TokenSequence:
     ids = [luck.randrange(50_000) for _ in range(prompt_len)]
-    return Sequence(number, f"r{number}", 0, ids, GREEDY, frozenset({2}), prompt_len + reply_len)
+    return TokenSequence(number, f"r{number}", 0, ids, GREEDY, frozenset({2}), prompt_len + reply_len)
 
 
 def step(scheduled: Scheduler) -> tuple[int, int, list[float]]:

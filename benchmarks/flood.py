@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from plait.bench.serve.client import KEPT_S, Outcome, Target
+from plait.bench.serve.client import KEPT_S, RequestOutcome, ServerTarget
 from plait.bench.serve.load_generator import Run, runner
 from plait.bench.serve.workload import Workload
 
@@ -91,7 +91,7 @@ class Flood:
     _open: int = 0
 
     @classmethod
-    def of(cls, target: Target, workload: Workload, count: int) -> Flood:
+    def of(cls, target: ServerTarget, workload: Workload, count: int) -> Flood:
         """So many different requests of that workload."""
         place = urlsplit(target.path)
         lines = [f"POST {place.path} HTTP/1.1", f"Host: {place.netloc}", "Content-Type: application/json"]
@@ -179,9 +179,9 @@ def drive(flood: Flood, load: Callable[[Flood], Any]) -> Run:
         return loop.run(whole())
 
 
-def outcome_of(exchange: Exchange, began: float) -> Outcome:
+def outcome_of(exchange: Exchange, began: float) -> RequestOutcome:
     """What became of it: refusals with their code, streams with the moments of their text."""
-    one = Outcome(exchange.index, 0, exchange.began - began, e2e_s=exchange.ended - exchange.began)
+    one = RequestOutcome(exchange.index, 0, exchange.began - began, e2e_s=exchange.ended - exchange.began)
     if not exchange.parts:
         one.fail("connection cut", exchange.broken)
         return one

@@ -30,8 +30,8 @@ sys.path.insert(0, str(HERE.parent))
 from plait.bench import machine  # noqa: E402
 from plait.bench.model.compare import SIDES, Contestant, contestant  # noqa: E402
 from plait.bench.model.engine_pipe import Side  # noqa: E402
-from plait.bench.model.measure import rounded  # noqa: E402
-from plait.bench.model.run import named, start  # noqa: E402
+from plait.bench.model.measure import round_number  # noqa: E402
+from plait.bench.model.run import name_apart, start  # noqa: E402
 
 BUSY = "import os, sys\nif sys.argv[1:]: os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
 DEFAULT = "default"
@@ -80,13 +80,13 @@ def compare(sides: Sequence[Side], kind: str, given: argparse.Namespace) -> dict
             if turn:  # the first one warms up
                 runs[side.name].append(found)
     rows = {
-        name: {key: rounded(median(run[key] for run in found)) for key in found[0]}
+        name: {key: round_number(median(run[key] for run in found)) for key in found[0]}
         for name, found in runs.items()
     }
     best = max((side.name for side in sides), key=lambda name: rows[name]["tokens_per_s"])
     turns = zip(runs[DEFAULT], runs[best], strict=True)
     of_best = median(ours["tokens_per_s"] / its["tokens_per_s"] for ours, its in turns)
-    return {"kind": kind, "sides": rows, "best": best, "of_best": rounded(of_best)}
+    return {"kind": kind, "sides": rows, "best": best, "of_best": round_number(of_best)}
 
 
 def overload(given: argparse.Namespace) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def main() -> None:
     others = [contestant(what, given.model, {}, threads_of) for what in given.compare]
     room, rows = {"max_model_len": given.prompt + given.tokens + 40, "max_num_seqs": 4}, []
     with ExitStack() as stack:
-        sides = [start(who, None, room, stack)[0] for who in named([own, *others])]
+        sides = [start(who, None, room, stack)[0] for who in name_apart([own, *others])]
         for count in map(int, given.neighbours.split(",")):
             with busy(count):
                 rows += [

@@ -21,7 +21,7 @@ from serving import Served, parse, parser, say, serving, show
 
 from plait import LLM, SamplingParams
 from plait.bench import machine
-from plait.bench.model.measure import rounded
+from plait.bench.model.measure import round_number
 from plait.bench.serve.load_generator import Arrivals, drive
 from plait.bench.serve.workload import Length, Workload
 from plait.cli.bench import parse_options
@@ -113,7 +113,7 @@ def turns(given: argparse.Namespace, llm: LLM, served: Served, share: float) -> 
 
 
 def middle(values: list[Numbers]) -> Numbers:
-    return {name: rounded(median(one[name] for one in values)) for name in values[0]}
+    return {name: round_number(median(one[name] for one in values)) for name in values[0]}
 
 
 def main() -> None:
@@ -135,8 +135,8 @@ def main() -> None:
     for name in ("text", "http"):
         pairs = list(zip(found[name], found["engine"], strict=True))
         result[f"{name}_over_engine"] = {
-            "tokens_per_s": rounded(median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs)),
-            "more_cpu_us_per_token": rounded(
+            "tokens_per_s": round_number(median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs)),
+            "more_cpu_us_per_token": round_number(
                 median(a["cpu_us_per_token"] - b["cpu_us_per_token"] for a, b in pairs)
             ),
         }

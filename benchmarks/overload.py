@@ -18,7 +18,7 @@ from flood import Flood, drive
 from serving import Served, Watch, parse, parser, serving, show, tokens_within
 
 from plait.bench import machine
-from plait.bench.model.measure import rounded
+from plait.bench.model.measure import round_number
 from plait.bench.serve.load_generator import Run
 from plait.bench.serve.run import tokens_per_word
 from plait.bench.serve.score import score
@@ -41,8 +41,8 @@ def phase(run: Run, until_s: float) -> dict[str, Any]:
     facts = score(run.outcomes, run.duration_s)
     return {
         **{name: facts[name] for name in FACTS},
-        "tokens_per_s": rounded(rate_of(run, until_s)),
-        "client_cpu_share": rounded(run.cpu_s / run.duration_s),
+        "tokens_per_s": round_number(rate_of(run, until_s)),
+        "client_cpu_share": round_number(run.cpu_s / run.duration_s),
     }
 
 
@@ -79,13 +79,15 @@ def measure(given: argparse.Namespace, served: Served) -> dict[str, Any]:
     over = phase(run, given.seconds) | {name: flooded[name] for name in REFUSED}
     return {
         "machine": machine.describe(),
-        "asked": {"requests_per_s": rounded(rate), "seconds": given.seconds, "factor": given.factor},
+        "asked": {"requests_per_s": round_number(rate), "seconds": given.seconds, "factor": given.factor},
         "peak": peak,
         "overload": over,
         "recovery": again,
-        "served_of_peak": rounded(over["tokens_per_s"] * 2 / (peak["tokens_per_s"] + again["tokens_per_s"])),
-        "served_of_first_peak": rounded(over["tokens_per_s"] / peak["tokens_per_s"]),
-        "recovered_of_peak": rounded(again["tokens_per_s"] / peak["tokens_per_s"]),
+        "served_of_peak": round_number(
+            over["tokens_per_s"] * 2 / (peak["tokens_per_s"] + again["tokens_per_s"])
+        ),
+        "served_of_first_peak": round_number(over["tokens_per_s"] / peak["tokens_per_s"]),
+        "recovered_of_peak": round_number(again["tokens_per_s"] / peak["tokens_per_s"]),
         "other_errors": {k: n for k, n in flooded["errors"].items() if not k.startswith(("429", "503"))},
         "health_worst_ms": watch.most("health_ms"),
         "health_statuses": sorted({sample["health"] for sample in watch.samples}),

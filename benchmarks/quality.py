@@ -30,7 +30,7 @@ from torch import Tensor
 from plait.bench import machine
 from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig, Quantize
-from plait.kernels.load import executor, load
+from plait.kernels.load import executor, load_kernels
 from plait.loading.open_model import Opened, open_model
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="write the JSON here")
     given = parser.parse_args()
-    load()
+    load_kernels()
     opened = open_model(given.model, EngineConfig(device="cpu", threads=given.threads))
     results = compare(opened, given)
     report = {

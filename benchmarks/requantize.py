@@ -23,8 +23,8 @@ from torch import Tensor
 
 from plait.bench import machine
 from plait.config import EngineConfig
-from plait.convert.convert import Order, convert
-from plait.kernels.load import load
+from plait.convert.convert import Order, convert_model
+from plait.kernels.load import load_kernels
 from plait.loading.open_model import open_model
 
 STORAGES = ("f16", "bf16", "q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0")
@@ -61,7 +61,7 @@ def measure(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         for storage in given.storages:
             out = Path(folder) / "model.gguf"
-            made = convert(
+            made = convert_model(
                 Order(given.model, out, quantize=storage, force=True, threads=given.threads),
                 lambda *_: None,
             )
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the JSON here")
     given = parser.parse_args()
     given.dither = False
-    load()
+    load_kernels()
     results = measure(given)
     report = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

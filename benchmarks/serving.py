@@ -16,7 +16,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from plait.bench.serve.client import Outcome, Target  # noqa: E402
+from plait.bench.serve.client import RequestOutcome, ServerTarget  # noqa: E402
 from plait.bench.serve.run import reach  # noqa: E402
 from plait.bench.serve.server_process import ServerProcess, census, read_health  # noqa: E402
 
@@ -25,7 +25,7 @@ from plait.bench.serve.server_process import ServerProcess, census, read_health 
 class Served:
     """A server under test. `pid`: its first process, 0 where that is not known."""
 
-    target: Target
+    target: ServerTarget
     max_len: int | None
     pid: int
 
@@ -104,16 +104,16 @@ def serving(given: argparse.Namespace, options: Sequence[str] = ()) -> Iterator[
     """The server that was named, or one of the model with `options` and those after --."""
     if bool(given.model) == bool(given.base_url):
         raise SystemExit("name either a MODEL to serve, or a server that runs with --base-url")
-    target = Target(name="server", base_url=given.base_url or "", api_key=given.api_key)
+    target = ServerTarget(name="server", base_url=given.base_url or "", api_key=given.api_key)
     if given.base_url:
         yield Served(*reach(target), pid=given.server_pid)
         return
     with ServerProcess(given.model, [*options, *given.options], say) as process:
-        found, max_len = reach(Target(name="server", base_url=process.base_url))
+        found, max_len = reach(ServerTarget(name="server", base_url=process.base_url))
         yield Served(found, max_len, process.pid)
 
 
-def tokens_within(outcomes: Sequence[Outcome], since_s: float, until_s: float) -> int:
+def tokens_within(outcomes: Sequence[RequestOutcome], since_s: float, until_s: float) -> int:
     """Events with text, of replies that came to their end, between two moments of the run."""
     count = 0
     for one in outcomes:

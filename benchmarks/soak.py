@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from serving import Served, parse, parser, say, serving, show
 
 from plait.bench import machine
-from plait.bench.serve.client import Outcome
+from plait.bench.serve.client import RequestOutcome
 from plait.bench.serve.load_generator import Arrivals, drive
 from plait.bench.serve.run import tokens_per_word
 from plait.bench.serve.server_process import read_metrics
@@ -90,7 +90,7 @@ def one_round(given: argparse.Namespace, served: Served, number: int, share: flo
     kinds: Counter[str] = Counter()
     rude: Counter[str] = Counter()
 
-    def note(one: Outcome) -> None:
+    def note(one: RequestOutcome) -> None:
         kinds[one.error or ("left early" if one.is_cancelled else "completed")] += 1
 
     ends = threading.Event()

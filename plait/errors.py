@@ -36,7 +36,7 @@ from typing import ClassVar, Self
 MAX_TEXT = 300  # characters of an error's text that clients and logs get
 
 
-def clipped(text: object, most: int = MAX_TEXT) -> str:
+def clip_text(text: object, most: int = MAX_TEXT) -> str:
     """A text of at most so many characters: where it is longer, "…" takes the place of its middle.
 
     The beginning says what failed and where, the end what the limit is or what to do; between them stands

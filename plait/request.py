@@ -21,11 +21,10 @@ _INT64 = 2**63 - 1
 def _words(
     text: str, low: float | None = None, high: float = _INT64, *, also: str = "", ours: float | None = None
 ) -> Meta:
-    """What a field does, and its range from `low` to `high`.
+    """What a field does, and its range from `low` to `high`, which `SamplingParams` checks.
 
     `also`: other servers' names for it. `ours`: its value where neither the request nor the model's
-    generation_config.json has one. Documents show the range; `SamplingParams` checks it, because its texts
-    say what was sent.
+    generation_config.json has one.
     """
     if ours is not None:
         text += f" [default: the model's generation_config.json, else {ours:g}]"
@@ -43,10 +42,8 @@ NumLogprobs = Annotated[int | None, _words("alternatives with each token; 0: its
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFields:
-    """What every API that generates takes, in vLLM's spelling; None: the model decides.
-
-    Requests over HTTP, `SamplingParams` and the options of the command line are made from it.
-    """
+    """What every API that generates takes, in vLLM's spelling; None: the model decides. HTTP requests,
+    `SamplingParams` and the options of the command line are made from it."""
 
     min_tokens: Annotated[int, _words("tokens before anything may stop it", 0, also="min_new_tokens")] = 0
     temperature: Annotated[float | None, _words("0: always the likeliest token", 0, 2, ours=0.7)] = None
@@ -103,8 +100,8 @@ class SamplingParams(ChoiceFields):
     structured_outputs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _listed("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "stop", _as_tuple("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         for name, told in SAMPLING.items():
             told.check(name, getattr(self, name))
         if self.best_of is not None and self.best_of < self.n:
@@ -145,7 +142,7 @@ class SamplingParams(ChoiceFields):
         return replace(self, **found)
 
 
-def _listed(name: str, value: Any) -> tuple[Any, ...]:
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
     """A list as a tuple, one string as a list of it, None as an empty one."""
     if isinstance(value, str):
         return (value,)
@@ -162,10 +159,12 @@ def check_range(name: str, value: Any, low: float, high: float) -> None:
     if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise InvalidField(f"{name}: {shorten(value)} is not a finite number", name)
     if not low <= value <= high:
-        raise InvalidField(f"{name}: {shorten(value)} is outside [{_bound(low)}, {_bound(high)}]", name)
+        raise InvalidField(
+            f"{name}: {shorten(value)} is outside [{_limit_text(low)}, {_limit_text(high)}]", name
+        )
 
 
-def _bound(value: float) -> str:
+def _limit_text(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
@@ -201,14 +200,14 @@ class Declared:
             _check_whole(name, value)
 
 
-def _declared(hint: Any) -> Declared:
+def _declare(hint: Any) -> Declared:
     kind, meta, *_ = get_args(hint)
     bounds = tuple(meta.extra_json_schema.values()) or None
     return Declared(meta.description, bounds, kind in (int, int | None), **meta.extra)
 
 
 _HINTS = get_type_hints(SamplingParams, include_extras=True).items()
-SAMPLING: Mapping[str, Declared] = {n: _declared(h) for n, h in _HINTS if get_origin(h) is Annotated}
+SAMPLING: Mapping[str, Declared] = {n: _declare(h) for n, h in _HINTS if get_origin(h) is Annotated}
 
 
 @dataclass(frozen=True, slots=True)

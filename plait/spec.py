@@ -15,7 +15,7 @@ Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "swig
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class NormSpec:
     """RMS norm (Zhang & Sennrich 2019) or layer norm; weight and bias come from the file.
 
     `weight` False: it has none, and only scales to unit size.
@@ -27,7 +27,7 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
+class RopeSpec:
     """Rotary positions (Su et al. 2021) on the first `dim` of a head.
 
     `scaling` keeps the config's own keys (`rope_type`, `factor`, …); `ops.rope` knows each kind.
@@ -51,7 +51,7 @@ class Recurrent(Mixer):
 
 
 @dataclass(frozen=True, slots=True)
-class Attention(Mixer):
+class AttentionSpec(Mixer):
     """Grouped-query attention. `window` keys are visible to a query, itself included.
 
     `qk_norm_over`: one head with a weight for all ("head"), one head with a weight of its own ("each"), or
@@ -63,17 +63,17 @@ class Attention(Mixer):
     num_kv_heads: int
     head_dim: int
     scale: float
-    rope: Rope | None = None
+    rope: RopeSpec | None = None
     window: int | None = None
     softcap: float | None = None
-    qk_norm: Norm | None = None  # before rope
+    qk_norm: NormSpec | None = None  # before rope
     qk_norm_over: Literal["head", "each", "all"] = "head"
     sinks: bool = False
     gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Mla(Mixer):
+class MlaSpec(Mixer):
     """Multi-head latent attention (DeepSeek-V2). `q_rank` None: queries come from the hidden state.
 
     `rope_dim` of a key are the same for all heads; without a `rope` they are not rotated (Kimi-Linear).
@@ -86,12 +86,12 @@ class Mla(Mixer):
     v_dim: int
     scale: float
     rope_dim: int
-    rope: Rope | None
-    latent_norm: Norm | None = None
+    rope: RopeSpec | None
+    latent_norm: NormSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba1(Recurrent):
+class Mamba1Spec(Recurrent):
     """Selective scan (Gu & Dao 2023). `state_limit` clamps the state to ±limit (oxidizr).
 
     `norm`: of dt, B and C before they are used (Jamba, Falcon-Mamba). `num_heads`: A, D and the step are one
@@ -103,12 +103,12 @@ class Mamba1(Recurrent):
     dt_rank: int
     conv_kernel: int
     state_limit: float | None = None
-    norm: Norm | None = None
+    norm: NormSpec | None = None
     num_heads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2(Recurrent):
+class Mamba2Spec(Recurrent):
     """State-space duality (Dao & Gu 2024). `norm_groups` is how many parts the gated norm is taken over.
 
     `mode` "ssd" is the recurrence; "exact" is what oxidizr's trainer computes, which is not causal and
@@ -122,14 +122,14 @@ class Mamba2(Recurrent):
     conv_kernel: int
     chunk_size: int = 256
     dt_limit: tuple[float, float] = (0.0, UNLIMITED)
-    gated_norm: Norm | None = Norm()
+    gated_norm: NormSpec | None = NormSpec()
     norm_groups: int = 1
     norm_before_gate: bool = False
     mode: Literal["ssd", "exact"] = "ssd"
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba3(Recurrent):
+class Mamba3Spec(Recurrent):
     """oxidizr's Mamba3: trapezoidal input, B and C rotated by a running angle; MIMO, conv optional."""
 
     num_heads: int
@@ -141,20 +141,20 @@ class Mamba3(Recurrent):
     mimo_rank: int = 0
     chunk_size: int = 256
     dt_limit: tuple[float, float] = (1e-3, 0.1)
-    bc_norm: Norm = Norm(1e-6)
-    gated_norm: Norm = Norm(1e-6)
+    bc_norm: NormSpec = NormSpec(1e-6)
+    gated_norm: NormSpec = NormSpec(1e-6)
     mode: Literal["ssd", "exact"] = "ssd"
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConv(Recurrent):
+class ShortConvSpec(Recurrent):
     """Gated short convolution (LFM2): from one projection B, C and x; out(C · conv(B · x)), no activation."""
 
     kernel: int
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNet(Recurrent):
+class DeltaNetSpec(Recurrent):
     """Gated delta rule: Gated DeltaNet (Yang et al. 2024), Kimi Delta Attention (Kimi Team 2025).
 
     `num_heads` have a state and a value each; key head h // (num_heads / num_key_heads) serves head h, or
@@ -168,7 +168,7 @@ class DeltaNet(Recurrent):
     key_dim: int
     value_dim: int
     conv_kernel: int
-    norm: Norm
+    norm: NormSpec
     decay: Literal["head", "channel"] = "head"
     gate: Literal["silu", "sigmoid"] = "silu"
     beta_scale: float = 1.0
@@ -178,7 +178,7 @@ class DeltaNet(Recurrent):
 
 
 @dataclass(frozen=True, slots=True)
-class Lightning(Recurrent):
+class LightningSpec(Recurrent):
     """Linear attention with a fixed decay per head (MiniMax-01): h <- exp(-slope) h + v k, y = h q.
 
     q, k and v are `activation`s of one projection; y is normed over all heads and gated by a sigmoid.
@@ -187,12 +187,12 @@ class Lightning(Recurrent):
     num_heads: int
     head_dim: int
     slopes: tuple[float, ...]
-    norm: Norm
+    norm: NormSpec
     activation: Activation = "silu"
 
 
 @dataclass(frozen=True, slots=True)
-class RgLru(Recurrent):
+class RgLruSpec(Recurrent):
     """Griffin's recurrent block (De et al. 2024): conv and gated linear recurrence, times a second branch.
 
     The recurrence's two gates are maps of each head onto itself; `activation`: of the second branch.
@@ -205,14 +205,14 @@ class RgLru(Recurrent):
 
 
 @dataclass(frozen=True, slots=True)
-class Mlp(Mixer):
+class MlpSpec(Mixer):
     size: int
     activation: Activation = "silu"
     gated: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class RouterSpec:
     """How tokens choose experts: scores, the optional group mask, top-k, then weights.
 
     A checkpoint's correction bias, when there is one, moves the choice and never the weight (DeepSeek-V3).
@@ -228,26 +228,26 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True)
-class Moe(Mixer):
+class MoeSpec(Mixer):
     """A mixture of experts. `shared_gate`: a sigmoid of the token weighs the shared expert (Qwen2-MoE)."""
 
     num_experts: int
     top_k: int
-    expert: Mlp
-    router: Router = Router()
-    shared: Mlp | None = None
+    expert: MlpSpec
+    router: RouterSpec = RouterSpec()
+    shared: MlpSpec | None = None
     shared_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Parallel(Mixer):
+class ParallelSpec(Mixer):
     """Mixers that read the same normed input and whose outputs are summed (Falcon-H1)."""
 
     parts: Mapping[str, Mixer]
 
 
 @dataclass(frozen=True, slots=True)
-class Aside:
+class AsideSpec:
     """A transformer block beside a branch (Zamba2), out(mlp(norm(attention(norm([x, embeddings]))))).
 
     It reads x and the token embeddings side by side and has no residuals. All asides of one `block` use the
@@ -260,16 +260,16 @@ class Aside:
     num_kv_heads: int
     head_dim: int
     scale: float
-    rope: Rope | None
+    rope: RopeSpec | None
     size: int
     activation: Activation
-    norm: Norm
+    norm: NormSpec
     rank: int
     adapts_attention: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
+class BranchSpec:
     """One residual branch: x = x + scale * post_norm(mixer(norm(x))).
 
     `keep`: not x stays, but `keep` times what the mixer read, norm(x) (MiniMax-01). `aside`: what this gives
@@ -278,11 +278,11 @@ class Branch:
 
     name: str
     mixer: Mixer
-    norm: Norm | None
-    post_norm: Norm | None = None
+    norm: NormSpec | None
+    post_norm: NormSpec | None = None
     scale: float = 1.0
     keep: float | None = None
-    aside: Aside | None = None
+    aside: AsideSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,8 +295,8 @@ class ModelSpec:
     family: str
     hidden_size: int
     vocab_size: int
-    layers: tuple[tuple[Branch, ...], ...]
-    norm: Norm
+    layers: tuple[tuple[BranchSpec, ...], ...]
+    norm: NormSpec
     max_len: int
     tied: bool = False
     embed_scale: float = 1.0
@@ -304,16 +304,16 @@ class ModelSpec:
     logit_softcap: float | None = None
     causal: bool = True
 
-    def branches(self) -> Iterator[tuple[str, Branch]]:
+    def branches(self) -> Iterator[tuple[str, BranchSpec]]:
         """Every branch with its name in our naming, `layers.3.attn`."""
         for i, layer in enumerate(self.layers):
             for branch in layer:
                 yield f"layers.{i}.{branch.name}", branch
 
     def mixers(self) -> Iterator[tuple[str, Mixer]]:
-        """Every mixer with its name; the parts of a `Parallel` each under their own."""
+        """Every mixer with its name; the parts of a `ParallelSpec` each under their own."""
         for name, branch in self.branches():
-            if isinstance(branch.mixer, Parallel):
+            if isinstance(branch.mixer, ParallelSpec):
                 yield from ((f"{name}.{part}", mixer) for part, mixer in branch.mixer.parts.items())
             else:
                 yield name, branch.mixer

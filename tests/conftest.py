@@ -20,7 +20,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 
-from plait.kernels.load import executor, load
+from plait.kernels.load import executor, load_kernels
 from tests.skips import pytest_terminal_summary
 
 __all__ = ["pytest_terminal_summary"]
@@ -75,7 +75,7 @@ def seeds() -> None:
 @pytest.fixture(scope="session")
 def cpu() -> Iterator[Any]:
     """Two threads that run native kernels."""
-    load()
+    load_kernels()
     made = executor(2)
     assert made is not None, "Numba is a dependency of the package: native kernels must run in tests"
     yield made

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from plait.bench.ops.run import Ground, Roofs, bench_case
-from plait.kernels.load import load
+from plait.kernels.load import load_kernels
 from plait.ops.registry import REGISTRY, Op
 from tests.ops import test_fusion, test_variants
 
@@ -27,7 +27,7 @@ SOFTSIGN, OP, KERNEL, TESTS, _, FUSED = re.findall(
 @pytest.fixture
 def write(tmp_path: Path) -> Iterator[Any]:
     """Import a text as a module of that name; modules and ops are forgotten afterwards."""
-    load()
+    load_kernels()
     ops, written = dict(REGISTRY), list[str]()
 
     def imported(name: str, source: str) -> ModuleType:

@@ -212,27 +212,6 @@ def test_an_avoided_word_is_found_in_prose(tmp_path: Path, text: str, word: str)
     use = check_words._USES[word].search(text)[0]
     assert [line for line in found if f'"{use}"' in line][:3] == [
         f'{where}: "{use}": write otherwise' for where in ("a.md:4", "b.py:1", "b.py:3")
-
-
-def test_check_names_finds_nothing_in_the_package() -> None:
-    assert check_names.repeated_classes() == []
-    assert check_names.renamed_imports() == []
-    assert check_names.participles() == []
-
-
-def test_check_names_names_a_public_class_that_stands_twice(tmp_path: Path) -> None:
-    text = "class Plan:\n    pass\n\nclass _Own:\n    pass\n"
-    write(tmp_path, {"schedule/plan.py": text, "convert/convert.py": text})
-    assert check_names.repeated_classes(tmp_path) == [
-        "class Plan stands in plait/convert/convert.py:1, plait/schedule/plan.py:1"
-    ]
-
-
-def test_check_names_names_an_import_of_our_own_under_another_name(tmp_path: Path) -> None:
-    text = "import numpy as np\nfrom plait.ops import norm as ops\nfrom plait.spec import Rope\n"
-    write(tmp_path, {"model/layers/norm.py": text})
-    assert check_names.renamed_imports(tmp_path) == [
-        "plait/model/layers/norm.py:2: plait.ops.norm is imported as ops"
     ]
 
 
@@ -275,6 +254,29 @@ def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
     ]
 
 
+def test_check_names_finds_nothing_in_the_package() -> None:
+    assert check_names.repeated_classes() == []
+    assert check_names.renamed_imports() == []
+    assert check_names.participles() == []
+
+
+def test_check_names_names_a_public_class_that_stands_twice(tmp_path: Path) -> None:
+    text = "class Plan:\n    pass\n\nclass _Own:\n    pass\n"
+    write(tmp_path, {"schedule/plan.py": text, "convert/convert.py": text})
+    assert check_names.repeated_classes(tmp_path) == [
+        "class Plan stands in plait/convert/convert.py:1, plait/schedule/plan.py:1"
+    ]
+
+
+def test_check_names_names_an_import_of_our_own_under_another_name(tmp_path: Path) -> None:
+    text = "import numpy as np\nfrom plait.ops import norm as ops\nfrom plait.spec import RopeSpec\n"
+    write(tmp_path, {"model/layers/norm.py": text})
+    assert check_names.renamed_imports(tmp_path) == [
+        "plait/model/layers/norm.py:2: plait.ops.norm is imported as ops"
+    ]
+
+
+@pytest.mark.parametrize(
     "name", ["kept", "held_by_name", "_joined", "compiled", "merged_tables", "cached_in"]
 )
 def test_check_names_names_a_function_that_is_a_participle(tmp_path: Path, name: str) -> None:

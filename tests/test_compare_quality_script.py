@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from plait.config import EngineConfig
-from plait.kernels.load import load
+from plait.kernels.load import load_kernels
 from plait.loading.open_model import open_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +43,7 @@ def test_a_score_is_perplexity_and_divergence(quality: ModuleType) -> None:
 
 
 def test_rounding_more_is_further_from_float32(quality: ModuleType, nano_hybrid: Path) -> None:
-    load()
+    load_kernels()
     given = Namespace(text=quality.TEXT, tokens=130, threads=1, dither=False, llama_cpp=None)
     given.quantize = ["q8_0", "q4_0"]
     results = quality.compare(open_model(str(nano_hybrid), EngineConfig(device="cpu")), given)

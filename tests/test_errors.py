@@ -2,19 +2,19 @@ from __future__ import annotations
 
 import pytest
 
-from plait.errors import MAX_TEXT, BadGrammar, InvalidField, clipped
+from plait.errors import MAX_TEXT, BadGrammar, InvalidField, clip_text
 from plait.server.http.errors import problem
 from plait.text.grammar.library import readable
 
 
 def test_a_text_that_fits_stays_as_it_is() -> None:
-    assert clipped("x" * MAX_TEXT) == "x" * MAX_TEXT
-    assert clipped(17, 2) == "17"
+    assert clip_text("x" * MAX_TEXT) == "x" * MAX_TEXT
+    assert clip_text(17, 2) == "17"
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 10, 300])
 def test_a_long_text_has_so_many_characters_and_keeps_both_ends(most: int) -> None:
-    found = clipped("a" * 500 + "b" * 500, most)
+    found = clip_text("a" * 500 + "b" * 500, most)
     assert len(found) == most
     if most >= 10:
         assert found.startswith("a")

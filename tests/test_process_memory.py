@@ -12,12 +12,12 @@ import pytest
 from plait.cli.main import explain
 from plait.errors import OutOfMemory
 from plait.process_memory import is_free, is_memory_error, out_of_memory_text
-from plait.worker.protocol import told
+from plait.worker.protocol import encode_error
 
 LIMITED = """
 import resource
 from plait.cli.main import explain
-from plait.worker.protocol import told
+from plait.worker.protocol import encode_error
 from plait.errors import OutOfMemory
 from plait.process_memory import is_free, out_of_memory_text
 print(is_free(1 << 40))
@@ -71,4 +71,4 @@ def test_what_cannot_be_mapped_is_out_of_memory_for_the_command_line_and_the_eng
     error = ImportError("libtorch_python.so: failed to map segment from shared object")
     text, code = explain(error)
     assert (text.startswith("out of memory"), code) == (True, OutOfMemory.exit_code)
-    assert told(error) == ("OutOfMemory", text, None)
+    assert encode_error(error) == ("OutOfMemory", text, None)

@@ -69,9 +69,9 @@ METHODS: tuple[tuple[str, str], ...] = (
 
 def family_lines() -> Iterator[str]:
     """The table of families. Raises SystemExit if a family has no row, or a row names none."""
-    from plait.families.common.registry import known
+    from plait.families.common.registry import families_by_name
 
-    every = {family.name for family in known().values()} | {"oxidizr"}
+    every = {family.name for family in families_by_name().values()} | {"oxidizr"}
     listed = {name for _, _, names in ROWS for name in names}
     if every != listed:
         raise SystemExit(f"families without a row, or rows without a family: {sorted(every ^ listed)}")
@@ -157,13 +157,13 @@ def _native(formats: set[str]) -> str:
     import torch
 
     from plait.ops.linear import linear
-    from plait.ops.registry import Facts
+    from plait.ops.registry import OpFacts
 
     served = set()
     for name in formats:
         for activations in ("int8", "float32"):
             sizes = {"n_in": 1024, "n_out": 1024, "kind": name, "activations": activations}
-            facts = Facts("cpu", torch.float32, sizes, object())
+            facts = OpFacts("cpu", torch.float32, sizes, object())
             if any(v.native and v.refusal(facts) is None for v in linear.variants):
                 served.add(name)
     return "✓" if served == formats else "–" if not served else "some"

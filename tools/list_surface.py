@@ -26,7 +26,7 @@ from plait.server.api.param_aliases import NAMES, REFUSED, REPORTED
 from plait.server.api.unsupported_params import UNREAD
 from plait.server.app import ENDPOINTS, create_app
 from plait.server.docs.openapi import document
-from plait.server.gateway.readiness import Loading
+from plait.server.gateway.readiness import LoadingState
 
 COMMITTED = Path(__file__).resolve().parent.parent / "tests" / "surface.txt"
 Json = Mapping[str, Any]
@@ -93,7 +93,7 @@ def list_surface() -> list[str]:
     found.update(f"POST {e.path} request {name}" for e in ENDPOINTS for name in e.fields)
     found.update(f"alias {name} = {ours}" for name, ours in NAMES.items())
     found.update(f"known field {name}" for name in (*UNREAD, *REFUSED, *REPORTED))
-    for route in create_app(Loading(), ServerConfig()).routes:
+    for route in create_app(LoadingState(), ServerConfig()).routes:
         methods = sorted((getattr(route, "methods", None) or {"GET"}) - {"HEAD"})
         path = getattr(route, "path", "").replace(":path", "")
         if not path.startswith("/page/"):  # the page's own files

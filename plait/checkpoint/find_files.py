@@ -238,10 +238,10 @@ def _in_directory(directory: Path, name: str | None = None) -> ModelFiles:
     indexes = [n for n in names if n.endswith(_INDEX)]
     display = name or directory.resolve().name
     if indexes and "model.safetensors" not in names:
-        return _indexed(directory / _only(indexes, indexes, str(directory))[0], display)
+        return _find_shards(directory / _only(indexes, indexes, str(directory))[0], display)
     chosen = choose_weights(names, str(directory))
     kind: Literal["safetensors", "gguf"] = "gguf" if chosen[0].endswith(".gguf") else "safetensors"
-    return _found(kind, [directory / n for n in chosen], display)
+    return _make_files(kind, [directory / n for n in chosen], display)
 
 
 def _of_file(path: Path, name: str | None = None) -> ModelFiles:
@@ -249,13 +249,13 @@ def _of_file(path: Path, name: str | None = None) -> ModelFiles:
     start = read_start(path, 16)
     if start.startswith(b"GGUF"):
         match = re.fullmatch(r"(.+?)(-\d{5}-of-\d{5})?\.gguf", path.name)
-        return _found("gguf", part_paths(path), name or (match[1] if match else path.name), alone=True)
+        return _make_files("gguf", part_paths(path), name or (match[1] if match else path.name), alone=True)
     if _is_safetensors(start, path):
         index = path.with_name(f"{match['stem']}{_INDEX}") if (match := _SHARD.fullmatch(path.name)) else None
         display = name or (path.resolve().parent.name if path.stem == "model" or match else path.stem)
         if index is not None and index.is_file():
-            return _indexed(index, display)
-        return _found("safetensors", [path] if match is None else _shards(path), display)
+            return _find_shards(index, display)
+        return _make_files("safetensors", [path] if match is None else _shards(path), display)
     if start.startswith(_PICKLE_STARTS) or path.suffix in _PICKLES:
         raise UnsupportedFormat(f"{path}: {_PICKLE_ADVICE}")
     if start.startswith(b"version https://"):
@@ -275,11 +275,11 @@ def _is_safetensors(start: bytes, path: Path) -> bool:
     return start[8:9] == b"{" and 0 < int.from_bytes(start[:8], "little") <= path.stat().st_size
 
 
-def _indexed(index: Path, name: str) -> ModelFiles:
+def _find_shards(index: Path, name: str) -> ModelFiles:
     """All shards that an index names, in order of name."""
     weight_map = _index_map(index)
     paths = [index.with_name(file) for file in sorted(set(weight_map.values()))]
-    return _found("safetensors", paths, name, index=weight_map)
+    return _make_files("safetensors", paths, name, index=weight_map)
 
 
 def _index_map(index: Path) -> dict[str, str]:
@@ -303,7 +303,7 @@ def _shards(path: Path) -> list[Path]:
     return [path.with_name(f"{stem}-{n:05}-of-{count:05}.safetensors") for n in range(1, count + 1)]
 
 
-def _found(
+def _make_files(
     kind: Literal["safetensors", "gguf"],
     weights: Sequence[Path],
     name: str,

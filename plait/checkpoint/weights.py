@@ -20,9 +20,9 @@ from plait.checkpoint.names import Derived, NameMap, UnknownName
 from plait.checkpoint.packed_cache.cache import Shelf
 from plait.errors import MissingTensor, ShapeMismatch, UnusedTensor
 from plait.ops.linear import Activations, Linear
-from plait.ops.registry import Binding, Facts, Op
-from plait.quant.encode import fitting
-from plait.quant.packed import Kept
+from plait.ops.registry import Binding, Op, OpFacts
+from plait.quant.encode import find_encoder
+from plait.quant.packed import CachedWeight
 from plait.quant.weight import Dense, Weight, as_tensor, as_weight
 
 log = logging.getLogger("plait")
@@ -173,7 +173,7 @@ class Weights:
         target, full, before = self.target, self._full("+".join(names)), Counter(self.target.encoded)
         biases = [self.optional(f"{name}.bias", (out,)) for name, out in zip(names, out_sizes, strict=True)]
         kept = target.shelf.find(full, in_size, out_sizes) if target.shelf else None
-        weights: list[Weight | Kept] = []
+        weights: list[Weight | CachedWeight] = []
         if kept is None:
             for name, out in zip(names, out_sizes, strict=True):
                 stored = f"{name}.weight"
@@ -188,8 +188,8 @@ class Weights:
         return made
 
     def _from_shelf(
-        self, names: Sequence[str], parts: Sequence[tuple[Kept, int]], biases: Sequence[Tensor | None]
-    ) -> tuple[list[Weight | Kept], list[Tensor | None]]:
+        self, names: Sequence[str], parts: Sequence[tuple[CachedWeight, int]], biases: Sequence[Tensor | None]
+    ) -> tuple[list[Weight | CachedWeight], list[Tensor | None]]:
         """What was packed, and of each part the bias; the tensors it came from count as used."""
         for name in names:
             source, _ = self.names.resolve(self._full(f"{name}.weight"), self.checkpoint)
@@ -206,7 +206,7 @@ class Weights:
         target = self.target
         if target.quantize is None:
             return weight
-        how = fitting(target.quantize, weight.shape[1])
+        how = find_encoder(target.quantize, weight.shape[1])
         if how is None or name in PLAIN or not isinstance(weight, Dense):
             target.encoded[f"{weight.format} as it was"] += 1
             return weight
@@ -231,7 +231,7 @@ class Weights:
     def bind(self, op: Op, **sizes: Any) -> Callable[..., Any]:
         """The variant of an op for this target; remembered for `plait info --ops`."""
         target = self.target
-        facts = Facts(target.device.type, target.dtype, self._shared_sizes() | sizes, target.executor)
+        facts = OpFacts(target.device.type, target.dtype, self._shared_sizes() | sizes, target.executor)
         fn, rows = op.bind_parts(facts, self.prefix, target.ops, target.no_fuse)
         target.bound.extend(rows)
         return fn

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from plait.cli.bench_serve import serve
-from plait.cli.common.compared_options import changed, parse_options
+from plait.cli.common.compared_options import find_changes, parse_options
 from plait.cli.common.options import TokenIds, common_options, engine_options, engine_settings, model_option
 from plait.cli.common.progress import Status, console
 from plait.config import DType
@@ -95,12 +95,12 @@ def model(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
 
 def _job(model: str, given: dict[str, Any]) -> Job:
     from plait.bench.model.compare import contestant
-    from plait.bench.model.measure import Workload
+    from plait.bench.model.measure import MeasureSizes
     from plait.bench.model.run import Job
 
-    settings = changed(engine_settings(given))
+    settings = find_changes(engine_settings(given))
     sizes = {name: given[name] for name in SIZES if given[name]}
-    workload = Workload(
+    workload = MeasureSizes(
         kinds=given["kinds"] or KINDS, tokens=given["tokens"], repeats=given["repeats"], **sizes
     )
     others = [contestant(what, model, settings, parse_options) for what in given["compare"]]

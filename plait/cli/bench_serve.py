@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plait.cli.common.compared_options import changed, parse_options
+from plait.cli.common.compared_options import find_changes, parse_options
 from plait.cli.common.options import common_options, engine_options, engine_settings, options
 from plait.cli.common.progress import Status, console
 from plait.errors import ConfigError
 
 if TYPE_CHECKING:
-    from plait.bench.serve.client import Target
+    from plait.bench.serve.client import ServerTarget
     from plait.bench.serve.run import ServeJob, Started
     from plait.bench.serve.workload import Workload
 
@@ -181,7 +181,7 @@ def _job(given: dict[str, Any]) -> ServeJob:
         )
     number = given["num_prompts"]
     return ServeJob(
-        sides=_started(given) if given["model_path"] else _running(given["base_urls"], target),
+        sides=_started_servers(given) if given["model_path"] else _running(given["base_urls"], target),
         target=target,
         workload=_workload(given),
         arrivals=Arrivals(
@@ -213,8 +213,8 @@ def _workload(given: dict[str, Any]) -> Workload:
     )
 
 
-def _target(given: dict[str, Any]) -> Target:
-    from plait.bench.serve.client import Target
+def _target(given: dict[str, Any]) -> ServerTarget:
+    from plait.bench.serve.client import ServerTarget
 
     try:
         extra = json.loads(given["extra_body"] or "{}")
@@ -222,7 +222,7 @@ def _target(given: dict[str, Any]) -> Target:
         raise ConfigError(f"--extra-body: it is not JSON: {error}") from error
     if not isinstance(extra, dict):
         raise ConfigError("--extra-body: it must be a JSON object")
-    return Target(
+    return ServerTarget(
         name="",
         base_url="",
         model=given["model"] or "",
@@ -236,18 +236,18 @@ def _target(given: dict[str, Any]) -> Target:
     )
 
 
-def _running(urls: Sequence[str], target: Target) -> list[Target]:
+def _running(urls: Sequence[str], target: ServerTarget) -> list[ServerTarget]:
     from dataclasses import replace
 
     names = _unique([url.removeprefix("http://").removesuffix("/").removesuffix("/v1") for url in urls])
     return [replace(target, name=name, base_url=url) for name, url in zip(names, urls, strict=True)]
 
 
-def _started(given: dict[str, Any]) -> list[Started]:
+def _started_servers(given: dict[str, Any]) -> list[Started]:
     from plait.bench.serve.run import Started
     from plait.bench.serve.server_process import flags
 
-    settings = changed(engine_settings(given))
+    settings = find_changes(engine_settings(given))
     words = [("plait", settings)] + [(text, settings | parse_options(text)) for text in given["compare"]]
     names = _unique([name for name, _ in words])
     return [

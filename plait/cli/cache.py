@@ -13,19 +13,19 @@ from typing import Any
 import click
 
 from plait.cache_folder import NO_HOME, cache_base
-from plait.checkpoint.packed_cache.file_format import drop_unfinished, shelved
+from plait.checkpoint.packed_cache.file_format import drop_unfinished, list_packed
 from plait.cli.common.format_model import bytes_text
 from plait.cli.common.options import common_options
 from plait.cli.list import ago
 from plait.errors import ConfigError
-from plait.kernels.load import kept_rooms, remove_kept
+from plait.kernels.load import cached_kernels, remove_cached
 
 KINDS = ("kernels", "packed", "findings")
 DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CachedItem:
     """A thing that is kept. `used`: when a start last used it, or when it was made, in seconds since 1970."""
 
     kind: str
@@ -56,7 +56,7 @@ def cache(ctx: click.Context, cache_dir: str | None, as_json: bool) -> None:
             raise click.UsageError(f"options of `plait cache` stand behind {ctx.invoked_subcommand!r}")
         return
     base = base_of(cache_dir)
-    found, now = kept_in(base), time.time()
+    found, now = list_cached(base), time.time()
     if as_json:
         text = json.dumps([{**as_facts(one), "age_s": round(now - one.used)} for one in found], indent=2)
     else:
@@ -97,29 +97,34 @@ def base_of(cache_dir: str | None) -> Path:
     return base
 
 
-def kept_in(base: Path) -> list[Kept]:
+def list_cached(base: Path) -> list[CachedItem]:
     """Everything that is kept under a folder, by kind and name."""
-    kernels = [Kept("kernels", one.path.name, one.nbytes, one.used, one.path) for one in kept_rooms(base)]
-    packed = [Kept("packed", one.model, one.nbytes, one.made, one.path) for one in shelved(base / "packed")]
+    kernels = [
+        CachedItem("kernels", one.path.name, one.nbytes, one.used, one.path) for one in cached_kernels(base)
+    ]
+    packed = [
+        CachedItem("packed", one.model, one.nbytes, one.made, one.path)
+        for one in list_packed(base / "packed")
+    ]
     return [*kernels, *packed, *findings(base)]
 
 
-def findings(base: Path) -> list[Kept]:
+def findings(base: Path) -> list[CachedItem]:
     """What probes found about models whose own folder could not be written."""
     found = []
     for path in sorted((base / "probes").glob("*.json")):
         status = path.stat()
-        found.append(Kept("findings", path.stem, status.st_size, status.st_mtime, path))
+        found.append(CachedItem("findings", path.stem, status.st_size, status.st_mtime, path))
     return found
 
 
-def as_facts(one: Kept) -> dict[str, Any]:
+def as_facts(one: CachedItem) -> dict[str, Any]:
     return {"kind": one.kind, "name": one.name, "nbytes": one.nbytes, "path": str(one.path)}
 
 
 def remove_files(kind: str, base: Path, unused_s: float) -> int:
     """Remove the files of one kind that are that old; the bytes freed. Raises OSError."""
-    old = [one for one in kept_in(base) if one.kind == kind and time.time() - one.used >= unused_s]
+    old = [one for one in list_cached(base) if one.kind == kind and time.time() - one.used >= unused_s]
     for one in old:
         one.path.unlink(missing_ok=True)
     return sum(one.nbytes for one in old)
@@ -131,7 +136,7 @@ def remove_packed(base: Path, unused_s: float) -> int:
 
 
 CLEANERS: dict[str, Callable[[Path, float], int]] = {
-    "kernels": remove_kept,
+    "kernels": remove_cached,
     "packed": remove_packed,
     "findings": lambda base, unused_s: remove_files("findings", base, unused_s),
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plait.cli.common.help import GroupedCommand, meant
+from plait.cli.common.help import GroupedCommand, suggest_word
 from plait.cli.common.options import (
     common_options,
     engine_options,
@@ -50,7 +50,7 @@ def chat(model: str, system: str | None, quiet: bool, **given: Any) -> None:
     try:
         if not quiet and sys.stdin.isatty():
             print(f"{llm.front.name} · {HELP}", file=sys.stderr)
-        Conversation(llm, params, system, quiet=quiet).run(lines(prompt=sys.stdin.isatty()))
+        ChatSession(llm, params, system, quiet=quiet).run(lines(prompt=sys.stdin.isatty()))
     finally:
         llm.close()
 
@@ -68,7 +68,7 @@ def lines(*, prompt: bool) -> Iterator[str]:
             return
 
 
-class Conversation:
+class ChatSession:
     """The messages so far, and what a typed line does to them."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None, *, quiet: bool) -> None:
@@ -96,7 +96,7 @@ class Conversation:
                 return "the system message is set" if self.system else "there is no system message now"
             case "/help":
                 return HELP
-        return f"{name} is not known{meant(name, COMMANDS) or ':'} {HELP}"
+        return f"{name} is not known{suggest_word(name, COMMANDS) or ':'} {HELP}"
 
     def reply(self, text: str) -> None:
         """Send a message and stream the reply; refused or stopped, the conversation stays as it was."""

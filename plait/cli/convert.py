@@ -15,7 +15,7 @@ import click
 
 from plait.cli.common.format_model import bytes_text
 from plait.cli.common.options import Bytes, common_options, engine_option
-from plait.cli.common.progress import Loading
+from plait.cli.common.progress import LoadingBar
 
 if TYPE_CHECKING:
     from plait.convert.compare_quality import Comparison
@@ -61,8 +61,7 @@ def convert(model: str, out: Path, overrides: tuple[str, ...], **given: Any) -> 
 
     Tokenizer and chat template come along. OUT appears when it is whole; memory stays far below the model's.
     """
-    from plait.convert.convert import Order, counted
-    from plait.convert.convert import convert as run
+    from plait.convert.convert import Order, convert_model, count_text
 
     order = Order(
         model,
@@ -77,18 +76,18 @@ def convert(model: str, out: Path, overrides: tuple[str, ...], **given: Any) -> 
         given["plugins"],
     )
     started = time.perf_counter()
-    with ended_by_signals(), Loading("converting") as shown:
-        result = run(order, shown.update)
+    with end_by_signals(), LoadingBar("converting") as shown:
+        result = convert_model(order, shown.update)
     seconds = time.perf_counter() - started
     sizes = f"{bytes_text(result.source_nbytes)} → {bytes_text(result.nbytes)}"
     sys.stdout.write(f"{result.out}: {sizes} of tensors in {seconds:.1f} s\n")
     if result.storages:
-        sys.stdout.write(f"  linear maps: {counted(result.storages)}\n")
+        sys.stdout.write(f"  linear maps: {count_text(result.storages)}\n")
     sys.stdout.write("".join(f"  {note}\n" for note in result.notes))
     if given["verify"]:
         from plait.convert.compare_quality import compare
 
-        with Loading("verifying") as shown:
+        with LoadingBar("verifying") as shown:
             found = compare(order, shown.update)
         sys.stdout.write("\n".join(comparison_lines(found)) + "\n")
 
@@ -106,7 +105,7 @@ def comparison_lines(found: Comparison) -> list[str]:
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
+def end_by_signals() -> Iterator[None]:
     """Let SIGTERM end the work as Ctrl-C does, so that what was begun is removed."""
 
     def stop(number: int, frame: FrameType | None) -> None:

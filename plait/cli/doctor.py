@@ -9,10 +9,10 @@ from typing import Any, get_args
 
 import click
 
-from plait.cli.common.doctor_checks import Asked, Facts, Finding, examine
+from plait.cli.common.doctor_checks import DoctorRequest, Facts, Finding, examine
 from plait.cli.common.format_model import bytes_text
 from plait.cli.common.options import common_options
-from plait.cli.info import columns, heading
+from plait.cli.info import columns, make_heading
 from plait.config import Isa
 
 BYTES = {
@@ -41,7 +41,7 @@ def doctor(
 
     Ends with code 1 if something is broken, else with 0. Loads no model.
     """
-    facts, findings = examine(Asked(threads, cache_dir, isa))
+    facts, findings = examine(DoctorRequest(threads, cache_dir, isa))
     if show_formats:
         facts["formats"] = format_rows()
     lines = [json.dumps(facts, indent=2)] if as_json else text_lines(facts, findings)
@@ -53,11 +53,11 @@ def format_rows() -> list[dict[str, str]]:
     """Every storage of a linear map: the variant that serves it on this CPU, or why none does."""
     import torch
 
-    from plait.kernels.load import has_numba, load
+    from plait.kernels.load import has_numba, load_kernels
     from plait.ops.linear import FLOATS, KINDS, STORED, linear
-    from plait.ops.registry import Facts as OpFacts
+    from plait.ops.registry import OpFacts
 
-    load()
+    load_kernels()
     executor = object() if has_numba() else None
     rows = []
     for name in ("float32", "bfloat16", "float16", *KINDS, *(s for s in STORED if "+" not in s), *FLOATS):
@@ -78,19 +78,19 @@ def format_rows() -> list[dict[str, str]]:
 def text_lines(facts: Facts, findings: Iterable[Finding]) -> list[str]:
     """The facts for a reader in a terminal."""
     system, kernels, hub = facts["system"], facts["kernels"], facts["hub"]
-    lines = [heading("machine"), *columns(machine_rows(facts))]
-    lines += ["", heading("software"), f"  Python {system['python']}, {system['executable']}"]
+    lines = [make_heading("machine"), *columns(machine_rows(facts))]
+    lines += ["", make_heading("software"), f"  Python {system['python']}, {system['executable']}"]
     versions = [f"{name} {number}" for name, number in facts["versions"].items() if number]
     lines += [f"  {', '.join(versions[i : i + 6])}" for i in range(0, len(versions), 6)]
-    lines += ["", heading("kernels"), *columns([*kernel_rows(kernels), packed_row(facts["packed"])])]
+    lines += ["", make_heading("kernels"), *columns([*kernel_rows(kernels), packed_row(facts["packed"])])]
     if "formats" in facts:
-        lines += ["", heading("formats")]
+        lines += ["", make_heading("formats")]
         lines += columns([(r["format"], r["variant"], r["why"]) for r in facts["formats"]])
-    lines += ["", heading("Hub"), *columns(hub_rows(hub))]
+    lines += ["", make_heading("Hub"), *columns(hub_rows(hub))]
     found = [
         line for f in findings for line in (f"  {SIGNS[f.level]} {f.level}: {f.what}", f"    → {f.advice}")
     ]
-    return [*lines, "", heading("findings"), *(found or ["  nothing stands in the way"])]
+    return [*lines, "", make_heading("findings"), *(found or ["  nothing stands in the way"])]
 
 
 def machine_rows(facts: Facts) -> list[tuple[str, str]]:
@@ -129,11 +129,11 @@ def kernel_rows(kernels: Mapping[str, Any]) -> list[tuple[str, str]]:
             "read as stored",
             f"float32, bfloat16, float16, {', '.join(kernels['formats'])}; more with --formats",
         ),
-        ("kept in", kept_text(kernels["cache"])),
+        ("kept in", cache_text(kernels["cache"])),
     ]
 
 
-def kept_text(cache: Mapping[str, Any] | None) -> str:
+def cache_text(cache: Mapping[str, Any] | None) -> str:
     """What is kept of compiled kernels, and where."""
     if cache is None:
         return "nowhere: there is no home folder"

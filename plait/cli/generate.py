@@ -19,7 +19,7 @@ from plait.cli.common.options import (
     sampling_options,
     sampling_params,
 )
-from plait.cli.common.progress import Clock, Loading
+from plait.cli.common.progress import Clock, LoadingBar
 from plait.cli.common.vocabulary import read_stdin
 from plait.worker.torch_preload import TorchStart
 
@@ -74,7 +74,7 @@ def load(model: str, settings: dict[str, Any], *, quiet: bool = False) -> LLM:
         TorchStart().finish()
         from plait.llm.llm import LLM
 
-        with Loading(f"loading {model}", is_quiet=quiet) as loading:
+        with LoadingBar(f"loading {model}", is_quiet=quiet) as loading:
             return LLM(model, on_progress=None if quiet else loading.update, **settings)
     finally:
         gc.freeze()  # what is there now stays: no collection looks at it again

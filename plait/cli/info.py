@@ -16,8 +16,8 @@ from plait.cli.common.format_model import bytes_text, index_ranges, layer_groups
 from plait.cli.common.help import GroupedCommand
 from plait.cli.common.machine_fit import fit_facts, fit_lines
 from plait.cli.common.options import common_options, engine_options, engine_settings, model_option
-from plait.cli.common.probe_table import probe_rows, probed_model
-from plait.cli.common.progress import Loading
+from plait.cli.common.probe_table import probe_model, probe_rows
+from plait.cli.common.progress import LoadingBar
 from plait.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def info(model: str, as_json: bool, show_ops: bool, probe_text: str | None, **gi
     config = EngineConfig(**engine_settings({**given, "ops": "auto"}))
     facts = model_facts(model, replace(config, probe=config.probe or probe_text is not None), probe_text)
     if show_ops:
-        facts["ops"] = bound_ops(model, replace(config, probe=False))
+        facts["ops"] = load_bindings(model, replace(config, probe=False))
         facts["kernels"] = kernel_verdict(config)
     lines = [json.dumps(facts, indent=2)] if as_json else text_lines(facts)
     sys.stdout.write("\n".join(lines) + "\n")
@@ -59,7 +59,7 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
     from plait.ops.rope import rope_notes
 
     opened, tried = (
-        probed_model(model, config, probe_text) if config.probe else (open_model(model, config), None)
+        probe_model(model, config, probe_text) if config.probe else (open_model(model, config), None)
     )
     resolved, spec = opened.resolved, opened.resolved.spec
     dtype = "float32" if config.dtype == "auto" else config.dtype
@@ -121,14 +121,14 @@ def memory_facts(states: Mapping[str, State], dtype: str, config: EngineConfig, 
     return {"dtype": dtype, "sequence": [{"tokens": n, "nbytes": nbytes} for n, nbytes in rows]}
 
 
-def bound_ops(model: str, config: EngineConfig) -> list[Facts]:
+def load_bindings(model: str, config: EngineConfig) -> list[Facts]:
     """Load the model and say which variant of each op it bound, and why not a faster one."""
     from plait.loading.build import load
 
-    with Loading(f"loading {model}") as loading:
+    with LoadingBar(f"loading {model}") as loading:
         loaded = load(model, config, loading.update)
     try:
-        return grouped(loaded.target.bound)
+        return group_bindings(loaded.target.bound)
     finally:
         loaded.front.close()
 
@@ -145,7 +145,7 @@ def kernel_verdict(config: EngineConfig) -> str:
     )
 
 
-def grouped(bindings: Iterable[Binding]) -> list[Facts]:
+def group_bindings(bindings: Iterable[Binding]) -> list[Facts]:
     """Equal choices together, with the number of their users."""
     rows: dict[tuple[Any, ...], int] = {}
     for b in bindings:
@@ -157,7 +157,7 @@ def grouped(bindings: Iterable[Binding]) -> list[Facts]:
     ]
 
 
-def heading(text: str) -> str:
+def make_heading(text: str) -> str:
     return click.style(text, bold=True) if sys.stdout.isatty() else text
 
 
@@ -172,21 +172,25 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def text_lines(facts: Facts) -> list[str]:
     """The facts for a reader in a terminal."""
     spec = facts["spec"]
-    lines = [heading(f"{facts['model']}: {facts['family']}"), *fit_lines(facts["fit"]), *size_lines(facts)]
-    lines += ["", heading(f"layers ({len(spec['layers'])})")]
+    lines = [
+        make_heading(f"{facts['model']}: {facts['family']}"),
+        *fit_lines(facts["fit"]),
+        *size_lines(facts),
+    ]
+    lines += ["", make_heading(f"layers ({len(spec['layers'])})")]
     lines += layer_lines(facts["layers"])
-    lines += ["", heading("values and their sources"), *source_lines(facts["sources"])]
+    lines += ["", make_heading("values and their sources"), *source_lines(facts["sources"])]
     if "probe" in facts:
-        lines += ["", heading("probe"), *probe_lines(facts["probe"])]
+        lines += ["", make_heading("probe"), *probe_lines(facts["probe"])]
     memory = facts["memory"]
     kept = memory["kv_dtype"]
     of = memory["dtype"] if kept == memory["dtype"] else f"{memory['dtype']}, keys and values {kept}"
-    lines += ["", heading(f"state of one sequence ({of})")]
+    lines += ["", make_heading(f"state of one sequence ({of})")]
     lines += columns(
         [(f"{row['tokens']:>8,} tokens", bytes_text(row["nbytes"])) for row in memory["sequence"]]
     )
     if "ops" in facts:
-        lines += ["", heading("ops"), *op_lines(facts["ops"]), f"  {facts['kernels']}"]
+        lines += ["", make_heading("ops"), *op_lines(facts["ops"]), f"  {facts['kernels']}"]
     return lines
 
 
@@ -220,11 +224,11 @@ def layer_lines(groups: Iterable[Facts]) -> list[str]:
 
 
 def source_lines(sources: Mapping[str, Facts]) -> list[str]:
-    rows = [(key, shortened(entry["value"]), entry["source"]) for key, entry in sources.items()]
+    rows = [(key, shorten(entry["value"]), entry["source"]) for key, entry in sources.items()]
     return columns(rows)
 
 
-def shortened(value: Any, limit: int = 28) -> str:
+def shorten(value: Any, limit: int = 28) -> str:
     """A value in one short line; what is cut is said."""
     text = f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
     if len(text) <= limit:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plait.checkpoint.packed_cache.file_format import default_folder, shelved
+from plait.checkpoint.packed_cache.file_format import default_folder, list_packed
 from plait.cli.common.format_model import bytes_text
 from plait.cli.common.options import common_options
 
@@ -46,7 +46,7 @@ def list(as_json: bool, cache_dir: str | None) -> None:
 
 def packed_text(folder: Path | None, now: float) -> str:
     """The packed weights that are kept in a folder, if there are any."""
-    kept = shelved(folder)
+    kept = list_packed(folder)
     width = max((len(item.model) for item in kept), default=0)
     rows = [f"{i.model:{width}}  {bytes_text(i.nbytes)}  {ago(now - i.made)}" for i in kept]
     how = "`plait warmup --clear` removes them"

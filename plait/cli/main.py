@@ -20,7 +20,7 @@ from typing import NoReturn, TextIO
 import click
 from click.shell_completion import CompletionItem
 
-from plait.cli.common.help import meant
+from plait.cli.common.help import suggest_word
 from plait.cli.common.session import Session
 from plait.errors import PlaitError
 from plait.process_memory import is_memory_error, out_of_memory_text
@@ -71,7 +71,7 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
-            hint = f"; did you mean {ALSO[name]}?" if name in ALSO else meant(name, COMMANDS)
+            hint = f"; did you mean {ALSO[name]}?" if name in ALSO else suggest_word(name, COMMANDS)
             raise click.UsageError(f"there is no command {name!r}{hint}", ctx)
         return super().resolve_command(ctx, args)
 

@@ -13,7 +13,7 @@ import click
 
 from plait.cli.common.help import GroupedCommand
 from plait.cli.common.options import common_options, engine_options, engine_settings, model_option
-from plait.cli.common.progress import Loading
+from plait.cli.common.progress import LoadingBar
 from plait.config import GIB, EngineConfig, ServerConfig
 from plait.errors import BadFile, ConfigError
 
@@ -61,7 +61,7 @@ def run_batch(
     server = ServerConfig(
         served_model_name=served_model_name, any_model_name=any_model_name, max_body_bytes=GIB
     )
-    with _opened(input_file, "rb") as source, _opened(output_file, "wb") as target:
+    with _open_stream(input_file, "rb") as source, _open_stream(output_file, "wb") as target:
         counts = _answer(lambda: _load(model, config), server, (source, target), at_once)
     if counts.failed:
         ctx.exit(EXIT_FAILED)
@@ -70,7 +70,7 @@ def run_batch(
 def _load(model: str, config: EngineConfig) -> Front:
     from plait.worker.client import load_process
 
-    with Loading(f"loading {model}") as bar:
+    with LoadingBar(f"loading {model}") as bar:
         return load_process(model, config, bar.update)
 
 
@@ -110,7 +110,7 @@ class _Told:
         print(f"plait: {counts.done} answered, {counts.failed} failed, {seconds:.1f} s", file=sys.stderr)
 
 
-def _opened(path: str, mode: str) -> BinaryIO:
+def _open_stream(path: str, mode: str) -> BinaryIO:
     if path == "-":
         stream = sys.stdin if mode == "rb" else sys.stdout
         return open(stream.fileno(), mode, closefd=False)  # type: ignore[return-value]

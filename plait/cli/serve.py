@@ -47,16 +47,18 @@ def serve(ctx: click.Context, /, model: str, config: str | None, **given: Any) -
     explicit = {name for name in given if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT}
 
     def server_config() -> ServerConfig:
-        return ServerConfig(**merged(server_settings(given), explicit, read_table(config, "server")))
+        return ServerConfig(**merge_settings(server_settings(given), explicit, read_table(config, "server")))
 
-    engine = EngineConfig(**merged(engine_settings(given), explicit, read_table(config, "engine")))
+    engine = EngineConfig(**merge_settings(engine_settings(given), explicit, read_table(config, "engine")))
     server = server_config()
-    from plait.server.run import serve as run_server
+    from plait.server.run import run_server
 
     run_server(model, engine, server, reread=server_config)
 
 
-def merged(settings: Mapping[str, Any], explicit: set[str], table: Mapping[str, Any]) -> dict[str, Any]:
+def merge_settings(
+    settings: Mapping[str, Any], explicit: set[str], table: Mapping[str, Any]
+) -> dict[str, Any]:
     """A command's settings, with those of a file where none was given."""
     fixed = explicit | ({"device"} if "cpu" in explicit else set())
     return {**settings, **{name: value for name, value in table.items() if name not in fixed}}

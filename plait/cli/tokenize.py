@@ -33,13 +33,13 @@ def tokenize(
     if only_ids:
         lines = [",".join(map(str, ids))]
     else:
-        lines = [f"{i:>8}  {shown(tokenizer.token_bytes(i))}" for i in ids]
+        lines = [f"{i:>8}  {show_token(tokenizer.token_bytes(i))}" for i in ids]
     sys.stdout.write("".join(line + "\n" for line in lines))
     if not only_ids:
         print(f"{len(ids)} tokens, {tokenizer.name}", file=sys.stderr)
 
 
-def shown(token: bytes) -> str:
+def show_token(token: bytes) -> str:
     """A token so that a line break or half a character can be seen: its text in quotes, else its bytes."""
     try:
         return repr(token.decode("utf-8"))

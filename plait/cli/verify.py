@@ -14,14 +14,14 @@ import click
 
 from plait.cli.common.help import GroupedCommand
 from plait.cli.common.options import common_options, engine_options, engine_settings, model_option
-from plait.cli.common.progress import Loading, Status
-from plait.cli.info import heading
+from plait.cli.common.progress import LoadingBar, Status
+from plait.cli.info import make_heading
 from plait.config import EngineConfig
 from plait.errors import ConfigError
 
 if TYPE_CHECKING:
     from plait.text.tokenizers.tokenizer import Tokenizer
-    from plait.verify.verify import Arithmetic, Difference, Result, Verification
+    from plait.verify.verify import Arithmetic, CellResult, Difference, Verification
 
 # What the matrix sets itself, or what no reply depends on.
 OWN = (
@@ -112,7 +112,7 @@ def verify(
     from plait.verify.verify import Verification
 
     prompts = read_prompts(prompts_file) if prompts_file else None
-    with Loading(f"loading {model}") as loading:
+    with LoadingBar(f"loading {model}") as loading:
         loaded = load(model, config, loading.update)
     try:
         tokens = max_tokens or (QUICK_TOKENS if quick else TOKENS)
@@ -159,9 +159,9 @@ def read_prompts(path: Path) -> list[str | list[int]]:
     return found
 
 
-def run_as_json(model: str, made: Verification, status: Status) -> Sequence[Result]:
+def run_as_json(model: str, made: Verification, status: Status) -> Sequence[CellResult]:
     """Run the matrix, then write one object."""
-    results = [*timed(made, status)]
+    results = [*report_timed(made, status)]
     status.clear()
     facts = {
         "model": model,
@@ -180,7 +180,7 @@ def run_as_json(model: str, made: Verification, status: Status) -> Sequence[Resu
     return results
 
 
-def timed(made: Verification, status: Status) -> Iterator[Result]:
+def report_timed(made: Verification, status: Status) -> Iterator[CellResult]:
     """The results; meanwhile `status` says how many ways are left, and about how long they take."""
     cells, started = made.cells, time.perf_counter()
     status.say(f"way 1 of {len(cells)}: {cells[0].name}")
@@ -191,22 +191,22 @@ def timed(made: Verification, status: Status) -> Iterator[Result]:
             status.say(f"way {done + 1} of {len(cells)}: {cells[done].name}; about {left:.0f} s left")
 
 
-def run_as_text(model: str, made: Verification, status: Status) -> Sequence[Result]:
+def run_as_text(model: str, made: Verification, status: Status) -> Sequence[CellResult]:
     """Run the matrix and write every row as it is done."""
     cells, results = made.cells, []
     width = max(len(cell.name) for cell in cells)
     status.clear()
-    say(heading(f"{model}: {len(made.asked)} requests, {len(cells)} ways to run them"))
+    say(make_heading(f"{model}: {len(made.asked)} requests, {len(cells)} ways to run them"))
     say(*arithmetic_lines(made.arithmetic), "")
     say(f"  {'':{width}}  replies  tokens  other tokens  other bits")
-    for result in timed(made, status):
+    for result in report_timed(made, status):
         results.append(result)
         status.clear()
         say(row(result, width))
     status.clear()
     differences = [d for result in results for d in result.differences]
     if differences:
-        say("", heading("differences"))
+        say("", make_heading("differences"))
     for difference in sorted(differences, key=lambda d: not d.place)[:MOST_SHOWN]:
         say(*difference_lines(difference, made.loaded.front.tokenizer))
     if len(differences) > MOST_SHOWN:
@@ -239,7 +239,7 @@ def loose(ops: Mapping[str, str]) -> str:
     return ", ".join(f"{op} ({variant})" for op, variant in sorted(ops.items()))
 
 
-def row(result: Result, width: int) -> str:
+def row(result: CellResult, width: int) -> str:
     """One cell of the matrix."""
     counts = result.counts
     happened = [f"{counts[key]} {text}" for key, text in HAPPENED.items() if counts.get(key)]
@@ -258,7 +258,7 @@ def difference_lines(found: Difference, tokenizer: Tokenizer | None) -> list[str
     near = "a near tie, " if found.gap is not None and found.gap < NEAR else ""
     gap = "" if found.gap is None else f"; {near}the best two logits were {found.gap:.3g} apart"
     if found.is_token:
-        names = [named(token_id, tokenizer) for token_id in (found.found, found.expected)]
+        names = [name_token(token_id, tokenizer) for token_id in (found.found, found.expected)]
         what = f"{names[0]} instead of {names[1]}{gap}"
     else:
         what = f"the same token, its log-probability off by {found.off_by or 0.0:.3g}{gap}"
@@ -267,14 +267,14 @@ def difference_lines(found: Difference, tokenizer: Tokenizer | None) -> list[str
     return lines + ([f"    {found.note}"] if found.note else [])
 
 
-def named(token_id: int | None, tokenizer: Tokenizer | None) -> str:
+def name_token(token_id: int | None, tokenizer: Tokenizer | None) -> str:
     """A token as its number and its text."""
     if token_id is None:
         return "no token"
     return f"{token_id} {tokenizer.token_text(token_id)!r}" if tokenizer else str(token_id)
 
 
-def verdict(results: Sequence[Result], arithmetic: Arithmetic) -> list[str]:
+def verdict(results: Sequence[CellResult], arithmetic: Arithmetic) -> list[str]:
     """What all of it says."""
     replies, tokens = (sum(getattr(r, name) for r in results) for name in ("num_replies", "num_tokens"))
     other, rounded = (sum(getattr(r, name) for r in results) for name in ("num_different", "num_rounded"))

@@ -14,7 +14,7 @@ from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.convert.convert import Order
 from plait.errors import CheckpointError, UnsupportedFormat
-from plait.kernels.load import executor, load
+from plait.kernels.load import executor, load_kernels
 from plait.loading.open_model import Opened, load_decoder, open_model
 from plait.memory import block_groups, has_slots
 from plait.resource_limits import default_threads
@@ -73,7 +73,7 @@ def compare(order: Order, progress: Progress, ops: str = "auto") -> Comparison:
     result = open_model(str(order.out), EngineConfig(device="cpu", plugins=order.plugins))
     target = _target(len(ids), ops, order.threads or default_threads()[0])
     before, after = (model_logits(opened, ids, target, progress) for opened in (source, result))
-    return compared(ids, before, after, is_text)
+    return compare_logits(ids, before, after, is_text)
 
 
 def _tokens(opened: Opened) -> tuple[list[int], bool]:
@@ -93,7 +93,7 @@ def _tokens(opened: Opened) -> tuple[list[int], bool]:
 
 def _target(tokens: int, ops: str, threads: int) -> Callable[[int], Target]:
     """How both are built, by hidden size: beside weights, nothing has less than 16 bits."""
-    load()
+    load_kernels()
 
     def made(hidden_size: int) -> Target:
         target = Target(torch.device("cpu"), torch.float32, max(tokens, 1), hidden_size, ops)
@@ -121,7 +121,7 @@ def model_logits(
         runner.close()
 
 
-def compared(ids: Sequence[int], before: Tensor, after: Tensor, is_text: bool) -> Comparison:
+def compare_logits(ids: Sequence[int], before: Tensor, after: Tensor, is_text: bool) -> Comparison:
     """The numbers. Logits: [tokens, vocab]; what one side has beyond the other is padding."""
     width = min(before.shape[1], after.shape[1])
     before, after = before[:, :width], after[:, :width]

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.find_files import read_json
-from plait.checkpoint.quantized.packed import Packed
+from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.checkpoint.quantized.scheme import BESIDE
 from plait.checkpoint.readers.gguf import GgufFile
 from plait.checkpoint.readers.gguf_plait import is_own, own_config
 from plait.config import EngineConfig
 from plait.convert.gguf.file import total_nbytes, write_gguf
 from plait.convert.gguf.file_type import file_type
-from plait.convert.gguf.own_target import own_target, unpacked, with_overrides, writable
+from plait.convert.gguf.own_target import drop_packing, own_target, with_overrides, writable
 from plait.convert.gguf.target import Unsayable, gguf_target
 from plait.convert.gguf.vocabulary import (
     KEY,
     VOCABULARIES,
-    named_vocabulary,
+    find_vocabulary,
     readable_tokenizer,
     vocabulary_keys,
 )
@@ -41,16 +41,16 @@ from plait.convert.plan.choose_storage import (
     DTYPES,
     GATE_UP,
     PACKED,
-    Choice,
-    chosen_storage,
+    StorageChoice,
+    find_storage,
     is_map,
     nvfp4_factors,
 )
-from plait.convert.plan.output import TEMPLATES, check_place, check_space, placed
-from plait.convert.plan.passthrough import Copied, Kept
+from plait.convert.plan.output import TEMPLATES, check_place, check_space, place_output
+from plait.convert.plan.passthrough import Copied, PassthroughTarget
 from plait.convert.plan.reconcile_specs import differences
 from plait.convert.plan.source import Model, Numbers, check_complete
-from plait.convert.plan.storage import Blocks, Mxfp4Stack, Stored
+from plait.convert.plan.storage import BlockStorage, Mxfp4Stack, StorageForm
 from plait.convert.plan.tensor_plan import Made
 from plait.errors import CheckpointError, ConfigError, UnsupportedModel
 from plait.families.resolve import parse_override, resolve
@@ -90,7 +90,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ConversionResult:
     """What was written: `storages` counts linear maps by their storage; `notes` say who cannot read it."""
 
     out: Path
@@ -102,11 +102,11 @@ class Result:
 
 
 @dataclass(slots=True)
-class Plan:
+class ConversionPlan:
     """Everything that is decided before the first byte is written."""
 
     numbers: Numbers
-    stored: Sequence[Stored]
+    stored: Sequence[StorageForm]
     keys: Mapping[str, Any] = field(default_factory=dict)  # of GGUF
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     value_types: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -115,27 +115,27 @@ class Plan:
     notes: tuple[str, ...] = ()
 
 
-def convert(order: Order, progress: Progress) -> Result:
+def convert_model(order: Order, progress: Progress) -> ConversionResult:
     """Read a model and write it in another form or storage.
 
     Raises ConfigError, CheckpointError, UnsupportedModel and OutOfMemory; then nothing has been written.
     """
     opened = open_model(order.model, order.source_config)
-    form = chosen_form(order)
+    form = choose_form(order)
     is_directory = form == "safetensors"
     check_place(order.out, opened.files.weights, force=order.force, is_directory=is_directory)
-    if order.vocab is not None and named_vocabulary(opened) is None:
+    if order.vocab is not None and find_vocabulary(opened) is None:
         raise ConfigError(
             f"--vocab {order.vocab}: there is no file of it to come along; name a {', '.join(VOCABULARIES)}, "
             "or the folder of one"
         )
-    choice = Choice(chosen_storage(order.quantize, form), form, order.threads or default_threads()[0])
+    choice = StorageChoice(find_storage(order.quantize, form), form, order.threads or default_threads()[0])
     model = Model(opened.resolved, opened.checkpoint)
     plan = _gguf_plan(opened, model, choice) if form == "gguf" else _hf_plan(opened, model, choice)
     nbytes = total_nbytes(plan.stored)
     check_space(order.out, nbytes)
-    advance = _advancing(opened, nbytes, progress)
-    with placed(order.out, is_directory=is_directory) as path:
+    advance = _report_reading(opened, nbytes, progress)
+    with place_output(order.out, is_directory=is_directory) as path:
         if form == "gguf":
             write_gguf(path, plan.keys, plan.stored, plan.extra, plan.numbers, advance, plan.value_types)
         else:
@@ -146,10 +146,10 @@ def convert(order: Order, progress: Progress) -> Result:
             "%d tensors were quantized before and are so anew: from the plain weights it would be better",
             choice.recoded,
         )
-    return Result(order.out, form, opened.nbytes, nbytes, dict(choice.counts), plan.notes)
+    return ConversionResult(order.out, form, opened.nbytes, nbytes, dict(choice.counts), plan.notes)
 
 
-def chosen_form(order: Order) -> Form:
+def choose_form(order: Order) -> Form:
     """GGUF or safetensors: as asked for, else by the name of the output. Raises ConfigError."""
     by_name: Form = "gguf" if order.out.suffix == ".gguf" else "safetensors"
     if order.to == "safetensors" and by_name == "gguf":
@@ -159,7 +159,7 @@ def chosen_form(order: Order) -> Form:
     return order.to or by_name
 
 
-def _advancing(opened: Opened, total: int, progress: Progress) -> Callable[[int], None]:
+def _report_reading(opened: Opened, total: int, progress: Progress) -> Callable[[int], None]:
     """Tell how far it is, and let go of what was read."""
     done = held = 0
 
@@ -174,50 +174,50 @@ def _advancing(opened: Opened, total: int, progress: Progress) -> Callable[[int]
     return advance
 
 
-def _gguf_plan(opened: Opened, model: Model, choice: Choice) -> Plan:
+def _gguf_plan(opened: Opened, model: Model, choice: StorageChoice) -> ConversionPlan:
     """The file's own names and metadata if it is GGUF; else llama.cpp's, or those that only Plait reads."""
     if isinstance(opened.checkpoint, GgufFile) and not is_own(opened.metadata) and not opened.config.set:
-        kept = Kept(model)
-        stored = _stored(choice, kept, kept.made())
-        text = vocabulary_keys(opened) if named_vocabulary(opened) else None
+        kept = PassthroughTarget(model)
+        stored = _store_tensors(choice, kept, kept.made())
+        text = vocabulary_keys(opened) if find_vocabulary(opened) else None
         left_out = SPLIT if text is None else (SPLIT, *CARRIED)
         metadata = opened.checkpoint.metadata
         keys = {k: metadata[k] for k in metadata if not k.startswith(left_out)}
         types = {k: v for k, v in opened.checkpoint.value_types.items() if k in keys}
-        return Plan(kept, stored, keys | _about(stored) | (text or {}), value_types=types)
+        return ConversionPlan(kept, stored, keys | _about(stored) | (text or {}), value_types=types)
     try:
         target = gguf_target(model)
     except Unsayable as error:
         for reason in error.reasons:
             log.info("not as %s", reason)
         return _own_plan(opened, model, choice, str(error))
-    stored = _stored(choice, model, target.made)
-    return Plan(
+    stored = _store_tensors(choice, model, target.made)
+    return ConversionPlan(
         model, stored, {**target.keys, **_rest_of_keys(opened, stored)}, target.extra, notes=target.notes
     )
 
 
-def _own_plan(opened: Opened, model: Model, choice: Choice, why: str) -> Plan:
+def _own_plan(opened: Opened, model: Model, choice: StorageChoice, why: str) -> ConversionPlan:
     """GGUF under the checkpoint's names, with its config; under its family's if it is of llama.cpp's kind."""
     numbers: Numbers
     if isinstance(opened.checkpoint, GgufFile) and not is_own(opened.metadata):
         theirs = hf_target(model, "float32")
         numbers, target = model, own_target(theirs.made, theirs.config)
     else:
-        numbers, config = (kept := Kept(model)), _raw_config(opened)
-        target = own_target(writable(kept), None if config is None else unpacked(config))
+        numbers, config = (kept := PassthroughTarget(model)), _raw_config(opened)
+        target = own_target(writable(kept), None if config is None else drop_packing(config))
     choice.is_own = True
-    stored = _stored(choice, numbers, target.made)
+    stored = _store_tensors(choice, numbers, target.made)
     keys = {**target.keys, **_rest_of_keys(opened, stored, is_own=True)}
-    return Plan(numbers, stored, keys, notes=(f"only Plait reads this file: {why}",))
+    return ConversionPlan(numbers, stored, keys, notes=(f"only Plait reads this file: {why}",))
 
 
-def _rest_of_keys(opened: Opened, stored: Sequence[Stored], *, is_own: bool = False) -> dict[str, Any]:
+def _rest_of_keys(opened: Opened, stored: Sequence[StorageForm], *, is_own: bool = False) -> dict[str, Any]:
     name = (opened.metadata or {}).get("general.name", opened.files.name)
     return {"general.name": name, **_about(stored), **vocabulary_keys(opened, is_own=is_own)}
 
 
-def _about(stored: Sequence[Stored]) -> dict[str, Any]:
+def _about(stored: Sequence[StorageForm]) -> dict[str, Any]:
     return {"general.quantization_version": 2, "general.file_type": file_type(stored)}
 
 
@@ -243,23 +243,25 @@ def _raw_config(opened: Opened) -> dict[str, Any] | None:
     return raw
 
 
-def _hf_plan(opened: Opened, model: Model, choice: Choice) -> Plan:
+def _hf_plan(opened: Opened, model: Model, choice: StorageChoice) -> ConversionPlan:
     if isinstance(opened.checkpoint, GgufFile) and not is_own(opened.metadata):
         dtype = DTYPES.get(choice.quantize or "", torch.float16)
         target = hf_target(model, str(dtype).removeprefix("torch."))
-        stored = [_published(choice, model, made) or choice(model, made) for made in target.made]
-        return _with_storage(Plan(model, stored, config=target.config, notes=target.notes), choice)
+        stored = [_find_published(choice, model, made) or choice(model, made) for made in target.made]
+        return _with_storage(ConversionPlan(model, stored, config=target.config, notes=target.notes), choice)
     config = _raw_config(opened)
-    if choice.quantize is None and isinstance(opened.checkpoint, Packed):
-        maps = (made.name for made in Kept(model).made() if is_map(made))
+    if choice.quantize is None and isinstance(opened.checkpoint, QuantizedCheckpoint):
+        maps = (made.name for made in PassthroughTarget(model).made() if is_map(made))
         choice.counts.update(opened.checkpoint.format_of(name) for name in maps)
         copied = Copied(opened.checkpoint.files)
-        return Plan(copied, _stored(choice, copied, copied.made()), config=config, is_copy=True)
-    kept, config = Kept(model), None if config is None else unpacked(config)
+        return ConversionPlan(
+            copied, _store_tensors(choice, copied, copied.made()), config=config, is_copy=True
+        )
+    kept, config = PassthroughTarget(model), None if config is None else drop_packing(config)
     made = kept.made()
     if choice.quantize in PACKED and len(apart := kept.apart(made)) > len(made) and _is_read(apart, config):
         made = apart
-    return _with_storage(Plan(kept, _stored(choice, kept, made), config=config), choice)
+    return _with_storage(ConversionPlan(kept, _store_tensors(choice, kept, made), config=config), choice)
 
 
 def _is_read(made: Sequence[Made], config: Mapping[str, Any] | None) -> bool:
@@ -272,7 +274,7 @@ def _is_read(made: Sequence[Made], config: Mapping[str, Any] | None) -> bool:
     return True
 
 
-def _published(choice: Choice, model: Model, made: Made) -> Stored | None:
+def _find_published(choice: StorageChoice, model: Model, made: Made) -> StorageForm | None:
     """Experts of gpt-oss in MXFP4 as they were published, where nothing else is asked for."""
     if (
         choice.quantize is not None
@@ -287,7 +289,7 @@ def _published(choice: Choice, model: Model, made: Made) -> Stored | None:
     return Mxfp4Stack(made)
 
 
-def _with_storage(plan: Plan, choice: Choice) -> Plan:
+def _with_storage(plan: ConversionPlan, choice: StorageChoice) -> ConversionPlan:
     """The plan with a config.json that says how its tensors are packed."""
     wanted = quantization_config(plan.stored)
     if plan.config is None:
@@ -304,23 +306,23 @@ def _with_storage(plan: Plan, choice: Choice) -> Plan:
     return replace(plan, config=raw if wanted is None else {**raw, "quantization_config": wanted})
 
 
-def _stored(choice: Choice, numbers: Numbers, made: Sequence[Made]) -> list[Stored]:
-    found: list[Stored] = []
+def _store_tensors(choice: StorageChoice, numbers: Numbers, made: Sequence[Made]) -> list[StorageForm]:
+    found: list[StorageForm] = []
     for one in made:
         found.append(stored := choice(numbers, one))
-        is_nvfp4 = isinstance(stored, Blocks) and stored.kind.name == "NVFP4"
+        is_nvfp4 = isinstance(stored, BlockStorage) and stored.kind.name == "NVFP4"
         if is_nvfp4 and (beside := nvfp4_factors(numbers, stored.made)):
             found.append(beside)
     return found
 
 
-def _write_beside(folder: Path, opened: Opened, plan: Plan) -> None:
+def _write_beside(folder: Path, opened: Opened, plan: ConversionPlan) -> None:
     """config.json, and the files of text."""
     if plan.config is not None:
         (folder / "config.json").write_text(json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n")
     if opened.files.kind == "safetensors":
         _copy_beside(folder, opened, is_copy=plan.is_copy)
-    if named := named_vocabulary(opened):
+    if named := find_vocabulary(opened):
         for path in (named / name for name in (*FILES.values(), *VOCABULARIES)):
             if path.exists():
                 shutil.copyfile(path, folder / path.name)
@@ -344,6 +346,6 @@ def _copy_beside(folder: Path, opened: Opened, *, is_copy: bool) -> None:
         shutil.copyfile(path, folder / TEMPLATES / path.name)
 
 
-def counted(storages: Mapping[str, int]) -> str:
+def count_text(storages: Mapping[str, int]) -> str:
     """`210 in Q4_K, 1 in Q6_K`."""
     return ", ".join(f"{count} in {name}" for name, count in Counter(storages).most_common())

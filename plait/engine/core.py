@@ -15,18 +15,17 @@ from dataclasses import replace
 from itertools import count
 from typing import Protocol, TypeVar
 
-from plait.engine.grammar_guide import Guide, unguided
+from plait.engine.grammar_guide import GrammarGuide, refuse_guides
 from plait.engine.limits import RequestLimits
 from plait.engine.metrics import Metrics
-from plait.engine.open_request import Choice, OnEvent, OpenRequest
+from plait.engine.open_request import OnEvent, OpenChoice, OpenRequest
 from plait.errors import DeadlineExceeded, EngineError, InvalidField, PlaitError
 from plait.ops.seed import choice_seed
 from plait.request import Event, Request, RequestTrace
-from plait.schedule.plan import Load, Plan, Sampled, SamplingBatch, Save
+from plait.schedule.plan import Load, Sampled, SamplingBatch, Save, StepPlan
 from plait.schedule.pooling import Pool
 from plait.schedule.scheduler import Scheduler
-from plait.schedule.sequence import Sequence as TokenSequence
-from plait.schedule.sequence import Update
+from plait.schedule.sequence import TokenSequence, Update
 from plait.schedule.speculate import Speculation
 
 T = TypeVar("T")
@@ -37,10 +36,10 @@ log = logging.getLogger("plait.engine")
 trace_log = logging.getLogger("plait.trace")
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     """Computes a step: one answer for every row of `sampling`, in order."""
 
-    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]: ...
+    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]: ...
 
 
 class Engine:
@@ -54,13 +53,13 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: StepRunner,
         scheduler: Scheduler,
         *,
         vocab_size: int,
         max_model_len: int,
         speculation: Speculation | None = None,
-        guided: Callable[[Request], Sequence[Guide | None]] = unguided,
+        guided: Callable[[Request], Sequence[GrammarGuide | None]] = refuse_guides,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.scheduler, self.speculation, self.clock = runner, scheduler, speculation, clock
@@ -69,7 +68,7 @@ class Engine:
         self.traces: deque[RequestTrace] = deque(maxlen=NUM_TRACES)
         self.reader_faults: deque[tuple[str, Exception]] = deque(maxlen=16)
         self._requests: dict[str, OpenRequest] = {}
-        self._choices: dict[int, Choice] = {}  # by sequence id
+        self._choices: dict[int, OpenChoice] = {}  # by sequence id
         self._ids = count(1)
         self._seeds = random.SystemRandom()
 
@@ -87,7 +86,7 @@ class Engine:
         self.scheduler.add(*sequences)
         entry = self._requests[request.id] = OpenRequest(request, on_event)
         for seq in sequences:
-            choice = entry.open[seq.index] = self._choices[seq.id] = Choice(entry, seq, arrived)
+            choice = entry.open[seq.index] = self._choices[seq.id] = OpenChoice(entry, seq, arrived)
             if seq.num_output_tokens:  # it has begun, and its start was counted, in another engine
                 choice.first_scheduled_s = choice.first_token_s = choice.last_token_s = self.clock()
         if not request.resumed:
@@ -160,7 +159,7 @@ class Engine:
             for index, choice in entry.open.items():
                 self._emit(entry, self._last(choice, _failure(entry.request.id, index, error)))
 
-    def requests_in(self, plan: Plan) -> list[str]:
+    def requests_in(self, plan: StepPlan) -> list[str]:
         """The ids of the requests that a plan computes something of, each once."""
         choices = (self._choices.get(chunk.seq_id) for chunk in plan.chunks)
         return list(dict.fromkeys(choice.entry.request.id for choice in choices if choice is not None))
@@ -248,7 +247,7 @@ class Engine:
             self.speculation = None
             return otherwise
 
-    def _note_start(self, plan: Plan, now: float) -> None:
+    def _note_start(self, plan: StepPlan, now: float) -> None:
         for chunk in plan.chunks:
             choice = self._choices[chunk.seq_id]
             choice.num_steps += plan.num_steps
@@ -256,7 +255,7 @@ class Engine:
                 choice.first_scheduled_s = now
                 self.metrics.count_start(now - choice.arrival_s, choice.sequence.num_cached_tokens)
 
-    def _show_progress(self, plan: Plan, now: float) -> None:
+    def _show_progress(self, plan: StepPlan, now: float) -> None:
         """Tell how far the prompts in a step are, before the token that the last of one brings."""
         for chunk in plan.chunks:
             choice = self._choices.get(chunk.seq_id)
@@ -271,7 +270,7 @@ class Engine:
                 event = Event(seq.request_id, 0, num_cached_tokens=cached, prompt_progress=progress)
                 self._emit(choice.entry, event)
 
-    def _learn(self, plan: Plan, seconds: float) -> None:
+    def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Tell the scheduler what a step like this costs: its pass, and what was moved beside it."""
         costs = self.scheduler.costs
         if not any(isinstance(move, Save | Load) for move in plan.moves):
@@ -306,7 +305,7 @@ class Engine:
         else:
             self._emit(choice.entry, event)
 
-    def _count(self, choice: Choice, update: Update, now: float) -> None:
+    def _count(self, choice: OpenChoice, update: Update, now: float) -> None:
         num_tokens = len(update.token_ids)
         if update.num_drafted:
             choice.num_drafted_tokens += update.num_drafted
@@ -323,7 +322,7 @@ class Engine:
             self.metrics.count_next(num_tokens, now - choice.last_token_s)
         choice.last_token_s = now
 
-    def _recover(self, plan: Plan, error: Exception) -> None:
+    def _recover(self, plan: StepPlan, error: Exception) -> None:
         """A step failed: the sequence that was alone in it is failed, several are tried one by one.
 
         If the step also moved memory, of whomever, the sequence may not be to blame: it has some more tries.
@@ -336,11 +335,11 @@ class Engine:
         if not plan.moves or choice.num_failures >= MAX_TRIES:
             self._fail(choice, error)
 
-    def _fail(self, choice: Choice, error: Exception) -> None:
+    def _fail(self, choice: OpenChoice, error: Exception) -> None:
         seq = choice.sequence
         self._end(choice, _failure(seq.request_id, seq.index, error))
 
-    def _end(self, choice: Choice, event: Event) -> None:
+    def _end(self, choice: OpenChoice, event: Event) -> None:
         """Close a choice, if its reader has not done so meanwhile, and send its last event."""
         entry, seq_id = choice.entry, choice.sequence.id
         if self._choices.pop(seq_id, None) is None:
@@ -354,7 +353,7 @@ class Engine:
             del self._requests[entry.request.id]
         self._emit(entry, self._last(choice, event))
 
-    def _last(self, choice: Choice, event: Event) -> Event:
+    def _last(self, choice: OpenChoice, event: Event) -> Event:
         """The last event of a choice, with its trace, which is kept and counted."""
         assert event.finish_reason is not None
         trace = choice.trace(self.clock(), event.finish_reason)

@@ -23,7 +23,7 @@ from plait.text.output.thinking_budget import ThinkingWatch
 ANYTHING = b""  # the mask of a token that is free
 
 
-class Guide:
+class GrammarGuide:
     """Of one sequence; `schedule.sequence.Guide` says what the scheduler asks of it.
 
     Made ready by one thread and used by another. Nothing raises: `error` says why it cannot be followed.
@@ -134,13 +134,13 @@ class Guides:
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
-        self._turns: Lanes[tuple[Request, list[Guide]]] = Lanes()
+        self._turns: Lanes[tuple[Request, list[GrammarGuide]]] = Lanes()
 
-    def open(self, request: Request) -> list[Guide | None]:
+    def open(self, request: Request) -> list[GrammarGuide | None]:
         """A guide for each choice of a request, not ready yet; None where it may be anything."""
         if request.grammar is None and request.thinking is None:
             return [None] * request.params.n
-        guides = [Guide(self._vocab_size) for _ in range(request.params.n)]
+        guides = [GrammarGuide(self._vocab_size) for _ in range(request.params.n)]
         with self._lock:
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(1, "plait-grammar")
@@ -169,7 +169,7 @@ class Guides:
         if found is not None:
             self._begin(*found[1])
 
-    def _begin(self, request: Request, guides: Sequence[Guide]) -> None:
+    def _begin(self, request: Request, guides: Sequence[GrammarGuide]) -> None:
         if not any(guide.is_wanted for guide in guides):
             return
         try:
@@ -184,7 +184,7 @@ class Guides:
                 guide.fail(error)
 
 
-def unguided(request: Request) -> list[Guide | None]:
+def refuse_guides(request: Request) -> list[GrammarGuide | None]:
     """What an engine without a vocabulary makes of a request. Raises InvalidField for one that needs one."""
     for name, wish in (("grammar", request.grammar), ("thinking_token_budget", request.thinking)):
         if wish is not None:

@@ -14,7 +14,7 @@ from plait.errors import ConfigError, OutOfMemory
 from plait.memory import BlockGroup, PagedState, SlotState, State, block_groups
 from plait.schedule.allocation import Allocation, num_window_blocks
 from plait.schedule.pools import CacheOptions
-from plait.schedule.scheduler import Limits, Scheduler
+from plait.schedule.scheduler import Scheduler, SchedulerLimits
 
 DEFAULT_SHARE = 0.5  # of the memory that is free when the weights are loaded
 SNAPSHOT_SHARE = 0.25  # of the limit, at most, for snapshots of state of fixed size
@@ -81,7 +81,7 @@ class Sizing:
 
     def scheduler(self, config: EngineConfig, *, causal: bool, num_steps: int = 1) -> Scheduler:
         """A scheduler over exactly this memory. `num_steps`: the most decode steps of one plan."""
-        limits = Limits(
+        limits = SchedulerLimits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.max_waiting,
@@ -141,7 +141,7 @@ def size_state(
         )
     limit = config.memory_limit or int(free_memory * DEFAULT_SHARE)
     asked, notes = _length(model, config)
-    length = _fitting_length(model, config, asked, limit)
+    length = _fit_length(model, config, asked, limit)
     if length < asked:
         if config.max_model_len is not None or length < 1:
             raise OutOfMemory(_too_small(model, config, asked, limit))
@@ -291,7 +291,7 @@ def _one_sequence_nbytes(model: ModelFacts, config: EngineConfig, length: int) -
     return total
 
 
-def _fitting_length(model: ModelFacts, config: EngineConfig, length: int, limit: int) -> int:
+def _fit_length(model: ModelFacts, config: EngineConfig, length: int, limit: int) -> int:
     """The longest sequence up to `length` that fits, in whole blocks if shorter; 0: none does."""
     if _one_sequence_nbytes(model, config, length) <= limit:
         return length
@@ -310,7 +310,7 @@ def _too_small(model: ModelFacts, config: EngineConfig, length: int, limit: int)
     text = f"the state of one sequence of {length} tokens needs {gib(needed)}, and the limit is {gib(limit)}"
     if fixed:
         text += f"; {gib(fixed)} of it are windows and slots for {config.max_num_seqs} sequences"
-    fits = _fitting_length(model, config, length, limit)
+    fits = _fit_length(model, config, length, limit)
     ways = [f"--max-model-len {fits} or less"] if fits else []
     ways += ["fewer --max-num-seqs"] if fixed and config.max_num_seqs > 1 else []
     return f"{text}. Start with {', or '.join([*ways, f'a --memory-limit of at least {needed}'])}"

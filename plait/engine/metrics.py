@@ -24,7 +24,7 @@ LENGTHS = tuple(float(1 << i) for i in range(18))  # 1 to 131,072 tokens
 STEP_TOKENS = tuple(float(1 << i) for i in range(14))  # 1 to 8,192
 
 
-class Counted(Protocol):
+class SchedulerCounts(Protocol):
     """The scheduler as it is read here; both methods are safe from any thread."""
 
     @property
@@ -62,7 +62,7 @@ class Metrics(Collector):
     Totals start at zero with the engine and only grow.
     """
 
-    def __init__(self, scheduler: Counted) -> None:
+    def __init__(self, scheduler: SchedulerCounts) -> None:
         self._scheduler = scheduler
         self.num_steps = self.num_steps_ahead = self.num_failed_steps = self.num_repairs = 0
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
@@ -152,7 +152,7 @@ class Metrics(Collector):
         ):
             total, free = stats[f"num_{what}"], stats[f"num_free_{what}"]
             states = {"free": free, "held": total - free - cached, "cached": cached}
-            yield _labelled(GaugeMetricFamily(f"plait_{what}", f"{about}.", labels=["state"]), states)
+            yield _add_labels(GaugeMetricFamily(f"plait_{what}", f"{about}.", labels=["state"]), states)
         yield _gauge("plait_snapshots", "Saved slots that a prompt can start from.", stats["num_snapshots"])
         yield _gauge(
             "plait_host_saved_bytes",
@@ -175,15 +175,15 @@ class Metrics(Collector):
         ended = CounterMetricFamily(
             "plait_requests", "Choices of requests that ended.", labels=["finish_reason"]
         )
-        yield _labelled(ended, {**self._ended})
+        yield _add_labels(ended, {**self._ended})
         kinds = {"swap": stats["num_swaps"], "recompute": stats["num_preemptions"] - stats["num_swaps"]}
         about = "Running sequences whose memory was taken."
-        yield _labelled(CounterMetricFamily("plait_preemptions", about, labels=["kind"]), kinds)
+        yield _add_labels(CounterMetricFamily("plait_preemptions", about, labels=["kind"]), kinds)
 
     def _cache_counters(self, counts: Mapping[str, int]) -> Iterator[Metric]:
         about = "Prompts looked up in the prefix cache: hit, or why nothing was found."
         family = CounterMetricFamily("plait_prefix_cache_lookups", about, labels=["cause"])
-        yield _labelled(family, {cause: counts.get(cause, 0) for cause in CAUSES})
+        yield _add_labels(family, {cause: counts.get(cause, 0) for cause in CAUSES})
         for name, about in (("asked", "Tokens looked up in"), ("hit", "Tokens found in")):
             value = counts.get(f"{name}_tokens", 0)
             yield CounterMetricFamily(
@@ -195,7 +195,7 @@ def _gauge(name: str, about: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, about, value=value)
 
 
-def _labelled(
+def _add_labels(
     family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]
 ) -> GaugeMetricFamily | CounterMetricFamily:
     """One sample for each value of the family's only label."""

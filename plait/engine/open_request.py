@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from plait.request import Event, FinishReason, Request, RequestTrace
-from plait.schedule.sequence import Sequence as TokenSequence
+from plait.schedule.sequence import TokenSequence
 
 OnEvent = Callable[[Event], None]
 
@@ -17,11 +17,11 @@ class OpenRequest:
 
     request: Request
     on_event: OnEvent
-    open: dict[int, Choice] = field(default_factory=dict)
+    open: dict[int, OpenChoice] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class Choice:
+class OpenChoice:
     """A choice that has not ended. Times are seconds on the engine's clock.
 
     `sequence`: the scheduler's own, read only here. `num_failures`: steps since its last token that failed

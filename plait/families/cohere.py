@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import ends, flat, unused
+from plait.families.common.recipes import ends, flat, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
-from plait.spec import Attention, Branch, ModelSpec, Parallel
+from plait.spec import AttentionSpec, BranchSpec, ModelSpec, ParallelSpec
 
 MIX, L = "layers.{i}.mix", "model.layers.{i}"
 SHARED = {"norm_eps": 1e-5, "hidden_act": "silu", "logit_scale": 0.0625, "tie_word_embeddings": True}
@@ -48,9 +48,9 @@ def cohere2(c: Config) -> tuple[ModelSpec, NameMap]:
     return _cohere(c, "cohere2", [mixers[kind] for kind in c["layer_types"]])
 
 
-def _cohere(c: Config, name: str, mixers: list[Attention]) -> tuple[ModelSpec, NameMap]:
+def _cohere(c: Config, name: str, mixers: list[AttentionSpec]) -> tuple[ModelSpec, NameMap]:
     each, ffn = norm(c, "layer"), mlp(c)
-    layers = [(Branch("mix", Parallel({"attn": mixer, "ffn": ffn}), each),) for mixer in mixers]
+    layers = [(BranchSpec("mix", ParallelSpec({"attn": mixer, "ffn": ffn}), each),) for mixer in mixers]
     names: Rules = {
         **ends(),
         f"{MIX}.norm": f"{L}.input_layernorm",
@@ -61,7 +61,7 @@ def _cohere(c: Config, name: str, mixers: list[Attention]) -> tuple[ModelSpec, N
     spec = model(c, name, layers, norm=each, logit_scale=float(c["logit_scale"]))
     # Command R's config has a short `max_position_embeddings`, and beside it what it was trained for.
     spec = replace(spec, max_len=max(spec.max_len, c.get("model_max_length") or 0))
-    return spec, NameMap(names, ignored=unused(c))
+    return spec, NameMap(names, ignored=unused_patterns(c))
 
 
 def _gguf_names(c: Config) -> Rules:

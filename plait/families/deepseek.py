@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import expert_tensors, transformer, unused
+from plait.families.common.recipes import expert_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, mscale_squared, norm, rope, sigmoid_router
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.spec import Branch, Mla, ModelSpec, Moe, Norm, Router
+from plait.spec import BranchSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
 
 LATENT_EPS = 1e-6  # whatever rms_norm_eps says
 SHARED = {"norm_eps": 1e-6, "hidden_act": "silu", "routed_scaling_factor": 1.0}
@@ -28,7 +28,7 @@ def deepseek_v2(c: Config) -> tuple[ModelSpec, NameMap]:
             "norm_topk_prob = true is not implemented for DeepSeek-V2: its ports disagree on what it means"
         )
     grouped = c["topk_method"] == "group_limited_greedy"
-    router = Router(
+    router = RouterSpec(
         renormalize=False,
         scale=float(c["routed_scaling_factor"]),
         groups=c["n_group"] if grouped else 1,
@@ -51,13 +51,13 @@ def deepseek_v3(c: Config) -> tuple[ModelSpec, NameMap]:
     return _deepseek(c, "deepseek_v3", sigmoid_router(c))
 
 
-def _deepseek(c: Config, name: str, router: Router) -> tuple[ModelSpec, NameMap]:
+def _deepseek(c: Config, name: str, router: RouterSpec) -> tuple[ModelSpec, NameMap]:
     each, count = norm(c), len(c["layer_types"])
-    attn = Branch("attn", _mla(c), each)
-    ffn = {"dense": Branch("ffn", mlp(c), each)}
+    attn = BranchSpec("attn", _mla(c), each)
+    ffn = {"dense": BranchSpec("ffn", mlp(c), each)}
     names: Rules = {}
     if c.get("num_experts"):
-        ffn["sparse"] = Branch("ffn", _moe(c, router), each)
+        ffn["sparse"] = BranchSpec("ffn", _moe(c, router), each)
         names = _expert_names(c["num_experts"])
     layers = [(attn, ffn[kind]) for kind in c.get("mlp_layer_types", ["dense"] * count)]
     mla: Rules = {
@@ -66,12 +66,12 @@ def _deepseek(c: Config, name: str, router: Router) -> tuple[ModelSpec, NameMap]
     }
     # Layers behind the last one predict a second token for speculation; the model is whole without them.
     extra = tuple(rf"^model\.layers\.{count + k}\." for k in range(c.get("num_nextn_predict_layers") or 1))
-    return model(c, name, layers), NameMap(names, mla, transformer(), ignored=unused(c, *extra))
+    return model(c, name, layers), NameMap(names, mla, transformer(), ignored=unused_patterns(c, *extra))
 
 
-def _mla(c: Config) -> Mla:
+def _mla(c: Config) -> MlaSpec:
     r = rope(c, c["qk_rope_head_dim"], interleaved=True)
-    return Mla(
+    return MlaSpec(
         num_heads=c["num_attention_heads"],
         q_rank=c.get("q_lora_rank"),
         kv_rank=c["kv_lora_rank"],
@@ -80,15 +80,15 @@ def _mla(c: Config) -> Mla:
         scale=(c["qk_nope_head_dim"] + c["qk_rope_head_dim"]) ** -0.5 * mscale_squared(r),
         rope_dim=c["qk_rope_head_dim"],
         rope=r,
-        latent_norm=Norm(LATENT_EPS),
+        latent_norm=NormSpec(LATENT_EPS),
     )
 
 
-def _moe(c: Config, router: Router) -> Moe:
+def _moe(c: Config, router: RouterSpec) -> MoeSpec:
     size, shared = c["moe_intermediate_size"], c.get("num_shared_experts")
     expert = mlp(c, size)
     both = mlp(c, size * shared) if shared else None
-    return Moe(c["num_experts"], c["num_experts_per_tok"], expert, router, shared=both)
+    return MoeSpec(c["num_experts"], c["num_experts_per_tok"], expert, router, shared=both)
 
 
 def _expert_names(count: int) -> Rules:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, plus_one, unused
+from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, plus_one, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.spec import Branch, ModelSpec
+from plait.spec import BranchSpec, ModelSpec
 
 SHARED = {
     "norm_eps": 1e-6,
@@ -60,11 +60,11 @@ def gemma3(c: Config) -> tuple[ModelSpec, NameMap]:
 
 def _gemma(c: Config, name: str, *, has_qk_norm: bool) -> tuple[ModelSpec, NameMap]:
     scale, cap, each = c["query_pre_attn_scalar"] ** -0.5, c.get("attn_logit_softcapping"), norm(c)
-    ffn = Branch("ffn", mlp(c), each, post_norm=each)
+    ffn = BranchSpec("ffn", mlp(c), each, post_norm=each)
 
-    def layer(kind: str) -> tuple[Branch, Branch]:
+    def layer(kind: str) -> tuple[BranchSpec, BranchSpec]:
         attention = gqa(c, kind, scale=scale, softcap=cap, qk_norm=each if has_qk_norm else None)
-        return Branch("attn", attention, each, post_norm=each), ffn
+        return BranchSpec("attn", attention, each, post_norm=each), ffn
 
     spec = model(
         c,
@@ -75,7 +75,7 @@ def _gemma(c: Config, name: str, *, has_qk_norm: bool) -> tuple[ModelSpec, NameM
     )
     names = at(TEXT_PREFIXES, _names)
     names["head"] = ("lm_head", "language_model.lm_head")
-    return spec, NameMap(names, ignored=unused(c, *VISION))
+    return spec, NameMap(names, ignored=unused_patterns(c, *VISION))
 
 
 def _names(prefix: str) -> Rules:

@@ -7,16 +7,16 @@ from plait.errors import UnsupportedModel
 from plait.families.common.recipes import (
     either,
     expert_tensors,
-    fused_gate_up,
-    fused_qkv,
+    split_gate_up,
+    split_qkv,
     transformer,
-    unused,
+    unused_patterns,
 )
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope, sigmoid_router
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import Metadata, gguf_arch, plain_arch
-from plait.spec import Branch, ModelSpec, Moe, Norm
+from plait.spec import BranchSpec, ModelSpec, MoeSpec, NormSpec
 
 L = "model.layers.{i}"
 FFN = "layers.{i}.ffn"
@@ -40,17 +40,17 @@ def glm4(c: Config) -> tuple[ModelSpec, NameMap]:
     return _dense(c, "glm4", norm(c))
 
 
-def _dense(c: Config, name: str, post_norm: Norm | None) -> tuple[ModelSpec, NameMap]:
+def _dense(c: Config, name: str, post_norm: NormSpec | None) -> tuple[ModelSpec, NameMap]:
     each = norm(c)
     attn = gqa(c, rope=rope(c, c["head_dim"], interleaved=True))
-    branches = (Branch("attn", attn, each, post_norm), Branch("ffn", mlp(c), each, post_norm))
+    branches = (BranchSpec("attn", attn, each, post_norm), BranchSpec("ffn", mlp(c), each, post_norm))
     names: Rules = {
         "layers.{i}.attn.post_norm": f"{L}.post_self_attn_layernorm",
         f"{FFN}.post_norm": f"{L}.post_mlp_layernorm",
-        **fused_gate_up(FFN, f"{L}.mlp.gate_up_proj"),
+        **split_gate_up(FFN, f"{L}.mlp.gate_up_proj"),
     }
     spec = model(c, name, [branches] * len(c["layer_types"]))
-    return spec, NameMap(names, transformer(), ignored=unused(c))
+    return spec, NameMap(names, transformer(), ignored=unused_patterns(c))
 
 
 @family(
@@ -70,18 +70,18 @@ def _dense(c: Config, name: str, post_norm: Norm | None) -> tuple[ModelSpec, Nam
 def glm4_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """GLM-4.5, 4.6 and 4.7: the halves of a head turn together; a few dense layers, then experts."""
     each, count = norm(c), len(c["layer_types"])
-    attn = Branch("attn", gqa(c, qk_norm=each if c["use_qk_norm"] else None), each)
+    attn = BranchSpec("attn", gqa(c, qk_norm=each if c["use_qk_norm"] else None), each)
     size, shared = c["moe_intermediate_size"], c["num_shared_experts"]
-    moe = Moe(
+    moe = MoeSpec(
         c["num_experts"],
         c["num_experts_per_tok"],
         mlp(c, size),
         sigmoid_router(c),
         shared=mlp(c, size * shared) if shared else None,
     )
-    ffn = {"sparse": Branch("ffn", moe, each)}
+    ffn = {"sparse": BranchSpec("ffn", moe, each)}
     if "dense" in c["mlp_layer_types"]:
-        ffn["dense"] = Branch("ffn", mlp(c), each)
+        ffn["dense"] = BranchSpec("ffn", mlp(c), each)
     mlp_names = f"{L}.mlp"
     names: Rules = {
         f"{FFN}.router_bias": f"{mlp_names}.gate.e_score_correction_bias",
@@ -92,13 +92,13 @@ def glm4_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     # Layers behind the last one predict a second token for speculation; the model is whole without them.
     extra = tuple(rf"^model\.layers\.{count + k}\." for k in range(c.get("num_nextn_predict_layers") or 1))
     spec = model(c, "glm4_moe", [(attn, ffn[kind]) for kind in c["mlp_layer_types"]])
-    return spec, NameMap(names, transformer(), ignored=unused(c, *extra))
+    return spec, NameMap(names, transformer(), ignored=unused_patterns(c, *extra))
 
 
 def _dense_names(c: Config) -> Rules:
     ours, theirs = "layers.{i}.attn", "blk.{i}.attn_"
     apart = {f"{ours}.{x}.{s}": f"{theirs}{x}.{s}" for x in "qkv" for s in ("weight", "bias")}
-    return {**either(apart, fused_qkv(c, ours, f"{theirs}qkv")), **fused_gate_up(FFN, "blk.{i}.ffn_up")}
+    return {**either(apart, split_qkv(c, ours, f"{theirs}qkv")), **split_gate_up(FFN, "blk.{i}.ffn_up")}
 
 
 plain_arch("chatglm", "GlmForCausalLM", names=_dense_names)

@@ -6,13 +6,13 @@ import torch
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import Stored, expert_bias, expert_rows, transformer, unused
+from plait.families.common.recipes import Stored, expert_bias, expert_rows, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.quant.weight import as_tensor, pick_rows
-from plait.spec import Branch, Mlp, ModelSpec, Moe
+from plait.spec import BranchSpec, MlpSpec, ModelSpec, MoeSpec
 
 FFN, MLP = "layers.{i}.ffn", "model.layers.{i}.mlp"
 CLAMP = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # what the activation is made of
@@ -40,10 +40,10 @@ def gpt_oss(c: Config) -> tuple[ModelSpec, NameMap]:
     if c.get("hidden_act", "silu") != "silu":
         raise UnsupportedModel(f"hidden_act {c['hidden_act']!r} is not implemented for gpt-oss; known: silu")
     each, count = norm(c), c["num_experts"]
-    expert = Mlp(c["moe_intermediate_size"], "swiglu_oai")
-    ffn = Branch("ffn", Moe(count, c["num_experts_per_tok"], expert), each)
-    layers = [(Branch("attn", gqa(c, kind, sinks=True), each), ffn) for kind in c["layer_types"]]
-    names = NameMap(_names(count), transformer(), ignored=unused(c))
+    expert = MlpSpec(c["moe_intermediate_size"], "swiglu_oai")
+    ffn = BranchSpec("ffn", MoeSpec(count, c["num_experts_per_tok"], expert), each)
+    layers = [(BranchSpec("attn", gqa(c, kind, sinks=True), each), ffn) for kind in c["layer_types"]]
+    names = NameMap(_names(count), transformer(), ignored=unused_patterns(c))
     return model(c, "gpt_oss", layers), names
 
 
@@ -56,7 +56,7 @@ def _names(count: int) -> Rules:
         f"{one}.gate.weight": _every_other(0, count, up),
         f"{one}.up.weight": _every_other(1, count, up),
         f"{one}.down.weight": Derived(
-            lambda w, e, **_: _turned(w, int(e), count), (down,), (Back(lambda w: w.T, stack=count),)
+            lambda w, e, **_: _expert_matrix(w, int(e), count), (down,), (Back(lambda w: w.T, stack=count),)
         ),
         f"{one}.gate.bias": _every_other_bias(0, count, f"{up}_bias"),
         f"{one}.up.bias": _every_other_bias(1, count, f"{up}_bias"),
@@ -68,7 +68,7 @@ def _every_other(first: int, count: int, source: str) -> Derived:
     """Rows of gate (0) or up (1), which alternate in an expert's map."""
 
     def chosen(w: Stored, e: str, **_: str) -> Stored:
-        rows = _turned(w, int(e), count)
+        rows = _expert_matrix(w, int(e), count)
         return pick_rows(rows, torch.arange(first, rows.shape[0], 2))
 
     return Derived(chosen, (source,), (Back(at=first, of=2, stack=count, join=_in_turns),))
@@ -85,7 +85,7 @@ def _in_turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return both.T if both.ndim == 2 else both
 
 
-def _turned(w: Stored, e: int, count: int) -> Stored:
+def _expert_matrix(w: Stored, e: int, count: int) -> Stored:
     """One expert's map [out, in]: plain stacks are [count, in, out], packed ones [count * out, in]."""
     one = expert_rows(w, e, count)
     return one.T if isinstance(w, torch.Tensor) and w.ndim == 3 and isinstance(one, torch.Tensor) else one

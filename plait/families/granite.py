@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.recipes import either, expert, expert_half, half, transformer, unused
+from plait.families.common.recipes import either, expert, expert_half, half, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import Metadata, gguf_arch
-from plait.spec import Branch, Mlp, ModelSpec, Moe, Router
+from plait.spec import BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
 
 L, FFN = "model.layers.{i}", "layers.{i}.ffn"
 MULTIPLIERS = ("residual_multiplier", "attention_multiplier", "embedding_multiplier", "logits_scaling")
@@ -32,10 +32,10 @@ def granite_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     return _granite(c, "granitemoe", granite_ffn(c), granite_tensors(c))
 
 
-def _granite(c: Config, name: str, ffn: Mlp | Moe, names: Rules) -> tuple[ModelSpec, NameMap]:
+def _granite(c: Config, name: str, ffn: MlpSpec | MoeSpec, names: Rules) -> tuple[ModelSpec, NameMap]:
     each, scale = norm(c), c["residual_multiplier"]
-    attn = Branch("attn", gqa(c, scale=float(c["attention_multiplier"])), each, scale=scale)
-    layers = [(attn, Branch("ffn", ffn, each, scale=scale))] * len(c["layer_types"])
+    attn = BranchSpec("attn", gqa(c, scale=float(c["attention_multiplier"])), each, scale=scale)
+    layers = [(attn, BranchSpec("ffn", ffn, each, scale=scale))] * len(c["layer_types"])
     spec = model(
         c,
         name,
@@ -43,16 +43,16 @@ def _granite(c: Config, name: str, ffn: Mlp | Moe, names: Rules) -> tuple[ModelS
         embed_scale=float(c["embedding_multiplier"]),
         logit_scale=1 / c["logits_scaling"],
     )
-    return spec, NameMap(names, transformer(), ignored=unused(c))
+    return spec, NameMap(names, transformer(), ignored=unused_patterns(c))
 
 
-def granite_ffn(c: Config) -> Mlp | Moe:
+def granite_ffn(c: Config) -> MlpSpec | MoeSpec:
     """Experts beside a shared feed-forward, or one of the two alone."""
     if not c.get("num_experts"):
         return mlp(c, c["shared_intermediate_size"])
     shared, each = c.get("shared_intermediate_size"), mlp(c, c["moe_intermediate_size"])
     both = mlp(c, shared) if shared else None
-    return Moe(c["num_experts"], c["num_experts_per_tok"], each, Router(), shared=both)
+    return MoeSpec(c["num_experts"], c["num_experts_per_tok"], each, RouterSpec(), shared=both)
 
 
 def granite_tensors(c: Config) -> Rules:
@@ -70,10 +70,10 @@ def granite_tensors(c: Config) -> Rules:
         (f"{theirs}.router.layer", f"{theirs}.input_linear.weight", f"{theirs}.output_linear.weight"),
         (f"{theirs}.router", f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj"),
     )
-    return {**either(*(_stacked(count, *way) for way in ways)), **alone}
+    return {**either(*(_expert_rules(count, *way) for way in ways)), **alone}
 
 
-def _stacked(count: int, router: str, up: str, down: str) -> Rules:
+def _expert_rules(count: int, router: str, up: str, down: str) -> Rules:
     return {
         f"{FFN}.router": router,
         f"{FFN}.experts.{{e}}.gate.weight": expert_half(0, count, up),

@@ -12,16 +12,16 @@ from plait.families.common.recipes import (
     ends,
     expert_tensors,
     mamba_tensors,
-    scaled,
+    scale_tensor,
     transformer,
-    unused,
+    unused_patterns,
 )
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mamba2, mlp, model, norm, sigmoid_router
 from plait.families.config.normalize import LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, head_size
 from plait.families.granite import granite_ffn, granite_tensors
-from plait.spec import Branch, Mixer, Mlp, ModelSpec, Moe, Parallel
+from plait.spec import BranchSpec, Mixer, MlpSpec, ModelSpec, MoeSpec, ParallelSpec
 
 L = "model.layers.{i}"
 MAMBA = {
@@ -42,9 +42,9 @@ MAMBA = {
 def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
     """Bamba: attention in a few layers, Mamba2 in the others, a feed-forward in all."""
     each = norm(c)
-    mixers = {LINEAR: Branch("ssm", mamba2(c), each)}
-    ffn = Branch("ffn", mlp(c), each)
-    layers = [(mixers.get(kind) or Branch("attn", gqa(c, kind), each), ffn) for kind in c["layer_types"]]
+    mixers = {LINEAR: BranchSpec("ssm", mamba2(c), each)}
+    ffn = BranchSpec("ffn", mlp(c), each)
+    layers = [(mixers.get(kind) or BranchSpec("attn", gqa(c, kind), each), ffn) for kind in c["layer_types"]]
     names: Rules = {
         "norm": "model.final_layernorm",
         "layers.{i}.ssm.norm": f"{L}.input_layernorm",
@@ -52,7 +52,7 @@ def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
         "layers.{i}.ffn.{x}": f"{L}.feed_forward.{{x}}_proj",
         **mamba_tensors("layers.{i}.ssm", f"{L}.mamba"),
     }
-    return model(c, "bamba", layers), NameMap(names, transformer(), ignored=unused(c))
+    return model(c, "bamba", layers), NameMap(names, transformer(), ignored=unused_patterns(c))
 
 
 @family(
@@ -76,12 +76,12 @@ def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
 def granite_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
     """Granite 4: no positions as a rule; a shared feed-forward, with or without experts beside it."""
     each, scale = norm(c), c["residual_multiplier"]
-    ssm = Branch("ssm", mamba2(c), each, scale=scale)
-    ffn = Branch("ffn", granite_ffn(c), each, scale=scale)
+    ssm = BranchSpec("ssm", mamba2(c), each, scale=scale)
+    ffn = BranchSpec("ffn", granite_ffn(c), each, scale=scale)
 
-    def attention(kind: str) -> Branch:
+    def attention(kind: str) -> BranchSpec:
         mixer = gqa(c, kind, scale=c["attention_multiplier"], **_granite_positions(c))
-        return Branch("attn", mixer, each, scale=scale)
+        return BranchSpec("attn", mixer, each, scale=scale)
 
     layers = [(ssm if kind == LINEAR else attention(kind), ffn) for kind in c["layer_types"]]
     spec = model(
@@ -96,7 +96,7 @@ def granite_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
         **mamba_tensors("layers.{i}.ssm", f"{L}.mamba"),
         **granite_tensors(c),
     }
-    return spec, NameMap(names, transformer(), ignored=unused(c))
+    return spec, NameMap(names, transformer(), ignored=unused_patterns(c))
 
 
 def _granite_positions(c: Config) -> dict[str, None]:
@@ -132,16 +132,18 @@ def nemotron_h(c: Config) -> tuple[ModelSpec, NameMap]:
         raise UnsupportedModel(f"mamba_hidden_act {c['mamba_hidden_act']!r} is not implemented; known: silu")
     each = norm(c)
     mixers = {kind: _nemotron_mixer(c, kind) for kind in dict.fromkeys(c["layer_types"])}
-    layers = [(Branch("mix", mixers[kind], each),) for kind in c["layer_types"]]
+    layers = [(BranchSpec("mix", mixers[kind], each),) for kind in c["layer_types"]]
     prefixes = ("backbone.", "model.")
     names = either(*(_nemotron_names(p, c.get("num_experts") or 0) for p in prefixes))
-    ignored = unused(c, r"^mtp\.")  # layers that guess a second token; the model is whole without them
+    ignored = unused_patterns(
+        c, r"^mtp\."
+    )  # layers that guess a second token; the model is whole without them
     return model(c, "nemotron_h", layers), NameMap(names, ignored=ignored)
 
 
 def _nemotron_mixer(c: Config, kind: str) -> Mixer:
-    def plain(size: int) -> Mlp:
-        return Mlp(size, c["hidden_act"], gated=False)
+    def plain(size: int) -> MlpSpec:
+        return MlpSpec(size, c["hidden_act"], gated=False)
 
     match kind:
         case "linear_attention":
@@ -151,7 +153,7 @@ def _nemotron_mixer(c: Config, kind: str) -> Mixer:
         case "moe":
             shared = c.get("num_shared_experts", 1)
             both = plain(c["shared_intermediate_size"] * shared) if shared else None
-            return Moe(
+            return MoeSpec(
                 c["num_experts"],
                 c["num_experts_per_tok"],
                 plain(c["moe_intermediate_size"]),
@@ -220,8 +222,8 @@ def falcon_h1(c: Config) -> tuple[ModelSpec, NameMap]:
     gated = each if c["mamba_rms_norm"] else None
     ssm = mamba2(c, gated_norm=gated, norm_before_gate=bool(c["mamba_norm_before_gate"]))
     layer = (
-        Branch("mix", Parallel({"attn": attn, "ssm": ssm}), each),
-        Branch("ffn", mlp(c), each),
+        BranchSpec("mix", ParallelSpec({"attn": attn, "ssm": ssm}), each),
+        BranchSpec("ffn", mlp(c), each),
     )
     spec = model(
         c,
@@ -230,7 +232,7 @@ def falcon_h1(c: Config) -> tuple[ModelSpec, NameMap]:
         embed_scale=float(c["embedding_multiplier"]),
         logit_scale=float(c["lm_head_multiplier"]),
     )
-    return spec, NameMap(_falcon_names(c, inner), ends(), ignored=unused(c, r"\.mup_vector$"))
+    return spec, NameMap(_falcon_names(c, inner), ends(), ignored=unused_patterns(c, r"\.mup_vector$"))
 
 
 def _falcon_names(c: Config, inner: int) -> Rules:
@@ -244,17 +246,19 @@ def _falcon_names(c: Config, inner: int) -> Rules:
         "norm": "model.final_layernorm",
         "layers.{i}.mix.norm": f"{L}.input_layernorm",
         "layers.{i}.ffn.norm": f"{L}.pre_ff_layernorm",
-        "layers.{i}.mix.attn.o.weight": scaled(out, f"{attention}.o_proj.weight"),
+        "layers.{i}.mix.attn.o.weight": scale_tensor(out, f"{attention}.o_proj.weight"),
         **attention_tensors("layers.{i}.mix.attn", attention),
-        "layers.{i}.mix.ssm.in.weight": scaled(by_row * c["ssm_in_multiplier"], f"{ssm}.in_proj.weight"),
-        "layers.{i}.mix.ssm.in.bias": scaled(by_row, f"{ssm}.in_proj.bias"),
-        "layers.{i}.mix.ssm.out.weight": scaled(c["ssm_out_multiplier"], f"{ssm}.out_proj.weight"),
-        "layers.{i}.mix.ssm.out.bias": scaled(c["ssm_out_multiplier"], f"{ssm}.out_proj.bias"),
+        "layers.{i}.mix.ssm.in.weight": scale_tensor(
+            by_row * c["ssm_in_multiplier"], f"{ssm}.in_proj.weight"
+        ),
+        "layers.{i}.mix.ssm.in.bias": scale_tensor(by_row, f"{ssm}.in_proj.bias"),
+        "layers.{i}.mix.ssm.out.weight": scale_tensor(c["ssm_out_multiplier"], f"{ssm}.out_proj.weight"),
+        "layers.{i}.mix.ssm.out.bias": scale_tensor(c["ssm_out_multiplier"], f"{ssm}.out_proj.bias"),
         **mamba_tensors("layers.{i}.mix.ssm", ssm),
-        "layers.{i}.ffn.gate.weight": scaled(gate, f"{ffn}.gate_proj.weight"),
-        "layers.{i}.ffn.gate.bias": scaled(gate, f"{ffn}.gate_proj.bias"),
-        "layers.{i}.ffn.down.weight": scaled(down, f"{ffn}.down_proj.weight"),
-        "layers.{i}.ffn.down.bias": scaled(down, f"{ffn}.down_proj.bias"),
+        "layers.{i}.ffn.gate.weight": scale_tensor(gate, f"{ffn}.gate_proj.weight"),
+        "layers.{i}.ffn.gate.bias": scale_tensor(gate, f"{ffn}.gate_proj.bias"),
+        "layers.{i}.ffn.down.weight": scale_tensor(down, f"{ffn}.down_proj.weight"),
+        "layers.{i}.ffn.down.bias": scale_tensor(down, f"{ffn}.down_proj.bias"),
         "layers.{i}.ffn.up": f"{ffn}.up_proj",
     }
 

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import Stored, conv, either, ends, flat, mixtral_experts, unused
+from plait.families.common.recipes import Stored, conv, either, ends, flat, mixtral_experts, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, sigmoid_router
 from plait.families.config.normalize import LINEAR, Config
 from plait.families.deepseek import LATENT_EPS, latent_sizes
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.families.linear_attention import check_silu, gguf_delta_tensors, joined_conv, linear_layers
+from plait.families.linear_attention import check_silu, gguf_delta_tensors, join_conv, linear_layers
 from plait.quant.weight import as_tensor
-from plait.spec import Branch, DeltaNet, Mla, ModelSpec, Moe, Norm
+from plait.spec import BranchSpec, DeltaNetSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec
 
 L, B, KDA, ATTN, FFN = "model.layers.{i}", "blk.{i}", "layers.{i}.delta", "layers.{i}.attn", "layers.{i}.ffn"
 NESTED = {  # linear_attn_config's keys
@@ -48,14 +48,14 @@ def kimi_linear(c: Config) -> tuple[ModelSpec, NameMap]:
     """Kimi-Linear 48B and its like."""
     _check(c)
     each = norm(c)
-    mixers = {LINEAR: Branch("delta", _kda(c), each)}
-    ffn = {"dense": Branch("ffn", mlp(c), each), "sparse": Branch("ffn", _moe(c), each)}
+    mixers = {LINEAR: BranchSpec("delta", _kda(c), each)}
+    ffn = {"dense": BranchSpec("ffn", mlp(c), each), "sparse": BranchSpec("ffn", _moe(c), each)}
     layers = [
-        (mixers.get(kind) or Branch("attn", _mla(c), each), ffn[sort])
+        (mixers.get(kind) or BranchSpec("attn", _mla(c), each), ffn[sort])
         for kind, sort in zip(c["layer_types"], c["mlp_layer_types"], strict=True)
     ]
     names = _names(c["num_experts"], _widths(c))
-    return model(c, "kimi_linear", layers), NameMap(names, ignored=unused(c))
+    return model(c, "kimi_linear", layers), NameMap(names, ignored=unused_patterns(c))
 
 
 def _check(c: Config) -> None:
@@ -83,10 +83,10 @@ def _widths(c: Mapping[str, Any]) -> tuple[int, int, int]:
     return width, width, width
 
 
-def _kda(c: Config) -> DeltaNet:
+def _kda(c: Config) -> DeltaNetSpec:
     sizes = _sizes(c)
     dim, heads = sizes["linear_head_dim"], sizes["linear_num_heads"]
-    return DeltaNet(
+    return DeltaNetSpec(
         num_heads=heads,
         num_key_heads=heads,
         key_dim=dim,
@@ -100,9 +100,9 @@ def _kda(c: Config) -> DeltaNet:
     )
 
 
-def _mla(c: Config) -> Mla:
+def _mla(c: Config) -> MlaSpec:
     """The part of a key that would be rotated is there, and is not rotated."""
-    return Mla(
+    return MlaSpec(
         num_heads=c["num_attention_heads"],
         q_rank=c.get("q_lora_rank"),
         kv_rank=c["kv_lora_rank"],
@@ -111,14 +111,14 @@ def _mla(c: Config) -> Mla:
         scale=(c["qk_nope_head_dim"] + c["qk_rope_head_dim"]) ** -0.5,
         rope_dim=c["qk_rope_head_dim"],
         rope=None,
-        latent_norm=Norm(LATENT_EPS),
+        latent_norm=NormSpec(LATENT_EPS),
     )
 
 
-def _moe(c: Config) -> Moe:
+def _moe(c: Config) -> MoeSpec:
     size, shared = c["moe_intermediate_size"], c["num_shared_experts"]
     both = mlp(c, size * shared) if shared else None
-    return Moe(c["num_experts"], c["num_experts_per_tok"], mlp(c, size), sigmoid_router(c), shared=both)
+    return MoeSpec(c["num_experts"], c["num_experts_per_tok"], mlp(c, size), sigmoid_router(c), shared=both)
 
 
 def _names(count: int, widths: Sequence[int]) -> Rules:
@@ -129,7 +129,7 @@ def _names(count: int, widths: Sequence[int]) -> Rules:
         "layers.{i}.{branch}.norm": f"{L}.input_layernorm",
         **either(_decay_names(mixer), _decay_names(f"{mixer}.forget_gate")),
         f"{KDA}.conv.weight": (
-            joined_conv(widths, [f"{mixer}.{x}_conv1d.weight" for x in "qkv"]),
+            join_conv(widths, [f"{mixer}.{x}_conv1d.weight" for x in "qkv"]),
             conv(f"{mixer}.conv1d.weight"),
         ),
         f"{KDA}.gated_norm": f"{mixer}.o_norm",
@@ -186,7 +186,7 @@ def _gguf_names(c: Mapping[str, Any]) -> Rules:
 
 def _flat_conv(widths: Sequence[int], sources: Sequence[str]) -> Derived:
     """Kernels of q, k and v that llama.cpp keeps as [1, C, 1, K]."""
-    joined = joined_conv(widths, sources)
+    joined = join_conv(widths, sources)
 
     def flattened(*kernels: Stored, **_: str) -> Tensor:
         return joined.fn(*(as_tensor(kernel).squeeze(0) for kernel in kernels))  # type: ignore[no-any-return]

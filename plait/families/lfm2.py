@@ -7,12 +7,12 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import attention_tensors, conv, ends, expert, expert_half, unused
+from plait.families.common.recipes import attention_tensors, conv, ends, expert, expert_half, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.spec import Branch, Mlp, ModelSpec, Moe, Router, ShortConv
+from plait.spec import BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec, ShortConvSpec
 
 L = "model.layers.{i}"
 DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True}
@@ -32,12 +32,12 @@ PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 )
 def lfm2(c: Config) -> tuple[ModelSpec, NameMap]:
     """LFM2: dense feed-forwards, whose width follows from the config's by LLaMA's rule."""
-    ffn = Branch("ffn", Mlp(_adjusted(c)), norm(c))
+    ffn = BranchSpec("ffn", MlpSpec(_ffn_size(c)), norm(c))
     spec = model(c, "lfm2", [(_mixer(c, kind), ffn) for kind in c["layer_types"]])
-    return spec, NameMap(_names(c), ends(), ignored=unused(c, POSITIONS))
+    return spec, NameMap(_names(c), ends(), ignored=unused_patterns(c, POSITIONS))
 
 
-def _adjusted(c: Config) -> int:
+def _ffn_size(c: Config) -> int:
     """Two thirds of the width, times a factor, rounded up to a multiple."""
     size = int(c.get("block_ff_dim") or c["intermediate_size"])
     if not c["block_auto_adjust_ff_dim"]:
@@ -65,20 +65,23 @@ def _adjusted(c: Config) -> int:
 def lfm2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """LFM2-MoE: dense in the first layers, then experts chosen by sigmoids and a bias."""
     each = norm(c)
-    router = Router("sigmoid", bool(c["norm_topk_prob"]), 1e-6, float(c["routed_scaling_factor"]))
-    moe = Moe(c["num_experts"], c["num_experts_per_tok"], Mlp(c["moe_intermediate_size"]), router)
-    ffn = {"dense": Branch("ffn", Mlp(c["intermediate_size"]), each), "sparse": Branch("ffn", moe, each)}
+    router = RouterSpec("sigmoid", bool(c["norm_topk_prob"]), 1e-6, float(c["routed_scaling_factor"]))
+    moe = MoeSpec(c["num_experts"], c["num_experts_per_tok"], MlpSpec(c["moe_intermediate_size"]), router)
+    ffn = {
+        "dense": BranchSpec("ffn", MlpSpec(c["intermediate_size"]), each),
+        "sparse": BranchSpec("ffn", moe, each),
+    }
     pairs = zip(c["layer_types"], c["mlp_layer_types"], strict=True)
     spec = model(c, "lfm2_moe", [(_mixer(c, kind), ffn[width]) for kind, width in pairs])
     unread = () if c["use_expert_bias"] else (r"\.feed_forward\.expert_bias$",)
-    return spec, NameMap(_expert_names(c), _names(c), ends(), ignored=unused(c, POSITIONS, *unread))
+    return spec, NameMap(_expert_names(c), _names(c), ends(), ignored=unused_patterns(c, POSITIONS, *unread))
 
 
-def _mixer(c: Config, kind: str) -> Branch:
+def _mixer(c: Config, kind: str) -> BranchSpec:
     each = norm(c)
     if kind == FULL:
-        return Branch("attn", gqa(c, qk_norm=each), each)
-    return Branch("conv", ShortConv(c["conv_L_cache"]), each)
+        return BranchSpec("attn", gqa(c, qk_norm=each), each)
+    return BranchSpec("conv", ShortConvSpec(c["conv_L_cache"]), each)
 
 
 def _names(c: Config) -> Rules:

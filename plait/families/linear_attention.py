@@ -16,7 +16,7 @@ from plait.families.common.spec_builders import norm
 from plait.families.config.normalize import FULL, LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata
 from plait.quant.weight import as_tensor, pick_rows, take_rows
-from plait.spec import DeltaNet
+from plait.spec import DeltaNetSpec
 
 DELTA = {
     "linear_conv_kernel_dim": 4,
@@ -27,7 +27,7 @@ DELTA = {
 }
 
 
-def delta_net(c: Config, **changes: Any) -> DeltaNet:
+def delta_net(c: Config, **changes: Any) -> DeltaNetSpec:
     """A gated DeltaNet; `changes` are fields that differ from the usual. Raises UnsupportedModel."""
     keys, heads = c["linear_num_key_heads"], c["linear_num_value_heads"]
     if heads % keys:
@@ -35,7 +35,7 @@ def delta_net(c: Config, **changes: Any) -> DeltaNet:
             f"{heads} linear_num_value_heads cannot share {keys} linear_num_key_heads evenly"
         )
     check_silu(c)
-    usual = DeltaNet(
+    usual = DeltaNetSpec(
         num_heads=heads,
         num_key_heads=keys,
         key_dim=c["linear_key_head_dim"],
@@ -59,7 +59,7 @@ def rows(start: int, stop: int, source: str) -> Derived:
     return Derived(lambda w, **_: take_rows(w, start, stop), (source,))
 
 
-def picked(index: Tensor, source: str) -> Derived:
+def select_rows(index: Tensor, source: str) -> Derived:
     """Rows of a map that do not lie together, in its own storage."""
     return Derived(lambda w, **_: pick_rows(w, index), (source,))
 
@@ -74,10 +74,10 @@ def gated_q(c: Config, ours: str, theirs: str, last: Sequence[str] = ("weight", 
     """q and the gate of its attention, which a file has in one map, head after head."""
     parts = per_head(c["num_attention_heads"], (c["head_dim"], c["head_dim"]))
     pairs = zip(("q", "gate"), parts, strict=True)
-    return {f"{ours}.{x}.{end}": picked(index, f"{theirs}.{end}") for x, index in pairs for end in last}
+    return {f"{ours}.{x}.{end}": select_rows(index, f"{theirs}.{end}") for x, index in pairs for end in last}
 
 
-def joined_conv(sizes: Sequence[int], sources: Sequence[str]) -> Derived:
+def join_conv(sizes: Sequence[int], sources: Sequence[str]) -> Derived:
     """Depthwise kernels of q, k and v, [C, 1, K] or [C, K] each with so many channels, as one [C, K]."""
 
     def joined(*kernels: Stored, **_: str) -> Tensor:

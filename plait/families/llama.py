@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap
-from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, transformer, unused
+from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import plain_arch
-from plait.spec import Branch, ModelSpec, Norm
+from plait.spec import BranchSpec, ModelSpec, NormSpec
 
 
 @family(
@@ -57,12 +57,12 @@ def qwen3(c: Config) -> tuple[ModelSpec, NameMap]:
     return _dense(c, "qwen3", norm(c))
 
 
-def _dense(c: Config, name: str, qk_norm: Norm | None = None) -> tuple[ModelSpec, NameMap]:
-    ffn = Branch("ffn", mlp(c), norm(c))
-    layers = [(Branch("attn", gqa(c, kind, qk_norm=qk_norm), norm(c)), ffn) for kind in c["layer_types"]]
+def _dense(c: Config, name: str, qk_norm: NormSpec | None = None) -> tuple[ModelSpec, NameMap]:
+    ffn = BranchSpec("ffn", mlp(c), norm(c))
+    layers = [(BranchSpec("attn", gqa(c, kind, qk_norm=qk_norm), norm(c)), ffn) for kind in c["layer_types"]]
     names = at(TEXT_PREFIXES, transformer)
     names["head"] = ("lm_head", "language_model.lm_head")
-    return model(c, name, layers), NameMap(names, ignored=unused(c, *VISION))
+    return model(c, name, layers), NameMap(names, ignored=unused_patterns(c, *VISION))
 
 
 plain_arch("llama", "LlamaForCausalLM", rope_interleave=True)

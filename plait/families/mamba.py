@@ -7,13 +7,13 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import at, mamba_tensors, unused
+from plait.families.common.recipes import at, mamba_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mamba2, model, norm
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, head_size
 from plait.families.mamba1 import STATE_SPACES, state_spaces_mamba1
-from plait.spec import Branch, ModelSpec, Norm
+from plait.spec import BranchSpec, ModelSpec, NormSpec
 
 # transformers, state-spaces, and Mistral's own files of Codestral Mamba
 PREFIXES = ("backbone.", "model.backbone.")
@@ -91,11 +91,11 @@ TRAINING = {
 
 
 def _mamba(c: Config, *, norm_before_gate: bool = False) -> tuple[ModelSpec, NameMap]:
-    ssm = mamba2(c, gated_norm=Norm(c["norm_eps"]), norm_before_gate=norm_before_gate)
-    layer = (Branch("ssm", ssm, norm(c)),)
+    ssm = mamba2(c, gated_norm=NormSpec(c["norm_eps"]), norm_before_gate=norm_before_gate)
+    layer = (BranchSpec("ssm", ssm, norm(c)),)
     names = at(PREFIXES, _names)
     names["head"] = ("lm_head", "model.lm_head")
-    return model(c, "mamba2", [layer] * c["num_hidden_layers"]), NameMap(names, ignored=unused(c))
+    return model(c, "mamba2", [layer] * c["num_hidden_layers"]), NameMap(names, ignored=unused_patterns(c))
 
 
 def _names(prefix: str) -> Rules:

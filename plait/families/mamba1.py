@@ -7,12 +7,19 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import conv, expert_tensors, flat, mamba1_tensors, transformer, unused
+from plait.families.common.recipes import (
+    conv,
+    expert_tensors,
+    flat,
+    mamba1_tensors,
+    transformer,
+    unused_patterns,
+)
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mamba1, mlp, model, norm, require_silu, softmax_moe
 from plait.families.config.normalize import LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.spec import Branch, ModelSpec, Norm
+from plait.spec import BranchSpec, ModelSpec, NormSpec
 
 L = "model.layers.{i}"
 SIZES = {"mamba_d_conv": 4, "mamba_d_state": 16, "mamba_expand": 2, "mamba_dt_rank": "auto"}
@@ -28,14 +35,14 @@ def mamba1_only(c: Config) -> tuple[ModelSpec, NameMap]:
 @family("FalconMambaForCausalLM", model_types=("falcon_mamba",), defaults={**ALONE, "mixer_rms_eps": 1e-6})
 def falcon_mamba(c: Config) -> tuple[ModelSpec, NameMap]:
     """Falcon-Mamba: steps, B and C are brought to unit size, without weights."""
-    return mamba1_model(c, "falcon_mamba", Norm(c["mixer_rms_eps"], weight=False))
+    return mamba1_model(c, "falcon_mamba", NormSpec(c["mixer_rms_eps"], weight=False))
 
 
-def mamba1_model(c: Config, name: str, inner_norm: Norm | None = None) -> tuple[ModelSpec, NameMap]:
+def mamba1_model(c: Config, name: str, inner_norm: NormSpec | None = None) -> tuple[ModelSpec, NameMap]:
     """A model of Mamba1 layers; `inner_norm` is that of steps, B and C."""
     require_silu(c, name)
     c["mamba_d_ssm"] = c.get("mamba_d_ssm") or c.get("intermediate_size")
-    layer = (Branch("ssm", mamba1(c, norm=inner_norm), norm(c)),)
+    layer = (BranchSpec("ssm", mamba1(c, norm=inner_norm), norm(c)),)
     names: Rules = {
         "embed": ("backbone.embeddings", "backbone.embedding"),
         "norm": "backbone.norm_f",
@@ -43,7 +50,7 @@ def mamba1_model(c: Config, name: str, inner_norm: Norm | None = None) -> tuple[
         "layers.{i}.ssm.norm": "backbone.layers.{i}.norm",
         **mamba1_tensors("layers.{i}.ssm", "backbone.layers.{i}.mixer"),
     }
-    return model(c, name, [layer] * c["num_hidden_layers"]), NameMap(names, ignored=unused(c))
+    return model(c, name, [layer] * c["num_hidden_layers"]), NameMap(names, ignored=unused_patterns(c))
 
 
 @family(
@@ -66,9 +73,9 @@ def jamba(c: Config) -> tuple[ModelSpec, NameMap]:
     """Jamba: Mamba1, attention without positions in every eighth layer, experts in every second."""
     require_silu(c, "Jamba")
     each, count = norm(c), c.get("num_experts") or 0
-    ssm, attn = Branch("ssm", mamba1(c, norm=each), each), Branch("attn", gqa(c, rope=None), each)
-    dense = Branch("ffn", mlp(c), each)
-    sparse = Branch("ffn", softmax_moe(c), each) if count > 1 else dense
+    ssm, attn = BranchSpec("ssm", mamba1(c, norm=each), each), BranchSpec("attn", gqa(c, rope=None), each)
+    dense = BranchSpec("ffn", mlp(c), each)
+    sparse = BranchSpec("ffn", softmax_moe(c), each) if count > 1 else dense
     widths = c.get("mlp_layer_types") or ["dense"] * c["num_hidden_layers"]
     layers = [
         (ssm if kind == LINEAR else attn, sparse if width == "sparse" else dense)
@@ -85,7 +92,7 @@ def jamba(c: Config) -> tuple[ModelSpec, NameMap]:
         **expert_tensors(ours, theirs, max(count, 1)),
         f"{ours}.{{x}}": f"{theirs}.{{x}}_proj",
     }
-    return model(c, "jamba", layers), NameMap(names, transformer(), ignored=unused(c))
+    return model(c, "jamba", layers), NameMap(names, transformer(), ignored=unused_patterns(c))
 
 
 STATE_SPACES = {"d_state": 16, "d_conv": 4, "expand": 2, "dt_rank": "auto"}

@@ -7,13 +7,13 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import either, mixtral_experts, transformer, unused
+from plait.families.common.recipes import either, mixtral_experts, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, softmax_moe
 from plait.families.config.normalize import FULL, LINEAR, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.families.linear_attention import linear_layers
-from plait.spec import Branch, Lightning, ModelSpec, Norm
+from plait.spec import BranchSpec, LightningSpec, ModelSpec, NormSpec
 
 L, B, MIX, FFN = "model.layers.{i}", "blk.{i}", "layers.{i}.lightning", "layers.{i}.ffn"
 KINDS = ("full_attn", "linear_attn", "mlp")
@@ -40,9 +40,9 @@ def minimax(c: Config) -> tuple[ModelSpec, NameMap]:
     window = SLIDING if c.get("sliding_window") else FULL
     attention, moe = gqa(c, window), softmax_moe(c)
 
-    def branch(name: str, mixer: Any, kind: str) -> Branch:
+    def branch(name: str, mixer: Any, kind: str) -> BranchSpec:
         alpha, beta = (float(c[f"{kind}_{factor}_factor"]) for factor in ("alpha", "beta"))
-        return Branch(name, mixer, each, scale=beta, keep=alpha)
+        return BranchSpec(name, mixer, each, scale=beta, keep=alpha)
 
     layers = [
         (
@@ -53,7 +53,7 @@ def minimax(c: Config) -> tuple[ModelSpec, NameMap]:
         )
         for i, kind in enumerate(kinds)
     ]
-    return model(c, "minimax", layers), NameMap(_names(c), transformer(), ignored=unused(c, TABLES))
+    return model(c, "minimax", layers), NameMap(_names(c), transformer(), ignored=unused_patterns(c, TABLES))
 
 
 def _check(c: Config) -> None:
@@ -67,12 +67,12 @@ def _check(c: Config) -> None:
         raise UnsupportedModel("shared_intermediate_size is not implemented for MiniMax-01; known: 0")
 
 
-def _lightning(c: Config, i: int) -> Lightning:
+def _lightning(c: Config, i: int) -> LightningSpec:
     """Heads forget at rates of a geometric row, slower in later layers."""
     heads = c["num_attention_heads"]
     factor = 1 - i / (len(c["layer_types"]) - 1 + 1e-5) + 1e-5
     slopes = tuple(2.0 ** (-8 * (h + 1) / heads) * factor for h in range(heads))
-    return Lightning(heads, c["head_dim"], slopes, Norm(GATED_EPS), c["hidden_act"])
+    return LightningSpec(heads, c["head_dim"], slopes, NormSpec(GATED_EPS), c["hidden_act"])
 
 
 def _names(c: Config) -> Rules:

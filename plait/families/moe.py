@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.recipes import either, expert_tensors, transformer, unused
+from plait.families.common.recipes import either, expert_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import plain_arch
-from plait.spec import Branch, ModelSpec, Moe, Norm
+from plait.spec import BranchSpec, ModelSpec, MoeSpec, NormSpec
 
 FFN, MLP = "layers.{i}.ffn", "model.layers.{i}.mlp"
 
@@ -83,15 +83,17 @@ def _qwen_experts(c: Config) -> Rules:
     return {f"{FFN}.router": f"{MLP}.gate", **expert_tensors(FFN, MLP, c["num_experts"])}
 
 
-def _sparse(c: Config, name: str, moe: Moe, qk_norm: Norm | None, names: Rules) -> tuple[ModelSpec, NameMap]:
-    ffn = {"sparse": Branch("ffn", moe, norm(c))}
+def _sparse(
+    c: Config, name: str, moe: MoeSpec, qk_norm: NormSpec | None, names: Rules
+) -> tuple[ModelSpec, NameMap]:
+    ffn = {"sparse": BranchSpec("ffn", moe, norm(c))}
     if "dense" in c["mlp_layer_types"]:
-        ffn["dense"] = Branch("ffn", mlp(c), norm(c))
+        ffn["dense"] = BranchSpec("ffn", mlp(c), norm(c))
     layers = [
-        (Branch("attn", gqa(c, kind, qk_norm=qk_norm), norm(c)), ffn[sort])
+        (BranchSpec("attn", gqa(c, kind, qk_norm=qk_norm), norm(c)), ffn[sort])
         for kind, sort in zip(c["layer_types"], c["mlp_layer_types"], strict=True)
     ]
-    return model(c, name, layers), NameMap(names, transformer(), ignored=unused(c))
+    return model(c, name, layers), NameMap(names, transformer(), ignored=unused_patterns(c))
 
 
 plain_arch("qwen2moe", "Qwen2MoeForCausalLM", norm_topk_prob=False)

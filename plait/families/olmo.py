@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.recipes import transformer, unused
+from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.config.normalize import SLIDING, Config
 from plait.families.gguf.arch import Metadata, gguf_arch, windows
-from plait.spec import Branch, ModelSpec, Rope
+from plait.spec import BranchSpec, ModelSpec, RopeSpec
 
 L = "model.layers.{i}"
 SHARED = {"norm_eps": 1e-5, "hidden_act": "silu"}
@@ -35,20 +35,22 @@ def olmo3(c: Config) -> tuple[ModelSpec, NameMap]:
 
 def _olmo(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
     each = norm(c)
-    ffn = Branch("ffn", mlp(c), None, post_norm=each)
+    ffn = BranchSpec("ffn", mlp(c), None, post_norm=each)
 
-    def layer(kind: str) -> tuple[Branch, Branch]:
+    def layer(kind: str) -> tuple[BranchSpec, BranchSpec]:
         mixer = gqa(c, kind, rope=_rope(c, kind), qk_norm=each, qk_norm_over="all")
-        return Branch("attn", mixer, None, post_norm=each), ffn
+        return BranchSpec("attn", mixer, None, post_norm=each), ffn
 
     names: Rules = {
         "layers.{i}.attn.post_norm": f"{L}.post_attention_layernorm",
         "layers.{i}.ffn.post_norm": f"{L}.post_feedforward_layernorm",
     }
-    return model(c, name, map(layer, c["layer_types"])), NameMap(names, transformer(), ignored=unused(c))
+    return model(c, name, map(layer, c["layer_types"])), NameMap(
+        names, transformer(), ignored=unused_patterns(c)
+    )
 
 
-def _rope(c: Config, kind: str) -> Rope:
+def _rope(c: Config, kind: str) -> RopeSpec:
     """Old configs have one `rope_scaling`, which is for the layers without windows."""
     whole = rope(c, c["head_dim"], kind)
     return replace(whole, scaling={}) if kind == SLIDING and c.get("rope_scaling") else whole

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.recipes import attention_tensors, conv, ends, unused
+from plait.families.common.recipes import attention_tensors, conv, ends, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import LINEAR, Config
-from plait.families.linear_attention import delta_net, delta_tensors, joined_conv
-from plait.spec import Branch, ModelSpec, Norm
+from plait.families.linear_attention import delta_net, delta_tensors, join_conv
+from plait.spec import BranchSpec, ModelSpec, NormSpec
 
 L, MIX = "model.layers.{i}", "layers.{i}.delta"
 GATED_EPS = 1e-5  # whatever rms_norm_eps says
@@ -39,14 +39,17 @@ def olmo_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
         attention = replace(attention, rope=None)
     beta = 2.0 if c["linear_allow_neg_eigval"] else 1.0
     linear = (
-        Branch("delta", delta_net(c, norm=Norm(GATED_EPS), beta_scale=beta), each),
-        Branch("ffn", mlp(c), each),
+        BranchSpec("delta", delta_net(c, norm=NormSpec(GATED_EPS), beta_scale=beta), each),
+        BranchSpec("ffn", mlp(c), each),
     )
-    full = Branch("attn", attention, None, post_norm=each), Branch("ffn", mlp(c), None, post_norm=each)
+    full = (
+        BranchSpec("attn", attention, None, post_norm=each),
+        BranchSpec("ffn", mlp(c), None, post_norm=each),
+    )
     layers = [linear if kind == LINEAR else full for kind in c["layer_types"]]
     keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
     widths = keys, keys, c["linear_num_value_heads"] * c["linear_value_head_dim"]
-    return model(c, "olmo_hybrid", layers), NameMap(_names(widths), ignored=unused(c))
+    return model(c, "olmo_hybrid", layers), NameMap(_names(widths), ignored=unused_patterns(c))
 
 
 def _widths(c: Config) -> dict[str, int]:
@@ -64,7 +67,7 @@ def _widths(c: Config) -> dict[str, int]:
 def _names(widths: Sequence[int]) -> Rules:
     """AI2's names first, transformers' second. The latter saves an attention's own norm under AI2's name."""
     linear = f"{L}.linear_attn"
-    kernels = joined_conv(widths, [f"{linear}.{x}_conv1d.weight" for x in "qkv"])
+    kernels = join_conv(widths, [f"{linear}.{x}_conv1d.weight" for x in "qkv"])
     return {
         **ends(),
         f"{MIX}.norm": (f"{L}.attention_layer_norm", f"{L}.input_layernorm"),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.recipes import fused_gate_up, fused_qkv, transformer, unused
+from plait.families.common.recipes import split_gate_up, split_qkv, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import ENDLESS, gqa, mlp, model, norm
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import plain_arch
-from plait.spec import Branch, ModelSpec
+from plait.spec import BranchSpec, ModelSpec
 
 
 @family(
@@ -22,15 +22,15 @@ def phi3(c: Config) -> tuple[ModelSpec, NameMap]:
     each = norm(c)
     if (c.get("sliding_window") or 0) >= (c.get("max_position_embeddings") or ENDLESS):
         c["layer_types"] = [FULL] * len(c["layer_types"])  # as published with 128k: no sequence is so long
-    ffn = Branch("ffn", mlp(c), each)
-    layers = [(Branch("attn", gqa(c, kind), each), ffn) for kind in c["layer_types"]]
+    ffn = BranchSpec("ffn", mlp(c), each)
+    layers = [(BranchSpec("attn", gqa(c, kind), each), ffn) for kind in c["layer_types"]]
     layer = "model.layers.{i}"
     names = _names(c, f"{layer}.self_attn.qkv_proj", f"{layer}.mlp.gate_up_proj")
-    return model(c, "phi3", layers), NameMap(names, transformer(), ignored=unused(c))
+    return model(c, "phi3", layers), NameMap(names, transformer(), ignored=unused_patterns(c))
 
 
 def _names(c: Config, qkv: str, gate_up: str) -> Rules:
-    return {**fused_qkv(c, "layers.{i}.attn", qkv), **fused_gate_up("layers.{i}.ffn", gate_up)}
+    return {**split_qkv(c, "layers.{i}.attn", qkv), **split_gate_up("layers.{i}.ffn", gate_up)}
 
 
 def _gguf_names(c: Config) -> Rules:

@@ -9,12 +9,22 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.names import NameMap, Rules, Source
-from plait.families.common.recipes import at, conv, flat, half, negative_exp, part, plus, reordered, unused
+from plait.families.common.recipes import (
+    at,
+    conv,
+    flat,
+    half,
+    negative_exp,
+    part,
+    plus,
+    reorder_rows,
+    unused_patterns,
+)
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mamba1, mlp, model, norm
 from plait.families.config.normalize import FULL, LINEAR, Config
 from plait.families.gguf.arch import Metadata, gguf_arch
-from plait.spec import Branch, ModelSpec, Norm
+from plait.spec import BranchSpec, ModelSpec, NormSpec
 
 # Norms are stored around 0; what is added differs from place to place.
 OFFSETS = {"pre_mixer": 1.0, "post_mixer": 1 / 5, "pre_mlp": 1.0, "post_mlp": 1 / 5**1.5}
@@ -43,20 +53,20 @@ def plamo2(c: Config) -> tuple[ModelSpec, NameMap]:
     c["mamba_dt_rank"] = c.get("mamba_dt_rank") or max(64, c["hidden_size"] // 16)
     each = norm(c)
     ssm = mamba1(c, norm=each, num_heads=c["mamba_n_heads"])
-    ffn = Branch("ffn", mlp(c), each, each)
+    ffn = BranchSpec("ffn", mlp(c), each, each)
     layers = [
-        (Branch("ssm", ssm, each, each) if kind == LINEAR else _attention(c, i, each), ffn)
+        (BranchSpec("ssm", ssm, each, each) if kind == LINEAR else _attention(c, i, each), ffn)
         for i, kind in enumerate(c["layer_types"])
     ]
     names = at(("model.layers.layers", "model.layers"), lambda prefix: _names(c, prefix))
-    return model(c, "plamo2", layers), NameMap(names, ignored=unused(c))
+    return model(c, "plamo2", layers), NameMap(names, ignored=unused_patterns(c))
 
 
-def _attention(c: Config, i: int, each: Norm) -> Branch:
+def _attention(c: Config, i: int, each: NormSpec) -> BranchSpec:
     """A query sees itself and as many keys before it as the window says."""
     window = None if i in (c.get("full_attention_idx") or ()) else int(c["attention_window_size"]) + 1
-    mixer = gqa(c, window=window, qk_norm=Norm(1e-6), qk_norm_over="each")
-    return Branch("attn", mixer, each, each)
+    mixer = gqa(c, window=window, qk_norm=NormSpec(1e-6), qk_norm_over="each")
+    return BranchSpec("attn", mixer, each, each)
 
 
 def _names(c: Config, prefix: str) -> Rules:
@@ -79,7 +89,7 @@ def _names(c: Config, prefix: str) -> Rules:
         "layers.{i}.ssm.dt.bias": f"{mixer}.dt_bias",
         "layers.{i}.ssm.dt": f"{mixer}.dt_proj",
         "layers.{i}.ssm.out": f"{mixer}.out_proj",
-        **_fused(c, f"{mixer}.in_proj", f"{mixer}.bcdt_proj", f"{mixer}.qkv_proj"),
+        **_split_mixer(c, f"{mixer}.in_proj", f"{mixer}.bcdt_proj", f"{mixer}.qkv_proj"),
         **{f"layers.{{i}}.attn.{x}_norm.weight": flat(f"{mixer}.{x}_weight") for x in "qk"},
         "layers.{i}.attn.o": f"{mixer}.o_proj",
         "layers.{i}.ffn.down": f"{layer}.mlp.down_proj",
@@ -90,16 +100,16 @@ def _names(c: Config, prefix: str) -> Rules:
     }
 
 
-def _fused(c: Mapping[str, Any], into: str, steps: str, qkv: str) -> dict[str, Source]:
+def _split_mixer(c: Mapping[str, Any], into: str, steps: str, qkv: str) -> dict[str, Source]:
     """What PLaMo stores in one tensor, or in an order of its own."""
     rank, state = c["mamba_dt_rank"], c["mamba_d_state"]
     q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
     theirs = torch.arange(2 * state + rank)  # B, C, dt
     return {
-        "layers.{i}.ssm.in.weight": reordered(
+        "layers.{i}.ssm.in.weight": reorder_rows(
             _heads_apart(c["mamba_n_heads"], c["head_dim"]), f"{into}.weight"
         ),
-        "layers.{i}.ssm.x.weight": reordered(theirs.roll(rank), f"{steps}.weight"),
+        "layers.{i}.ssm.x.weight": reorder_rows(theirs.roll(rank), f"{steps}.weight"),
         **{
             f"layers.{{i}}.attn.{x}.weight": part(n, (q, kv, kv), f"{qkv}.weight")
             for n, x in enumerate("qkv")
@@ -118,7 +128,7 @@ def _gguf_names(c: Mapping[str, Any]) -> Rules:
     names: dict[str, Source | tuple[Source, ...]] = {
         "layers.{i}.ssm.norm": f"{b}.attn_norm",
         "layers.{i}.ssm.dt": f"{b}.ssm_dt",
-        **_fused(c, f"{b}.ssm_in", f"{b}.ssm_x", f"{b}.attn_qkv"),
+        **_split_mixer(c, f"{b}.ssm_in", f"{b}.ssm_x", f"{b}.attn_qkv"),
         **{f"layers.{{i}}.attn.{x}_norm.weight": flat(f"{b}.attn_{x}_norm.weight") for x in "qk"},
     }
     bare = {f"ssm.{x}_norm": f"{b}.ssm_{x.lower()}_norm" for x in ("dt", "B", "C")}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules, Source
-from plait.families.common.recipes import TEXT_PREFIXES, at, expert_tensors, plus_one, unused
+from plait.families.common.recipes import TEXT_PREFIXES, at, expert_tensors, plus_one, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
 from plait.families.config.normalize import LINEAR, Config
@@ -19,10 +19,10 @@ from plait.families.linear_attention import (
     gated_q,
     gguf_delta_tensors,
     per_head,
-    picked,
     rows,
+    select_rows,
 )
-from plait.spec import Branch, ModelSpec
+from plait.spec import BranchSpec, ModelSpec
 
 SHARED = {
     **DELTA,
@@ -43,7 +43,7 @@ OTHERS = (r"^(model\.)?mtp\.", r"^(model\.)?visual\.")  # a second token's predi
 @family("Qwen3NextForCausalLM", model_types=("qwen3_next",), defaults={**SHARED, **SPARSE}, honours=HONOURS)
 def qwen3_next(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3-Next: experts with a gated shared one; what belongs to one key head lies together in a map."""
-    return _qwen(c, "qwen3_next", _grouped)
+    return _qwen(c, "qwen3_next", _group_rules)
 
 
 @family(
@@ -72,23 +72,23 @@ def _qwen(c: Config, name: str, projections: Callable[[Config, str], Rules]) -> 
     each, heads = norm(c), c["linear_num_value_heads"]
     tiled = bool(c["delta_tiled"]) and heads != c["linear_num_key_heads"]
 
-    def mixer(kind: str) -> Branch:
+    def mixer(kind: str) -> BranchSpec:
         if kind == LINEAR:
-            return Branch("delta", delta_net(c, tiled=tiled), each)
-        return Branch("attn", gqa(c, kind, qk_norm=each, gate=bool(c["attn_output_gate"])), each)
+            return BranchSpec("delta", delta_net(c, tiled=tiled), each)
+        return BranchSpec("attn", gqa(c, kind, qk_norm=each, gate=bool(c["attn_output_gate"])), each)
 
-    def ffn(sort: str) -> Branch:
+    def ffn(sort: str) -> BranchSpec:
         if sort == "dense":
-            return Branch("ffn", mlp(c), each)
+            return BranchSpec("ffn", mlp(c), each)
         shared = mlp(c, c["shared_intermediate_size"])
-        return Branch("ffn", softmax_moe(c, shared=shared, shared_gate=True), each)
+        return BranchSpec("ffn", softmax_moe(c, shared=shared, shared_gate=True), each)
 
     kinds = c["layer_types"]
     sorts = c["mlp_layer_types"] if c.get("num_experts") else ["dense"] * len(kinds)
     layers = [(mixer(kind), ffn(sort)) for kind, sort in zip(kinds, sorts, strict=True)]
     names = at(TEXT_PREFIXES, lambda prefix: _names(c, prefix, projections))
     names["head"] = ("lm_head", "language_model.lm_head")
-    return model(c, name, layers), NameMap(names, ignored=unused(c, *OTHERS))
+    return model(c, name, layers), NameMap(names, ignored=unused_patterns(c, *OTHERS))
 
 
 def _names(c: Config, prefix: str, projections: Callable[[Config, str], Rules]) -> Rules:
@@ -115,7 +115,7 @@ def _names(c: Config, prefix: str, projections: Callable[[Config, str], Rules]) 
     }
 
 
-def _grouped(c: Config, theirs: str) -> Rules:
+def _group_rules(c: Config, theirs: str) -> Rules:
     return {**_qkvz(c, f"{theirs}.in_proj_qkvz.weight"), **_ba(c, f"{theirs}.in_proj_ba.weight")}
 
 
@@ -123,13 +123,13 @@ def _qkvz(c: Config, source: str) -> dict[str, Source]:
     keys, dim = c["linear_num_key_heads"], c["linear_key_head_dim"]
     values = c["linear_num_value_heads"] // keys * c["linear_value_head_dim"]
     parts = zip(("q", "k", "v", "gate"), per_head(keys, (dim, dim, values, values)), strict=True)
-    return {f"{MIX}.{x}.weight": picked(index, source) for x, index in parts}
+    return {f"{MIX}.{x}.weight": select_rows(index, source) for x, index in parts}
 
 
 def _ba(c: Config, source: str) -> dict[str, Source]:
     keys, ratio = c["linear_num_key_heads"], c["linear_num_value_heads"] // c["linear_num_key_heads"]
     parts = zip(("beta", "decay"), per_head(keys, (ratio, ratio)), strict=True)
-    return {f"{MIX}.{x}.weight": picked(index, source) for x, index in parts}
+    return {f"{MIX}.{x}.weight": select_rows(index, source) for x, index in parts}
 
 
 def _plain(c: Config, theirs: str) -> Rules:

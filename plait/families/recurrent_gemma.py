@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules
-from plait.families.common.recipes import Stored, conv, plus_one, unused
+from plait.families.common.recipes import Stored, conv, plus_one, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import LINEAR, Config
 from plait.quant.weight import as_tensor
-from plait.spec import Branch, ModelSpec, RgLru
+from plait.spec import BranchSpec, ModelSpec, RgLruSpec
 
 L, LRU = "model.layers.{i}", "layers.{i}.lru"
 
@@ -35,16 +35,16 @@ L, LRU = "model.layers.{i}", "layers.{i}.lru"
 def recurrent_gemma(c: Config) -> tuple[ModelSpec, NameMap]:
     """RecurrentGemma 2B and 9B; `intermediate_size` counts gate and up together."""
     each, heads = norm(c), c["num_attention_heads"]
-    lru = RgLru(c.get("lru_width") or c["hidden_size"], heads, c["conv1d_width"], c["hidden_act"])
-    ffn = Branch("ffn", mlp(c, c["intermediate_size"] // 2), each)
+    lru = RgLruSpec(c.get("lru_width") or c["hidden_size"], heads, c["conv1d_width"], c["hidden_act"])
+    ffn = BranchSpec("ffn", mlp(c, c["intermediate_size"] // 2), each)
     layers = [
-        (Branch("lru", lru, each) if kind == LINEAR else Branch("attn", gqa(c, kind), each), ffn)
+        (BranchSpec("lru", lru, each) if kind == LINEAR else BranchSpec("attn", gqa(c, kind), each), ffn)
         for kind in c["layer_types"]
     ]
     # The original keeps this factor in bfloat16, whatever the model computes in.
     scale = torch.tensor(c["hidden_size"] ** 0.5, dtype=torch.bfloat16).item()
     spec = model(c, "recurrent_gemma", layers, embed_scale=scale, logit_softcap=c["logits_soft_cap"])
-    return spec, NameMap(_names(), ignored=unused(c))
+    return spec, NameMap(_names(), ignored=unused_patterns(c))
 
 
 def _names() -> Rules:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from plait.errors import ConfigError, UnsupportedFormat
 from plait.families.common.recipes import Shifted
-from plait.families.common.registry import UnknownArchitecture, find, names_in
-from plait.families.common.registry import known as every_family
+from plait.families.common.registry import UnknownArchitecture, families_by_name, find, names_in
 from plait.families.common.resolved import Resolved
-from plait.families.config.checks import check_config, check_spec, told_as_config
+from plait.families.config.checks import blame_config, check_config, check_spec
 from plait.families.config.normalize import (
     ALIASES,
     FULL,
@@ -81,9 +80,9 @@ def resolve(
         option = f"ssm_mode {ssm_mode!r}" if ssm_mode != "ssd" else f"a_source {a_source!r}"
         raise ConfigError(f"{option} is for oxidizr checkpoints alone, and this is none; leave it out")
     if gguf is not None:
-        with told_as_config("the metadata"):
+        with blame_config("the metadata"):
             return _resolve_gguf(gguf, shapes, read, overrides)
-    with told_as_config():
+    with blame_config():
         if oxidizr:
             return resolve_oxidizr(
                 config, shapes, read, ssm_mode=ssm_mode, a_source=a_source, overrides=overrides
@@ -102,19 +101,19 @@ def _resolve_tensors(config: Mapping[str, Any] | None, shapes: Shapes, overrides
     _check_keys(given, flat)
     _tie(flat, why, shapes)
     try:
-        c = _normalized(flat)
+        c = _normalize_config(flat)
         _let_tensors_win(c, why, shapes)
-        return _built(c, why)
+        return _build_resolved(c, why)
     except (IncompleteConfig, UnknownArchitecture):
         if "ssm_cfg" in flat or (names_in(flat) and not _is_known(flat)):
             raise
     named = {"architectures": find(flat).architectures[:1]} if _is_known(flat) else {}
     inferred, reasons = infer_config(shapes, {**flat, **named})
     known = {k: v for k, v in flat.items() if v is not None or k in given}
-    c = _normalized({**inferred, **known})
+    c = _normalize_config({**inferred, **known})
     why = {**reasons, **{k: why[k] for k in known}}
     _let_tensors_win(c, why, shapes)
-    return replace(_built(c, why), is_detected=True)
+    return replace(_build_resolved(c, why), is_detected=True)
 
 
 def _check_storage(shapes: Shapes) -> None:
@@ -141,7 +140,7 @@ def _check_keys(given: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
     """A key that nobody reads would be ignored in silence."""
     aliases = {name for others in ALIASES.values() for name in others}
     known = {*KEYS, *ALIASES, *aliases, *NEUTRAL, *(set(flat) - set(given))}
-    families = [find(flat)] if _is_known(flat) else every_family().values()
+    families = [find(flat)] if _is_known(flat) else families_by_name().values()
     for entry in families:
         known |= set(entry.defaults)
     for key in given:
@@ -159,7 +158,7 @@ def _is_known(flat: Mapping[str, Any]) -> bool:
     return True
 
 
-def _normalized(flat: Mapping[str, Any]) -> Config:
+def _normalize_config(flat: Mapping[str, Any]) -> Config:
     entry = find(flat)
     named = {ours: next((flat[o] for o in others if o in flat), None) for ours, others in ALIASES.items()}
     check_config({**{k: v for k, v in named.items() if v is not None}, **flat})
@@ -192,7 +191,7 @@ def _sort(kind: str) -> str:
     return kind if kind in STATES else FULL
 
 
-def _built(c: Config, why: dict[str, str]) -> Resolved:
+def _build_resolved(c: Config, why: dict[str, str]) -> Resolved:
     entry = find(c)
     spec, names = entry.build(c)
     check_spec(spec)
@@ -217,6 +216,6 @@ def _resolve_gguf(
     flat |= given
     why |= dict.fromkeys(given, SET)
     _check_keys(given, flat)
-    c = _normalized(flat)
-    resolved = _built(c, why)
+    c = _normalize_config(flat)
+    resolved = _build_resolved(c, why)
     return Resolved(resolved.spec, gguf_names(c), c, resolved.provenance, resolved.family)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from plait.checkpoint.names import NameMap
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import transformer, unused
+from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import FULL, Config, rotates
 from plait.families.gguf.arch import plain_arch
-from plait.spec import Attention, Branch, ModelSpec
+from plait.spec import AttentionSpec, BranchSpec, ModelSpec
 
 
 @family(
@@ -33,14 +33,14 @@ def smollm3(c: Config) -> tuple[ModelSpec, NameMap]:
     each, count, flags = norm(c), c["num_hidden_layers"], c.get("no_rope_layers")
     if flags and len(flags) != count:
         raise UnsupportedModel(f"no_rope_layers has {len(flags)} entries for {count} layers; they must agree")
-    ffn = Branch("ffn", mlp(c), each)
+    ffn = BranchSpec("ffn", mlp(c), each)
 
-    def attention(i: int, kind: str) -> Attention:
+    def attention(i: int, kind: str) -> AttentionSpec:
         mixer = gqa(c, kind if c.get("sliding_window") else FULL)
         return mixer if rotates(c, i) else replace(mixer, rope=None)
 
-    layers = [(Branch("attn", attention(i, kind), each), ffn) for i, kind in enumerate(c["layer_types"])]
-    return model(c, "smollm3", layers), NameMap(transformer(), ignored=unused(c))
+    layers = [(BranchSpec("attn", attention(i, kind), each), ffn) for i, kind in enumerate(c["layer_types"])]
+    return model(c, "smollm3", layers), NameMap(transformer(), ignored=unused_patterns(c))
 
 
 plain_arch("smollm3", "SmolLM3ForCausalLM", rope_interleave=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.recipes import transformer, unused
+from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import plain_arch
-from plait.spec import Branch, Mlp, ModelSpec
+from plait.spec import BranchSpec, MlpSpec, ModelSpec
 
 
 @family(
@@ -20,14 +20,14 @@ from plait.spec import Branch, Mlp, ModelSpec
 def starcoder2(c: Config) -> tuple[ModelSpec, NameMap]:
     """StarCoder2 3b, 7b and 15b; the last has a window in every layer."""
     each = norm(c, "layer")
-    ffn = Branch("ffn", Mlp(c["intermediate_size"], c["hidden_act"], gated=False), each)
-    layers = [(Branch("attn", gqa(c, kind), each), ffn) for kind in c["layer_types"]]
+    ffn = BranchSpec("ffn", MlpSpec(c["intermediate_size"], c["hidden_act"], gated=False), each)
+    layers = [(BranchSpec("attn", gqa(c, kind), each), ffn) for kind in c["layer_types"]]
     names: Rules = {
         "layers.{i}.ffn.up": "model.layers.{i}.mlp.c_fc",
         "layers.{i}.ffn.down": "model.layers.{i}.mlp.c_proj",
     }
     spec = model(c, "starcoder2", layers, norm=each)
-    return spec, NameMap(names, transformer(), ignored=unused(c))
+    return spec, NameMap(names, transformer(), ignored=unused_patterns(c))
 
 
 plain_arch("starcoder2", "Starcoder2ForCausalLM")

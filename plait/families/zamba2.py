@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from plait.checkpoint.names import NameMap, Rules, Source
-from plait.families.common.detection import Detection, Marker
-from plait.families.common.recipes import either, ends, half, mamba_tensors, unused
+from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.recipes import either, ends, half, mamba_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mamba2, model, norm, rope
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import LINEAR, Config
-from plait.spec import UNLIMITED, Aside, Branch, ModelSpec, Norm
+from plait.spec import UNLIMITED, AsideSpec, BranchSpec, ModelSpec, NormSpec
 
 L, BLOCK = "model.layers", "shared_transformer"
 # Which of the 54 layers of a config that does not say it have a block beside them.
@@ -35,7 +35,7 @@ def _sizes(t: Tensors) -> None:
 
 
 DETECTION = Detection(
-    markers=(Marker("Zamba2ForCausalLM", (f"{BLOCK}.input_layernorm.weight",)),),
+    markers=(ArchitectureMarker("Zamba2ForCausalLM", (f"{BLOCK}.input_layernorm.weight",)),),
     kinds={"mamba_decoder.mamba.A_log": LINEAR},
     words={"mamba_decoder.mamba.A_log": "hybrid", "mamba.A_log": LINEAR},
     sizes=_sizes,
@@ -69,33 +69,35 @@ def zamba2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Zamba2. Blocks take turns: the n-th layer with one beside it uses block n mod `num_mem_blocks`."""
     low = c.get("time_step_limit") or (float(c["time_step_min"]), UNLIMITED)
     c["time_step_limit"] = low
-    ssm = mamba2(c, gated_norm=Norm(1e-5))
+    ssm = mamba2(c, gated_norm=NormSpec(1e-5))
     hybrids = [i for i, kind in enumerate(c["layer_types"]) if kind == "hybrid"]
     # transformers shares blocks only where it also shares embedding and head.
     blocks = c["num_mem_blocks"] if c["tie_word_embeddings"] else len(hybrids)
     turns = {i: n % blocks for n, i in enumerate(hybrids)}
     layers = [
-        (Branch("ssm", ssm, norm(c), aside=_aside(c, turns[i]) if i in turns else None),)
+        (BranchSpec("ssm", ssm, norm(c), aside=_aside(c, turns[i]) if i in turns else None),)
         for i in range(len(c["layer_types"]))
     ]
-    names = NameMap(_names(hybrids, turns, c["num_mem_blocks"]), ends(), ignored=_ignored(c, hybrids))
+    names = NameMap(
+        _names(hybrids, turns, c["num_mem_blocks"]), ends(), ignored=_ignored_patterns(c, hybrids)
+    )
     return model(c, "zamba2", layers), names
 
 
-def _ignored(c: Config, hybrids: list[int]) -> tuple[str, ...]:
+def _ignored_patterns(c: Config, hybrids: list[int]) -> tuple[str, ...]:
     """Copies of blocks that are shared, and the adapters that a block holds for other layers than its own."""
     place = r"^model\.layers\.{i}\.shared_transformer\."
     if c["tie_word_embeddings"]:
         copies = hybrids[c["num_mem_blocks"] :]
-        return unused(c, *(place.replace("{i}", str(i)) for i in copies))
+        return unused_patterns(c, *(place.replace("{i}", str(i)) for i in copies))
     others = (place.replace("{i}", str(i)) + rf".*_adapter_list\.(?!{n}\.)" for n, i in enumerate(hybrids))
-    return unused(c, *others)
+    return unused_patterns(c, *others)
 
 
-def _aside(c: Config, block: int) -> Aside:
+def _aside(c: Config, block: int) -> AsideSpec:
     heads = c["num_attention_heads"]
     dim = c.get("attention_head_dim") or 2 * c["hidden_size"] // heads
-    return Aside(
+    return AsideSpec(
         block=block,
         num_heads=heads,
         num_kv_heads=c["num_key_value_heads"],

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from plait.frontend.delta import TextLogprob
 
 
-class Score:
+class ChoiceScore:
     """The log-probability per token of one choice, as it grows."""
 
     def __init__(self) -> None:
@@ -26,6 +26,6 @@ class Score:
         return -math.inf if math.isnan(mean) else mean
 
 
-def best(scores: Sequence[Score], n: int) -> list[int]:
+def best(scores: Sequence[ChoiceScore], n: int) -> list[int]:
     """The indices of the `n` choices with the highest mean, best first; of equal ones the earlier one."""
     return sorted(range(len(scores)), key=lambda i: -scores[i].mean)[:n]

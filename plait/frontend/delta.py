@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plait.request import FinishReason
-from plait.text.output import Delta as Part
+from plait.text.output import OutputDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,6 @@ class Delta:
     num_tokens: int = 0
     error: Exception | None = None
     embedding: tuple[float, ...] | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[OutputDelta, ...] = ()
     num_reasoning_tokens: int = 0
     prompt_progress: tuple[int, float] | None = None

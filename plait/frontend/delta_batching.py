@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from plait.frontend.event_batching import Pace
+from plait.frontend.event_batching import TokenInterval
 from plait.request import Event
 from plait.text.output import Content, Reasoning
-from plait.text.output.deltas import merged
+from plait.text.output.deltas import merge_deltas
 
 if TYPE_CHECKING:
     from plait.frontend.delta import Delta
@@ -20,7 +20,7 @@ class Gathered:
     """Deltas of one choice until they are due; then they are one, with all that each of them said."""
 
     def __init__(self, interval: int) -> None:
-        self._pace = Pace(interval)
+        self._pace = TokenInterval(interval)
         self._held: list[Delta] = []
         self.has_told = False
 
@@ -69,5 +69,5 @@ def _as_one(held: Sequence[Delta]) -> Delta:
         token_ids=tuple(chain.from_iterable(delta.token_ids for delta in held)),
         logprobs=tuple(chain.from_iterable(scores)) if scores else None,
         num_cached_tokens=max(delta.num_cached_tokens for delta in held),
-        parts=tuple(merged(chain.from_iterable(delta.parts for delta in held))),
+        parts=tuple(merge_deltas(chain.from_iterable(delta.parts for delta in held))),
     )

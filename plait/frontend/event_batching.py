@@ -15,7 +15,7 @@ AT_ONCE = 256  # events that are read as one: some milliseconds
 MOST_AT_ONCE = 64  # tokens that an engine's process keeps of a reply that nobody sees before its end
 
 
-class Pace:
+class TokenInterval:
     """Counts the tokens of one choice: `interval` of them are told together."""
 
     def __init__(self, interval: int) -> None:
@@ -33,7 +33,7 @@ class Pace:
         return True
 
 
-def joined(events: Sequence[Event]) -> list[Event]:
+def join_events(events: Sequence[Event]) -> list[Event]:
     """The same tokens in fewer events, each choice's in order: up to AT_ONCE become one, not the end."""
     runs: list[list[Event]] = []
     open_runs: dict[int, list[Event]] = {}

@@ -21,7 +21,7 @@ from plait.engine.open_request import OnEvent
 from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.frontend.event_batching import MOST_AT_ONCE
 from plait.frontend.loop_bridge import Couriers
-from plait.frontend.output_stream import Stream
+from plait.frontend.output_stream import OutputStream
 from plait.frontend.request_options import NO_TERMS, Terms
 from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, Request, SamplingParams, ThinkingBudget
 from plait.spec import ModelSpec, Recurrent
@@ -210,7 +210,7 @@ class Front:
         request = Request(
             f"req-{uuid.uuid4().hex}",
             ids,
-            _generated(params),
+            _engine_params(params),
             stops,
             cache_salt=terms.cache_salt or "",
             priority=terms.priority,
@@ -322,10 +322,10 @@ class Front:
         """Raises QueueFull, or EngineError, if a request that came now would be refused, whatever it asks."""
         self.loop.check_room()
 
-    def submit(self, request: Request, interval: int | None = 1) -> Stream:
+    def submit(self, request: Request, interval: int | None = 1) -> OutputStream:
         """Start a request. Raises QueueFull and other CapacityErrors at once.
 
-        `interval`: see `Stream.gather`; None: nobody needs more than the end, see `Stream.be_patient`.
+        `interval`: see `OutputStream.gather`; None: only the end is needed, see `OutputStream.be_patient`.
         """
         reader = None if request.shape is None else self.speech.reader(request.shape)
         is_read = reader is not None or bool(request.params.stop)
@@ -335,7 +335,7 @@ class Front:
         if grammar is not None and grammar.form:  # the engine needs nothing else of it
             grammar = Grammar(grammar.kind, "", grammar.param, form=grammar.form)
         request = replace(request, shape=None, grammar=grammar, interval=told, watched=watched)
-        stream = Stream(request, self.tokenizer, self.loop.cancel, reader, self._couriers)
+        stream = OutputStream(request, self.tokenizer, self.loop.cancel, reader, self._couriers)
         if interval is None:
             stream.be_patient()
         else:
@@ -360,7 +360,7 @@ def _has_slots(spec: ModelSpec) -> bool:
     return any(isinstance(mixer, Recurrent) for _, mixer in spec.mixers())
 
 
-def _generated(params: SamplingParams) -> SamplingParams:
+def _engine_params(params: SamplingParams) -> SamplingParams:
     """What the engine is asked: every choice that may be returned, with what they are ranked by."""
     logprobs = 0 if params.is_ranked and params.logprobs is None else params.logprobs
     return replace(params, n=params.num_sequences, best_of=None, logprobs=logprobs)

@@ -14,25 +14,24 @@ from queue import Empty, SimpleQueue
 
 from plait.frontend.delta import Delta, TextLogprob
 from plait.frontend.delta_batching import Gathered
-from plait.frontend.event_batching import Pace, joined
+from plait.frontend.event_batching import TokenInterval, join_events
 from plait.frontend.loop_bridge import Couriers
 from plait.frontend.output_text import Reading
 from plait.request import Event, FinishReason, Request, RequestTrace, TokenLogprobs
-from plait.text.output import Content
-from plait.text.output import Delta as Part
-from plait.text.output.deltas import merged
-from plait.text.reply_format import Reader
+from plait.text.output import Content, OutputDelta
+from plait.text.output.deltas import merge_deltas
+from plait.text.reply_format import ReplyReader
 from plait.text.tokenizers.detokenize import StreamDecoder
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 LAST_WORD_S = 60.0  # how long to wait for the engine to say how a choice went that a stop string ended
 
 
-class Choice:
+class ChoiceText:
     """The text of one choice as it grows. Without a tokenizer there are only token ids."""
 
     def __init__(
-        self, index: int, request: Request, tokenizer: Tokenizer | None, reader: Reader | None = None
+        self, index: int, request: Request, tokenizer: Tokenizer | None, reader: ReplyReader | None = None
     ) -> None:
         params = request.params
         self.index, self._tokenizer, self.done = index, tokenizer, False
@@ -74,9 +73,9 @@ class Choice:
         is_end = finish is not None or reading.has_ended
         if not parts and not is_end and self._tokenizer and not event.prompt_logprobs:
             return None
-        return self._delta(event, merged(parts))
+        return self._delta(event, merge_deltas(parts))
 
-    def _delta(self, event: Event, parts: Sequence[Part]) -> Delta:
+    def _delta(self, event: Event, parts: Sequence[OutputDelta]) -> Delta:
         reading = self._reading
         finish: FinishReason | None = "stop" if reading.has_ended else event.finish_reason
         self.done = finish is not None
@@ -126,7 +125,7 @@ def _rest(events: SimpleQueue[Event] | asyncio.Queue[Event]) -> Iterator[Event]:
             yield events.get_nowait()
 
 
-class Stream:
+class OutputStream:
     """The text of one request while it is generated; iterate it, plainly or with `async for`, once.
 
     A delta has the tokens of one plan, which is mostly one. A plain reader, and a patient one, is given those
@@ -141,12 +140,12 @@ class Stream:
         request: Request,
         tokenizer: Tokenizer | None,
         cancel: Callable[[str, int | None], None],
-        reader: Reader | None = None,
+        reader: ReplyReader | None = None,
         couriers: Couriers | None = None,
     ) -> None:
         self.request, self._cancel_request = request, cancel
         self._couriers = couriers or Couriers()
-        self._choices = [Choice(i, request, tokenizer, reader) for i in range(request.params.n)]
+        self._choices = [ChoiceText(i, request, tokenizer, reader) for i in range(request.params.n)]
         self._mutex = threading.RLock()  # entered as it is, it is cheaper than by its condition
         self._lock = threading.Condition(self._mutex)
         self._waiting: deque[Event] = deque()
@@ -154,7 +153,7 @@ class Stream:
         self._is_patient = False
         self._is_read = bool(request.params.stop) or reader is not None
         self._ends_early = bool(request.params.stop) or (reader is not None and reader.ends_early)
-        self._paces: list[Pace] = []  # by choice; none: every event wakes the reader
+        self._paces: list[TokenInterval] = []  # by choice; none: every event wakes the reader
         self._gathered: list[Gathered] = []  # by choice; none: every delta is told
         self._traces: dict[int, RequestTrace | None] = {}  # by choice; there once the engine is done with it
 
@@ -176,7 +175,7 @@ class Stream:
         self._is_patient = not self._is_read
 
     def gather(self, interval: int) -> None:
-        """For who pays for every delta: one has `interval` tokens; see `Pace`. To be called before reading.
+        """For readers that pay for every delta: it has `interval` tokens (`TokenInterval`). Call it first.
 
         Where text may end a choice, its reader is woken for every token all the same, to end it in time.
         """
@@ -185,7 +184,7 @@ class Stream:
         self._gathered = [Gathered(interval) for _ in self._choices]
         if not self._ends_early:
             with self._lock:
-                self._paces = [Pace(interval) for _ in self._choices]
+                self._paces = [TokenInterval(interval) for _ in self._choices]
                 for event in self._waiting:  # some may have come already
                     self._paces[event.index].is_due(event)
 
@@ -217,7 +216,7 @@ class Stream:
         self._connect(events.put)
         try:
             while not self.done:
-                for event in joined([events.get(), *_rest(events)]):
+                for event in join_events([events.get(), *_rest(events)]):
                     yield from self._deltas(event)
         finally:
             self._leave()
@@ -230,7 +229,7 @@ class Stream:
             while not self.done:
                 # A client that reads slowly is not sent in one piece what has piled up.
                 rest = _rest(events) if self._is_patient else ()
-                for i, event in enumerate(joined([await events.get(), *rest])):
+                for i, event in enumerate(join_events([await events.get(), *rest])):
                     if i:
                         await asyncio.sleep(0)  # long texts are read on the loop of all other clients
                     for delta in self._deltas(event):

@@ -6,7 +6,7 @@ Stop strings are looked for in content alone: they end neither thinking nor the 
 from __future__ import annotations
 
 from plait.request import SamplingParams
-from plait.text.output import Content, Delta, OutputParser
+from plait.text.output import Content, OutputDelta, OutputParser
 from plait.text.output.stop_strings import StopMatcher
 
 
@@ -40,14 +40,14 @@ class Reading:
         waiting = self._parser.num_held if self._parser else 0
         return waiting + self._content_in - self._content_out
 
-    def push(self, text: str) -> list[Delta]:
+    def push(self, text: str) -> list[OutputDelta]:
         """The text of one more token, and what can be told now."""
         self._num_tokens += 1
         return self._told(self._parser.push(text) if self._parser else [Content(text)])
 
-    def finish(self, text: str, *, is_cut: bool = False) -> list[Delta]:
+    def finish(self, text: str, *, is_cut: bool = False) -> list[OutputDelta]:
         """The end, with the last of its text: what was held back comes out. `is_cut`: by a limit."""
-        parts: list[Delta] = [Content(text)]
+        parts: list[OutputDelta] = [Content(text)]
         if self._parser:
             parts = [*self._parser.push(text, 0), *self._parser.finish(is_cut=is_cut)]
         told = self._told(parts)
@@ -55,8 +55,8 @@ class Reading:
         self._content_out += len(held)
         return [*told, *([Content(held)] if held else [])]
 
-    def _told(self, parts: list[Delta]) -> list[Delta]:
-        told: list[Delta] = []
+    def _told(self, parts: list[OutputDelta]) -> list[OutputDelta]:
+        told: list[OutputDelta] = []
         for part in parts:
             if self.matched is not None:
                 break

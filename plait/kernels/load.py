@@ -20,7 +20,7 @@ log = logging.getLogger("plait")
 _lent: list[Spare] = []  # by the server that this process is an engine of: one at most
 
 
-def load(*, cache_dir: Path | None = None, isa: str = "native") -> None:
+def load_kernels(*, cache_dir: Path | None = None, isa: str = "native") -> None:
     """Register every variant that this installation can run. To be called before a model is built.
 
     Without it, models run on the references. A variant that this machine or model cannot use is registered
@@ -58,22 +58,22 @@ def cpu_kernels() -> list[str]:
 
 
 def lend(descriptor: int) -> None:
-    """Have `load` keep in that memory what no folder takes: the server hands it to its next engine."""
+    """Let `load_kernels` keep in that memory what no folder takes: the server hands it to its next engine."""
     with suppress(OSError):
         _lent[:] = [Spare(descriptor)]
 
 
-def why_not_kept() -> str | None:
+def why_not_cached() -> str | None:
     """Why the next start compiles again what this process has compiled; None: it loads it."""
     if not has_numba():
         return None
-    from plait.kernels.cpu.codegen.target import kept_files
+    from plait.kernels.cpu.codegen.target import cached_files
 
-    files = kept_files()
+    files = cached_files()
     return files.unkept if files else None
 
 
-def kept_rooms(base: Path) -> list[KernelRoom]:
+def cached_kernels(base: Path) -> list[KernelRoom]:
     """Compiled kernels under a cache folder, by target and version."""
     return rooms(base / "kernels")
 
@@ -83,7 +83,7 @@ def why_refused(room: Path) -> str | None:
     return refusal(room)
 
 
-def remove_kept(base: Path, unused_s: float) -> int:
+def remove_cached(base: Path, unused_s: float) -> int:
     """Remove compiled kernels that no start has used for so long; the bytes freed."""
     return sweep(base / "kernels", unused_s=unused_s)
 
@@ -118,7 +118,7 @@ class KernelTarget:
 
 
 def describe_target(*, cache_dir: Path | None = None, isa: str = "native") -> KernelTarget | None:
-    """What `load` would compile for, without compiling, writing or importing torch; None without Numba.
+    """What `load_kernels` would compile for; nothing is compiled, written or imported. None without Numba.
 
     Raises ConfigError for an `isa` that this machine cannot run.
     """
@@ -140,7 +140,7 @@ def has_numba() -> bool:
 
 
 def executor(threads: int, prefill: str = "same") -> Executor | None:
-    """Threads for native kernels on the CPU; None where there are none: `why_no_kernels`. `load` comes first.
+    """Threads for native kernels on the CPU; None without them: `why_no_kernels`. `load_kernels` comes first.
 
     prefill: "bf16" lets linear maps of many rows be other than those of few, where there is AMX.
     """
@@ -152,7 +152,7 @@ def executor(threads: int, prefill: str = "same") -> Executor | None:
 
 
 def why_no_kernels() -> str | None:
-    """Why models run on torch here, or None. `load` comes first.
+    """Why models run on torch here, or None. `load_kernels` comes first.
 
     Where kernels were never tried on real processors, which is everywhere but on x86-64, some are tried once.
     """
@@ -169,7 +169,7 @@ def why_no_kernels() -> str | None:
 
 
 def why_no_amx() -> str | None:
-    """Why kernels here use no AMX, or None: asks the system, and tries it once. `load` comes first."""
+    """Why kernels use no AMX, or None: asks the system, and tries it once. `load_kernels` comes first."""
     if not has_numba():
         return "Numba is not installed"
     from plait.kernels.cpu.amx.check import refusal

@@ -12,12 +12,12 @@ from plait.request import Pooling, SamplingParams
 
 if TYPE_CHECKING:  # a server answers before it has read what a model needs
     from plait.frontend.frontend import Front
-    from plait.frontend.output_stream import Stream
+    from plait.frontend.output_stream import OutputStream
 
 NOTHING = SamplingParams(max_tokens=0)  # to be generated
 
 
-def embedded(
+def embed_prompts(
     front: Front, prompts: Sequence[str | Sequence[int]], pooling: Pooling, at_once: int
 ) -> Iterator[tuple[float, ...]]:
     """The pooled hidden state of each prompt, in order; the engine has at most `at_once` of them at a time.
@@ -35,7 +35,7 @@ def embedded(
             raise
 
 
-def _vector(stream: Stream) -> tuple[float, ...]:
+def _vector(stream: OutputStream) -> tuple[float, ...]:
     *_, last = stream
     if not last.embedding:
         raise last.error or EngineError(f"a text ended with {last.finish_reason!r} and no hidden state")

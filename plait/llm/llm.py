@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Self
 from plait.config import EngineConfig, option_names
 from plait.errors import BadFile, ConfigError, InvalidField, QueueFull
 from plait.frontend.delta import Delta
-from plait.frontend.output_stream import Stream
+from plait.frontend.output_stream import OutputStream
 from plait.frontend.request_options import NO_TERMS, Terms
-from plait.kernels.load import why_not_kept
-from plait.llm.embed import embedded, unit
+from plait.kernels.load import why_not_cached
+from plait.llm.embed import embed_prompts, unit
 from plait.llm.outputs import RequestOutput, collect
 from plait.loading.build import load
 from plait.loading.packed_cache import keep
@@ -119,7 +119,7 @@ class LLM:
     ) -> list[list[float]]:
         """One vector for each prompt: the hidden state of its last token, or the mean of all, of length 1."""
         at_once = max(self._loaded.config.max_waiting, 1)
-        found = embedded(self.front, _as_list(prompts), pooling, at_once)
+        found = embed_prompts(self.front, _as_list(prompts), pooling, at_once)
         return [unit(vector) if normalize else list(vector) for vector in found]
 
     def logits(self, prompt: Prompt) -> Tensor:
@@ -164,7 +164,7 @@ class LLM:
     @property
     def unkept(self) -> str | None:
         """Why the next start compiles again what this one compiled; None: it loads it."""
-        return why_not_kept()
+        return why_not_cached()
 
     def close(self) -> None:
         """Stop the engine and its threads; its memory goes with this object. May be called twice."""
@@ -182,7 +182,7 @@ class LLM:
         """The results in order. What the queue has no room for is submitted as earlier ones finish."""
         config = self._loaded.config
         most = max(config.max_waiting, config.max_num_seqs)
-        open_streams: deque[tuple[Stream, str | None, SamplingParams]] = deque()
+        open_streams: deque[tuple[OutputStream, str | None, SamplingParams]] = deque()
         results: list[RequestOutput] = []
         try:
             for request, text, params in asked:
@@ -196,7 +196,7 @@ class LLM:
                 stream.cancel()
             raise
 
-    def _submitted(self, request: Request, others: Collection[object]) -> Stream | None:
+    def _submitted(self, request: Request, others: Collection[object]) -> OutputStream | None:
         """None if the queue is full now, and `others` of ours will make room."""
         try:
             return self.front.submit(request, None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from plait.frontend.best_of import Score, best
+from plait.frontend.best_of import ChoiceScore, best
 from plait.frontend.delta import Delta, TextLogprob
-from plait.frontend.output_stream import Stream
+from plait.frontend.output_stream import OutputStream
 from plait.request import RequestTrace, SamplingParams
 
 
@@ -60,14 +60,14 @@ class RequestOutput:
     metrics: RequestTrace | None = None
 
 
-def collect(stream: Stream, prompt: str | None, params: SamplingParams) -> RequestOutput:
+def collect(stream: OutputStream, prompt: str | None, params: SamplingParams) -> RequestOutput:
     """Read a stream to its end; `params` are those that were asked for, before the engine's additions.
 
     Raises the error that ended it, if one did.
     """
     request, count = stream.request, stream.request.params.n
     outputs = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(count)]
-    scores = [Score() for _ in range(count)]
+    scores = [ChoiceScore() for _ in range(count)]
     result = RequestOutput(request.id, prompt, list(request.prompt_token_ids), outputs)
     stream.be_patient()
     for delta in stream:

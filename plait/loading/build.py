@@ -19,8 +19,7 @@ from plait.engine.memory_plan import ModelFacts, Sizing, gib, size_state
 from plait.engine.thread import EngineLoop
 from plait.errors import BadGrammar, ConfigError
 from plait.frontend.frontend import Front, Language, Parsers
-from plait.kernels.load import executor, load_for_gpu, why_no_amx
-from plait.kernels.load import load as load_kernels
+from plait.kernels.load import executor, load_for_gpu, load_kernels, why_no_amx
 from plait.loading.open_model import (
     Opened,
     Progress,
@@ -31,7 +30,7 @@ from plait.loading.open_model import (
     stored_dtypes,
 )
 from plait.loading.packed_cache import shelf_of
-from plait.loading.probe_scorer import settled
+from plait.loading.probe_scorer import open_settled
 from plait.memory import has_slots
 from plait.model.decoder import Decoder
 from plait.ops.registry import Binding, check_fused
@@ -110,10 +109,10 @@ def build(
 ) -> Built:
     """A model and an engine over it. `on_open` is told of the headers and finds the tokenizer.
 
-    Raises what `settled` and `on_open` do, ConfigError and OutOfMemory.
+    Raises what `open_settled` and `on_open` raise, ConfigError and OutOfMemory.
     """
     report("reading headers", 0, 1)
-    opened = settled(model, config, report)
+    opened = open_settled(model, config, report)
     device, why = choose_device(config.device)
     log.info("device: %s (%s)", device, why)
     target = _target(opened, device)
@@ -135,7 +134,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     target.shelf = shelf_of(opened, target)
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, target, report)
-    target.bound.append(_packed_weights(target))
+    target.bound.append(_bind_packed(target))
     sizing = _size(opened, decoder, target)
     vocab_size = decoder.spec.vocab_size
     _check_vocabulary(config.vocab, tokenizer, vocab_size)
@@ -165,7 +164,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     return Built(opened, runner, engine, sizing, target, guides)
 
 
-def _packed_weights(target: Target) -> Binding:
+def _bind_packed(target: Target) -> Binding:
     """Whether packed weights were mapped, as `plait info --ops` shows it."""
     shelf = target.shelf
     if shelf is not None and shelf.is_full:
@@ -313,7 +312,7 @@ def _check_deterministic(target: Target) -> None:
         )
 
 
-def facts_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
+def describe_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
     """What `size_state` must know about a model that is loaded."""
     return ModelFacts(
         states=decoder.states,
@@ -324,7 +323,7 @@ def facts_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
 
 
 def _size(opened: Opened, decoder: Decoder, target: Target) -> Sizing:
-    facts = facts_for_sizing(decoder, target)
+    facts = describe_for_sizing(decoder, target)
     mapped = target.shelf.nbytes if target.shelf else 0  # counts as free until it is read
     free, limit = free_memory(target.device), resource_limits.memory_limit()
     if limit is not None and target.device.type == "cpu":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.find_files import ModelFiles, find_model, read_json
-from plait.checkpoint.quantized.packed import Packed
+from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.checkpoint.quantized.scheme import find_scheme
 from plait.checkpoint.readers.gguf import GgufFile
 from plait.checkpoint.readers.gguf_plait import CONFIG, is_own, own_config
@@ -44,7 +44,7 @@ class Opened:
     """A model's headers, read and understood; no weight has been touched."""
 
     files: ModelFiles
-    checkpoint: GgufFile | Packed
+    checkpoint: GgufFile | QuantizedCheckpoint
     metadata: Mapping[str, Any] | None  # of a GGUF file
     resolved: Resolved
     config: EngineConfig
@@ -101,7 +101,7 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True) -> Open
         opened = Opened(files, gguf, gguf.metadata, resolved, config, plugins)
     else:
         scheme = find_scheme(raw, files.side_files)
-        tensors = Packed(SafetensorsFiles(*files.weights, index=files.index), scheme)
+        tensors = QuantizedCheckpoint(SafetensorsFiles(*files.weights, index=files.index), scheme)
         opened = Opened(files, tensors, None, _resolve(tensors, raw, None, config), config, plugins)
     if not probed or not opened.resolved.is_detected:
         return opened
@@ -142,7 +142,7 @@ def with_findings(opened: Opened, found: Findings) -> Resolved:
 
 def load_decoder(opened: Opened, target: Target, report: Progress) -> Decoder:
     """The model with all its weights, packed for `target`. Raises CheckpointError."""
-    target.on_read = releasing(opened, report)
+    target.on_read = release_pages(opened, report)
     weights = Weights(opened.checkpoint, opened.resolved.names, target)
     decoder = Decoder(opened.resolved.spec, weights)
     weights.check_all_used()
@@ -150,7 +150,7 @@ def load_decoder(opened: Opened, target: Target, report: Progress) -> Decoder:
     return decoder
 
 
-def releasing(opened: Opened, report: Progress) -> Callable[[str, int], None]:
+def release_pages(opened: Opened, report: Progress) -> Callable[[str, int], None]:
     """To be told what is read: it says how far that is, and lets go of the file's pages from time to time.
 
     What was read is packed by then: the pages beside it would double the memory.
@@ -196,7 +196,7 @@ def banned_ids(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
 
 
 def _resolve(
-    checkpoint: GgufFile | Packed,
+    checkpoint: GgufFile | QuantizedCheckpoint,
     raw: Mapping[str, Any] | None,
     metadata: Mapping[str, Any] | None,
     config: EngineConfig,

@@ -20,8 +20,8 @@ from plait.checkpoint.packed_cache.file_format import (
     as_stem,
     default_folder,
     is_folder,
+    list_packed,
     read_key,
-    shelved,
 )
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
@@ -148,7 +148,7 @@ def keep(shelf: Shelf, opened: Opened, target: Target, limit: int) -> str:
 def _no_room(shelf: Shelf, needed: int, limit: int) -> str | None:
     """Why so many bytes more cannot be kept, if they cannot."""
     folder = shelf.path.parent
-    held = sum(item.nbytes for item in shelved(folder) if item.path != shelf.path)
+    held = sum(item.nbytes for item in list_packed(folder) if item.path != shelf.path)
     if held + needed > limit:
         return (
             f"{gib(needed)} beside {gib(held)} in {folder} are more than --packed-limit, {gib(limit)}; "
@@ -165,7 +165,7 @@ def _no_room(shelf: Shelf, needed: int, limit: int) -> str | None:
 
 def _drop_outdated(shelf: Shelf) -> None:
     """Remove what no start can use any more: of these files as they were before, or by other code."""
-    for item in shelved(shelf.path.parent):
+    for item in list_packed(shelf.path.parent):
         found = read_key(item.path)
         if found is None:
             continue

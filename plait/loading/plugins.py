@@ -22,7 +22,7 @@ from types import ModuleType
 
 from plait.config import EngineConfig
 from plait.errors import PluginError
-from plait.kernels.load import load as load_kernels
+from plait.kernels.load import load_kernels
 
 GROUP = "plait.plugins"
 
@@ -45,33 +45,33 @@ def load_plugins(config: EngineConfig) -> tuple[Plugin, ...]:
     if not installed and not config.plugins:
         return ()
     load_kernels(cache_dir=Path(config.cache_dir) if config.cache_dir else None, isa=config.isa)
-    return (*map(_installed, installed), *map(_named, config.plugins))
+    return (*map(_load_installed, installed), *map(_load_named, config.plugins))
 
 
 @cache
-def _installed(point: EntryPoint) -> Plugin:
+def _load_installed(point: EntryPoint) -> Plugin:
     """An entry point names a module, or something in it to call without arguments."""
     package = f" (of the package {point.dist.name}; without it, uninstall that)" if point.dist else ""
-    with _reported(f"{point.name}{package}"):
+    with _report_failure(f"{point.name}{package}"):
         found = point.load()
         if callable(found):
             found()
     return _plugin(point.name, sys.modules[point.module])
 
 
-def _named(name: str) -> Plugin:
+def _load_named(name: str) -> Plugin:
     path = Path(name).expanduser()
     if not (path.suffix == ".py" or path.is_dir()):
-        return _plugin(name, _imported(name))
+        return _plugin(name, _import_plugin(name))
     start = path / "__init__.py" if path.is_dir() else path
     if not start.is_file():
         raise PluginError(f"plug-in {name}: there is no file {start}")
     title = f"plait_plugin_{path.resolve().stem}_{_digest(path)[:12]}"
-    return _plugin(name, sys.modules.get(title) or _executed(name, title, start))
+    return _plugin(name, sys.modules.get(title) or _run_file(name, title, start))
 
 
-def _imported(name: str) -> ModuleType:
-    with _reported(name):
+def _import_plugin(name: str) -> ModuleType:
+    with _report_failure(name):
         try:
             return import_module(name)
         except ModuleNotFoundError as error:
@@ -83,7 +83,7 @@ def _imported(name: str) -> ModuleType:
             ) from error
 
 
-def _executed(name: str, title: str, start: Path) -> ModuleType:
+def _run_file(name: str, title: str, start: Path) -> ModuleType:
     """A file, or a package in its folder, under a name that its content decides, as kept kernels need it."""
     folder = [str(start.parent)] if start.name == "__init__.py" else None
     spec = spec_from_file_location(title, start, submodule_search_locations=folder)
@@ -91,7 +91,7 @@ def _executed(name: str, title: str, start: Path) -> ModuleType:
         raise PluginError(f"plug-in {name}: {start} is no Python source")
     module = sys.modules[title] = module_from_spec(spec)
     try:
-        with _reported(name):
+        with _report_failure(name):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[title]
@@ -100,7 +100,7 @@ def _executed(name: str, title: str, start: Path) -> ModuleType:
 
 
 @contextmanager
-def _reported(name: str) -> Iterator[None]:
+def _report_failure(name: str) -> Iterator[None]:
     """Whatever the plug-in raises becomes a PluginError, with its place."""
     try:
         yield

@@ -27,7 +27,7 @@ KIND, VERSION = "plait probe", 1
 ADVICE = "delete it, or run `plait info MODEL --probe`"
 
 
-class Tensors(Protocol):
+class TensorHeaders(Protocol):
     """What a checkpoint says of its tensors without reading them."""
 
     def names(self) -> Iterable[str]: ...
@@ -53,7 +53,7 @@ class Findings:
         return f"probed (margin {margin:.2g} nats)" if margin else "probed (no other is better beyond chance)"
 
 
-def fingerprint(tensors: Tensors) -> str:
+def fingerprint(tensors: TensorHeaders) -> str:
     """Names, shapes and formats of all tensors, hashed. The numbers in them are not looked at."""
     rows = sorted((name, tensors.shape(name), tensors.format_of(name)) for name in tensors.names())
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
@@ -68,7 +68,7 @@ def places(files: ModelFiles, bound_to: str, cache_dir: str | None) -> tuple[Pat
     return (own, base / "probes" / f"{bound_to[:32]}.json") if base is not None else (own,)
 
 
-def read_findings(files: ModelFiles, tensors: Tensors, cache_dir: str | None) -> Findings | None:
+def read_findings(files: ModelFiles, tensors: TensorHeaders, cache_dir: str | None) -> Findings | None:
     """What an earlier probe found about just this model. Raises BadFile for a damaged file."""
     bound_to = fingerprint(tensors)
     for path in places(files, bound_to, cache_dir):
@@ -101,7 +101,7 @@ def _read(path: Path, bound_to: str) -> Findings | None:
 
 
 def write_findings(
-    files: ModelFiles, tensors: Tensors, cache_dir: str | None, found: Findings
+    files: ModelFiles, tensors: TensorHeaders, cache_dir: str | None, found: Findings
 ) -> Path | None:
     """Keep them; where, or None if neither folder can be written."""
     bound_to = fingerprint(tensors)

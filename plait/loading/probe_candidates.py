@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from plait.checkpoint.names import Derived
 from plait.families.common.resolved import Resolved
 from plait.families.detect.sizes import HEAD_DIMS
-from plait.spec import Attention, Mamba2, Mamba3, Mixer, Mlp, Moe, Rope
+from plait.spec import AttentionSpec, Mamba2Spec, Mamba3Spec, Mixer, MlpSpec, MoeSpec, RopeSpec
 
 Values = Mapping[str, Any]  # keys of a config, as --set has them
 Part = TypeVar("Part", bound=Mixer)
@@ -74,7 +74,7 @@ def _first(found: Resolved, kind: type[Part]) -> Part | None:
     return next((mixer for _, mixer in found.spec.mixers() if isinstance(mixer, kind)), None)
 
 
-def _rope(found: Resolved) -> Rope | None:
+def _rope(found: Resolved) -> RopeSpec | None:
     """Of the first layer that rotates anything."""
     asides = [branch.aside for _, branch in found.spec.branches()]
     for part in [*(mixer for _, mixer in found.spec.mixers()), *asides]:
@@ -88,11 +88,11 @@ def _architectures(found: Resolved) -> Iterator[Quantity]:
     now = (found.config.get("architectures") or [""])[0]
     twins = next((names for names in TWINS if now in names), ())
     if twins and is_open(found, "architectures"):
-        others = [_named(name, found) for name in twins if name != now]
+        others = [_name_family(name, found) for name in twins if name != now]
         yield Quantity("architectures", ({"architectures": [now]}, *others))
 
 
-def _named(name: str, found: Resolved) -> Values:
+def _name_family(name: str, found: Resolved) -> Values:
     """Another family: with what it cannot be without, and without what was for this one."""
     left = dict.fromkeys(GRANITE) if found.family.startswith("granite") else {}
     return {"architectures": [name], **left, **(_granite_usual(found) if name.startswith("Granite") else {})}
@@ -101,7 +101,7 @@ def _named(name: str, found: Resolved) -> Values:
 def _head_dim(found: Resolved) -> Iterator[Quantity]:
     """Only heads × head size can be seen."""
     c, source = found.config, found.provenance.get("head_dim", "")
-    if _first(found, Attention) is None or not source.startswith(("default", "probed")):
+    if _first(found, AttentionSpec) is None or not source.startswith(("default", "probed")):
         return
     common = c["head_dim"] * gcd(c["num_attention_heads"], c["num_key_value_heads"])
     yield from _ways(found, "head_dim", *(d for d in HEAD_DIMS if common % d == 0))
@@ -114,7 +114,7 @@ def _zamba(found: Resolved) -> Iterator[Quantity]:
         yield from _ways(found, "use_mem_rope", True, False)
 
 
-def _pairing(found: Resolved) -> Iterator[Quantity]:
+def _pair_order(found: Resolved) -> Iterator[Quantity]:
     """Which two numbers of a head turn together: neighbours, or one of each half."""
     rope = _rope(found)
     if rope is not None and is_open(found, "rope_interleave"):
@@ -139,13 +139,13 @@ def _norm_offset(found: Resolved) -> Iterator[Quantity]:
 
 
 def _activation(found: Resolved) -> Iterator[Quantity]:
-    if _first(found, Mlp) or _first(found, Moe):
+    if _first(found, MlpSpec) or _first(found, MoeSpec):
         yield from _ways(found, "hidden_act", "silu", "gelu_pytorch_tanh", "relu2")
 
 
 def _states(found: Resolved) -> Iterator[Quantity]:
     """Groups × states are the rows of a tensor."""
-    mamba = _first(found, Mamba2) or _first(found, Mamba3)
+    mamba = _first(found, Mamba2Spec) or _first(found, Mamba3Spec)
     own = found.family == "oxidizr"
     groups = "mamba2_n_groups" if own else "mamba_n_groups"
     if mamba is None or not is_open(found, groups):
@@ -193,7 +193,7 @@ def _query_scale(found: Resolved) -> Iterator[Quantity]:
 
 def _experts(found: Resolved) -> Iterator[Quantity]:
     """How many experts a token has, and how their weights are scaled."""
-    if (moe := _first(found, Moe)) is None:
+    if (moe := _first(found, MoeSpec)) is None:
         return
     key = "experts_per_tok" if found.family == "oxidizr" else "num_experts_per_tok"
     yield from _ways(found, key, *(k for k in TOP_K if k <= moe.num_experts), is_long=True)
@@ -215,7 +215,7 @@ def _method(now: Values, groups: int) -> Values:
 
 
 def _part_of_a_head(found: Resolved) -> Iterator[Quantity]:
-    attention = _first(found, Attention)
+    attention = _first(found, AttentionSpec)
     if attention is None or attention.rope is None or not is_open(found, "partial_rotary_factor"):
         return
     now, dim = attention.rope.dim / attention.head_dim, attention.head_dim
@@ -248,7 +248,17 @@ def _scaling(found: Resolved) -> Iterator[Quantity]:
 
 Make = Callable[[Resolved], Iterator[Quantity]]
 GENERAL: tuple[Make, ...] = (
-    *(_norm_offset, _head_dim, _zamba, _pairing, _architectures, _granite, _positions, _activation, _states),
+    *(
+        _norm_offset,
+        _head_dim,
+        _zamba,
+        _pair_order,
+        _architectures,
+        _granite,
+        _positions,
+        _activation,
+        _states,
+    ),
     *(_key_heads, _query_scale, _experts, _part_of_a_head, _theta, _scaling),
 )
-OXIDIZR: tuple[Make, ...] = (_pairing, _states, _experts, _theta)
+OXIDIZR: tuple[Make, ...] = (_pair_order, _states, _experts, _theta)

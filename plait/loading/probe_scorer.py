@@ -19,13 +19,13 @@ from plait.engine.device import choose_device, choose_dtype, out_of_memory
 from plait.engine.memory_plan import gib
 from plait.errors import ConfigError
 from plait.families.common.resolved import Resolved
-from plait.kernels.load import executor, load
+from plait.kernels.load import executor, load_kernels
 from plait.loading.open_model import (
     Opened,
     Progress,
     activations,
     open_model,
-    releasing,
+    release_pages,
     stored_dtypes,
     with_findings,
     with_values,
@@ -103,7 +103,7 @@ class ModelScorer:
         self._built = False
         self._target = _target(opened)
         # Later models read no more than their norms, which is nothing to be told.
-        self._target.on_read = releasing(opened, lambda *row: None if self._built else report(*row))
+        self._target.on_read = release_pages(opened, lambda *row: None if self._built else report(*row))
 
     def __enter__(self) -> Self:
         return self
@@ -155,7 +155,7 @@ def _target(opened: Opened) -> Target:
     dtype = choose_dtype(config.dtype, device, stored_dtypes(opened))
     target = Target(device, dtype, LONG, spec.hidden_size, config.ops, block_size=config.block_size)
     if device.type == "cpu":
-        load(cache_dir=Path(config.cache_dir) if config.cache_dir else None, isa=config.isa)
+        load_kernels(cache_dir=Path(config.cache_dir) if config.cache_dir else None, isa=config.isa)
         target.activations = activations(config)
         target.executor = (
             None if config.ops == "reference" else executor(config.threads or default_threads()[0])
@@ -201,7 +201,7 @@ def keep(opened: Opened, found: Probed) -> Opened:
     return replace(opened, resolved=with_findings(opened, findings))
 
 
-def settled(model: str, config: EngineConfig, report: Progress) -> Opened:
+def open_settled(model: str, config: EngineConfig, report: Progress) -> Opened:
     """`open_model`, and with `--probe` what no file tells is tried, unless that has been done before."""
     opened = open_model(model, config)
     if not config.probe:

@@ -53,7 +53,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ProbeDecision:
     """What was decided. `margin`: nats by which the next best option is worse; `is_sure`: beyond chance."""
 
     values: Mapping[str, Any]
@@ -73,7 +73,7 @@ class Search:
     report: Callable[[str, int, int], None]
     most: int = MOST
     values: dict[str, Any] = field(default_factory=dict)
-    choices: dict[str, Choice] = field(default_factory=dict)
+    choices: dict[str, ProbeDecision] = field(default_factory=dict)
     trials: dict[str, list[Trial]] = field(default_factory=dict)
     passes: int = 0
     is_whole: bool = True
@@ -134,7 +134,7 @@ class Search:
 
     def _choose(self, quantity: Quantity, best: int, losses: Losses, next_best: Losses) -> None:
         option, margin = quantity.options[best], fmean(next_best) - fmean(losses)
-        self.choices[quantity.name] = Choice(option, margin, is_better(losses, next_best))
+        self.choices[quantity.name] = ProbeDecision(option, margin, is_better(losses, next_best))
         self.values |= option
 
     def losses(self, values: Mapping[str, Any], tokens: int) -> Losses:
@@ -168,7 +168,7 @@ class Probed:
     """What came out. `loss`: of the whole text, with what was chosen; `limit`: the most that makes sense."""
 
     trials: Mapping[str, Sequence[Trial]]
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, ProbeDecision]
     values: Mapping[str, Any]
     loss: float
     limit: float

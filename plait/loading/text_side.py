@@ -57,7 +57,7 @@ class TextSource:
             tokenizer=tokenizer,
             oxidizr=self.oxidizr,
         )
-        stops = tokenizer.eos_token_ids if tokenizer else _listed(generation_config.get("eos_token_id"))
+        stops = tokenizer.eos_token_ids if tokenizer else _as_set(generation_config.get("eos_token_id"))
         ends = template.stop_token_ids if template else frozenset()
         return Language(tokenizer, template, generation_config, stops | ends)
 
@@ -66,5 +66,5 @@ class TextSource:
         return None if self.directory is None else Path(self.directory)
 
 
-def _listed(value: int | list[int] | None) -> frozenset[int]:
+def _as_set(value: int | list[int] | None) -> frozenset[int]:
     return frozenset([value] if isinstance(value, int) else value or [])

@@ -8,10 +8,10 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.batch import Batch
-from plait.model.layers.embedding import Embedding, Head
+from plait.model.layers.embedding import Embedding, LmHead
 from plait.model.layers.norm import Norm
 from plait.model.mixers.registry import build
-from plait.model.shared_block import Aside
+from plait.model.shared_block import SharedBlockUse
 from plait.ops.activation import combine, rescale
 from plait.ops.rows import take_rows
 from plait.state.store import StateStore
@@ -23,11 +23,11 @@ class Branch:
     A block beside it reads x and the embeddings, and is heard by the norm alone.
     """
 
-    def __init__(self, s: spec.Branch, w: Weights, hidden_size: int) -> None:
+    def __init__(self, s: spec.BranchSpec, w: Weights, hidden_size: int) -> None:
         self.scale, self.keep = s.scale, s.keep
         self.norm = Norm(s.norm, w.scope("norm"), hidden_size) if s.norm else None
         self.mixer = build(s.mixer, w)
-        self.aside = Aside(s.aside, w.scope("aside")) if s.aside else None
+        self.aside = SharedBlockUse(s.aside, w.scope("aside")) if s.aside else None
         self.states: dict[str, State] = {**self.mixer.states, **(self.aside.states if self.aside else {})}
         self.post_norm = Norm(s.post_norm, w.scope("post_norm"), hidden_size) if s.post_norm else None
         self._combine, self._rescale = w.bind(combine), w.bind(rescale)
@@ -74,7 +74,7 @@ class Decoder:
         self.embed = Embedding(s, weights.scope("embed"))
         self.branches = [Branch(b, weights.scope(name), s.hidden_size) for name, b in s.branches()]
         self.norm = Norm(s.norm, weights.scope("norm"), s.hidden_size)
-        self.head = Head(s, weights)
+        self.head = LmHead(s, weights)
         self._take_rows = weights.bind(take_rows)
         self.states: dict[str, State] = {}
         for branch in self.branches:

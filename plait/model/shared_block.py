@@ -20,10 +20,10 @@ from plait.state.store import StateStore
 UNBOUNDED = group_name(None)
 
 
-class Block:
+class SharedBlock:
     """The weights that all uses share: `norm q k v o` of width 2 hidden, `ffn_norm gate up down`."""
 
-    def __init__(self, s: spec.Aside, w: Weights) -> None:
+    def __init__(self, s: spec.AsideSpec, w: Weights) -> None:
         hidden, sizes = w.target.hidden_size, _widths(s)
         self.norm = Norm(s.norm, w.scope("norm"), 2 * hidden)
         self.qkv = w.linear("q", "k", "v", in_size=2 * hidden, out_sizes=sizes, split="out")
@@ -34,13 +34,13 @@ class Block:
         self.down = w.linear("down", in_size=s.size, out_sizes=(hidden,), split="in")
 
 
-class Aside:
+class SharedBlockUse:
     """One use of a block: its own keys and values, its adapters and its `out`."""
 
-    def __init__(self, s: spec.Aside, w: Weights) -> None:
+    def __init__(self, s: spec.AsideSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, self._sizes = w.target.hidden_size, _widths(s)
-        self.block: Block = w.shared(f"shared.{s.block}", lambda shared: Block(s, shared))
+        self.block: SharedBlock = w.shared(f"shared.{s.block}", lambda shared: SharedBlock(s, shared))
         self.adapters: list[tuple[Linear, Linear]] = []
         for name, size in zip("qkv", self._sizes if s.adapts_attention else (), strict=False):
             self.adapters.append(_adapter(w, name, s.rank, 2 * hidden, size))
@@ -87,7 +87,7 @@ class Aside:
         return out.flatten(1)
 
 
-def _widths(s: spec.Aside) -> tuple[int, int, int]:
+def _widths(s: spec.AsideSpec) -> tuple[int, int, int]:
     """Of q, k and v."""
     kv = s.num_kv_heads * s.head_dim
     return s.num_heads * s.head_dim, kv, kv

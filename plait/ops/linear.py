@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.ops.blocks import random_weight
-from plait.ops.registry import Arguments, Facts, op
+from plait.ops.registry import Arguments, OpFacts, op
 from plait.quant.codebook import Codebook
 from plait.quant.fp8 import Fp8
 from plait.quant.gguf import BLOCK_TYPES
-from plait.quant.packed import Kept
+from plait.quant.packed import CachedWeight
 from plait.quant.weight import Dense, Weight, piece_of, stack_key
 
 Activations = Literal["float32", "int8", "int8x2"]
@@ -38,7 +38,7 @@ ROWS = 128  # of a weight, which storage may keep together
 TOGETHER = 4  # pieces that a device multiplies at a time: few rows do not fill it
 
 
-def _named(kind: str) -> dict[str, str]:
+def _parse_kind(kind: str) -> dict[str, str]:
     """A case's words for a storage: its format and what else `random_weight` can be told."""
     name, plus, more = kind.partition("+")
     return {"kind": name, "more": plus + more}
@@ -55,7 +55,7 @@ CASES: list[dict[str, Any]] = [
         for rows, n_in in ((1, 64), (14, 1031))
     ),
     *(
-        dict(rows=rows, n_in=512, n_out=80, activations=activations, bias=rows > 1, **_named(kind))
+        dict(rows=rows, n_in=512, n_out=80, activations=activations, bias=rows > 1, **_parse_kind(kind))
         for kind in (*KINDS, *STORED)
         for rows, activations in ((1, "int8"), (13, "int8"), (2, "int8x2"))
     ),
@@ -85,16 +85,16 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, activations: Activati
     order = getattr(weight, "order", None)
     if activations != "float32" and order is not None:
         kept = torch.empty_like(x)
-        kept[..., order.long()] = rounded(x[..., order.long()], activations)
+        kept[..., order.long()] = round_activations(x[..., order.long()], activations)
         x = kept
     elif activations != "float32":
-        x = rounded(x, activations)
+        x = round_activations(x, activations)
     if isinstance(weight, Dense):
         return F.linear(x, weight.dequantize(x.dtype), bias)
-    return _decoded(x, weight, bias)
+    return _multiply_decoded(x, weight, bias)
 
 
-def _decoded(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+def _multiply_decoded(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """The product with a quantized weight, of which never more than a piece is plain numbers."""
     n_out, n_in = weight.shape
     out = torch.empty(*x.shape[:-1], n_out, dtype=x.dtype, device=x.device)
@@ -107,7 +107,7 @@ def _decoded(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return out
 
 
-def rounded(x: Tensor, activations: Activations) -> Tensor:
+def round_activations(x: Tensor, activations: Activations) -> Tensor:
     """x: [..., n], n a multiple of 32 -> what the int8 numbers of x stand for."""
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
@@ -165,10 +165,10 @@ class Packing:
 
 
 def _dense(x: Tensor, weight: Tensor, bias: Tensor | None, activations: Activations = "float32") -> Tensor:
-    return F.linear(x if activations == "float32" else rounded(x, activations), weight, bias)
+    return F.linear(x if activations == "float32" else round_activations(x, activations), weight, bias)
 
 
-def _plain(facts: Facts) -> str | None:
+def _plain(facts: OpFacts) -> str | None:
     """The `when` of keeping plain numbers: only of what is stored as plain numbers."""
     kind = facts.sizes.get("kind")
     if kind is None or getattr(getattr(torch, kind, None), "is_floating_point", False):
@@ -185,14 +185,14 @@ class Linear:
     """One or more weights fused row-wise, ready to be called: [..., in] -> [..., out].
 
     Neighbours of one format are stacked; parts of several (Q4_K, Q6_K) are computed one after the other.
-    A `Kept` one is what its variant made of it at an earlier start.
+    A `CachedWeight` is what its variant made of it at an earlier start.
     `bind` is `Weights.bind`; `activations`: what the input is rounded to beside weights in blocks; `split`
     says how tensor parallelism divides the rows ("out") or columns ("in").
     """
 
     def __init__(
         self,
-        weights: Sequence[Weight | Kept],
+        weights: Sequence[Weight | CachedWeight],
         biases: Sequence[Tensor | None],
         bind: Callable[..., Any],
         dtype: torch.dtype,
@@ -249,9 +249,9 @@ class Linear:
         return out
 
 
-def _rounding(weight: Weight | Kept, activations: Activations) -> Activations:
+def _rounding(weight: Weight | CachedWeight, activations: Activations) -> Activations:
     """What the input is rounded to: nothing beside floats, or where blocks of inputs are not whole."""
-    if isinstance(weight, Kept):
+    if isinstance(weight, CachedWeight):
         return weight.rounding  # type: ignore[no-any-return]
     exact = isinstance(weight, Dense | Fp8 | Codebook) or weight.shape[1] % BLOCK
     return "float32" if exact else activations

@@ -13,17 +13,19 @@ from plait.ops.activation import activate
 from plait.ops.linear import Linear, linear
 from plait.ops.registry import Arguments, Bound, op
 from plait.quant.weight import Dense
-from plait.spec import Router
+from plait.spec import RouterSpec
 
 CASES: list[dict[str, Any]] = [
-    dict(tokens=1, experts=4, top_k=2, router=Router()),
-    dict(tokens=33, experts=8, top_k=3, router=Router("sigmoid", True, 1e-20, 2.5, 4, 2, "top2"), bias=True),
-    dict(tokens=17, experts=8, top_k=2, router=Router("softmax", False, 0.0, 1.0, 4, 2, "max")),
+    dict(tokens=1, experts=4, top_k=2, router=RouterSpec()),
+    dict(
+        tokens=33, experts=8, top_k=3, router=RouterSpec("sigmoid", True, 1e-20, 2.5, 4, 2, "top2"), bias=True
+    ),
+    dict(tokens=17, experts=8, top_k=2, router=RouterSpec("softmax", False, 0.0, 1.0, 4, 2, "max")),
 ]
 
 
 @op(cases=CASES)
-def route(logits: Tensor, bias: Tensor | None, top_k: int, router: Router) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, top_k: int, router: RouterSpec) -> tuple[Tensor, Tensor]:
     """Expert weights [T, k] float32 and indices [T, k] int64, best first.
 
     logits: [T, experts]; bias: [experts], moves the choice and never the weight (DeepSeek-V3, 2.1.2). With

@@ -1,6 +1,6 @@
 """Ops and their variants: an op is its reference; a kernel is a variant that must agree with it.
 
-Choice happens once, at construction, from static facts (`Facts`), never from data, and can be printed
+Choice happens once, at construction, from static facts (`OpFacts`), never from data, and can be printed
 (`plait info MODEL --ops`). There is no silent fallback: what is bound is what runs.
 """
 
@@ -21,7 +21,7 @@ MakeInputs = Callable[[Mapping[str, Any], torch.dtype, str], Arguments]
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class OpFacts:
     """What a choice may depend on: the device type, the dtype, and an op's own static sizes.
 
     `executor`: what runs native kernels on this device (`kernels.cpu.runtime.executor`), if there is one.
@@ -47,11 +47,11 @@ class Variant:
     name: str
     on: str  # device type
     fn: Callable[..., Any]
-    when: Callable[[Facts], str | None]
+    when: Callable[[OpFacts], str | None]
     native: bool = False
     tolerance: Mapping[torch.dtype, float] | None = None
 
-    def refusal(self, facts: Facts) -> str | None:
+    def refusal(self, facts: OpFacts) -> str | None:
         """Why it cannot serve these facts, or None."""
         if self.on != facts.device:
             return f"runs on {self.on}, not on {facts.device}"
@@ -125,7 +125,7 @@ class Op:
         name: str,
         *,
         on: str,
-        when: Callable[[Facts], str | None] = lambda facts: None,
+        when: Callable[[OpFacts], str | None] = lambda facts: None,
         native: bool = False,
         tolerance: Mapping[torch.dtype, float] | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -157,7 +157,9 @@ class Op:
         """How far, absolutely and relatively, a variant may be from the reference."""
         return (variant.tolerance or self.tolerance)[dtype]
 
-    def bind(self, facts: Facts, user: str = "", choice: str = "auto") -> tuple[Callable[..., Any], Binding]:
+    def bind(
+        self, facts: OpFacts, user: str = "", choice: str = "auto"
+    ) -> tuple[Callable[..., Any], Binding]:
         """The function to call for these facts, and the row that explains the choice."""
         skipped: list[tuple[str, str]] = []
         for variant in self.variants:
@@ -170,7 +172,7 @@ class Op:
         return self.reference, self._row("reference", user, skipped)
 
     def bind_parts(
-        self, facts: Facts, user: str = "", choice: str = "auto", no_fuse: Collection[str] = ()
+        self, facts: OpFacts, user: str = "", choice: str = "auto", no_fuse: Collection[str] = ()
     ) -> tuple[Callable[..., Any], list[Binding]]:
         """As `bind`; of a fused op that `no_fuse` names, its composition, and a row for each part, too."""
         if self.composition is None or self.name not in no_fuse:

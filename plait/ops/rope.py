@@ -15,12 +15,12 @@ from torch import Tensor
 
 from plait.errors import UnsupportedModel
 from plait.ops.registry import Arguments, op
-from plait.spec import ModelSpec, Rope
+from plait.spec import ModelSpec, RopeSpec
 
 Scaled = tuple[Tensor, float]
 
 
-def frequencies(rope: Rope, max_len: int) -> Scaled:
+def frequencies(rope: RopeSpec, max_len: int) -> Scaled:
     """Inverse frequencies [dim/2] float32, and the factor that cos and sin are multiplied by.
 
     max_len: the longest sequence, in tokens. Raises UnsupportedModel for a rope_type that is not known.
@@ -42,7 +42,7 @@ def rope_notes(spec: ModelSpec, max_len: int) -> list[str]:
     return list(dict.fromkeys(note for note in notes if note))
 
 
-def _length_note(rope: Rope, max_len: int) -> str | None:
+def _length_note(rope: RopeSpec, max_len: int) -> str | None:
     """Which factors a sequence of up to `max_len` tokens gets, where a scaling has more than one choice.
 
     Published code changes them when a sequence passes the original length: cached keys would be wrong.
@@ -64,15 +64,15 @@ def _plain(dim: int, theta: float) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
 
 
-def _default(rope: Rope, _: Mapping[str, Any], __: int) -> Scaled:
+def _default(rope: RopeSpec, _: Mapping[str, Any], __: int) -> Scaled:
     return _plain(rope.dim, rope.theta), 1.0
 
 
-def _linear(rope: Rope, p: Mapping[str, Any], _: int) -> Scaled:
+def _linear(rope: RopeSpec, p: Mapping[str, Any], _: int) -> Scaled:
     return _plain(rope.dim, rope.theta) / p["factor"], 1.0
 
 
-def _dynamic(rope: Rope, p: Mapping[str, Any], max_len: int) -> Scaled:
+def _dynamic(rope: RopeSpec, p: Mapping[str, Any], max_len: int) -> Scaled:
     """NTK-aware scaling (Peng et al. 2023, section 3.1), at the longest length, not the current."""
     original = p["original_max_position_embeddings"]
     length = max(max_len, original)
@@ -81,7 +81,7 @@ def _dynamic(rope: Rope, p: Mapping[str, Any], max_len: int) -> Scaled:
     return _plain(rope.dim, rope.theta * stretch), 1.0
 
 
-def _llama3(rope: Rope, p: Mapping[str, Any], _: int) -> Scaled:
+def _llama3(rope: RopeSpec, p: Mapping[str, Any], _: int) -> Scaled:
     inv = _plain(rope.dim, rope.theta)
     low, high = p["low_freq_factor"], p["high_freq_factor"]
     turns = p["original_max_position_embeddings"] * inv / (2 * math.pi)
@@ -89,7 +89,7 @@ def _llama3(rope: Rope, p: Mapping[str, Any], _: int) -> Scaled:
     return inv * smooth + inv / p["factor"] * (1 - smooth), 1.0
 
 
-def _yarn(rope: Rope, p: Mapping[str, Any], _: int) -> Scaled:
+def _yarn(rope: RopeSpec, p: Mapping[str, Any], _: int) -> Scaled:
     """Peng et al. 2023: slow dimensions are interpolated, fast ones kept, a ramp between."""
     original = p["original_max_position_embeddings"]
     factor = p.get("factor") or p["max_position_embeddings"] / original
@@ -120,7 +120,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _longrope(rope: Rope, p: Mapping[str, Any], max_len: int) -> Scaled:
+def _longrope(rope: RopeSpec, p: Mapping[str, Any], max_len: int) -> Scaled:
     """Ding et al. 2024: a divisor per dimension; the long list if the engine may pass the original length."""
     original = p["original_max_position_embeddings"]
     factor = p.get("factor") or p["max_position_embeddings"] / original
@@ -131,12 +131,12 @@ def _longrope(rope: Rope, p: Mapping[str, Any], max_len: int) -> Scaled:
     return _plain(rope.dim, rope.theta) / divisors, float(scale)
 
 
-def _divisors(rope: Rope, p: Mapping[str, Any], _: int) -> Scaled:
+def _divisors(rope: RopeSpec, p: Mapping[str, Any], _: int) -> Scaled:
     """GGUF's `rope_freqs`: one divisor per frequency, computed by whoever wrote the file."""
     return _plain(rope.dim, rope.theta) / torch.tensor(p["divisors"]).float(), 1.0
 
 
-_KINDS: Mapping[str, Callable[[Rope, Mapping[str, Any], int], Scaled]] = {
+_KINDS: Mapping[str, Callable[[RopeSpec, Mapping[str, Any], int], Scaled]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,

@@ -107,10 +107,10 @@ def _top(row: npt.NDArray[np.float32], k: int) -> Ids:
     groups = row.size // GROUP
     pool = row[: groups * GROUP].reshape(GROUP, groups).max(0) if groups >= k else row
     bound = np.partition(pool, pool.size - k)[pool.size - k]
-    return _falling(row, np.flatnonzero(row >= bound))[:k]
+    return _sort_falling(row, np.flatnonzero(row >= bound))[:k]
 
 
-def _falling(row: npt.NDArray[np.float32], ids: Ids) -> Ids:
+def _sort_falling(row: npt.NDArray[np.float32], ids: Ids) -> Ids:
     return ids[np.argsort(-row[ids], kind="stable")]
 
 
@@ -134,7 +134,7 @@ def _pick_of_all(
     reached = top_p if top_p < 1.0 else uniform
     least = 0.5 * total * (1.0 - reached) / row.size
     floor = max(least, min_p) if top_p < 1.0 or min_p == 0.0 else min_p  # min_p alone: all of them count
-    ids = _falling(row, np.flatnonzero(weight >= floor))
+    ids = _sort_falling(row, np.flatnonzero(weight >= floor))
     return _pick(ids, weight[ids], total, (top_p, min_p), uniform)
 
 

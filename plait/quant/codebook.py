@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.quant.weight import check_range, checked_rows, decode_in_pieces
+from plait.quant.weight import check_range, check_rows, decode_in_pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +116,7 @@ class Codebook:
 
     def pick(self, index: Tensor) -> Codebook:
         """Some rows, copied. Raises ShapeMismatch for a row that is not there."""
-        return self._take(checked_rows(index, self))
+        return self._take(check_rows(index, self))
 
     def _take(self, index: Tensor | slice) -> Codebook:
         nested = self.nested
@@ -147,7 +147,7 @@ class Codebook:
         if len(same) != 1 or not all(torch.equal(part.table, first.table) for part in parts):
             shown = [f"{part.format} {list(part.shape)} in blocks of {part.block}" for part in parts]
             raise ShapeMismatch(f"cannot stack the rows of {shown}: format, width and table must be one")
-        nested = _stacked([part.nested for part in parts])
+        nested = _stack_nested([part.nested for part in parts])
         numbers = [part.absmax if nested else part.magnitudes() for part in parts]
         codes = torch.cat([part.codes for part in parts])
         return replace(first, codes=codes, absmax=torch.cat(numbers), nested=nested)
@@ -166,7 +166,7 @@ class Codebook:
         return replace(self, codes=codes, table=table, absmax=absmax, nested=nested)
 
 
-def _stacked(parts: Sequence[Nested | None]) -> Nested | None:
+def _stack_nested(parts: Sequence[Nested | None]) -> Nested | None:
     found = [part for part in parts if part is not None]
     if len(found) < len(parts):
         return None

@@ -45,7 +45,7 @@ class Encoder:
         The bytes do not depend on `threads`, of which only a CPU has use; `name` is for errors.
         Raises ShapeMismatch if cols are no whole blocks, BadFile if a number is not finite or too large.
         """
-        return _encoded(self, weight, name, threads)
+        return _encode_rows(self, weight, name, threads)
 
 
 def encoder(name: str) -> Encoder:
@@ -56,7 +56,7 @@ def encoder(name: str) -> Encoder:
     return found
 
 
-def fitting(name: str, cols: int) -> Encoder | None:
+def find_encoder(name: str, cols: int) -> Encoder | None:
     """The encoder of a format for rows of `cols` numbers: it, else its narrow one, else None."""
     first = encoder(name)
     for option in (first, encoder(first.narrow) if first.narrow else None):
@@ -65,7 +65,7 @@ def fitting(name: str, cols: int) -> Encoder | None:
     return None
 
 
-def _encoded(how: Encoder, weight: Tensor, name: str, threads: int) -> Gguf:
+def _encode_rows(how: Encoder, weight: Tensor, name: str, threads: int) -> Gguf:
     kind = how.kind
     if weight.dim() != 2 or weight.shape[1] % kind.elements:
         raise ShapeMismatch(
@@ -77,7 +77,7 @@ def _encoded(how: Encoder, weight: Tensor, name: str, threads: int) -> Gguf:
 
     def work(start: int) -> None:
         piece = blocks[start : start + step].float()
-        data[start : start + step] = how.pack(_checked(piece, kind, name))
+        data[start : start + step] = how.pack(_check_range(piece, kind, name))
 
     if weight.device.type == "cpu":
         step = _PIECE // kind.elements
@@ -90,7 +90,7 @@ def _encoded(how: Encoder, weight: Tensor, name: str, threads: int) -> Gguf:
     return Gguf(data.view(rows, cols // kind.elements * kind.nbytes), kind)
 
 
-def _checked(piece: Tensor, kind: BlockType, name: str) -> Tensor:
+def _check_range(piece: Tensor, kind: BlockType, name: str) -> Tensor:
     largest = piece.abs().amax()
     if not bool(largest < _HALF_MAX):  # also where it is not a number
         raise BadFile(

@@ -42,9 +42,9 @@ def encode_groups(
     scales = torch.empty(rows, cols // group, dtype=scale, device=weight.device)
     low = -(1 << (bits - 1))
     for start, stop in _pieces(rows, cols):
-        x = _checked(weight[start:stop].float(), name).reshape(-1, group)
+        x = _check_range(weight[start:stop].float(), name).reshape(-1, group)
         kept = _group_scales(x, low).to(scale)
-        q = _rounded(x, _inverse(kept.float()).unsqueeze(1), low)
+        q = _round_scaled(x, _inverse(kept.float()).unsqueeze(1), low)
         scales[start:stop] = kept.view(stop - start, -1)
         codes[start:stop] = pack((q - low).to(torch.uint8).view(stop - start, cols), bits)
     return Grouped(codes, scales, None, bits, group)
@@ -60,7 +60,7 @@ def encode_fp8(weight: Tensor, block: tuple[int, int] = (128, 128), name: str = 
     codes = torch.empty(rows, cols, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.empty(-(-rows // tall), -(-cols // wide), device=weight.device)
     for start, stop in _pieces(rows, cols, tall):
-        x = _checked(weight[start:stop].float(), name)
+        x = _check_range(weight[start:stop].float(), name)
         whole = torch.nn.functional.pad(x, (0, -cols % wide, 0, -(stop - start) % tall))
         blocks = whole.unflatten(0, (-1, tall)).unflatten(2, (-1, wide))
         found = blocks.abs().amax((1, 3)) / FP8_MAX
@@ -83,7 +83,7 @@ def _pieces(rows: int, cols: int, multiple: int = 1) -> list[tuple[int, int]]:
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def _checked(x: Tensor, name: str) -> Tensor:
+def _check_range(x: Tensor, name: str) -> Tensor:
     largest = float(x.abs().amax()) if x.numel() else 0.0
     if not largest < _HALF_MAX:  # also where it is not a number
         raise BadFile(
@@ -97,7 +97,7 @@ def _inverse(x: Tensor) -> Tensor:
     return torch.where(x > 0, 1 / x, 0.0)
 
 
-def _rounded(x: Tensor, inverse: Tensor, low: int) -> Tensor:
+def _round_scaled(x: Tensor, inverse: Tensor, low: int) -> Tensor:
     return (x * inverse).round_().clamp_(low, -low - 1)
 
 
@@ -107,7 +107,7 @@ def _group_scales(x: Tensor, low: int) -> Tensor:
     scale = torch.zeros(len(x), device=x.device)
     best = torch.zeros_like(scale)
     for wider in _WIDER:
-        q = _rounded(x, per_unit * (-low - 0.5 - wider), low)
+        q = _round_scaled(x, per_unit * (-low - 0.5 - wider), low)
         xq, qq = (x * q).sum(1), q.square().sum(1)
         found = xq / qq.clamp(min=1)
         gain = xq * found  # by how much the squared error is less than that of zeros

@@ -21,7 +21,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.quant.bits import unpack
 from plait.quant.fields import constants
-from plait.quant.weight import check_range, checked_rows, decode_in_pieces
+from plait.quant.weight import check_range, check_rows, decode_in_pieces
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _GROUPS = {torch.uint8: ("mxfp4", 32), torch.float8_e4m3fn: ("nvfp4", 16)}
@@ -105,7 +105,7 @@ class Fp4:
 
     def pick(self, index: Tensor) -> Fp4:
         """Some rows, copied. Raises ShapeMismatch for a row that is not there."""
-        return self._take(checked_rows(index, self))
+        return self._take(check_rows(index, self))
 
     def _take(self, index: Tensor | slice) -> Fp4:
         shared = self.factor is None or len(self.factor) == 1

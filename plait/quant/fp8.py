@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.quant.weight import check_range, checked_rows, decode_in_pieces
+from plait.quant.weight import check_range, check_rows, decode_in_pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +95,7 @@ class Fp8:
 
     def pick(self, index: Tensor) -> Fp8:
         """Some rows, copied, each with scales of its own. Raises ShapeMismatch for one that is not there."""
-        return self._take(checked_rows(index, self))
+        return self._take(check_rows(index, self))
 
     def cols(self, start: int, stop: int) -> Fp8:
         """Columns start..stop, views. Raises ShapeMismatch outside the map or inside a block of columns."""

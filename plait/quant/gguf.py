@@ -20,8 +20,8 @@ from plait.quant import gguf_iq, gguf_parts
 from plait.quant.fields import bits, half, nibbles
 from plait.quant.fp4 import Fp4
 from plait.quant.gguf_k import iq4_nl, iq4_xs, q2_k, q3_k, q4_k, q5_k, q6_k
-from plait.quant.gguf_parts import Parts, nvfp4
-from plait.quant.weight import checked_rows, decode_in_pieces
+from plait.quant.gguf_parts import BlockParts, nvfp4
+from plait.quant.weight import check_rows, decode_in_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class BlockType:
     decode: Callable[[Tensor], Tensor]  # uint8 [n, nbytes] -> float32 [n, elements]
     scales_at: tuple[int, ...] = (0,)  # where a block's float16 fields are
     table: tuple[int, ...] = ()  # what codes stand for, in a format that has parts
-    parts: Callable[[Tensor], Parts] | None = None  # uint8 [n, nbytes] -> codes, levels, units
+    parts: Callable[[Tensor], BlockParts] | None = None  # uint8 [n, nbytes] -> codes, levels, units
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +95,7 @@ class Gguf:
 
     def pick(self, index: Tensor) -> Gguf:
         """Some rows, copied. Raises ShapeMismatch for a row that is not there."""
-        return Gguf(self.data[checked_rows(index, self)], self.kind)
+        return Gguf(self.data[check_rows(index, self)], self.kind)
 
     @classmethod
     def cat(cls, parts: Sequence[Gguf]) -> Gguf:
@@ -158,17 +158,17 @@ def _q8_k(blocks: Tensor) -> Tensor:
 class _FromParts:
     """How blocks that have parts become numbers."""
 
-    parts: Callable[[Tensor], Parts]
+    parts: Callable[[Tensor], BlockParts]
     table: tuple[int, ...]
 
     def __call__(self, blocks: Tensor) -> Tensor:
         return self.parts(blocks).numbers(self.table)
 
 
-def _coded(
+def _make_codes(
     name: str,
     sizes: tuple[int, int, int],
-    parts: Callable[[Tensor], Parts],
+    parts: Callable[[Tensor], BlockParts],
     table: tuple[int, ...],
     scales_at: tuple[int, ...] = (0,),
 ) -> BlockType:
@@ -194,19 +194,19 @@ BLOCK_TYPES: Mapping[int, BlockType] = MappingProxyType(
             BlockType("IQ4_XS", 23, 256, 136, iq4_xs),
             BlockType("Q8_1", 9, 32, 36, _q8_1),
             BlockType("Q8_K", 15, 256, 292, _q8_k, ()),
-            _coded("IQ2_XXS", (16, 256, 66), gguf_iq.iq2_xxs, gguf_iq.IQ2_VALUES),
-            _coded("IQ2_XS", (17, 256, 74), gguf_iq.iq2_xs, gguf_iq.IQ2_VALUES),
-            _coded("IQ3_XXS", (18, 256, 98), gguf_iq.iq3_xxs, gguf_iq.IQ3_XXS_VALUES),
-            _coded("IQ1_S", (19, 256, 50), gguf_iq.iq1_s, gguf_iq.IQ1_VALUES),
-            _coded("IQ3_S", (21, 256, 110), gguf_iq.iq3_s, gguf_iq.IQ3_S_VALUES),
-            _coded("IQ2_S", (22, 256, 82), gguf_iq.iq2_s, gguf_iq.IQ2_VALUES),
-            _coded("IQ1_M", (29, 256, 56), gguf_iq.iq1_m, gguf_iq.IQ1_VALUES, ()),
-            _coded("TQ1_0", (34, 256, 54), gguf_parts.tq1_0, gguf_parts.TERNARY, (52,)),
-            _coded("TQ2_0", (35, 256, 66), gguf_parts.tq2_0, gguf_parts.TERNARY, (64,)),
-            _coded("MXFP4", (39, 32, 17), gguf_parts.mxfp4, gguf_parts.E2M1_TWICE, ()),
-            _coded("NVFP4", (40, 64, 36), gguf_parts.nvfp4, gguf_parts.E2M1_TWICE, ()),
-            _coded("Q1_0", (41, 128, 18), gguf_parts.q1_0, gguf_parts.TERNARY),
-            _coded("Q2_0", (42, 64, 18), gguf_parts.q2_0, gguf_parts.TERNARY),
+            _make_codes("IQ2_XXS", (16, 256, 66), gguf_iq.iq2_xxs, gguf_iq.IQ2_VALUES),
+            _make_codes("IQ2_XS", (17, 256, 74), gguf_iq.iq2_xs, gguf_iq.IQ2_VALUES),
+            _make_codes("IQ3_XXS", (18, 256, 98), gguf_iq.iq3_xxs, gguf_iq.IQ3_XXS_VALUES),
+            _make_codes("IQ1_S", (19, 256, 50), gguf_iq.iq1_s, gguf_iq.IQ1_VALUES),
+            _make_codes("IQ3_S", (21, 256, 110), gguf_iq.iq3_s, gguf_iq.IQ3_S_VALUES),
+            _make_codes("IQ2_S", (22, 256, 82), gguf_iq.iq2_s, gguf_iq.IQ2_VALUES),
+            _make_codes("IQ1_M", (29, 256, 56), gguf_iq.iq1_m, gguf_iq.IQ1_VALUES, ()),
+            _make_codes("TQ1_0", (34, 256, 54), gguf_parts.tq1_0, gguf_parts.TERNARY, (52,)),
+            _make_codes("TQ2_0", (35, 256, 66), gguf_parts.tq2_0, gguf_parts.TERNARY, (64,)),
+            _make_codes("MXFP4", (39, 32, 17), gguf_parts.mxfp4, gguf_parts.E2M1_TWICE, ()),
+            _make_codes("NVFP4", (40, 64, 36), gguf_parts.nvfp4, gguf_parts.E2M1_TWICE, ()),
+            _make_codes("Q1_0", (41, 128, 18), gguf_parts.q1_0, gguf_parts.TERNARY),
+            _make_codes("Q2_0", (42, 64, 18), gguf_parts.q2_0, gguf_parts.TERNARY),
         )
     }
 )
@@ -218,7 +218,7 @@ def block_type(name: str) -> BlockType:
     return {kind.name: kind for kind in BLOCK_TYPES.values()}[name]
 
 
-def scaled_nvfp4(weight: Gguf, factor: Tensor) -> Fp4:
+def scale_nvfp4(weight: Gguf, factor: Tensor) -> Fp4:
     """The map times `factor`: one number, or one for each of equal parts of the rows (stacked experts).
 
     Raises ShapeMismatch if it is no NVFP4, or the rows are no such parts.

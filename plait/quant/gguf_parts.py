@@ -21,7 +21,7 @@ TERNARY = (-1, 0, 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class BlockParts:
     """n blocks, taken apart. codes: uint8 [n, elements], places in the table; levels: float32 [n, groups];
     unit: float32 [n, 1]."""
 
@@ -36,8 +36,8 @@ class Parts:
         return (scale * values.view(len(values), self.levels.shape[1], -1)).flatten(1)
 
 
-def _one_level(codes: Tensor, unit: Tensor) -> Parts:
-    return Parts(codes, torch.ones_like(unit), unit)
+def _one_level(codes: Tensor, unit: Tensor) -> BlockParts:
+    return BlockParts(codes, torch.ones_like(unit), unit)
 
 
 def _trits(packed: Tensor, count: int) -> Tensor:
@@ -47,23 +47,23 @@ def _trits(packed: Tensor, count: int) -> Tensor:
     return ((shifted * 3) >> 8).to(torch.uint8).flatten(1, 2)
 
 
-def tq1_0(blocks: Tensor) -> Parts:
+def tq1_0(blocks: Tensor) -> BlockParts:
     """256 ternary numbers: five to a byte in runs of 32 and 16 bytes, then four to a byte."""
     runs = ((blocks[:, None, :32], 5), (blocks[:, None, 32:48], 5), (blocks[:, None, 48:52], 4))
     return _one_level(torch.cat([_trits(run, n).flatten(1) for run, n in runs], 1), half(blocks, 52))
 
 
-def tq2_0(blocks: Tensor) -> Parts:
+def tq2_0(blocks: Tensor) -> BlockParts:
     """256 numbers -1 … 2: four two-bit fields to a byte in runs of 32."""
     return _one_level(fields(blocks[:, :64].reshape(-1, 2, 32), 2).flatten(1), half(blocks, 64))
 
 
-def q1_0(blocks: Tensor) -> Parts:
+def q1_0(blocks: Tensor) -> BlockParts:
     """128 bits: d or -d."""
     return _one_level(bits(blocks[:, 2:]) * 2, half(blocks, 0))
 
 
-def q2_0(blocks: Tensor) -> Parts:
+def q2_0(blocks: Tensor) -> BlockParts:
     """64 numbers -1 … 2, neighbours in one byte, the lowest bits first."""
     return _one_level(fields(blocks[:, 2:].unsqueeze(-1), 2).flatten(1), half(blocks, 0))
 
@@ -74,7 +74,7 @@ def half_power(exponents: Tensor) -> Tensor:
     return torch.where(e < 2, 0x00200000 << e.clamp(max=1), (e - 1) << 23).view(torch.float32)
 
 
-def mxfp4(blocks: Tensor) -> Parts:
+def mxfp4(blocks: Tensor) -> BlockParts:
     """32 four-bit floats under a power of two."""
     return _one_level(nibbles(blocks[:, None, 1:]).flatten(1), half_power(blocks[:, :1]))
 
@@ -87,7 +87,7 @@ def _half_ue4m3(scales: Tensor) -> Tensor:
     return torch.where((scales == 0) | (scales == 0x7F), 0.0, value)
 
 
-def nvfp4(blocks: Tensor) -> Parts:
+def nvfp4(blocks: Tensor) -> BlockParts:
     """Four groups of 16 four-bit floats, each under an eight-bit float."""
     codes = nibbles(blocks[:, 4:].reshape(-1, 4, 8)).flatten(1)
-    return Parts(codes, _half_ue4m3(blocks[:, :4]), torch.ones(len(blocks), 1, device=blocks.device))
+    return BlockParts(codes, _half_ue4m3(blocks[:, :4]), torch.ones(len(blocks), 1, device=blocks.device))

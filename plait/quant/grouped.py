@@ -20,7 +20,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.quant.bits import unpack
-from plait.quant.weight import check_range, checked_rows, decode_in_pieces
+from plait.quant.weight import check_range, check_rows, decode_in_pieces
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -110,7 +110,7 @@ class Grouped:
 
     def pick(self, index: Tensor) -> Grouped:
         """Some rows, copied. Raises ShapeMismatch for a row that is not there."""
-        return self._take(checked_rows(index, self))
+        return self._take(check_rows(index, self))
 
     def _take(self, index: Tensor | slice) -> Grouped:
         zeros = None if self.zeros is None else self.zeros[index]

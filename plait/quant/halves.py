@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.quant.weight import Weight, check_range, checked_rows
+from plait.quant.weight import Weight, check_range, check_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +74,7 @@ class Halves:
 
     def pick(self, index: Tensor) -> Halves:
         """Some rows, in any order. Raises ShapeMismatch for a row that is not there."""
-        index = checked_rows(index, self)
+        index = check_rows(index, self)
         return replace(self, index=index if self.index is None else self.index[index])
 
     def cols(self, start: int, stop: int) -> Halves:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class CachedWeight:
     """What a variant of `linear` made of a weight (out, in) at an earlier start, and would make of it again.
 
     `format`: of the weight; `rounding`: of the inputs beside it; `layout`: the fields of the variant's own

@@ -92,7 +92,7 @@ class Dense:
         return Dense(self.tensor[:, start:stop])
 
     def pick(self, index: Tensor) -> Dense:
-        return Dense(self.tensor[checked_rows(index, self)])
+        return Dense(self.tensor[check_rows(index, self)])
 
     @classmethod
     def cat(cls, parts: Sequence[Dense]) -> Dense:
@@ -123,7 +123,7 @@ def pick_rows(value: Tensor | Weight, index: Tensor) -> Tensor | Weight:
     return value[index] if isinstance(value, Tensor) else value.pick(index)
 
 
-def checked_rows(index: Tensor, weight: Weight) -> Tensor:
+def check_rows(index: Tensor, weight: Weight) -> Tensor:
     """The index, if all rows it names are there: [n], of integers. Raises ShapeMismatch."""
     rows = weight.shape[0]
     if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:

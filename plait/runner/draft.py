@@ -14,10 +14,10 @@ from typing import Protocol
 from plait.memory import BlockGroup
 from plait.request import SamplingParams
 from plait.runner.runner import ModelRunner
-from plait.schedule.plan import Chunk, CopySlot, Move, Plan, SamplingBatch, SamplingRow, Table
+from plait.schedule.plan import Chunk, CopySlot, Move, SamplingBatch, SamplingRow, StepPlan, Table
 
 
-class Wanted(Protocol):
+class DraftQuery(Protocol):
     """Asked for: at most `limit` tokens after `token_ids`, as `params` and `seed` draw them."""
 
     @property
@@ -124,7 +124,7 @@ class _Place:
 class _Job:
     """What one call does for one sequence. `found`: its guesses so far."""
 
-    asked: Wanted
+    asked: DraftQuery
     place: _Place
     limit: int
     found: list[int] = field(default_factory=list)
@@ -166,7 +166,7 @@ class DraftModel:
         self._places: OrderedDict[int, _Place] = OrderedDict()  # by sequence id, least recently used first
         self._step = 0
 
-    def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]:
+    def propose(self, wanted: Sequence[DraftQuery]) -> Mapping[int, tuple[int, ...]]:
         """Guesses by sequence id. Raises EngineError if the model computes no numbers."""
         found, jobs = {}, []
         for one, place in self._placed(wanted):
@@ -193,7 +193,7 @@ class DraftModel:
             place.done, place.ahead, place.proposal = 0, (), ()
             self._free.append(place)
 
-    def _placed(self, wanted: Sequence[Wanted]) -> list[tuple[Wanted, _Place]]:
+    def _placed(self, wanted: Sequence[DraftQuery]) -> list[tuple[DraftQuery, _Place]]:
         """Those that have a place or get one: a free one, or that of a sequence which is not wanted now."""
         fitting = []
         for one in wanted:
@@ -254,7 +254,7 @@ class DraftModel:
             return
         fresh = tuple(chunk.slot for chunk in chunks if chunk.start == 0 and chunk.slot)
         self._step += 1
-        plan = Plan(self._step, tuple(chunks), tuple(moves), fresh)
+        plan = StepPlan(self._step, tuple(chunks), tuple(moves), fresh)
         for job, answer in zip(drawing, self.runner.execute(plan, SamplingBatch(tuple(rows))), strict=True):
             job.found += answer.token_ids
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from plait.errors import CannotRecord
-from plait.kernels.load import why_not_kept
+from plait.kernels.load import why_not_cached
 from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
 from plait.model.layers.batch import Batch, PagedIndex
-from plait.schedule.plan import MOST_STEPS, Chunk, Plan
+from plait.schedule.plan import MOST_STEPS, Chunk, StepPlan
 from plait.state.store import StateStore
 
 Table = tuple[int, ...]
@@ -130,7 +130,7 @@ class StaticBatch:
             logit_rows=torch.from_numpy(self._logit_rows),
         )
 
-    def fits(self, plan: Plan) -> bool:
+    def fits(self, plan: StepPlan) -> bool:
         c, tokens, logits = self.capacity, 0, 0
         for chunk in plan.chunks:
             tokens += len(chunk.token_ids)
@@ -140,7 +140,7 @@ class StaticBatch:
                     return False
         return len(plan.chunks) <= c.seqs and tokens <= c.tokens and logits <= c.logits
 
-    def fill(self, plan: Plan) -> tuple[int, int]:
+    def fill(self, plan: StepPlan) -> tuple[int, int]:
         """Write a plan down. Returns how many tokens and how many rows of logits it has."""
         token, row, size = 0, 0, self.block_size
         for s, chunk in enumerate(plan.chunks):
@@ -209,7 +209,7 @@ class StaticBatch:
         self._known[g][s] = table
 
 
-class Program:
+class StepProgram:
     """The decoder's step as one native call. Raises CannotRecord, naming the op that is in the way.
 
     `hidden`: what the last call left of each token, [tokens, hidden]; `largest`: what it found in each row of
@@ -229,7 +229,7 @@ class Program:
         with executor.recording(capacity.tokens, capacity.logits) as self._program, ViewsOnly():
             self.hidden = decoder.hidden(static.batch, store)  # held, so that nothing takes its place
             self._logits = decoder.logits(self.hidden, static.batch)
-            self.largest = _recorded_largest(largest, self._logits) if largest else None
+            self.largest = _record_largest(largest, self._logits) if largest else None
         self._rows: dict[int, Tensor] = {}  # the first so many rows of logits, as steps asked for them
         if self.largest is not None:
             rows = (MOST_STEPS, capacity.seqs)
@@ -247,10 +247,10 @@ class Program:
         kernels = {kernel.name: kernel for kernel in self._program.kernels}
         made = [kernel.compile_s for kernel in kernels.values() if kernel.compile_s]
         text = f"{len(self.launches)} launches of {len(kernels)} native kernels, one call"
-        once = "" if why_not_kept() else ", once"
+        once = "" if why_not_cached() else ", once"
         return f"{text}; compiled {len(made)} of them{once}: {sum(made):.1f} s" if made else text
 
-    def __call__(self, plan: Plan) -> Tensor:
+    def __call__(self, plan: StepPlan) -> Tensor:
         """Logits of the wanted rows, [L, vocab] float32: memory that the next call overwrites."""
         tokens, logits = self._static.fill(plan)
         return self._run(tokens, logits, len(plan.chunks))
@@ -260,7 +260,7 @@ class Program:
         count = self._static.follow(token_ids)
         return self._run(count, count, count)
 
-    def several(self, plan: Plan) -> Found:
+    def several(self, plan: StepPlan) -> Found:
         """All steps of a plan of decodes in one call, where `largest` is found: its ids, and its values.
 
         Both are [steps, sequences]: memory that the next call overwrites.
@@ -282,7 +282,7 @@ class Program:
         return rows
 
 
-def _recorded_largest(largest: Largest, logits: Tensor) -> Found | None:
+def _record_largest(largest: Largest, logits: Tensor) -> Found | None:
     """Where each step leaves the ids and the values; None if torch computes them, or another executor."""
     try:
         ids, values = largest(logits)
@@ -291,14 +291,14 @@ def _recorded_largest(largest: Largest, logits: Tensor) -> Found | None:
     return ids.numpy(), values.numpy()
 
 
-def recorded(
+def record_step(
     decoder: Decoder,
     store: StateStore,
     executor: Any,
     groups: Sequence[BlockGroup],
     capacity: Capacity,
     largest: Largest | None = None,
-) -> tuple[Program | None, StaticBatch | None, str]:
+) -> tuple[StepProgram | None, StaticBatch | None, str]:
     """(replay, its buffers, what was done or why it could not be).
 
     `largest`: what gives id and value of the largest of each row of logits, in the same call if it can.
@@ -309,7 +309,7 @@ def recorded(
         return None, None, "the model is not causal: a step has no fixed form"
     static = StaticBatch(capacity, groups, store.block_size)
     try:
-        program = Program(decoder, store, executor, static, largest)
+        program = StepProgram(decoder, store, executor, static, largest)
     except CannotRecord as error:
         return None, None, str(error)
     return program, static, str(program)

@@ -9,10 +9,10 @@ import torch
 
 from plait.memory import BlockGroup
 from plait.model.layers.batch import Batch, PagedIndex
-from plait.schedule.plan import Chunk, Plan
+from plait.schedule.plan import Chunk, StepPlan
 
 
-def build_batch(plan: Plan, groups: Sequence[BlockGroup], block_size: int, device: torch.device) -> Batch:
+def build_batch(plan: StepPlan, groups: Sequence[BlockGroup], block_size: int, device: torch.device) -> Batch:
     """The tensors of one step on `device`. A table entry a sequence does not have is 0, the garbage block."""
     chunks = plan.chunks
 

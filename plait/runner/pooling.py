@@ -8,10 +8,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from plait.errors import EngineError
-from plait.schedule.plan import Plan, Sampled
+from plait.schedule.plan import Sampled, StepPlan
 
 
-def with_pooled(plan: Plan, hidden: Tensor, answers: Sequence[Sampled]) -> list[Sampled]:
+def add_pooled(plan: StepPlan, hidden: Tensor, answers: Sequence[Sampled]) -> list[Sampled]:
     """The answers to a plan's chunks, in order, with the sums that they asked for.
 
     hidden: [at least the plan's tokens, hidden]; a sum is computed in float64, so that it does not depend on

@@ -12,9 +12,9 @@ from torch import Tensor
 from plait.errors import EngineError
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
-from plait.runner.graphs import Capacity, Program, recorded
+from plait.runner.graphs import Capacity, StepProgram, record_step
 from plait.runner.inputs import build_batch
-from plait.runner.pooling import with_pooled
+from plait.runner.pooling import add_pooled
 from plait.runner.sampler import Sampler, is_greedy
 from plait.schedule.plan import (
     Chunk,
@@ -23,15 +23,15 @@ from plait.schedule.plan import (
     Drop,
     Load,
     Move,
-    Plan,
     Sampled,
     SamplingBatch,
     Save,
+    StepPlan,
 )
 from plait.state.store import StateStore
 
 
-class Executor(Protocol):
+class NativeExecutor(Protocol):
     """Threads that run native kernels, now or recorded (`kernels.cpu.runtime.executor`)."""
 
     def recording(self, tokens: int, logits: int) -> Any: ...
@@ -56,17 +56,17 @@ class ModelRunner:
         sampler: Sampler,
         device: torch.device,
         *,
-        executor: Executor | None = None,
+        executor: NativeExecutor | None = None,
         capacity: Capacity | None = None,
     ) -> None:
         self.decoder, self.store, self.sampler, self.device = decoder, store, sampler, device
         self.groups, self.executor = block_groups(decoder.states), executor
         self._replay, self._static, self.step_kind = None, None, "op by op: nobody asked for a recording"
         if capacity:
-            made = recorded(decoder, store, executor, self.groups, capacity, sampler.plain_largest)
+            made = record_step(decoder, store, executor, self.groups, capacity, sampler.plain_largest)
             self._replay, self._static, self.step_kind = made
 
-    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
         """The steps of a plan: the answer to every chunk that has one, in the plan's order."""
         if plan.moves or plan.fresh:
             self._arrange(plan)
@@ -82,9 +82,9 @@ class ModelRunner:
             logits, hidden, largest = self._replay(plan), self._replay.hidden, self._replay.largest
         else:
             (hidden, logits), largest = self._computed(plan), None
-        return with_pooled(plan, hidden, self.sampler.sample(logits, sampling, largest))
+        return add_pooled(plan, hidden, self.sampler.sample(logits, sampling, largest))
 
-    def _several(self, replay: Program, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+    def _several(self, replay: StepProgram, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
         """The answers of a plan of several decode steps, each of which computes what the last one sampled."""
         if replay.largest is not None and is_greedy(sampling):
             return self.sampler.likeliest(*replay.several(plan))
@@ -96,14 +96,14 @@ class ModelRunner:
         return [Sampled(ids) for ids in zip(*steps, strict=True)]
 
     @torch.inference_mode()
-    def _arrange(self, plan: Plan) -> None:
+    def _arrange(self, plan: StepPlan) -> None:
         """Memory as the plan wants it before the pass."""
         self._move(plan.moves)
         self.store.zero_slots(plan.fresh)
 
     def _move(self, moves: Sequence[Move]) -> None:
         """In their order; neighbours that copy the same kind of memory go to the store together."""
-        for target, some in groupby(moves, _copied):
+        for target, some in groupby(moves, _group_of):
             match target:
                 case None:
                     for move in some:
@@ -133,7 +133,7 @@ class ModelRunner:
             self.executor.close()
 
     @torch.inference_mode()
-    def _computed(self, plan: Plan) -> tuple[Tensor, Tensor]:
+    def _computed(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """Hidden states, [the plan's tokens, hidden], and logits of the wanted rows, op by op."""
         batch = build_batch(plan, self.groups, self.store.block_size, self.device)
         hidden = self.decoder.hidden(batch, self.store)
@@ -155,7 +155,7 @@ class ModelRunner:
         for start in range(0, len(ids), step):
             piece = ids[start : start + step]
             chunk = Chunk(0, start, piece, tuple(table for _ in self.groups), 1, len(piece))
-            plan = Plan(0, (chunk,), fresh=(1,) if start == 0 else ())
+            plan = StepPlan(0, (chunk,), fresh=(1,) if start == 0 else ())
             store.zero_slots(plan.fresh)
             parts.append(self.decoder(build_batch(plan, self.groups, size, self.device), store).cpu())
         return torch.cat(parts)
@@ -168,7 +168,7 @@ class ModelRunner:
         return StateStore(states, blocks, slots, self.store.block_size, self.device, dtype)
 
 
-def _copied(move: Move) -> int | None:
+def _group_of(move: Move) -> int | None:
     """What a move copies: a block group, -1 for slots, None if it goes to or from host memory."""
     match move:
         case CopyBlock(group=group):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import EngineError
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 from plait.ops.sample import largest, sample
 from plait.ops.seed import uniform
 from plait.request import SamplingParams, TokenLogprobs
@@ -51,7 +51,7 @@ class Sampler:
             raise EngineError(f"all {vocab_size} tokens of the vocabulary are banned")
         self.vocab_size = vocab_size
         self.holes, self._has_holes = torch.tensor(holes, dtype=torch.int64, device=device), bool(holes)
-        facts = Facts(device, torch.float32, {"vocab_size": vocab_size}, executor)
+        facts = OpFacts(device, torch.float32, {"vocab_size": vocab_size}, executor)
         self._largest, found = largest.bind(facts, "sampler", ops)
         self._draw, self.binding = sample.bind(facts, "sampler", ops)
         self.bindings = (found, self.binding)
@@ -79,7 +79,7 @@ class Sampler:
             if len(draws) == count:
                 ids = self._choose(logits, draws, largest)
             else:
-                ids = self._choose(logits[_sampled(rows)], draws)
+                ids = self._choose(logits[_sampled_rows(rows)], draws)
         answers, at, end = [], 0, 0
         for row in rows:
             first, end = end, end + row.num_logits
@@ -276,7 +276,7 @@ def _check(values: Sequence[float]) -> None:
         )
 
 
-def _sampled(rows: Iterable[SamplingRow]) -> list[int]:
+def _sampled_rows(rows: Iterable[SamplingRow]) -> list[int]:
     """Which rows of logits are sampled from: of each row the last `num_samples`."""
     index: list[int] = []
     end = 0

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from plait.memory import BlockGroup
-from plait.schedule.plan import CopySlot, Move, Plan
+from plait.schedule.plan import CopySlot, Move, StepPlan
 from plait.schedule.pools import CacheOptions, Pools
-from plait.schedule.sequence import Sequence as TokenSequence
+from plait.schedule.sequence import TokenSequence
 from plait.state.blocks import GARBAGE
 from plait.state.prefix import Hit, Snapshot, extend, root
 
@@ -294,7 +294,7 @@ class Allocation:
                 pool.give((table[i],))
                 table[i] = GARBAGE
 
-    def moved_nbytes(self, plan: Plan) -> int:
+    def moved_nbytes(self, plan: StepPlan) -> int:
         """Bytes that a plan moves to or from host memory."""
         return self.pools.moved_nbytes(plan)
 

@@ -12,19 +12,21 @@ from typing import Protocol
 
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import StepCosts
-from plait.schedule.sequence import Sequence as TokenSequence
+from plait.schedule.sequence import TokenSequence
 
 LONGEST_S = 0.05  # that whoever comes meanwhile, or goes, has to wait
 
 
-class Limits(Protocol):
+class MultiStepLimits(Protocol):
     @property
     def num_steps(self) -> int: ...
     @property
     def max_step_s(self) -> float | None: ...
 
 
-def num_steps(running: Sequence[TokenSequence], limits: Limits, costs: StepCosts, memory: Allocation) -> int:
+def num_steps(
+    running: Sequence[TokenSequence], limits: MultiStepLimits, costs: StepCosts, memory: Allocation
+) -> int:
     """How many steps these sequences can run at once, with blocks for all of them reserved.
 
     One for state of fixed size: behind a sequence's end it would be the state of tokens that do not count,

@@ -88,7 +88,7 @@ Move = CopySlot | CopyBlock | Save | Load | Drop
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """Decodes first, then prefill chunks.
 
     `moves`: in this order, before the pass; then `fresh` slots are zeroed. A plan without chunks moves memory

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from plait.schedule.plan import CopyBlock, CopySlot, Drop, Load, Move, Plan, Save
-from plait.schedule.sequence import Saved
+from plait.schedule.plan import CopyBlock, CopySlot, Drop, Load, Move, Save, StepPlan
+from plait.schedule.sequence import SavedSequence
 from plait.schedule.swap_space import HostSpace
 from plait.state.blocks import GARBAGE, BlockPool
 from plait.state.prefix import PrefixIndex, Snapshot
@@ -133,16 +133,16 @@ class Pools:
     def can_save(self, tables: Sequence[Sequence[int]]) -> bool:
         return bool(self.options.host_nbytes) and self.host.can_take(self.nbytes(tables))
 
-    def save(self, tables: Sequence[Sequence[int]], slot: int, length: int) -> Saved:
+    def save(self, tables: Sequence[Sequence[int]], slot: int, length: int) -> SavedSequence:
         """Copy a sequence's state of `length` tokens to host memory, where `can_save`."""
         handle = self.host.take(self.nbytes(tables))
         assert handle is not None, "there is no room to save a sequence"
         blocks = tuple(tuple(b for b in table if b) for table in tables)
         holes = tuple(len(table) - len(b) for table, b in zip(tables, blocks, strict=True))
         self.moves.append(Save(handle, blocks, slot))
-        return Saved(handle, length, self.nbytes(tables), holes, tuple(map(len, blocks)))
+        return SavedSequence(handle, length, self.nbytes(tables), holes, tuple(map(len, blocks)))
 
-    def load(self, saved: Saved) -> tuple[tuple[list[int], ...], int]:
+    def load(self, saved: SavedSequence) -> tuple[tuple[list[int], ...], int]:
         """Block tables and a slot with what was saved."""
         taken = tuple(pool.take(n) for pool, n in zip(self.blocks, saved.num_blocks, strict=True))
         slot = self.take_slot()
@@ -154,7 +154,7 @@ class Pools:
         self.host.give(handle)
         self.moves.append(Drop(handle))
 
-    def moved_nbytes(self, plan: Plan) -> int:
+    def moved_nbytes(self, plan: StepPlan) -> int:
         """Bytes that a plan moves to or from host memory."""
         total = 0
         for move in plan.moves:

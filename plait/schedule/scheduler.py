@@ -18,10 +18,9 @@ from plait.errors import CapacityError, QueueFull
 from plait.schedule import multi_step
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import StepCosts
-from plait.schedule.plan import Chunk, Move, Plan, Sampled, SamplingBatch
-from plait.schedule.sequence import Phase, Update, num_computed
-from plait.schedule.sequence import Sequence as TokenSequence
-from plait.schedule.updates import answers_by_id, as_update, kept, num_right
+from plait.schedule.plan import Chunk, Move, Sampled, SamplingBatch, StepPlan
+from plait.schedule.sequence import Phase, TokenSequence, Update, num_computed
+from plait.schedule.updates import answers_by_id, as_update, keep_tokens, num_right
 from plait.state.prefix import Hit
 
 AGING_S = 30.0  # waiting this long counts as much as one level of priority: nobody waits for ever
@@ -30,7 +29,7 @@ NOTHING: Mapping[int, tuple[int, ...]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SchedulerLimits:
     """What the scheduler may do in one step and at one time, in the words of `EngineConfig`.
 
     `max_step_s`: prompts are cut so that a step with running replies takes no longer, as measured (None:
@@ -56,7 +55,7 @@ class Scheduler:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: SchedulerLimits,
         memory: Allocation,
         *,
         costs: StepCosts | None = None,
@@ -121,7 +120,7 @@ class Scheduler:
             return []
         return [seq for seq in self.running if not seq.is_prefilling]
 
-    def plan(self, drafts: Mapping[int, tuple[int, ...]] = NOTHING) -> Plan | None:
+    def plan(self, drafts: Mapping[int, tuple[int, ...]] = NOTHING) -> StepPlan | None:
         """The next step, or None if there is nothing to do. `drafts`: guesses by id, of those `drafting`."""
         suspect, limits = self._next_suspect(), self.limits
         if suspect is not None:
@@ -143,14 +142,14 @@ class Scheduler:
         chunks.sort(key=lambda c: len(c.token_ids) > 1 or c.start == 0)  # stable: in line within
         fresh = tuple([c.slot for c in chunks if c.start == 0 and c.slot])
         self._step += 1
-        return Plan(self._step, tuple(chunks), self._moves, fresh, num_steps)
+        return StepPlan(self._step, tuple(chunks), self._moves, fresh, num_steps)
 
-    def sampling(self, plan: Plan) -> SamplingBatch:
+    def sampling(self, plan: StepPlan) -> SamplingBatch:
         """What the sampler must know about a plan that was just made."""
         rows = [self._by_id[c.seq_id].sampling_row(c) for c in plan.chunks if c.has_answer]
         return SamplingBatch(tuple(rows))
 
-    def commit(self, plan: Plan, sampled: Sequence[Sampled]) -> list[Update]:
+    def commit(self, plan: StepPlan, sampled: Sequence[Sampled]) -> list[Update]:
         """Advance the sequences of a plan that has run; those cancelled since are left out.
 
         `sampled`: one entry per chunk with logits, in order. Raises EngineError, changing nothing, if not.
@@ -368,7 +367,7 @@ class Scheduler:
             return None
         new = answer.token_ids if answer else ()
         num_ahead = num_right(draft, new) if draft else max(len(new) - 1, 0)  # of further steps: all
-        tokens, reason = kept(seq, new[: num_ahead + 1])
+        tokens, reason = keep_tokens(seq, new[: num_ahead + 1])
         seq.token_ids += tokens  # before the memory learns of them: it names blocks by their tokens
         self._settle(seq, end + num_ahead, accepted=not draft or num_ahead == len(draft))
         if seq in self._suspects:

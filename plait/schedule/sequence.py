@@ -53,7 +53,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedSequence:
     """What a preempted sequence has in host memory: the state after `length` tokens.
 
     `holes`: by group, how many blocks at the front of its table were behind the window.
@@ -67,7 +67,7 @@ class Saved:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class TokenSequence:
     """Changed by the `Scheduler` and its `Allocation` alone.
 
     `token_ids`: prompt and output; `num_computed_tokens` of them are in the state that `tables` (one block
@@ -108,7 +108,7 @@ class Sequence:
     chain: list[bytes] = field(default_factory=list)
     num_recorded: int = 0
     marks: set[int] = field(default_factory=set)
-    saved: Saved | None = None
+    saved: SavedSequence | None = None
     guide: Guide | None = None
     num_cached_tokens: int = 0
     miss_cause: str = ""

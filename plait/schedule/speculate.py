@@ -17,7 +17,7 @@ from typing import Protocol
 
 from plait.request import SamplingParams
 from plait.schedule.costs import NUM_BELIEVED, NUM_REMEMBERED, StepCosts, median
-from plait.schedule.sequence import Sequence as TokenSequence
+from plait.schedule.sequence import TokenSequence
 
 log = logging.getLogger("plait")
 LONGEST = 4  # tokens that a match of prompt lookup is judged by; the shortest is two
@@ -35,7 +35,7 @@ PATIENCE = 8  # guesses more that are tried on paper when one more did not help
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DraftRequest:
     """Asked for: at most `limit` tokens after `token_ids` (read only), as `params` and `seed` draw them."""
 
     seq_id: int
@@ -48,7 +48,7 @@ class Wanted:
 class Proposer(Protocol):
     """Guesses what follows. By sequence id; a sequence without a guess may be left out."""
 
-    def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]: ...
+    def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]: ...
     def forget(self, seq_id: int) -> None: ...
 
 
@@ -62,7 +62,7 @@ class NgramProposer:
     def __init__(self) -> None:
         self._indexes: dict[int, _Index] = {}
 
-    def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]:
+    def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Guesses for the sequences whose last two tokens stood together before."""
         found = {}
         for one in wanted:
@@ -71,7 +71,7 @@ class NgramProposer:
                 index = self._indexes[one.seq_id] = _Index()
             index.extend(one.token_ids)
             if start := index.match(one.token_ids):
-                found[one.seq_id] = _continued(one.token_ids, start, one.limit)
+                found[one.seq_id] = _continue_tokens(one.token_ids, start, one.limit)
         return found
 
     def forget(self, seq_id: int) -> None:
@@ -121,7 +121,7 @@ class _Index:
         return best
 
 
-def _continued(tokens: Sequence[int], start: int, count: int) -> tuple[int, ...]:
+def _continue_tokens(tokens: Sequence[int], start: int, count: int) -> tuple[int, ...]:
     """`count` tokens from `start` on; behind the last known one it goes on with what was just proposed."""
     found = list(tokens[start : start + count])
     ahead = len(tokens) - start
@@ -233,7 +233,9 @@ class Speculation:
         if due := [choice for choice in choices if _is_due(choice)]:
             self._probe(due, choices, plain)
         wanted = [
-            Wanted(c.seq.id, c.seq.token_ids, c.length, c.seq.params, c.seq.seed) for c in choices if c.length
+            DraftRequest(c.seq.id, c.seq.token_ids, c.length, c.seq.params, c.seq.seed)
+            for c in choices
+            if c.length
         ]
         found = self._propose(wanted) if wanted else {}
         for choice in choices:
@@ -347,7 +349,7 @@ class Speculation:
         """Seconds that one guess takes, for all sequences side by side."""
         return median(self._proposing) if self._proposing else 0.0
 
-    def _propose(self, wanted: Sequence[Wanted]) -> dict[int, tuple[int, ...]]:
+    def _propose(self, wanted: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
         started = self.clock()
         try:
             found = self.proposer.propose(wanted)

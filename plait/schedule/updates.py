@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from plait.errors import EngineError
 from plait.request import FinishReason
-from plait.schedule.plan import Plan, Sampled
-from plait.schedule.sequence import Sequence as TokenSequence
-from plait.schedule.sequence import Update
+from plait.schedule.plan import Sampled, StepPlan
+from plait.schedule.sequence import TokenSequence, Update
 
 
 def answers_by_id(
-    plan: Plan, sampled: Sequence[Sampled], sequences: Mapping[int, TokenSequence]
+    plan: StepPlan, sampled: Sequence[Sampled], sequences: Mapping[int, TokenSequence]
 ) -> dict[int, Sampled]:
     """What was sampled, by sequence id; every sequence that has caught up must have its tokens.
 
@@ -40,7 +39,9 @@ def num_right(draft: Sequence[int], token_ids: Sequence[int]) -> int:
     return next((i for i, t in enumerate(draft) if token_ids[i] != t), len(draft))
 
 
-def kept(seq: TokenSequence, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+def keep_tokens(
+    seq: TokenSequence, token_ids: tuple[int, ...]
+) -> tuple[tuple[int, ...], FinishReason | None]:
     """How many of these new tokens belong to the sequence, and whether it ends with them."""
     if seq.max_len <= seq.prompt_len:
         return (), "length"

@@ -28,7 +28,7 @@ from plait.server.docs import assets, openapi
 from plait.server.gateway import rate_limits
 from plait.server.gateway.accounting import Traffic
 from plait.server.gateway.middleware import REQUEST_ID_HEADER, Door, Edge, Refusal
-from plait.server.gateway.readiness import Health, Loading, Readiness
+from plait.server.gateway.readiness import Health, LoadingState, Readiness
 from plait.server.gateway.request_context import SCOPE_KEY, RequestContext
 from plait.server.http.errors import BodyTooLarge, http_problem, json_response, problem
 from plait.server.http.fair_threads import FairThreads
@@ -69,9 +69,11 @@ ENDPOINTS = (
 )
 
 
-def create_app(front: Front | Loading, config: ServerConfig, traffic: Traffic | None = None) -> Starlette:
+def create_app(
+    front: Front | LoadingState, config: ServerConfig, traffic: Traffic | None = None
+) -> Starlette:
     """The application over a model, or over one that is still loading."""
-    loading = front if isinstance(front, Loading) else Loading(front)
+    loading = front if isinstance(front, LoadingState) else LoadingState(front)
     traffic = traffic or Traffic(config)
     service = Service(loading, config, traffic)
     routes = [
@@ -108,7 +110,7 @@ def create_app(front: Front | Loading, config: ServerConfig, traffic: Traffic | 
 class Service:
     """What the handlers share: the model, once it is there, and the server's limits."""
 
-    def __init__(self, loading: Loading, config: ServerConfig, traffic: Traffic) -> None:
+    def __init__(self, loading: LoadingState, config: ServerConfig, traffic: Traffic) -> None:
         self._loading, self._config, self._traffic = loading, config, traffic
         self._turns = SliceTurns()
         self._threads = FairThreads(PLAN_THREADS, PLAN_THREADS - 2, "plait-plan")
@@ -160,9 +162,9 @@ class Service:
                 response = await respond(receive, context, work, self._threads, interval)
             else:
                 assert answer is not None
-                slices = self._turns.run(asker.get(), _answered(answer, context, body))
+                slices = self._turns.run(asker.get(), _write_answer(answer, context, body))
                 response = await until_disconnect(receive, slices)
-            if names := validate.ignored(body, endpoint.fields, context.exchange.unread):
+            if names := validate.list_ignored(body, endpoint.fields, context.exchange.unread):
                 response.headers[validate.IGNORED_HEADER] = names
             return response
 
@@ -214,7 +216,7 @@ def _route(path: str, handler: Handler, method: str, refusal: Refusal | None = N
     return Route(path, _Endpoint(handler, refusal), methods=[method])
 
 
-def _answered(answer: Answer, context: RequestContext, body: Mapping[str, Any]) -> Slices[Response]:
+def _write_answer(answer: Answer, context: RequestContext, body: Mapping[str, Any]) -> Slices[Response]:
     """The response of an endpoint that generates no text; written in the same thread, off the event loop."""
     found = answer(context, body)
     if isinstance(found, Generator):

@@ -6,12 +6,12 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from plait.server.gateway.accounting import Traffic
-from plait.server.gateway.readiness import Loading
+from plait.server.gateway.readiness import LoadingState
 from plait.server.gateway.vllm_metrics import aliases
 from plait.server.http.errors import NotReady
 
 
-def exposition(loading: Loading, traffic: Traffic) -> Response:
+def exposition(loading: LoadingState, traffic: Traffic) -> Response:
     """The numbers as they are now; also while the server stops, for requests still run then.
 
     Raises NotReady while the model loads: there is no engine that could have any.

@@ -24,7 +24,7 @@ from plait.server.gateway import middleware, tracing
 from plait.server.gateway.access_log import follow, start_log
 from plait.server.gateway.accounting import Traffic
 from plait.server.gateway.log_writer import LogWriter
-from plait.server.gateway.readiness import Loading
+from plait.server.gateway.readiness import LoadingState
 from plait.server.http import connection, listen_backlog, tls
 from plait.server.http.transport import READ_BYTES, Reads
 
@@ -43,7 +43,7 @@ Load = Callable[[Report], "Front"]
 Reread = Callable[[], ServerConfig]
 
 
-def serve(model: str, engine: EngineConfig, server: ServerConfig, reread: Reread | None = None) -> None:
+def run_server(model: str, engine: EngineConfig, server: ServerConfig, reread: Reread | None = None) -> None:
     """Serve a model until SIGTERM or SIGINT. Raises ConfigError for a taken port, and what loading raises.
 
     `reread`: the server's options as they are now, for SIGHUP; raises ConfigError.
@@ -80,7 +80,7 @@ def serve_front(
 ) -> None:
     """Serve what `load(report)` returns, which runs in a thread of its own while HTTP answers already."""
     sock = listen(config.host, config.port)
-    loading = Loading(timeout_s=config.loading_timeout_s)
+    loading = LoadingState(timeout_s=config.loading_timeout_s)
     try:
         server = Server(loading, config, sock, reread, log)
     except BaseException:
@@ -135,7 +135,7 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        loading: Loading,
+        loading: LoadingState,
         config: ServerConfig,
         sock: socket.socket,
         reread: Reread | None = None,

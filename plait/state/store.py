@@ -40,7 +40,7 @@ class StateStore:
     ) -> None:
         self.block_size = block_size
         self._tensors: dict[str, dict[str, Tensor]] = {}
-        self._saved: dict[int, Saved] = {}
+        self._saved: dict[int, SavedState] = {}
         slots: list[Tensor] = []
         blocks: dict[str, list[Tensor]] = {group.name: [] for group in block_groups(states)}
         for name, state in states.items():
@@ -61,7 +61,10 @@ class StateStore:
                     }
                     slots += self._tensors[name].values()
         self._pins = device.type == "cuda"
-        self._rows = [*map(Rows, blocks.values()), Rows(slots)]  # of each block group, then of slots
+        self._rows = [
+            *map(StateRows, blocks.values()),
+            StateRows(slots),
+        ]  # of each block group, then of slots
 
     def __getitem__(self, name: str) -> dict[str, Tensor]:
         return self._tensors[name]
@@ -84,7 +87,7 @@ class StateStore:
         self._saved.pop(handle, None)
         index = (*blocks, (slot,) if slot else ())
         nbytes = sum(len(some) * rows.nbytes for rows, some in zip(self._rows, index, strict=True))
-        saved = Saved(tuple(map(len, blocks)), bool(slot), host_memory(nbytes, pinned=self._pins))
+        saved = SavedState(tuple(map(len, blocks)), bool(slot), host_memory(nbytes, pinned=self._pins))
         for rows, some, room in self._parts(index, saved.content):
             rows.save(some, room)
         self._saved[handle] = saved
@@ -122,7 +125,7 @@ class StateStore:
 
     def _parts(
         self, index: Sequence[Sequence[int]], content: Tensor
-    ) -> Iterator[tuple[Rows, Sequence[int], Tensor]]:
+    ) -> Iterator[tuple[StateRows, Sequence[int], Tensor]]:
         """The rows of every group and of slots, and where a saved copy has them."""
         at = 0
         for rows, some in zip(self._rows, index, strict=True):
@@ -136,7 +139,7 @@ class StateStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedState:
     """A copy in host memory: blocks of each group, whether a slot, and the bytes of all in one piece."""
 
     tables: tuple[int, ...]
@@ -144,7 +147,7 @@ class Saved:
     content: Tensor
 
 
-class Rows:
+class StateRows:
     """Tensors whose rows belong together: row i of all of them is one block's, or one slot's, content.
 
     On a CPU a row is copied as bytes, one after the other and without memory in between; elsewhere

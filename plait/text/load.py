@@ -16,7 +16,7 @@ from plait.text.chat.template import ChatTemplate
 from plait.text.tokenizers import gguf_files
 from plait.text.tokenizers.builtin import builtin_tokenizer, tiktoken_tokenizer
 from plait.text.tokenizers.gguf import gguf_tokenizer
-from plait.text.tokenizers.hf import TokenizerFiles, hf_tokenizer, load_hf_tokenizer, named_tokens
+from plait.text.tokenizers.hf import TokenizerFiles, hf_tokenizer, load_hf_tokenizer, read_special_tokens
 from plait.text.tokenizers.plamo import plamo_metadata
 from plait.text.tokenizers.sentencepiece_file import sentencepiece_metadata
 from plait.text.tokenizers.tokenizer import TextTokenizer, Tokenizer
@@ -48,7 +48,7 @@ def load_tokenizer(
     directory), tokenizer.json, the GGUF file's own (`metadata`), tokenizer.model, the config's
     `tokenizer_vocab`, the built-in vocabulary whose size `vocab_size` is. Its `name` says which it was.
     """
-    with _told_as_files("tokenizer", directory):
+    with _blame_files("tokenizer", directory):
         return _load_tokenizer(directory, metadata, vocab, vocab_size, config or {}, oxidizr)
 
 
@@ -71,7 +71,7 @@ def _load_tokenizer(
 
 
 @contextmanager
-def _told_as_files(what: str, directory: Path | None) -> Iterator[None]:
+def _blame_files(what: str, directory: Path | None) -> Iterator[None]:
     """A fault over values of a wrong kind is the file's, and is told so, as BadFile."""
     try:
         yield
@@ -87,28 +87,28 @@ def _find(
     directory: Path | None, metadata: Mapping[str, Any] | None, vocab: str | None, oxidizr: bool
 ) -> TextTokenizer | None:
     if vocab is not None:
-        return _named(vocab, oxidizr)
+        return _load_named(vocab, oxidizr)
     if directory is not None and (directory / "tokenizer.json").exists():
         return _from_files(directory)
-    found = (_carried(metadata) or gguf_tokenizer(metadata)) if metadata else None
+    found = (_load_carried(metadata) or gguf_tokenizer(metadata)) if metadata else None
     return found or (_from_files(directory) if directory is not None else None)
 
 
-def _carried(metadata: Mapping[str, Any]) -> TextTokenizer | None:
+def _load_carried(metadata: Mapping[str, Any]) -> TextTokenizer | None:
     """The tokenizer.json that a GGUF file has in its metadata, if it has one."""
     if gguf_files.TOKENIZER not in metadata:
         return None
     text = str(metadata[gguf_files.TOKENIZER])
-    return hf_tokenizer(text, "tokenizer.json", f"GGUF metadata {gguf_files.TOKENIZER}", _told(metadata))
+    return hf_tokenizer(text, "tokenizer.json", f"GGUF metadata {gguf_files.TOKENIZER}", _read_told(metadata))
 
 
-def _told(metadata: Mapping[str, Any]) -> TokenizerFiles:
+def _read_told(metadata: Mapping[str, Any]) -> TokenizerFiles:
     """What the files say that stood beside it."""
     config, special = (_json_in(metadata, key) for key in (gguf_files.CONFIG, gguf_files.SPECIAL))
     return TokenizerFiles(config, special)
 
 
-def _named(vocab: str, oxidizr: bool) -> TextTokenizer:
+def _load_named(vocab: str, oxidizr: bool) -> TextTokenizer:
     """What `--vocab` names."""
     if vocab in BUILTIN:
         return builtin_tokenizer(vocab, oxidizr)
@@ -193,7 +193,7 @@ def load_chat_template(
     tokenizer_config.json, the GGUF file's; a model in oxidizr's format without any has the format it was
     trained on. Raises ConfigError for an option that cannot be honoured.
     """
-    with _told_as_files("chat template", directory):
+    with _blame_files("chat template", directory):
         return _load_chat_template(directory, metadata or {}, option, tokenizer, oxidizr)
 
 
@@ -242,14 +242,14 @@ def _sources(
         if isinstance(found, str):
             return "tokenizer_config.json", {"default": found}
         if found:
-            return "tokenizer_config.json", _named_parts(found, directory / "tokenizer_config.json")
+            return "tokenizer_config.json", _name_parts(found, directory / "tokenizer_config.json")
     key = "tokenizer.chat_template"
     named = {k.removeprefix(f"{key}."): metadata[k] for k in metadata if k.startswith(f"{key}.")}
     found = {"default": metadata.get(key), **named}
     return "the GGUF file", {name: source for name, source in found.items() if isinstance(source, str)}
 
 
-def _named_parts(found: Any, path: Path) -> dict[str, str]:
+def _name_parts(found: Any, path: Path) -> dict[str, str]:
     """Part name → source, from a list of {"name": …, "template": …}."""
     try:
         return {str(part["name"]): str(part["template"]) for part in found}
@@ -259,7 +259,7 @@ def _named_parts(found: Any, path: Path) -> dict[str, str]:
 
 def _variables(directory: Path | None, metadata: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
     """The special tokens that a template may write."""
-    found = named_tokens(_told(metadata) if directory is None else _files(directory))
+    found = read_special_tokens(_read_told(metadata) if directory is None else _files(directory))
     if tokenizer.bos_token_id is not None:
         found.setdefault("bos_token", tokenizer.token_text(tokenizer.bos_token_id))
     if tokenizer.eos_token_id is not None:

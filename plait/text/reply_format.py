@@ -14,11 +14,19 @@ from typing import Any
 
 from plait.errors import BadGrammar, InvalidField
 from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, ThinkingBudget
-from plait.text.chat.template import ChatTemplate, Message, normalized
+from plait.text.chat.template import ChatTemplate, Message, normalize_messages
 from plait.text.grammar.call_lark import as_lark
-from plait.text.grammar.strict_tools import held, held_by_name, held_in_turns, held_in_wrapper
+from plait.text.grammar.strict_tools import hold_by_name, hold_calls, hold_in_turns, hold_in_wrapper
 from plait.text.output import OutputParser, ToolFormat, call_grammar, tool_format, tool_schemas
-from plait.text.output.call_grammar import Json, Marker, OneOf, Part, Repeated, Structure, thinking_first
+from plait.text.output.call_grammar import (
+    FormatMarker,
+    Json,
+    OneOf,
+    Part,
+    Repeated,
+    Structure,
+    begin_thinking,
+)
 from plait.text.output.reasoning import HARMONY_TURN, ReasoningFormat, reasoning_format
 from plait.text.tokenizers.tokenizer import Tokenizer
 
@@ -28,7 +36,7 @@ Tool = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class ReplyReader:
     """How the replies to one request are read. `parser` makes one for each choice.
 
     `shown`: control tokens that must stand in the text. `ends_early`: a call may end a choice.
@@ -109,7 +117,7 @@ class Speech:
         """Whether a prompt ends inside of thinking. `begun`: the message that a reply goes on from."""
         if self.reasoning is None or self._tokenizer is None:
             return False
-        if begun is not None and self.reasoning.leaves_open(normalized([begun])[0]["content"] or ""):
+        if begun is not None and self.reasoning.leaves_open(normalize_messages([begun])[0]["content"] or ""):
             return True
         tail = self._tokenizer.decode(prompt_ids[-_TAIL:], skip_special=False)
         return self.reasoning.starts_open(tail)
@@ -121,7 +129,7 @@ class Speech:
         tail = self._tokenizer.decode(prompt_ids[-_TAIL:], skip_special=False)
         return self.reasoning.has_begun(tail)
 
-    def reader(self, shape: ReplyShape) -> Reader | None:
+    def reader(self, shape: ReplyShape) -> ReplyReader | None:
         """How to read the replies; None where there is nothing in them but content.
 
         Raises InvalidField for tools that are none, and for a model that calls none.
@@ -147,7 +155,7 @@ class Speech:
 
         shown = parser().shown(self._special)
         ends_early = calls is not None and not parallel
-        return Reader(parser, frozenset(self._special[text] for text in shown), ends_early)
+        return ReplyReader(parser, frozenset(self._special[text] for text in shown), ends_early)
 
     def grammar(self, wish: Grammar | None, shape: ReplyShape) -> Grammar | None:
         """What the whole reply must be: thinking, then a call that is demanded, or what is wished for.
@@ -204,12 +212,12 @@ class Speech:
         """What may come before the reply. Thinking that the prompt has opened must be closed in any case."""
         if not shape.thinks and not shape.is_open:
             return ()
-        return thinking_first(self.reasoning, shape.is_open, again=again and shape.thinks)
+        return begin_thinking(self.reasoning, shape.is_open, again=again and shape.thinks)
 
     def _opening(self, shape: ReplyShape) -> Structure:
         """What must come right before content, unless the prompt ends behind it."""
         final = self.reasoning.final if self.reasoning else ""
-        return (Marker(final),) if final and (shape.is_open or not shape.has_begun) else ()
+        return (FormatMarker(final),) if final and (shape.is_open or not shape.has_begun) else ()
 
     def _call(self, shape: ReplyShape, choice: Any) -> Structure | None:
         if not shape.tools or choice is None:
@@ -226,14 +234,14 @@ class Speech:
         if form is None or demanded is None or not any(_is_strict(tool) for tool in shape.tools):
             return None
         if form.final_end:
-            return held_in_wrapper(demanded, form.syntax.opens, form.final, form.final_end)
-        found = held(demanded, form.syntax.opens, self._special, self.reasoning)
+            return hold_in_wrapper(demanded, form.syntax.opens, form.final, form.final_end)
+        found = hold_calls(demanded, form.syntax.opens, self._special, self.reasoning)
         if found is None and form.final:
-            return held_in_turns(demanded, form.asides, HARMONY_TURN, form.final)
+            return hold_in_turns(demanded, form.asides, HARMONY_TURN, form.final)
         if found is None:
             schemas = tool_schemas(shape.tools)
             parallel = self._may_be_several(shape)
-            found = held_by_name(
+            found = hold_by_name(
                 form.syntax, form.frame, schemas, self._special, self.reasoning, parallel=parallel
             )
             found = _generable(found, self._ends, self._style)
@@ -259,10 +267,10 @@ def _generable(structure: Structure, ends: Collection[str], style: JsonStyle) ->
     found: list[Part] = []
     for part in structure:
         match part:
-            case Marker(text) if text in ends:
+            case FormatMarker(text) if text in ends:
                 continue
             case Json(schema):
-                part = Json(_styled(schema, style)) if isinstance(schema, Mapping) else part
+                part = Json(_style_schema(schema, style)) if isinstance(schema, Mapping) else part
             case OneOf(options):
                 part = OneOf(tuple(_generable(option, ends, style) for option in options))
             case Repeated(parts):
@@ -271,7 +279,7 @@ def _generable(structure: Structure, ends: Collection[str], style: JsonStyle) ->
     return tuple(found)
 
 
-def _styled(schema: Mapping[str, Any], style: JsonStyle) -> Mapping[str, Any]:
+def _style_schema(schema: Mapping[str, Any], style: JsonStyle) -> Mapping[str, Any]:
     from plait.text.grammar.source import in_style  # a library that most requests need not load
 
     try:

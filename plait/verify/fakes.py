@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from plait.engine.core import Engine
 from plait.errors import EngineError
 from plait.schedule.costs import StepCosts
-from plait.schedule.plan import Plan, Sampled, SamplingBatch
-from plait.schedule.speculate import Wanted
+from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
+from plait.schedule.speculate import DraftRequest
 
 FAILS_EVERY = 5  # steps, where steps fail on purpose
 WRONG_EVERY = 4  # tokens, of guesses that are often right
@@ -20,7 +20,7 @@ class FailingRunner:
     def __init__(self, engine: Engine) -> None:
         self._runner, self._num_shared, self.num_failed = engine.runner, 0, 0
 
-    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
         answers = self._runner.execute(plan, sampling)
         self._num_shared += len(plan.chunks) > 1
         if len(plan.chunks) > 1 and self._num_shared % FAILS_EVERY == 0:
@@ -56,7 +56,7 @@ class KnownReplies:
     def __init__(self, sequences: Sequence[Sequence[int]], vocab_size: int) -> None:
         self._sequences, self._vocab_size = [list(ids) for ids in sequences], vocab_size
 
-    def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]:
+    def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         return {one.seq_id: self._guess(list(one.token_ids), one.limit) for one in wanted}
 
     def forget(self, seq_id: int) -> None:

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from plait.config import EngineConfig
 from plait.errors import ConfigError
-from plait.families.common.registry import Family, known
+from plait.families.common.registry import Family, families_by_name
 from plait.kernels.load import executor
 from plait.loading.build import Loaded, load
 from plait.loading.plugins import Plugin, load_plugins
-from plait.ops.registry import REGISTRY, Facts, Op, Variant
+from plait.ops.registry import REGISTRY, Op, OpFacts, Variant
 from plait.verify.tiny_model import write_tiny_model
-from plait.verify.verify import Reply, Verification
+from plait.verify.verify import Verification, VerifyReply
 
 BATCH, TOKENS = 3, 8
 NEAR = 1e-3  # between log-probabilities of kernels and references, of a model of a few layers in float32
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """One thing that was checked; `note`: what is wrong, or how much there was to see."""
 
     name: str
@@ -36,19 +36,19 @@ class Finding:
     note: str
 
 
-def check_plugin(name: str, config: EngineConfig, keep: Path | None = None) -> Iterator[Finding]:
+def check_plugin(name: str, config: EngineConfig, keep: Path | None = None) -> Iterator[CheckResult]:
     """All checks of the family of that name, or of what a plug-in of that name registers, as they are done.
 
     keep: a folder for the small model; of several families each has one of its own in it.
     Raises ConfigError, PluginError, and what loading the small models does.
     """
     load_plugins(config)
-    if (entry := known().get(name)) is not None:
+    if (entry := families_by_name().get(name)) is not None:
         families = {entry.name: entry}
     else:
         config = replace(config, plugins=(*config.plugins, name))
         plugin = load_plugins(config)[-1]
-        families = {entry.name: entry for entry in known().values() if is_of(plugin, entry.build)}
+        families = {entry.name: entry for entry in families_by_name().values() if is_of(plugin, entry.build)}
         if not families:
             raise ConfigError(f"--family {name}: the plug-in registers no family; decorate one with @family")
         yield from check_ops(plugin)
@@ -63,27 +63,27 @@ def is_of(plugin: Plugin, function: Any) -> bool:
     return f"{function.__module__}.".startswith(f"{plugin.module}.")
 
 
-def check_family(entry: Family, folder: Path, config: EngineConfig) -> Iterator[Finding]:
+def check_family(entry: Family, folder: Path, config: EngineConfig) -> Iterator[CheckResult]:
     """Every check, as it is done; the small model is written into `folder`. Raises what loading does."""
     write_tiny_model(entry, folder)
     reference, native = (_replies(folder, replace(config, ops=ops)) for ops in ("reference", "auto"))
-    yield Finding("the config and the tensors are read", True, f"{reference[1]} tensors in use")
-    yield _agreeing(native[0], reference[0])
+    yield CheckResult("the config and the tensors are read", True, f"{reference[1]} tensors in use")
+    yield _compare_replies(native[0], reference[0])
     for storage in ("float32", "q8_0"):
         loaded = load(str(folder), replace(config, quantize=None if storage == "float32" else "q8_0"))
         try:
             made = Verification(loaded, batch=BATCH, max_tokens=TOKENS, is_quick=True)
             if storage == "float32":
-                yield Finding("how a step runs", True, loaded.runner.step_kind)
+                yield CheckResult("how a step runs", True, loaded.runner.step_kind)
             for result in made.results():
                 wrong, of = len(result.differences), f"{result.num_tokens} tokens"
                 note = f"{wrong} replies of {result.num_replies} differ" if wrong else of
-                yield Finding(f"{storage}: {result.cell}", not wrong, note)
+                yield CheckResult(f"{storage}: {result.cell}", not wrong, note)
         finally:
             loaded.front.close(drain=False)
 
 
-def _replies(folder: Path, config: EngineConfig) -> tuple[Mapping[str, Reply], int]:
+def _replies(folder: Path, config: EngineConfig) -> tuple[Mapping[str, VerifyReply], int]:
     loaded: Loaded = load(str(folder), config)
     try:
         plain = Verification(loaded, batch=BATCH, max_tokens=TOKENS).plain
@@ -92,7 +92,7 @@ def _replies(folder: Path, config: EngineConfig) -> tuple[Mapping[str, Reply], i
         loaded.front.close(drain=False)
 
 
-def _agreeing(native: Mapping[str, Reply], reference: Mapping[str, Reply]) -> Finding:
+def _compare_replies(native: Mapping[str, VerifyReply], reference: Mapping[str, VerifyReply]) -> CheckResult:
     """Log-probabilities of what both generate, as far as they generate the same."""
     worst, count = 0.0, 0
     for name, reply in reference.items():
@@ -102,10 +102,10 @@ def _agreeing(native: Mapping[str, Reply], reference: Mapping[str, Reply]) -> Fi
             if reply.token_ids[i] != other.token_ids[i]:
                 break
     note = f"log-probabilities of {count} tokens, {worst:.2g} apart at most (allowed: {NEAR:g})"
-    return Finding("kernels agree with the reference ops", count > 0 and worst <= NEAR, note)
+    return CheckResult("kernels agree with the reference ops", count > 0 and worst <= NEAR, note)
 
 
-def check_ops(plugin: Plugin) -> Iterator[Finding]:
+def check_ops(plugin: Plugin) -> Iterator[CheckResult]:
     """Every kernel that a plug-in registers for a CPU, against its op's reference, on the op's own cases."""
     made = executor(2)
     try:
@@ -118,10 +118,10 @@ def check_ops(plugin: Plugin) -> Iterator[Finding]:
             made.close()
 
 
-def _check_variant(op: Op, variant: Variant, on: Any) -> Finding:
+def _check_variant(op: Op, variant: Variant, on: Any) -> CheckResult:
     name, worst, count = f"op {op.name}: {variant.name}", 0.0, 0
     for case in op.cases:
-        facts = Facts(variant.on, torch.float32, case, on)
+        facts = OpFacts(variant.on, torch.float32, case, on)
         if op.make is None or variant.refusal(facts) is not None:
             continue
         torch.manual_seed(0)
@@ -138,7 +138,7 @@ def _check_variant(op: Op, variant: Variant, on: Any) -> Finding:
         count += 1
     allowed = op.allowed(variant, torch.float32)
     note = f"{count} cases, {worst:.2g} off at most (allowed: {allowed:g})"
-    return Finding(name, count > 0 and worst <= allowed, note)
+    return CheckResult(name, count > 0 and worst <= allowed, note)
 
 
 def _size(number: float) -> float:

@@ -59,9 +59,9 @@ def cells(batch: int, block_size: int, *, causal: bool = True, follows: bool = T
     if not causal:
         return
     yield from _cut(batch, block_size)
-    yield from _kept(batch, block_size)
-    yield from _driven_out(batch, block_size)
-    yield from _guessed(batch, block_size)
+    yield from _prefix_cache_cells(batch, block_size)
+    yield from _eviction_cells(batch, block_size)
+    yield from _draft_cells(batch, block_size)
     if follows:
         yield Cell("several steps at once", unseen=True, proof="steps_ahead")
         together = {"max_num_seqs": batch, "prefix_cache": True}
@@ -85,7 +85,7 @@ def _cut(batch: int, block_size: int) -> Iterator[Cell]:
     yield Cell(f"batch of {batch}, steps of {size} tokens", together, is_quick=True)
 
 
-def _kept(batch: int, block_size: int) -> Iterator[Cell]:
+def _prefix_cache_cells(batch: int, block_size: int) -> Iterator[Cell]:
     """The prefix cache: empty at first, then full; and conversations that go on."""
     keeps = {"prefix_cache": True, "snapshot_interval": block_size}
     yield Cell("prefix cache, cold then hot", keeps, (1, 1), proof="hit_tokens")
@@ -97,7 +97,7 @@ def _kept(batch: int, block_size: int) -> Iterator[Cell]:
     yield Cell("prefix cache, together, in pieces", cut, (1, 2), proof="hit_tokens")
 
 
-def _driven_out(batch: int, block_size: int) -> Iterator[Cell]:
+def _eviction_cells(batch: int, block_size: int) -> Iterator[Cell]:
     """Memory for little more than one sequence, and steps that fail."""
     seqs = {"max_num_seqs": batch}
     keeps = {"prefix_cache": True, "snapshot_interval": block_size}
@@ -110,7 +110,7 @@ def _driven_out(batch: int, block_size: int) -> Iterator[Cell]:
     yield Cell("steps that fail", seqs | keeps, fails=True, proof="failed_steps")
 
 
-def _guessed(batch: int, block_size: int) -> Iterator[Cell]:
+def _draft_cells(batch: int, block_size: int) -> Iterator[Cell]:
     """Tokens guessed ahead and checked."""
     yield Cell("prompt lookup, alone", guesses="ngram", proof="drafted")
     yield Cell("right and wrong guesses, alone", guesses="known", proof="accepted")

@@ -27,7 +27,7 @@ SEED = 20240  # of the drawn replies; each prompt has one of its own
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class VerifyRequest:
     """A request with a name. `turn` 2: the prompt of `first`, its reply, and a few tokens more."""
 
     name: str
@@ -58,7 +58,7 @@ def _ids(vocab_size: int) -> list[tuple[int, ...]]:
     return [short, one, one[:NUM_SHARED] + other[NUM_SHARED:], again]
 
 
-def first_turns(front: Front, prompts: Sequence[Prompt], max_tokens: int, batch: int) -> list[Asked]:
+def first_turns(front: Front, prompts: Sequence[Prompt], max_tokens: int, batch: int) -> list[VerifyRequest]:
     """Each prompt greedily and drawn with a seed, and drawn again until a batch can be full.
 
     Raises InvalidField and ContextTooLong for a prompt that the model cannot take with its whole reply.
@@ -73,7 +73,7 @@ def first_turns(front: Front, prompts: Sequence[Prompt], max_tokens: int, batch:
     return asked
 
 
-def _first(front: Front, number: int, prompt: Prompt, max_tokens: int, seed: int | None) -> Asked:
+def _first(front: Front, number: int, prompt: Prompt, max_tokens: int, seed: int | None) -> VerifyRequest:
     # Two alternatives beside each token: the gap between the best two says how near they were.
     wanted = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
     if seed is not None:
@@ -85,10 +85,12 @@ def _first(front: Front, number: int, prompt: Prompt, max_tokens: int, seed: int
             f"{name}: {len(request.prompt_token_ids)} tokens and a reply of {max_tokens} do not fit into the "
             f"context of {front.max_model_len}; shorten the prompt, or give a smaller --max-tokens"
         )
-    return Asked(name, replace(request, id=name))
+    return VerifyRequest(name, replace(request, id=name))
 
 
-def second_turns(asked: Sequence[Asked], replies: Sequence[Sequence[int]], max_model_len: int) -> list[Asked]:
+def second_turns(
+    asked: Sequence[VerifyRequest], replies: Sequence[Sequence[int]], max_model_len: int
+) -> list[VerifyRequest]:
     """The conversations that have room for it, gone on: the prompt, its reply, and the shortest prompt."""
     more = min((a.request.prompt_token_ids for a in asked), key=len)
     found = []
@@ -96,5 +98,5 @@ def second_turns(asked: Sequence[Asked], replies: Sequence[Sequence[int]], max_m
         ids = (*one.request.prompt_token_ids, *reply, *more)
         if len(ids) + len(reply) <= max_model_len:
             name = f"{one.name}, second turn"
-            found.append(Asked(name, replace(one.request, id=name, prompt_token_ids=ids), 2))
+            found.append(VerifyRequest(name, replace(one.request, id=name, prompt_token_ids=ids), 2))
     return found

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from plait.checkpoint.synthetic import Synthetic
 from plait.checkpoint.weights import Target, Weights
-from plait.convert.plan.source import Wanted
-from plait.convert.plan.tensor_plan import made_tensors
+from plait.convert.plan.source import NeededTensor
+from plait.convert.plan.tensor_plan import plan_tensors
 from plait.errors import ConfigError
 from plait.families.common.registry import Family, build_spec
 from plait.model.decoder import Decoder
@@ -85,8 +85,8 @@ def write_tiny_model(entry: Family, folder: Path, seed: int = 0) -> None:
     target = Target(torch.device("meta"), torch.float32, spec.max_len, spec.hidden_size, "reference")
     asked = NoFile()
     Decoder(spec, AskedWeights(asked, names, target))
-    wanted = {name: Wanted(shape, "", {}) for name, shape in asked.shapes.items()}
-    shapes = {made.name: made.shape for made in made_tensors(wanted, names, entry.name)}
+    wanted = {name: NeededTensor(shape, "", {}) for name, shape in asked.shapes.items()}
+    shapes = {made.name: made.shape for made in plan_tensors(wanted, names, entry.name)}
     drawn = Synthetic(shapes, seed)
     tensors = {name: drawn.read(name).contiguous() for name in shapes}
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from plait.model.decoder import Decoder
 from plait.ops.registry import REGISTRY
-from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
+from plait.schedule.plan import Chunk, Sampled, SamplingBatch, StepPlan
 
 Watch = Callable[[str, str, Any], None]  # where an op is bound, its name, what it returned
 Key = tuple[int, int]  # a position of the sequence, an op's place in the order of calls
@@ -27,7 +27,7 @@ AFTER_ROWS = ("_take_rows", "head")  # places whose rows are those with logits, 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FirstDifference:
     """The first op whose result differs, and by how much (`largest`, infinite if it is no number).
 
     `where`: a branch, or an end of the model; `part`: which of its ops; `rows`: tokens in that step.
@@ -68,7 +68,7 @@ def op_of(value: Any, names: Mapping[Any, str]) -> str | None:
 
 
 @contextmanager
-def watched(decoder: Decoder, watch: Watch) -> Iterator[None]:
+def watch_ops(decoder: Decoder, watch: Watch) -> Iterator[None]:
     """Inside, `watch` sees what every op of this decoder returns, in the order of calls."""
     replacing = _Replacing(watch, op_names())
     try:
@@ -137,8 +137,8 @@ class _Replacing:
         return call
 
 
-class Runner(Protocol):
-    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]: ...
+class WrappedRunner(Protocol):
+    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]: ...
 
 
 @dataclass(slots=True)
@@ -153,10 +153,10 @@ class Trace:
     token_ids: Sequence[int]
     visit: Callable[[Key, str, str, Tensor, int], None]
     seq_id: int | None = None
-    _plan: Plan | None = None
+    _plan: StepPlan | None = None
     _calls: int = 0
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: StepPlan) -> None:
         self._plan, self._calls = plan, 0
 
     def watch(self, path: str, op: str, result: Any) -> None:
@@ -194,10 +194,10 @@ class Trace:
 class TracedRunner:
     """A runner whose steps a trace watches."""
 
-    runner: Runner
+    runner: WrappedRunner
     trace: Trace
 
-    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
         self.trace.begin(plan)
         return self.runner.execute(plan, sampling)
 
@@ -248,7 +248,7 @@ def digest(row: Tensor) -> bytes:
     return hashlib.blake2b(bits.tobytes(), digest_size=12).digest()
 
 
-def place_of(parting: Parting, plain: Tensor) -> Place:
+def place_of(parting: Parting, plain: Tensor) -> FirstDifference:
     """Words and numbers for a parting that was found; `plain`: the row as it should be."""
     assert parting.first is not None
     assert parting.found is not None
@@ -256,7 +256,7 @@ def place_of(parting: Parting, plain: Tensor) -> Place:
     gap = (row.double() - plain.double()).abs()
     largest = float(gap.nan_to_num(nan=torch.inf).max())
     where, part = _words(path)
-    return Place(where, part, op, parting.first[0], largest, rows)
+    return FirstDifference(where, part, op, parting.first[0], largest, rows)
 
 
 def _words(path: str) -> tuple[str, str]:

@@ -16,14 +16,23 @@ from plait.engine.core import Engine
 from plait.engine.device import free_memory
 from plait.engine.memory_plan import Sizing, size_state
 from plait.errors import EngineError
-from plait.loading.build import Loaded, engine_over, facts_for_sizing, loose_ops
+from plait.loading.build import Loaded, describe_for_sizing, engine_over, loose_ops
 from plait.memory import PagedState, has_slots
 from plait.request import Event, TokenLogprobs
 from plait.schedule.speculate import NgramProposer, Proposer, Speculation
 from plait.verify.fakes import CheapMoves, CheapRows, CheapSteps, FailingRunner, KnownReplies
 from plait.verify.matrix import PLAIN, Cell, cells
-from plait.verify.prompts import Asked, Prompt, default_prompts, first_turns, second_turns
-from plait.verify.trace import Digests, OneRow, Parting, Place, Trace, TracedRunner, place_of, watched
+from plait.verify.prompts import Prompt, VerifyRequest, default_prompts, first_turns, second_turns
+from plait.verify.trace import (
+    Digests,
+    FirstDifference,
+    OneRow,
+    Parting,
+    Trace,
+    TracedRunner,
+    place_of,
+    watch_ops,
+)
 
 Value = TypeVar("Value")
 # Differences that are followed down to an op, of tokens and of rounding each: it runs a cell again, slowly.
@@ -32,7 +41,7 @@ SPARED = (0, 2, 3, 4)  # blocks beside those of the longest sequence, tried unti
 
 
 @dataclass(slots=True)
-class Reply:
+class VerifyReply:
     """What came back for one request."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -49,7 +58,7 @@ class Reply:
 class Ran:
     """A cell that has run: replies by (number of the wave, request), and what happened meanwhile."""
 
-    replies: Mapping[tuple[int, str], Reply]
+    replies: Mapping[tuple[int, str], VerifyReply]
     counts: Mapping[str, int]
 
 
@@ -71,7 +80,7 @@ class Difference:
     found: int | None
     gap: float | None = None
     off_by: float | None = None  # the log-probabilities of the same token, or of those beside it
-    place: Place | None = None
+    place: FirstDifference | None = None
     note: str = ""
 
     @property
@@ -80,7 +89,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CellResult:
     """One cell compared. `proof`: the count that must not be zero for it to show anything (`Cell.proof`)."""
 
     cell: str
@@ -172,13 +181,13 @@ class Verification:
         found = cells(self.batch, self.loaded.config.block_size, causal=spec.causal, follows=follows)
         return [cell for cell in found if cell.is_quick or not self._is_quick]
 
-    def results(self) -> Iterator[Result]:
+    def results(self) -> Iterator[CellResult]:
         """Every cell, as it is done."""
         for planned in self.cells:
             cell, ran = self._shown(planned)
             found = [self._difference(cell, *key, reply) for key, reply in ran.replies.items()]
             differences = [self._followed(cell, d) for d in found if d]
-            yield Result(
+            yield CellResult(
                 cell.name,
                 num_replies=len(ran.replies),
                 num_tokens=sum(len(reply.token_ids) for reply in ran.replies.values()),
@@ -201,7 +210,7 @@ class Verification:
             ran = self._ran(cell, waves)
         return cell, ran
 
-    def _waves(self, cell: Cell) -> list[list[Asked]]:
+    def _waves(self, cell: Cell) -> list[list[VerifyRequest]]:
         """The requests of each wave; a wave of second turns may be empty."""
         found = []
         for turn in cell.waves:
@@ -212,7 +221,7 @@ class Verification:
             found.append(wave)
         return [wave for wave in found if wave]
 
-    def _ran(self, cell: Cell, waves: Sequence[Sequence[Asked]], trace: Traced | None = None) -> Ran:
+    def _ran(self, cell: Cell, waves: Sequence[Sequence[VerifyRequest]], trace: Traced | None = None) -> Ran:
         """Run a cell. With a trace, op by op, watching one request of it."""
         config, sizing = self._settings(cell, waves)
         runner, sampler = self.loaded.runner, self.loaded.runner.sampler
@@ -229,7 +238,7 @@ class Verification:
             replies = _drive(engine, waves)
         else:
             engine.runner = TracedRunner(engine.runner, trace.trace)
-            with watched(decoder, trace.trace.watch):
+            with watch_ops(decoder, trace.trace.watch):
                 replies = _drive(engine, waves, trace)
         counts = _counts(engine) | {"failed_steps": failing.num_failed if failing else 0}
         if guesses:
@@ -247,7 +256,7 @@ class Verification:
         num_tokens, replays = self.loaded.config.num_draft_tokens, has_slots(decoder.states)
         return Speculation(proposer, CheapRows(), num_tokens, replays=replays)
 
-    def _settings(self, cell: Cell, waves: Sequence[Sequence[Asked]]) -> tuple[EngineConfig, Sizing]:
+    def _settings(self, cell: Cell, waves: Sequence[Sequence[VerifyRequest]]) -> tuple[EngineConfig, Sizing]:
         """Options and memory of a cell: no longer than its own requests."""
         lengths = [a.prompt_len + (a.request.params.max_tokens or 0) for wave in waves for a in wave]
         longest = max(lengths)
@@ -263,7 +272,7 @@ class Verification:
             "speculate": "ngram" if cell.guesses else "off",  # room for rows of logits
         }
         config = replace(self.loaded.config, **plain | dict(cell.options))
-        facts = facts_for_sizing(self.loaded.runner.decoder, self.loaded.target)
+        facts = describe_for_sizing(self.loaded.runner.decoder, self.loaded.target)
         free = free_memory(self.loaded.target.device)
         sizing = size_state(facts, config, free_memory=free)
         if config.prefix_cache and cell.spared is None:  # room for what everybody leaves
@@ -280,7 +289,7 @@ class Verification:
             sizing = replace(sizing, groups=tuple(spared))
         return config, sizing
 
-    def _difference(self, cell: Cell, wave: int, name: str, reply: Reply) -> Difference | None:
+    def _difference(self, cell: Cell, wave: int, name: str, reply: VerifyReply) -> Difference | None:
         """Where a reply parts from the plain one, if it does."""
         asked, plain = self.asked[name], self.plain[name]
         i = _first_other(plain.token_ids, reply.token_ids)
@@ -327,13 +336,13 @@ class Traced:
 
 
 def _drive(
-    engine: Engine, waves: Sequence[Sequence[Asked]], traced: Traced | None = None
-) -> dict[tuple[int, str], Reply]:
+    engine: Engine, waves: Sequence[Sequence[VerifyRequest]], traced: Traced | None = None
+) -> dict[tuple[int, str], VerifyReply]:
     """Submit each wave at once and run it to its end."""
-    replies: dict[tuple[int, str], Reply] = {}
+    replies: dict[tuple[int, str], VerifyReply] = {}
     for number, wave in enumerate(waves):
         for asked in wave:
-            reply = replies[number, asked.name] = Reply()
+            reply = replies[number, asked.name] = VerifyReply()
             request = replace(asked.request, id=f"{number}: {asked.name}")
             engine.submit(request, reply.on_event)
             if traced and (number, asked.name) == (traced.wave, traced.name):
@@ -347,7 +356,7 @@ def _drive(
     return replies
 
 
-def _unseen(asked: Asked) -> Asked:
+def _unseen(asked: VerifyRequest) -> VerifyRequest:
     """The same for somebody who wants the whole reply, and nothing but its tokens."""
     params = replace(asked.request.params, logprobs=None)
     return replace(asked, request=replace(asked.request, params=params, watched=False))

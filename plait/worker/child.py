@@ -20,21 +20,20 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from plait.config import EngineConfig
-from plait.engine.core import Engine, Runner
+from plait.engine.core import Engine, StepRunner
 from plait.engine.idle_audit import Rounds
 from plait.errors import EngineError, PlaitError
-from plait.frontend.event_batching import Pace, joined
+from plait.frontend.event_batching import TokenInterval, join_events
 from plait.kernels.load import lend
 from plait.loading.text_side import TextSource
 from plait.process_memory import is_memory_error
 from plait.request import Event, Request
-from plait.schedule.plan import Plan, Sampled, SamplingBatch
+from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
 from plait.spec import ModelSpec
 from plait.worker.protocol import (
     Cancel,
     Close,
     Count,
-    Counted,
     Events,
     Fault,
     Frames,
@@ -44,16 +43,17 @@ from plait.worker.protocol import (
     Hello,
     Logged,
     LogLevels,
-    Progress,
+    MetricsReport,
+    ProgressReport,
     Ready,
     Spoken,
     Submit,
+    decode_error,
+    encode_error,
+    encode_event,
+    encode_spec_value,
     frame,
-    packed,
-    raised,
-    spoken,
     to_json,
-    told,
 )
 from plait.worker.shared_status import Page
 from plait.worker.torch_preload import TorchStart
@@ -126,10 +126,10 @@ class WireLog(logging.Handler):
 class Watched:
     """A runner that says whose step it begins, where the front can read it after any end."""
 
-    def __init__(self, child: EngineChild, inner: Runner) -> None:
+    def __init__(self, child: EngineChild, inner: StepRunner) -> None:
         self._child, self._inner = child, inner
 
-    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
         self._child.note_plan(plan)
         return self._inner.execute(plan, sampling)
 
@@ -156,13 +156,13 @@ class EngineChild:
                 self._rounds.step()
             self.flush()
 
-    def note_plan(self, plan: Plan) -> None:
+    def note_plan(self, plan: StepPlan) -> None:
         """A step begins."""
         self._page.planned = [self._keys[i] for i in self._engine.requests_in(plan) if i in self._keys]
 
     def say(self, key: int, event: Event) -> None:
         """Have an event sent, with all others of its step."""
-        self._spoken.append(spoken(key, event))
+        self._spoken.append(encode_event(key, event))
         if event.prompt_logprobs:  # megabytes
             self.flush()
 
@@ -199,7 +199,7 @@ class EngineChild:
                 if request_id := self._ids.get(key):
                     self._engine.cancel(request_id, index)
             case Count(number):
-                self._link.send(Counted(number, self._families()))
+                self._link.send(MetricsReport(number, self._families()))
             case LogLevels(levels):
                 _log_from(levels)
             case Close():
@@ -242,14 +242,14 @@ class _Reader:
     def __init__(self, child: EngineChild, key: int, request: Request) -> None:
         self._child, self._key, self._request = child, key, request
         self._num_open = request.params.n - sum(tokens is None for tokens in request.resumed)
-        self._paces = [Pace(request.interval) for _ in range(request.params.n)]
+        self._paces = [TokenInterval(request.interval) for _ in range(request.params.n)]
         self._held: list[list[Event]] = [[] for _ in self._paces]
 
     def __call__(self, event: Event) -> None:
         held = self._held[event.index]
         held.append(event)
         if self._paces[event.index].is_due(event):
-            for one in joined(held):
+            for one in join_events(held):
                 self._child.say(self._key, one)
             held.clear()
         if event.finish_reason is not None:
@@ -278,11 +278,11 @@ def load_engine(
 
 def serve_link(link: Link, page: Page, hello: Hello) -> None:
     """Load what `hello` asks for and run it. Raises what loading and the engine raise."""
-    builder = named(hello.builder)
+    builder = load_builder(hello.builder)
     housed = builder(
         hello.model,
         hello.config,
-        lambda text, done, total: link.send(Progress(text, done, total)),
+        lambda text, done, total: link.send(ProgressReport(text, done, total)),
         lambda source: link.send(Headers(to_json(source))),
     )
     gc.freeze()  # what is there now stays: to look at it takes a quarter of a second, and finds nothing
@@ -290,7 +290,7 @@ def serve_link(link: Link, page: Page, hello: Hello) -> None:
     engine = housed.engine
     child = EngineChild(link, page, engine)
     names = tuple(engine.stats())
-    spec = packed(housed.spec)
+    spec = encode_spec_value(housed.spec)
     link.send(Ready(spec, engine.limits.max_model_len, engine.scheduler.longest, names, housed.fingerprint))
     try:
         child.run()
@@ -298,7 +298,7 @@ def serve_link(link: Link, page: Page, hello: Hello) -> None:
         housed.close()
 
 
-def named(builder: str) -> Builder:
+def load_builder(builder: str) -> Builder:
     """The function that "package.module:function" names."""
     module, _, function = builder.partition(":")
     found: Builder = getattr(import_module(module), function)
@@ -335,7 +335,7 @@ def _tell(link: Link, error: BaseException) -> None:
     if not isinstance(error, PlaitError) and not is_memory_error(error):
         log.exception("the engine's process ends")
     try:
-        link.send(Fault(error if isinstance(error, PlaitError) else raised(*told(error))))
+        link.send(Fault(error if isinstance(error, PlaitError) else decode_error(*encode_error(error))))
     except OSError:
         sys.stderr.write(f"plait: the engine's process ends: {error}\n")
 

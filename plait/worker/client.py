@@ -28,12 +28,12 @@ from plait.worker.protocol import (
     LOAD_ENGINE,
     Cancel,
     Count,
-    Counted,
     Headers,
     Hello,
-    Progress,
+    MetricsReport,
+    ProgressReport,
     Ready,
-    unpacked_spec,
+    decode_spec,
 )
 from plait.worker.remote_metrics import Collected
 from plait.worker.supervisor import FAREWELL_S, Patience, Supervisor
@@ -64,7 +64,7 @@ class EngineProcess:
         self._lost: EngineLost | None = None  # given up for now: another is tried all the same
         self._patience = patience or Patience()
         self._changed = threading.Condition()
-        self._progress = Progress("starting", 0, 1)
+        self._progress = ProgressReport("starting", 0, 1)
         self._source: TextSource | None = None
         self._ready: Ready | None = None
         self._engine: Spawned | None = None  # one that is up
@@ -89,7 +89,7 @@ class EngineProcess:
     def ready(self, report: Report) -> tuple[ModelSpec, int]:
         """The model and its longest sequence, once requests are taken. Raises as `source` does."""
         ready = self._wait_for(lambda: self._ready, report)
-        return unpacked_spec(ready.spec), ready.max_model_len
+        return decode_spec(ready.spec), ready.max_model_len
 
     @property
     def fingerprint(self) -> str:
@@ -214,13 +214,13 @@ class EngineProcess:
 
     # As `Watcher`, on the supervisor's thread
 
-    def on_message(self, message: Progress | Headers | Counted) -> None:
+    def on_message(self, message: ProgressReport | Headers | MetricsReport) -> None:
         """The process says how it is."""
-        if isinstance(message, Counted):
+        if isinstance(message, MetricsReport):
             self._collected.arrive(message)
             return
         with self._changed:
-            if isinstance(message, Progress):
+            if isinstance(message, ProgressReport):
                 self._progress = message
             elif self._source is None:
                 self._source = TextSource(**json.loads(message.source))
@@ -237,7 +237,7 @@ class EngineProcess:
         self._collected.keep()
         with self._changed:
             last, self._engine = self._stats(), None
-            self._progress = Progress("starting another engine", 0, 1)
+            self._progress = ProgressReport("starting another engine", 0, 1)
             for name in SUMS:
                 self._past_sums[name] += last.get(name, 0)
 

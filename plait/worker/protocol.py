@@ -16,7 +16,7 @@ import msgspec
 
 from plait import errors, spec
 from plait.config import MIB, EngineConfig
-from plait.errors import BadFile, EngineError, OutOfMemory, PlaitError, RequestError, clipped
+from plait.errors import BadFile, EngineError, OutOfMemory, PlaitError, RequestError, clip_text
 from plait.process_memory import is_memory_error, out_of_memory_text
 from plait.request import Event, Request
 from plait.spec import ModelSpec
@@ -31,11 +31,11 @@ class BadFrame(EngineError):
     """What arrived is too long, or not one of the other side's messages."""
 
 
-class Message(msgspec.Struct, array_like=True, frozen=True):
+class WireMessage(msgspec.Struct, array_like=True, frozen=True):
     """A message is an array: its tag, then its fields."""
 
 
-class Hello(Message, frozen=True, tag=1):
+class Hello(WireMessage, frozen=True, tag=1):
     """The first word to a child: what to load, with whose function, and how much to log."""
 
     builder: str
@@ -44,7 +44,7 @@ class Hello(Message, frozen=True, tag=1):
     log_levels: dict[str, int]
 
 
-class Submit(Message, frozen=True, tag=2):
+class Submit(WireMessage, frozen=True, tag=2):
     """Start a request, or go on with it; its events carry `key`. `arrival_s` is on the common clock."""
 
     key: int
@@ -52,30 +52,30 @@ class Submit(Message, frozen=True, tag=2):
     arrival_s: float
 
 
-class Cancel(Message, frozen=True, tag=3):
+class Cancel(WireMessage, frozen=True, tag=3):
     """End a request, or one of its choices."""
 
     key: int
     index: int | None
 
 
-class Count(Message, frozen=True, tag=4):
-    """Asks for the engine's metrics: `Counted` with the same number answers."""
+class Count(WireMessage, frozen=True, tag=4):
+    """Asks for the engine's metrics: `MetricsReport` with the same number answers."""
 
     number: int
 
 
-class Close(Message, frozen=True, tag=5):
+class Close(WireMessage, frozen=True, tag=5):
     """End what is open, say so, and exit."""
 
 
-class LogLevels(Message, frozen=True, tag=6):
+class LogLevels(WireMessage, frozen=True, tag=6):
     """What is worth a line of the log from now on: levels by logger."""
 
     levels: dict[str, int]
 
 
-class Progress(Message, frozen=True, tag=1):
+class ProgressReport(WireMessage, frozen=True, tag=1):
     """How far loading is: `done` of `total` of what `text` says."""
 
     text: str
@@ -83,14 +83,14 @@ class Progress(Message, frozen=True, tag=1):
     total: int
 
 
-class Headers(Message, frozen=True, tag=2):
+class Headers(WireMessage, frozen=True, tag=2):
     """A model's headers are read: the JSON of its `TextSource`."""
 
     source: bytes
 
 
-class Ready(Message, frozen=True, tag=3):
-    """Requests are taken. `spec`: see `packed`; `longest`: the most tokens of one sequence that fit."""
+class Ready(WireMessage, frozen=True, tag=3):
+    """Requests are taken. `spec`: see `encode_spec_value`; `longest`: tokens of the longest that fits."""
 
     spec: Any
     max_model_len: int
@@ -99,7 +99,7 @@ class Ready(Message, frozen=True, tag=3):
     fingerprint: str = ""
 
 
-class Spoken(Message, frozen=True, gc=False):
+class Spoken(WireMessage, frozen=True, gc=False):
     """An `Event` of the request `key`; `more` is all of it, if it has more than the fields before."""
 
     key: int
@@ -109,20 +109,20 @@ class Spoken(Message, frozen=True, gc=False):
     more: Event | None
 
 
-class Events(Message, frozen=True, tag=4):
+class Events(WireMessage, frozen=True, tag=4):
     """All that a step brought."""
 
     spoken: tuple[Spoken, ...]
 
 
-class Counted(Message, frozen=True, tag=5):
+class MetricsReport(WireMessage, frozen=True, tag=5):
     """The engine's metrics: families as (name, help, type, samples), a sample as (name, labels, value)."""
 
     number: int
     families: tuple[tuple[str, str, str, tuple[tuple[str, dict[str, str], float], ...]], ...]
 
 
-class Logged(Message, frozen=True, tag=6):
+class Logged(WireMessage, frozen=True, tag=6):
     """A record of the child's log."""
 
     name: str
@@ -130,17 +130,17 @@ class Logged(Message, frozen=True, tag=6):
     text: str
 
 
-class Fault(Message, frozen=True, tag=7):
+class Fault(WireMessage, frozen=True, tag=7):
     """The child ends, for this reason."""
 
     error: Exception
 
 
 FromFront = Hello | Submit | Cancel | Count | Close | LogLevels
-FromChild = Progress | Headers | Ready | Events | Counted | Logged | Fault
+FromChild = ProgressReport | Headers | Ready | Events | MetricsReport | Logged | Fault
 
 
-def frame(message: Message) -> bytes:
+def frame(message: WireMessage) -> bytes:
     """A message as it is sent. Raises EngineError if it cannot be written, or is too long for a frame."""
     try:
         body = msgspec.msgpack.encode(message, enc_hook=_write_error)
@@ -182,7 +182,7 @@ class Frames(Generic[M]):
         del rest[:start]
 
 
-def spoken(key: int, event: Event) -> Spoken:
+def encode_event(key: int, event: Event) -> Spoken:
     """An event as it is sent: most are a token and nothing more."""
     rare = (event.finish_reason, event.logprobs, event.prompt_logprobs, event.prompt_progress)
     is_more = any(value is not None for value in rare)
@@ -190,14 +190,14 @@ def spoken(key: int, event: Event) -> Spoken:
     return Spoken(key, event.index, event.token_ids, event.num_cached_tokens, more)
 
 
-def heard(request_id: str, said: Spoken) -> Event:
+def decode_event(request_id: str, said: Spoken) -> Event:
     """The event that `said` stands for."""
     if said.more is not None:
         return said.more
     return Event(request_id, said.index, said.token_ids, num_cached_tokens=said.num_cached_tokens)
 
 
-def told(error: BaseException) -> tuple[str, str, str | None]:
+def encode_error(error: BaseException) -> tuple[str, str, str | None]:
     """(class, message, param) of an exception; what is not ours is told in the words of ours."""
     text = " ".join(str(error).split())
     match error:
@@ -210,12 +210,12 @@ def told(error: BaseException) -> tuple[str, str, str | None]:
             return BadFile.__name__, f"{name}: {error.strerror}", None
     if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text:
         hint = "choose a smaller --max-model-len or --max-num-seqs"
-        return OutOfMemory.__name__, f"out of memory: {clipped(text, 200)}; {hint}", None
+        return OutOfMemory.__name__, f"out of memory: {clip_text(text, 200)}; {hint}", None
     return EngineError.__name__, f"the engine stopped: {type(error).__name__}: {text}", None
 
 
-def raised(kind: str, message: str, param: str | None) -> PlaitError:
-    """The exception that `told` told of."""
+def decode_error(kind: str, message: str, param: str | None) -> PlaitError:
+    """The exception that `encode_error` encoded."""
     cls = getattr(errors, kind, None)
     if not (isinstance(cls, type) and issubclass(cls, PlaitError)):
         return EngineError(f"{kind}: {message}")
@@ -230,17 +230,17 @@ def _public(cls: type) -> type:
 
 def _write_error(value: object) -> tuple[str, str, str | None]:
     if isinstance(value, BaseException):
-        return told(value)
+        return encode_error(value)
     raise NotImplementedError(f"a {type(value).__name__} is not sent between processes")
 
 
 def _read_error(kind: type, value: Any) -> PlaitError:
     if issubclass(kind, BaseException):
-        return raised(*value)
+        return decode_error(*value)
     raise NotImplementedError(f"a {kind.__name__} is not sent between processes")
 
 
-def packed(value: Any) -> Any:
+def encode_spec_value(value: Any) -> Any:
     """A spec as plain values: a dataclass is a map of its fields, with its class under "".
 
     A mixer's spec that a plug-in defines crosses as the class of `plait.spec` it is derived from: the front
@@ -248,19 +248,21 @@ def packed(value: Any) -> Any:
     """
     if is_dataclass(value) and not isinstance(value, type):
         cls = next(c for c in type(value).__mro__ if getattr(spec, c.__name__, None) is c)
-        return {"": cls.__name__, **{f.name: packed(getattr(value, f.name)) for f in fields(cls)}}
+        return {"": cls.__name__, **{f.name: encode_spec_value(getattr(value, f.name)) for f in fields(cls)}}
     if isinstance(value, list | tuple):
-        return [packed(item) for item in value]
-    return {key: packed(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+        return [encode_spec_value(item) for item in value]
+    return (
+        {key: encode_spec_value(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+    )
 
 
-def unpacked(value: Any) -> Any:
-    """What `packed` packed, of the classes in `plait.spec`."""
+def decode_spec_value(value: Any) -> Any:
+    """What `encode_spec_value` encoded, of the classes in `plait.spec`."""
     if isinstance(value, list | tuple):
-        return tuple(unpacked(item) for item in value)
+        return tuple(decode_spec_value(item) for item in value)
     if not isinstance(value, dict):
         return value
-    items = {key: unpacked(item) for key, item in value.items() if key}
+    items = {key: decode_spec_value(item) for key, item in value.items() if key}
     if "" not in value:
         return items
     cls = getattr(spec, str(value[""]), None)
@@ -269,10 +271,10 @@ def unpacked(value: Any) -> Any:
     return cls(**items)
 
 
-def unpacked_spec(value: Any) -> ModelSpec:
+def decode_spec(value: Any) -> ModelSpec:
     """A whole model. Raises BadFrame if it is none."""
     try:
-        found = unpacked(value)
+        found = decode_spec_value(value)
     except TypeError as error:
         raise BadFrame(f"a spec that cannot be read: {error}") from error
     if not isinstance(found, ModelSpec):

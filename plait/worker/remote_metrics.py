@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from plait.worker.protocol import Counted
+from plait.worker.protocol import MetricsReport
 
 ANSWER_S = 1.0  # an engine answers between two steps; without an answer, the last one stands
 SUMMED = frozenset({"counter", "histogram"})
@@ -26,14 +26,14 @@ class Collected(Collector):
     def __init__(self, ask: Callable[[int], bool], of_front: Callable[[], Mapping[str, float]]) -> None:
         self._ask, self._of_front = ask, of_front
         self._arrived = threading.Condition()
-        self._last: Counted | None = None
+        self._last: MetricsReport | None = None
         self._past: dict[Sample, float] = {}  # totals of engines that have ended
         self._is_past = False  # the last one told of has ended, and is in `_past`
         self._number = 0
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
-    def arrive(self, counted: Counted) -> None:
+    def arrive(self, counted: MetricsReport) -> None:
         """The engine has answered."""
         with self._arrived:
             self._last, self._is_past = counted, False

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from plait.engine.open_request import OnEvent
 from plait.errors import DeadlineExceeded, EngineKilled, InvalidField
 from plait.request import Event, Request, RequestTrace
-from plait.worker.protocol import Spoken, heard
+from plait.worker.protocol import Spoken, decode_event
 
 MAX_DEATHS = 4  # engines that end with a request in their last step, others being there as well
 TRIAL_TOKENS = 2  # of each choice: the step that ended the engine, and a first one of another kind
@@ -21,7 +21,7 @@ log = logging.getLogger("plait.engine")
 
 
 @dataclass(slots=True)
-class Part:
+class ChoiceEntry:
     """One choice that has not ended: its output tokens so far, and what its reader was told beside them."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Part:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class RequestEntry:
     """An open request. `parts`: its choices that have not ended, by index.
 
     `is_sent`: the engine that runs now has it. `num_deaths`: engines that ended in a step with it.
@@ -44,7 +44,7 @@ class Entry:
     request: Request
     on_event: OnEvent
     arrival_s: float
-    parts: dict[int, Part]
+    parts: dict[int, ChoiceEntry]
     is_sent: bool = False
     is_resumed: bool = False
     is_suspect: bool = False
@@ -70,10 +70,10 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, Entry] = {}  # in order of arrival
-        self._unsent: dict[int, Entry] = {}  # of these, those that the engine has not got
+        self._entries: dict[int, RequestEntry] = {}  # in order of arrival
+        self._unsent: dict[int, RequestEntry] = {}  # of these, those that the engine has not got
         self._keys: dict[str, int] = {}
-        self._on_trial: Entry | None = None
+        self._on_trial: RequestEntry | None = None
         self._num_added = 0
         self.unread: list[int] = []  # keys of requests whose readers have failed: the engine must be told
 
@@ -83,8 +83,8 @@ class Ledger:
     def add(self, request: Request, on_event: OnEvent, arrival_s: float) -> None:
         """Write a new request down; one with the id of an open one is refused, by events."""
         self._num_added += 1
-        parts = {i: Part() for i in range(request.params.n)}
-        entry = Entry(self._num_added, request, on_event, arrival_s, parts)
+        parts = {i: ChoiceEntry() for i in range(request.params.n)}
+        entry = RequestEntry(self._num_added, request, on_event, arrival_s, parts)
         if request.id in self._keys:
             error = InvalidField(f"request id {request.id!r} is in use by an open request", "id")
             for i in parts:
@@ -93,7 +93,7 @@ class Ledger:
         self._entries[entry.key] = self._unsent[entry.key] = entry
         self._keys[request.id] = entry.key
 
-    def due(self) -> Iterator[Entry]:
+    def due(self) -> Iterator[RequestEntry]:
         """Requests that the engine should be given now: suspects one at a time, then all others.
 
         A suspect's trial is over after some tokens; from the second one on, those acquitted run as well.
@@ -114,7 +114,7 @@ class Ledger:
         if entry is None or said.index not in entry.parts:  # ended here, while this was on its way
             return
         part = entry.parts[said.index]
-        event = heard(entry.request.id, said)
+        event = decode_event(entry.request.id, said)
         if part.token_ids and event.num_cached_tokens != part.num_cached_tokens:
             # What the first engine found counts: a later one finds the reply's own tokens.
             event = replace(event, num_cached_tokens=part.num_cached_tokens)
@@ -167,7 +167,7 @@ class Ledger:
             entry.num_deaths += 1
             entry.is_suspect = True
             if entry.key in self._entries and entry.num_deaths >= (2 if is_alone else MAX_DEATHS):
-                self.fail(entry, EngineKilled(_killed(entry.num_deaths)))
+                self.fail(entry, EngineKilled(_death_text(entry.num_deaths)))
         return bool(charged)
 
     def expire(self, now: float) -> None:
@@ -190,22 +190,22 @@ class Ledger:
             for i in [*entry.parts]:
                 self._pass(entry, Event(entry.request.id, i, finish_reason="cancelled"))
 
-    def _charged(self, planned: Collection[int], arriving: int) -> list[Entry]:
+    def _charged(self, planned: Collection[int], arriving: int) -> list[RequestEntry]:
         """Who may have ended the engine: one that it was taking, one on trial, all that it worked on."""
         keys = (arriving,) if arriving else planned
         found = [self._entries[key] for key in keys if key in self._entries]
         return [self._on_trial] if self._on_trial in found and self._on_trial else found
 
-    def fail(self, entry: Entry, error: Exception) -> None:
+    def fail(self, entry: RequestEntry, error: Exception) -> None:
         """End a request with this error."""
         for i in [*entry.parts]:
             self._pass(entry, Event(entry.request.id, i, finish_reason="error", error=error))
 
-    def _acquit(self, entry: Entry) -> None:
+    def _acquit(self, entry: RequestEntry) -> None:
         entry.is_suspect = False
         self._on_trial = None
 
-    def _pass(self, entry: Entry, event: Event) -> None:
+    def _pass(self, entry: RequestEntry, event: Event) -> None:
         if event.finish_reason is not None:
             del entry.parts[event.index]
             if not entry.parts:
@@ -215,7 +215,7 @@ class Ledger:
                     self._acquit(entry)
         self._tell(entry, event)
 
-    def _tell(self, entry: Entry, event: Event) -> None:
+    def _tell(self, entry: RequestEntry, event: Event) -> None:
         try:
             entry.on_event(event)
         except Exception:
@@ -227,7 +227,7 @@ class Ledger:
                 part.is_cancelled = True
 
 
-def _whole_trace(trace: RequestTrace, part: Part) -> RequestTrace:
+def _whole_trace(trace: RequestTrace, part: ChoiceEntry) -> RequestTrace:
     """The trace of a choice that went on in another engine: its first token may be from an earlier one."""
     first = part.first_token_s if part.first_token_s is not None else trace.first_token_s
     scheduled = [s for s in (trace.first_scheduled_s, first) if s is not None]
@@ -239,7 +239,7 @@ def _whole_trace(trace: RequestTrace, part: Part) -> RequestTrace:
     )
 
 
-def _killed(num_deaths: int) -> str:
+def _death_text(num_deaths: int) -> str:
     return (
         f"{num_deaths} engines have ended in a step with this request; it is not tried again. What it had "
         "generated was delivered. The server's log says how they ended"

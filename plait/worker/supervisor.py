@@ -23,7 +23,6 @@ from plait.worker.protocol import (
     Cancel,
     Close,
     Count,
-    Counted,
     Events,
     Fault,
     FromChild,
@@ -31,11 +30,12 @@ from plait.worker.protocol import (
     Hello,
     Logged,
     LogLevels,
-    Progress,
+    MetricsReport,
+    ProgressReport,
     Ready,
     Submit,
-    raised,
-    told,
+    decode_error,
+    encode_error,
 )
 from plait.worker.request_table import Ledger
 from plait.worker.shared_status import new_memory
@@ -74,7 +74,7 @@ class Patience:
 class Watcher(Protocol):
     """Who wants to know how things stand; called on the supervisor's thread."""
 
-    def on_message(self, message: Progress | Headers | Counted) -> None: ...
+    def on_message(self, message: ProgressReport | Headers | MetricsReport) -> None: ...
     def on_up(self, engine: Spawned, ready: Ready) -> None: ...
     def on_down(self) -> None: ...
     def on_lost(self, error: EngineLost) -> None: ...
@@ -262,7 +262,9 @@ class Supervisor:
                 if self.num_restarts:
                     log.warning("the engine is back (process %d)", engine.pid)
             case Fault(error):
-                self._reported = error if isinstance(error, PlaitError) else raised(*told(error))
+                self._reported = (
+                    error if isinstance(error, PlaitError) else decode_error(*encode_error(error))
+                )
             case _:
                 self._progress_s = time.monotonic()
                 self._watcher.on_message(message)

@@ -18,12 +18,12 @@ from plait.bench import machine
 from plait.bench.model.bandwidth import Probe
 from plait.bench.model.compare import SOURCE, contestant
 from plait.bench.model.engine_pipe import Cannot, Side
-from plait.bench.model.measure import Measure, Row, Workload, capped, one, take_turns
+from plait.bench.model.measure import Measure, MeasureSizes, Row, cap_sizes, one, take_turns
 from plait.bench.model.prompts import Prompts
 from plait.bench.model.report import model_report
-from plait.bench.model.run import agreement, named, shortest_agreement
+from plait.bench.model.run import agreement, name_apart, shortest_agreement
 from plait.bench.ops.roofline import REALISTIC, work_of
-from plait.cli.bench import changed, parse_options
+from plait.cli.bench import find_changes, parse_options
 from plait.config import EngineConfig
 from plait.errors import ConfigError, EngineError
 from plait.ops.registry import REGISTRY
@@ -154,9 +154,9 @@ def test_the_share_of_the_roof_is_of_the_bandwidth_beside_it() -> None:
 
 
 def test_sizes_are_cut_to_the_context_and_tried_once() -> None:
-    assert capped((20, 128, 512, 1000), 100) == [20, 100]
+    assert cap_sizes((20, 128, 512, 1000), 100) == [20, 100]
     for max_len in (1, 2, 7, 64, 8192):
-        measures = Workload().measures(max_len)
+        measures = MeasureSizes().measures(max_len)
         assert len(measures) == len(set(measures))
         assert max_len < 4 or all(m.length <= max_len for m in measures if m.kind in ("decode", "batch"))
 
@@ -177,7 +177,7 @@ def test_agreement_counts_first_tokens() -> None:
 def test_options_of_the_other_side_are_read_like_a_command_line() -> None:
     assert parse_options("--ops reference --threads 1") == {"ops": "reference", "threads": 1}
     assert parse_options("--cpu") == {"device": "cpu"}
-    assert changed({"threads": 2, "ops": EngineConfig().ops}) == {"threads": 2}
+    assert find_changes({"threads": 2, "ops": EngineConfig().ops}) == {"threads": 2}
     with pytest.raises(ConfigError, match="--nonsense"):
         parse_options("--nonsense 1")
 
@@ -199,7 +199,7 @@ def test_what_to_compare_with_is_found_by_its_form(fake: Path, tmp_path: Path) -
     assert "ctranslate2" in str(error.value)
     if (SOURCE / ".git").exists():
         assert re.fullmatch(r"[0-9a-f]{40}", find("HEAD").revision)
-    twice = named([find("--cpu"), find("--cpu")])
+    twice = name_apart([find("--cpu"), find("--cpu")])
     assert [who.name for who in twice] == ["--cpu", "--cpu (2)"]
 
 
@@ -258,9 +258,9 @@ def test_ops_are_checked_and_timed(plait: Run, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_work_of_realistic_cases_is_known() -> None:
-    from plait.model.mixers.registry import known
+    from plait.model.mixers.registry import list_mixers
 
-    known()
+    list_mixers()
     assert set(REALISTIC) <= set(REGISTRY)
     case = {"rows": 2, "n_in": 64, "n_out": 32, "bias": False}
     make = REGISTRY["linear"].make

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from plait.checkpoint.packed_cache.file_format import opening
+from plait.checkpoint.packed_cache.file_format import encode_header
 from plait.kernels.cpu.codegen.kernel_folder import KernelFiles
 
 Run = Callable[..., Any]
@@ -24,7 +24,7 @@ def base(tmp_path: Path) -> Path:
         KernelFiles(tmp_path / "kernels" / room).write("rows.kernel", b"code" * 300)
     for folder, name in (("packed", f"nano-{'0' * 16}.packed"), ("probes", "abc.json")):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / name).write_bytes(opening(b"{}"))
+        (tmp_path / folder / name).write_bytes(encode_header(b"{}"))
     then = time.time() - 9 * 86_400
     os.utime(tmp_path / "kernels" / "old" / "rows.kernel", (then, then))
     return tmp_path

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli.convert import ended_by_signals
+from plait.cli.convert import end_by_signals
 from plait.cli.main import run
 from plait.convert import compare_quality
 
@@ -73,6 +73,6 @@ def test_errors_are_one_line(
 
 def test_sigterm_ends_it_like_ctrl_c_and_only_inside() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), ended_by_signals():
+    with pytest.raises(KeyboardInterrupt), end_by_signals():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before

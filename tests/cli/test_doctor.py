@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from plait.cli.common import doctor_checks
-from plait.cli.common.doctor_checks import CHECKS, Asked, gpu_facts, torch_facts
+from plait.cli.common.doctor_checks import CHECKS, DoctorRequest, gpu_facts, torch_facts
 from plait.cli.doctor import format_rows, text_lines
 
 Run = Callable[..., Any]
@@ -60,7 +60,7 @@ WELL: dict[str, Any] = {
 GPU = {"name": "H200", "driver": "570", "memory_mib": "1000"}
 
 
-def findings(asked: Asked | None = None, **changes: Any) -> list[doctor_checks.Finding]:
+def findings(asked: DoctorRequest | None = None, **changes: Any) -> list[doctor_checks.Finding]:
     """What is said of a machine that differs from a good one; a key is `room__key`."""
     facts = copy.deepcopy(WELL)
     for path, value in changes.items():
@@ -69,7 +69,7 @@ def findings(asked: Asked | None = None, **changes: Any) -> list[doctor_checks.F
         for room in rooms:
             place = place[room]
         place[key] = value
-    return [f for check in CHECKS for f in check(facts, asked or Asked())]
+    return [f for check in CHECKS for f in check(facts, asked or DoctorRequest())]
 
 
 def test_a_good_machine_has_no_findings() -> None:
@@ -127,22 +127,22 @@ def test_every_trouble_has_a_finding_with_advice(
 
 
 def test_options_are_checked_against_the_machine() -> None:
-    (found,) = findings(Asked(threads=16))
+    (found,) = findings(DoctorRequest(threads=16))
     assert (found.what.startswith("16 threads on 8 logical CPUs"), found.advice) == (True, "--threads 4")
-    (found,) = findings(Asked(threads=4), cpu__quota=2.5, cpu__threads=2)
+    (found,) = findings(DoctorRequest(threads=4), cpu__quota=2.5, cpu__threads=2)
     assert (found.what.startswith("a quota of 2.5 CPUs, and 4 threads"), found.advice) == (
         True,
         "--threads 2",
     )
     assert not findings(cpu__quota=2.5, cpu__threads=2), "the default keeps within it"
-    (asked,) = findings(Asked(isa="generic"), kernels__dot="generic")
+    (asked,) = findings(DoctorRequest(isa="generic"), kernels__dot="generic")
     assert "--isa generic was asked for" in asked.what
 
 
 def test_without_numba_there_is_one_finding_and_a_word_for_it() -> None:
     facts = copy.deepcopy(WELL)
     facts["kernels"] = {"target": None, "dot": None, "formats": [], "cache": None}
-    assert [f for check in CHECKS for f in check(facts, Asked())] == []
+    assert [f for check in CHECKS for f in check(facts, DoctorRequest())] == []
     assert any("Numba is not installed" in line for line in text_lines(facts, []))
 
 
@@ -161,14 +161,15 @@ def test_this_machine_is_described(plait: Run, tmp_path: Path) -> None:
 
 
 def test_something_broken_is_the_exit_code(plait: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_checks, "installed", lambda name: None if name == "safetensors" else "1.0")
+    monkeypatch.setattr(doctor_checks, "find_version", lambda name: None if name == "safetensors" else "1.0")
     result = plait("doctor")
     assert result.code == 1
     assert "broken: not installed: safetensors" in result.out
 
 
 def test_it_does_not_import_torch() -> None:
-    code = "import sys; from plait.cli.common.doctor_checks import Asked, examine; examine(Asked())"
+    code = "import sys; from plait.cli.common.doctor_checks import DoctorRequest, examine"
+    code += "; examine(DoctorRequest())"
     code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

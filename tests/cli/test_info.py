@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from plait.cli.info import columns, grouped, op_lines, shortened, source_lines
+from plait.cli.info import columns, group_bindings, op_lines, shorten, source_lines
 from plait.ops.registry import Binding
 from tests.families import tiny, tiny_bare
 
@@ -21,9 +21,9 @@ def test_columns_are_as_wide_as_they_must_be() -> None:
 
 
 def test_a_long_value_says_what_is_cut() -> None:
-    assert shortened(["mamba"] * 40) == "[… 40 values]"
-    assert shortened("x" * 90).endswith("…")
-    assert shortened(1e-5) == "1e-05"
+    assert shorten(["mamba"] * 40) == "[… 40 values]"
+    assert shorten("x" * 90).endswith("…")
+    assert shorten(1e-5) == "1e-05"
 
 
 def test_sources_are_beside_their_values() -> None:
@@ -34,7 +34,7 @@ def test_sources_are_beside_their_values() -> None:
 def test_ops_say_why_not_the_faster_one() -> None:
     slow = Binding("linear", "reference", "layers.0.attn.q", (("amx", "no amx here"),))
     fast = Binding("rms_norm", "avx512", "layers.0.norm", ())
-    lines = op_lines(grouped([slow, slow, fast]))
+    lines = op_lines(group_bindings([slow, slow, fast]))
     assert lines == [
         "  linear    reference  × 2  not amx: no amx here",
         "  rms_norm  avx512     × 1  nothing faster is there",

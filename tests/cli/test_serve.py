@@ -21,7 +21,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def serve(model: str, engine: EngineConfig, server: ServerConfig, reread: Any) -> None:
         found.extend((model, engine, server, reread))
 
-    monkeypatch.setattr("plait.server.run.serve", serve)
+    monkeypatch.setattr("plait.server.run.run_server", serve)
     return found
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from plait.cli.verify import arithmetic_lines, difference_lines, named, read_prompts, row, verdict
+from plait.cli.verify import arithmetic_lines, difference_lines, name_token, read_prompts, row, verdict
 from plait.errors import ConfigError
-from plait.kernels.load import load as load_kernels
+from plait.kernels.load import load_kernels
 from plait.ops.attention import paged_attention
 from plait.ops.registry import Variant
-from plait.verify.trace import Place
-from plait.verify.verify import Arithmetic, Difference, Result
+from plait.verify.trace import FirstDifference
+from plait.verify.verify import Arithmetic, CellResult, Difference
 from tests.families import tiny
 
 Run = Callable[..., Any]
@@ -128,16 +128,16 @@ def test_the_arithmetic_is_said_honestly() -> None:
 
 
 def test_a_row_says_what_happened_or_that_nothing_did() -> None:
-    swapped = Result("swapped", 8, 96, (), {"preemptions": 3, "swaps": 2}, proof="swaps")
+    swapped = CellResult("swapped", 8, 96, (), {"preemptions": 3, "swaps": 2}, proof="swaps")
     assert " ".join(row(swapped, 10).split()) == "swapped 8 96 - - 3 preemptions, 2 swaps"
-    idle = Result("swapped", 8, 96, (), {"preemptions": 3, "swaps": 0}, proof="swaps")
+    idle = CellResult("swapped", 8, 96, (), {"preemptions": 3, "swaps": 0}, proof="swaps")
     assert row(idle, 10).endswith("nothing was swapped: this shows nothing")
-    guessed = Result("guessed", 8, 96, (), {"drafted": 9, "accepted": 4}, proof="drafted")
+    guessed = CellResult("guessed", 8, 96, (), {"drafted": 9, "accepted": 4}, proof="drafted")
     assert row(guessed, 10).endswith("4 of 9 guessed tokens right")
 
 
 def test_a_difference_says_both_tokens_and_the_place() -> None:
-    place = Place("layer 3, attn", "", "paged_attention", 17, 1.5e-7, 4)
+    place = FirstDifference("layer 3, attn", "", "paged_attention", 17, 1.5e-7, 4)
     other = Difference("batch of 4", "prompt 1, greedy", 0, 2, 20, 5, 7, gap=0.0012, place=place)
     assert difference_lines(other, None) == [
         "  batch of 4: prompt 1, greedy, token 3 (position 20): 7 instead of 5; "
@@ -151,14 +151,16 @@ def test_a_difference_says_both_tokens_and_the_place() -> None:
     first, note = difference_lines(rounded, None)
     assert first.endswith("the same token, its log-probability off by 1e-07")
     assert note == "    look elsewhere"
-    assert named(None, None) == "no token"
+    assert name_token(None, None) == "no token"
 
 
 def test_the_verdict_counts_and_says_whose_fault_it_is() -> None:
     other = Difference("c", "r", 0, 0, 3, 5, 7)
     rounded = Difference("c", "r", 0, 0, 3, 5, 5, off_by=1e-7)
-    bad = [Result("c", 8, 1200, (other, rounded), {})]
-    assert verdict([Result("c", 8, 1200, (), {})], LOOSE) == ["no difference in 1,200 tokens of 8 replies"]
+    bad = [CellResult("c", 8, 1200, (other, rounded), {})]
+    assert verdict([CellResult("c", 8, 1200, (), {})], LOOSE) == [
+        "no difference in 1,200 tokens of 8 replies"
+    ]
     counted, kernels = verdict(bad, NATIVE)
     assert counted.startswith("1 replies with other tokens, 1 with the same tokens and other bits: 1,200")
     assert "breaks Plait's promise" in kernels

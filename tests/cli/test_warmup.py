@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from plait.checkpoint.packed_cache.file_format import shelved
+from plait.checkpoint.packed_cache.file_format import list_packed
 from plait.cli.main import run
 from plait.loading import packed_cache
 
@@ -29,7 +29,7 @@ def test_packed_weights_are_kept_used_shown_and_removed(
     asked = ["warmup", str(nano_hybrid), *SIZES, "--packed-cache", str(folder)]
     assert run(asked) == 0
     assert "written to" in capsys.readouterr().out
-    (kept,) = shelved(folder)
+    (kept,) = list_packed(folder)
     assert run(asked) == 0
     assert f"are kept in {kept.path}" in capsys.readouterr().out
     assert run(["info", str(nano_hybrid), "--ops", *SIZES, "--packed-cache", str(folder)]) == 0
@@ -49,7 +49,7 @@ def test_packed_weights_are_kept_used_shown_and_removed(
 
     assert run(["warmup", "--clear", "--packed-cache", str(folder)]) == 0
     assert str(folder) in capsys.readouterr().out
-    assert not shelved(folder)
+    assert not list_packed(folder)
 
 
 def test_packed_weights_can_be_left_out(
@@ -62,7 +62,7 @@ def test_packed_weights_can_be_left_out(
     assert not folder.exists()
     assert run([*asked, "--packed-limit", "1KiB"]) == 0
     assert "--packed-limit" in capsys.readouterr().out
-    assert not shelved(folder)
+    assert not list_packed(folder)
 
 
 def test_a_folder_that_cannot_be_made_is_told(

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from plait.checkpoint.readers.gguf import GgufFile
 from plait.config import EngineConfig
 from plait.convert.compare_quality import compare
-from plait.convert.convert import Order, convert
+from plait.convert.convert import Order, convert_model
 from plait.convert.plan import output
 from plait.convert.plan.output import TEMPLATES
 from plait.errors import ConfigError, OutOfMemory, PlaitError
@@ -54,7 +54,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(model: Path, out: Path, **given: Any) -> Any:
-    return convert(Order(str(model), out, threads=1, **given), lambda *_: None)
+    return convert_model(Order(str(model), out, threads=1, **given), lambda *_: None)
 
 
 def logits(path: Path) -> torch.Tensor:
@@ -162,7 +162,7 @@ def test_large_models_are_written_in_several_files(models: Path, tmp_path: Path)
 
 def test_both_sides_are_compared_on_a_text(models: Path, tmp_path: Path) -> None:
     order = Order(str(models / "llama"), tmp_path / "a.gguf", quantize="q4_0", threads=1)
-    convert(order, lambda *_: None)
+    convert_model(order, lambda *_: None)
     found = compare(order, lambda *_: None, ops="reference")
     assert found.is_text
     assert found.tokens == 128  # the longest that it can read
@@ -246,7 +246,7 @@ def test_nothing_is_left_when_it_fails(
 ) -> None:
     (tmp_path / out).mkdir() if out == "a" else (tmp_path / out).write_text("before")
     with pytest.raises(told):
-        convert(Order(str(models / "llama"), tmp_path / out, force=True, threads=1), failing(error))
+        convert_model(Order(str(models / "llama"), tmp_path / out, force=True, threads=1), failing(error))
     assert [p.name for p in tmp_path.iterdir()] == [out]
     if out != "a":
         assert (tmp_path / out).read_text() == "before"

@@ -14,7 +14,7 @@ import pytest
 from plait.config import EngineConfig
 from plait.loading.build import load
 from plait.memory import PagedState
-from plait.verify.verify import Result, Verification
+from plait.verify.verify import CellResult, Verification
 from tests.families import tiny
 from tests.runner import recordings
 
@@ -36,7 +36,7 @@ def checkpoint(name: str, root: Path) -> Path:
 
 def matrix(
     folder: Path, *, batch: int, max_tokens: int, threads: int = 2, **options: Any
-) -> tuple[list[Result], bool]:
+) -> tuple[list[CellResult], bool]:
     """What `plait verify` finds, and whether the model has memory that grows and can run out."""
     config = EngineConfig(device="cpu", threads=threads, max_num_seqs=1, **options)
     loaded = load(str(folder), config)
@@ -49,7 +49,7 @@ def matrix(
         loaded.front.close(drain=False)
 
 
-def assert_same(results: list[Result], grows: bool) -> None:
+def assert_same(results: list[CellResult], grows: bool) -> None:
     found = [str(d) for result in results for d in result.differences]
     assert not found, "\n".join(found)
     # Random weights seldom repeat what prompt lookup could find.

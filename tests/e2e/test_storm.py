@@ -22,13 +22,13 @@ from plait.config import EngineConfig
 from plait.engine.core import Engine
 from plait.engine.thread import EngineLoop
 from plait.errors import DeadlineExceeded
-from plait.frontend.output_stream import Stream
+from plait.frontend.output_stream import OutputStream
 from plait.loading.build import Loaded, engine_over, load
 from plait.memory import has_slots
 from plait.ops.seed import choice_seed
 from plait.request import Request, SamplingParams
 from plait.runner.runner import ModelRunner
-from plait.schedule.speculate import NgramProposer, Speculation, Wanted
+from plait.schedule.speculate import DraftRequest, NgramProposer, Speculation
 from plait.verify.fakes import CheapRows
 from tests.families import tiny
 from tests.server.fake import ByteTokenizer
@@ -65,7 +65,7 @@ class Guesses:
     def __init__(self, replies: Mapping[int, Sequence[int]]) -> None:
         self._lookup, self._replies = NgramProposer(), replies  # by the seed of a sequence
 
-    def propose(self, wanted: Sequence[Wanted]) -> dict[int, tuple[int, ...]]:
+    def propose(self, wanted: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
         found = dict(self._lookup.propose([one for one in wanted if one.seq_id % 2]))
         for one in wanted:
             if one.seq_id not in found:
@@ -171,7 +171,7 @@ def single_runs(model: Model, storm: Sequence[Client]) -> dict[tuple[str, int], 
     streams = {}
     for client in storm:
         request = replace(client.request, timeout_s=None, priority=0)
-        stream = streams[request.id] = Stream(request, Signs(), engine.cancel)
+        stream = streams[request.id] = OutputStream(request, Signs(), engine.cancel)
         engine.submit(request, stream.on_event)
     while engine.step():
         pass
@@ -181,7 +181,7 @@ def single_runs(model: Model, storm: Sequence[Client]) -> dict[tuple[str, int], 
     }
 
 
-def _heard(stream: Stream, client: Client) -> dict[int, Said]:
+def _heard(stream: OutputStream, client: Client) -> dict[int, Said]:
     said = {index: Said() for index in range(client.request.params.n)}
     with contextlib.closing(iter(stream)) as deltas:
         if client.leaves_after == 0:
@@ -222,7 +222,7 @@ def weather(engine: Engine, storm: Sequence[Client]) -> dict[tuple[str, int], Sa
     loop = EngineLoop(engine)
 
     def talk(client: Client) -> tuple[str, dict[int, Said]]:
-        stream = Stream(client.request, Signs(), loop.cancel)
+        stream = OutputStream(client.request, Signs(), loop.cancel)
         loop.submit(client.request, stream.on_event)
         return client.request.id, _heard(stream, client)
 

@@ -16,11 +16,11 @@ import pytest
 from openai import OpenAI
 
 from plait.config import EngineConfig
-from plait.engine.core import Runner
+from plait.engine.core import StepRunner
 from plait.loading.build import Loaded, load
 from plait.memory import has_slots
 from plait.request import Request, SamplingParams
-from plait.schedule.plan import Plan, Sampled, SamplingBatch
+from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
 from tests.e2e.conftest import NANO_HYBRID, serve
 from tests.families import tiny
 
@@ -34,10 +34,10 @@ GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, repetiti
 class CountingRunner:
     """Counts the tokens that steps compute."""
 
-    inner: Runner
+    inner: StepRunner
     num_tokens: int = 0
 
-    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
         self.num_tokens += plan.num_tokens
         return self.inner.execute(plan, sampling)
 

@@ -12,9 +12,9 @@ from plait.memory import BlockGroup
 from plait.request import Event, Request, SamplingParams, TokenLogprobs
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import StepCosts
-from plait.schedule.plan import Chunk, CopyBlock, CopySlot, Load, Move, Plan, Sampled, SamplingBatch, Save
+from plait.schedule.plan import Chunk, CopyBlock, CopySlot, Load, Move, Sampled, SamplingBatch, Save, StepPlan
 from plait.schedule.pools import CacheOptions
-from plait.schedule.scheduler import Limits, Scheduler
+from plait.schedule.scheduler import Scheduler, SchedulerLimits
 
 BLOCK, VOCAB = 4, 97
 GROUPS = (BlockGroup("full", None, ("a",)), BlockGroup("window:6", 6, ("b",)))
@@ -50,15 +50,15 @@ class HashModel:
     def __init__(
         self,
         breaks: Callable[[Chunk], bool] = lambda chunk: False,
-        moves_break: Callable[[Plan], bool] = lambda plan: False,
+        moves_break: Callable[[StepPlan], bool] = lambda plan: False,
     ) -> None:
         self.pages: dict[tuple[int, int], int | None] = {}
         self.slots: dict[int, int | None] = {}
         self.host: dict[int, tuple[list[list[int | None]], int | None]] = {}
         self.breaks, self.moves_break = breaks, moves_break
-        self.plans: list[Plan] = []
+        self.plans: list[StepPlan] = []
 
-    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
         self.plans.append(plan)
         if self.moves_break(plan):
             raise OSError("the host is out of memory")
@@ -167,7 +167,7 @@ def engine(
     **limits: Any,
 ) -> Engine:
     """An engine over `model`; `options` are the engine's own, `limits` the scheduler's."""
-    rules = Limits(
+    rules = SchedulerLimits(
         max_model_len=length,
         causal=causal,
         **(dict(max_num_seqs=4, max_num_batched_tokens=16, max_waiting=100) | limits),

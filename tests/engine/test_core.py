@@ -10,7 +10,7 @@ import pytest
 
 from plait.errors import CapacityError, ContextTooLong, EngineError, InvalidField, QueueFull
 from plait.request import Event
-from plait.schedule.plan import CopyBlock, CopySlot, Load, Plan, Sampled, SamplingBatch, Save
+from plait.schedule.plan import CopyBlock, CopySlot, Load, Sampled, SamplingBatch, Save, StepPlan
 from tests.engine.hash_model import (
     HOST,
     VOCAB,
@@ -271,7 +271,7 @@ def test_a_fault_of_the_whole_batch_costs_nobody_anything() -> None:
 
 def test_an_error_of_ours_is_passed_on_as_it_is() -> None:
     class Refuses:
-        def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+        def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
             raise EngineError("the model computed nan")
 
     e, reader = engine(Refuses()), Reader()
@@ -286,7 +286,7 @@ def test_an_error_of_ours_is_passed_on_as_it_is() -> None:
 
 def test_a_runner_that_answers_too_little_is_a_fault_of_the_step() -> None:
     class Silent:
-        def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+        def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
             return []
 
     e, reader = engine(Silent()), Reader()
@@ -328,7 +328,7 @@ def test_moves_that_fail_are_nobodys_fault(kinds: Any) -> None:
     """Every seventh plan that moves memory so fails, and no reply suffers."""
     seen = count()
 
-    def breaks(plan: Plan) -> bool:
+    def breaks(plan: StepPlan) -> bool:
         moves = any(isinstance(move, kinds) for move in plan.moves)
         return moves and next(seen) % 7 == 0
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from plait.schedule.costs import StepCosts
-from plait.schedule.speculate import Speculation, Wanted
+from plait.schedule.speculate import DraftRequest, Speculation
 from tests.engine.hash_model import HOST, VOCAB, Reader, engine, finish, oracle, prompts, request
 
 
@@ -57,7 +57,7 @@ class Teacher:
         self.texts = {seq_id: [*p, *oracle(p, 40)] for seq_id, p in prompts.items()}
         self.wrong_every, self.forgotten = wrong_every, list[int]()
 
-    def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]:
+    def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         found = {}
         for one in wanted:
             start = len(one.token_ids)

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from plait.engine.grammar_guide import Guide, Guides
+from plait.engine.grammar_guide import GrammarGuide, Guides
 from plait.engine.thread import EngineLoop
 from plait.errors import BadGrammar, InvalidField, OutOfMemory
 from plait.frontend.frontend import Front
 from plait.llm.outputs import RequestOutput, collect
 from plait.request import Grammar, Request, SamplingParams, ThinkingBudget
 from plait.schedule.costs import StepCosts
-from plait.schedule.plan import Plan
+from plait.schedule.plan import StepPlan
 from plait.schedule.speculate import NgramProposer, Speculation
 from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.output.thinking_budget import ThinkingWatch
@@ -127,9 +127,9 @@ def test_a_guide_that_fails_ends_its_own_reply_with_the_reason(
     with pytest.raises(BadGrammar):
         collect(front.submit(wrong), None, request.params)
     calls = iter(range(100))
-    begin = Guide.begin
+    begin = GrammarGuide.begin
 
-    def breaking(self: Guide, grammar: Any, *rest: Any) -> None:
+    def breaking(self: GrammarGuide, grammar: Any, *rest: Any) -> None:
         masks = grammar.masks
 
         def until(draft: Any = ()) -> Any:
@@ -149,7 +149,7 @@ def test_a_guide_that_fails_ends_its_own_reply_with_the_reason(
         def __getattr__(self, name: str) -> Any:
             return getattr(self._state, name)
 
-    monkeypatch.setattr(Guide, "begin", lambda self, g, *rest: breaking(self, Open(g), *rest))
+    monkeypatch.setattr(GrammarGuide, "begin", lambda self, g, *rest: breaking(self, Open(g), *rest))
     told = list(front.submit(request))
     assert (told[-1].finish_reason, str(told[-1].error)) == ("error", "the grammar takes too long")
     assert sum(len(delta.token_ids) for delta in told) == 5
@@ -215,7 +215,7 @@ def test_a_step_that_fails_costs_a_guided_reply_nothing(
     runner, shared = engine_of(front).runner, iter(range(10_000))
     execute = runner.execute
 
-    def failing(plan: Plan, sampling: Any) -> Any:
+    def failing(plan: StepPlan, sampling: Any) -> Any:
         if len(plan.chunks) > 1 and next(shared) in (7, 60):
             raise OSError("a step fails")
         return execute(plan, sampling)
@@ -226,12 +226,12 @@ def test_a_step_that_fails_costs_a_guided_reply_nothing(
 
 
 def test_a_sequence_whose_grammar_is_compiled_waits_and_others_go_on(front: Front) -> None:
-    made: list[Guide] = []
+    made: list[GrammarGuide] = []
 
-    def slow(request: Request) -> list[Guide | None]:
+    def slow(request: Request) -> list[GrammarGuide | None]:
         if request.grammar is None:
             return [None]
-        made.append(Guide(VOCAB_SIZE))
+        made.append(GrammarGuide(VOCAB_SIZE))
         return [made[0]]
 
     engine = engine_of(front)
@@ -263,7 +263,7 @@ def test_keys_take_turns_at_the_thread_that_compiles(front: Front) -> None:
         raise BadGrammar("there is none")
 
     class Noted(Guides):
-        def _begin(self, request: Request, guides: Sequence[Guide]) -> None:
+        def _begin(self, request: Request, guides: Sequence[GrammarGuide]) -> None:
             begun.append(request.id)
             super()._begin(request, guides)
 
@@ -339,7 +339,7 @@ def test_without_a_vocabulary_nothing_is_taken_that_would_need_one() -> None:
 
 @pytest.mark.parametrize("due", [(7, 8, 9), (300,)])
 def test_forced_tokens_are_the_only_ones_allowed_and_are_the_draft(due: tuple[int, ...]) -> None:
-    guide = Guide(320)
+    guide = GrammarGuide(320)
     budget = ThinkingBudget(0, "<think>", "</think>", due, True)
     guide.begin(None, ThinkingWatch(budget, lambda i: b"</think>" if i == due[-1] else b"x"))
     assert guide.forced() == due

@@ -116,7 +116,7 @@ def test_every_sequence_of_the_longest_length_runs_beside_all_others(max_len: in
     """Sized by need, nobody is ever preempted."""
     from plait.request import SamplingParams
     from plait.schedule.plan import Sampled
-    from plait.schedule.sequence import Sequence
+    from plait.schedule.sequence import TokenSequence
 
     config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=32, block_size=4)
     model = ModelFacts(states=HYBRID, max_len=max_len, dtype="float32", causal=causal)
@@ -125,7 +125,7 @@ def test_every_sequence_of_the_longest_length_runs_beside_all_others(max_len: in
     s = sizing.scheduler(config, causal=causal)
     for i in range(6):
         prompt = [1] * (length - 3 * i if length > 20 else 2)
-        s.add(Sequence(i, f"r{i}", 0, prompt, SamplingParams(), frozenset(), length))
+        s.add(TokenSequence(i, f"r{i}", 0, prompt, SamplingParams(), frozenset(), length))
     most = 0
     while s.has_work:
         plan = s.plan()

@@ -10,7 +10,7 @@ import pytest
 from plait.engine.core import NUM_TRACES, Engine
 from plait.errors import CapacityError, DeadlineExceeded, EngineError
 from plait.request import Event
-from plait.schedule.plan import Plan, Sampled, SamplingBatch
+from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
 from tests.engine.hash_model import HashModel, Reader, engine, finish, oracle, request
 
 SHARED = [5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
@@ -31,7 +31,7 @@ class Timed(HashModel):
         super().__init__()
         self.clock = clock
 
-    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
         self.clock.now += 1.0
         return super().execute(plan, sampling)
 

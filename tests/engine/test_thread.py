@@ -14,8 +14,8 @@ from plait.engine.thread import EngineLoop
 from plait.errors import DeadlineExceeded, EngineError, InvalidField, QueueFull
 from plait.request import Event, Request, SamplingParams
 from plait.schedule.allocation import Allocation
-from plait.schedule.plan import Plan, Sampled, SamplingBatch
-from plait.schedule.scheduler import Limits, Scheduler
+from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
+from plait.schedule.scheduler import Scheduler, SchedulerLimits
 
 PATIENCE_S = 30.0  # a bound against hanging for ever, never an expectation
 
@@ -28,7 +28,7 @@ class Counting:
         self.gate.set()
         self.entered = threading.Event()
 
-    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
         self.entered.set()
         assert self.gate.wait(PATIENCE_S)
         return [Sampled((row.position,)) for row in sampling.rows]
@@ -64,7 +64,7 @@ class Mailbox:
 @contextmanager
 def running(**limits: Any) -> Iterator[tuple[EngineLoop, Counting]]:
     options = dict(max_num_seqs=4, max_num_batched_tokens=64, max_waiting=100, max_model_len=100_000)
-    rules = Limits(**(options | limits))
+    rules = SchedulerLimits(**(options | limits))
     memory = Allocation((), (), 16, num_slots=rules.max_num_seqs + 1, max_step_len=64)
     model = Counting()
     loop = EngineLoop(Engine(model, Scheduler(rules, memory), vocab_size=200_000, max_model_len=100_000))
@@ -322,7 +322,7 @@ def test_work_that_cannot_go_on_yet_is_tried_again() -> None:
     with running() as (loop, _):
         plan, refused = loop.engine.scheduler.plan, []
 
-        def later(*drafts: Any) -> Plan | None:
+        def later(*drafts: Any) -> StepPlan | None:
             if len(refused) < 3:
                 refused.append(1)
                 return None

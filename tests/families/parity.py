@@ -15,7 +15,7 @@ from plait.memory import block_groups
 from plait.model.decoder import Decoder
 from plait.quant.weight import as_tensor
 from plait.runner.inputs import build_batch
-from plait.schedule.plan import Chunk, Plan
+from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 
 CPU, BLOCK, LONGEST = torch.device("cpu"), 4, 23
@@ -78,7 +78,7 @@ class Session:
             seq, start, ids = pieces[n]
             tables = (self.tables[seq],) * len(self.groups)
             chunks.append(Chunk(seq, start, tuple(ids.tolist()), tables, self.slots[seq], len(ids)))
-        out = self.model(build_batch(Plan(0, tuple(chunks)), self.groups, BLOCK, CPU), self.store)
+        out = self.model(build_batch(StepPlan(0, tuple(chunks)), self.groups, BLOCK, CPU), self.store)
         parts = out.split([len(c.token_ids) for c in chunks])
         return [parts[order.index(n)] for n in range(len(pieces))]
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from plait.checkpoint.quantized.packed import Packed
+from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.checkpoint.readers.safetensors import SafetensorsFiles
 from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
 from plait.families.gguf.config import gguf_config
-from plait.spec import Attention, Moe, Parallel
+from plait.spec import AttentionSpec, MoeSpec, ParallelSpec
 from tests.families import tiny
 from tests.families.as_gguf import converted
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
@@ -30,10 +30,10 @@ SMALL = {
 }
 
 
-def attention(architecture: str, **keys: Any) -> list[Attention]:
+def attention(architecture: str, **keys: Any) -> list[AttentionSpec]:
     """The attention of every layer of such a config."""
     spec, _ = build_spec({"architectures": [architecture], **SMALL, **keys})
-    return [mixer for _, mixer in spec.mixers() if isinstance(mixer, Attention)]
+    return [mixer for _, mixer in spec.mixers() if isinstance(mixer, AttentionSpec)]
 
 
 def test_a_command_model_says_in_old_words_where_its_windows_are() -> None:
@@ -89,7 +89,7 @@ def test_command_r_norms_each_head_by_itself_where_it_is_told_to() -> None:
     layers = attention("CohereForCausalLM", use_qk_norm=True)
     assert {(a.qk_norm_over, a.qk_norm.kind) for a in layers if a.qk_norm} == {("each", "layer")}
     spec, _ = build_spec({"architectures": ["CohereForCausalLM"], **SMALL})
-    assert isinstance(spec.layers[0][0].mixer, Parallel)
+    assert isinstance(spec.layers[0][0].mixer, ParallelSpec)
 
 
 def test_scores_of_glm_that_are_no_sigmoids_are_refused() -> None:
@@ -129,9 +129,9 @@ def test_experts_of_gpt_oss_stay_in_four_bits(tmp_path: Path) -> None:
         packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     save_file(packed, tmp_path / "model.safetensors")
-    checkpoint = Packed(SafetensorsFiles(tmp_path / "model.safetensors"))
+    checkpoint = QuantizedCheckpoint(SafetensorsFiles(tmp_path / "model.safetensors"))
     found, twin = resolved(checkpoint, config), Memory(plain)
-    assert isinstance(found.spec.layers[0][1].mixer, Moe)
+    assert isinstance(found.spec.layers[0][1].mixer, MoeSpec)
     ids, want = oracle["ids"], decoder(resolved(twin, config), twin)
     model = decoder(found, checkpoint)
     assert worst(whole(model, ids[0]), whole(want, ids[0])) <= 1e-4

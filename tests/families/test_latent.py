@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plait import LLM, SamplingParams
-from plait.checkpoint.quantized.packed import Packed
+from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.checkpoint.quantized.scheme import find_scheme
 from plait.checkpoint.readers.gguf import GgufFile
 from plait.checkpoint.weights import Checkpoint, Target, Weights
@@ -129,7 +129,7 @@ def test_packings_of_every_format_of_safetensors(name: str, models: dict[str, Mo
         files.update({key.removesuffix("weight") + part: value for part, value in parts.items()})
         plain[key] = torch.from_numpy(numbers).float()
     said = PACKINGS[name].config
-    checkpoint = Packed(files, find_scheme({"quantization_config": said}) if said else None)
+    checkpoint = QuantizedCheckpoint(files, find_scheme({"quantization_config": said}) if said else None)
     wanted = whole(decoder(resolved(plain, config), plain), IDS)
     agree(native(resolved(checkpoint, config), checkpoint, cpu), wanted)
 

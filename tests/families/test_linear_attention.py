@@ -14,7 +14,7 @@ from plait.families.resolve import resolve
 from plait.quant.encode import encoder
 from plait.quant.gguf import Gguf
 from plait.quant.weight import as_tensor
-from plait.spec import Attention, DeltaNet, Lightning, Mla, RgLru
+from plait.spec import AttentionSpec, DeltaNetSpec, LightningSpec, MlaSpec, RgLruSpec
 from tests.families import tiny, tiny_bare
 from tests.families.parity import CPU, Memory, decoder, resolved, whole, worst
 
@@ -100,7 +100,7 @@ def test_minimax_text_01_has_other_keys_and_the_same_layers() -> None:
         shared_intermediate_size=0,
     )
     kinds = [type(layer[0].mixer) for layer in old.layers]
-    assert kinds == [Lightning, Attention, Lightning]
+    assert kinds == [LightningSpec, AttentionSpec, LightningSpec]
     assert {branch.keep for layer in old.layers for branch in layer} == {3.5}
     attention = old.layers[1][0].mixer
     assert (attention.rope.dim, attention.rope.theta) == (8, 1e7)
@@ -132,7 +132,7 @@ def test_kimi_linear_counts_layers_from_one() -> None:
     }
     spec = spec_of("KimiLinearForCausalLM", **keys)
     first, second, third = (layer[0].mixer for layer in spec.layers)
-    assert (type(first), type(second), type(third)) == (DeltaNet, Mla, DeltaNet)
+    assert (type(first), type(second), type(third)) == (DeltaNetSpec, MlaSpec, DeltaNetSpec)
     assert (first.num_heads, first.key_dim, first.conv_kernel) == (3, 8, 3)
     assert (second.rope, second.rope_dim) == (None, 4)
     with pytest.raises(UnsupportedModel, match="mla_use_nope = False is not implemented"):
@@ -146,7 +146,7 @@ def test_kimi_linear_counts_layers_from_one() -> None:
 def test_qwen_has_full_attention_in_every_fourth_layer_unless_told() -> None:
     def kinds(**keys: Any) -> str:
         spec = spec_of("Qwen3_5ForCausalLM", num_hidden_layers=6, head_dim=16, **keys)
-        return "".join("a" if isinstance(layer[0].mixer, Attention) else "d" for layer in spec.layers)
+        return "".join("a" if isinstance(layer[0].mixer, AttentionSpec) else "d" for layer in spec.layers)
 
     assert kinds() == "dddadd"
     assert kinds(full_attention_interval=2) == "dadada"
@@ -157,7 +157,13 @@ def test_qwen_has_full_attention_in_every_fourth_layer_unless_told() -> None:
 
 def test_recurrent_gemma_goes_round_its_block_types() -> None:
     spec = spec_of("RecurrentGemmaForCausalLM", num_hidden_layers=5)
-    assert [type(layer[0].mixer) for layer in spec.layers] == [RgLru, RgLru, Attention, RgLru, RgLru]
+    assert [type(layer[0].mixer) for layer in spec.layers] == [
+        RgLruSpec,
+        RgLruSpec,
+        AttentionSpec,
+        RgLruSpec,
+        RgLruSpec,
+    ]
     assert spec.layers[2][0].mixer.window == 2048
     assert spec.layers[0][1].mixer.size == 24
     assert spec.embed_scale == 5.65625  # sqrt(32) in bfloat16

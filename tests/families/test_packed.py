@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from plait import LLM
-from plait.checkpoint.quantized.packed import Packed
+from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.checkpoint.quantized.scheme import find_scheme
 from plait.cli.info import checkpoint_facts
 from plait.config import EngineConfig
 from plait.errors import UnsupportedFormat
-from plait.families.common.recipes import expert_half, half, part, reordered, scaled
+from plait.families.common.recipes import expert_half, half, part, reorder_rows, scale_tensor
 from plait.loading.meta_model import model_states
 from plait.loading.open_model import open_model
 from plait.quant.weight import Weight
@@ -70,11 +70,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     return found
 
 
-def quantized(files: InMemory, config: Any) -> Packed:
-    return Packed(files, find_scheme({"quantization_config": config}) if config else None)
+def quantized(files: InMemory, config: Any) -> QuantizedCheckpoint:
+    return QuantizedCheckpoint(files, find_scheme({"quantization_config": config}) if config else None)
 
 
-def agree(config: dict[str, Any], checkpoint: Packed, plain: dict[str, Tensor]) -> None:
+def agree(config: dict[str, Any], checkpoint: QuantizedCheckpoint, plain: dict[str, Tensor]) -> None:
     """Whole and in pieces, to the last bits that the order of sums decides."""
     found = decoder(resolved(checkpoint, config), checkpoint)
     wanted = decoder(resolved(Memory(plain), config), Memory(plain))
@@ -189,9 +189,9 @@ def test_recipes_of_families_keep_the_storage(name: str) -> None:
     for recipe, wanted in (
         (half(1, "x"), rows[4:]),
         (part(1, [3, 5], "x"), rows[3:]),
-        (reordered(order, "x"), rows[order]),
-        (scaled(0.5, "x"), rows * 0.5),
-        (scaled(torch.linspace(1, 2, 8), "x"), rows * torch.linspace(1, 2, 8)[:, None]),
+        (reorder_rows(order, "x"), rows[order]),
+        (scale_tensor(0.5, "x"), rows * 0.5),
+        (scale_tensor(torch.linspace(1, 2, 8), "x"), rows * torch.linspace(1, 2, 8)[:, None]),
     ):
         found: Weight = recipe.fn(weight)
         assert (type(found), found.format) == (type(weight), weight.format)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from plait.families.common.registry import build_spec
-from plait.spec import Attention, Mamba2, Mla, ModelSpec, Moe, Parallel, Router
+from plait.spec import AttentionSpec, Mamba2Spec, MlaSpec, ModelSpec, MoeSpec, ParallelSpec, RouterSpec
 
 LLAMA_31_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -157,7 +157,7 @@ def only(kind: type, config: dict[str, Any]) -> list[Any]:
 
 
 def test_llama_3() -> None:
-    found = only(Attention, LLAMA_31_8B)
+    found = only(AttentionSpec, LLAMA_31_8B)
     assert len(found) == 32
     assert (found[0].num_kv_heads, found[0].head_dim, found[0].rope.theta) == (8, 128, 5e5)
     assert found[0].rope.scaling["rope_type"] == "llama3"
@@ -165,9 +165,9 @@ def test_llama_3() -> None:
 
 
 def test_deepseek_v3() -> None:
-    attention, moe = only(Mla, DEEPSEEK_V3)[0], only(Moe, DEEPSEEK_V3)
+    attention, moe = only(MlaSpec, DEEPSEEK_V3)[0], only(MoeSpec, DEEPSEEK_V3)
     assert len(moe) == 58
-    assert moe[0].router == Router("sigmoid", True, 1e-20, 2.5, 8, 4, "top2")
+    assert moe[0].router == RouterSpec("sigmoid", True, 1e-20, 2.5, 8, 4, "top2")
     assert attention.scale == pytest.approx(0.1352337788608801)  # 192^-1/2 (0.1 ln 40 + 1)^2
     names = build_spec(DEEPSEEK_V3)[1]
     assert names.ignored is not None
@@ -176,7 +176,7 @@ def test_deepseek_v3() -> None:
 
 
 def test_gemma_3_whose_config_leaves_most_to_its_class() -> None:
-    found = only(Attention, GEMMA_3_4B)
+    found = only(AttentionSpec, GEMMA_3_4B)
     assert [a.window for a in found[:7]] == [1024] * 5 + [None, 1024]
     assert (found[0].num_heads, found[0].num_kv_heads, found[0].head_dim) == (8, 4, 256)
     assert (found[0].rope.theta, found[5].rope.theta) == (1e4, 1e6)
@@ -188,16 +188,16 @@ def test_gemma_3_whose_config_leaves_most_to_its_class() -> None:
 def test_nemotron_h() -> None:
     layers = spec(NEMOTRON_H_8B).layers
     assert [len(layer) for layer in layers] == [1] * 52
-    assert len(only(Attention, NEMOTRON_H_8B)) == 4
-    assert {(a.head_dim, a.rope) for a in only(Attention, NEMOTRON_H_8B)} == {(128, None)}
-    assert {m.norm_groups for m in only(Mamba2, NEMOTRON_H_8B)} == {8}
+    assert len(only(AttentionSpec, NEMOTRON_H_8B)) == 4
+    assert {(a.head_dim, a.rope) for a in only(AttentionSpec, NEMOTRON_H_8B)} == {(128, None)}
+    assert {m.norm_groups for m in only(Mamba2Spec, NEMOTRON_H_8B)} == {8}
 
 
 def test_mamba2_in_three_formats() -> None:
-    codestral = only(Mamba2, CODESTRAL_MAMBA)
+    codestral = only(Mamba2Spec, CODESTRAL_MAMBA)
     assert len(codestral) == 64
     assert (codestral[0].num_groups, codestral[0].state_size, codestral[0].norm_groups) == (8, 128, 8)
-    small = only(Mamba2, MAMBA2_130M)[0]
+    small = only(Mamba2Spec, MAMBA2_130M)[0]
     assert (small.num_heads, small.head_dim, small.state_size, small.num_groups) == (24, 64, 128, 1)
     assert (spec(MAMBA2_130M).vocab_size, spec(MAMBA2_130M).tied) == (50288, True)
 
@@ -215,6 +215,6 @@ def test_falcon_h1_without_its_multipliers_is_plain() -> None:
         "attn_layer_indices": None,
     }
     first = spec(config).layers[0][0].mixer
-    assert isinstance(first, Parallel)
-    assert only(Mamba2, config)[0].head_dim == 16
-    assert only(Attention, config)[0].scale == 0.25
+    assert isinstance(first, ParallelSpec)
+    assert only(Mamba2Spec, config)[0].head_dim == 16
+    assert only(AttentionSpec, config)[0].scale == 0.25

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plait.families.common.registry import build_spec
-from plait.spec import Attention, Mlp, ModelSpec, Moe, Parallel, Router
+from plait.spec import AttentionSpec, MlpSpec, ModelSpec, MoeSpec, ParallelSpec, RouterSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 OLMO_3_7B: dict[str, Any] = {
@@ -234,7 +234,7 @@ def spec_of(config: dict[str, Any]) -> ModelSpec:
 
 
 def attention_of(spec: ModelSpec) -> list[Any]:
-    return [mixer for _, mixer in spec.mixers() if isinstance(mixer, Attention)]
+    return [mixer for _, mixer in spec.mixers() if isinstance(mixer, AttentionSpec)]
 
 
 def test_olmo_3_stretches_only_what_sees_everything() -> None:
@@ -249,7 +249,7 @@ def test_gpt_oss_20b() -> None:
     found, moe = attention_of(spec), spec.layers[0][1].mixer
     assert [a.window for a in found] == [128, None] * 12
     assert {(a.sinks, a.rope.scaling["truncate"]) for a in found} == {(True, False)}
-    assert moe == Moe(32, 4, Mlp(2880, "swiglu_oai"))
+    assert moe == MoeSpec(32, 4, MlpSpec(2880, "swiglu_oai"))
 
 
 def test_phi_3_with_a_window_beyond_its_longest_sequence_has_none() -> None:
@@ -276,7 +276,7 @@ def test_starcoder2_3b() -> None:
     spec = spec_of(STARCODER2_3B)
     assert {a.window for a in attention_of(spec)} == {4096}
     assert (spec.norm.kind, spec.norm.eps, spec.tied) == ("layer", 1e-5, True)
-    assert spec.layers[0][1].mixer == Mlp(12288, "gelu_pytorch_tanh", gated=False)
+    assert spec.layers[0][1].mixer == MlpSpec(12288, "gelu_pytorch_tanh", gated=False)
 
 
 def test_command_r7b() -> None:
@@ -284,7 +284,7 @@ def test_command_r7b() -> None:
     found = attention_of(spec)
     assert [(a.window, a.rope is None) for a in found[:4]] == [(4096, False)] * 3 + [(None, True)]
     assert (spec.logit_scale, spec.tied, found[0].rope.interleaved) == (0.25, True, True)
-    assert isinstance(spec.layers[0][0].mixer, Parallel)
+    assert isinstance(spec.layers[0][0].mixer, ParallelSpec)
 
 
 def test_command_r_is_as_long_as_it_was_trained_for() -> None:
@@ -297,10 +297,10 @@ def test_glm_4_5_air() -> None:
     spec, names = build_spec(GLM_4_5_AIR)
     first = attention_of(spec)[0]
     assert (first.rope.dim, first.rope.interleaved, first.qk_norm) == (64, False, None)
-    assert [isinstance(layer[1].mixer, Moe) for layer in spec.layers] == [False] + [True] * 45
+    assert [isinstance(layer[1].mixer, MoeSpec) for layer in spec.layers] == [False] + [True] * 45
     moe: Any = spec.layers[1][1].mixer
-    assert moe.router == Router("sigmoid", True, 1e-20, 1.0, 1, 1, "top2")
-    assert moe.shared == Mlp(1408)
+    assert moe.router == RouterSpec("sigmoid", True, 1e-20, 1.0, 1, 1, "top2")
+    assert moe.shared == MlpSpec(1408)
     assert names.ignored is not None
     assert names.ignored.search("model.layers.46.eh_proj.weight")
 

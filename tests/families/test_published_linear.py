@@ -8,7 +8,7 @@ import pytest
 
 from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
-from plait.spec import Attention, DeltaNet, Lightning, Mla, Moe, RgLru
+from plait.spec import AttentionSpec, DeltaNetSpec, LightningSpec, MlaSpec, MoeSpec, RgLruSpec
 
 QWEN3_NEXT_80B: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -178,13 +178,13 @@ def spec_of(config: dict[str, Any]) -> Any:
 def test_qwen3_next() -> None:
     spec = spec_of(QWEN3_NEXT_80B)
     first, fourth = spec.layers[0][0].mixer, spec.layers[3][0].mixer
-    assert [isinstance(layer[0].mixer, Attention) for layer in spec.layers] == [
+    assert [isinstance(layer[0].mixer, AttentionSpec) for layer in spec.layers] == [
         False,
         False,
         False,
         True,
     ] * 12
-    assert isinstance(first, DeltaNet)
+    assert isinstance(first, DeltaNetSpec)
     assert (first.num_heads, first.num_key_heads, first.key_dim, first.value_dim) == (32, 16, 128, 128)
     assert (fourth.gate, fourth.qk_norm_over, fourth.rope.dim, fourth.rope.theta) == (True, "head", 64, 1e7)
     moe = spec.layers[0][1].mixer
@@ -219,20 +219,20 @@ def test_qwen3_5_with_experts_has_no_width_of_dense_layers() -> None:
 def test_kimi_linear() -> None:
     spec = spec_of(KIMI_LINEAR_48B)
     assert spec.max_len == 1048576
-    latent = [i for i, layer in enumerate(spec.layers) if isinstance(layer[0].mixer, Mla)]
+    latent = [i for i, layer in enumerate(spec.layers) if isinstance(layer[0].mixer, MlaSpec)]
     assert latent == [3, 7, 11, 15, 19, 23, 26]
     assert spec.layers[3][0].mixer.scale == 192**-0.5
-    assert [isinstance(layer[1].mixer, Moe) for layer in spec.layers] == [False] + [True] * 26
+    assert [isinstance(layer[1].mixer, MoeSpec) for layer in spec.layers] == [False] + [True] * 26
     router = spec.layers[1][1].mixer.router
     assert (router.score, router.scale, router.renormalize, router.groups) == ("sigmoid", 2.446, True, 1)
 
 
 def test_minimax_text_01() -> None:
     spec = spec_of(MINIMAX_TEXT_01)
-    softmax = [i for i, layer in enumerate(spec.layers) if isinstance(layer[0].mixer, Attention)]
+    softmax = [i for i, layer in enumerate(spec.layers) if isinstance(layer[0].mixer, AttentionSpec)]
     assert softmax == list(range(7, 80, 8))
     assert spec.layers[7][0].mixer.rope.dim == 64
-    assert isinstance(spec.layers[0][0].mixer, Lightning)
+    assert isinstance(spec.layers[0][0].mixer, LightningSpec)
     assert {branch.keep for layer in spec.layers for branch in layer} == {3.5565588200778455}
     slopes = spec.layers[0][0].mixer.slopes
     assert slopes[0] == pytest.approx(2**-0.125 * 1.00001)
@@ -241,7 +241,7 @@ def test_minimax_text_01() -> None:
 
 def test_recurrent_gemma_2b() -> None:
     spec = spec_of(RECURRENT_GEMMA_2B)
-    assert [isinstance(layer[0].mixer, RgLru) for layer in spec.layers].count(True) == 18
+    assert [isinstance(layer[0].mixer, RgLruSpec) for layer in spec.layers].count(True) == 18
     attention = spec.layers[2][0].mixer
     assert (attention.window, attention.num_kv_heads, attention.head_dim) == (2048, 1, 256)
     assert (attention.rope.dim, spec.embed_scale, spec.logit_softcap) == (128, 50.5, 30.0)

@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM
 
 from plait.config import EngineConfig
 from plait.engine.memory_plan import size_state
-from plait.frontend.output_stream import Stream
-from plait.loading.build import Loaded, facts_for_sizing, load
+from plait.frontend.output_stream import OutputStream
+from plait.loading.build import Loaded, describe_for_sizing, load
 from plait.request import Request
-from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
+from plait.schedule.plan import Chunk, Sampled, SamplingBatch, StepPlan
 from tests.families import tiny
 from tests.server.conftest import Client, serving
 
@@ -54,7 +54,7 @@ class Watched:
 
     loaded: Loaded
     arrivals: int = len(LENGTHS)
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._arrived: list[str] = []
@@ -63,14 +63,14 @@ class Watched:
         self.loaded.front.submit = self.submit
         self.loaded.runner.execute = self.execute
 
-    def submit(self, request: Request, interval: int | None = 1) -> Stream:
+    def submit(self, request: Request, interval: int | None = 1) -> OutputStream:
         stream = self._submit(request, interval)
         self._arrived.append(request.id)
         if len(self._arrived) == self.arrivals:
             self._all_here.set()
         return stream
 
-    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
         assert self._all_here.wait(30)
         self.plans.append(plan)
         return self._execute(plan, sampling)
@@ -103,7 +103,7 @@ def less_memory(loaded: Loaded) -> int | None:
     growing = [size for size in loaded.sizing.groups if size.group.window is None]
     if not growing:
         return None
-    facts, limit = facts_for_sizing(loaded.runner.decoder, loaded.target), loaded.sizing.nbytes
+    facts, limit = describe_for_sizing(loaded.runner.decoder, loaded.target), loaded.sizing.nbytes
     while True:  # snapshots give way as well, so the limit is looked for
         limit -= growing[0].nbytes_per_block
         config = replace(loaded.config, memory_limit=limit)

@@ -15,8 +15,8 @@ from plait.checkpoint.weights import Target, Weights
 from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
 from plait.model.decoder import Decoder
-from plait.quant.encode import fitting
-from plait.spec import Aside, Mamba1, Mlp, Moe, Norm, Rope, Router
+from plait.quant.encode import find_encoder
+from plait.spec import AsideSpec, Mamba1Spec, MlpSpec, MoeSpec, NormSpec, RopeSpec, RouterSpec
 from tests.families import tiny
 from tests.families.as_gguf import converted
 from tests.families.parity import CPU, LONGEST, Memory, decoder, resolved, whole, worst
@@ -122,7 +122,7 @@ def test_blocks_stay_blocks_when_their_rows_change_places() -> None:
     tensors = checkpoint({**CONFIG, "intermediate_size": 64})
     packed, near = dict[str, Any](tensors), dict(tensors)
     for name, w in tensors.items():
-        how = fitting("q8_0", w.shape[1]) if w.ndim == 2 and "proj" in name else None
+        how = find_encoder("q8_0", w.shape[1]) if w.ndim == 2 and "proj" in name else None
         if how:
             packed[name] = how(w, name, 1)
             near[name] = packed[name].dequantize(torch.float32)
@@ -280,19 +280,20 @@ def test_published_configs_name_their_layers() -> None:
 
 def test_published_configs_give_their_sizes() -> None:
     lfm2 = build_spec(LFM2_1_2B)[0]
-    assert lfm2.layers[0][1].mixer == Mlp(8192)
-    assert lfm2.layers[2][0].mixer.rope == Rope(64, 1e6)  # type: ignore[union-attr]
+    assert lfm2.layers[0][1].mixer == MlpSpec(8192)
+    assert lfm2.layers[2][0].mixer.rope == RopeSpec(64, 1e6)  # type: ignore[union-attr]
     jamba = build_spec(JAMBA_52B)[0]
-    assert jamba.layers[0][0].mixer == Mamba1(8192, 16, 256, 4, norm=Norm(1e-6))
+    assert jamba.layers[0][0].mixer == Mamba1Spec(8192, 16, 256, 4, norm=NormSpec(1e-6))
     moe = jamba.layers[1][1].mixer
-    assert moe == Moe(16, 2, Mlp(14336), Router(renormalize=False))
+    assert moe == MoeSpec(16, 2, MlpSpec(14336), RouterSpec(renormalize=False))
     falcon = build_spec(FALCON_MAMBA_7B)[0]
-    assert falcon.layers[0][0].mixer == Mamba1(8192, 16, 256, 4, norm=Norm(1e-6, weight=False))
+    assert falcon.layers[0][0].mixer == Mamba1Spec(8192, 16, 256, 4, norm=NormSpec(1e-6, weight=False))
     plamo = build_spec(PLAMO_2_1B)[0].layers[0][0].mixer
-    assert plamo == Mamba1(4096, 64, 128, 4, norm=Norm(1e-6), num_heads=32)
+    assert plamo == Mamba1Spec(4096, 64, 128, 4, norm=NormSpec(1e-6), num_heads=32)
     aside = build_spec(ZAMBA2_1_2B)[0].layers[5][0].aside
-    assert aside == Aside(
-        *(0, 32, 32, 128, 64**-0.5, Rope(128, 1e4), 8192, "gelu", Norm(1e-5), 128), adapts_attention=True
+    assert aside == AsideSpec(
+        *(0, 32, 32, 128, 64**-0.5, RopeSpec(128, 1e4), 8192, "gelu", NormSpec(1e-5), 128),
+        adapts_attention=True,
     )
 
 

@@ -16,14 +16,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from plait.checkpoint.quantized.packed import Packed
+from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.checkpoint.quantized.scheme import find_scheme
 from plait.checkpoint.weights import Weights
-from plait.kernels.cpu.codegen.kernel import Entry, Kernel
+from plait.kernels.cpu.codegen.kernel import Kernel, NativeEntry
 from plait.model.decoder import Decoder
 from plait.ops.blocks import random_weight
 from plait.ops.linear import linear
-from plait.ops.registry import Facts, Op
+from plait.ops.registry import Op, OpFacts
 from plait.quant.weight import Dense, Weight
 from tests.checkpoint.quantized.packings import PACKINGS, packed_like
 from tests.families import tiny
@@ -42,7 +42,7 @@ def bound_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = []
 
     def bind(self: Weights, op: Op, **sizes: Any) -> Any:
-        fn, row = op.bind(Facts("cuda", self.target.dtype, sizes), self.prefix)
+        fn, row = op.bind(OpFacts("cuda", self.target.dtype, sizes), self.prefix)
         rows.append((f"{op.name} {row.variant}", sizes.get("kind")))
         return fn
 
@@ -69,7 +69,7 @@ def held(thing: Any) -> Iterator[Tensor]:
         one = waiting.pop()
         if id(one) in seen or type(one) in PROXIES:
             continue
-        if isinstance(one, type | Op | Kernel | Entry) or type(one).__name__ == "module":
+        if isinstance(one, type | Op | Kernel | NativeEntry) or type(one).__name__ == "module":
             continue
         seen.add(id(one))
         if isinstance(one, Tensor):
@@ -94,7 +94,7 @@ def test_no_numbers_of_a_quantized_model_are_kept(
     config, tensors = models[MODELS.get(name, "qwen3_moe" if "fp8" in name else "llama")]
     said = PACKINGS[name].config
     files, plain = packed_like(tensors, PACKINGS[name])
-    checkpoint = Packed(files, find_scheme({"quantization_config": said}))
+    checkpoint = QuantizedCheckpoint(files, find_scheme({"quantization_config": said}))
     found = decoder(resolved(checkpoint, {**config, "quantization_config": said}), checkpoint)
     assert own_copies(found, files) == []
     kinds = {kind for variant, kind in bound_as_on_cuda if variant == "linear reference"}

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from plait.frontend.best_of import Score, best
+from plait.frontend.best_of import ChoiceScore, best
 from plait.frontend.delta import TextLogprob
 
 
-def score(*values: float) -> Score:
-    found = Score()
+def score(*values: float) -> ChoiceScore:
+    found = ChoiceScore()
     for value in values:  # as a stream brings them, piece by piece
         found.add([TextLogprob("x", 1, b"x", value)])
         found.add(None)

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from plait.frontend.delta import Delta
 from plait.frontend.delta_batching import Gathered
-from plait.frontend.event_batching import Pace
-from plait.frontend.output_stream import Stream
+from plait.frontend.event_batching import TokenInterval
+from plait.frontend.output_stream import OutputStream
 from plait.request import Event, FinishReason, Request, SamplingParams
-from plait.text.output import Arguments, CallEnd, CallStart, Content, Reasoning
-from plait.text.output import Delta as Part
+from plait.text.output import Arguments, CallEnd, CallStart, Content, OutputDelta, Reasoning
 from tests.server.fake import ByteTokenizer
 
 TEXT = "Hello, reader"
@@ -44,14 +43,14 @@ def events(text: str, n: int = 1) -> list[Event]:
     return [*spoken, *(event(finish="stop", index=index) for index in range(n))]
 
 
-def stream(interval: int, desk: Desk | None = None, n: int = 1, stop: tuple[str, ...] = ()) -> Stream:
+def stream(interval: int, desk: Desk | None = None, n: int = 1, stop: tuple[str, ...] = ()) -> OutputStream:
     params = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, n=n, stop=stop)
-    made = Stream(Request("r", (1,), params), ByteTokenizer(), lambda *_: None, couriers=desk)  # type: ignore[arg-type]
+    made = OutputStream(Request("r", (1,), params), ByteTokenizer(), lambda *_: None, couriers=desk)  # type: ignore[arg-type]
     made.gather(interval)
     return made
 
 
-def told(asked: Stream, happening: Sequence[Event], num_early: int) -> list[Delta]:
+def told(asked: OutputStream, happening: Sequence[Event], num_early: int) -> list[Delta]:
     """What a reader is told to whom `num_early` of the events come together, and the others one by one."""
 
     async def tell() -> list[Delta]:
@@ -102,7 +101,7 @@ def test_a_reader_is_woken_for_what_is_due_and_no_earlier() -> None:
 def test_where_text_may_end_a_choice_its_reader_is_woken_for_every_token() -> None:
     desk, cancelled = Desk(), list[tuple[str, int | None]]()
     params = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, stop=("o, r",))
-    asked = Stream(
+    asked = OutputStream(
         Request("r", (1,), params),
         ByteTokenizer(),  # type: ignore[arg-type]
         lambda *who: cancelled.append(who),
@@ -126,7 +125,7 @@ def test_each_choice_has_a_pace_of_its_own() -> None:
 
 
 def test_several_tokens_of_a_step_count_as_several() -> None:
-    pace = Pace(4)
+    pace = TokenInterval(4)
     assert [pace.is_due(event("x" * count)) for count in (3, 1, 2, 3, 3, 1)] == [
         *(True, False, False, True),
         *(False, True),
@@ -139,7 +138,7 @@ def test_what_was_said_is_told_before_a_failure_is() -> None:
     assert [(d.text, d.finish_reason) for d in found] == [("a", None), ("bcd", None), ("", "error")]
 
 
-PARTS: list[tuple[Part, ...]] = [
+PARTS: list[tuple[OutputDelta, ...]] = [
     (Reasoning("hm"),),
     (Content("so"),),
     (CallStart(0, "id", "f"),),
@@ -152,7 +151,7 @@ PARTS: list[tuple[Part, ...]] = [
 
 @given(st.lists(st.tuples(st.sampled_from(PARTS), st.integers(1, 3)), max_size=12), st.integers(2, 5))
 def test_thinking_content_and_calls_are_told_apart(
-    made: list[tuple[tuple[Part, ...], int]], interval: int
+    made: list[tuple[tuple[OutputDelta, ...], int]], interval: int
 ) -> None:
     gathered, found, single = Gathered(interval), list[Delta](), list[Delta]()
     for i, (parts, count) in enumerate(made):

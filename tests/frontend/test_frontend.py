@@ -11,11 +11,11 @@ from plait.errors import ContextTooLong
 from plait.frontend.frontend import Front, Language
 from plait.frontend.request_options import Terms
 from plait.request import SamplingParams
-from plait.spec import Attention, Branch, Mamba1, Mixer, ModelSpec, Norm, Parallel
+from plait.spec import AttentionSpec, BranchSpec, Mamba1Spec, Mixer, ModelSpec, NormSpec, ParallelSpec
 from tests.server.fake import CONTEXT, EOS, VOCAB_SIZE, ByteTokenizer, EchoLoop, TurnTemplate
 
-ATTENTION = Attention(1, 1, 8, 1.0)
-MAMBA = Mamba1(8, 4, 2, 4)
+ATTENTION = AttentionSpec(1, 1, 8, 1.0)
+MAMBA = Mamba1Spec(8, 4, 2, 4)
 TALK = [
     {"role": "system", "content": "Fox."},
     {"role": "user", "content": "Hello?"},
@@ -36,15 +36,15 @@ class Counting(TurnTemplate):
 
 
 def front(*mixers: Mixer, causal: bool = True, **options: Any) -> tuple[Front, Counting]:
-    layers = tuple((Branch("mixer", mixer, Norm()),) for mixer in mixers)
-    spec = ModelSpec("fake", 8, VOCAB_SIZE, layers, Norm(), CONTEXT, causal=causal)
+    layers = tuple((BranchSpec("mixer", mixer, NormSpec()),) for mixer in mixers)
+    spec = ModelSpec("fake", 8, VOCAB_SIZE, layers, NormSpec(), CONTEXT, causal=causal)
     template = Counting()
     language = Language(ByteTokenizer(), template, {}, frozenset({EOS}))
     return Front("fake", spec, CONTEXT, EchoLoop(), language, **options), template
 
 
 def test_a_model_with_state_of_fixed_size_is_told_where_conversations_part() -> None:
-    for mixers in ((ATTENTION, MAMBA), (Parallel({"attn": ATTENTION, "ssm": MAMBA}),)):
+    for mixers in ((ATTENTION, MAMBA), (ParallelSpec({"attn": ATTENTION, "ssm": MAMBA}),)):
         asked, template = front(*mixers)
         request = asked.prepare_chat(TALK, SamplingParams())
         ids = request.prompt_token_ids

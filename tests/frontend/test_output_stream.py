@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.frontend.delta import Delta
-from plait.frontend.event_batching import AT_ONCE, joined
-from plait.frontend.output_stream import Choice, Stream
+from plait.frontend.event_batching import AT_ONCE, join_events
+from plait.frontend.output_stream import ChoiceText, OutputStream
 from plait.request import Event, Request, RequestTrace, SamplingParams, TokenLogprobs
 from plait.text.tokenizers.builtin import builtin_tokenizer
 from plait.text.tokenizers.tokenizer import Tokenizer
@@ -35,14 +35,14 @@ def events(ids: Sequence[int], finish: str | None = "length", logprobs: bool = F
     return [*made, Event("r", 0, finish_reason=finish)]  # type: ignore[arg-type]
 
 
-def run(choice: Choice, happening: Sequence[Event]) -> list[Delta]:
+def run(choice: ChoiceText, happening: Sequence[Event]) -> list[Delta]:
     return [delta for event in happening if (delta := choice.push(event))]
 
 
 def test_half_a_character_is_never_shown(tokenizer: Tokenizer) -> None:
     text = "a 🦜 b 文字"
     ids = tokenizer.encode(text)
-    deltas = run(Choice(0, request(), tokenizer), events(ids))
+    deltas = run(ChoiceText(0, request(), tokenizer), events(ids))
     assert "".join(d.text for d in deltas) == text
     assert all("\ufffd" not in d.text for d in deltas)
     assert [i for d in deltas for i in d.token_ids] == ids
@@ -51,33 +51,33 @@ def test_half_a_character_is_never_shown(tokenizer: Tokenizer) -> None:
 
 def test_a_cut_character_shows_as_replacement_at_the_end_only(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("🦜")[:-1]
-    deltas = run(Choice(0, request(), tokenizer), events(ids))
+    deltas = run(ChoiceText(0, request(), tokenizer), events(ids))
     assert "".join(d.text for d in deltas) == "\ufffd"
 
 
 def test_stop_string_over_token_borders(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("one two three END four")
-    deltas = run(Choice(0, request(stop=("ree EN",)), tokenizer), events(ids))
+    deltas = run(ChoiceText(0, request(stop=("ree EN",)), tokenizer), events(ids))
     assert "".join(d.text for d in deltas) == "one two th"
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "ree EN")
 
 
 def test_text_held_back_for_a_stop_string_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("wait for EN")
-    deltas = run(Choice(0, request(stop=("END",)), tokenizer), events(ids))
+    deltas = run(ChoiceText(0, request(stop=("END",)), tokenizer), events(ids))
     assert "".join(d.text for d in deltas) == "wait for EN"
     assert deltas[-1].finish_reason == "length"
 
 
 def test_min_tokens_keeps_stop_strings_away(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a b a b a b")
-    deltas = run(Choice(0, request(stop=("b",), min_tokens=3), tokenizer), events(ids))
+    deltas = run(ChoiceText(0, request(stop=("b",), min_tokens=3), tokenizer), events(ids))
     assert "".join(d.text for d in deltas) == "a b a "
 
 
 def test_logprobs_belong_to_the_text_they_come_with(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("hi 🦜 there")
-    deltas = run(Choice(0, request(logprobs=1), tokenizer), events(ids, logprobs=True))
+    deltas = run(ChoiceText(0, request(logprobs=1), tokenizer), events(ids, logprobs=True))
     shown = told = b""
     for delta in deltas:
         shown += delta.text.encode()
@@ -89,14 +89,14 @@ def test_logprobs_belong_to_the_text_they_come_with(tokenizer: Tokenizer) -> Non
 
 
 def test_without_a_tokenizer_there_are_token_ids() -> None:
-    deltas = run(Choice(0, request(logprobs=0), None), events([5, 6, 7], logprobs=True))
+    deltas = run(ChoiceText(0, request(logprobs=0), None), events([5, 6, 7], logprobs=True))
     assert [i for d in deltas for i in d.token_ids] == [5, 6, 7]
     assert all(d.text == "" for d in deltas)
 
 
 def test_a_stop_string_cancels_its_choice_only(tokenizer: Tokenizer) -> None:
     cancelled: list[tuple[str, int | None]] = []
-    stream = Stream(request(n=2, stop=(".",)), tokenizer, lambda *who: cancelled.append(who))
+    stream = OutputStream(request(n=2, stop=(".",)), tokenizer, lambda *who: cancelled.append(who))
     ids = tokenizer.encode("one. two")
     for token_id in ids:
         stream.on_event(Event("r", 1, (token_id,)))
@@ -112,7 +112,7 @@ def test_a_stop_string_cancels_its_choice_only(tokenizer: Tokenizer) -> None:
 
 def test_leaving_early_cancels(tokenizer: Tokenizer) -> None:
     cancelled: list[tuple[str, int | None]] = []
-    stream = Stream(request(), tokenizer, lambda *who: cancelled.append(who))
+    stream = OutputStream(request(), tokenizer, lambda *who: cancelled.append(who))
     stream.on_event(Event("r", 0, tuple(tokenizer.encode("hello"))))
     for _ in stream:
         break
@@ -121,7 +121,7 @@ def test_leaving_early_cancels(tokenizer: Tokenizer) -> None:
 
 def test_async_reading_gives_the_same(tokenizer: Tokenizer) -> None:
     async def read() -> str:
-        stream = Stream(request(), tokenizer, lambda *_: None)
+        stream = OutputStream(request(), tokenizer, lambda *_: None)
         for event in events(tokenizer.encode("async text")):
             stream.on_event(event)
         return "".join([delta.text async for delta in stream])
@@ -143,7 +143,7 @@ def test_joined_events_say_the_same_in_fewer(made: list[tuple[int, list[int], bo
             finish = "length" if is_end else None
             given_events.append(Event("r", index, tuple(ids), scores, finish_reason=finish))  # type: ignore[arg-type]
             ended |= {index} if is_end else set()
-    told = joined(given_events)
+    told = join_events(given_events)
     for index in (0, 1):
         own = [e for e in told if e.index == index]
         assert all(b.finish_reason for _, b in pairwise(own)), "two that could be one"
@@ -155,7 +155,7 @@ def test_joined_events_say_the_same_in_fewer(made: list[tuple[int, list[int], bo
 
 
 def test_long_texts_are_read_in_pieces() -> None:
-    told = joined([Event("r", 0, (i,)) for i in range(2 * AT_ONCE + 1)])
+    told = join_events([Event("r", 0, (i,)) for i in range(2 * AT_ONCE + 1)])
     assert [len(e.token_ids) for e in told] == [AT_ONCE, AT_ONCE, 1]
     assert [i for e in told for i in e.token_ids] == list(range(2 * AT_ONCE + 1))
 
@@ -163,16 +163,18 @@ def test_long_texts_are_read_in_pieces() -> None:
 def test_events_that_cannot_be_one_stay_apart() -> None:
     scored = Event("r", 0, (1,), (TokenLogprobs(1, -1.0, ()),), prompt_logprobs=())
     plain = Event("r", 0, (2,))
-    assert joined([scored, plain]) == [scored, plain]
-    assert joined([plain, scored]) == [plain, scored]
-    assert joined([replace(plain, prompt_logprobs=()), plain]) == [Event("r", 0, (2, 2), prompt_logprobs=())]
+    assert join_events([scored, plain]) == [scored, plain]
+    assert join_events([plain, scored]) == [plain, scored]
+    assert join_events([replace(plain, prompt_logprobs=()), plain]) == [
+        Event("r", 0, (2, 2), prompt_logprobs=())
+    ]
 
 
 @pytest.mark.parametrize("stop", [(), ("never",)])
 def test_a_patient_reader_is_woken_at_the_end_unless_text_may_end_it(
     tokenizer: Tokenizer, stop: tuple[str, ...]
 ) -> None:
-    stream, told = Stream(request(stop=stop), tokenizer, lambda *_: None), list[Delta]()
+    stream, told = OutputStream(request(stop=stop), tokenizer, lambda *_: None), list[Delta]()
     first, *rest = tokenizer.encode("one two three")
     stream.be_patient()
     some = threading.Event()
@@ -223,7 +225,7 @@ class Told:
 
 
 def told(asked: Request, happening: Sequence[Event]) -> Told:
-    found, choice = Told(), Choice(0, asked, Pieces())  # type: ignore[arg-type]
+    found, choice = Told(), ChoiceText(0, asked, Pieces())  # type: ignore[arg-type]
     for delta in run(choice, happening):
         assert not found.end, "nothing comes after the end"
         found.text += delta.text
@@ -308,7 +310,7 @@ def test_tokens_after_a_stop_string_in_the_same_event_are_nowhere(tokenizer: Tok
     ids = tuple(tokenizer.encode("one two END three four"))
     until = len(tokenizer.encode("one two END"))
     logprobs = tuple(TokenLogprobs(i, -0.5) for i in ids)
-    choice = Choice(0, request(stop=("END",), logprobs=0), tokenizer)
+    choice = ChoiceText(0, request(stop=("END",), logprobs=0), tokenizer)
     delta = choice.push(Event("r", 0, ids, logprobs))
     assert delta is not None
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("one two ", "stop", "END")
@@ -320,7 +322,7 @@ def test_tokens_after_a_stop_string_in_the_same_event_are_nowhere(tokenizer: Tok
 
 def test_a_stop_string_in_the_last_event_cancels_nothing(tokenizer: Tokenizer) -> None:
     cancelled: list[tuple[str, int | None]] = []
-    stream = Stream(request(stop=(".",)), tokenizer, lambda *who: cancelled.append(who))
+    stream = OutputStream(request(stop=(".",)), tokenizer, lambda *who: cancelled.append(who))
     stream.on_event(Event("r", 0, tuple(tokenizer.encode("one. two")), finish_reason="length"))
     (delta,) = stream
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("one", "stop", ".")
@@ -345,7 +347,7 @@ def test_the_trace_of_a_choice_that_a_stop_string_ended_comes_with_the_engines_l
         last = Event("r", 0, finish_reason="cancelled", trace=trace)
         threading.Timer(0.05, stream.on_event, [last]).start()
 
-    stream = Stream(request(stop=(".",)), tokenizer, cancel)
+    stream = OutputStream(request(stop=(".",)), tokenizer, cancel)
     stream.on_event(Event("r", 0, tuple(tokenizer.encode("one. two"))))
     assert [delta.finish_reason for delta in stream] == ["stop"]
     assert stream.trace(0) is trace

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.frontend.delta import Delta
-from plait.frontend.output_stream import Choice
+from plait.frontend.output_stream import ChoiceText
 from plait.request import Event, ReplyShape, Request, SamplingParams, TokenLogprobs
 from plait.text.chat.markers import MarkerTemplate
 from plait.text.output import Arguments, CallEnd, CallStart, Content, Reasoning
-from plait.text.reply_format import Reader, Speech
+from plait.text.reply_format import ReplyReader, Speech
 from plait.text.tokenizers.builtin import builtin_tokenizer
 
 TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},)
@@ -38,7 +38,7 @@ PIECES = (
 )
 
 
-def reader(**shape: object) -> Reader:
+def reader(**shape: object) -> ReplyReader:
     found = SPEECH.reader(ReplyShape(**{"tools": TOOLS, **shape}))  # type: ignore[arg-type]
     assert found is not None
     return found
@@ -53,9 +53,9 @@ def request(**params: object) -> Request:
     return Request("r", (1,), SamplingParams(temperature=0.0, logprobs=0, **params))  # type: ignore[arg-type]
 
 
-def told(asked: Request, ids: Sequence[int], cuts: Sequence[bool], shape: Reader) -> list[Delta]:
+def told(asked: Request, ids: Sequence[int], cuts: Sequence[bool], shape: ReplyReader) -> list[Delta]:
     """What a choice tells of tokens in events that end where `cuts` says."""
-    choice = Choice(0, asked, TOKENIZER, shape)
+    choice = ChoiceText(0, asked, TOKENIZER, shape)
     groups: list[list[int]] = [[]]
     for token_id, ends in zip(ids, [*cuts, False], strict=True):
         groups[-1].append(token_id)

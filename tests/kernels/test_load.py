@@ -7,7 +7,7 @@ from pathlib import Path
 import plait.model.build_mixer  # noqa: F401  every op a model can use is registered by importing the models
 
 from plait.kernels import cpu
-from plait.kernels.load import cpu_kernels, load
+from plait.kernels.load import cpu_kernels, load_kernels
 from plait.ops.registry import REGISTRY
 
 ROOT = Path(cpu.__file__).parent
@@ -24,7 +24,7 @@ def test_load_finds_every_module_that_registers_a_variant() -> None:
 
 
 def test_variants_that_refine_others_are_tried_first() -> None:
-    load()
+    load_kernels()
     for op, order in {
         "linear": ("amx-bf16", "native-amx", "native", "dense"),
         "paged_attention": ("amx-bf16", "native-bf16", "native", "sdpa"),

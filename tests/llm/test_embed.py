@@ -13,7 +13,7 @@ from torch import Tensor
 from plait import LLM, SamplingParams
 from plait.request import Pooling
 from plait.runner.inputs import build_batch
-from plait.schedule.plan import Chunk, Plan
+from plait.schedule.plan import Chunk, StepPlan
 
 NOTHING = SamplingParams(max_tokens=0)
 SHORT, LONG = "Fear not", "And the king said unto them, " * 9
@@ -45,7 +45,7 @@ def hidden(llm: LLM, prompt: str) -> Tensor:
     size = runner.store.block_size
     table = tuple(range(1, -(-len(ids) // size) + 1))
     store = runner._private_store(len(table) + 1)
-    plan = Plan(0, (Chunk(0, 0, ids, tuple(table for _ in runner.groups), 1, 0),), fresh=(1,))
+    plan = StepPlan(0, (Chunk(0, 0, ids, tuple(table for _ in runner.groups), 1, 0),), fresh=(1,))
     store.zero_slots((1,))
     with torch.inference_mode():
         return runner.decoder.hidden(build_batch(plan, runner.groups, size, runner.device), store).double()

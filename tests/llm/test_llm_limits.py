@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from plait.errors import BadFile, ConfigError, EngineError, InvalidField
 from plait.llm.llm import LLM
-from plait.quant.encode import fitting
+from plait.quant.encode import find_encoder
 from plait.request import SamplingParams
 from tests.families import tiny
 from tests.families.oxidizr.oxidizr_checkpoint import HYBRID, HYBRID_CONFIG, golden
@@ -202,5 +202,5 @@ def is_linear(name: str) -> bool:
 
 
 def through_q8_0(weight: torch.Tensor) -> torch.Tensor:
-    encode = fitting("q8_0", weight.shape[1])
+    encode = find_encoder("q8_0", weight.shape[1])
     return encode(weight).dequantize(torch.float32) if encode else weight

@@ -18,7 +18,7 @@ from plait.loading.draft_model import load_draft, open_draft, place_nbytes
 from plait.request import SamplingParams
 from plait.runner.draft import DraftModel
 from plait.schedule.plan import SamplingBatch, SamplingRow
-from plait.schedule.speculate import Wanted
+from plait.schedule.speculate import DraftRequest
 from tests.families import tiny
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -69,7 +69,7 @@ def changed(model: Path, into: Path, swap: tuple[str, str]) -> Path:
 def test_a_model_that_guesses_for_itself_is_always_right(hybrid: Loaded, params: SamplingParams) -> None:
     draft, text = drafting(hybrid), [5, 300, 17, 4000, 9]
     for _ in range(3):
-        guesses = draft.propose([Wanted(1, text, 4, params, 3)])[1]
+        guesses = draft.propose([DraftRequest(1, text, 4, params, 3)])[1]
         assert guesses == alone(hybrid, text, 4, params)
         text += [*guesses, 7]
 

@@ -16,7 +16,7 @@ import torch
 
 from plait import LLM, SamplingParams
 from plait.checkpoint.packed_cache.cache import Shelf
-from plait.checkpoint.packed_cache.file_format import shelved
+from plait.checkpoint.packed_cache.file_format import list_packed
 from plait.errors import BadFile, ConfigError
 from plait.loading import packed_cache
 
@@ -127,7 +127,7 @@ def test_the_table_of_ops_says_whether_weights_were_mapped(model: Path, folder: 
 
     assert row().variant == "packed while loading"
     keep(model, folder)
-    assert (row().variant, row().user) == ("mapped", str(shelved(folder)[0].path))
+    assert (row().variant, row().user) == ("mapped", str(list_packed(folder)[0].path))
 
 
 @pytest.mark.parametrize("change", [{"quantize": "q8_0"}, {"precise": True}, {"a_source": "saved"}])
@@ -168,7 +168,9 @@ def test_weights_of_files_that_changed_are_not_used(model: Path, folder: Path, c
     assert not is_used(model, folder)
     keep(model, folder)
     assert is_used(model, folder)
-    assert len(shelved(folder)) == (2 if change is _config else 1)  # what no start can use any more is gone
+    assert len(list_packed(folder)) == (
+        2 if change is _config else 1
+    )  # what no start can use any more is gone
 
 
 def test_a_copy_of_the_model_that_keeps_its_times_is_the_same_model(
@@ -199,7 +201,7 @@ def test_weights_that_other_code_packed_are_not_used(
         monkeypatch.setattr(packed_cache, "describe_target", lambda **_: room)
     assert not is_used(model, folder)
     keep(model, folder)
-    assert len(shelved(folder)) == 1
+    assert len(list_packed(folder)) == 1
 
 
 def test_machines_of_two_kinds_can_share_a_folder(
@@ -210,7 +212,7 @@ def test_machines_of_two_kinds_can_share_a_folder(
         monkeypatch.setattr(packed_cache, "describe_target", lambda room=room, **_: room)
         keep(model, folder)
         assert is_used(model, folder)
-    assert len(shelved(folder)) == 2
+    assert len(list_packed(folder)) == 2
 
 
 def test_a_folder_that_was_named_and_is_not_there_is_told(
@@ -233,7 +235,7 @@ def test_packed_weights_are_no_more_public_than_the_model(model: Path, folder: P
             keep(model, folder)
         finally:
             os.umask(before)
-        assert shelved(folder)[0].path.stat().st_mode & 0o777 == mode
+        assert list_packed(folder)[0].path.stat().st_mode & 0o777 == mode
 
 
 def test_the_code_that_packs_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ def test_a_damaged_file_is_left_aside_with_one_line(
     model: Path, folder: Path, at: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     keep(model, folder)
-    path = shelved(folder)[0].path
+    path = list_packed(folder)[0].path
     raw = bytearray(path.read_bytes())
     if at is None:
         del raw[-1:]
@@ -275,7 +277,7 @@ def test_a_damaged_file_is_left_aside_with_one_line(
 
 def test_damaged_tiles_are_found_when_somebody_looks(model: Path, folder: Path) -> None:
     keep(model, folder)
-    path = shelved(folder)[0].path
+    path = list_packed(folder)[0].path
     with loaded(model, folder) as llm:
         assert not llm.drop_damaged()
         assert llm.keep_packed(LIMIT).endswith(f"are kept in {path}")
@@ -284,7 +286,7 @@ def test_damaged_tiles_are_found_when_somebody_looks(model: Path, folder: Path) 
     path.write_bytes(raw)
     with loaded(model, folder) as llm:
         assert llm.drop_damaged()
-    assert not shelved(folder)
+    assert not list_packed(folder)
 
 
 def test_a_start_writes_nothing(model: Path, folder: Path, tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ import torch
 from plait.config import EngineConfig
 from plait.errors import ConfigError
 from plait.families.common.recipes import part, plus_one
-from plait.families.oxidizr.config import Facts
+from plait.families.oxidizr.config import OxidizrFacts
 from plait.llm.llm import LLM
 from plait.loading.open_model import Opened, open_model
-from plait.loading.probe_scorer import KeptWeights, ModelScorer, probe, recipe, settled
+from plait.loading.probe_scorer import KeptWeights, ModelScorer, open_settled, probe, recipe
 from plait.loading.probe_search import LONG, TEXT
 from plait.ops.linear import Linear
 
@@ -50,9 +50,11 @@ def bare(nano_hybrid: Path, folder: Path) -> Path:
 @pytest.fixture
 def wrong_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     """What shapes do not tell is guessed badly."""
-    default, wrong = Facts.default, {"experts_per_tok": 1, "rope_theta": 1e7}
+    default, wrong = OxidizrFacts.default, {"experts_per_tok": 1, "rope_theta": 1e7}
     monkeypatch.setattr(
-        Facts, "default", lambda facts, key, value, *why: default(facts, key, wrong.get(key, value), *why)
+        OxidizrFacts,
+        "default",
+        lambda facts, key, value, *why: default(facts, key, wrong.get(key, value), *why),
     )
 
 
@@ -94,7 +96,7 @@ def test_a_language_it_does_not_know_changes_nothing(
 ) -> None:
     folder = bare(nano_hybrid, tmp_path / "model")
     with caplog.at_level(logging.WARNING, "plait"):
-        after = settled(str(folder), config(folder, probe=True), silent)
+        after = open_settled(str(folder), config(folder, probe=True), silent)
     assert "more than 7.0" in caplog.text
     assert not (folder / "plait.json").exists()
     assert after.resolved.provenance == opened(folder).resolved.provenance
@@ -138,7 +140,7 @@ def last(words: list[str], word: str) -> int:
 
 def test_a_model_with_a_config_is_not_probed(nano_hybrid: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "plait"):
-        settled(str(nano_hybrid), EngineConfig(device="cpu", probe=True), silent)
+        open_settled(str(nano_hybrid), EngineConfig(device="cpu", probe=True), silent)
     assert "nothing is open" in caplog.text
 
 
@@ -191,9 +193,9 @@ def test_recipes_are_compared_by_what_they_do() -> None:
 
 
 def _reordered(order: torch.Tensor) -> Any:
-    from plait.families.common.recipes import reordered
+    from plait.families.common.recipes import reorder_rows
 
-    return reordered(order, "a")
+    return reorder_rows(order, "a")
 
 
 def test_the_text_is_english_and_code_and_long_enough(nano_hybrid: Path) -> None:

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from plait.errors import ConfigError
-from plait.kernels.load import load
+from plait.kernels.load import load_kernels
 from plait.ops.linear import Linear
-from plait.ops.registry import REGISTRY, Facts, Op, check_fused
+from plait.ops.registry import REGISTRY, Op, OpFacts, check_fused
 
-load()
+load_kernels()
 FUSED = {name: op for name, op in REGISTRY.items() if op.composition}
 CASES = [
     pytest.param(op, case, dtype, id=f"{name}-{i}-{str(dtype).removeprefix('torch.')}")
@@ -36,7 +36,7 @@ def on(cpu: Any, value: Any) -> Any:
     weight, bias, rounding = value.parts[0]
 
     def bind(op: Op, **sizes: Any) -> Any:
-        return op.bind(Facts("cpu", torch.float32, sizes, cpu))[0]
+        return op.bind(OpFacts("cpu", torch.float32, sizes, cpu))[0]
 
     return Linear([weight], [bias], bind, torch.float32, None, rounding)
 
@@ -61,7 +61,7 @@ def results(fn: Any, given: dict[str, Any]) -> list[torch.Tensor]:
 def test_composition_of_references_agrees_with_the_fused_reference(
     op: Op, case: Any, dtype: torch.dtype
 ) -> None:
-    fn, rows = op.bind_parts(Facts("cpu", dtype, case), choice="reference", no_fuse=[op.name])
+    fn, rows = op.bind_parts(OpFacts("cpu", dtype, case), choice="reference", no_fuse=[op.name])
     assert [row.variant for row in rows] == ["composition", *["reference"] * (len(rows) - 1)]
     got, want = (results(f, arguments(op, case, dtype)) for f in (fn, op.reference))
     torch.testing.assert_close(got, want, rtol=op.tolerance[dtype], atol=op.tolerance[dtype])
@@ -70,7 +70,7 @@ def test_composition_of_references_agrees_with_the_fused_reference(
 @pytest.mark.parametrize(("op", "case"), [p.values[:2] for p in CASES if p.values[2] == torch.float32])
 def test_native_composition_agrees_with_the_fused_kernel(op: Op, case: Any, cpu: Any) -> None:
     assert op.composition
-    facts = Facts("cpu", torch.float32, {**case, **arguments(op, case, torch.float32, cpu)}, cpu)
+    facts = OpFacts("cpu", torch.float32, {**case, **arguments(op, case, torch.float32, cpu)}, cpu)
     apart, rows = op.bind_parts(facts, no_fuse=[op.name])
     assert all(row.variant == "native" for row in rows[1:]), rows
     fused, row = op.bind(facts)
@@ -88,7 +88,7 @@ def test_check_fused_lists_the_fused_ops_when_a_name_is_none() -> None:
 
 
 def test_rows_say_what_a_fused_op_replaces_and_what_runs_without_it() -> None:
-    facts, glu = Facts("cpu", torch.float32, {"kind": "silu"}), FUSED["glu"]
+    facts, glu = OpFacts("cpu", torch.float32, {"kind": "silu"}), FUSED["glu"]
     _, (row,) = glu.bind_parts(facts, "layers.0.mlp", no_fuse=["gate"])
     assert row.replaces == ("linear", "activate", "multiply")
     _, rows = glu.bind_parts(facts, "layers.0.mlp", no_fuse=["glu"])

@@ -10,12 +10,12 @@ import torch
 from plait.ops import linear as maps
 from plait.ops.blocks import random_weight
 from plait.ops.linear import Linear, linear
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 
 
 def bind(op: Any, **sizes: Any) -> Any:
     """As without native kernels."""
-    fn, row = op.bind(Facts("cpu", torch.float32, sizes))
+    fn, row = op.bind(OpFacts("cpu", torch.float32, sizes))
     assert row.variant in ("reference", "dense")
     return fn
 
@@ -32,11 +32,11 @@ def test_a_quantized_map_keeps_its_bytes_where_there_is_no_kernel(kind: str) -> 
 
 
 def test_the_choice_says_why_no_plain_copy_is_kept() -> None:
-    _, row = linear.bind(Facts("cpu", torch.float32, {"kind": "Q4_K", "n_in": 256, "n_out": 8}))
+    _, row = linear.bind(OpFacts("cpu", torch.float32, {"kind": "Q4_K", "n_in": 256, "n_out": 8}))
     assert row.variant == "reference"
     assert any(name == "dense" and "decodes them at each use" in why for name, why in row.skipped)
     for kind in ("float32", "bfloat16", "float16"):
-        _, row = linear.bind(Facts("cpu", torch.float32, {"kind": kind, "n_in": 256, "n_out": 8}))
+        _, row = linear.bind(OpFacts("cpu", torch.float32, {"kind": kind, "n_in": 256, "n_out": 8}))
         assert row.variant == "dense"
 
 

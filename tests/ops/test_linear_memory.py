@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from plait.ops.blocks import random_weight
 from plait.ops.linear import FLOATS, KINDS, STORED, Linear, linear
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 from plait.ops.rows import embed
 from plait.quant.weight import Weight
 
@@ -117,12 +117,12 @@ def test_on_cuda_what_is_quantized_is_kept_as_it_is(kind: str) -> None:
     weight = random_weight(kind, 128, 512)
 
     def bind(op: Any, **sizes: Any) -> Any:
-        return op.bind(Facts("cuda", torch.bfloat16, sizes))[0]
+        return op.bind(OpFacts("cuda", torch.bfloat16, sizes))[0]
 
     made = Linear([weight], [None], bind, torch.bfloat16)
     assert made.nbytes == weight.nbytes < 128 * 512 * 2
     kept = made.only_part
     assert kept is not None
     assert kept[0] is weight
-    _, row = linear.bind(Facts("cuda", torch.bfloat16, {"kind": "bfloat16", "n_in": 512, "n_out": 128}))
+    _, row = linear.bind(OpFacts("cuda", torch.bfloat16, {"kind": "bfloat16", "n_in": 512, "n_out": 128}))
     assert row.variant == "dense"  # plain numbers are plain numbers there

@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from plait.errors import UnsupportedModel
 from plait.ops.rope import frequencies, rope_notes, rotate
-from plait.spec import Attention, Branch, ModelSpec, Norm, Rope
+from plait.spec import AttentionSpec, BranchSpec, ModelSpec, NormSpec, RopeSpec
 
 KINDS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
@@ -43,25 +43,25 @@ def test_frequencies_equal_transformers(name: str, max_len: int) -> None:
     if kind == "dynamic":
         config.max_position_embeddings = params["original_max_position_embeddings"] = 64
     inv, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=max_len)
-    got, got_scale = frequencies(Rope(32, 10_000.0, params), max_len)
+    got, got_scale = frequencies(RopeSpec(32, 10_000.0, params), max_len)
     torch.testing.assert_close(got, inv.float(), rtol=1e-6, atol=0)
     assert got_scale == pytest.approx(scale)
 
 
 def test_unknown_kind_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match=r"'wavy' is not known; known: default, .*yarn"):
-        frequencies(Rope(32, scaling={"rope_type": "wavy"}), 64)
+        frequencies(RopeSpec(32, scaling={"rope_type": "wavy"}), 64)
 
 
 def test_a_kind_without_its_keys_names_the_key() -> None:
     with pytest.raises(UnsupportedModel, match="'linear' needs the key 'factor'"):
-        frequencies(Rope(32, scaling={"rope_type": "linear"}), 64)
+        frequencies(RopeSpec(32, scaling={"rope_type": "linear"}), 64)
 
 
 def test_interleaved_is_half_split_after_a_permutation() -> None:
     torch.manual_seed(0)
     x, positions = torch.randn(5, 2, 12), torch.arange(5) + 3
-    inv, _ = frequencies(Rope(8), 64)
+    inv, _ = frequencies(RopeSpec(8), 64)
     order = [0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11]
     pairs = rotate(x, positions, inv, 1.0, True)
     halves = rotate(x[..., order], positions, inv, 1.0, False)
@@ -85,7 +85,7 @@ def test_interleaved_is_half_split_after_a_permutation() -> None:
 )
 def test_rope_notes_say_once_which_factors_a_length_gets(kind: str, max_len: int, words: list[str]) -> None:
     scaling = {"rope_type": kind, **KINDS[kind], "original_max_position_embeddings": 64}
-    layer = Branch("attn", Attention(2, 2, 32, 1.0, rope=Rope(32, scaling=scaling)), Norm())
-    notes = rope_notes(ModelSpec("llama", 64, 97, ((layer,), (layer,)), Norm(), 256), max_len)
+    layer = BranchSpec("attn", AttentionSpec(2, 2, 32, 1.0, rope=RopeSpec(32, scaling=scaling)), NormSpec())
+    notes = rope_notes(ModelSpec("llama", 64, 97, ((layer,), (layer,)), NormSpec(), 256), max_len)
     assert len(notes) == bool(words)
     assert all(word in notes[0] for word in words)

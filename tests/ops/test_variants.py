@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from plait.kernels.load import load
-from plait.model.mixers.registry import known
+from plait.kernels.load import load_kernels
+from plait.model.mixers.registry import list_mixers
 from plait.ops.attention import BLOCK
-from plait.ops.registry import REGISTRY, Facts, Op, Variant
+from plait.ops.registry import REGISTRY, Op, OpFacts, Variant
 from plait.quant.weight import Dense
 
-load()
-known()  # registers every op that a model can use
+load_kernels()
+list_mixers()  # registers every op that a model can use
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
 
 
@@ -40,7 +40,7 @@ def _runnable() -> Iterator[Any]:
 def test_variant_agrees_with_reference(
     op: Op, variant: Variant, case: Any, dtype: torch.dtype, cpu: Any
 ) -> None:
-    facts = Facts(variant.on, dtype, {**STANDARD, **case}, cpu)
+    facts = OpFacts(variant.on, dtype, {**STANDARD, **case}, cpu)
     if variant.refusal(facts) is not None:
         return  # the variant says itself that it does not serve this case; the reference does
     assert op.make, f"{op.name} has cases but no @{op.name}.inputs"
@@ -69,12 +69,12 @@ def test_reference_runs_on_its_cases(name: str) -> None:
 
 def test_the_choice_can_be_read() -> None:
     op = REGISTRY["paged_attention"]
-    _, capped = op.bind(Facts("cpu", torch.float32, {"softcap": 50.0}), "layers.0.attn")
+    _, capped = op.bind(OpFacts("cpu", torch.float32, {"softcap": 50.0}), "layers.0.attn")
     assert capped.variant == "reference"
     assert ("sdpa", "torch's attention has no softcap") in capped.skipped
-    _, plain = op.bind(Facts("cpu", torch.float32, {"softcap": None}), "layers.0.attn")
+    _, plain = op.bind(OpFacts("cpu", torch.float32, {"softcap": None}), "layers.0.attn")
     assert plain.variant == "sdpa"
-    _, asked = op.bind(Facts("cpu", torch.float32, {}), "layers.0.attn", choice="reference")
+    _, asked = op.bind(OpFacts("cpu", torch.float32, {}), "layers.0.attn", choice="reference")
     assert asked.variant == "reference"
 
 

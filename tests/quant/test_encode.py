@@ -19,7 +19,7 @@ from torch import Tensor
 from plait import LLM, SamplingParams
 from plait.config import EngineConfig, Quantize
 from plait.errors import BadFile, ConfigError, ShapeMismatch, UnsupportedFormat
-from plait.quant.encode import ENCODERS, encoder, fitting
+from plait.quant.encode import ENCODERS, encoder, find_encoder
 from tests.families import tiny
 
 ALL = pytest.mark.parametrize("name", ENCODERS)
@@ -186,7 +186,7 @@ def test_columns_that_are_no_whole_blocks_are_refused() -> None:
     ],
 )
 def test_narrow_rows_take_the_next_format_or_none(name: str, cols: int, kind: str | None) -> None:
-    found = fitting(name, cols)
+    found = find_encoder(name, cols)
     assert (found.kind.name if found else None) == kind
 
 

@@ -17,7 +17,7 @@ from plait.config import EngineConfig
 from plait.loading.build import Loaded, load
 from plait.memory import BlockGroup
 from plait.runner.graphs import Capacity
-from plait.schedule.plan import Chunk, Plan
+from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 from tests.families.oxidizr.oxidizr_checkpoint import (
     DENSE,
@@ -112,7 +112,7 @@ def memory(model: Loaded, num_slots: int = SEQS + 2, length: int = LONGEST) -> S
     return StateStore(states, blocks, num_slots, model.runner.store.block_size, torch.device("cpu"), dtype)
 
 
-def walk(groups: Sequence[BlockGroup], vocab_size: int) -> Iterator[Plan]:
+def walk(groups: Sequence[BlockGroup], vocab_size: int) -> Iterator[StepPlan]:
     """Plans of all kinds: rows of sequences change, tables grow and shrink, windows give blocks back."""
     order = (torch.randperm(SEQS * LONGEST // BLOCK) + 1).view(SEQS, -1).tolist()
     done = [0] * SEQS
@@ -134,7 +134,7 @@ def walk(groups: Sequence[BlockGroup], vocab_size: int) -> Iterator[Plan]:
             chunks.append(Chunk(s, done[s], ids, tables, slot, count if step else 0))
             done[s] += count
         chunks.sort(key=lambda chunk: not (len(chunk.token_ids) == 1 and chunk.start > 0))
-        yield Plan(step, tuple(chunks), fresh=tuple(fresh))
+        yield StepPlan(step, tuple(chunks), fresh=tuple(fresh))
 
 
 def table_of(blocks: Sequence[int], start: int, end: int, size: int, window: int | None) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ from plait.request import SamplingParams
 from plait.runner.draft import DraftMemory, DraftModel
 from plait.runner.graphs import Capacity
 from plait.runner.runner import ModelRunner
-from plait.schedule.plan import Plan, Sampled, SamplingBatch, SamplingRow
-from plait.schedule.speculate import Proposer, Wanted
+from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow, StepPlan
+from plait.schedule.speculate import DraftRequest, Proposer
 from plait.state.store import StateStore
 from tests.families import tiny
 from tests.runner.recordings import loaded
@@ -65,11 +65,11 @@ class Counting:
     """A runner that remembers what it was asked, and fails when it is told to."""
 
     runner: ModelRunner
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
     rows: list[SamplingRow] = field(default_factory=list)
     fails: bool = False
 
-    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
         self.plans.append(plan)
         self.rows += sampling.rows
         answers = self.runner.execute(plan, sampling)
@@ -89,7 +89,7 @@ class Bench:
     def ask(
         self, tokens: Sequence[int], limit: int = 5, params: SamplingParams = GREEDY, seq_id: int = 1
     ) -> tuple[int, ...]:
-        return self.draft.propose([Wanted(seq_id, tokens, limit, params, 7)]).get(seq_id, ())
+        return self.draft.propose([DraftRequest(seq_id, tokens, limit, params, 7)]).get(seq_id, ())
 
     def alone(
         self, tokens: Sequence[int], count: int = 5, params: SamplingParams = GREEDY
@@ -171,7 +171,7 @@ def test_sequences_side_by_side_do_not_meet(name: str, models: Mapping[str, Load
     texts = {n: prompt(5 + n, n) for n in (1, 2, 3)}
     for _ in range(6):
         limits = {n: rng.randint(1, 5) for n in texts}
-        found = b.draft.propose([Wanted(n, texts[n], limits[n], SAMPLED, 7) for n in texts])
+        found = b.draft.propose([DraftRequest(n, texts[n], limits[n], SAMPLED, 7) for n in texts])
         for n, text in texts.items():
             assert found[n] == b.alone(text, limits[n], SAMPLED)
             accepted = rng.randint(0, limits[n])
@@ -184,7 +184,7 @@ def test_guessing_costs_one_pass_and_one_for_each_token_more(models: Mapping[str
     text += [*b.ask(text, 5), 3]
     assert len(b.runner.plans) == 5
     b.runner.plans.clear()
-    b.draft.propose([Wanted(1, text, 4, GREEDY, 7), Wanted(2, prompt(7), 3, GREEDY, 7)])
+    b.draft.propose([DraftRequest(1, text, 4, GREEDY, 7), DraftRequest(2, prompt(7), 3, GREEDY, 7)])
     assert len(b.runner.plans) == 4
     assert [chunk.token_ids for chunk in b.runner.plans[0].chunks if chunk.seq_id == 1] == [tuple(text[-2:])]
 
@@ -201,7 +201,7 @@ def test_a_long_prompt_does_not_keep_others_from_guesses(models: Mapping[str, Lo
     b, short, long = bench(models["bamba"]), prompt(6), prompt(50, 1)
     b.ask(short)
     short.append(4)
-    found = b.draft.propose([Wanted(2, long, 5, GREEDY, 7), Wanted(1, short, 5, GREEDY, 7)])
+    found = b.draft.propose([DraftRequest(2, long, 5, GREEDY, 7), DraftRequest(1, short, 5, GREEDY, 7)])
     assert found == {1: b.alone(short)}
 
 
@@ -230,7 +230,7 @@ def test_other_tokens_under_the_same_id_are_computed_anew(
 def test_sequences_beyond_the_places_get_no_guesses_until_one_is_free(models: Mapping[str, Loaded]) -> None:
     b = bench(models["bamba"], places=2)
     texts = {n: prompt(6, n) for n in (1, 2, 3)}
-    everybody = [Wanted(n, texts[n], 2, GREEDY, 7) for n in texts]
+    everybody = [DraftRequest(n, texts[n], 2, GREEDY, 7) for n in texts]
     assert list(b.draft.propose(everybody)) == [1, 2]
     texts[1].append(5)
     assert set(b.draft.propose([*reversed(everybody)])) == {1, 2}  # who has a place keeps it

@@ -16,10 +16,10 @@ from plait.errors import CannotRecord
 from plait.kernels.cpu.pointwise.norm import _rms_norm
 from plait.loading.build import Loaded
 from plait.memory import PagedState, block_groups
-from plait.runner.graphs import Capacity, StaticBatch, ViewsOnly, recorded
+from plait.runner.graphs import Capacity, StaticBatch, ViewsOnly, record_step
 from plait.runner.inputs import build_batch
 from plait.runner.sampler import Sampler
-from plait.schedule.plan import Chunk, Plan
+from plait.schedule.plan import Chunk, StepPlan
 from tests.families import tiny, tiny_attention, tiny_ssm
 from tests.runner.recordings import (
     BLOCK,
@@ -70,7 +70,7 @@ def assert_replayed(model: Loaded, reference: Loaded | None) -> None:
     runner = model.runner
     groups, decoder = runner.groups, runner.decoder
     one, other = memory(model), memory(model)
-    replay, static, why = recorded(decoder, one, runner.executor, groups, CAPACITY)
+    replay, static, why = record_step(decoder, one, runner.executor, groups, CAPACITY)
     assert replay is not None, why
     assert static is not None
     third = memory(reference) if reference else None
@@ -200,7 +200,7 @@ def test_a_step_too_large_for_the_program_runs_op_by_op(checkpoints: Path) -> No
     with loaded(folder_of("oxidizr_hybrid", checkpoints)) as model:
         runner, ids = model.runner, (1, 5, 2, 9, 3, 7)
         tables = tuple((1,) for _ in runner.groups)
-        plans = [Plan(0, (Chunk(0, 0, ids, tables, 1, n),), fresh=(1,)) for n in (1, 6)]
+        plans = [StepPlan(0, (Chunk(0, 0, ids, tables, 1, n),), fresh=(1,)) for n in (1, 6)]
         assert [runner._static is not None and runner._static.fits(plan) for plan in plans] == [True, False]
         with torch.inference_mode():
             recorded_one, all_six = (runner._computed(plan)[1].clone() for plan in plans)
@@ -212,7 +212,7 @@ def test_hidden_states_outlast_the_program_that_left_them(checkpoints: Path, nam
     with loaded(folder_of(name, checkpoints), **options_of(name)) as model:
         runner, ids = model.runner, (1, 5, 2, 9, 3, 7)
         tables = tuple((1,) for _ in runner.groups)
-        plans = [Plan(0, (Chunk(0, 0, ids, tables, 1, n, 6),), fresh=(1,)) for n in (0, 1, 6)]
+        plans = [StepPlan(0, (Chunk(0, 0, ids, tables, 1, n, 6),), fresh=(1,)) for n in (0, 1, 6)]
         assert runner.is_recorded
         with torch.inference_mode():
             none, one, eager = (runner._computed(plan)[0][:6].clone() for plan in plans)
@@ -228,7 +228,7 @@ def test_the_largest_logits_are_found_in_the_same_call(cpu: Any, checkpoints: Pa
         def recorded_with(**options: Any) -> Any:
             sampler = Sampler(size, **options)
             parts = runner.decoder, store, runner.executor, runner.groups, CAPACITY
-            return recorded(*parts, sampler.plain_largest)[0]
+            return record_step(*parts, sampler.plain_largest)[0]
 
         assert recorded_with(executor=cpu).largest is None  # another one than that of the recording
         assert recorded_with(executor=runner.executor, ops="reference").largest is None
@@ -286,7 +286,7 @@ GROUPS = block_groups(STATES)
 SMALL = Capacity(tokens=24, logits=9, seqs=4, blocks=24)
 
 
-def lives(rng: random.Random, size: int, steps: int) -> Iterator[Plan]:
+def lives(rng: random.Random, size: int, steps: int) -> Iterator[StepPlan]:
     """Sequences come, grow, change rows, slots and blocks, lose what is behind a window, shrink, and end."""
     running: dict[int, int] = {}  # sequence -> tokens so far
     blocks: dict[tuple[int, int], list[int]] = {}
@@ -316,10 +316,10 @@ def lives(rng: random.Random, size: int, steps: int) -> Iterator[Plan]:
             chunks.append(Chunk(s, start, ids, tables, slots[s], wanted))
             running[s] = end
         chunks.sort(key=lambda chunk: not (len(chunk.token_ids) == 1 and chunk.start > 0))
-        yield Plan(step, tuple(chunks))
+        yield StepPlan(step, tuple(chunks))
 
 
-def assert_filled(static: StaticBatch, plan: Plan, size: int) -> None:
+def assert_filled(static: StaticBatch, plan: StepPlan, size: int) -> None:
     """Where a program looks, the buffers say what the tensors of this plan alone would."""
     assert static.fits(plan)
     tokens, rows = static.fill(plan)
@@ -354,10 +354,12 @@ def test_the_buffers_follow_every_plan(size: int) -> None:
 def test_what_does_not_fit() -> None:
     static = StaticBatch(SMALL, GROUPS, 4)
 
-    def plan(*chunks: tuple[int, int]) -> Plan:
+    def plan(*chunks: tuple[int, int]) -> StepPlan:
         """Of (tokens, rows of logits)."""
         tables = (tuple(range(1, 8)),) * 2
-        return Plan(0, tuple(Chunk(s, 0, (7,) * n, tables, 1, rows) for s, (n, rows) in enumerate(chunks)))
+        return StepPlan(
+            0, tuple(Chunk(s, 0, (7,) * n, tables, 1, rows) for s, (n, rows) in enumerate(chunks))
+        )
 
     assert static.fits(plan((24, 9)))
     assert static.fits(plan((6, 0), (6, 0), (6, 0), (6, 0)))
@@ -365,5 +367,5 @@ def test_what_does_not_fit() -> None:
     assert not static.fits(plan((12, 5), (12, 5)))
     assert not static.fits(plan(*[(1, 1)] * 5))
     wide = Chunk(0, 0, (7,), (tuple(range(1, 8)), tuple(range(1, 26))), 1, 1)
-    assert not static.fits(Plan(0, (wide,)))
-    assert static.fits(Plan(0, ()))
+    assert not static.fits(StepPlan(0, (wide,)))
+    assert static.fits(StepPlan(0, ()))

@@ -14,7 +14,7 @@ from plait import LLM, SamplingParams
 from plait.errors import EngineError
 from plait.memory import BlockGroup
 from plait.runner.graphs import Capacity, StaticBatch
-from plait.schedule.plan import MOST_STEPS, Chunk, Plan, SamplingBatch, SamplingRow
+from plait.schedule.plan import MOST_STEPS, Chunk, SamplingBatch, SamplingRow, StepPlan
 from tests.families import tiny
 from tests.runner.recordings import BLOCK, loaded
 
@@ -44,7 +44,7 @@ def test_the_steps_of_a_plan_are_those_of_as_many_plans(folder: Path, params: An
         for num_steps in (1, 6):
             for s, length in enumerate(lens):
                 ids = tuple(range(3 + s, 3 + s + length))
-                runner.execute(Plan(0, (Chunk(s, 0, ids, tables[s], 0, 1),)), rows(length - 1, GREEDY))
+                runner.execute(StepPlan(0, (Chunk(s, 0, ids, tables[s], 0, 1),)), rows(length - 1, GREEDY))
             tokens: list[tuple[int, ...]] = [(5,), (6,)]
             while len(tokens[0]) < 7:
                 done = len(tokens[0]) - 1
@@ -57,7 +57,7 @@ def test_the_steps_of_a_plan_are_those_of_as_many_plans(folder: Path, params: An
                         for s, p in enumerate(params)
                     )
                 )
-                answers = runner.execute(Plan(1, chunks, num_steps=num_steps), batch)
+                answers = runner.execute(StepPlan(1, chunks, num_steps=num_steps), batch)
                 assert all(len(answer.token_ids) == num_steps for answer in answers)
                 tokens = [(*old, *new.token_ids) for old, new in zip(tokens, answers, strict=True)]
             said.append(tokens)
@@ -72,7 +72,7 @@ def test_the_steps_of_a_plan_are_those_of_as_many_plans(folder: Path, params: An
 def test_what_is_not_recorded_is_refused(folder: Path) -> None:
     with loaded(folder, ops="reference") as model:
         tables = tuple((1, 2) for _ in model.runner.groups)
-        plan = Plan(0, (Chunk(0, 0, (3,), tables, 0, 1),), num_steps=2)
+        plan = StepPlan(0, (Chunk(0, 0, (3,), tables, 0, 1),), num_steps=2)
         with pytest.raises(EngineError, match="2 steps at once"):
             model.runner.execute(plan, rows(0, GREEDY))
 
@@ -92,7 +92,7 @@ def test_texts_are_the_same_with_and_without(folder: Path, params: list[dict[str
     with LLM(str(folder), device="cpu", max_model_len=128, max_num_seqs=4) as llm:
         scheduler: Any = llm.front.loop.engine.scheduler
         assert scheduler.limits.num_steps == MOST_STEPS
-        plans: list[Plan] = []
+        plans: list[StepPlan] = []
         runner = llm.front.loop.engine.runner
         execute = runner.execute
         runner.execute = lambda plan, sampling: (plans.append(plan), execute(plan, sampling))[1]
@@ -125,7 +125,7 @@ def test_a_model_that_overflows_in_a_later_step_is_found(
                 replay.largest[1][0] = float("nan")
             return logits
 
-        def all_of_them(plan: Plan) -> Any:
+        def all_of_them(plan: StepPlan) -> Any:
             ids, values = several(plan)
             values[-2, 0] = float("nan")
             return ids, values
@@ -143,7 +143,7 @@ def test_the_kernel_between_two_steps_does_what_the_buffers_do(cpu: Any, num_gro
     sides = [StaticBatch(Capacity(9, 7, seqs, 8), groups, size) for _ in range(2)]
     rng = np.random.default_rng(3)
     tables = [tuple(tuple(rng.permutation(90)[:8].tolist()) for _ in groups) for _ in range(3)]
-    plan = Plan(0, tuple(Chunk(s, 3 + 5 * s, (8,), tables[s], 0, 1) for s in range(3)))
+    plan = StepPlan(0, tuple(Chunk(s, 3 + 5 * s, (8,), tables[s], 0, 1) for s in range(3)))
     for side in sides:
         side.fill(plan)
     found = np.zeros(7, np.int64), np.zeros(7, np.float32)

@@ -25,10 +25,10 @@ from plait.schedule.plan import (
     Drop,
     Load,
     Move,
-    Plan,
     Sampled,
     SamplingBatch,
     Save,
+    StepPlan,
 )
 from tests.runner.recordings import BLOCK, SEQS, loaded, memory
 from tests.runner.test_graphs import checkpoints as checkpoints
@@ -105,7 +105,7 @@ class World:
         tables = tuple(tuple(range(1, -(-self.length // BLOCK) + 1)) for _ in self.groups)
         rows = []
         for i, token in enumerate(ids):
-            plan = Plan(0, (Chunk(0, i, (token,), tables, 1, 1),), fresh=() if i else (1,))
+            plan = StepPlan(0, (Chunk(0, i, (token,), tables, 1, 1),), fresh=() if i else (1,))
             self.runner.execute(plan, SamplingBatch(()))
             rows.append(self.keeper.logits)
         return torch.cat(rows)
@@ -137,7 +137,7 @@ class World:
             chunk, good, scratch = self._chunk(life)
             chunks.append(chunk)
             wanted.append((life, chunk, good, scratch))
-        plan = Plan(0, tuple(chunks), tuple(self.moves), tuple(fresh))
+        plan = StepPlan(0, tuple(chunks), tuple(self.moves), tuple(fresh))
         self.runner.execute(plan, SamplingBatch(()))
         row = 0
         for life, chunk, good, scratch in wanted:
@@ -333,7 +333,7 @@ def test_moves_are_made_in_order_and_before_fresh_slots_are_zeroed(one: Loaded) 
         CopySlot(1, 2), CopySlot(2, 3), CopyBlock(0, 4, 5), CopyBlock(0, 5, 6), CopyBlock(1, 7, 8),
         CopySlot(3, 4), Save(9, ((1, 2), ()), 3), Drop(9), Load(8, ((3,), (4,)), 0), CopyBlock(0, 1, 2),
     )  # fmt: skip
-    assert runner.execute(Plan(1, (), moves, fresh=(4,)), SamplingBatch(())) == []
+    assert runner.execute(StepPlan(1, (), moves, fresh=(4,)), SamplingBatch(())) == []
     assert store.calls == [
         ("copy_slots", [(1, 2), (2, 3)]),
         ("copy_blocks", 0, [(4, 5), (5, 6)]),
@@ -350,4 +350,4 @@ def test_moves_are_made_in_order_and_before_fresh_slots_are_zeroed(one: Loaded) 
 def test_a_plan_that_loads_what_was_never_saved_fails_by_name(one: Loaded) -> None:
     moves = (Load(404, tuple(() for _ in one.runner.groups), 0),)
     with pytest.raises(EngineError, match="nothing is saved as 404"):
-        one.runner.execute(Plan(1, (), moves), SamplingBatch(()))
+        one.runner.execute(StepPlan(1, (), moves), SamplingBatch(()))

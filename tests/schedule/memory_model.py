@@ -22,15 +22,14 @@ from plait.schedule.plan import (
     Drop,
     Load,
     Move,
-    Plan,
     Sampled,
     SamplingBatch,
     SamplingRow,
     Save,
+    StepPlan,
 )
-from plait.schedule.scheduler import Limits
-from plait.schedule.sequence import Sequence as TokenSequence
-from plait.schedule.sequence import num_computed
+from plait.schedule.scheduler import SchedulerLimits
+from plait.schedule.sequence import TokenSequence, num_computed
 
 VOCAB_SIZE = 5
 BLOCK_NBYTES, SLOT_NBYTES = 64, 96  # in host memory
@@ -166,7 +165,7 @@ class ModelMemory:
     num_blocks: tuple[int, ...]
     block_size: int
     num_slots: int
-    limits: Limits
+    limits: SchedulerLimits
     host_nbytes: int = 0
     blocks: tuple[dict[int, Entries], ...] = ()
     slots: dict[int, int] = field(default_factory=dict)
@@ -183,7 +182,7 @@ class ModelMemory:
         self.blocks = tuple({b: list(blank) for b in range(1, n)} for n in self.num_blocks)
         self.slots = dict.fromkeys(range(1, self.num_slots), POISON)
 
-    def execute(self, plan: Plan, batch: SamplingBatch, stories: Mapping[int, Story]) -> list[Sampled]:
+    def execute(self, plan: StepPlan, batch: SamplingBatch, stories: Mapping[int, Story]) -> list[Sampled]:
         """Run a plan: each of its steps."""
         stories = {i: Story(s.ask, [*s.tokens], [*s.digests], s.reply, s.draft) for i, s in stories.items()}
         answers = self._step(plan, batch, stories)
@@ -193,13 +192,15 @@ class ModelMemory:
         for _ in range(1, plan.num_steps):
             for chunk, said in zip(plan.chunks, tokens, strict=True):
                 stories[chunk.seq_id].extend(said[-1:])
-            plan = Plan(plan.step, tuple([_next(c, t[-1]) for c, t in zip(plan.chunks, tokens, strict=True)]))
+            plan = StepPlan(
+                plan.step, tuple([_next(c, t[-1]) for c, t in zip(plan.chunks, tokens, strict=True)])
+            )
             batch = SamplingBatch(tuple(map(_later, batch.rows)))
             answers = self._step(plan, batch, stories)
             tokens = [(*said, *more.token_ids) for said, more in zip(tokens, answers, strict=True)]
         return list(map(Sampled, tokens))
 
-    def _step(self, plan: Plan, batch: SamplingBatch, stories: Mapping[int, Story]) -> list[Sampled]:
+    def _step(self, plan: StepPlan, batch: SamplingBatch, stories: Mapping[int, Story]) -> list[Sampled]:
         """One step: its moves, zeroed slots, then every chunk is read, checked, computed and written."""
         self._check_shape(plan, stories)
         for move in plan.moves:
@@ -220,7 +221,7 @@ class ModelMemory:
             for chunk, row in zip(answering, batch.rows, strict=True)
         ]
 
-    def fail(self, plan: Plan, num_moves: int) -> None:
+    def fail(self, plan: StepPlan, num_moves: int) -> None:
         """The step dies after that many moves; what the device held is lost, what the host holds is not."""
         for move in plan.moves[:num_moves]:
             self._move(move)
@@ -275,7 +276,7 @@ class ModelMemory:
         assert all(block in held for held, table in tables for block in table)
         return tables
 
-    def _check_shape(self, plan: Plan, stories: Mapping[int, Story]) -> None:
+    def _check_shape(self, plan: StepPlan, stories: Mapping[int, Story]) -> None:
         """What can be said of a plan without looking into memory."""
         limits = self.limits
         assert plan.chunks or plan.moves, "an empty plan"
@@ -312,7 +313,7 @@ class ModelMemory:
             expected_slot = story.digests[chunk.start] if chunk.start else ZEROED
             assert self.slots[chunk.slot] == expected_slot, f"{chunk}: its slot is not at {chunk.start}"
 
-    def _check_writes(self, plan: Plan) -> None:
+    def _check_writes(self, plan: StepPlan) -> None:
         """No chunk writes where another one reads or writes."""
         slots = [c.slot for c in plan.chunks if c.slot]
         assert len(slots) == len(set(slots)), "two chunks in one slot"

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from plait.schedule.costs import StepCosts
-from plait.schedule.plan import Plan, Sampled
+from plait.schedule.plan import Sampled, StepPlan
 from plait.schedule.scheduler import Scheduler
-from plait.schedule.sequence import Sequence, Update
+from plait.schedule.sequence import TokenSequence, Update
 from tests.schedule.test_scheduler import FULL, WINDOW, planned, run, scheduler, sequence
 
 
@@ -24,18 +24,18 @@ def world(seconds: float = 0.001, **options: Any) -> Scheduler:
     return scheduler(costs=quick(seconds), **{"num_steps": 8, "max_model_len": 200, **options})
 
 
-def unseen(seq_id: int, prompt: int = 6, max_tokens: int = 20, **options: Any) -> Sequence:
+def unseen(seq_id: int, prompt: int = 6, max_tokens: int = 20, **options: Any) -> TokenSequence:
     return sequence(seq_id, prompt, max_tokens, **{"is_watched": False, **options})
 
 
-def decoding(s: Scheduler, *sequences: Sequence) -> Plan:
+def decoding(s: Scheduler, *sequences: TokenSequence) -> StepPlan:
     """The first plan behind the prompts."""
     s.add(*sequences)
     run(s, planned(s))
     return planned(s)
 
 
-def commit(s: Scheduler, plan: Plan, *tokens: tuple[int, ...]) -> list[Update]:
+def commit(s: Scheduler, plan: StepPlan, *tokens: tuple[int, ...]) -> list[Update]:
     updates = s.commit(plan, list(map(Sampled, tokens)))
     s.check()
     return updates

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from plait.errors import EngineError
-from plait.schedule.plan import Chunk, Plan, Sampled
+from plait.schedule.plan import Chunk, Sampled, StepPlan
 from plait.schedule.pooling import Pool
 from plait.schedule.scheduler import Scheduler
 from plait.schedule.sequence import Update
 from tests.schedule.test_scheduler import planned, scheduler, sequence, shape
 
 
-def hidden(plan: Plan, chunk: Chunk) -> Sampled:
+def hidden(plan: StepPlan, chunk: Chunk) -> Sampled:
     """The state of a token is (its id, 1)."""
     tokens = chunk.token_ids[len(chunk.token_ids) - chunk.num_pooled :]
     return Sampled(pooled=(float(sum(tokens)), float(len(tokens))) if tokens else ())
 
 
-def run(s: Scheduler, plan: Plan) -> list[Update]:
+def run(s: Scheduler, plan: StepPlan) -> list[Update]:
     assert all(row.num_samples == 0 for row in s.sampling(plan).rows)
     updates = s.commit(plan, [hidden(plan, chunk) for chunk in plan.chunks if chunk.has_answer])
     s.check()

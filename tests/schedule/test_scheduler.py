@@ -10,10 +10,10 @@ from plait.memory import BlockGroup
 from plait.request import SamplingParams, TokenLogprobs
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import StepCosts
-from plait.schedule.plan import CopyBlock, CopySlot, Drop, Load, Plan, Sampled, Save
+from plait.schedule.plan import CopyBlock, CopySlot, Drop, Load, Sampled, Save, StepPlan
 from plait.schedule.pools import CacheOptions
-from plait.schedule.scheduler import Limits, Scheduler
-from plait.schedule.sequence import Phase, Sequence, Update
+from plait.schedule.scheduler import Scheduler, SchedulerLimits
+from plait.schedule.sequence import Phase, TokenSequence, Update
 
 FULL = BlockGroup("full", None, ("a",))
 WINDOW = BlockGroup("window:6", 6, ("b",))
@@ -31,7 +31,7 @@ def scheduler(
     **limits: Any,
 ) -> Scheduler:
     options = dict(max_num_seqs=4, max_num_batched_tokens=16, max_waiting=8, max_model_len=64)
-    rules = Limits(**(options | limits))
+    rules = SchedulerLimits(**(options | limits))
     memory = Allocation(
         groups,
         [blocks] * len(groups),
@@ -44,29 +44,29 @@ def scheduler(
     return Scheduler(rules, memory, costs=costs, clock=clock)
 
 
-def sequence(seq_id: int, prompt: int | list[int], max_tokens: int = 4, **options: Any) -> Sequence:
+def sequence(seq_id: int, prompt: int | list[int], max_tokens: int = 4, **options: Any) -> TokenSequence:
     tokens = [100 * seq_id + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **options.pop("params", {}))
     stops = options.pop("stops", frozenset())
-    return Sequence(
+    return TokenSequence(
         seq_id, f"r{seq_id}", 0, list(tokens), params, stops, max_len=len(tokens) + max_tokens, **options
     )
 
 
-def planned(s: Scheduler) -> Plan:
+def planned(s: Scheduler) -> StepPlan:
     plan = s.plan()
     assert plan is not None
     s.check()
     return plan
 
 
-def run(s: Scheduler, plan: Plan, token: int = 7) -> list[Update]:
+def run(s: Scheduler, plan: StepPlan, token: int = 7) -> list[Update]:
     updates = s.commit(plan, [Sampled((token,))] * sum(c.num_logits > 0 for c in plan.chunks))
     s.check()
     return updates
 
 
-def shape(plan: Plan) -> list[tuple[int, int, int]]:
+def shape(plan: StepPlan) -> list[tuple[int, int, int]]:
     return [(c.seq_id, c.start, c.end) for c in plan.chunks]
 
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from plait.request import SamplingParams
 from plait.schedule.costs import StepCosts
-from plait.schedule.sequence import Sequence as TokenSequence
-from plait.schedule.speculate import NgramProposer, Proposer, Speculation, Wanted
+from plait.schedule.sequence import TokenSequence
+from plait.schedule.speculate import DraftRequest, NgramProposer, Proposer, Speculation
 
 PARAMS = SamplingParams(temperature=0.0)
 PATTERN = (5, 1, 4, 1, 3, 9, 2, 6, 8, 7)
 
 
-def wanted(tokens: Sequence[int], limit: int = 4, seq_id: int = 1) -> Wanted:
-    return Wanted(seq_id, tokens, limit, PARAMS, 0)
+def wanted(tokens: Sequence[int], limit: int = 4, seq_id: int = 1) -> DraftRequest:
+    return DraftRequest(seq_id, tokens, limit, PARAMS, 0)
 
 
 def guess(tokens: Sequence[int], limit: int = 4) -> tuple[int, ...]:
@@ -57,11 +57,11 @@ class Oracle:
     asked: list[tuple[int, int]] = field(default_factory=list)  # (sequence id, limit)
     forgotten: list[int] = field(default_factory=list)
 
-    def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]:
+    def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         self.asked += [(w.seq_id, w.limit) for w in wanted]
         return {w.seq_id: self._guess(w) for w in wanted}
 
-    def _guess(self, one: Wanted) -> tuple[int, ...]:
+    def _guess(self, one: DraftRequest) -> tuple[int, ...]:
         true = self.text[one.seq_id][len(one.token_ids) : len(one.token_ids) + one.limit]
         return tuple(t if self.dice.random() < self.chance else t + 1 for t in true)
 
@@ -248,7 +248,7 @@ def test_the_time_that_guessing_takes_counts() -> None:
     now = [0.0]
 
     class Slow(Oracle):
-        def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]:
+        def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
             now[0] += 0.02 * max(w.limit for w in wanted)
             return super().propose(wanted)
 
@@ -265,7 +265,7 @@ def test_a_proposer_that_is_always_right_and_too_slow_is_hardly_asked(count: int
     now = [0.0]
 
     class Slow(Oracle):
-        def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]:
+        def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
             now[0] += 0.010 * max(w.limit for w in wanted)
             return super().propose(wanted)
 
@@ -286,7 +286,7 @@ def test_guesses_side_by_side_pay_though_the_first_few_do_not() -> None:
     now = [0.0]
 
     class Batched(Oracle):
-        def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]:
+        def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
             now[0] += 0.006 * max(w.limit for w in wanted)
             return super().propose(wanted)
 
@@ -313,7 +313,7 @@ def test_guesses_go_to_the_sequence_where_they_are_right() -> None:
     sure, unsure = Oracle(text, 1.0), Oracle(text, 0.1)
 
     class Both:
-        def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]:
+        def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
             found = dict(sure.propose([w for w in wanted if w.seq_id == 1]))
             return found | dict(unsure.propose([w for w in wanted if w.seq_id == 2]))
 
@@ -375,7 +375,7 @@ def test_a_proposer_that_fails_is_not_asked_again(caplog: pytest.LogCaptureFixtu
     class Broken:
         asked = 0
 
-        def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]:
+        def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
             self.asked += 1
             raise ZeroDivisionError("the chip is on fire")
 
@@ -393,7 +393,7 @@ def test_a_proposer_that_fails_is_not_asked_again(caplog: pytest.LogCaptureFixtu
 
 def test_proposals_are_cut_to_what_was_asked_for() -> None:
     class Eager:
-        def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, tuple[int, ...]]:
+        def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
             return {w.seq_id: (3,) * (w.limit + 5) for w in wanted} | {99: (1,)}
 
         def forget(self, seq_id: int) -> None: ...

@@ -13,11 +13,10 @@ from plait.errors import EngineError
 from plait.memory import BlockGroup
 from plait.request import SamplingParams
 from plait.schedule.allocation import Allocation
-from plait.schedule.plan import Drop, Plan, SamplingBatch, Save
+from plait.schedule.plan import Drop, SamplingBatch, Save, StepPlan
 from plait.schedule.pools import CacheOptions
-from plait.schedule.scheduler import Limits, Scheduler
-from plait.schedule.sequence import Sequence as TokenSequence
-from plait.schedule.sequence import Update
+from plait.schedule.scheduler import Scheduler, SchedulerLimits
+from plait.schedule.sequence import TokenSequence, Update
 from plait.state.prefix import PrefixIndex, extend
 from tests.schedule.memory_model import (
     BLOCK_NBYTES,
@@ -96,7 +95,7 @@ class World:
 
     def __init__(self, shape: Shape, size: Size) -> None:
         self.shape, self.size = shape, size
-        self.limits = Limits(
+        self.limits = SchedulerLimits(
             max_num_seqs=size.num_seqs,
             max_num_batched_tokens=size.budget,
             max_waiting=1000,
@@ -130,8 +129,8 @@ class World:
         self.stories: dict[int, Story] = {}
         self.wishes: dict[int, Wish] = {}
         self.told: list[tuple[int, ...]] = []  # whole texts, prompts included: conversations that may go on
-        self.plan: Plan | None = None
-        self.plans: list[Plan] = []
+        self.plan: StepPlan | None = None
+        self.plans: list[StepPlan] = []
         self.counts: Counter[str] = Counter()
         self.suspects: set[int] = set()
         self._batch = SamplingBatch(())
@@ -329,7 +328,7 @@ class World:
                     if block:
                         assert self.device.blocks[group][block][: len(digests) - 1] == digests[1:]
 
-    def _check_sharing(self, plan: Plan) -> None:
+    def _check_sharing(self, plan: StepPlan) -> None:
         """Nobody writes to a block or a slot that another running sequence has."""
         for chunk in plan.chunks:
             others = [seq for seq in self.s.running if seq.id != chunk.seq_id]

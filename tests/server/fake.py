@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry
 from plait.errors import BadTemplate, CapacityError, EngineError, QueueFull
 from plait.frontend.frontend import Front, Language
 from plait.request import Event, Pooling, Request, TokenLogprobs
-from plait.spec import ModelSpec, Norm
-from plait.text.chat.template import normalized
+from plait.spec import ModelSpec, NormSpec
+from plait.text.chat.template import normalize_messages
 from plait.text.chat.tool_probe import CallsTaken
 
 BOS, EOS, TURN = 256, 257, 258
@@ -70,7 +70,7 @@ class TurnTemplate:
         **kwargs: Any,
     ) -> list[int]:
         ids: list[int] = []
-        for message in normalized(messages):
+        for message in normalize_messages(messages):
             if message["content"] == "UNSAYABLE":
                 raise BadTemplate("this template does not say UNSAYABLE", "messages")
             ids += [TURN, *(message["content"] or "").encode()]
@@ -210,7 +210,7 @@ def _scored(token_id: int, num_top: int) -> TokenLogprobs:
 
 def fake_front(tokenizer: bool = True, template: TurnTemplate | None = None) -> Front:
     """A real Front over `EchoLoop`; without a tokenizer only token ids go in and out."""
-    spec = ModelSpec("fake", HIDDEN_SIZE, VOCAB_SIZE, (), Norm(), CONTEXT)
+    spec = ModelSpec("fake", HIDDEN_SIZE, VOCAB_SIZE, (), NormSpec(), CONTEXT)
     language = Language(
         ByteTokenizer() if tokenizer else None,
         (template or TurnTemplate()) if tokenizer else None,

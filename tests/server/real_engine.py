@@ -11,12 +11,12 @@ from plait.engine.grammar_guide import Guides
 from plait.engine.thread import EngineLoop
 from plait.frontend.frontend import Front, Language
 from plait.memory import BlockGroup
-from plait.runner.pooling import with_pooled
+from plait.runner.pooling import add_pooled
 from plait.runner.sampler import Sampler
 from plait.schedule.allocation import Allocation
-from plait.schedule.plan import Plan, Sampled, SamplingBatch
-from plait.schedule.scheduler import Limits, Scheduler
-from plait.spec import ModelSpec, Norm
+from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
+from plait.schedule.scheduler import Scheduler, SchedulerLimits
+from plait.spec import ModelSpec, NormSpec
 from plait.text.grammar.compiler import GrammarCompiler
 from tests.server.fake import CONTEXT, EOS, HIDDEN_SIZE, NAMES, VOCAB_SIZE, ByteTokenizer, TurnTemplate
 
@@ -33,7 +33,7 @@ class Bigrams:
         self._table[:, 128:] -= 6
         self._sampler = Sampler(VOCAB_SIZE, banned=[i for i in NAMES if i != EOS])
 
-    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
         time.sleep(self._step_s)
         tokens = [
             ((token + chunk.start + i) % 64, i >= len(chunk.token_ids) - chunk.num_logits)
@@ -42,14 +42,14 @@ class Bigrams:
         ]
         hidden = self._table[[row for row, _ in tokens]][:, :HIDDEN_SIZE]
         answers = self._sampler.sample(self._table[[row for row, wanted in tokens if wanted]], sampling)
-        return with_pooled(plan, hidden, answers)
+        return add_pooled(plan, hidden, answers)
 
 
 def engine_front(
     step_s: float = 0.0, template: TurnTemplate | None = None, num_blocks: int = NUM_BLOCKS
 ) -> Front:
     """A Front over a real engine whose steps take at least `step_s` seconds."""
-    limits = Limits(
+    limits = SchedulerLimits(
         max_model_len=CONTEXT, causal=True, max_num_seqs=8, max_num_batched_tokens=256, max_waiting=500
     )
     groups = (BlockGroup("full", None, ("a",)),)
@@ -61,6 +61,6 @@ def engine_front(
     engine = Engine(
         Bigrams(step_s), scheduler, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT, guided=guides.open
     )
-    spec = ModelSpec("bigrams", HIDDEN_SIZE, VOCAB_SIZE, (), Norm(), CONTEXT)
+    spec = ModelSpec("bigrams", HIDDEN_SIZE, VOCAB_SIZE, (), NormSpec(), CONTEXT)
     language = Language(tokenizer, template or TurnTemplate(), {}, frozenset({EOS}))
     return Front("bigrams", spec, CONTEXT, EngineLoop(engine, on_end=guides.close), language)

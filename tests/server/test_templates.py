@@ -9,9 +9,9 @@ from pathlib import Path
 
 from plait.frontend.frontend import Front, Language
 from plait.server.app import PLAN_THREADS
-from plait.spec import ModelSpec, Norm
+from plait.spec import ModelSpec, NormSpec
 from plait.text.chat.jinja import JinjaTemplate
-from plait.text.chat.sandbox import Limits, Sandbox
+from plait.text.chat.sandbox import Sandbox, SandboxLimits
 from tests.contract.wire import Answer, Client
 from tests.server.conftest import serving, wait_until
 from tests.server.fake import CONTEXT, EOS, HIDDEN_SIZE, VOCAB_SIZE, ByteTokenizer, EchoLoop
@@ -33,12 +33,12 @@ class SplittingTokenizer(ByteTokenizer):
 
 
 @contextmanager
-def templated(source: str, limits: Limits, **config: object) -> Iterator[tuple[Client, Front]]:
+def templated(source: str, limits: SandboxLimits, **config: object) -> Iterator[tuple[Client, Front]]:
     """A server whose chats are rendered by this template."""
     tokenizer, sandbox = SplittingTokenizer(), Sandbox(limits)
     template = JinjaTemplate("strange", {"default": source}, tokenizer, {}, sandbox)
     template.start()
-    spec = ModelSpec("fake", HIDDEN_SIZE, VOCAB_SIZE, (), Norm(), CONTEXT)
+    spec = ModelSpec("fake", HIDDEN_SIZE, VOCAB_SIZE, (), NormSpec(), CONTEXT)
     front = Front("fake", spec, CONTEXT, EchoLoop(), Language(tokenizer, template, {}, frozenset({EOS})))
     with serving(front, **config) as client:
         yield client, front
@@ -54,7 +54,7 @@ def test_a_chat_that_computes_without_end_harms_no_other(tmp_path: Path) -> None
     keys.write_text("greedy: first\nmodest: second\n")
     # Nothing ends the computation but the end of the server.
     # Long enough that nothing ends while the other key is served.
-    limits = Limits(timeout_s=600.0, clock_s=600.0, wait_s=600.0)
+    limits = SandboxLimits(timeout_s=600.0, clock_s=600.0, wait_s=600.0)
     config = {"api_key_file": str(keys)}
     ended: list[Answer] = []
     with templated(POWER, limits, **config) as (client, front):
@@ -81,7 +81,7 @@ def test_a_chat_that_computes_without_end_harms_no_other(tmp_path: Path) -> None
 
 
 def test_a_chat_whose_template_takes_too_long_is_refused_and_the_next_served() -> None:
-    with templated(POWER, Limits(timeout_s=0.3)) as (client, _):
+    with templated(POWER, SandboxLimits(timeout_s=0.3)) as (client, _):
         assert content(client.chat("Hello")) == "Hello"
         refused = client.chat("x")
         assert (refused.status, refused.error["code"]) == (400, "bad_template")
@@ -90,7 +90,7 @@ def test_a_chat_whose_template_takes_too_long_is_refused_and_the_next_served() -
 
 
 def test_arguments_that_a_template_does_not_read_are_refused_and_hints_reported() -> None:
-    with templated(POWER, Limits()) as (client, _):
+    with templated(POWER, SandboxLimits()) as (client, _):
         refused = client.chat("hi", chat_template_kwargs={"shout": True})
         assert (refused.status, refused.error["param"]) == (400, "chat_template_kwargs")
         answer = client.chat("hi", reasoning_effort="high", chat_template_kwargs={"enable_thinking": True})
@@ -99,7 +99,7 @@ def test_arguments_that_a_template_does_not_read_are_refused_and_hints_reported(
 
 def test_a_template_that_cannot_be_read_refuses_chats_and_nothing_else() -> None:
     deep = "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}"
-    with templated(deep, Limits()) as (client, _):
+    with templated(deep, SandboxLimits()) as (client, _):
         for path, body in (
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
             ("/v1/responses", {"input": "hi"}),

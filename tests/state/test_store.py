@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from plait.errors import EngineError
 from plait.memory import PagedState, SlotState, State, block_groups
-from plait.state.store import Rows, StateStore
+from plait.state.store import StateRows, StateStore
 
 BLOCKS, SLOTS, SIZE = 5, 4, 4
 PAGED = PagedState({"k": (2, 3), "v": (2, 5)}, dtype="bfloat16")
@@ -230,7 +230,7 @@ def test_a_saved_copy_can_be_loaded_more_than_once() -> None:
 
 def test_copies_that_follow_from_each_other_are_made_in_turn() -> None:
     tensor = torch.arange(4.0)[:, None].clone()
-    rows = Rows([tensor])
+    rows = StateRows([tensor])
     rows._arrays = None
     rows.copy([(1, 2), (2, 3), (0, 1), (3, 0), (1, 3), (2, 2)])
     assert tensor[:, 0].tolist() == [1.0, 0.0, 1.0, 0.0]

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.text.output import FORMATS, Arguments, CallEnd, CallStart, Content, Delta, OutputParser, Reasoning
+from plait.text.output import (
+    FORMATS,
+    Arguments,
+    CallEnd,
+    CallStart,
+    Content,
+    OutputDelta,
+    OutputParser,
+    Reasoning,
+)
 
 DS = {
     "begin": "<｜tool▁calls▁begin｜>",
@@ -40,7 +49,7 @@ class Read:
         return [(name, json.loads(text)) for name, text in zip(self.names, self.arguments, strict=True)]
 
 
-def gathered(deltas: Sequence[Delta]) -> Read:
+def gathered(deltas: Sequence[OutputDelta]) -> Read:
     """Checks the order of deltas on the way: start, pieces, end, one call after the other."""
     read = Read()
     for delta in deltas:

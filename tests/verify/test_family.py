@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from plait.errors import ConfigError
-from plait.families.common.registry import known
+from plait.families.common.registry import families_by_name
 from plait.kernels.load import executor
 from plait.ops.product import multiply
 from plait.ops.registry import Variant
 from plait.request import TokenLogprobs
-from plait.verify.family import _agreeing, _check_variant
+from plait.verify.family import _check_variant, _compare_replies
 from plait.verify.tiny_model import write_tiny_model
-from plait.verify.verify import Reply
+from plait.verify.verify import VerifyReply
 from tests.families.parity import Memory, decoder, resolved, whole
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 64}
@@ -39,7 +39,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
 
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_model_has_every_tensor_that_its_family_reads(name: str, tmp_path: Path) -> None:
-    write_tiny_model(replace(known()[name], tiny={**SIZES, **TINY[name]}), tmp_path)
+    write_tiny_model(replace(families_by_name()[name], tiny={**SIZES, **TINY[name]}), tmp_path)
     checkpoint = Memory(load_file(tmp_path / "model.safetensors"))
     model = decoder(resolved(checkpoint, json.loads((tmp_path / "config.json").read_text())), checkpoint)
     assert whole(model, torch.arange(9)).isfinite().all()
@@ -47,7 +47,7 @@ def test_tiny_model_has_every_tensor_that_its_family_reads(name: str, tmp_path: 
 
 def test_tiny_model_of_a_family_without_a_config_says_what_to_give_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"family llama.*tiny="):
-        write_tiny_model(known()["llama"], tmp_path)
+        write_tiny_model(families_by_name()["llama"], tmp_path)
 
 
 def test_family_check_finds_a_kernel_that_is_wrong_or_not_a_number() -> None:
@@ -80,8 +80,8 @@ def test_family_check_finds_a_kernel_that_is_wrong_or_not_a_number() -> None:
     [([-1.0, -2.0], True), ([-1.0, -2.1], False), ([-1.0, math.nan], False), ([], False)],
 )
 def test_family_check_compares_what_both_generate(ours: list[float], is_right: bool) -> None:
-    def reply(*logprobs: float) -> Mapping[str, Reply]:
+    def reply(*logprobs: float) -> Mapping[str, VerifyReply]:
         rows = [TokenLogprobs(i, logprob) for i, logprob in enumerate(logprobs)]
-        return {"a": Reply([row.token_id for row in rows], rows)}
+        return {"a": VerifyReply([row.token_id for row in rows], rows)}
 
-    assert _agreeing(reply(*ours), reply(-1.0, -2.0)).is_right is is_right
+    assert _compare_replies(reply(*ours), reply(-1.0, -2.0)).is_right is is_right

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plait.config import EngineConfig
 from plait.errors import ContextTooLong, EngineError
-from plait.kernels.load import load as load_kernels
+from plait.kernels.load import load_kernels
 from plait.loading.build import Loaded, load
 from plait.model.decoder import Decoder
 from plait.ops.activation import combine
@@ -23,14 +23,14 @@ from plait.ops.linear import Packing, dense
 from plait.ops.registry import Op, Variant
 from plait.ops.ssm import mamba2_scan
 from plait.request import SamplingParams, TokenLogprobs
-from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
-from plait.schedule.speculate import Wanted
+from plait.schedule.plan import Chunk, Sampled, SamplingBatch, StepPlan
+from plait.schedule.speculate import DraftRequest
 from plait.state.store import StateStore
 from plait.verify.fakes import FAILS_EVERY, FailingRunner, KnownReplies
 from plait.verify.matrix import PLAIN, Cell, cells
 from plait.verify.prompts import default_prompts, first_turns, second_turns
-from plait.verify.trace import Trace, digest, op_names, op_of, watched
-from plait.verify.verify import Arithmetic, Difference, Reply, Result, Verification
+from plait.verify.trace import Trace, digest, op_names, op_of, watch_ops
+from plait.verify.verify import Arithmetic, CellResult, Difference, Verification, VerifyReply
 from tests.families import tiny
 
 MAX_TOKENS = 4
@@ -80,7 +80,7 @@ def off_in_company(out: Tensor) -> Tensor:
     return out + 1e-3 if out.shape[0] > 1 else out
 
 
-def verified(loaded: Loaded, name: str, *, batch: int = 2, max_tokens: int = MAX_TOKENS) -> Result:
+def verified(loaded: Loaded, name: str, *, batch: int = 2, max_tokens: int = MAX_TOKENS) -> CellResult:
     """The result of one cell."""
     made = Verification(loaded, batch=batch, max_tokens=max_tokens)
     made.__class__ = type("Only", (Verification,), {"cells": [c for c in made.cells if c.name == name]})
@@ -167,7 +167,7 @@ def test_bound_ops_are_known_by_name(llama: Path, opened: Callable[..., Loaded])
     seen: list[tuple[str, str]] = []
     decoder = opened(llama).runner.decoder
     before = _attributes(decoder)
-    with watched(decoder, lambda path, op, result: seen.append((path, op))):
+    with watch_ops(decoder, lambda path, op, result: seen.append((path, op))):
         assert _attributes(decoder) != before
         decoder.embed(torch.tensor([1, 2]))
         decoder.branches[1].mixer.forward(torch.zeros(2, 32))  # type: ignore[attr-defined]
@@ -190,7 +190,7 @@ def test_what_experts_call_is_one_op_whichever_are_chosen(
     orders = []
     for prompt in ([5, 6, 7, 8, 9, 10, 11, 12], [900] * 8):  # several experts, and always the same two
         seen.clear()
-        with watched(runner.decoder, lambda path, op, result: seen.append((path, op))):
+        with watch_ops(runner.decoder, lambda path, op, result: seen.append((path, op))):
             runner.logits(prompt, 16)
         orders.append([*seen])
     assert "experts" in {op for _, op in orders[0]}
@@ -200,7 +200,7 @@ def test_what_experts_call_is_one_op_whichever_are_chosen(
 def test_what_was_bound_is_back_also_after_a_failure(llama: Path, opened: Callable[..., Loaded]) -> None:
     decoder = opened(llama).runner.decoder
     before = _attributes(decoder)
-    with pytest.raises(KeyboardInterrupt), watched(decoder, lambda path, op, result: None):
+    with pytest.raises(KeyboardInterrupt), watch_ops(decoder, lambda path, op, result: None):
         raise KeyboardInterrupt
     assert _attributes(decoder) == before
 
@@ -217,7 +217,7 @@ def test_rows_of_a_draft_that_was_not_accepted_are_left_out() -> None:
     seen: list[tuple[int, float]] = []
     trace = Trace([5, 6, 7], lambda key, path, op, row, rows: seen.append((key[0], float(row))), seq_id=1)
     other, own = _chunk(2, 0, (9,)), _chunk(1, 1, (6, 8, 7))
-    trace.begin(Plan(1, (other, own)))
+    trace.begin(StepPlan(1, (other, own)))
     trace.watch("layers.0.attn.mixer._attend", "paged_attention", torch.tensor([0.0, 1.0, 2.0, 3.0]))
     assert seen == [(1, 1.0)]
 
@@ -225,7 +225,7 @@ def test_rows_of_a_draft_that_was_not_accepted_are_left_out() -> None:
 def test_rows_with_logits_are_the_last_of_their_chunk() -> None:
     seen: list[tuple[int, float]] = []
     trace = Trace([5, 6, 7], lambda key, path, op, row, rows: seen.append((key[0], float(row))), seq_id=1)
-    trace.begin(Plan(1, (_chunk(2, 0, (9, 9)), _chunk(1, 0, (5, 6, 7)))))
+    trace.begin(StepPlan(1, (_chunk(2, 0, (9, 9)), _chunk(1, 0, (5, 6, 7)))))
     trace.watch("head.linear._parts", "linear", torch.tensor([10.0, 20.0]))
     assert seen == [(2, 20.0)]
 
@@ -277,14 +277,14 @@ def test_a_model_that_is_not_causal_is_only_batched() -> None:
 
 
 def test_a_cell_in_which_nothing_happened_says_so() -> None:
-    assert not Result("swapped", 1, 1, (), {"swaps": 0}, proof="swaps").happened
-    assert Result("swapped", 1, 1, (), {"swaps": 2}, proof="swaps").happened
-    assert Result("batch", 1, 1, (), {}).happened
+    assert not CellResult("swapped", 1, 1, (), {"swaps": 0}, proof="swaps").happened
+    assert CellResult("swapped", 1, 1, (), {"swaps": 2}, proof="swaps").happened
+    assert CellResult("batch", 1, 1, (), {}).happened
 
 
 def test_another_token_counts_for_more_than_other_bits_before_it() -> None:
     """A rounding at the first token used to hide another token behind it."""
-    plain, other, rounded = Reply(), Reply(), Reply()
+    plain, other, rounded = VerifyReply(), VerifyReply(), VerifyReply()
     for reply, token_ids, first in ((plain, (1, 2), -0.5), (other, (1, 3), -0.6), (rounded, (1, 2), -0.6)):
         reply.token_ids += token_ids
         reply.logprobs += [TokenLogprobs(1, first), TokenLogprobs(token_ids[1], -0.5)]
@@ -301,25 +301,25 @@ def test_another_token_counts_for_more_than_other_bits_before_it() -> None:
 def test_other_bits_are_no_other_token() -> None:
     rounded = Difference("c", "r", 0, 0, 3, expected=5, found=5, off_by=1e-7)
     other = Difference("c", "r", 0, 0, 3, expected=5, found=6)
-    result = Result("c", 2, 2, (rounded, other), {})
+    result = CellResult("c", 2, 2, (rounded, other), {})
     assert (result.num_different, result.num_rounded) == (1, 1)
 
 
 def test_known_replies_are_guessed_with_a_wrong_token_now_and_then() -> None:
     guesser = KnownReplies([[1, 2, 3, 4, 5, 6, 7]], vocab_size=10)
-    wanted = Wanted(3, [1, 2], 9, SamplingParams(), 0)
+    wanted = DraftRequest(3, [1, 2], 9, SamplingParams(), 0)
     assert guesser.propose([wanted]) == {3: (3, 4, 6, 6, 7)}
     assert guesser.propose([replace(wanted, token_ids=[2, 2])]) == {3: ()}
 
 
 def test_only_steps_that_several_share_fail() -> None:
     class Runner:
-        def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+        def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
             return []
 
     failing = FailingRunner(SimpleNamespace(runner=Runner()))  # type: ignore[arg-type]
-    alone = Plan(1, (_chunk(1, 0, (5,)),))
-    shared = Plan(1, (_chunk(1, 0, (5,)), _chunk(2, 0, (5,))))
+    alone = StepPlan(1, (_chunk(1, 0, (5,)),))
+    shared = StepPlan(1, (_chunk(1, 0, (5,)), _chunk(2, 0, (5,))))
     for _ in range(3 * FAILS_EVERY):
         failing.execute(alone, SamplingBatch(()))
     for _ in range(FAILS_EVERY - 1):

@@ -17,8 +17,8 @@ from typing import Any
 from plait.config import EngineConfig
 from plait.errors import BadFile, ConfigError
 from plait.loading.text_side import TextSource
-from plait.schedule.plan import Chunk, Plan, Sampled, SamplingBatch
-from plait.spec import ModelSpec, Norm
+from plait.schedule.plan import Chunk, Sampled, SamplingBatch, StepPlan
+from plait.spec import ModelSpec, NormSpec
 from plait.worker.child import Housed
 from tests.engine.hash_model import VOCAB, HashModel, engine
 
@@ -30,7 +30,7 @@ STEP_S = 0.002
 class Mortal(HashModel):
     """Steps take a moment; some tokens in a plan end the process, or as good as that."""
 
-    def execute(self, plan: Plan, sampling: SamplingBatch) -> list[Sampled]:
+    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
         time.sleep(STEP_S)
         for chunk in plan.chunks:
             if chunk.start == 0:
@@ -57,7 +57,7 @@ def _suffer(chunk: Chunk) -> None:
 
 
 def compile_one(config: EngineConfig) -> None:
-    """Make a kernel where `plait.kernels.load.load` would keep it, and log whether it was compiled."""
+    """Make a kernel where `load_kernels` would keep it, and log whether it was compiled."""
     from plait.kernels import load
     from plait.kernels.cpu.codegen import target
 
@@ -99,4 +99,4 @@ def build(
     limits: dict[str, Any] = {"max_num_seqs": config.max_num_seqs, "max_waiting": config.max_waiting}
     made = engine(Mortal(), length=CONTEXT, blocks=1000, **limits)
     report("ready", 1, 1)
-    return Housed(made, ModelSpec("hash", 8, VOCAB, (), Norm(), CONTEXT), lambda: None)
+    return Housed(made, ModelSpec("hash", 8, VOCAB, (), NormSpec(), CONTEXT), lambda: None)

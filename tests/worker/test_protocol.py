@@ -13,7 +13,17 @@ from plait.errors import BadFile, ContextTooLong, EngineError, InvalidField, Out
 from plait.loading.text_side import TextSource
 from plait.request import Event, Grammar, Request, SamplingParams, ThinkingBudget, TokenLogprobs
 from plait.server.http.errors import NotReady
-from plait.spec import Attention, Branch, Mamba2, Mlp, ModelSpec, Norm, Parallel, Recurrent, Rope
+from plait.spec import (
+    AttentionSpec,
+    BranchSpec,
+    Mamba2Spec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    ParallelSpec,
+    Recurrent,
+    RopeSpec,
+)
 from plait.worker import protocol
 from plait.worker.protocol import (
     BadFrame,
@@ -25,19 +35,19 @@ from plait.worker.protocol import (
     FromFront,
     Hello,
     Submit,
+    decode_error,
+    decode_event,
+    decode_spec,
+    encode_error,
+    encode_event,
+    encode_spec_value,
     frame,
-    heard,
-    packed,
-    raised,
-    spoken,
-    told,
-    unpacked_spec,
 )
 from plait.worker.shared_status import Page, new_page
 
 
-def crossed(message: protocol.Message, kinds: object = FromFront) -> protocol.Message:
-    (found,) = Frames[protocol.Message](kinds).feed(frame(message))
+def crossed(message: protocol.WireMessage, kinds: object = FromFront) -> protocol.WireMessage:
+    (found,) = Frames[protocol.WireMessage](kinds).feed(frame(message))
     return found
 
 
@@ -70,17 +80,17 @@ def test_a_request_crosses_whole() -> None:
     ],
 )
 def test_an_event_crosses_whole(event: Event) -> None:
-    found = crossed(Events((spoken(9, event),)), FromChild)
+    found = crossed(Events((encode_event(9, event),)), FromChild)
     assert isinstance(found, Events)
-    assert heard("r", found.spoken[0]) == event
+    assert decode_event("r", found.spoken[0]) == event
     assert found.spoken[0].key == 9
 
 
 def test_errors_cross_by_class_message_and_field() -> None:
     event = Event("r", 0, finish_reason="error", error=InvalidField("n: too many", "n"))
-    found = crossed(Events((spoken(9, event),)), FromChild)
+    found = crossed(Events((encode_event(9, event),)), FromChild)
     assert isinstance(found, Events)
-    error = heard("r", found.spoken[0]).error
+    error = decode_event("r", found.spoken[0]).error
     assert isinstance(error, InvalidField)
     assert (str(error), error.param) == ("n: too many", "n")
     fault = crossed(Fault(ContextTooLong("too long", "prompt")), FromChild)
@@ -96,19 +106,19 @@ def test_errors_that_are_not_ours_are_told_in_words_of_ours() -> None:
         (KeyError("x"), EngineError, "KeyError: 'x'"),
         (NotReady("later"), protocol.errors.CapacityError, "later"),
     ):
-        found = raised(*told(error))
+        found = decode_error(*encode_error(error))
         assert type(found) is kind
         assert says in str(found)
-    assert type(raised("os.system", "boo", None)) is EngineError
-    assert type(raised("annotations", "boo", None)) is EngineError
+    assert type(decode_error("os.system", "boo", None)) is EngineError
+    assert type(decode_error("annotations", "boo", None)) is EngineError
 
 
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_message_are_refused_and_nothing_else_happens(junk: bytes) -> None:
-    frames = Frames[protocol.Message](FromChild)
+    frames = Frames[protocol.WireMessage](FromChild)
     try:
         for message in frames.feed(junk):
-            assert isinstance(message, protocol.Message)
+            assert isinstance(message, protocol.WireMessage)
     except BadFrame:
         pass
 
@@ -137,14 +147,14 @@ def test_messages_arrive_whole_however_they_are_cut(cuts: list[int]) -> None:
 
 
 def test_a_spec_crosses_whole() -> None:
-    attention = Attention(4, 2, 8, 0.5, Rope(8, scaling={"rope_type": "linear", "factor": 2.0}))
-    pair = Parallel({"attn": attention, "ssm": Mamba2(2, 4, 8, 1, 4)})
-    layer = (Branch("mix", pair, Norm(), Norm(1e-5), 0.5), Branch("mlp", Mlp(32), None))
-    spec = ModelSpec("falcon", 16, 100, (layer, layer), Norm(kind="layer"), 2048, logit_softcap=30.0)
-    assert unpacked_spec(packed(spec)) == spec
+    attention = AttentionSpec(4, 2, 8, 0.5, RopeSpec(8, scaling={"rope_type": "linear", "factor": 2.0}))
+    pair = ParallelSpec({"attn": attention, "ssm": Mamba2Spec(2, 4, 8, 1, 4)})
+    layer = (BranchSpec("mix", pair, NormSpec(), NormSpec(1e-5), 0.5), BranchSpec("mlp", MlpSpec(32), None))
+    spec = ModelSpec("falcon", 16, 100, (layer, layer), NormSpec(kind="layer"), 2048, logit_softcap=30.0)
+    assert decode_spec(encode_spec_value(spec)) == spec
     for wrong in ({"": "os"}, {"": "Norm", "size": 3}, [1], {"": "Norm"}):
         with pytest.raises(BadFrame):
-            unpacked_spec(wrong)
+            decode_spec(wrong)
 
 
 def test_protocol_packs_the_mixer_of_a_plug_in_as_what_it_is_derived_from() -> None:
@@ -152,8 +162,8 @@ def test_protocol_packs_the_mixer_of_a_plug_in_as_what_it_is_derived_from() -> N
     class Decay(Recurrent):
         size: int
 
-    spec = ModelSpec("decay", 16, 100, ((Branch("decay", Decay(4), None),),), Norm(), 64)
-    ((_, found),) = unpacked_spec(packed(spec)).mixers()
+    spec = ModelSpec("decay", 16, 100, ((BranchSpec("decay", Decay(4), None),),), NormSpec(), 64)
+    ((_, found),) = decode_spec(encode_spec_value(spec)).mixers()
     assert found == Recurrent()
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from plait.errors import EngineKilled
 from plait.request import Event
-from plait.worker.protocol import spoken
+from plait.worker.protocol import encode_event
 from plait.worker.request_table import MAX_DEATHS, Ledger
 from tests.engine.hash_model import Reader, request
 
@@ -23,7 +23,7 @@ class Book:
 
     def say(self, name: str, *token_ids: int, index: int = 0, **more: Any) -> None:
         event = Event(name, index, token_ids, **more)
-        self.ledger.deliver(spoken(self.keys[name], event), 2.0)
+        self.ledger.deliver(encode_event(self.keys[name], event), 2.0)
 
     def die(self, *names: str, arriving: str | None = None, is_foreign: bool = False) -> bool:
         key = self.keys[arriving] if arriving else 0

@@ -1,9 +1,9 @@
-"""One file for each engine that can be measured: a class `Side`, run in a child process by `child.py`.
+"""One file for each engine that can be measured: a class `…Side`, run in a child process by `child.py`.
 
 A side file is a script's neighbour, not a part of Plait: it imports nothing of Plait at its top, so that the
 interpreter of another environment, or another revision of Plait, can run it. The contract:
 
-    class Side:
+    class SomeSide:  # or Side: the file's one class of such a name
         facts: dict            # engine, version, threads; anything else worth printing
         def __init__(self, model, threads, max_model_len, max_num_seqs, options): ...     # loads
         def greedy(self, prompts, tokens) -> list[list[int]]: ...    # new ids of each prompt

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Side:
+class CTranslate2Side:
     """A CTranslate2 generator on the CPU. The first token is timed by a run of its own."""
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import Any
 PASS = 512  # tokens of one pass: llama.cpp's own default for what it computes at once
 
 
-class Side:
+class LlamaCppSide:
     """One model; a context for one sequence, and one for as many as the last batch had."""
 
     def __init__(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Side:
+class OnnxRuntimeSide:
     """An onnxruntime-genai model on the CPU. Prompts of one batch must be equally long."""
 
     def __init__(

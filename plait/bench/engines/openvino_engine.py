@@ -9,7 +9,7 @@ from typing import Any
 ANY = 2**63 - 1  # tokens of one pass, as many as there are
 
 
-class Side:
+class OpenVinoSide:
     """An `LLMPipeline` on the CPU. Prompts of one batch must be equally long."""
 
     def __init__(

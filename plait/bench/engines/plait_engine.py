@@ -22,7 +22,7 @@ class Timed:
         return getattr(self._runner, name)
 
 
-class Side:
+class PlaitSide:
     """`options`: fields of EngineConfig. Level "runner" steps the loaded runner from this thread."""
 
     def __init__(

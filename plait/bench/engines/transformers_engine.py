@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Side:
+class TransformersSide:
     """A causal language model of transformers on the CPU. Prompts of one batch must be equally long."""
 
     def __init__(

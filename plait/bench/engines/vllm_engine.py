@@ -13,7 +13,7 @@ from typing import Any
 CACHE = 2 << 30  # bytes for keys and values; its default is nearly all memory of the machine
 
 
-class Side:
+class VllmSide:
     """A model in bfloat16. Its engine and its worker are processes of their own, as they are by default."""
 
     def __init__(

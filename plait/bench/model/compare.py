@@ -87,10 +87,10 @@ def _commit(what: str) -> str:
 @contextmanager
 def source_of(commit: str) -> Iterator[Path]:
     """The folder of `plait/` as it was at a commit; of our own source, for no commit."""
-    yield taken_out(commit) if commit else SOURCE
+    yield check_out(commit) if commit else SOURCE
 
 
-def taken_out(commit: str) -> Path:
+def check_out(commit: str) -> Path:
     """A copy of `plait/` as it was at a commit, in the user's cache. Raises ConfigError: git has no such one.
 
     It stays there: some revisions find compiled kernels by the path and the time of their files, and would

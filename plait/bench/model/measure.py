@@ -57,7 +57,7 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class MeasureSizes:
     """The sizes to try. What is longer than the model's context is cut to it, equal ones are tried once."""
 
     kinds: Sequence[Kind] = KINDS
@@ -75,17 +75,17 @@ class Workload:
         room = max_len - tokens - 1
         half = max(1, min(PROMPT_OF_BATCH, (max_len - 1) // 2))
         found: dict[Kind, list[Measure]] = {
-            "decode": [Measure("decode", "runner", n, tokens) for n in capped(self.contexts, room)]
-            + [Measure("decode", "llm", n, tokens) for n in capped((128,), room)],
-            "prefill": [Measure("prefill", "runner", n) for n in capped(self.lengths, max_len - 1)],
-            "ttft": [Measure("ttft", "llm", n) for n in capped(self.prompts, max_len - 1)],
+            "decode": [Measure("decode", "runner", n, tokens) for n in cap_sizes(self.contexts, room)]
+            + [Measure("decode", "llm", n, tokens) for n in cap_sizes((128,), room)],
+            "prefill": [Measure("prefill", "runner", n) for n in cap_sizes(self.lengths, max_len - 1)],
+            "ttft": [Measure("ttft", "llm", n) for n in cap_sizes(self.prompts, max_len - 1)],
             "batch": [Measure("batch", "runner", n, tokens, min(half, room)) for n in unique(self.batches)],
             "requests": [Measure("requests", "llm", self.requests, half, half)],
         }
         return [measure for kind in self.kinds for measure in found[kind]]
 
 
-def capped(sizes: Sequence[int], most: int) -> list[int]:
+def cap_sizes(sizes: Sequence[int], most: int) -> list[int]:
     return unique([max(1, min(size, most)) for size in sizes])
 
 
@@ -120,10 +120,10 @@ class Row:
         sides: dict[str, dict[str, Any]] = {}
         for name, values in self.values.items():
             middle = median(values)
-            sides[name] = {"median": rounded(middle), "best": rounded(self.best(name))}
-            sides[name]["values"] = [rounded(value) for value in values]
+            sides[name] = {"median": round_number(middle), "best": round_number(self.best(name))}
+            sides[name]["values"] = [round_number(value) for value in values]
             if m.kind == "decode" and name in roofs:
-                sides[name]["roof_share"] = rounded(middle * roofs[name] / (bandwidth * 1e9))
+                sides[name]["roof_share"] = round_number(middle * roofs[name] / (bandwidth * 1e9))
         ratios = {name: self.ratio(ours, name) for name in self.values if name != ours}
         return {
             "measure": m.kind,
@@ -133,15 +133,15 @@ class Row:
             "prompt": m.prompt,
             "title": m.title,
             "unit": m.unit,
-            "probe_gb_s": rounded(bandwidth),
+            "probe_gb_s": round_number(bandwidth),
             "foreign_cpu": self.foreign_cpu,
             "sides": sides,
             "cannot": self.cannot,
-            "ratios": {name: rounded(ratio) for name, ratio in ratios.items() if ratio is not None},
+            "ratios": {name: round_number(ratio) for name, ratio in ratios.items() if ratio is not None},
         }
 
 
-def rounded(value: float) -> float:
+def round_number(value: float) -> float:
     """Four significant digits."""
     return float(f"{value:.4g}")
 

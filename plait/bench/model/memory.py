@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from plait.checkpoint.names import Derived, UnknownName
 from plait.config import EngineConfig
 from plait.loading.open_model import Opened, open_model
-from plait.spec import Moe
+from plait.spec import MoeSpec
 
 if TYPE_CHECKING:
     from plait.text.tokenizers.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ def footprint(model: str, settings: Mapping[str, Any]) -> Footprint:
 def read_per_token(opened: Opened) -> int:
     """Bytes of stored weights a token needs: chosen experts only, and no embedding that is not the head."""
     spec, checkpoint = opened.resolved.spec, opened.checkpoint
-    moes = [branch.mixer for _, branch in spec.branches() if isinstance(branch.mixer, Moe)]
+    moes = [branch.mixer for _, branch in spec.branches() if isinstance(branch.mixer, MoeSpec)]
     share = max((moe.top_k / moe.num_experts for moe in moes), default=1.0)
     table = "" if spec.tied else _embedding(opened)
     total = 0.0

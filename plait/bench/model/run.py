@@ -14,7 +14,7 @@ from plait.bench import machine
 from plait.bench.model.bandwidth import Probe
 from plait.bench.model.compare import SIDES, Contestant, source_of
 from plait.bench.model.engine_pipe import Side
-from plait.bench.model.measure import Measure, Row, Workload, rounded, take_turns
+from plait.bench.model.measure import Measure, MeasureSizes, Row, round_number, take_turns
 from plait.bench.model.memory import Footprint, footprint
 from plait.bench.model.prompts import Prompts
 from plait.errors import EngineError
@@ -41,7 +41,7 @@ class Job:
     model: str
     settings: Mapping[str, Any]
     others: Sequence[Contestant] = ()
-    workload: Workload = field(default_factory=Workload)
+    workload: MeasureSizes = field(default_factory=MeasureSizes)
     check_tokens: int = 16
 
 
@@ -88,8 +88,8 @@ def bench_model(job: Job, say: Say = lambda text: None) -> Facts:
         "repeats": job.workload.repeats,
         "probe": {
             "nbytes": probe.nbytes,
-            "one_thread_gb_s": rounded(median(one)),
-            "all_threads_gb_s": rounded(median(every)),
+            "one_thread_gb_s": round_number(median(one)),
+            "all_threads_gb_s": round_number(median(every)),
         },
         "checks": checks,
         "sides": {r.side.name: side_facts(r, written.get(r.side.name)) for r in running},
@@ -123,7 +123,9 @@ def _load(
     }
     running: list[Running] = []
     threads = job.settings.get("threads")
-    for who in named([Contestant(OURS, SIDES / "plait_engine.py", about.path, job.settings), *job.others]):
+    for who in name_apart(
+        [Contestant(OURS, SIDES / "plait_engine.py", about.path, job.settings), *job.others]
+    ):
         say(f"loading {who.name}")
         side, facts = start(who, threads, room, stack)
         threads = facts.get("threads") or threads
@@ -131,7 +133,7 @@ def _load(
     return running
 
 
-def named(contestants: Sequence[Contestant]) -> list[Contestant]:
+def name_apart(contestants: Sequence[Contestant]) -> list[Contestant]:
     """Names made different: the second of a name is 'name (2)'."""
     seen: dict[str, int] = {}
     found = []
@@ -188,11 +190,11 @@ def check(
         "batch_size": len(many),
         "batch_equals_single_for": together,
         "equals_reference_for": agreed,
-        "largest_gap": rounded(gaps[1]),
-        "largest_gap_precise": rounded(gaps[0]),
+        "largest_gap": round_number(gaps[1]),
+        "largest_gap_precise": round_number(gaps[0]),
         "prompts": len(few),
     }
-    return checks, {name: shown(out, alone, about.tokenizer) for name, out in texts.items()}
+    return checks, {name: show_text(out, alone, about.tokenizer) for name, out in texts.items()}
 
 
 def _beside_reference(
@@ -242,7 +244,7 @@ def agreement(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def shown(out: Sequence[list[int]], ours: Sequence[list[int]], tokenizer: Tokenizer | None) -> Facts:
+def show_text(out: Sequence[list[int]], ours: Sequence[list[int]], tokenizer: Tokenizer | None) -> Facts:
     """The first text a side writes, and for how many tokens each of its texts is ours."""
     text = tokenizer.decode(out[0]) if tokenizer else " ".join(map(str, out[0]))
     same = [agreement(a, b) for a, b in zip(out, ours, strict=False)]

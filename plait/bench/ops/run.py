@@ -13,13 +13,13 @@ from torch import Tensor
 
 from plait.bench import machine
 from plait.bench.model.bandwidth import arithmetic, bandwidth
-from plait.bench.model.measure import rounded
+from plait.bench.model.measure import round_number
 from plait.bench.ops.roofline import REALISTIC, Work, decode_step, work_of
 from plait.errors import ConfigError
-from plait.kernels.load import executor, load
+from plait.kernels.load import executor, load_kernels
 from plait.ops.attention import BLOCK
 from plait.ops.linear import Packing
-from plait.ops.registry import REGISTRY, Facts, Op, Variant
+from plait.ops.registry import REGISTRY, Op, OpFacts, Variant
 from plait.resource_limits import default_threads
 
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
@@ -63,10 +63,10 @@ def bench_ops(
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Everything `plait bench op` says, as plain values. Raises ConfigError for an op that is not there."""
-    from plait.model.mixers.registry import known
+    from plait.model.mixers.registry import list_mixers
 
-    known()  # registers every op that a model can use
-    load()
+    list_mixers()  # registers every op that a model can use
+    load_kernels()
     if name is not None and name not in REGISTRY:
         raise ConfigError(f"bench op: there is no op {name!r}; there are {', '.join(sorted(REGISTRY))}")
     if device == "cuda" and not torch.cuda.is_available():
@@ -120,8 +120,8 @@ def bench_case(op: Op, case: Case, ground: Ground) -> list[dict[str, Any]]:
 
 
 def _rows(op: Op, case: Case, ground: Ground) -> Iterator[dict[str, Any]]:
-    call, want, work = prepared(op, None, case, ground)
-    slow = timed(call)
+    call, want, work = prepare_case(op, None, case, ground)
+    slow = time_call(call)
     blank: dict[str, Any] = {
         "op": op.name,
         "case": case_text(case),
@@ -138,7 +138,7 @@ def _rows(op: Op, case: Case, ground: Ground) -> Iterator[dict[str, Any]]:
         "roof_share": None,
     }
     yield {**blank, "variant": "reference", **rates(slow, work, ground.roofs)}
-    facts = Facts(ground.device, ground.dtype, {**STANDARD, **case}, ground.executor)
+    facts = OpFacts(ground.device, ground.dtype, {**STANDARD, **case}, ground.executor)
     for variant in (*op.variants, *_composition(op, facts)):
         if variant.on != ground.device:
             continue
@@ -146,30 +146,32 @@ def _rows(op: Op, case: Case, ground: Ground) -> Iterator[dict[str, Any]]:
         if reason := variant.refusal(facts):
             yield {**row, "refusal": reason}
             continue
-        call, got, _ = prepared(op, variant, case, ground)
+        call, got, _ = prepare_case(op, variant, case, ground)
         error = difference(got, want)
         tolerance = op.allowed(variant, ground.dtype)
         if not error <= tolerance:
             wrong = f"off by {error:.2g}, the tolerance is {tolerance:g}"
-            yield {**row, "error": rounded(error), "wrong": wrong, "refusal": f"WRONG: {wrong}"}
+            yield {**row, "error": round_number(error), "wrong": wrong, "refusal": f"WRONG: {wrong}"}
             continue
-        seconds = timed(call)
+        seconds = time_call(call)
         yield {
             **row,
-            "error": rounded(error),
-            "speedup": rounded(slow / seconds),
+            "error": round_number(error),
+            "speedup": round_number(slow / seconds),
             **rates(seconds, work, ground.roofs),
         }
 
 
-def _composition(op: Op, facts: Facts) -> Iterator[Variant]:
+def _composition(op: Op, facts: OpFacts) -> Iterator[Variant]:
     """What a fused op replaces, as a variant of it: the difference is what fusing is worth."""
     if op.composition:
         fn, _ = op.bind_parts(facts, no_fuse=[op.name])
         yield Variant("composition", facts.device, fn, lambda facts: None)
 
 
-def prepared(op: Op, variant: Variant | None, case: Case, ground: Ground) -> tuple[Call, Any, Work | None]:
+def prepare_case(
+    op: Op, variant: Variant | None, case: Case, ground: Ground
+) -> tuple[Call, Any, Work | None]:
     """(what is timed, the tensors it gives first, the work in it); everybody gets the same numbers."""
     torch.manual_seed(0)
     if op.make is None:
@@ -191,7 +193,7 @@ def prepared(op: Op, variant: Variant | None, case: Case, ground: Ground) -> tup
     return call, first, work
 
 
-def timed(call: Call) -> float:
+def time_call(call: Call) -> float:
     """Seconds of one call: the median of several, called in groups long enough for a clock."""
     started = time.perf_counter()
     call()
@@ -216,8 +218,8 @@ def rates(seconds: float, work: Work | None, roofs: Roofs) -> dict[str, Any]:
         return found
     by_memory = work.flops / (roofs.tflop_s * 1e12) < roofs.seconds(work)
     rate = work.nbytes / seconds / 1e9 if by_memory else work.flops / seconds / 1e12
-    found |= {"rate": rounded(rate), "rate_unit": "GB/s" if by_memory else "TFLOP/s"}
-    return {**found, "roof_share": rounded(roofs.seconds(work) / seconds)}
+    found |= {"rate": round_number(rate), "rate_unit": "GB/s" if by_memory else "TFLOP/s"}
+    return {**found, "roof_share": round_number(roofs.seconds(work) / seconds)}
 
 
 def difference(got: list[Tensor], want: list[Tensor]) -> float:

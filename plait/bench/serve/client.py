@@ -22,7 +22,7 @@ Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ServerTarget:
     """A server and how it is asked. `base_url` without /v1; `extra`: fields added to every body."""
 
     name: str
@@ -60,7 +60,7 @@ class Target:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """What became of one request. Times in seconds; `started` since the run began.
 
     error: '' or its kind, like '429 queue_full', 'timeout', 'stream cut'. Lengths are the server's own count
@@ -131,7 +131,7 @@ class _Body(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Body).decode
 
 
-def open_session(target: Target) -> ClientSession:
+def open_session(target: ServerTarget) -> ClientSession:
     """A pool of connections without a limit. Raises ConfigError where aiohttp is not installed."""
     try:
         import aiohttp
@@ -145,8 +145,8 @@ def open_session(target: Target) -> ClientSession:
 
 
 async def ask(
-    session: ClientSession, target: Target, messages: Messages, turn: Turn, outcome: Outcome
-) -> Outcome:
+    session: ClientSession, target: ServerTarget, messages: Messages, turn: Turn, outcome: RequestOutcome
+) -> RequestOutcome:
     """Send one request and read its reply to the end, or until the client leaves. Fills `outcome`."""
     import aiohttp
 
@@ -173,7 +173,7 @@ async def ask(
 
 
 async def _exchange(
-    session: ClientSession, target: Target, messages: Messages, turn: Turn, outcome: Outcome
+    session: ClientSession, target: ServerTarget, messages: Messages, turn: Turn, outcome: RequestOutcome
 ) -> None:
     began = time.perf_counter()
     raw = msgspec.json.encode(target.body(messages, turn))
@@ -181,7 +181,7 @@ async def _exchange(
     async with session.post(target.path, data=raw, headers=headers) as response:
         outcome.status = response.status
         if response.status != 200:
-            _refused(await response.read(), outcome)
+            _record_refusal(await response.read(), outcome)
         elif target.stream:
             await _read_stream(response, turn, outcome, began)
         else:
@@ -191,7 +191,7 @@ async def _exchange(
             _count(body.usage, outcome)
 
 
-def _refused(raw: bytes, outcome: Outcome) -> None:
+def _record_refusal(raw: bytes, outcome: RequestOutcome) -> None:
     error: Any = None
     try:
         found = msgspec.json.decode(raw)
@@ -205,7 +205,7 @@ def _refused(raw: bytes, outcome: Outcome) -> None:
     )
 
 
-async def _read_stream(response: ClientResponse, turn: Turn, outcome: Outcome, began: float) -> None:
+async def _read_stream(response: ClientResponse, turn: Turn, outcome: RequestOutcome, began: float) -> None:
     """Read events until [DONE]. A client that leaves closes the connection, which is all a server sees."""
     leaves_after = turn.leaving.after_tokens if turn.leaving else 0
     rest, before, texts, is_done = b"", began, list[str](), False
@@ -240,7 +240,7 @@ def _events(lines: Sequence[bytes]) -> Iterator[bytes]:
             yield line[5:].strip()
 
 
-def _note(outcome: Outcome, began: float, before: float, now: float) -> float:
+def _note(outcome: RequestOutcome, began: float, before: float, now: float) -> float:
     """An event with text has come."""
     if outcome.ttft_s is None:
         outcome.ttft_s = now - began
@@ -265,7 +265,7 @@ def _content(choice: _Choice) -> str:
     return (choice.text if said is None else said.content) or ""
 
 
-def _count(usage: _Usage | None, outcome: Outcome) -> None:
+def _count(usage: _Usage | None, outcome: RequestOutcome) -> None:
     if usage is None:
         return
     outcome.is_counted = True

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plait.bench.model.measure import rounded
-from plait.bench.serve.client import Messages, Outcome, Target, ask, open_session
+from plait.bench.model.measure import round_number
+from plait.bench.serve.client import Messages, RequestOutcome, ServerTarget, ask, open_session
 from plait.bench.serve.workload import Chat, Workload
 from plait.errors import ConfigError
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NAP_S = 0.01  # how late a nap of this length ends is what a token may wait to be seen
 LATE_MS, BUSY = 20.0, 0.9  # beyond these the client is what was measured
-Done = Callable[[Outcome], None]
+Done = Callable[[RequestOutcome], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Arrivals:
 class Run:
     """What came of it: every request, in the order of their starts, and the client's own costs."""
 
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[RequestOutcome] = field(default_factory=list)
     duration_s: float = 0.0
     cpu_s: float = 0.0
     late_s: list[float] = field(default_factory=list)
@@ -85,17 +85,19 @@ class Run:
         late = [1000 * float(np.percentile(self.late_s, p)) if self.late_s else 0.0 for p in (50, 99, 100)]
         busy = self.cpu_s / self.duration_s
         return {
-            "cpu_s": rounded(self.cpu_s),
-            "cpu_share": rounded(busy),
-            "cpu_us_per_event": rounded(1e6 * self.cpu_s / events) if events else None,
-            "lag_p50_ms": rounded(late[0]),
-            "lag_p99_ms": rounded(late[1]),
-            "lag_max_ms": rounded(late[2]),
+            "cpu_s": round_number(self.cpu_s),
+            "cpu_share": round_number(busy),
+            "cpu_us_per_event": round_number(1e6 * self.cpu_s / events) if events else None,
+            "lag_p50_ms": round_number(late[0]),
+            "lag_p99_ms": round_number(late[1]),
+            "lag_max_ms": round_number(late[2]),
             "is_bottleneck": late[1] > LATE_MS or busy > BUSY,
         }
 
 
-def drive(target: Target, workload: Workload, arrivals: Arrivals, on_done: Done = lambda one: None) -> Run:
+def drive(
+    target: ServerTarget, workload: Workload, arrivals: Arrivals, on_done: Done = lambda one: None
+) -> Run:
     """Load one server and wait for all replies. Raises ConfigError where aiohttp is not installed."""
     with runner() as loop:
         return loop.run(run_load(target, workload, arrivals, on_done))
@@ -110,7 +112,7 @@ def runner() -> asyncio.Runner:
     return asyncio.Runner(loop_factory=faster.new_event_loop)
 
 
-async def run_load(target: Target, workload: Workload, arrivals: Arrivals, on_done: Done) -> Run:
+async def run_load(target: ServerTarget, workload: Workload, arrivals: Arrivals, on_done: Done) -> Run:
     """`drive` within an event loop."""
     run = Run()
     async with open_session(target) as session:
@@ -141,7 +143,7 @@ class Clients:
     """All clients of one run."""
 
     session: ClientSession
-    target: Target
+    target: ServerTarget
     workload: Workload
     arrivals: Arrivals
     began: float
@@ -186,7 +188,7 @@ class Clients:
             if number and self._is_over(0.0):
                 return
             messages.append({"role": "user", "content": turn.text})
-            outcome = Outcome(chat.index, number, time.perf_counter() - self.began)
+            outcome = RequestOutcome(chat.index, number, time.perf_counter() - self.began)
             await ask(self.session, self.target, messages, turn, outcome)
             self.run.outcomes.append(outcome)
             self.on_done(outcome)

@@ -17,8 +17,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from plait.bench import machine
-from plait.bench.model.measure import rounded
-from plait.bench.serve.client import Outcome, Target
+from plait.bench.model.measure import round_number
+from plait.bench.serve.client import RequestOutcome, ServerTarget
 from plait.bench.serve.load_generator import Arrivals, Run, drive
 from plait.bench.serve.score import details, score
 from plait.bench.serve.server_process import ServerProcess, census, family
@@ -48,8 +48,8 @@ class Started:
 class ServeJob:
     """What was asked for. Every side is a server that runs, or one to start."""
 
-    sides: Sequence[Target | Started]
-    target: Target  # how each of them is asked; its address and model are the side's
+    sides: Sequence[ServerTarget | Started]
+    target: ServerTarget  # how each of them is asked; its address and model are the side's
     workload: Workload
     arrivals: Arrivals
     repeats: int = 1
@@ -62,7 +62,7 @@ class ServeJob:
 class ServeSide:
     """A server that answers, and the numbers of its turns."""
 
-    target: Target
+    target: ServerTarget
     max_len: int | None
     process: ServerProcess | None = None
     turns: list[Facts] = field(default_factory=list)
@@ -76,12 +76,12 @@ def bench_serve(job: ServeJob, say: Say = lambda text: None) -> Facts:
     """
     with ExitStack() as stack:
         sides = [_open(job, side, stack, say) for side in job.sides]
-        workload = _measured(job.workload, sides)
+        workload = _measure_lengths(job.workload, sides)
         for side in sides:
             _warm_up(job, side, workload, say)
         for turn in range(job.repeats):
             for side in sides:
-                shown = _shown(side.target.name, job, turn, say)
+                shown = _show_progress(side.target.name, job, turn, say)
                 side.turns.append(_one(job, side, replace(workload, seed=workload.seed + turn), shown))
         return {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -102,11 +102,11 @@ def ratios(sides: Sequence[ServeSide]) -> dict[str, dict[str, float]]:
             pairs = [(a[name], b[name]) for a, b in zip(first.turns, other.turns, strict=True)]
             good = [(b / a if name.endswith(LESS_IS_BETTER) else a / b) for a, b in pairs if a and b]
             if len(good) == len(pairs):
-                mine[name] = rounded(median(good))
+                mine[name] = round_number(median(good))
     return found
 
 
-def reach(target: Target) -> tuple[Target, int | None]:
+def reach(target: ServerTarget) -> tuple[ServerTarget, int | None]:
     """The target with the name of its model and an address without /v1, and its context if it says it.
 
     Raises ConfigError if nobody answers there, or if it serves several models and none was named.
@@ -121,7 +121,7 @@ def reach(target: Target) -> tuple[Target, int | None]:
     return replace(target, model=model), longest if isinstance(longest, int) else None
 
 
-def ask_json(target: Target, path: str, body: Mapping[str, Any] | None = None) -> Facts:
+def ask_json(target: ServerTarget, path: str, body: Mapping[str, Any] | None = None) -> Facts:
     """GET, or POST of `body`, and its JSON object. Raises ConfigError with what the server said."""
     url = target.base_url + path
     headers = {**target.headers, "Content-Type": "application/json"}
@@ -141,7 +141,7 @@ def ask_json(target: Target, path: str, body: Mapping[str, Any] | None = None) -
     return found if isinstance(found, dict) else {}
 
 
-def tokens_per_word(target: Target) -> float | None:
+def tokens_per_word(target: ServerTarget) -> float | None:
     """Of our words in the server's vocabulary; None where it has no /tokenize."""
     text = " ".join([*WORDS, *WORDS])
     asked = {"model": target.model, "prompt": text, "add_special_tokens": False}
@@ -152,7 +152,7 @@ def tokens_per_word(target: Target) -> float | None:
     return count / (2 * len(WORDS)) if isinstance(count, int) and count > 0 else None
 
 
-def _open(job: ServeJob, side: Target | Started, stack: ExitStack, say: Say) -> ServeSide:
+def _open(job: ServeJob, side: ServerTarget | Started, stack: ExitStack, say: Say) -> ServeSide:
     process = None
     if isinstance(side, Started):
         say(f"{side.name}: the server starts")
@@ -162,7 +162,7 @@ def _open(job: ServeJob, side: Target | Started, stack: ExitStack, say: Say) -> 
     return ServeSide(target, max_len, process)
 
 
-def _measured(workload: Workload, sides: Sequence[ServeSide]) -> Workload:
+def _measure_lengths(workload: Workload, sides: Sequence[ServeSide]) -> Workload:
     """The load in numbers: lengths in tokens of the first server, and within every server's context."""
     known = [n for n in (workload.max_len, *(side.max_len for side in sides)) if n is not None]
     share = tokens_per_word(sides[0].target) or workload.tokens_per_word
@@ -183,7 +183,9 @@ def _warm_up(job: ServeJob, side: ServeSide, workload: Workload, say: Say) -> No
         raise EngineError(f"{side.target.name}: no warm-up request succeeded; {one.error}: {one.message}")
 
 
-def _one(job: ServeJob, side: ServeSide, workload: Workload, on_done: Callable[[Outcome], None]) -> Facts:
+def _one(
+    job: ServeJob, side: ServeSide, workload: Workload, on_done: Callable[[RequestOutcome], None]
+) -> Facts:
     """One turn of one side."""
     pids = [side.process.pid] if side.process else []
     everyone = [one for pid in pids for one in family(pid)]
@@ -193,7 +195,7 @@ def _one(job: ServeJob, side: ServeSide, workload: Workload, on_done: Callable[[
     if pids:
         facts["foreign_cpu"] = foreign.share()
         after = _census(side)
-        after["cpu_s_of_turn"] = rounded(after["cpu_s"] - before["cpu_s"])
+        after["cpu_s_of_turn"] = round_number(after["cpu_s"] - before["cpu_s"])
         facts["server"] = after
     return facts | (details(run.outcomes) if job.is_detailed else {})
 
@@ -211,7 +213,7 @@ def _summary(job: ServeJob, side: ServeSide) -> Facts:
         "base_url": target.base_url,
         "model_id": target.model,
         "max_model_len": side.max_len,
-        "startup_s": rounded(side.process.startup_s) if side.process else None,
+        "startup_s": round_number(side.process.startup_s) if side.process else None,
     }
     if len(side.turns) == 1:
         return facts | side.turns[0]
@@ -224,7 +226,7 @@ def medians(turns: Sequence[Facts]) -> Facts:
     for name, value in turns[0].items():
         values = [turn[name] for turn in turns]
         if isinstance(value, int | float) and all(one is not None for one in values):
-            found[name] = rounded(median(values))
+            found[name] = round_number(median(values))
         elif value is None:
             found[name] = None
     for turn in turns:
@@ -252,13 +254,13 @@ def _plain(job: ServeJob) -> Facts:
     }
 
 
-def _shown(name: str, job: ServeJob, turn: int, say: Say) -> Callable[[Outcome], None]:
+def _show_progress(name: str, job: ServeJob, turn: int, say: Say) -> Callable[[RequestOutcome], None]:
     """Tells a bar, the rate and the errors so far, some times a second."""
     done = failed = tokens = 0
     began, next_at = time.monotonic(), 0.0
     total = job.arrivals.num_prompts
 
-    def show(one: Outcome) -> None:
+    def show(one: RequestOutcome) -> None:
         nonlocal done, failed, tokens, next_at
         done, failed, tokens = done + 1, failed + bool(one.error), tokens + one.output_len
         now = time.monotonic()

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from plait.bench.model.measure import rounded
-from plait.bench.serve.client import Outcome
+from plait.bench.model.measure import round_number
+from plait.bench.serve.client import RequestOutcome
 from plait.errors import ConfigError
 
 PERCENTILES = (50, 90, 95, 99)
@@ -36,7 +36,9 @@ def parse_goodput(given: Sequence[str]) -> dict[str, float]:
     return limits
 
 
-def score(outcomes: Sequence[Outcome], duration_s: float, limits: Mapping[str, float] | None = None) -> Facts:
+def score(
+    outcomes: Sequence[RequestOutcome], duration_s: float, limits: Mapping[str, float] | None = None
+) -> Facts:
     """The numbers of one run of `duration_s` seconds. Latencies are of whole replies only, in milliseconds.
 
     Tokens of cancelled and failed replies count in none of them. Without `limits` there is no goodput.
@@ -45,31 +47,31 @@ def score(outcomes: Sequence[Outcome], duration_s: float, limits: Mapping[str, f
     failed = [one for one in outcomes if one.error]
     given, written = sum(one.input_len for one in whole), sum(one.output_len for one in whole)
     facts: Facts = {
-        "duration": rounded(duration_s),
+        "duration": round_number(duration_s),
         "completed": len(whole),
         "failed": len(failed),
         "cancelled": sum(one.is_cancelled for one in outcomes),
         "total_input_tokens": given,
         "total_output_tokens": written,
         "total_cached_tokens": (cached := sum(one.cached_len for one in whole)),
-        "cached_token_rate": rounded(cached / given) if given else None,
-        "request_throughput": rounded(len(whole) / duration_s),
+        "cached_token_rate": round_number(cached / given) if given else None,
+        "request_throughput": round_number(len(whole) / duration_s),
         "request_goodput": None,
-        "input_throughput": rounded(given / duration_s),
-        "output_throughput": rounded(written / duration_s),
-        "total_token_throughput": rounded((given + written) / duration_s),
+        "input_throughput": round_number(given / duration_s),
+        "output_throughput": round_number(written / duration_s),
+        "total_token_throughput": round_number((given + written) / duration_s),
         "max_output_tokens_per_s": most_per_second(whole),
         "max_concurrent_requests": most_at_once(outcomes),
     }
     if limits:
-        facts["request_goodput"] = rounded(sum(is_good(one, limits) for one in whole) / duration_s)
+        facts["request_goodput"] = round_number(sum(is_good(one, limits) for one in whole) / duration_s)
         facts["goodput_limits_ms"] = dict(limits)
     for name, values in latencies(whole).items():
         facts |= spread(name, values)
     return facts | failures(outcomes)
 
 
-def latencies(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+def latencies(outcomes: Sequence[RequestOutcome]) -> dict[str, list[float]]:
     """Seconds, by vLLM's names: first token, mean gap of each reply, single gaps, whole replies."""
     return {
         "ttft": [one.ttft_s for one in outcomes if one.ttft_s is not None],
@@ -86,16 +88,16 @@ def spread(name: str, seconds: Sequence[float]) -> Facts:
         return dict.fromkeys(names)
     ms = 1000 * np.asarray(seconds)
     values = [ms.mean(), np.median(ms), ms.std(), *np.percentile(ms, PERCENTILES)]
-    return {key: rounded(float(value)) for key, value in zip(names, values, strict=True)}
+    return {key: round_number(float(value)) for key, value in zip(names, values, strict=True)}
 
 
-def is_good(one: Outcome, limits: Mapping[str, float]) -> bool:
+def is_good(one: RequestOutcome, limits: Mapping[str, float]) -> bool:
     """Whether a whole reply kept every limit; one of a single token keeps any limit on those after it."""
     found = {"ttft": one.ttft_s, "tpot": one.tpot_s, "e2el": one.e2e_s}
     return all((found[name] or 0.0) * 1000 <= limit for name, limit in limits.items())
 
 
-def failures(outcomes: Sequence[Outcome]) -> Facts:
+def failures(outcomes: Sequence[RequestOutcome]) -> Facts:
     """Errors by kind, the first message of each, and how long refusals (429 and 503) took."""
     failed = [one for one in outcomes if one.error]
     examples = {one.error: one.message for one in reversed(failed)}
@@ -108,7 +110,7 @@ def failures(outcomes: Sequence[Outcome]) -> Facts:
     }
 
 
-def most_per_second(outcomes: Sequence[Outcome]) -> int:
+def most_per_second(outcomes: Sequence[RequestOutcome]) -> int:
     """The most events with text (a token each, mostly) that came within one of the run's seconds."""
     seconds: Counter[int] = Counter()
     for one in outcomes:
@@ -121,7 +123,7 @@ def most_per_second(outcomes: Sequence[Outcome]) -> int:
     return max(seconds.values(), default=0)
 
 
-def most_at_once(outcomes: Sequence[Outcome]) -> int:
+def most_at_once(outcomes: Sequence[RequestOutcome]) -> int:
     """The most requests that were open at the same time."""
     ends = [(one.started + one.e2e_s, -1) for one in outcomes]
     open_now = most = 0
@@ -131,7 +133,7 @@ def most_at_once(outcomes: Sequence[Outcome]) -> int:
     return most
 
 
-def details(outcomes: Sequence[Outcome]) -> Facts:
+def details(outcomes: Sequence[RequestOutcome]) -> Facts:
     """One value for each request, by vLLM's names, and what it said."""
     return {
         "input_lens": [one.input_len for one in outcomes],

@@ -48,7 +48,7 @@ def cached_models() -> list[CachedModel]:
     found: list[CachedModel] = []
     repos = _repos()
     for repo in repos:
-        unfinished = _unfinished(repo.repo_path)
+        unfinished = _partial_bytes(repo.repo_path)
         for revision in repo.revisions:
             files = {f.file_path.relative_to(revision.snapshot_path).as_posix(): f for f in revision.files}
             sizes = {name: int(files[name].size_on_disk) for name in sorted(files)}
@@ -114,10 +114,10 @@ def _leftover(path: Path) -> CachedModel:
     """A repository of which no file has arrived whole."""
     _, owner, repo = path.name.split("--", 2)
     used = path.stat().st_mtime
-    return CachedModel(f"{owner}/{repo}", "", (), None, (), {}, 0, _unfinished(path), used, path)
+    return CachedModel(f"{owner}/{repo}", "", (), None, (), {}, 0, _partial_bytes(path), used, path)
 
 
-def _unfinished(repo: Path) -> int:
+def _partial_bytes(repo: Path) -> int:
     return sum(p.stat().st_size for p in (repo / "blobs").glob("*.incomplete"))
 
 

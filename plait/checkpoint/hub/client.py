@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from plait.checkpoint.hub.addresses import hub_text
-from plait.errors import CheckpointError, ConfigError, clipped
+from plait.errors import CheckpointError, ConfigError, clip_text
 
 _WORD, _REVISION = r"[\w][\w.-]*", r"[\w][\w./-]*?"
 _NAME = re.compile(
@@ -64,13 +64,13 @@ class Listing:
 
 def is_hub_name(text: str) -> bool:
     """Does it look like org/name, perhaps with @revision and :QUANT or /file.gguf, or like its address?"""
-    name = _named(text)
+    name = _parse_address(text)
     return _NAME.fullmatch(name) is not None and ".." not in name
 
 
 def parse_hub_name(text: str) -> HubName:
     """The parts of a Hub name or address. Raises ConfigError."""
-    name = _named(text)
+    name = _parse_address(text)
     match = _NAME.fullmatch(name)
     if match is None or ".." in name:
         raise ConfigError(
@@ -87,15 +87,17 @@ def name_files(name: HubName, names: Collection[str]) -> list[str]:
     where = f"{name.repo} on the Hub"
     if name.file is not None:
         if name.file not in names:
-            raise ConfigError(f"{where} has no file {name.file!r}; it has: {_shown(sorted(names))}")
+            raise ConfigError(f"{where} has no file {name.file!r}; it has: {_list_names(sorted(names))}")
         return with_parts(name.file, names)
     found = quantizations(names)
     wanted = (name.quant or "").lower()
     models = sorted({m for quant, files in found.items() if quant.lower() == wanted for m in files})
     if not models:
-        raise ConfigError(f"{where} has no {name.quant}; it has: {_shown(list(found)) or 'no GGUF file'}")
+        raise ConfigError(
+            f"{where} has no {name.quant}; it has: {_list_names(list(found)) or 'no GGUF file'}"
+        )
     if len(models) > 1:
-        raise ConfigError(f"{where} has several models in {name.quant}; name one: {_shown(models)}")
+        raise ConfigError(f"{where} has several models in {name.quant}; name one: {_list_names(models)}")
     return with_parts(models[0], names)
 
 
@@ -184,13 +186,13 @@ def advice(error: BaseException, name: HubName) -> str:
         return f"there is no such repository, or it is private (HTTP {status}): check the name; or {login}"
     if status == 429:
         return f"too many requests (HTTP 429): wait a little, or {login}"
-    text = clipped(" ".join(str(error).split())) or type(error).__name__
+    text = clip_text(" ".join(str(error).split())) or type(error).__name__
     if kinds & _NO_CONNECTION:
         return f"no connection ({text}): check the network and proxies (HTTPS_PROXY), or pass --offline"
     return text
 
 
-def _named(text: str) -> str:
+def _parse_address(text: str) -> str:
     """A Hub address as a name; it may be the address of another Hub, which the library asks instead."""
     is_other = "://" in text and find_spec("huggingface_hub") is not None
     return hub_text(text, import_module("huggingface_hub.constants").ENDPOINT if is_other else None)
@@ -209,6 +211,6 @@ def library(model: str) -> ModuleType:
     return module
 
 
-def _shown(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - 12} more" if len(names) > 12 else ""
     return ", ".join(names[:12]) + more

@@ -70,7 +70,7 @@ def _receive(address: str, file: BinaryIO, part: Path) -> None:
     """All that is missing of the file, appended. Raises OSError, ValueError for what is no GGUF file."""
     tag = part.with_name(part.name + _TAG)
     have = os.fstat(file.fileno()).st_size
-    with _asked(address, have, tag) as answer:
+    with _request_rest(address, have, tag) as answer:
         if answer.status == 416:  # nothing is left to send
             return
         if answer.status != 206:
@@ -97,7 +97,7 @@ def _receive(address: str, file: BinaryIO, part: Path) -> None:
             raise ValueError(f"the connection ended after {have:,} of {wanted:,} bytes")
 
 
-def _asked(address: str, have: int, tag: Path) -> http.client.HTTPResponse:
+def _request_rest(address: str, have: int, tag: Path) -> http.client.HTTPResponse:
     """The answer to a request for what follows the first `have` bytes; status 416 if that is nothing."""
     request = urllib.request.Request(address, headers={"User-Agent": "plait", "Accept-Encoding": "identity"})
     if have and tag.is_file():
@@ -111,7 +111,7 @@ def _asked(address: str, have: int, tag: Path) -> http.client.HTTPResponse:
         if error.code == 416:  # it is shorter than what is here: another file
             error.close()
             tag.unlink()
-            return _asked(address, have, tag)
+            return _request_rest(address, have, tag)
         raise
 
 

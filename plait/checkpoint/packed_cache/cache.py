@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.packed_cache.file_format import opening, read_header, whole, write_whole
+from plait.checkpoint.packed_cache.file_format import encode_header, read_header, whole, write_whole
 from plait.checkpoint.readers.mmap_json import map_file
 from plait.errors import BadFile
 from plait.ops.linear import Linear
-from plait.quant.packed import Kept
+from plait.quant.packed import CachedWeight
 
 log = logging.getLogger("plait")
 
@@ -62,7 +62,9 @@ class Shelf:
         except BadFile as error:
             log.warning("%s: packed weights are not used: %s; `plait warmup` renews them", self.path, error)
 
-    def find(self, name: str, in_size: int, out_sizes: Sequence[int]) -> list[tuple[Kept, int]] | None:
+    def find(
+        self, name: str, in_size: int, out_sizes: Sequence[int]
+    ) -> list[tuple[CachedWeight, int]] | None:
         """The parts of a linear map, each with the number of fused names in it; None: it must be packed."""
         entry = self._maps.get(name)
         if entry is None or [entry["in"], entry["out"]] != [in_size, list(out_sizes)]:
@@ -75,12 +77,12 @@ class Shelf:
         counted: Mapping[str, int] = self._maps[name]["encoded"]
         return counted
 
-    def _kept(self, part: Mapping[str, Any], in_size: int) -> Kept:
+    def _kept(self, part: Mapping[str, Any], in_size: int) -> CachedWeight:
         tiles, order = self._bytes(part["at"], part["nbytes"]), None
         if part["order_at"] is not None:
             order = self._bytes(part["order_at"], 4 * in_size).view(torch.int32)
         shape = (part["out"], in_size)
-        return Kept(part["format"], shape, part["rounding"], tuple(part["layout"]), tiles, order)
+        return CachedWeight(part["format"], shape, part["rounding"], tuple(part["layout"]), tiles, order)
 
     def _bytes(self, at: int, nbytes: int) -> Tensor:
         assert self._tiles is not None
@@ -118,15 +120,15 @@ class Shelf:
                     blocks.append(block)
                     places.append(at)
                     at += whole(block.nbytes)
-                parts.append(_described(packed, rounding, places) | {"names": _take(left, packed.n_out)})
+                parts.append(_describe_part(packed, rounding, places) | {"names": _take(left, packed.n_out)})
             maps[name] = {"in": in_size, "out": list(out_sizes), "encoded": dict(encoded), "parts": parts}
         header = {"key": self.key, "source": self.source, "nbytes": at, "maps": maps}
         # Whoever may read the model may read this: a container's image is built by another user.
         mode = 0o600 | Path(self.source).stat().st_mode & 0o044
-        return write_whole(self.path, opening(json.dumps(header).encode()), blocks, at, mode)
+        return write_whole(self.path, encode_header(json.dumps(header).encode()), blocks, at, mode)
 
 
-def _described(packed: Any, rounding: str, places: Sequence[int]) -> dict[str, Any]:
+def _describe_part(packed: Any, rounding: str, places: Sequence[int]) -> dict[str, Any]:
     """What the header says of a part. places: of its tiles and, if it has one, of its order."""
     return {
         "format": packed.kind,
@@ -158,6 +160,6 @@ def _checksum(blocks: Sequence[memoryview]) -> int:
 
 def _of(packed: Any) -> list[memoryview]:
     """Of a packed weight, or a kept one: the bytes of its tiles, and of the order of its columns."""
-    tiles = packed.tiles if isinstance(packed, Kept) else packed.data
+    tiles = packed.tiles if isinstance(packed, CachedWeight) else packed.data
     order = [] if packed.order is None else [packed.order.view(torch.uint8)]
     return [memoryview(block.numpy()) for block in (tiles, *order)]

@@ -71,7 +71,7 @@ def default_folder(cache_dir: str | None) -> Path | None:
     return base / "packed" if base is not None else None
 
 
-def shelved(folder: Path | None) -> list[Shelved]:
+def list_packed(folder: Path | None) -> list[Shelved]:
     """Everything that is kept in a folder, by name; nothing where it is not there, or not ours to read."""
     found = []
     for path in _files(folder, SUFFIX):
@@ -101,7 +101,7 @@ def clear(folder: Path, model: str | None = None) -> int:
     freed = 0
     names = () if model is None else map(as_stem, (model, Path(model).name, Path(model).stem))
     wanted = set(names)
-    for item in shelved(folder):
+    for item in list_packed(folder):
         if model is None or item.model in wanted:
             item.path.unlink(missing_ok=True)  # another process may clear it, too
             freed += item.nbytes
@@ -122,7 +122,7 @@ def whole(nbytes: int) -> int:
     return -(-nbytes // LINE) * LINE
 
 
-def opening(header: bytes) -> bytes:
+def encode_header(header: bytes) -> bytes:
     """All that stands before the tiles."""
     raw = _START.pack(MAGIC, len(header), hashlib.blake2b(header, digest_size=32).digest()) + header
     return raw + bytes(-len(raw) % _PAGE)
@@ -173,7 +173,7 @@ def read_header(mapped: mmap.mmap | bytes, path: Path) -> Header:
     if len(raw) != length or hashlib.blake2b(raw, digest_size=32).digest() != digest:
         raise BadFile("its header is damaged")
     found = parse_json(raw, f"{path}: header")
-    start = len(opening(raw))
+    start = len(encode_header(raw))
     if {name: type(found.get(name)) for name in _FIELDS} != _FIELDS:
         raise BadFile("its header is not one of Plait's")
     if len(mapped) != start + found["nbytes"]:

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.quantized.parts import Parts, Stored
+from plait.checkpoint.quantized.parts import StoredWeight, WeightParts
 from plait.checkpoint.readers.mmap_json import parse_json
-from plait.errors import BadFile, ShapeMismatch, UnsupportedFormat, clipped
+from plait.errors import BadFile, ShapeMismatch, UnsupportedFormat, clip_text
 from plait.quant.codebook import Codebook, Nested
 
 _MAX_STATE = 4096
 
 
-def codebook(parts: Parts) -> Stored:
+def codebook(parts: WeightParts) -> StoredWeight:
     """weight uint8 [bytes, 1], flattened over rows; absmax for each `blocksize` numbers, perhaps as bytes."""
     state = _state(parts)
     kind = state.get("quant_type")
@@ -40,14 +40,14 @@ def codebook(parts: Parts) -> Stored:
         rows, cols = count // shape[-1], shape[-1]
         size = gcd(cols, block)
         absmax = _by_row(parts.read("absmax") if nested else parts.finite("absmax"), block, size, rows, cols)
-        inner = _nested(parts, state, block, size, (rows, cols)) if nested else None
+        inner = _read_nested(parts, state, block, size, (rows, cols)) if nested else None
         codes = parts.read("plain").reshape(rows, cols // 2)
         return Codebook(codes, parts.finite("quant_map"), absmax, size, kind, inner)
 
-    return Stored(shape, f"bnb_{kind}", read)
+    return StoredWeight(shape, f"bnb_{kind}", read)
 
 
-def _state(parts: Parts) -> Mapping[str, Any]:
+def _state(parts: WeightParts) -> Mapping[str, Any]:
     found = [name for name in parts.names if name.startswith("quant_state")]
     if len(found) != 1:
         raise BadFile(f"{parts.name}: its quant_state is missing, so nobody knows its shape")
@@ -59,7 +59,7 @@ def _state(parts: Parts) -> Mapping[str, Any]:
     return parse_json(bytes(parts.read(found[0]).tolist()), parts.names[found[0]])
 
 
-def _sizes(parts: Parts, state: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+def _sizes(parts: WeightParts, state: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
     """(shape of the weight, numbers of a block)."""
     shape, block = state.get("shape"), state.get("blocksize")
     if (
@@ -71,7 +71,7 @@ def _sizes(parts: Parts, state: Mapping[str, Any]) -> tuple[tuple[int, ...], int
         or not 0 < block <= 1 << 16
         or block & (block - 1)
     ):
-        shown = f"shape {clipped(repr(shape), 80)}, blocksize {clipped(repr(block), 80)}"
+        shown = f"shape {clip_text(repr(shape), 80)}, blocksize {clip_text(repr(block), 80)}"
         raise BadFile(f"{parts.name}: its quant_state has {shown}")
     return tuple(shape), block
 
@@ -83,7 +83,9 @@ def _by_row(numbers: Tensor, block: int, size: int, rows: int, cols: int) -> Ten
     return numbers[torch.arange(rows * cols // size) * size // block].reshape(rows, cols // size)
 
 
-def _nested(parts: Parts, state: Mapping[str, Any], block: int, size: int, shape: tuple[int, int]) -> Nested:
+def _read_nested(
+    parts: WeightParts, state: Mapping[str, Any], block: int, size: int, shape: tuple[int, int]
+) -> Nested:
     outer, offset = state.get("nested_blocksize"), state.get("nested_offset")
     if type(outer) is not int or not 0 < outer <= 1 << 16 or outer & (outer - 1):
         raise BadFile(f"{parts.name}: its quant_state has nested_blocksize {str(outer)[:40]!r}")

@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from plait.checkpoint.quantized.parts import FLOATS, Parts, Stored
+from plait.checkpoint.quantized.parts import FLOATS, StoredWeight, WeightParts
 from plait.errors import ShapeMismatch
 from plait.quant.fp4 import Fp4
 from plait.quant.fp8 import Fp8
@@ -16,7 +16,7 @@ BYTES = ("uint8", "float8_e8m0fnu")
 _BLOCKS = ((128, 128), (1, 32), (1, 128))  # what a file may have that does not say
 
 
-def fp8(parts: Parts) -> Stored:
+def fp8(parts: WeightParts) -> StoredWeight:
     """weight e4m3 [..., out, in]; a scale for all, for each row, or for each block, which multiplies."""
     shape = parts.need("plain", "float8_e4m3fn", dims=(2, 3))
     part = next(name for name in ("scale_inv", "scale", "qscale") if name in parts)
@@ -31,21 +31,21 @@ def fp8(parts: Parts) -> Stored:
             return Fp8(codes, scale.repeat_interleave(block[0], 1)[:, :rows].flatten(0, 1), (1, block[1]))
         return Fp8(codes, scale.flatten(0, 1).contiguous(), block)
 
-    return Stored(shape, "fp8" if block[1] >= shape[-1] else f"fp8_b{block[1]}", read)
+    return StoredWeight(shape, "fp8" if block[1] >= shape[-1] else f"fp8_b{block[1]}", read)
 
 
-def unscaled_fp8(parts: Parts) -> Stored:
+def unscaled_fp8(parts: WeightParts) -> StoredWeight:
     """weight e4m3 [out, in] whose numbers mean what they are."""
     shape = parts.need("plain", "float8_e4m3fn")
 
     def read() -> Fp8:
         return Fp8(parts.read("plain"), torch.ones(1, 1), (shape[0], shape[1]))
 
-    return Stored(shape, "fp8", read)
+    return StoredWeight(shape, "fp8", read)
 
 
 def _block(
-    parts: Parts, part: str, shape: tuple[int, ...], scales: tuple[int, ...]
+    parts: WeightParts, part: str, shape: tuple[int, ...], scales: tuple[int, ...]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """(rows and columns of a block, how many there are of each in one matrix)."""
     rows, cols = shape[-2:]
@@ -65,7 +65,7 @@ def _block(
     )
 
 
-def nvfp4(parts: Parts) -> Stored:
+def nvfp4(parts: WeightParts) -> StoredWeight:
     """Nibbles uint8 [..., out, in / 2], scales e4m3 for 16 columns, one number for all.
 
     compressed-tensors divides by its weight_global_scale, modelopt multiplies with its weight_scale_2.
@@ -78,20 +78,20 @@ def nvfp4(parts: Parts) -> Stored:
         scales = parts.read("scale").flatten(0, -2)
         return Fp4(parts.read(part).flatten(0, -2), scales, torch.tensor([factor], dtype=torch.float32))
 
-    return Stored(shape, "nvfp4", read, lambda: parts.finite("scale"))
+    return StoredWeight(shape, "nvfp4", read, lambda: parts.finite("scale"))
 
 
-def packed_mxfp4(parts: Parts) -> Stored:
+def packed_mxfp4(parts: WeightParts) -> StoredWeight:
     """compressed-tensors: nibbles uint8 [..., out, in / 2], a byte of exponent for 32 columns."""
     shape = _nibbles(parts, "packed", "scale", 32, *BYTES)
 
     def read() -> Fp4:
         return Fp4(parts.read("packed").flatten(0, -2), _exponents(parts, "scale"))
 
-    return Stored(shape, "mxfp4", read, lambda: parts.check_exponents("scale"))
+    return StoredWeight(shape, "mxfp4", read, lambda: parts.check_exponents("scale"))
 
 
-def _nibbles(parts: Parts, codes: str, scales: str, group: int, *dtypes: str) -> tuple[int, ...]:
+def _nibbles(parts: WeightParts, codes: str, scales: str, group: int, *dtypes: str) -> tuple[int, ...]:
     shape = parts.need(codes, "uint8", dims=(2, 3))
     cols = shape[-1] * 2
     if cols % group:
@@ -100,7 +100,7 @@ def _nibbles(parts: Parts, codes: str, scales: str, group: int, *dtypes: str) ->
     return (*shape[:-1], cols)
 
 
-def block_mxfp4(parts: Parts) -> Stored:
+def block_mxfp4(parts: WeightParts) -> StoredWeight:
     """gpt-oss: blocks uint8 [..., out, in / 32, 16], low nibbles first; scales uint8 [..., out, in / 32]."""
     blocks = parts.need("blocks", "uint8", dims=(3, 4))
     if blocks[-1] != 16:
@@ -112,8 +112,8 @@ def block_mxfp4(parts: Parts) -> Stored:
         return Fp4(codes, _exponents(parts, "block_scales"))
 
     shape = (*blocks[:-2], blocks[-2] * 32)
-    return Stored(shape, "mxfp4", read, lambda: parts.check_exponents("block_scales"))
+    return StoredWeight(shape, "mxfp4", read, lambda: parts.check_exponents("block_scales"))
 
 
-def _exponents(parts: Parts, part: str) -> Tensor:
+def _exponents(parts: WeightParts, part: str) -> Tensor:
     return parts.read(part).view(torch.uint8).flatten(0, -2)

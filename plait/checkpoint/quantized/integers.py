@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from plait.checkpoint.quantized.parts import FLOATS, Parts, Stored
+from plait.checkpoint.quantized.parts import FLOATS, StoredWeight, WeightParts
 from plait.errors import BadFile, ShapeMismatch, UnsupportedFormat
 from plait.quant.bits import pack, unpack
 from plait.quant.grouped import Grouped
@@ -17,7 +17,7 @@ from plait.quant.weight import PIECE
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def gptq(parts: Parts) -> Stored:
+def gptq(parts: WeightParts) -> StoredWeight:
     """qweight int32 [in * bits / 32, out]: columns as streams of bits; qzeros [groups, out * bits / 32]."""
     words, rows = parts.need("qweight", "int32")
     groups, _ = parts.need("scales", *FLOATS)
@@ -36,12 +36,14 @@ def gptq(parts: Parts) -> Stored:
         zeros = unpack(_bytes(parts.read("qzeros")), bits, rows).t()
         if _is_one_less(parts, zeros, bits):
             zeros = (zeros + 1) & ((1 << bits) - 1)
-        return _ordered(parts, "g_idx", _made(parts, codes, parts.finite("scales").t(), zeros, bits, group))
+        return _sort_columns(
+            parts, "g_idx", _make_grouped(parts, codes, parts.finite("scales").t(), zeros, bits, group)
+        )
 
-    return Stored((rows, cols), _name(bits, group, cols), read)
+    return StoredWeight((rows, cols), _name(bits, group, cols), read)
 
 
-def _gptq_bits(parts: Parts, words: int) -> int:
+def _gptq_bits(parts: WeightParts, words: int) -> int:
     """From the number of inputs, which g_idx shows; without it the config must say."""
     said = parts.options.bits
     if "g_idx" not in parts:
@@ -56,13 +58,13 @@ def _gptq_bits(parts: Parts, words: int) -> int:
     return parts.agree("bits", words * 32 // cols, said)
 
 
-def _is_one_less(parts: Parts, zeros: Tensor, bits: int) -> bool:
+def _is_one_less(parts: WeightParts, zeros: Tensor, bits: int) -> bool:
     """Are zero points stored as GPTQ's first version did? Where nobody says: unless all are in the middle."""
     said = parts.options.plus_one
     return not bool((zeros == 1 << (bits - 1)).all()) if said is None else said
 
 
-def awq(parts: Parts) -> Stored:
+def awq(parts: WeightParts) -> StoredWeight:
     """qweight int32 [in, out / 8]: eight outputs in a word, shuffled; qzeros [groups, out / 8] alike."""
     cols, words = parts.need("qweight", "int32")
     groups, rows = parts.need("scales", *FLOATS)
@@ -82,9 +84,9 @@ def awq(parts: Parts) -> Stored:
             both = (even >> 4 * place & 15) | (odd >> 4 * place & 15) << 4
             codes[i::8] = both.to(torch.uint8).t()
         zeros = _awq_numbers(parts.read("qzeros")).t()
-        return _made(parts, codes, parts.finite("scales").t(), zeros, 4, group)
+        return _make_grouped(parts, codes, parts.finite("scales").t(), zeros, 4, group)
 
-    return Stored((rows, cols), _name(4, group, cols), read)
+    return StoredWeight((rows, cols), _name(4, group, cols), read)
 
 
 def _awq_numbers(packed: Tensor) -> Tensor:
@@ -94,11 +96,11 @@ def _awq_numbers(packed: Tensor) -> Tensor:
     return numbers
 
 
-def packed_integers(parts: Parts) -> Stored:
+def packed_integers(parts: WeightParts) -> StoredWeight:
     """compressed-tensors: weight_packed int32 [..., out, words], a row a stream, 2**(bits - 1) added."""
     shape, words = _true_shape(parts), parts.shape("packed")[-1]
     rows, cols = prod(shape[:-1]), shape[-1]
-    bits = _packed_bits(parts, cols, words)
+    bits = _find_bits(parts, cols, words)
     if cols % 8 and bits != 8:
         raise UnsupportedFormat(f"{parts.name}: {cols} inputs of {bits} bits; they must be a multiple of 8")
     groups = _scale_columns(parts, rows, cols)
@@ -107,13 +109,13 @@ def packed_integers(parts: Parts) -> Stored:
     def read() -> Grouped:
         codes = _bytes(parts.read("packed").flatten(0, -2))[:, : cols * bits // 8].contiguous()
         scales = parts.finite("scale").reshape(-1, groups).expand(rows, groups)
-        zeros = _packed_zeros(parts, bits, rows, groups) if "zero_point" in parts else None
-        return _ordered(parts, "weight_g_idx", _made(parts, codes, scales, zeros, bits, group))
+        zeros = _read_zeros(parts, bits, rows, groups) if "zero_point" in parts else None
+        return _sort_columns(parts, "weight_g_idx", _make_grouped(parts, codes, scales, zeros, bits, group))
 
-    return Stored(shape, _name(bits, group, cols), read)
+    return StoredWeight(shape, _name(bits, group, cols), read)
 
 
-def _true_shape(parts: Parts) -> tuple[int, ...]:
+def _true_shape(parts: WeightParts) -> tuple[int, ...]:
     packed = parts.need("packed", "int32", dims=(2, 3))
     parts.expect("shape", (len(packed),), "int64", "int32")
     shape = tuple(int(n) for n in parts.read("shape"))
@@ -125,7 +127,7 @@ def _true_shape(parts: Parts) -> tuple[int, ...]:
     return shape
 
 
-def _packed_bits(parts: Parts, cols: int, words: int) -> int:
+def _find_bits(parts: WeightParts, cols: int, words: int) -> int:
     fitting = [bits for bits in range(2, 9) if -(-cols * bits // 32) == words]
     said = parts.options.bits
     if (said is not None and said not in fitting) or not fitting:
@@ -136,7 +138,7 @@ def _packed_bits(parts: Parts, cols: int, words: int) -> int:
     return said or fitting[0]
 
 
-def _scale_columns(parts: Parts, rows: int, cols: int) -> int:
+def _scale_columns(parts: WeightParts, rows: int, cols: int) -> int:
     """How many scales a row has, whether it is told by number, by channel or by group."""
     shape = parts.need("scale", *FLOATS, dims=(0, 1, 2, 3))
     if prod(shape) == 1 or shape in ((rows,), (rows, 1)):
@@ -146,7 +148,7 @@ def _scale_columns(parts: Parts, rows: int, cols: int) -> int:
     return shape[-1]
 
 
-def _packed_zeros(parts: Parts, bits: int, rows: int, groups: int) -> Tensor:
+def _read_zeros(parts: WeightParts, bits: int, rows: int, groups: int) -> Tensor:
     """int32 packed along the outputs, or plain int8."""
     if parts.dtype("zero_point") == "int32":
         parts.expect("zero_point", (-(-rows * bits // 32), groups), "int32")
@@ -154,7 +156,7 @@ def _packed_zeros(parts: Parts, bits: int, rows: int, groups: int) -> Tensor:
     return _plain_zeros(parts, bits, rows, groups)
 
 
-def _plain_zeros(parts: Parts, bits: int, rows: int, groups: int) -> Tensor:
+def _plain_zeros(parts: WeightParts, bits: int, rows: int, groups: int) -> Tensor:
     shape, half = parts.need("zero_point", "int8", "float8_e4m3fn", dims=(0, 1, 2)), 1 << (bits - 1)
     if prod(shape) not in (1, rows * groups):
         raise ShapeMismatch(f"{parts.names['zero_point']}: {list(shape)} for {rows} rows of {groups} groups")
@@ -164,7 +166,7 @@ def _plain_zeros(parts: Parts, bits: int, rows: int, groups: int) -> Tensor:
     return numbers.to(torch.uint8).expand(rows, groups)
 
 
-def plain_int8(parts: Parts) -> Stored:
+def plain_int8(parts: WeightParts) -> StoredWeight:
     """weight int8 [..., out, in] with weight_scale: for all, by row or by group; zero points perhaps."""
     shape = parts.need("plain", "int8", dims=(2, 3))
     rows, cols = prod(shape[:-1]), shape[-1]
@@ -174,12 +176,12 @@ def plain_int8(parts: Parts) -> Stored:
     def read() -> Grouped:
         scales = parts.finite("scale").reshape(-1, groups).expand(rows, groups)
         zeros = _plain_zeros(parts, 8, rows, groups) if "zero_point" in parts else None
-        return _made(parts, _int8_codes(parts), scales, zeros, 8, group)
+        return _make_grouped(parts, _int8_codes(parts), scales, zeros, 8, group)
 
-    return Stored(shape, _name(8, group, cols), read)
+    return StoredWeight(shape, _name(8, group, cols), read)
 
 
-def bnb_int8(parts: Parts) -> Stored:
+def bnb_int8(parts: WeightParts) -> StoredWeight:
     """bitsandbytes: weight int8 [out, in], SCB float32 [out]: w = q * SCB / 127."""
     rows, cols = parts.need("plain", "int8")
     parts.expect("scb", (rows,), "float32")
@@ -188,16 +190,16 @@ def bnb_int8(parts: Parts) -> Stored:
 
     def read() -> Grouped:
         scales = parts.finite("scb").view(rows, 1) / 127
-        return _made(parts, _int8_codes(parts), scales, None, 8, cols)
+        return _make_grouped(parts, _int8_codes(parts), scales, None, 8, cols)
 
-    return Stored((rows, cols), "int8", read)
+    return StoredWeight((rows, cols), "int8", read)
 
 
-def _int8_codes(parts: Parts) -> Tensor:
+def _int8_codes(parts: WeightParts) -> Tensor:
     return parts.read("plain").flatten(0, -2).view(torch.uint8) ^ 0x80
 
 
-def _group(parts: Parts, cols: int, groups: int) -> int:
+def _group(parts: WeightParts, cols: int, groups: int) -> int:
     """Columns of a group: as the config says, else all equal. Raises ShapeMismatch if they do not fit."""
     said = parts.options.group
     size = -(-cols // groups) if said is None or groups == 1 else said or cols
@@ -218,8 +220,8 @@ def _bytes(words: Tensor) -> Tensor:
     return words.contiguous().view(torch.uint8)
 
 
-def _made(
-    parts: Parts, codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int
+def _make_grouped(
+    parts: WeightParts, codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int
 ) -> Grouped:
     """Zero points that are all in the middle are left out."""
     if zeros is not None and bool((zeros == 1 << (bits - 1)).all()):
@@ -227,7 +229,7 @@ def _made(
     return Grouped(codes, scales.contiguous(), None if zeros is None else zeros.contiguous(), bits, group)
 
 
-def _ordered(parts: Parts, part: str, weight: Grouped) -> Grouped:
+def _sort_columns(parts: WeightParts, part: str, weight: Grouped) -> Grouped:
     """With its columns sorted by group, if they are not. Raises BadFile for groups that cannot be."""
     if part not in parts:
         return weight

@@ -17,7 +17,7 @@ from torch import Tensor
 from plait.checkpoint.quantized.codebooks import codebook
 from plait.checkpoint.quantized.floats import block_mxfp4, fp8, nvfp4, packed_mxfp4, unscaled_fp8
 from plait.checkpoint.quantized.integers import awq, bnb_int8, gptq, packed_integers, plain_int8
-from plait.checkpoint.quantized.parts import Files, Parts, Stored
+from plait.checkpoint.quantized.parts import Files, StoredWeight, WeightParts
 from plait.checkpoint.quantized.scheme import Options, Scheme
 from plait.errors import BadFile, MissingTensor
 from plait.quant.weight import Weight
@@ -63,7 +63,7 @@ _ACTIVATIONS = re.compile(
 _WORDS = {"biases": "MLX", "pre_quant_scale": "AWQ of modelopt, which scales activations"}
 
 
-class Packed:
+class QuantizedCheckpoint:
     """Quantized safetensors as a checkpoint of weights; plain tensors go through as they are.
 
     Raises at once, naming the tensor: BadFile or ShapeMismatch for parts that are missing or do not fit each
@@ -72,11 +72,11 @@ class Packed:
 
     def __init__(self, files: Files, scheme: Scheme | None = None) -> None:
         self._files, self._scheme = files, scheme
-        self._weights: dict[str, tuple[Parts, Stored]] = {}
+        self._weights: dict[str, tuple[WeightParts, StoredWeight]] = {}
         self._checked: set[str] = set()
-        found, taken = _grouped(files), set[str]()
+        found, taken = _group_parts(files), set[str]()
         for name, names in found.items():
-            parts = Parts(name, MappingProxyType(names), files, self._options(name))
+            parts = WeightParts(name, MappingProxyType(names), files, self._options(name))
             self._weights[name] = (parts, _layout(parts)(parts))
             taken.update(names.values())
         left = [name for name in files.names() if name not in taken]
@@ -110,7 +110,7 @@ class Packed:
                 continue
             if self._scheme and self._scheme.of(name.removesuffix(".weight")) is not None:
                 raise BadFile(f"{name}: is FP8 and has no scale, and the config says it is quantized")
-            parts = Parts(name, MappingProxyType({"plain": name}), self._files, Options())
+            parts = WeightParts(name, MappingProxyType({"plain": name}), self._files, Options())
             self._weights[name] = (parts, unscaled_fp8(parts))
 
     def _check_left(self) -> None:
@@ -119,7 +119,7 @@ class Packed:
             if last in _WORDS and (f"{module}.weight" in self or f"{module}.scales" in self):
                 names = {part: f"{module}.{part}" for part in ("weight", "scales", last)}
                 there = {part: full for part, full in names.items() if full in self._files}
-                raise Parts(module, there, self._files, Options()).unread(f"{_WORDS[last]} is not read")
+                raise WeightParts(module, there, self._files, Options()).unread(f"{_WORDS[last]} is not read")
 
     def __contains__(self, name: object) -> bool:
         return name in self._weights or name in self._plain
@@ -170,7 +170,7 @@ class Packed:
         return name
 
 
-def _grouped(files: Files) -> dict[str, dict[str, str]]:
+def _group_parts(files: Files) -> dict[str, dict[str, str]]:
     """The weight's own name -> its parts: what it is -> the tensor's name."""
     found: dict[str, dict[str, str]] = {}
     for name in files.names():
@@ -193,7 +193,7 @@ def _is_packed(name: str, parts: Mapping[str, str], files: Files) -> bool:
     return bool(_LEADS & parts.keys())
 
 
-def _layout(parts: Parts) -> Callable[[Parts], Stored]:
+def _layout(parts: WeightParts) -> Callable[[WeightParts], StoredWeight]:
     """How a weight is stored, by the parts it has and their dtypes."""
     if "qweight" in parts:
         return _qweight(parts)
@@ -217,7 +217,7 @@ def _layout(parts: Parts) -> Callable[[Parts], Stored]:
     raise parts.unread("this way of packing is not read")
 
 
-def _qweight(parts: Parts) -> Callable[[Parts], Stored]:
+def _qweight(parts: WeightParts) -> Callable[[WeightParts], StoredWeight]:
     """GPTQ packs inputs into words, AWQ outputs: the scales show which of the two got fewer columns."""
     if "scales" not in parts:
         raise BadFile(f"{parts.name}: its scales are missing beside {parts.names['qweight']}")

@@ -31,7 +31,7 @@ class Files(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredWeight:
     """A weight that is there: its shape as a plain checkpoint has it, its storage, and how it is read.
 
     check: what must be looked at before it is read for the first time, where that costs more than reading (a
@@ -45,7 +45,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class WeightParts:
     """The tensors of the weight `name`. `names`: which part it is -> the tensor's name in the files."""
 
     name: str

@@ -16,7 +16,7 @@ from typing import Any
 import regex
 
 from plait.checkpoint.readers.mmap_json import read_json
-from plait.errors import BadFile, UnsupportedFormat, clipped
+from plait.errors import BadFile, UnsupportedFormat, clip_text
 
 BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _KEYS = ("quantization_config", "compression_config")
@@ -160,7 +160,7 @@ class _Said:
         if value is None:
             return None
         if type(value) is not int or not low <= value <= high:
-            shown = clipped(repr(value), 80)
+            shown = clip_text(repr(value), 80)
             raise BadFile(f"{self.where}: {keys[0]} is {shown}; it must be from {low} to {high}")
         return value
 
@@ -294,7 +294,7 @@ def _plain(said: _Said) -> Scheme:
     return Scheme("", Options(), said.without("modules_to_not_convert", "ignored_layers"))
 
 
-def _compressed(said: _Said) -> Scheme:
+def _read_compressed(said: _Said) -> Scheme:
     said.only("format", said.word("format"), _FORMATS)
     sparsity = said.inner("sparsity_config")
     sparsity.only("format", sparsity.word("format"), ("dense",))
@@ -330,6 +330,6 @@ _READERS: Mapping[str, Callable[[_Said], Scheme]] = MappingProxyType(
         "mxfp4": _plain,
         "modelopt": _modelopt,
         "bitsandbytes": _bitsandbytes,
-        "compressed-tensors": _compressed,
+        "compressed-tensors": _read_compressed,
     }
 )

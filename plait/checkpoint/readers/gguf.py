@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.readers.gguf_metadata import Cursor, FileMetadata
-from plait.checkpoint.readers.gguf_plait import is_own, truly_named
+from plait.checkpoint.readers.gguf_metadata import FileMetadata, MetadataCursor
+from plait.checkpoint.readers.gguf_plait import is_own, restore_names
 from plait.checkpoint.readers.mmap_json import map_file
 from plait.errors import BadFile, MissingTensor, UnsupportedFormat
 from plait.quant.fp4 import Fp4
-from plait.quant.gguf import BLOCK_TYPES, BlockType, Gguf, scaled_nvfp4
+from plait.quant.gguf import BLOCK_TYPES, BlockType, Gguf, scale_nvfp4
 from plait.quant.weight import as_tensor
 
 _MAGIC = b"GGUF"
@@ -88,7 +88,7 @@ class GgufFile:
         if len(parts) > 1 and total != len(self._entries):
             raise BadFile(f"{self.path}: the parts hold {len(self._entries)} tensors, the first says {total}")
         if is_own(self.metadata):
-            self._entries = truly_named(self._entries, self.metadata)
+            self._entries = restore_names(self._entries, self.metadata)
         self._factors = self._find_factors()
         more = {scale.removesuffix("scale") + "input_scale" for scale in self._factors.values()}
         self._hidden = {*self._factors.values(), *more}
@@ -131,7 +131,7 @@ class GgufFile:
         if isinstance(entry.kind, BlockType):
             weight = Gguf(raw.view(prod(entry.shape[:-1]), -1), entry.kind)
             if name in self._factors and len(entry.shape) > 1:
-                return scaled_nvfp4(weight, as_tensor(self.read(self._factors[name])))
+                return scale_nvfp4(weight, as_tensor(self.read(self._factors[name])))
             return weight if len(entry.shape) > 1 else weight.dequantize(torch.float32).view(-1)
         dtype = entry.kind[1]
         aligned = raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()
@@ -159,7 +159,7 @@ class _Part:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.mapped = map_file(path)
-        cursor = Cursor(self.mapped, path)
+        cursor = MetadataCursor(self.mapped, path)
         num_tensors, num_keys = _read_counts(cursor)
         self.metadata = FileMetadata(cursor, num_keys)
         self.entries = _read_entries(cursor, num_tensors, _alignment(self.metadata, path))
@@ -173,7 +173,7 @@ class _Part:
         return value
 
 
-def _read_counts(cursor: Cursor) -> tuple[int, int]:
+def _read_counts(cursor: MetadataCursor) -> tuple[int, int]:
     """(tensors, keys) of the header. Raises UnsupportedFormat for other versions and byte orders."""
     magic = cursor.mapped[:4]
     if magic != _MAGIC:
@@ -202,7 +202,7 @@ def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
     return value
 
 
-def _read_entries(cursor: Cursor, count: int, alignment: int) -> dict[str, _Entry]:
+def _read_entries(cursor: MetadataCursor, count: int, alignment: int) -> dict[str, _Entry]:
     headers = [_read_header(cursor, alignment) for _ in range(count)]
     base = -(-cursor.at // alignment) * alignment
     data = torch.frombuffer(cursor.mapped, dtype=torch.uint8)
@@ -221,7 +221,7 @@ def _read_entries(cursor: Cursor, count: int, alignment: int) -> dict[str, _Entr
 
 
 def _read_header(
-    cursor: Cursor, alignment: int
+    cursor: MetadataCursor, alignment: int
 ) -> tuple[str, tuple[int, ...], BlockType | tuple[str, torch.dtype], int, int]:
     """(name, shape, type, offset after the header, size in bytes) of the next tensor."""
     name = cursor.name("a tensor name", _MAX_NAME_BYTES)

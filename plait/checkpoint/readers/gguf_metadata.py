@@ -24,7 +24,7 @@ _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 
 
-class Cursor:
+class MetadataCursor:
     """Reads forward through a mapped file; whatever would pass its end is a BadFile."""
 
     def __init__(self, mapped: mmap.mmap, path: Path, at: int = 0) -> None:
@@ -100,7 +100,7 @@ class FileMetadata(Mapping[str, Any]):
     Raises BadFile, all of it when it is opened.
     """
 
-    def __init__(self, cursor: Cursor, count: int) -> None:
+    def __init__(self, cursor: MetadataCursor, count: int) -> None:
         """Reads `count` keys and moves the cursor behind them."""
         self._mapped, self._path = cursor.mapped, cursor.path
         self._short: dict[str, Any] = {}
@@ -121,7 +121,7 @@ class FileMetadata(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         if key in self._long:
-            return _read_array(Cursor(self._mapped, self._path, self._long[key]), key, 1)
+            return _read_array(MetadataCursor(self._mapped, self._path, self._long[key]), key, 1)
         return self._short[key]
 
     def __contains__(self, key: object) -> bool:
@@ -133,7 +133,7 @@ class FileMetadata(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self.value_types)
 
-    def _add_array(self, cursor: Cursor, key: str) -> None:
+    def _add_array(self, cursor: MetadataCursor, key: str) -> None:
         start = cursor.at
         kind, count = _array_header(cursor, key)
         if kind == _STRING and count > _LONG:
@@ -147,7 +147,7 @@ class FileMetadata(Mapping[str, Any]):
             self._short[key] = found
 
 
-def _array_header(cursor: Cursor, key: str) -> tuple[int, int]:
+def _array_header(cursor: MetadataCursor, key: str) -> tuple[int, int]:
     """(type, number) of the elements that follow."""
     kind, count = cursor.unpack("I", key), cursor.unpack("Q", key)
     cursor.elements += count
@@ -159,12 +159,12 @@ def _array_header(cursor: Cursor, key: str) -> tuple[int, int]:
     return kind, count
 
 
-def _read_array(cursor: Cursor, key: str, depth: int) -> list[Any]:
+def _read_array(cursor: MetadataCursor, key: str, depth: int) -> list[Any]:
     kind, count = _array_header(cursor, key)
     return _read_elements(cursor, kind, count, key, depth)
 
 
-def _read_elements(cursor: Cursor, kind: int, count: int, key: str, depth: int) -> list[Any]:
+def _read_elements(cursor: MetadataCursor, kind: int, count: int, key: str, depth: int) -> list[Any]:
     if kind != _ARRAY:
         return _read_values(cursor, kind, count, key)
     if depth == _MAX_DEPTH:
@@ -172,7 +172,7 @@ def _read_elements(cursor: Cursor, kind: int, count: int, key: str, depth: int) 
     return [_read_array(cursor, key, depth + 1) for _ in range(count)]
 
 
-def _read_values(cursor: Cursor, kind: int, count: int, key: str) -> list[Any]:
+def _read_values(cursor: MetadataCursor, kind: int, count: int, key: str) -> list[Any]:
     if kind == _STRING:
         return cursor.strings(count, key)
     if kind not in _SCALARS:

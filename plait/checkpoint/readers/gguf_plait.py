@@ -40,7 +40,7 @@ def stand_in(number: int) -> str:
     return f"plait.{number}"
 
 
-def truly_named(entries: Mapping[str, Entry], metadata: Mapping[str, Any]) -> dict[str, Entry]:
+def restore_names(entries: Mapping[str, Entry], metadata: Mapping[str, Any]) -> dict[str, Entry]:
     """Tensors by their own names, where the file had to call them something else. Raises BadFile."""
     listed = metadata.get(NAMES, [])
     if not isinstance(listed, list) or not all(isinstance(name, str) and name for name in listed):

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from plait.checkpoint.readers.mmap_json import map_file, parse_json
-from plait.errors import BadFile, MissingTensor, UnsupportedFormat, clipped
+from plait.errors import BadFile, MissingTensor, UnsupportedFormat, clip_text
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_SIZE = 1 << 48  # of one dimension
@@ -150,11 +150,11 @@ def _entry(name: str, fields: Any, path: Path) -> _Entry:
         what = f"{name[:80]!r} has dtype {str(dtype)[:80]!r}"
         raise UnsupportedFormat(f"{path}: tensor {what}; supported: {', '.join(_DTYPES)}")
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
-        what = f"shape {clipped(repr(shape), 80)} and data_offsets {clipped(repr(offsets), 80)}"
+        what = f"shape {clip_text(repr(shape), 80)} and data_offsets {clip_text(repr(offsets), 80)}"
         raise BadFile(f"{path}: tensor {name[:80]!r} has {what}")
     start, stop = offsets
     if prod(shape) * _DTYPES[dtype].itemsize != stop - start:
-        what = f"{name[:80]!r}, {dtype} {clipped(shape, 80)}"
+        what = f"{name[:80]!r}, {dtype} {clip_text(shape, 80)}"
         raise BadFile(f"{path}: tensor {what}, does not have {stop - start} bytes")
     return _Entry(path, _DTYPES[dtype], tuple(shape), start, stop)
 

@@ -13,7 +13,7 @@ from plait.config import EngineConfig
 from plait.errors import ConfigError
 
 
-def changed(settings: dict[str, Any]) -> dict[str, Any]:
+def find_changes(settings: dict[str, Any]) -> dict[str, Any]:
     """What differs from the defaults: another revision of Plait has defaults, and options, of its own."""
     plain = EngineConfig()
     return {name: value for name, value in settings.items() if value != getattr(plain, name)}

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.bench import machine
-from plait.checkpoint.packed_cache.file_format import default_folder, shelved
+from plait.checkpoint.packed_cache.file_format import default_folder, list_packed
 from plait.errors import CapacityError
-from plait.kernels.load import KernelTarget, describe_target, kept_rooms, why_refused
+from plait.kernels.load import KernelTarget, cached_kernels, describe_target, why_refused
 from plait.resource_limits import cpu_quota, default_threads, free_memory, memory_limit, physical_cores
 from plait.text.chat.sandbox import Sandbox
 from plait.version import __version__
@@ -48,7 +48,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DoctorRequest:
     """The options a start would get, which are checked against the machine."""
 
     threads: int | None = None
@@ -56,7 +56,7 @@ class Asked:
     isa: str = "native"
 
 
-def examine(asked: Asked) -> tuple[Facts, list[Finding]]:
+def examine(asked: DoctorRequest) -> tuple[Facts, list[Finding]]:
     """(facts as plain values, what is wrong or could be better, worst first)."""
     target = describe_target(cache_dir=Path(asked.cache_dir) if asked.cache_dir else None, isa=asked.isa)
     facts: Facts = {
@@ -69,7 +69,7 @@ def examine(asked: Asked) -> tuple[Facts, list[Finding]]:
         "cpu": cpu_facts(),
         "memory": memory_facts(),
         "gpus": gpu_facts(),
-        "versions": {"plait": __version__, **{name: installed(name) for name in (*NEEDED, *WANTED)}},
+        "versions": {"plait": __version__, **{name: find_version(name) for name in (*NEEDED, *WANTED)}},
         "torch": torch_facts(),
         "kernels": kernel_facts(target),
         "walls": wall_facts(),
@@ -82,7 +82,7 @@ def examine(asked: Asked) -> tuple[Facts, list[Finding]]:
     return facts, sorted(findings, key=lambda f: order[f.level])
 
 
-def installed(name: str) -> str | None:
+def find_version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:
@@ -152,7 +152,7 @@ def torch_facts() -> Facts:
         import torch
 
         finds_gpu = torch.cuda.is_available()
-    return {"version": installed("torch"), "cuda": cuda, "finds_gpu": finds_gpu}
+    return {"version": find_version("torch"), "cuda": cuda, "finds_gpu": finds_gpu}
 
 
 def kernel_facts(target: KernelTarget | None) -> Facts:
@@ -170,7 +170,7 @@ def kernel_facts(target: KernelTarget | None) -> Facts:
 
 def cache_facts(room: Path) -> Facts:
     """The folder of compiled kernels, and whether it is used."""
-    kept = {one.path: one.nbytes for one in kept_rooms(room.parent.parent)}
+    kept = {one.path: one.nbytes for one in cached_kernels(room.parent.parent)}
     current = kept.pop(room, 0)
     return {
         "folder": str(room.parent),
@@ -185,7 +185,7 @@ def cache_facts(room: Path) -> Facts:
 def packed_facts(cache_dir: str | None) -> Facts:
     """The packed weights that `plait warmup` keeps."""
     folder = default_folder(cache_dir)
-    kept = shelved(folder)
+    kept = list_packed(folder)
     return {
         "folder": str(folder) if folder is not None else None,
         "models": sorted({item.model for item in kept}),
@@ -201,7 +201,7 @@ def hub_facts() -> Facts:
 
     folder = Path(constants.HF_HUB_CACHE).expanduser()
     return {
-        "library": installed("huggingface-hub"),
+        "library": find_version("huggingface-hub"),
         "folder": str(folder),
         "repositories": sum(1 for _ in folder.glob("models--*")) if folder.is_dir() else 0,
         "free": free_bytes(folder),
@@ -210,7 +210,7 @@ def hub_facts() -> Facts:
     }
 
 
-def check_packages(facts: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
+def check_packages(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Finding]:
     if missing := [name for name in NEEDED if facts["versions"][name] is None]:
         yield Finding("broken", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
     if facts["versions"]["numba"] is None:
@@ -225,7 +225,7 @@ def check_packages(facts: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
         )
 
 
-def check_cpu(facts: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
+def check_cpu(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Finding]:
     cpu, dot = facts["cpu"], facts["kernels"]["dot"]
     if dot == "generic" and facts["system"]["machine"].lower() in ("x86_64", "amd64"):
         why = "--isa generic was asked for" if asked.isa == "generic" else "this processor has no AVX2"
@@ -255,7 +255,7 @@ def check_cpu(facts: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
         yield Finding("note", f"the machine is busy (load {cpu['load']})", "speeds are lower meanwhile")
 
 
-def check_memory(facts: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
+def check_memory(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Finding]:
     memory = facts["memory"]
     for name, text_of in (("available", "available"), ("limit", "the container's limit")):
         if memory[name] is not None and memory[name] < 2 * GIB:
@@ -270,7 +270,7 @@ def check_memory(facts: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
         )
 
 
-def check_gpu(facts: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
+def check_gpu(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Finding]:
     gpus, torch = facts["gpus"], facts["torch"]
     if torch["version"] is None:
         return
@@ -294,7 +294,7 @@ def check_gpu(facts: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
         )
 
 
-def check_disks(facts: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
+def check_disks(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Finding]:
     cache, hub = facts["kernels"]["cache"], facts["hub"]
     if cache is None and facts["kernels"]["target"] is not None:
         yield Finding("warning", "there is no home folder: kernels are compiled at every start", FOLDER)
@@ -317,7 +317,7 @@ def check_disks(facts: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
         yield Finding("note", "HF_HUB_OFFLINE is set: nothing is fetched", "unset it to fetch models")
 
 
-def check_walls(facts: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
+def check_walls(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Finding]:
     if not facts["walls"]:
         yield Finding(
             "warning", "the process that renders chat templates does not start", "look at limits of processes"

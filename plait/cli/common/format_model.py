@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from plait.spec import Branch, Mixer, ModelSpec
+from plait.spec import BranchSpec, Mixer, ModelSpec
 
-Layer = tuple[Branch, ...]
+Layer = tuple[BranchSpec, ...]
 
 
 def layer_groups(spec: ModelSpec) -> list[tuple[tuple[int, ...], Layer]]:
@@ -41,7 +41,7 @@ def layer_text(layer: Layer) -> list[str]:
     return [branch_text(branch) for branch in layer]
 
 
-def branch_text(branch: Branch) -> str:
+def branch_text(branch: BranchSpec) -> str:
     """A branch in one line: its mixer, and what is unusual about how it is added."""
     parts = [f"{branch.name}: {mixer_text(branch.mixer)}"]
     parts += [] if branch.post_norm is None else ["post-norm"]

@@ -52,14 +52,14 @@ class GroupedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         listed = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
-        for title, params in grouped(listed):
+        for title, params in group_options(listed):
             records = [record for p in params if (record := p.get_help_record(ctx)) is not None]
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
 
 
-def grouped(params: list[click.Option]) -> Iterator[tuple[str, list[click.Option]]]:
+def group_options(params: list[click.Option]) -> Iterator[tuple[str, list[click.Option]]]:
     """(title, its options), the beginner's first; every option is in exactly one of them."""
     last = [p for p in params if MESSAGES & set(p.opts)]
     found: dict[str, list[click.Option]] = {
@@ -84,7 +84,7 @@ def group_of(name: str | None) -> str:
     return next((title for cls, title in BY_CLASS if name in {f.name for f in fields(cls)}), "")
 
 
-def meant(name: str, known: Any) -> str:
+def suggest_word(name: str, known: Any) -> str:
     """The end of an error that names the closest of the known words, if there are any."""
     close = get_close_matches(name, list(known), n=2)
     return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plait.cli.common.progress import Loading
+from plait.cli.common.progress import LoadingBar
 from plait.config import EngineConfig
 from plait.errors import ConfigError
 
 if TYPE_CHECKING:
     from plait.loading.open_model import Opened
-    from plait.loading.probe_search import Choice, Trial
+    from plait.loading.probe_search import ProbeDecision, Trial
 
 Row = tuple[str, ...]
 MOST_LETTERS = 1 << 16  # of a text, more than are read of it
 
 
-def probed_model(
+def probe_model(
     model: str, config: EngineConfig, text_file: str | None
 ) -> tuple[Opened, dict[str, Any] | None]:
     """Probe a model anew: it, as it was found, and what was tried; None if nothing is open."""
@@ -31,7 +31,7 @@ def probed_model(
     if not quantities(opened.resolved):
         return opened, None
     text = None if text_file is None else read_text(text_file)
-    with Loading("probing") as shown:
+    with LoadingBar("probing") as shown:
         found = probe(opened, shown.update, text)
     tried = {
         "understood": found.is_understood,
@@ -67,7 +67,7 @@ def trial_facts(trial: Trial) -> dict[str, Any]:
     return facts | ({"error": trial.error} if trial.error else {})
 
 
-def choice_facts(choice: Choice | None) -> dict[str, Any]:
+def choice_facts(choice: ProbeDecision | None) -> dict[str, Any]:
     return {"margin": choice.margin, "sure": choice.is_sure} if choice else {"margin": None, "sure": False}
 
 

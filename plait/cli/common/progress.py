@@ -63,7 +63,7 @@ class Status:
             self._thread.join()
 
 
-class Loading:
+class LoadingBar:
     """A progress bar while a model loads; without a terminal a line every ten seconds.
 
     Use as a context manager and pass `update` as `on_progress`. `is_quiet`: it writes nothing.
@@ -143,17 +143,17 @@ class Clock:
         A speed needs enough tokens to be one: of a few, a step's own time would be told as if it were theirs.
         """
         if not self._num_tokens:
-            return f"{_counted(self._num_prompt_tokens, 'prompt token')} · no token written"
+            return f"{_count_text(self._num_prompt_tokens, 'prompt token')} · no token written"
         ttft, writing = self._first - self._started, self._last - self._first
-        prompt = _counted(self._num_prompt_tokens, "prompt token")
+        prompt = _count_text(self._num_prompt_tokens, "prompt token")
         if self._num_prompt_tokens >= MIN_PROMPT and ttft:
             prompt += f", {self._num_prompt_tokens / ttft:.0f} tok/s"
-        written = _counted(self._num_tokens, "token")
+        written = _count_text(self._num_tokens, "token")
         if self._num_tokens >= MIN_WRITTEN and writing:
             written += f", {(self._num_tokens - 1) / writing:.1f} tok/s"
         return f"{prompt} · first token after {ttft:.2f} s · {written}"
 
 
-def _counted(count: int, what: str) -> str:
+def _count_text(count: int, what: str) -> str:
     """`1 token`, `2 tokens`."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"

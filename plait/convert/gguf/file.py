@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.convert.plan.source import Numbers
-from plait.convert.plan.storage import Entry, Stored
+from plait.convert.plan.storage import StorageForm, TensorEntry
 from plait.quant.gguf import BlockType
 
 Advance = Callable[[int], None]  # so many bytes more are written
@@ -37,7 +37,7 @@ _UINT32_END = 1 << 32
 def write_gguf(
     path: Path,
     keys: Mapping[str, Any],
-    stored: Sequence[Stored],
+    stored: Sequence[StorageForm],
     extra: Mapping[str, Tensor],
     model: Numbers,
     advance: Advance,
@@ -50,7 +50,7 @@ def write_gguf(
             if key != "general.architecture":
                 _add(writer, key, value, (value_types or {}).get(key))
         for name, tensor in extra.items():
-            _declare(writer, Entry(name, tuple(tensor.shape), torch.float32))
+            _declare(writer, TensorEntry(name, tuple(tensor.shape), torch.float32))
         for one in stored:
             for entry in one.entries:
                 _declare(writer, entry)
@@ -64,7 +64,7 @@ def write_gguf(
 
 def _write_data(
     writer: gguf.GGUFWriter,
-    stored: Sequence[Stored],
+    stored: Sequence[StorageForm],
     extra: Mapping[str, Tensor],
     model: Numbers,
     advance: Advance,
@@ -93,7 +93,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _declare(writer: gguf.GGUFWriter, entry: Entry) -> None:
+def _declare(writer: gguf.GGUFWriter, entry: TensorEntry) -> None:
     if isinstance(entry.kind, BlockType):
         kind = _KIND(entry.kind.type_id)
         row = entry.shape[-1] // entry.kind.elements * entry.kind.nbytes
@@ -108,7 +108,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any, types: tuple[int, ...] |
     if isinstance(value, list) and not value:
         return  # the format has no empty lists
     kinds = tuple(gguf.GGUFValueType(t) for t in types) if types else _types_of(value)
-    writer.add_key_value(key, _encoded(value), kinds[0], kinds[1] if len(kinds) > 1 else None)
+    writer.add_key_value(key, _encode_strings(value), kinds[0], kinds[1] if len(kinds) > 1 else None)
 
 
 def _types_of(value: Any) -> tuple[gguf.GGUFValueType, ...]:
@@ -129,7 +129,7 @@ def _types_of(value: Any) -> tuple[gguf.GGUFValueType, ...]:
     raise TypeError(f"no type of GGUF for {type(value).__name__}")
 
 
-def _encoded(value: Any) -> Any:
+def _encode_strings(value: Any) -> Any:
     """Strings as bytes: vocabularies hold pieces of characters."""
     if isinstance(value, str):
         return value.encode("utf-8", "surrogateescape")
@@ -138,6 +138,6 @@ def _encoded(value: Any) -> Any:
     return value
 
 
-def total_nbytes(stored: Iterable[Stored]) -> int:
+def total_nbytes(stored: Iterable[StorageForm]) -> int:
     """Bytes of all their tensors."""
     return sum(entry.nbytes for one in stored for entry in one.entries)

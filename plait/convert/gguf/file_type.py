@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 
 from plait.convert.plan.choose_storage import is_map
-from plait.convert.plan.storage import Stored
+from plait.convert.plan.storage import StorageForm
 
 # llama.cpp's numbers (its LlamaFileType); of those with sizes (S, M, L) the one without additions.
 _NUMBERS: Mapping[str, int] = MappingProxyType(
@@ -45,7 +45,7 @@ _NUMBERS: Mapping[str, int] = MappingProxyType(
 _GUESSED = 1024
 
 
-def file_type(stored: Iterable[Stored]) -> int:
+def file_type(stored: Iterable[StorageForm]) -> int:
     """The number of the storage that most bytes of linear maps have."""
     sizes: Counter[str] = Counter()
     for one in stored:

@@ -13,19 +13,19 @@ from plait.convert.plan.tensor_plan import Made
 from plait.errors import UnsupportedFormat
 from plait.ops.rope import frequencies, yarn_mscale
 from plait.spec import (
-    Attention,
-    DeltaNet,
-    Lightning,
-    Mamba1,
-    Mamba2,
+    AttentionSpec,
+    DeltaNetSpec,
+    LightningSpec,
+    Mamba1Spec,
+    Mamba2Spec,
     Mixer,
-    Mla,
-    Mlp,
+    MlaSpec,
+    MlpSpec,
     ModelSpec,
-    Moe,
-    Parallel,
-    Rope,
-    ShortConv,
+    MoeSpec,
+    ParallelSpec,
+    RopeSpec,
+    ShortConvSpec,
 )
 
 Values = dict[str, Any]
@@ -55,11 +55,11 @@ def model_keys(arch: str, spec: ModelSpec, config: Mapping[str, Any], made: Iter
 
 
 def _parts(layer: Iterable[Any]) -> list[Mixer]:
-    """The mixers of a layer, those of a `Parallel` one by one."""
+    """The mixers of a layer, those of a `ParallelSpec` one by one."""
     found: list[Mixer] = []
     for branch in layer:
         mixer = branch.mixer
-        found += mixer.parts.values() if isinstance(mixer, Parallel) else [mixer]
+        found += mixer.parts.values() if isinstance(mixer, ParallelSpec) else [mixer]
     return found
 
 
@@ -81,26 +81,26 @@ def _per_layer(values: list[int]) -> int | list[int]:
 
 
 def _widths(spec: ModelSpec, config: Mapping[str, Any]) -> int | list[int]:
-    widths = [m.size if m else 0 for m in _each(spec, Mlp)]
+    widths = [m.size if m else 0 for m in _each(spec, MlpSpec)]
     if any(widths):
         return _per_layer(widths if _has_holes(spec) else [max(widths)] * len(widths))
-    moe = next((m for m in _each(spec, Moe) if m), None)
+    moe = next((m for m in _each(spec, MoeSpec) if m), None)
     if moe is None:
         return 0
     one = int(config.get("intermediate_size") or moe.expert.size)
-    return _per_layer([one if m else 0 for m in _each(spec, Moe)] if _has_holes(spec) else [one])
+    return _per_layer([one if m else 0 for m in _each(spec, MoeSpec)] if _has_holes(spec) else [one])
 
 
 def _has_holes(spec: ModelSpec) -> bool:
     """Whether some layers have nothing that feeds forward."""
-    return any(not any(isinstance(m, (Mlp, Moe)) for m in _parts(layer)) for layer in spec.layers)
+    return any(not any(isinstance(m, (MlpSpec, MoeSpec)) for m in _parts(layer)) for layer in spec.layers)
 
 
 def _attention(spec: ModelSpec) -> Values:
-    each: list[Attention | None] = _each(spec, Attention)
+    each: list[AttentionSpec | None] = _each(spec, AttentionSpec)
     found = [m for m in each if m]
     if not found:
-        return {} if any(_each(spec, Mla)) else {"attention.head_count": 0}
+        return {} if any(_each(spec, MlaSpec)) else {"attention.head_count": 0}
     dim = _same([m.head_dim for m in found], "head size")
     values: Values = {
         "attention.head_count": _same([m.num_heads for m in found], "number of heads"),
@@ -117,19 +117,21 @@ def _attention(spec: ModelSpec) -> Values:
     return values | (rope_keys(rope, spec.max_len) if rope else {"rope.dimension_count": dim})
 
 
-def _kv_heads(spec: ModelSpec, each: list[Attention | None]) -> Any:
+def _kv_heads(spec: ModelSpec, each: list[AttentionSpec | None]) -> Any:
     """A 0 marks a layer that does not attend; not where llama.cpp tells those layers by an interval."""
-    if _told_by_interval(spec):
+    if _has_interval(spec):
         return _same([m.num_kv_heads for m in each if m], "number of key heads")
     return _per_layer([m.num_kv_heads if m else 0 for m in each])
 
 
-def _told_by_interval(spec: ModelSpec) -> bool:
+def _has_interval(spec: ModelSpec) -> bool:
     found = (m for layer in spec.layers for m in _parts(layer))
-    return any(isinstance(m, Lightning) or (isinstance(m, DeltaNet) and m.decay == "head") for m in found)
+    return any(
+        isinstance(m, LightningSpec) or (isinstance(m, DeltaNetSpec) and m.decay == "head") for m in found
+    )
 
 
-def rope_keys(rope: Rope, max_len: int, *, latent: bool = False) -> Values:
+def rope_keys(rope: RopeSpec, max_len: int, *, latent: bool = False) -> Values:
     """The keys of rotary positions; divisors per frequency are tensors beside them."""
     values: Values = {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
     p = rope.scaling
@@ -154,9 +156,9 @@ def rope_keys(rope: Rope, max_len: int, *, latent: bool = False) -> Values:
     return values  # divisors, and llama3's, are tensors
 
 
-def _dynamic(rope: Rope, max_len: int) -> Values:
+def _dynamic(rope: RopeSpec, max_len: int) -> Values:
     """Plait's own key: llama.cpp does not read it, and is right up to the context that the file tells."""
-    plain = Rope(rope.dim, rope.theta)
+    plain = RopeSpec(rope.dim, rope.theta)
     if not torch.equal(frequencies(rope, max_len)[0], frequencies(plain, max_len)[0]):
         raise UnsupportedFormat("positions that are stretched by length (dynamic NTK) have no word")
     original = int(rope.scaling["original_max_position_embeddings"])
@@ -180,12 +182,12 @@ def _yarn(p: Mapping[str, Any]) -> Values:
 
 
 def _latent(spec: ModelSpec) -> Values:
-    mla: Mla | None = next((m for m in _each(spec, Mla) if m), None)
+    mla: MlaSpec | None = next((m for m in _each(spec, MlaSpec) if m), None)
     if mla is None:
         return {}
     values: Values = {
         "attention.head_count": mla.num_heads,
-        "attention.head_count_kv": _per_layer([1 if m else 0 for m in _each(spec, Mla)]),
+        "attention.head_count_kv": _per_layer([1 if m else 0 for m in _each(spec, MlaSpec)]),
         "attention.kv_lora_rank": mla.kv_rank,
         "attention.key_length": mla.kv_rank + mla.rope_dim,
         "attention.value_length": mla.kv_rank,
@@ -201,7 +203,7 @@ def _latent(spec: ModelSpec) -> Values:
 
 
 def _experts(spec: ModelSpec, config: Mapping[str, Any]) -> Values:
-    each: list[Moe | None] = _each(spec, Moe)
+    each: list[MoeSpec | None] = _each(spec, MoeSpec)
     moe = next((m for m in each if m), None)
     if moe is None:
         return {}
@@ -221,20 +223,22 @@ def _experts(spec: ModelSpec, config: Mapping[str, Any]) -> Values:
         shared = config.get("num_shared_experts") or config.get("n_shared_experts")
         values["expert_shared_count"] = int(shared or max(1, moe.shared.size // moe.expert.size))
     dense = next((i for i, m in enumerate(each) if m), 0)
-    if dense and not any(isinstance(m, (Mamba1, Mamba2)) for layer in spec.layers for m in _parts(layer)):
+    if dense and not any(
+        isinstance(m, (Mamba1Spec, Mamba2Spec)) for layer in spec.layers for m in _parts(layer)
+    ):
         values["leading_dense_block_count"] = dense
     return values
 
 
 def _recurrent(spec: ModelSpec) -> Values:
-    kinds = (Mamba1, Mamba2, DeltaNet, Lightning, ShortConv)
+    kinds = (Mamba1Spec, Mamba2Spec, DeltaNetSpec, LightningSpec, ShortConvSpec)
     found = next((m for layer in spec.layers for m in _parts(layer) if isinstance(m, kinds)), None)
     match found:
-        case ShortConv():
+        case ShortConvSpec():
             return {"shortconv.l_cache": found.kernel}
-        case DeltaNet(decay="channel"):
+        case DeltaNetSpec(decay="channel"):
             return {"kda.head_dim": found.key_dim, "ssm.conv_kernel": found.conv_kernel}
-        case DeltaNet():
+        case DeltaNetSpec():
             return {
                 "ssm.conv_kernel": found.conv_kernel,
                 "ssm.inner_size": found.num_heads * found.value_dim,
@@ -243,9 +247,9 @@ def _recurrent(spec: ModelSpec) -> Values:
                 "ssm.group_count": found.num_key_heads,
                 **_interval(spec),
             }
-        case Lightning():
+        case LightningSpec():
             return _interval(spec)
-        case Mamba2():
+        case Mamba2Spec():
             return {
                 "ssm.conv_kernel": found.conv_kernel,
                 "ssm.inner_size": found.num_heads * found.head_dim,
@@ -253,7 +257,7 @@ def _recurrent(spec: ModelSpec) -> Values:
                 "ssm.time_step_rank": found.num_heads,
                 "ssm.group_count": found.num_groups,
             }
-        case Mamba1():
+        case Mamba1Spec():
             return {
                 "ssm.conv_kernel": found.conv_kernel,
                 "ssm.inner_size": found.inner_size,
@@ -267,7 +271,7 @@ def _recurrent(spec: ModelSpec) -> Values:
 
 def _interval(spec: ModelSpec) -> Values:
     """Each how manieth layer has full attention; the layers that do not, if no interval says it."""
-    attends = [m is not None for m in _each(spec, Attention)]
+    attends = [m is not None for m in _each(spec, AttentionSpec)]
     interval = attends.index(True) + 1 if any(attends) else len(attends) + 1
     values: Values = {"full_attention_interval": interval}
     if attends != [(i + 1) % interval == 0 for i in range(len(attends))]:
@@ -280,7 +284,7 @@ def _nothing(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
 
 
 def _granite(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
-    attention: Attention | None = next((m for m in _each(spec, Attention) if m), None)
+    attention: AttentionSpec | None = next((m for m in _each(spec, AttentionSpec) if m), None)
     scale = next((b.scale for layer in spec.layers for b in layer), 1.0)
     values: Values = {
         "embedding_scale": spec.embed_scale,
@@ -292,13 +296,13 @@ def _granite(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
 
 
 def _gemma3(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
-    local = next((m.rope for m in _each(spec, Attention) if m and m.window and m.rope), None)
+    local = next((m.rope for m in _each(spec, AttentionSpec) if m and m.window and m.rope), None)
     return {"rope.freq_base_swa": local.theta} if local else {}
 
 
 def _olmo(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
     """OLMo 3 has its windows in most layers, OLMo 2 has none."""
-    windows = [bool(m and m.window) for m in _each(spec, Attention)]
+    windows = [bool(m and m.window) for m in _each(spec, AttentionSpec)]
     return {"attention.sliding_window_pattern": windows} if any(windows) else {}
 
 
@@ -308,7 +312,7 @@ def _nemotron(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
 
 def _sections(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
     """Frequencies of time, height and width, in turns; llama.cpp rotates no others, of text either."""
-    rope = next((m.rope for m in _each(spec, Attention) if m and m.rope), None)
+    rope = next((m.rope for m in _each(spec, AttentionSpec) if m and m.rope), None)
     if rope is None:
         return {}
     return {"rope.dimension_sections": [len(range(first, rope.dim // 2, 3)) for first in range(3)] + [0]}
@@ -324,8 +328,8 @@ def _minimax(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
 
 def _plamo2(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
     """What is a rank elsewhere is its number of heads; layers that do not attend have 0 of both kinds."""
-    ssm = next((m for m in _each(spec, Mamba1) if m), None)
-    heads = _per_layer([m.num_heads if m else 0 for m in _each(spec, Attention)])
+    ssm = next((m for m in _each(spec, Mamba1Spec) if m), None)
+    heads = _per_layer([m.num_heads if m else 0 for m in _each(spec, AttentionSpec)])
     values: Values = {"attention.head_count": heads, "ssm.group_count": 0}
     return values | ({"ssm.time_step_rank": ssm.num_heads} if ssm else {})
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.checkpoint.readers.gguf_plait import ARCHITECTURE, CONFIG, MAX_NAME_BYTES, NAMES, stand_in
 from plait.convert.gguf.file import TYPES
-from plait.convert.plan.passthrough import Kept
+from plait.convert.plan.passthrough import PassthroughTarget
 from plait.convert.plan.tensor_plan import Made
 from plait.families.config.normalize import NESTS
 
@@ -33,7 +33,7 @@ def own_target(made: Sequence[Made], config: Mapping[str, Any] | None) -> OwnTar
     given, names = [], list[str]()
     for one in made:
         if len(one.name.encode()) > MAX_NAME_BYTES:
-            given.append(_named(one, stand_in(len(names))))
+            given.append(_rename_made(one, stand_in(len(names))))
             names.append(one.name)
         else:
             given.append(one)
@@ -43,7 +43,7 @@ def own_target(made: Sequence[Made], config: Mapping[str, Any] | None) -> OwnTar
     return OwnTarget(keys | ({NAMES: names} if names else {}), tuple(given))
 
 
-def writable(kept: Kept) -> list[Made]:
+def writable(kept: PassthroughTarget) -> list[Made]:
     """All tensors but those that nobody reads and GGUF has no type or shape for, which are named."""
     found = {made.name: (made, _is_writable(kept, made)) for made in kept.made()}
     if left_out := [name for name, (_, is_writable) in found.items() if not is_writable]:
@@ -55,7 +55,7 @@ def writable(kept: Kept) -> list[Made]:
     return [made for made, is_writable in found.values() if is_writable]
 
 
-def _is_writable(kept: Kept, made: Made) -> bool:
+def _is_writable(kept: PassthroughTarget, made: Made) -> bool:
     if made.roles:
         return True
     value = kept.read(made.name)
@@ -63,7 +63,7 @@ def _is_writable(kept: Kept, made: Made) -> bool:
     return is_known and 0 < len(made.shape) <= _MAX_DIMS and 0 not in made.shape
 
 
-def _named(made: Made, name: str) -> Made:
+def _rename_made(made: Made, name: str) -> Made:
     return replace(made, name=name, turned=None if made.turned is None else replace(made.turned, name=name))
 
 
@@ -78,10 +78,10 @@ def with_overrides(config: Mapping[str, Any] | None, given: Mapping[str, Any]) -
     return found
 
 
-def unpacked(config: Mapping[str, Any]) -> dict[str, Any]:
+def drop_packing(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config without what it says of how tensors are packed, which they no longer are."""
     return {
-        k: unpacked(v) if isinstance(v, Mapping) else v
+        k: drop_packing(v) if isinstance(v, Mapping) else v
         for k, v in config.items()
         if k not in ("quantization_config", "compression_config")
     }

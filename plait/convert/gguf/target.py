@@ -11,18 +11,27 @@ import torch
 from torch import Tensor
 
 from plait.convert.gguf.keys import model_keys
-from plait.convert.plan.reconcile_specs import agreed
+from plait.convert.plan.reconcile_specs import reconcile
 from plait.convert.plan.source import Model, check_complete
-from plait.convert.plan.tensor_plan import Made, made_tensors
+from plait.convert.plan.tensor_plan import Made, plan_tensors
 from plait.errors import UnsupportedFormat, UnsupportedModel
-from plait.families.common.registry import known, names_in
+from plait.families.common.registry import families_by_name, names_in
 from plait.families.common.resolved import Resolved
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import ARCHITECTURES
 from plait.families.gguf.names import gguf_names
 from plait.families.resolve import resolve
 from plait.ops.rope import frequencies
-from plait.spec import Attention, DeltaNet, Mamba1, Mamba2, Mla, ModelSpec, Moe, Rope
+from plait.spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    Mamba1Spec,
+    Mamba2Spec,
+    MlaSpec,
+    ModelSpec,
+    MoeSpec,
+    RopeSpec,
+)
 
 FORM = "GGUF"
 # Families that are said in another's architecture; the others' own are those registered for them.
@@ -78,7 +87,7 @@ def gguf_target(model: Model) -> GgufTarget:
 
 
 def _notes(spec: ModelSpec, arch: str) -> Iterator[str]:
-    attention = [m for _, m in spec.mixers() if isinstance(m, Attention)]
+    attention = [m for _, m in spec.mixers() if isinstance(m, AttentionSpec)]
     if arch in NO_WINDOWS and any(m.window for m in attention):
         yield f"llama.cpp has no windows for {arch}: there, attention sees all keys"
     if any(m.rope and m.rope.scaling.get("rope_type") == "dynamic" for m in attention):
@@ -90,18 +99,18 @@ def _notes(spec: ModelSpec, arch: str) -> Iterator[str]:
 
 def arches_of(model: Model) -> list[str]:
     """The architectures that may say this model; with experts, first those that are named for them."""
-    families = known()
+    families = families_by_name()
     own = next((families[n] for n in names_in(model.resolved.config) if n in families), None)
     found = [a.name for a in ARCHITECTURES.values() if own and families.get(a.architecture) is own]
     found += [name for name in ALSO.get(model.resolved.family, ()) if name not in found]
-    has_experts = any(isinstance(m, Moe) for _, m in model.spec.mixers())
+    has_experts = any(isinstance(m, MoeSpec) for _, m in model.spec.mixers())
     return sorted(found, key=lambda name: ("moe" in name) != has_experts)
 
 
 def _as_arch(model: Model, arch: str) -> GgufTarget:
     spec = model.spec
     config = Config({**model.resolved.config, **_counts(spec), "gguf_architecture": arch})
-    made = made_tensors(model.wanted, gguf_names(config), FORM)
+    made = plan_tensors(model.wanted, gguf_names(config), FORM)
     made = [replace(m, shape=_shape(m, spec, arch)) for m in made]
     keys = {"general.architecture": arch, **model_keys(arch, spec, config, made)}
     extra = _extra(spec)
@@ -109,7 +118,7 @@ def _as_arch(model: Model, arch: str) -> GgufTarget:
     check_complete(
         theirs, {m.name: m.shape for m in made} | {name: tuple(t.shape) for name, t in extra.items()}
     )
-    agreeing = tuple(agreed(made, spec, theirs.spec, model.wanted, "the format"))
+    agreeing = tuple(reconcile(made, spec, theirs.spec, model.wanted, "the format"))
     return GgufTarget(arch, keys, agreeing, extra, tuple(_notes(spec, arch)))
 
 
@@ -122,7 +131,7 @@ def read_back(keys: Mapping[str, Any], made: list[Made], extra: Mapping[str, Ten
 def _counts(spec: ModelSpec) -> dict[str, Any]:
     """What `gguf_names` asks a config for, of any model."""
     found: dict[str, Any] = {"num_hidden_layers": len(spec.layers)}
-    mla = next((m for _, m in spec.mixers() if isinstance(m, Mla)), None)
+    mla = next((m for _, m in spec.mixers() if isinstance(m, MlaSpec)), None)
     if mla:
         found |= {"num_attention_heads": mla.num_heads, "kv_lora_rank": mla.kv_rank}
         found["qk_nope_head_dim"] = mla.nope_dim
@@ -132,18 +141,18 @@ def _counts(spec: ModelSpec) -> dict[str, Any]:
 def _shape(made: Made, spec: ModelSpec, arch: str) -> tuple[int, ...]:
     """Shapes that the format has otherwise than a plain tensor of ours."""
     kind = made.name.removeprefix("blk.").partition(".")[2]
-    scans = [m for _, m in spec.mixers() if isinstance(m, (Mamba1, Mamba2))]
-    grouped = next((m for m in scans if isinstance(m, Mamba2)), None)
+    scans = [m for _, m in spec.mixers() if isinstance(m, (Mamba1Spec, Mamba2Spec))]
+    grouped = next((m for m in scans if isinstance(m, Mamba2Spec)), None)
     if kind in ("ssm_a", "ssm_d") and grouped:
         return (*made.shape, 1)
     if kind == "ssm_norm.weight" and grouped:
         return (grouped.norm_groups, made.shape[0] // grouped.norm_groups)
     if arch == "plamo2" and kind in ("attn_q_norm.weight", "attn_k_norm.weight"):
-        dim = next(m.head_dim for _, m in spec.mixers() if isinstance(m, Attention))
+        dim = next(m.head_dim for _, m in spec.mixers() if isinstance(m, AttentionSpec))
         return (made.shape[0] // dim, dim)
     if kind == "ffn_gate_inp_shexp.weight":
         return (made.shape[-1],)
-    delta = next((m for _, m in spec.mixers() if isinstance(m, DeltaNet)), None)
+    delta = next((m for _, m in spec.mixers() if isinstance(m, DeltaNetSpec)), None)
     if delta and delta.decay == "channel":
         if kind == "ssm_a":
             return (1, 1, delta.num_heads, 1)
@@ -154,7 +163,7 @@ def _shape(made: Made, spec: ModelSpec, arch: str) -> tuple[int, ...]:
 
 def _extra(spec: ModelSpec) -> dict[str, Tensor]:
     """Divisors of rotary frequencies, where the scaling is none that the metadata can name."""
-    ropes = [m.rope for _, m in spec.mixers() if isinstance(m, Attention) and m.rope]
+    ropes = [m.rope for _, m in spec.mixers() if isinstance(m, AttentionSpec) and m.rope]
     for rope in ropes:
         kind = rope.scaling.get("rope_type")
         if kind in ("llama3", "divisors"):
@@ -167,8 +176,8 @@ def _extra(spec: ModelSpec) -> dict[str, Tensor]:
     return {}
 
 
-def divisors(rope: Rope, max_len: int) -> Tensor:
+def divisors(rope: RopeSpec, max_len: int) -> Tensor:
     """By how much each plain frequency is divided, [dim / 2] float32."""
-    plain, _ = frequencies(Rope(rope.dim, rope.theta), max_len)
+    plain, _ = frequencies(RopeSpec(rope.dim, rope.theta), max_len)
     found, _ = frequencies(rope, max_len)
     return (plain / found).to(torch.float32)

@@ -39,19 +39,23 @@ def vocabulary_keys(opened: Opened, *, is_own: bool = False) -> dict[str, Any]:
     Where GGUF's words do not cut text as the model does, or there are none, tokenizer.json itself is carried,
     which Plait reads first. is_own: only Plait reads the file anyway.
     """
-    metadata, named_files = opened.metadata, named_vocabulary(opened)
+    metadata, named_files = opened.metadata, find_vocabulary(opened)
     if metadata and not named_files and (f"{KEY}model" in metadata or TOKENIZER in metadata):
         return {key: metadata[key] for key in metadata if key.startswith(CARRIED)}
     directory, tokenizer = named_files or opened.text_directory, readable_tokenizer(opened)
     if tokenizer is None or directory is None or not _has_files(directory):
         log.warning("no tokenizer is carried along: the model has none in a file that Plait reads")
         return {f"{KEY}model": NONE, **_templates(opened), **_generation(opened)}
-    said = {} if is_own and (directory / "tokenizer.json").exists() else _said(opened, directory, tokenizer)
-    keys = said or {f"{KEY}model": NONE, **carried_files(directory)}
+    said = (
+        {}
+        if is_own and (directory / "tokenizer.json").exists()
+        else _collect_keys(opened, directory, tokenizer)
+    )
+    keys = said or {f"{KEY}model": NONE, **read_carried_files(directory)}
     return keys | _templates(opened) | _generation(opened)
 
 
-def named_vocabulary(opened: Opened) -> Path | None:
+def find_vocabulary(opened: Opened) -> Path | None:
     """Where the files lie of the vocabulary that --vocab names; None without it, or without files."""
     if opened.config.vocab is None:
         return None
@@ -69,7 +73,7 @@ def readable_tokenizer(opened: Opened) -> Tokenizer | None:
         return None
 
 
-def _said(opened: Opened, directory: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+def _collect_keys(opened: Opened, directory: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     """The vocabulary in GGUF's words; {} if it has none for it."""
     size = opened.resolved.spec.vocab_size
     keys = _from_files(directory, tokenizer, size)
@@ -83,11 +87,11 @@ def _said(opened: Opened, directory: Path, tokenizer: Tokenizer) -> dict[str, An
             "splitting words, and replies will be worse there",
             keys.get(f"{KEY}pre", keys[f"{KEY}model"]),
         )
-        keys |= carried_files(directory)
+        keys |= read_carried_files(directory)
     return keys
 
 
-def carried_files(directory: Path) -> dict[str, str]:
+def read_carried_files(directory: Path) -> dict[str, str]:
     """tokenizer.json and what stands beside it, as text, under the keys that Plait reads."""
     found = {key: directory / name for key, name in FILES.items() if (directory / name).exists()}
     return (
@@ -122,7 +126,7 @@ def _has_files(directory: Path) -> bool:
 def _from_files(directory: Path, tokenizer: Tokenizer, size: int) -> dict[str, Any]:
     path = directory / "tokenizer.json"
     if not path.exists():
-        return _padded(_other_files(directory), size)
+        return _pad_tokens(_other_files(directory), size)
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
         model = description["model"]
@@ -140,7 +144,7 @@ def _from_files(directory: Path, tokenizer: Tokenizer, size: int) -> dict[str, A
         )
     else:
         keys |= {f"{KEY}model": "gpt2", f"{KEY}merges": merges, f"{KEY}pre": _pre(description)}
-    return _padded(keys, size)
+    return _pad_tokens(keys, size)
 
 
 def _other_files(directory: Path) -> dict[str, Any]:
@@ -193,7 +197,7 @@ def _scores(directory: Path, tokens: Sequence[str], merges: Sequence[str]) -> li
     return [-float(ranks.get(text, last)) for text in tokens]
 
 
-def _padded(keys: dict[str, Any], size: int) -> dict[str, Any]:
+def _pad_tokens(keys: dict[str, Any], size: int) -> dict[str, Any]:
     """As many tokens as the model has rows: holes for rows without one, none for tokens without a row."""
     tokens = keys[f"{KEY}tokens"]
     missing = range(len(tokens), size)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plait.convert.gguf.file import Advance, raw_bytes
 from plait.convert.plan.source import Numbers
-from plait.convert.plan.storage import Stored
+from plait.convert.plan.storage import StorageForm
 from plait.errors import UnsupportedFormat
 
 _NAMES = {
@@ -39,9 +39,9 @@ _NAMES = {
 _ALIGN = 8
 
 
-def shards(stored: Sequence[Stored], limit: int) -> list[list[Stored]]:
+def shards(stored: Sequence[StorageForm], limit: int) -> list[list[StorageForm]]:
     """Tensors in files of at most `limit` bytes; one that is larger has a file of its own."""
-    found: list[list[Stored]] = []
+    found: list[list[StorageForm]] = []
     room = 0
     for one in stored:
         size = sum(entry.nbytes for entry in one.entries)
@@ -54,7 +54,7 @@ def shards(stored: Sequence[Stored], limit: int) -> list[list[Stored]]:
 
 
 def write_safetensors(
-    folder: Path, stored: Sequence[Stored], model: Numbers, advance: Advance, limit: int
+    folder: Path, stored: Sequence[StorageForm], model: Numbers, advance: Advance, limit: int
 ) -> None:
     """model.safetensors, or its shards and their index, into a folder."""
     files = shards(stored, limit)
@@ -72,7 +72,7 @@ def write_safetensors(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write(path: Path, stored: Sequence[Stored], model: Numbers, advance: Advance) -> None:
+def _write(path: Path, stored: Sequence[StorageForm], model: Numbers, advance: Advance) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for entry in (entry for one in stored for entry in one.entries):

@@ -11,7 +11,7 @@ import numpy as np
 from plait.families.common.registry import find
 from plait.families.config.normalize import FULL, LINEAR, SLIDING
 from plait.ops.rope import frequencies
-from plait.spec import Attention, Mamba1, Mamba2, Mla, ModelSpec, Moe, Rope
+from plait.spec import AttentionSpec, Mamba1Spec, Mamba2Spec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
 
 Values = dict[str, Any]
 # Keys of a normalised config that are ours alone, or that become others.
@@ -114,7 +114,7 @@ def config_json(config: Mapping[str, Any], spec: ModelSpec, dtype: str, tensors:
 
     tensors: our names of those that the model has, for what configs say of biases.
     """
-    family, architecture = _named(config, spec)
+    family, architecture = _find_names(config, spec)
     words = WORDS.get(family, {})
     values: Values = {k: v for k, v in config.items() if k not in OWN and v is not None}
     values |= {words[k]: values.pop(k) for k in words if k in values}
@@ -156,10 +156,10 @@ def _shortest(value: Any) -> Any:
     return value
 
 
-def _named(config: Mapping[str, Any], spec: ModelSpec) -> tuple[str, str]:
+def _find_names(config: Mapping[str, Any], spec: ModelSpec) -> tuple[str, str]:
     """(model_type, architecture)."""
     entry = find(config)
-    if entry.name == "llama" and any(isinstance(m, Attention) and m.window for _, m in spec.mixers()):
+    if entry.name == "llama" and any(isinstance(m, AttentionSpec) and m.window for _, m in spec.mixers()):
         return "mistral", "MistralForCausalLM"
     return entry.name, entry.architectures[0]
 
@@ -170,15 +170,15 @@ def _carry(values: Values, config: Mapping[str, Any], ours: str, theirs: str | N
 
 
 def _attention(config: Mapping[str, Any], spec: ModelSpec, family: str) -> Values:
-    mixers = [m for _, m in spec.mixers() if isinstance(m, (Attention, Mla))]
+    mixers = [m for _, m in spec.mixers() if isinstance(m, (AttentionSpec, MlaSpec))]
     if not mixers:
         return {}
     values: Values = {}
-    if isinstance(mixers[0], Attention):
+    if isinstance(mixers[0], AttentionSpec):
         values["head_dim"] = mixers[0].head_dim
     else:
         values["num_key_value_heads"] = mixers[0].num_heads
-    windows = {m.window for m in mixers if isinstance(m, Attention) and m.window}
+    windows = {m.window for m in mixers if isinstance(m, AttentionSpec) and m.window}
     if windows:
         values |= {"sliding_window": windows.pop(), "use_sliding_window": True}
         if family in ("qwen2", "qwen3"):
@@ -195,7 +195,7 @@ def _attention(config: Mapping[str, Any], spec: ModelSpec, family: str) -> Value
     return values
 
 
-def _rope_parameters(spec: ModelSpec, mixers: list[Attention | Mla]) -> Values:
+def _rope_parameters(spec: ModelSpec, mixers: list[AttentionSpec | MlaSpec]) -> Values:
     """One set of parameters, or one for each kind of layer where they differ."""
     full = next((m for m in mixers if m.rope and not getattr(m, "window", None)), None)
     local = next((m for m in mixers if m.rope and getattr(m, "window", None)), None)
@@ -205,7 +205,7 @@ def _rope_parameters(spec: ModelSpec, mixers: list[Attention | Mla]) -> Values:
     return next(iter(sets.values()), {}) if len(sets) < 2 else sets
 
 
-def _rope(mixer: Attention | Mla, spec: ModelSpec) -> Values:
+def _rope(mixer: AttentionSpec | MlaSpec, spec: ModelSpec) -> Values:
     rope = mixer.rope
     assert rope
     scaling = dict(rope.scaling)
@@ -213,14 +213,14 @@ def _rope(mixer: Attention | Mla, spec: ModelSpec) -> Values:
         scaling = llama3_scaling(rope, spec.max_len)
     scaling.pop("max_position_embeddings", None)
     values = {"rope_type": "default", **scaling, "rope_theta": rope.theta}
-    if isinstance(mixer, Attention) and rope.dim != mixer.head_dim:
+    if isinstance(mixer, AttentionSpec) and rope.dim != mixer.head_dim:
         values["partial_rotary_factor"] = rope.dim / mixer.head_dim
-    elif isinstance(mixer, Attention):
+    elif isinstance(mixer, AttentionSpec):
         values["partial_rotary_factor"] = 1.0  # where half of a head is the family's default
     return values
 
 
-def llama3_scaling(rope: Rope, max_len: int) -> Values:
+def llama3_scaling(rope: RopeSpec, max_len: int) -> Values:
     """The parameters of Llama 3's scaling that give these divisors; the divisors if none of the usual do."""
     found, _ = frequencies(rope, max_len)
     factor = round(max(rope.scaling["divisors"]), 4)
@@ -233,7 +233,7 @@ def llama3_scaling(rope: Rope, max_len: int) -> Values:
                 "high_freq_factor": high,
                 "original_max_position_embeddings": original,
             }
-            tried, _ = frequencies(Rope(rope.dim, rope.theta, scaling), max_len)
+            tried, _ = frequencies(RopeSpec(rope.dim, rope.theta, scaling), max_len)
             if bool(((tried - found).abs() <= 1e-5 * found).all()):
                 return scaling
     return dict(rope.scaling)
@@ -255,40 +255,40 @@ def _nothing(config: Mapping[str, Any], spec: ModelSpec) -> Values:
 
 
 def _gemma(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(m for _, m in spec.mixers() if isinstance(m, Attention))
+    mixer = next(m for _, m in spec.mixers() if isinstance(m, AttentionSpec))
     return {"query_pre_attn_scalar": round(mixer.scale**-2)}
 
 
 def _mamba2(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba2))
+    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba2Spec))
     return {"head_dim": mixer.head_dim, "num_heads": mixer.num_heads, "expand": _expand(mixer, spec)}
 
 
-def _expand(mixer: Mamba2, spec: ModelSpec) -> int | float:
+def _expand(mixer: Mamba2Spec, spec: ModelSpec) -> int | float:
     """How many times as wide as the model its inner part is."""
     expand = mixer.num_heads * mixer.head_dim / spec.hidden_size
     return int(expand) if expand == int(expand) else expand
 
 
 def _mamba1(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba1))
+    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba1Spec))
     if mixer.inner_size % spec.hidden_size == 0:
         return {"expand": mixer.inner_size // spec.hidden_size, "intermediate_size": mixer.inner_size}
     return {"intermediate_size": mixer.inner_size}
 
 
 def _latent(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mla))
+    mixer = next(m for _, m in spec.mixers() if isinstance(m, MlaSpec))
     return {**_first_dense(config, spec), "q_lora_rank": mixer.q_rank}
 
 
 def _mamba_expand(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba2))
+    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba2Spec))
     return {"mamba_expand": _expand(mixer, spec), "mamba_d_head": mixer.head_dim}
 
 
 def _granite(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    has_experts = any(isinstance(m, Moe) for _, m in spec.mixers())
+    has_experts = any(isinstance(m, MoeSpec) for _, m in spec.mixers())
     return {
         **_mamba_expand(config, spec),
         "num_local_experts": config["num_experts"] if has_experts else 0,
@@ -297,7 +297,7 @@ def _granite(config: Mapping[str, Any], spec: ModelSpec) -> Values:
 
 
 def _nemotron(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba2))
+    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba2Spec))
     words = {LINEAR: "linear_attention", FULL: "full_attention"}
     return {
         "mamba_head_dim": mixer.head_dim,

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from plait.convert.plan.choose_storage import is_map
-from plait.convert.plan.storage import FP8_BLOCK, Fp8Blocks, Int4Groups, Mxfp4Stack, Stored
+from plait.convert.plan.storage import FP8_BLOCK, Fp8Blocks, Int4Groups, Mxfp4Stack, StorageForm
 
 
-def quantization_config(stored: Sequence[Stored]) -> dict[str, Any] | None:
+def quantization_config(stored: Sequence[StorageForm]) -> dict[str, Any] | None:
     """For fp8 as DeepSeek-V3 has it, int4 as compressed-tensors, MXFP4 as gpt-oss; None without any."""
     if any(isinstance(one, Fp8Blocks) for one in stored):
         return {
@@ -48,11 +48,11 @@ def quantization_config(stored: Sequence[Stored]) -> dict[str, Any] | None:
     }
 
 
-def _module(one: Stored) -> str:
+def _module(one: StorageForm) -> str:
     return one.made.name.removesuffix(".weight")
 
 
-def _plain_modules(stored: Sequence[Stored]) -> list[str]:
+def _plain_modules(stored: Sequence[StorageForm]) -> list[str]:
     """Matrices that stay plain: the head, routers, stacks of experts, and what no group fits."""
     found = [
         _module(one) if one.made.name.endswith(".weight") else one.made.name.rpartition(".")[0]

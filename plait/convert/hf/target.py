@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from plait.convert.hf.keys import config_json, strangers
-from plait.convert.plan.reconcile_specs import agreed
+from plait.convert.plan.reconcile_specs import reconcile
 from plait.convert.plan.source import Model, check_complete
-from plait.convert.plan.tensor_plan import Made, made_tensors
+from plait.convert.plan.tensor_plan import Made, plan_tensors
 from plait.errors import UnsupportedFormat
 from plait.families.common.registry import build_spec
 from plait.families.resolve import resolve
@@ -32,12 +32,12 @@ def hf_target(model: Model, dtype: str) -> HfTarget:
     """The model in the layout of Hugging Face. Raises UnsupportedFormat."""
     config = config_json(model.resolved.config, model.spec, dtype, model.wanted)
     _, names = build_spec(config)
-    made = [replace(m, shape=_shape(m)) for m in made_tensors(model.wanted, names, FORM)]
+    made = [replace(m, shape=_shape(m)) for m in plan_tensors(model.wanted, names, FORM)]
     shapes = {m.name: m.shape for m in made}
     theirs = resolve(config, shapes, read=_unread)
     check_complete(theirs, shapes)
     family = config["model_type"]
-    agreeing = tuple(agreed(made, model.spec, theirs.spec, model.wanted, f"config.json of {family}"))
+    agreeing = tuple(reconcile(made, model.spec, theirs.spec, model.wanted, f"config.json of {family}"))
     return HfTarget(config, agreeing, tuple(strangers(config)))
 
 

@@ -79,7 +79,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _library(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer | None:
-    metadata = _unpadded(metadata)
+    metadata = _drop_padding(metadata)
     match metadata.get(f"{KEY}model"):
         case "gpt2":
             return byte_level_library(metadata)
@@ -89,7 +89,7 @@ def _library(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer | None:
             return None
 
 
-def _unpadded(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+def _drop_padding(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
     """Without the names of rows that no token has at the end ([PAD317]), which would become tokens' texts."""
     kinds = metadata.get(f"{KEY}token_type") or []
     count = len(kinds)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from plait.convert.plan.block_kinds import BLOCK, block_kind, factors
 from plait.convert.plan.source import Numbers
-from plait.convert.plan.storage import Blocks, Factors, Fp8Blocks, Int4Groups, Plain, Stored
+from plait.convert.plan.storage import BlockStorage, Factors, Fp8Blocks, Int4Groups, Plain, StorageForm
 from plait.convert.plan.tensor_plan import Made
 from plait.errors import ConfigError
-from plait.quant.encode import ENCODERS, fitting
+from plait.quant.encode import ENCODERS, find_encoder
 from plait.quant.gguf import BlockType, Gguf
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -35,7 +35,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True)
-class Choice:
+class StorageChoice:
     """What the user wants (None: the storage that is there), and what came of it."""
 
     quantize: str | None
@@ -45,7 +45,7 @@ class Choice:
     counts: Counter[str] = field(default_factory=Counter)
     recoded: int = 0  # tensors that were in blocks and are encoded anew
 
-    def __call__(self, model: Numbers, made: Made) -> Stored:
+    def __call__(self, model: Numbers, made: Made) -> StorageForm:
         """The form of one tensor."""
         stored = self._matrix(model, made) if is_map(made) else self._small(model, made)
         kind = stored.entries[0].kind
@@ -54,19 +54,19 @@ class Choice:
             self.counts["int4" if isinstance(stored, Int4Groups) else name] += 1
         return stored
 
-    def _small(self, model: Numbers, made: Made) -> Stored:
+    def _small(self, model: Numbers, made: Made) -> StorageForm:
         """What is no linear map. llama.cpp wants float32; elsewhere, and unread, it stays as it is."""
         if not made.roles:
             there = _blocks_of(model, made) if self.form == "gguf" else None
             if there is not None:
-                return Blocks(made, there, None, self.threads)
+                return BlockStorage(made, there, None, self.threads)
             value = model.read(made.parts[0].ours)
             return Plain(made, value.dtype if isinstance(value, Tensor) else torch.float16)
         if self.form == "gguf" and not self.is_own:
             return Plain(made, torch.float32)
         return Plain(made, _dtype_of(model, made))
 
-    def _matrix(self, model: Numbers, made: Made) -> Stored:
+    def _matrix(self, model: Numbers, made: Made) -> StorageForm:
         wanted = self.quantize
         if wanted is None:
             return self._as_it_is(model, made)
@@ -76,21 +76,21 @@ class Choice:
             return self._packed(model, made, wanted) or Plain(made.plain, _float_of(model, made))
         return self._blocks(model, made, wanted)
 
-    def _blocks(self, model: Numbers, made: Made, wanted: str) -> Stored:
+    def _blocks(self, model: Numbers, made: Made, wanted: str) -> StorageForm:
         kind = ENCODERS[wanted].kind
         if _is_end(made) and kind.nbytes * 8 / kind.elements < ENDS_BITS:
             wanted = "q6_k"
         packed = made.packed
-        how = fitting(wanted, packed.cols) if packed else None
+        how = find_encoder(wanted, packed.cols) if packed else None
         if packed is None or how is None:
             return self._as_it_is(model, made)
         there = _blocks_of(model, made)
         if there is not None and there.name == how.kind.name:
-            return Blocks(made, there, None, self.threads)  # encoded already: its bytes are kept
+            return BlockStorage(made, there, None, self.threads)  # encoded already: its bytes are kept
         self.recoded += _is_quantized(model, made)
-        return Blocks(packed, how.kind, how, self.threads)
+        return BlockStorage(packed, how.kind, how, self.threads)
 
-    def _packed(self, model: Numbers, made: Made, wanted: str) -> Stored | None:
+    def _packed(self, model: Numbers, made: Made, wanted: str) -> StorageForm | None:
         """fp8 or int4, for a map of two dimensions inside the layers."""
         if _is_end(made) or len(made.shape) != 2 or not made.name.endswith(".weight"):
             return None
@@ -106,15 +106,15 @@ class Choice:
         self.recoded += group is not None and _is_quantized(model, made)
         return Int4Groups(made, group, scale) if group else None
 
-    def _as_it_is(self, model: Numbers, made: Made) -> Stored:
+    def _as_it_is(self, model: Numbers, made: Made) -> StorageForm:
         if self.form == "gguf":
             there = _blocks_of(model, made)
             if there is not None:
-                return Blocks(made, there, None, self.threads)
+                return BlockStorage(made, there, None, self.threads)
         return Plain(made.plain, _float_of(model, made))
 
 
-def chosen_storage(quantize: str | None, form: str) -> str | None:
+def find_storage(quantize: str | None, form: str) -> str | None:
     """The storage asked for, if files of this form hold it. Raises ConfigError."""
     if quantize is None:
         return None

@@ -58,7 +58,7 @@ def check_space(out: Path, nbytes: int) -> None:
 
 
 @contextmanager
-def placed(out: Path, *, is_directory: bool) -> Iterator[Path]:
+def place_output(out: Path, *, is_directory: bool) -> Iterator[Path]:
     """A path to write to, a file or a directory; it becomes `out` if nothing went wrong, else it goes.
 
     Raises OutOfMemory when the disk is full, or takes no file of that size.

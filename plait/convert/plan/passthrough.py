@@ -13,8 +13,8 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Checkpoint
 from plait.convert.plan.choose_storage import DOWN, GATE_UP, is_map
-from plait.convert.plan.source import Model, Wanted
-from plait.convert.plan.tensor_plan import Made, Part
+from plait.convert.plan.source import Model, NeededTensor
+from plait.convert.plan.tensor_plan import Made, TensorPart
 from plait.errors import PlaitError
 from plait.families.common.recipes import expert_rows
 from plait.quant.weight import Dense, Weight, as_tensor
@@ -28,8 +28,8 @@ class Copied:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self.wanted: Mapping[str, Wanted] = {
-            name: Wanted(checkpoint.shape(name), name, {}) for name in checkpoint.names()
+        self.wanted: Mapping[str, NeededTensor] = {
+            name: NeededTensor(checkpoint.shape(name), name, {}) for name in checkpoint.names()
         }
 
     def read(self, name: str) -> Tensor | Weight:
@@ -37,16 +37,16 @@ class Copied:
 
     def made(self) -> list[Made]:
         """All of them, to be written again byte by byte."""
-        return [Made(name, wanted.shape, (Part(name),), ()) for name, wanted in self.wanted.items()]
+        return [Made(name, wanted.shape, (TensorPart(name),), ()) for name, wanted in self.wanted.items()]
 
 
-class Kept:
+class PassthroughTarget:
     """A checkpoint under its own names. A stack's matrices have names, too: the stack's, `#` and a number."""
 
     def __init__(self, model: Model) -> None:
         self.checkpoint: Checkpoint = model.checkpoint
-        self.wanted: dict[str, Wanted] = {
-            name: Wanted(self.checkpoint.shape(name), name, {}) for name in self.checkpoint.names()
+        self.wanted: dict[str, NeededTensor] = {
+            name: NeededTensor(self.checkpoint.shape(name), name, {}) for name in self.checkpoint.names()
         }
         self._model = model
         self._lies: dict[tuple[str, tuple[int, ...]], str] = {}
@@ -80,14 +80,14 @@ class Kept:
         size = rows // len(names)
         for number in range(count):
             matrix = f"{made.name}{MATRIX}{number}"
-            self.wanted[matrix] = Wanted((rows, cols), made.name, {})
+            self.wanted[matrix] = NeededTensor((rows, cols), made.name, {})
             for n, name in enumerate(names):
-                part = Part(matrix, rows=torch.arange(n * size, (n + 1) * size))
+                part = TensorPart(matrix, rows=torch.arange(n * size, (n + 1) * size))
                 yield Made(f"{stem}.{number}.{name}.weight", (size, cols), (part,), made.roles)
 
     def _made(self, name: str, shape: tuple[int, ...]) -> Made:
         roles = tuple(self._roles.get(name, ()))
-        made = Made(name, shape, (Part(name),), roles)
+        made = Made(name, shape, (TensorPart(name),), roles)
         if len(shape) < 3 or not is_map(made):
             return made
         is_packed = not isinstance(self.checkpoint.read(name), Tensor)
@@ -105,8 +105,8 @@ class Kept:
         parts = []
         for number in range(count):
             matrix = f"{name}{MATRIX}{number}"
-            self.wanted[matrix] = Wanted((rows, cols), name, {})
-            parts.append(Part(matrix, fn=_transposed))
+            self.wanted[matrix] = NeededTensor((rows, cols), name, {})
+            parts.append(TensorPart(matrix, fn=_transpose))
         return Made(name, (count, cols, rows), tuple(parts), roles, is_packed=not is_packed)
 
     def _how_it_lies(self, name: str, shape: tuple[int, ...], roles: Sequence[str], is_packed: bool) -> str:
@@ -150,5 +150,5 @@ class Kept:
         return True
 
 
-def _transposed(matrix: Tensor) -> Tensor:
+def _transpose(matrix: Tensor) -> Tensor:
     return matrix.T

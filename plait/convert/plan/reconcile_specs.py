@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.convert.plan.source import Wanted
+from plait.convert.plan.source import NeededTensor
 from plait.convert.plan.tensor_plan import Made, with_part
 from plait.errors import UnsupportedFormat
 from plait.ops.rope import frequencies
-from plait.spec import Attention, DeltaNet, Mamba2, ModelSpec, Rope
+from plait.spec import AttentionSpec, DeltaNetSpec, Mamba2Spec, ModelSpec, RopeSpec
 
 # How a model is called, how its scans are cut into pieces, and what sizes its rotary tables.
 FREE = {"family", "chunk_size", "max_len"}
@@ -27,8 +27,8 @@ Made_ = Sequence[Made]
 Change = Callable[[Tensor], Tensor]
 
 
-def agreed(
-    made: Made_, ours: ModelSpec, theirs: ModelSpec, wanted: Mapping[str, Wanted], form: str
+def reconcile(
+    made: Made_, ours: ModelSpec, theirs: ModelSpec, wanted: Mapping[str, NeededTensor], form: str
 ) -> list[Made]:
     """The tensors as the target's reader must find them to be our model.
 
@@ -41,19 +41,24 @@ def agreed(
         if name in tensors:
             result[tensors[name]] = with_part(result[tensors[name]], name, rows, scale, fn)
 
-    theirs = _folded(ours, theirs, wanted, change)
+    theirs = _fold_multipliers(ours, theirs, wanted, change)
     others = dict(theirs.mixers())
     for name, mixer in ours.mixers():
         other = others.get(name)
-        if isinstance(mixer, Attention) and isinstance(other, Attention) and mixer.rope and other.rope:
-            for row_name, order in _reordered(name, mixer, other, wanted):
+        if (
+            isinstance(mixer, AttentionSpec)
+            and isinstance(other, AttentionSpec)
+            and mixer.rope
+            and other.rope
+        ):
+            for row_name, order in _reorder_heads(name, mixer, other, wanted):
                 change(row_name, order)
-        if isinstance(mixer, DeltaNet) and isinstance(other, DeltaNet) and mixer.tiled != other.tiled:
-            for row_name, order in _tiled(name, mixer, to_tiles=other.tiled):
+        if isinstance(mixer, DeltaNetSpec) and isinstance(other, DeltaNetSpec) and mixer.tiled != other.tiled:
+            for row_name, order in _tile_heads(name, mixer, to_tiles=other.tiled):
                 change(row_name, order)
             columns = value_order(mixer, mixer.value_dim, to_tiles=other.tiled)
             change(f"{name}.o.weight", fn=_columns(columns))
-    if found := list(differences(_unordered(ours), _unordered(theirs))):
+    if found := list(differences(_drop_order(ours), _drop_order(theirs))):
         raise UnsupportedFormat(
             f"{form} cannot say {'; '.join(found[:2])}"
             + (f" and {len(found) - 2} more differences" if len(found) > 2 else "")
@@ -61,7 +66,9 @@ def agreed(
     return result
 
 
-def _folded(ours: ModelSpec, theirs: ModelSpec, wanted: Mapping[str, Wanted], change: Any) -> ModelSpec:
+def _fold_multipliers(
+    ours: ModelSpec, theirs: ModelSpec, wanted: Mapping[str, NeededTensor], change: Any
+) -> ModelSpec:
     """Their spec, with the multipliers that go into our numbers instead."""
     if not _near(ours.embed_scale, theirs.embed_scale) and not ours.tied:
         change("embed.weight", scale=ours.embed_scale / theirs.embed_scale)
@@ -70,8 +77,8 @@ def _folded(ours: ModelSpec, theirs: ModelSpec, wanted: Mapping[str, Wanted], ch
         for kind in ("weight", "bias"):
             change(f"head.{kind}", scale=ours.logit_scale / theirs.logit_scale)
         theirs = replace(theirs, logit_scale=ours.logit_scale)
-    scales = {name: m.scale for name, m in ours.mixers() if isinstance(m, Attention)}
-    others = {name: m.scale for name, m in theirs.mixers() if isinstance(m, Attention)}
+    scales = {name: m.scale for name, m in ours.mixers() if isinstance(m, AttentionSpec)}
+    others = {name: m.scale for name, m in theirs.mixers() if isinstance(m, AttentionSpec)}
     for name, scale in scales.items():
         if name not in others or _near(scale, others[name]):
             continue
@@ -81,23 +88,23 @@ def _folded(ours: ModelSpec, theirs: ModelSpec, wanted: Mapping[str, Wanted], ch
             for kind in ("weight", "bias"):
                 change(f"{name}.k.{kind}", scale=scale / others[name])
     layers = [
-        tuple(replace(b, mixer=_scaled(b.mixer, f"layers.{i}.{b.name}", scales)) for b in layer)
+        tuple(replace(b, mixer=_set_scale(b.mixer, f"layers.{i}.{b.name}", scales)) for b in layer)
         for i, layer in enumerate(theirs.layers)
     ]
     return replace(theirs, layers=tuple(layers))
 
 
-def _scaled(mixer: Any, name: str, scales: Mapping[str, float]) -> Any:
-    if isinstance(mixer, Attention) and name in scales:
+def _set_scale(mixer: Any, name: str, scales: Mapping[str, float]) -> Any:
+    if isinstance(mixer, AttentionSpec) and name in scales:
         return replace(mixer, scale=scales[name])
     if hasattr(mixer, "parts"):
-        parts = {part: _scaled(m, f"{name}.{part}", scales) for part, m in mixer.parts.items()}
+        parts = {part: _set_scale(m, f"{name}.{part}", scales) for part, m in mixer.parts.items()}
         return replace(mixer, parts=parts)
     return mixer
 
 
-def _reordered(
-    name: str, mixer: Attention, other: Attention, wanted: Mapping[str, Wanted]
+def _reorder_heads(
+    name: str, mixer: AttentionSpec, other: AttentionSpec, wanted: Mapping[str, NeededTensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """(our tensor, its rows' new order) where pairs that rotate together stand elsewhere."""
     assert mixer.rope
@@ -115,7 +122,7 @@ def _reordered(
                 yield norm, head if wanted[norm].shape[0] == mixer.head_dim else rows
 
 
-def _tiled(name: str, mixer: DeltaNet, *, to_tiles: bool) -> Iterator[tuple[str, Tensor]]:
+def _tile_heads(name: str, mixer: DeltaNetSpec, *, to_tiles: bool) -> Iterator[tuple[str, Tensor]]:
     """(our tensor, its rows' new order) where value heads of one key head stand elsewhere."""
     heads, values = (value_order(mixer, width, to_tiles=to_tiles) for width in (1, mixer.value_dim))
     keys = torch.arange(2 * mixer.num_key_heads * mixer.key_dim)
@@ -129,7 +136,7 @@ def _columns(order: Tensor) -> Change:
     return lambda w: w[:, order]
 
 
-def value_order(mixer: DeltaNet, width: int, *, to_tiles: bool) -> Tensor:
+def value_order(mixer: DeltaNetSpec, width: int, *, to_tiles: bool) -> Tensor:
     """Heads of `width` rows: those of one key head together -> the first of each key head, the second, ..."""
     ratio = mixer.num_heads // mixer.num_key_heads
     shape = (mixer.num_key_heads, ratio) if to_tiles else (ratio, mixer.num_key_heads)
@@ -144,17 +151,17 @@ def pairs_order(head_dim: int, rotated: int, *, to_pairs: bool) -> Tensor:
     return torch.cat((order, torch.arange(rotated, head_dim)))
 
 
-def _unordered(spec: ModelSpec) -> ModelSpec:
+def _drop_order(spec: ModelSpec) -> ModelSpec:
     """The spec without the order of rows, which is in the tensors."""
 
     def plain(value: Any) -> Any:
-        if isinstance(value, Rope):
+        if isinstance(value, RopeSpec):
             inv_freq, mscale = frequencies(value, spec.max_len)
             numbers = {"divisors": tuple(inv_freq.tolist()), "mscale": mscale}
-            return Rope(value.dim, 0.0, numbers)
-        if isinstance(value, DeltaNet):
+            return RopeSpec(value.dim, 0.0, numbers)
+        if isinstance(value, DeltaNetSpec):
             return replace(value, tiled=False)
-        if isinstance(value, Mamba2) and value.gated_norm is None:
+        if isinstance(value, Mamba2Spec) and value.gated_norm is None:
             return replace(value, norm_before_gate=False, norm_groups=1)
         if isinstance(value, Mapping):
             return {key: plain(v) for key, v in value.items()}

@@ -20,7 +20,7 @@ from plait.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class NeededTensor:
     """One tensor that the model reads: its shape under our name, and what of the checkpoint it is made of."""
 
     shape: tuple[int, ...]
@@ -38,11 +38,11 @@ class Numbers(Protocol):
     @property
     def checkpoint(self) -> Checkpoint: ...
     @property
-    def wanted(self) -> Mapping[str, Wanted]: ...
+    def wanted(self) -> Mapping[str, NeededTensor]: ...
     def read(self, name: str) -> Tensor | Weight: ...
 
 
-class Asked(NameMap):
+class RecordingNameMap(NameMap):
     """A name map that remembers what it was asked for."""
 
     def __init__(self, names: NameMap) -> None:
@@ -66,15 +66,15 @@ class Model:
     def __init__(self, resolved: Resolved, checkpoint: Checkpoint) -> None:
         self.resolved, self.checkpoint = resolved, checkpoint
         self.spec: ModelSpec = resolved.spec
-        outline, asked = Outline(checkpoint), Asked(resolved.names)
+        outline, asked = Outline(checkpoint), RecordingNameMap(resolved.names)
         target = Target(
             torch.device("meta"), torch.float32, self.spec.max_len, self.spec.hidden_size, "reference"
         )
         weights = Weights(outline, asked, target)
         Decoder(self.spec, weights)
         weights.check_all_used()
-        self.wanted: Mapping[str, Wanted] = {
-            name: Wanted(_shape(source, fields, outline), source, fields)
+        self.wanted: Mapping[str, NeededTensor] = {
+            name: NeededTensor(_shape(source, fields, outline), source, fields)
             for name, (source, fields) in asked.found.items()
             if all(s in checkpoint for s in _sources(source))
         }

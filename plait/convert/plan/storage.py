@@ -25,7 +25,7 @@ _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)  # how much of the largest number an int4 s
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of the file: `kind` is a dtype or a block format, `shape` in numbers."""
 
     name: str
@@ -39,13 +39,13 @@ class Entry:
         return prod(self.shape) * self.kind.itemsize
 
 
-class Stored(Protocol):
+class StorageForm(Protocol):
     """One `Made` in the form it is written in; some forms need several tensors."""
 
     @property
     def made(self) -> Made: ...
     @property
-    def entries(self) -> tuple[Entry, ...]: ...
+    def entries(self) -> tuple[TensorEntry, ...]: ...
     def write(self, model: Numbers, sink: Sink) -> None:
         """All bytes of the entries, in their order."""
         ...
@@ -59,8 +59,8 @@ class Plain:
     dtype: torch.dtype
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
-        return (Entry(self.made.name, self.made.shape, self.dtype),)
+    def entries(self) -> tuple[TensorEntry, ...]:
+        return (TensorEntry(self.made.name, self.made.shape, self.dtype),)
 
     def write(self, model: Numbers, sink: Sink) -> None:
         for numbers in _numbers(model, self.made, self.dtype):
@@ -71,7 +71,7 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockStorage:
     """One of GGUF's block formats. `encoder` None: the parts are in it, or in one that says the same."""
 
     made: Made
@@ -80,8 +80,8 @@ class Blocks:
     threads: int
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
-        return (Entry(self.made.name, self.made.shape, self.kind),)
+    def entries(self) -> tuple[TensorEntry, ...]:
+        return (TensorEntry(self.made.name, self.made.shape, self.kind),)
 
     def write(self, model: Numbers, sink: Sink) -> None:
         if self.encoder is None:
@@ -101,8 +101,8 @@ class Factors:
     values: Tensor  # float32 [n]
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
-        return (Entry(self.made.name, tuple(self.values.shape), torch.float32),)
+    def entries(self) -> tuple[TensorEntry, ...]:
+        return (TensorEntry(self.made.name, tuple(self.values.shape), torch.float32),)
 
     def write(self, model: Numbers, sink: Sink) -> None:
         sink(self.values)
@@ -115,12 +115,12 @@ class Fp8Blocks:
     made: Made
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[TensorEntry, ...]:
         rows, cols = self.made.shape
         scales = (-(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK))
         return (
-            Entry(self.made.name, self.made.shape, torch.float8_e4m3fn),
-            Entry(f"{self.made.name}_scale_inv", scales, torch.float32),
+            TensorEntry(self.made.name, self.made.shape, torch.float8_e4m3fn),
+            TensorEntry(f"{self.made.name}_scale_inv", scales, torch.float32),
         )
 
     def write(self, model: Numbers, sink: Sink) -> None:
@@ -152,13 +152,13 @@ class Int4Groups:
     is_copied: bool = False
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[TensorEntry, ...]:
         rows, cols = self.made.shape
         stem = self.made.name.removesuffix("weight")
         return (
-            Entry(f"{stem}weight_packed", (rows, cols // 8), torch.int32),
-            Entry(f"{stem}weight_scale", (rows, cols // self.group), self.scale_dtype),
-            Entry(f"{stem}weight_shape", (2,), torch.int64),
+            TensorEntry(f"{stem}weight_packed", (rows, cols // 8), torch.int32),
+            TensorEntry(f"{stem}weight_scale", (rows, cols // self.group), self.scale_dtype),
+            TensorEntry(f"{stem}weight_shape", (2,), torch.int64),
         )
 
     def write(self, model: Numbers, sink: Sink) -> None:
@@ -198,11 +198,11 @@ class Mxfp4Stack:
     made: Made
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[TensorEntry, ...]:
         count, cols, rows = self.made.shape
         return (
-            Entry(f"{self.made.name}_blocks", (count, rows, cols // BLOCK, BLOCK // 2), torch.uint8),
-            Entry(f"{self.made.name}_scales", (count, rows, cols // BLOCK), torch.uint8),
+            TensorEntry(f"{self.made.name}_blocks", (count, rows, cols // BLOCK, BLOCK // 2), torch.uint8),
+            TensorEntry(f"{self.made.name}_scales", (count, rows, cols // BLOCK), torch.uint8),
         )
 
     def write(self, model: Numbers, sink: Sink) -> None:

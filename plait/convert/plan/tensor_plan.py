@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, UnknownName
-from plait.convert.plan.source import Numbers, Wanted
+from plait.convert.plan.source import NeededTensor, Numbers
 from plait.errors import ShapeMismatch, UnsupportedFormat
 from plait.quant.weight import Dense, Weight, as_tensor, pick_rows
 
@@ -22,7 +22,7 @@ PIECE = 1 << 22  # numbers that are held decoded at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """One of our tensors, as it goes into another: rows in another order, then `scale`, then `fn`.
 
     `fn` wants the whole tensor in float32; everything else goes a piece of rows at a time.
@@ -51,7 +51,7 @@ class Made:
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     roles: tuple[str, ...]
     order: Tensor | None = None
     join: Callable[..., Tensor] | None = None
@@ -81,20 +81,20 @@ class Made:
         return self.shape[-1]
 
 
-def made_tensors(wanted: Mapping[str, Wanted], names: NameMap, form: str) -> list[Made]:
+def plan_tensors(wanted: Mapping[str, NeededTensor], names: NameMap, form: str) -> list[Made]:
     """What a target with these names has to hold. Raises UnsupportedFormat where nobody knows the way back.
 
     form: what the target is called in errors.
     """
-    found: dict[str, list[Place]] = {}
+    found: dict[str, list[TensorPlace]] = {}
     for ours in wanted:
         for theirs, place in _places(ours, names, form):
             found.setdefault(theirs, []).append(place)
-    return [_made(theirs, places, wanted, form) for theirs, places in found.items()]
+    return [_plan_tensor(theirs, places, wanted, form) for theirs, places in found.items()]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """Where one of our tensors goes in one of theirs: by its `Back`, else by the rows its recipe takes."""
 
     ours: str
@@ -103,18 +103,18 @@ class Place:
     expert: int
 
 
-def _places(ours: str, names: NameMap, form: str) -> Iterator[tuple[str, Place]]:
+def _places(ours: str, names: NameMap, form: str) -> Iterator[tuple[str, TensorPlace]]:
     try:
         source, fields = names.resolve(ours)
     except UnknownName:
         raise UnsupportedFormat(f"{ours}: {form} has no tensor for it") from None
     if isinstance(source, str):
-        yield source, Place(ours, None, Back(), 0)
+        yield source, TensorPlace(ours, None, Back(), 0)
     elif source.back:
         for theirs, back in zip(source.sources, source.back, strict=True):
-            yield theirs, Place(ours, source, back, int(fields["e"]) if back.stack is not None else 0)
+            yield theirs, TensorPlace(ours, source, back, int(fields["e"]) if back.stack is not None else 0)
     elif len(source.sources) == 1 and "e" not in fields:
-        yield source.sources[0], Place(ours, source, None, 0)
+        yield source.sources[0], TensorPlace(ours, source, None, 0)
     else:
         raise UnsupportedFormat(_unknown(ours, source.sources, form))
 
@@ -123,7 +123,9 @@ def _unknown(ours: str, theirs: Sequence[str], form: str) -> str:
     return f"{ours}: the way back to {', '.join(theirs)} in {form} is not implemented"
 
 
-def _made(theirs: str, places: list[Place], wanted: Mapping[str, Wanted], form: str) -> Made:
+def _plan_tensor(
+    theirs: str, places: list[TensorPlace], wanted: Mapping[str, NeededTensor], form: str
+) -> Made:
     if any(place.back is None for place in places):
         return _by_rows(theirs, places, wanted, form)
     found = sorted(((p.expert, p.back.at), p.ours, p.back) for p in places if p.back)
@@ -135,7 +137,7 @@ def _made(theirs: str, places: list[Place], wanted: Mapping[str, Wanted], form: 
             f"{theirs} of {form} is made of {count} tensor(s), the model has {len(found)} "
             f"({', '.join(ours for _, ours, _ in found[:4])})"
         )
-    parts = tuple(Part(ours, back.fn) for _, ours, back in found)
+    parts = tuple(TensorPart(ours, back.fn) for _, ours, back in found)
     shapes = [shape_of(part, wanted[part.ours].shape) for part in parts]
     if first.join:
         groups = [shapes[at : at + first.of] for at in range(0, count, first.of)]
@@ -149,7 +151,7 @@ def _made(theirs: str, places: list[Place], wanted: Mapping[str, Wanted], form: 
     return Made(theirs, shape, parts, roles, join=first.join, joined=first.of if first.join else 1)
 
 
-def _by_rows(theirs: str, places: list[Place], wanted: Mapping[str, Wanted], form: str) -> Made:
+def _by_rows(theirs: str, places: list[TensorPlace], wanted: Mapping[str, NeededTensor], form: str) -> Made:
     """A tensor whose rows are ours in another order: the recipes are asked which rows they take.
 
     They are shown a tensor whose numbers are those of its rows. If each row is taken once, and nothing else
@@ -175,18 +177,18 @@ def _by_rows(theirs: str, places: list[Place], wanted: Mapping[str, Wanted], for
     order = torch.cat(taken).long()
     if not torch.equal(order.sort().values, torch.arange(rows)):
         raise UnsupportedFormat(_unknown(places[0].ours, [theirs], form))
-    parts = tuple(Part(place.ours) for place in places)
+    parts = tuple(TensorPart(place.ours) for place in places)
     back = order.argsort()
     kept = None if torch.equal(back, torch.arange(rows)) else back
     return Made(theirs, (rows, *shapes[0][1:]), parts, tuple(p.ours for p in parts), kept)
 
 
-def shape_of(part: Part, shape: tuple[int, ...]) -> tuple[int, ...]:
+def shape_of(part: TensorPart, shape: tuple[int, ...]) -> tuple[int, ...]:
     """What a part's shape becomes; nothing is computed."""
     return shape if part.fn is None else tuple(part.fn(torch.empty(shape, device="meta")).shape)
 
 
-def value_of(model: Numbers, part: Part) -> Tensor | Weight:
+def value_of(model: Numbers, part: TensorPart) -> Tensor | Weight:
     """A part's whole value, rows ordered; decoded, and scaled, only where `fn` wants numbers."""
     value = model.read(part.ours)
     if part.rows is not None:
@@ -197,13 +199,13 @@ def value_of(model: Numbers, part: Part) -> Tensor | Weight:
     return numbers.contiguous()
 
 
-def numbers_of(model: Numbers, part: Part) -> Tensor:
+def numbers_of(model: Numbers, part: TensorPart) -> Tensor:
     """A part's whole value in float32, everything done to it."""
     numbers = as_tensor(value_of(model, part)).float()
     return numbers if part.fn else numbers * part.scale
 
 
-def matrix_of(model: Numbers, part: Part) -> Weight:
+def matrix_of(model: Numbers, part: TensorPart) -> Weight:
     """`value_of` as a matrix of rows; a vector is one row."""
     value = value_of(model, part)
     if isinstance(value, Tensor):
@@ -262,7 +264,7 @@ def with_part(
 ) -> Made:
     """The same tensor with one part reordered, multiplied or changed, before what changes it already."""
 
-    def changed(part: Part) -> Part:
+    def changed(part: TensorPart) -> TensorPart:
         then = part.fn
         both = fn if then is None else then if fn is None else lambda w: then(fn(w))
         return replace(part, rows=part.rows if rows is None else rows, scale=part.scale * scale, fn=both)

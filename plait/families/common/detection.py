@@ -12,7 +12,7 @@ Test = Callable[[Tensors], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Marker:
+class ArchitectureMarker:
     """An architecture, and the tensors that give it away: all of `has` and none of `lacks` in some layer.
 
     `test` says what names alone do not. `note`: whom the tensors do not tell it from.
@@ -38,7 +38,7 @@ class Detection:
     that no shape shows; fill: the same, where they depend on something.
     """
 
-    markers: tuple[Marker, ...] = ()
+    markers: tuple[ArchitectureMarker, ...] = ()
     kinds: Mapping[str, str] = field(default_factory=dict)
     words: Mapping[str, str] = field(default_factory=dict)
     sizes: Callable[[Tensors], None] = _nothing

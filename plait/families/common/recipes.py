@@ -19,7 +19,7 @@ _NORMS = re.compile(r"(^|\.)(norm|post_norm|q_norm|k_norm)\.weight$")  # ours, a
 VISION = (r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\.")
 
 
-def scaled(factor: float | Tensor, source: str) -> Derived:
+def scale_tensor(factor: float | Tensor, source: str) -> Derived:
     """The tensor times a number (or one number per row), in its own dtype or storage.
 
     Blocks of GGUF have no scale that could take it: they are decoded.
@@ -75,7 +75,7 @@ class Shifted(NameMap):
         return Derived(lambda *w, **own: as_tensor(made(*w, **own)).float() + by, source.sources), found
 
 
-def reordered(order: Tensor, source: str) -> Derived:
+def reorder_rows(order: Tensor, source: str) -> Derived:
     """All rows in another order: ours is row `order[i]` of theirs at place i, in its own storage."""
     inverse = order.argsort()
     return Derived(lambda w, **_: pick_rows(w, order), (source,), (Back(lambda w: w[inverse]),))
@@ -124,7 +124,7 @@ def expert_half(index: int, count: int, source: str) -> Derived:
     return Derived(lambda w, e, **_: _half(expert_rows(w, int(e), count), index), (source,), (back,))
 
 
-def fused_qkv(c: Config, ours: str, theirs: str) -> dict[str, Source]:
+def split_qkv(c: Config, ours: str, theirs: str) -> dict[str, Source]:
     """q, k and v of one tensor: the rows of all query heads, then those of the key and value heads."""
     q, kv = (c[f"num_{x}_heads"] * c["head_dim"] for x in ("attention", "key_value"))
     return {
@@ -134,7 +134,7 @@ def fused_qkv(c: Config, ours: str, theirs: str) -> dict[str, Source]:
     }
 
 
-def fused_gate_up(ours: str, theirs: str) -> dict[str, Source]:
+def split_gate_up(ours: str, theirs: str) -> dict[str, Source]:
     """gate and up of one tensor, gate first."""
     return {f"{ours}.{x}.weight": half(i, f"{theirs}.weight") for i, x in enumerate(("gate", "up"))}
 
@@ -237,7 +237,7 @@ def transformer(prefix: str = "model.") -> dict[str, Source]:
     }
 
 
-def unused(c: Config, *more: str) -> tuple[str, ...]:
+def unused_patterns(c: Config, *more: str) -> tuple[str, ...]:
     """Patterns of tensors that a model is whole without; a tied one may carry a copy of its head."""
     head = (r"(^|\.)lm_head\.weight$",) if c.get("tie_word_embeddings") else ()
     return (r"\.rotary_emb\.inv_freq$", *head, *more)

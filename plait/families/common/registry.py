@@ -67,7 +67,7 @@ def family(
     return register
 
 
-def known() -> Mapping[str, Family]:
+def families_by_name() -> Mapping[str, Family]:
     """Every family, by architecture and by model type: those of `plait.families`, and of loaded plug-ins."""
     _import_families()
     return FAMILIES
@@ -75,7 +75,7 @@ def known() -> Mapping[str, Family]:
 
 def families() -> Collection[Family]:
     """Every family once."""
-    return {entry.name: entry for entry in known().values()}.values()
+    return {entry.name: entry for entry in families_by_name().values()}.values()
 
 
 @cache
@@ -88,7 +88,7 @@ def _import_families() -> None:
 
 def find(config: Mapping[str, Any]) -> Family:
     """The family of a raw config: by architecture, then by model type. Raises UnknownArchitecture."""
-    families = known()
+    families = families_by_name()
     names = names_in(config)
     for name in names:
         if name in families:

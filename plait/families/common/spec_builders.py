@@ -9,34 +9,46 @@ from typing import Any, Literal
 
 from plait.errors import UnsupportedModel
 from plait.families.config.normalize import FULL, SLIDING, Config
-from plait.spec import UNLIMITED, Attention, Branch, Mamba1, Mamba2, Mlp, ModelSpec, Moe, Norm, Rope, Router
+from plait.spec import (
+    UNLIMITED,
+    AttentionSpec,
+    BranchSpec,
+    Mamba1Spec,
+    Mamba2Spec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    RopeSpec,
+    RouterSpec,
+)
 
 ENDLESS = 262_144  # tokens: a model without positions has no limit of its own
 _ROPE_ONLY = ("rope_theta", "partial_rotary_factor")
 
 
-def norm(c: Config, kind: Literal["rms", "layer"] = "rms") -> Norm:
-    return Norm(c["norm_eps"], kind)
+def norm(c: Config, kind: Literal["rms", "layer"] = "rms") -> NormSpec:
+    return NormSpec(c["norm_eps"], kind)
 
 
-def rope(c: Config, dim: int, kind: str = FULL, *, interleaved: bool = False) -> Rope:
+def rope(c: Config, dim: int, kind: str = FULL, *, interleaved: bool = False) -> RopeSpec:
     """The rotary positions of one kind of layer. `rope_interleave` in the config (GGUF sets it) wins."""
     p = c["rope_parameters"].get(kind) or c["rope_parameters"][FULL]
     scaling = {k: v for k, v in p.items() if k not in _ROPE_ONLY}
     if scaling.get("rope_type") == "default":
         scaling = {}
     width = int(dim * p["partial_rotary_factor"])
-    return Rope(width, float(p["rope_theta"]), scaling, c.get("rope_interleave", interleaved))
+    return RopeSpec(width, float(p["rope_theta"]), scaling, c.get("rope_interleave", interleaved))
 
 
 def window(c: Config, kind: str) -> int | None:
     return int(c["sliding_window"]) if kind == SLIDING else None
 
 
-def gqa(c: Config, kind: str = FULL, **changes: Any) -> Attention:
+def gqa(c: Config, kind: str = FULL, **changes: Any) -> AttentionSpec:
     """Grouped-query attention of a layer of this kind; `changes` are fields that differ from the usual."""
     dim = c["head_dim"]
-    usual = Attention(
+    usual = AttentionSpec(
         num_heads=c["num_attention_heads"],
         num_kv_heads=c["num_key_value_heads"],
         head_dim=dim,
@@ -47,20 +59,20 @@ def gqa(c: Config, kind: str = FULL, **changes: Any) -> Attention:
     return replace(usual, **changes)
 
 
-def mlp(c: Config, size: int | None = None) -> Mlp:
-    return Mlp(c["intermediate_size"] if size is None else size, c["hidden_act"])
+def mlp(c: Config, size: int | None = None) -> MlpSpec:
+    return MlpSpec(c["intermediate_size"] if size is None else size, c["hidden_act"])
 
 
-def softmax_moe(c: Config, **changes: Any) -> Moe:
+def softmax_moe(c: Config, **changes: Any) -> MoeSpec:
     """The mixture of Mixtral and Qwen; `norm_topk_prob` says if the chosen weights sum to one."""
     expert = mlp(c, c["moe_intermediate_size"])
-    router = Router(renormalize=c.get("norm_topk_prob", True))
-    return replace(Moe(c["num_experts"], c["num_experts_per_tok"], expert, router), **changes)
+    router = RouterSpec(renormalize=c.get("norm_topk_prob", True))
+    return replace(MoeSpec(c["num_experts"], c["num_experts_per_tok"], expert, router), **changes)
 
 
-def sigmoid_router(c: Config) -> Router:
+def sigmoid_router(c: Config) -> RouterSpec:
     """DeepSeek-V3's router: sigmoid scores, groups by their best two, a correction bias for the choice."""
-    return Router(
+    return RouterSpec(
         "sigmoid",
         c.get("norm_topk_prob", True),
         1e-20,
@@ -71,14 +83,14 @@ def sigmoid_router(c: Config) -> Router:
     )
 
 
-def mamba2(c: Config, **changes: Any) -> Mamba2:
+def mamba2(c: Config, **changes: Any) -> Mamba2Spec:
     """A Mamba2 mixer; its gated norm is taken per group."""
     heads, groups = c["mamba_n_heads"], c["mamba_n_groups"]
     head_dim = c.get("mamba_d_head", "auto")
     if head_dim == "auto":
         head_dim = c["mamba_expand"] * c["hidden_size"] // heads
     low, high = c.get("time_step_limit") or (0.0, UNLIMITED)
-    usual = Mamba2(
+    usual = Mamba2Spec(
         heads,
         head_dim,
         c["mamba_d_state"],
@@ -92,13 +104,13 @@ def mamba2(c: Config, **changes: Any) -> Mamba2:
     return replace(usual, **changes)
 
 
-def mamba1(c: Config, **changes: Any) -> Mamba1:
+def mamba1(c: Config, **changes: Any) -> Mamba1Spec:
     """A Mamba1 mixer; `mamba_dt_rank` "auto" is a sixteenth of the hidden size."""
     rank = c.get("mamba_dt_rank") or "auto"
     if rank == "auto":
         rank = math.ceil(c["hidden_size"] / 16)
     inner = c.get("mamba_d_ssm") or int(c["mamba_expand"] * c["hidden_size"])
-    return replace(Mamba1(inner, c["mamba_d_state"], int(rank), c["mamba_d_conv"]), **changes)
+    return replace(Mamba1Spec(inner, c["mamba_d_state"], int(rank), c["mamba_d_conv"]), **changes)
 
 
 def require_silu(c: Config, name: str) -> None:
@@ -107,7 +119,7 @@ def require_silu(c: Config, name: str) -> None:
         raise UnsupportedModel(f"hidden_act {kind!r} is not implemented for {name}; known: silu")
 
 
-def model(c: Config, name: str, layers: Iterable[tuple[Branch, ...]], **changes: Any) -> ModelSpec:
+def model(c: Config, name: str, layers: Iterable[tuple[BranchSpec, ...]], **changes: Any) -> ModelSpec:
     """The whole, from its layers; `changes` are fields that differ from the usual."""
     usual = ModelSpec(
         family=name,
@@ -121,7 +133,7 @@ def model(c: Config, name: str, layers: Iterable[tuple[Branch, ...]], **changes:
     return replace(usual, **changes)
 
 
-def mscale_squared(r: Rope) -> float:
+def mscale_squared(r: RopeSpec) -> float:
     """How much YaRN as DeepSeek uses it sharpens the softmax: (0.1 m ln(factor) + 1)^2."""
     m, factor = r.scaling.get("mscale_all_dim"), r.scaling.get("factor", 1.0)
     return float((0.1 * m * math.log(factor) + 1) ** 2) if m and factor > 1 else 1.0

@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from plait.errors import PlaitError, UnsupportedModel
-from plait.spec import Attention, Mamba2, ModelSpec, Moe
+from plait.spec import AttentionSpec, Mamba2Spec, ModelSpec, MoeSpec
 
 MAX_LAYERS = 4096
 MAX_SIZE = 1 << 26  # of a width, a vocabulary, a number of heads or experts
@@ -69,7 +69,7 @@ def check_config(c: Mapping[str, Any], source: str = "config.json") -> None:
 
 
 @contextmanager
-def told_as_config(source: str = "config.json") -> Iterator[None]:
+def blame_config(source: str = "config.json") -> Iterator[None]:
     """A fault over values of a wrong kind is the config's, and is told so, as UnsupportedModel."""
     try:
         yield
@@ -93,15 +93,15 @@ def check_spec(spec: ModelSpec) -> None:
             _check_sizes(f"layers.{i}.{branch.name}", branch)
     for name, mixer in spec.mixers():
         _check_sizes(name, mixer)
-        if isinstance(mixer, Attention) and mixer.num_heads % mixer.num_kv_heads:
+        if isinstance(mixer, AttentionSpec) and mixer.num_heads % mixer.num_kv_heads:
             raise UnsupportedModel(
                 f"{name}: {mixer.num_heads} heads cannot share {mixer.num_kv_heads} key-value heads evenly"
             )
-        if isinstance(mixer, Mamba2) and mixer.num_heads % mixer.num_groups:
+        if isinstance(mixer, Mamba2Spec) and mixer.num_heads % mixer.num_groups:
             raise UnsupportedModel(
                 f"{name}: {mixer.num_heads} heads cannot share {mixer.num_groups} groups evenly"
             )
-        if isinstance(mixer, Moe) and mixer.top_k > mixer.num_experts:
+        if isinstance(mixer, MoeSpec) and mixer.top_k > mixer.num_experts:
             raise UnsupportedModel(f"{name}: {mixer.top_k} of {mixer.num_experts} experts cannot be chosen")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from plait.families.common.registry import known
+from plait.families.common.registry import families_by_name
 from plait.families.common.tensors import Tensors
 from plait.families.detect.versions import fill_cohere, fill_phi3
 
@@ -76,7 +76,7 @@ def fill_defaults(t: Tensors, architecture: str, experts: int | None) -> None:
         if architecture.startswith(prefix):
             fill(t, architecture, rope_known)
             break
-    entry = known().get(architecture)
+    entry = families_by_name().get(architecture)
     if entry is not None:
         entry.detection.fill(t)
     own = next((values for prefix, values in FAMILIES.items() if architecture.startswith(prefix)), {})

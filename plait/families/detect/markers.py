@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import Marker, Test
+from plait.families.common.detection import ArchitectureMarker, Test
 from plait.families.common.registry import families
 from plait.families.common.tensors import LAYER, Shapes, Tensors, is_aside
 from plait.families.config.normalize import FULL, LINEAR
@@ -43,90 +43,100 @@ def _is_command_a(t: Tensors) -> bool:
 # In this order; the first that fits, after the markers that families have themselves. A mark is a tensor's
 # name behind "layers.N.".
 MARKERS = (
-    Marker("RecurrentGemmaForCausalLM", ("temporal_block.rg_lru.recurrent_param",)),
-    Marker("Plamo2ForCausalLM", ("mixer.dt_norm_weight",)),
-    Marker("JambaForCausalLM", ("mamba.dt_layernorm.weight",)),
-    Marker("FalconH1ForCausalLM", ("mamba.A_log", Q)),
-    Marker("GraniteMoeHybridForCausalLM", ("mamba.A_log", "shared_mlp.input_linear.weight")),
-    Marker("GraniteMoeHybridForCausalLM", ("mamba.A_log", "block_sparse_moe.input_linear.weight")),
-    Marker("BambaForCausalLM", ("mamba.A_log",)),
-    Marker("FalconMambaForCausalLM", ("mixer.A_log", "mixer.x_proj.weight"), test=_vocabulary(65024)),
-    Marker("MambaForCausalLM", ("mixer.A_log", "mixer.x_proj.weight"), note="FalconMambaForCausalLM"),
-    Marker("NemotronHForCausalLM", ("mixer.up_proj.weight",)),
-    Marker("NemotronHForCausalLM", ("mixer.q_proj.weight",)),
-    Marker("NemotronHForCausalLM", ("mixer.gate.weight",)),
-    Marker("Mamba2ForCausalLM", ("mixer.A_log",), test=_ndim("mixer.A_log", 1)),
-    Marker("Qwen3NextForCausalLM", ("linear_attn.in_proj_qkvz.weight",)),
-    Marker(
+    ArchitectureMarker("RecurrentGemmaForCausalLM", ("temporal_block.rg_lru.recurrent_param",)),
+    ArchitectureMarker("Plamo2ForCausalLM", ("mixer.dt_norm_weight",)),
+    ArchitectureMarker("JambaForCausalLM", ("mamba.dt_layernorm.weight",)),
+    ArchitectureMarker("FalconH1ForCausalLM", ("mamba.A_log", Q)),
+    ArchitectureMarker("GraniteMoeHybridForCausalLM", ("mamba.A_log", "shared_mlp.input_linear.weight")),
+    ArchitectureMarker(
+        "GraniteMoeHybridForCausalLM", ("mamba.A_log", "block_sparse_moe.input_linear.weight")
+    ),
+    ArchitectureMarker("BambaForCausalLM", ("mamba.A_log",)),
+    ArchitectureMarker(
+        "FalconMambaForCausalLM", ("mixer.A_log", "mixer.x_proj.weight"), test=_vocabulary(65024)
+    ),
+    ArchitectureMarker(
+        "MambaForCausalLM", ("mixer.A_log", "mixer.x_proj.weight"), note="FalconMambaForCausalLM"
+    ),
+    ArchitectureMarker("NemotronHForCausalLM", ("mixer.up_proj.weight",)),
+    ArchitectureMarker("NemotronHForCausalLM", ("mixer.q_proj.weight",)),
+    ArchitectureMarker("NemotronHForCausalLM", ("mixer.gate.weight",)),
+    ArchitectureMarker("Mamba2ForCausalLM", ("mixer.A_log",), test=_ndim("mixer.A_log", 1)),
+    ArchitectureMarker("Qwen3NextForCausalLM", ("linear_attn.in_proj_qkvz.weight",)),
+    ArchitectureMarker(
         "Qwen3_5MoeForCausalLM",
         ("linear_attn.in_proj_qkv.weight",),
         test=lambda t: t.has("mlp.gate.weight"),
     ),
-    Marker("Qwen3_5ForCausalLM", ("linear_attn.in_proj_qkv.weight",)),
-    Marker("OlmoHybridForCausalLM", ("linear_attn.g_proj.weight", "linear_attn.a_proj.weight")),
-    Marker("KimiLinearForCausalLM", ("self_attn.f_a_proj.weight",)),
-    Marker("KimiLinearForCausalLM", ("self_attn.forget_gate.f_a_proj.weight",)),
-    Marker("MiniMaxForCausalLM", ("self_attn.output_gate.weight", "self_attn.qkv_proj.weight")),
-    Marker("Lfm2MoeForCausalLM", ("feed_forward.gate.weight", "ffn_norm.weight", "operator_norm.weight")),
-    Marker("Lfm2ForCausalLM", ("conv.in_proj.weight", "operator_norm.weight")),
-    Marker(
+    ArchitectureMarker("Qwen3_5ForCausalLM", ("linear_attn.in_proj_qkv.weight",)),
+    ArchitectureMarker("OlmoHybridForCausalLM", ("linear_attn.g_proj.weight", "linear_attn.a_proj.weight")),
+    ArchitectureMarker("KimiLinearForCausalLM", ("self_attn.f_a_proj.weight",)),
+    ArchitectureMarker("KimiLinearForCausalLM", ("self_attn.forget_gate.f_a_proj.weight",)),
+    ArchitectureMarker("MiniMaxForCausalLM", ("self_attn.output_gate.weight", "self_attn.qkv_proj.weight")),
+    ArchitectureMarker(
+        "Lfm2MoeForCausalLM", ("feed_forward.gate.weight", "ffn_norm.weight", "operator_norm.weight")
+    ),
+    ArchitectureMarker("Lfm2ForCausalLM", ("conv.in_proj.weight", "operator_norm.weight")),
+    ArchitectureMarker(
         "DeepseekV3ForCausalLM",
         ("self_attn.kv_a_proj_with_mqa.weight",),
         test=lambda t: t.has("mlp.gate.e_score_correction_bias"),
     ),
-    Marker("DeepseekV2ForCausalLM", ("self_attn.kv_a_proj_with_mqa.weight",)),
-    Marker("GptOssForCausalLM", ("self_attn.sinks", "mlp.router.weight")),
-    Marker(
+    ArchitectureMarker("DeepseekV2ForCausalLM", ("self_attn.kv_a_proj_with_mqa.weight",)),
+    ArchitectureMarker("GptOssForCausalLM", ("self_attn.sinks", "mlp.router.weight")),
+    ArchitectureMarker(
         "GraniteMoeSharedForCausalLM",
         ("block_sparse_moe.input_linear.weight", "shared_mlp.input_linear.weight"),
     ),
-    Marker("GraniteMoeForCausalLM", ("block_sparse_moe.input_linear.weight",)),
-    Marker("GraniteMoeHybridForCausalLM", ("shared_mlp.input_linear.weight",)),
-    Marker("Gemma3ForCausalLM", ("pre_feedforward_layernorm.weight", "self_attn.q_norm.weight")),
-    Marker("Gemma2ForCausalLM", ("pre_feedforward_layernorm.weight", Q)),
-    Marker(
+    ArchitectureMarker("GraniteMoeForCausalLM", ("block_sparse_moe.input_linear.weight",)),
+    ArchitectureMarker("GraniteMoeHybridForCausalLM", ("shared_mlp.input_linear.weight",)),
+    ArchitectureMarker("Gemma3ForCausalLM", ("pre_feedforward_layernorm.weight", "self_attn.q_norm.weight")),
+    ArchitectureMarker("Gemma2ForCausalLM", ("pre_feedforward_layernorm.weight", Q)),
+    ArchitectureMarker(
         "Olmo3ForCausalLM",
         ("post_feedforward_layernorm.weight", Q),
         ("input_layernorm.weight",),
         lambda t: _norm_is_over_all_heads(t) and t.get("vocab_size") == 100278,
     ),
-    Marker(
+    ArchitectureMarker(
         "Olmo2ForCausalLM",
         ("post_feedforward_layernorm.weight", Q),
         ("input_layernorm.weight",),
         _norm_is_over_all_heads,
         "Olmo3ForCausalLM",
     ),
-    Marker("Phi3ForCausalLM", ("self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight")),
-    Marker("Glm4ForCausalLM", (Q, "mlp.gate_up_proj.weight", "post_self_attn_layernorm.weight")),
-    Marker("GlmForCausalLM", (Q, "mlp.gate_up_proj.weight")),
-    Marker("Glm4MoeForCausalLM", (Q, "mlp.gate.e_score_correction_bias")),
-    Marker("Starcoder2ForCausalLM", (Q, "mlp.c_fc.weight")),
-    Marker(
+    ArchitectureMarker("Phi3ForCausalLM", ("self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight")),
+    ArchitectureMarker("Glm4ForCausalLM", (Q, "mlp.gate_up_proj.weight", "post_self_attn_layernorm.weight")),
+    ArchitectureMarker("GlmForCausalLM", (Q, "mlp.gate_up_proj.weight")),
+    ArchitectureMarker("Glm4MoeForCausalLM", (Q, "mlp.gate.e_score_correction_bias")),
+    ArchitectureMarker("Starcoder2ForCausalLM", (Q, "mlp.c_fc.weight")),
+    ArchitectureMarker(
         "Cohere2ForCausalLM",
         (Q, "input_layernorm.weight", "mlp.gate_proj.weight"),
         (SECOND_NORM, "input_layernorm.bias", "self_attn.q_norm.weight"),
         _is_command_a,
     ),
-    Marker(
+    ArchitectureMarker(
         "CohereForCausalLM",
         (Q, "input_layernorm.weight", "mlp.gate_proj.weight", "self_attn.q_norm.weight"),
         (SECOND_NORM, "input_layernorm.bias"),
     ),
-    Marker(
+    ArchitectureMarker(
         "CohereForCausalLM",
         (Q, "input_layernorm.weight", "mlp.gate_proj.weight"),
         (SECOND_NORM, "input_layernorm.bias"),
         note="Cohere2ForCausalLM",
     ),
-    Marker("MixtralForCausalLM", (Q, "block_sparse_moe.gate.weight")),
-    Marker("Qwen2MoeForCausalLM", (Q, "mlp.shared_expert_gate.weight")),
-    Marker("Qwen3MoeForCausalLM", (Q, "self_attn.q_norm.weight", "mlp.gate.weight")),
-    Marker("Qwen3ForCausalLM", (Q, "self_attn.q_norm.weight", SECOND_NORM)),
-    Marker("Qwen2ForCausalLM", (Q, "self_attn.q_proj.bias", SECOND_NORM), ("self_attn.o_proj.bias",)),
-    Marker("SmolLM3ForCausalLM", (Q, "input_layernorm.weight", SECOND_NORM), test=_is_smollm3),
-    Marker("LlamaForCausalLM", (Q, "input_layernorm.weight", SECOND_NORM)),
-    Marker(
+    ArchitectureMarker("MixtralForCausalLM", (Q, "block_sparse_moe.gate.weight")),
+    ArchitectureMarker("Qwen2MoeForCausalLM", (Q, "mlp.shared_expert_gate.weight")),
+    ArchitectureMarker("Qwen3MoeForCausalLM", (Q, "self_attn.q_norm.weight", "mlp.gate.weight")),
+    ArchitectureMarker("Qwen3ForCausalLM", (Q, "self_attn.q_norm.weight", SECOND_NORM)),
+    ArchitectureMarker(
+        "Qwen2ForCausalLM", (Q, "self_attn.q_proj.bias", SECOND_NORM), ("self_attn.o_proj.bias",)
+    ),
+    ArchitectureMarker("SmolLM3ForCausalLM", (Q, "input_layernorm.weight", SECOND_NORM), test=_is_smollm3),
+    ArchitectureMarker("LlamaForCausalLM", (Q, "input_layernorm.weight", SECOND_NORM)),
+    ArchitectureMarker(
         "LlamaForCausalLM", (Q, "input_layernorm.weight"), test=lambda t: not t.has("mlp.gate_proj.weight")
     ),
 )

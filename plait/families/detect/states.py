@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.errors import UnsupportedModel
-from plait.families.common.registry import known
+from plait.families.common.registry import families_by_name
 from plait.families.common.tensors import Named, Tensors
 from plait.families.config.normalize import FULL, LINEAR
 from plait.families.detect.markers import layer_words
@@ -31,7 +31,7 @@ def state_sizes(t: Tensors, architecture: str) -> None:
         _last(t, "conv1d_width", t.need("temporal_block.conv_1d.weight"))
     if kernel := t.first("conv.conv.weight"):
         _last(t, "conv_L_cache", kernel)
-    own = known().get(architecture)
+    own = families_by_name().get(architecture)
     if own is not None:
         own.detection.sizes(t)
     _layer_types(t, architecture)
@@ -75,7 +75,7 @@ def _mamba2(t: Tensors, at: str, architecture: str) -> None:
         raise UnsupportedModel(f"{conv[0]} {list(conv[1])} and {out[0]} {list(out[1])} do not fit together")
     if groups := t.get("mamba_n_groups"):
         t.size("mamba_d_state", both // groups, conv)
-    own = known().get(architecture)
+    own = families_by_name().get(architecture)
     usual = STATES.get(architecture) or (own.detection.usual.get("mamba_d_state") if own else None) or 128
     state = t.get("mamba_d_state") or (usual if both % usual == 0 else both)
     t.default("mamba_d_state", state, f"groups x states is {both}; --set mamba_d_state=…")
@@ -116,7 +116,7 @@ def _layer_types(t: Tensors, architecture: str) -> None:
     if t.is_said(*LAYER_KEYS) or architecture in ("Mamba2ForCausalLM", "MambaForCausalLM"):
         return
     both = architecture == "FalconH1ForCausalLM"
-    own = known().get(architecture)
+    own = families_by_name().get(architecture)
     marks = {"mamba.A_log": "hybrid"} if both else layer_words()
     marks = dict(own.detection.words) if own and own.detection.words else marks
     if architecture == "NemotronHForCausalLM":

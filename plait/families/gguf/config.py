@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from plait.errors import UnsupportedModel
-from plait.families.common.registry import known
+from plait.families.common.registry import families_by_name
 from plait.families.config.normalize import FULL, LINEAR
 from plait.families.gguf.arch import ARCHITECTURES, FILE, Arch, Metadata, Shapes
 from plait.ops.rope import yarn_mscale
@@ -86,7 +86,7 @@ def gguf_config(
 
 
 def _arch(name: str) -> Arch:
-    known()  # imports the families, which register their architectures
+    families_by_name()  # imports the families, which register their architectures
     if name not in ARCHITECTURES:
         listed = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModel(

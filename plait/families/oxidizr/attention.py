@@ -8,13 +8,13 @@ from __future__ import annotations
 from math import gcd
 
 from plait.errors import ConfigError, UnsupportedModel
-from plait.families.oxidizr.view import Part, Shape, Tensors, View, linear
-from plait.spec import Attention, Mla, Mlp, Moe, Norm
+from plait.families.oxidizr.view import BranchPart, Shape, Tensors, View, linear
+from plait.spec import AttentionSpec, MlaSpec, MlpSpec, MoeSpec, NormSpec
 
-LATENT_NORM = Norm(1e-6)
+LATENT_NORM = NormSpec(1e-6)
 
 
-def mla(view: View) -> Part:
+def mla(view: View) -> BranchPart:
     """The trainer's seven matrices."""
     kv_rank = view.measure("kv_latent_dim", view.shape("w_dkv.weight", 2)[0], "w_dkv.weight")
     q_rank = view.measure("q_latent_dim", view.shape("w_dq.weight", 2)[0], "w_dq.weight")
@@ -23,7 +23,7 @@ def mla(view: View) -> Part:
     view.measure("num_attention_heads", heads, "w_qr.weight")
     wide = view.shape("w_uq.weight", 2)[0]
     dim = view.divide(wide, heads, "w_uq.weight", "head_dim")
-    mixer = Mla(heads, None, kv_rank, dim, dim, (dim + turned) ** -0.5, turned, view.rope(turned))
+    mixer = MlaSpec(heads, None, kv_rank, dim, dim, (dim + turned) ** -0.5, turned, view.rope(turned))
     shapes = {
         "w_dkv": (kv_rank, view.hidden),
         "w_dq": (q_rank, view.hidden),
@@ -34,10 +34,10 @@ def mla(view: View) -> Part:
         "o": (view.hidden, wide),
     }
     tensors: Tensors = {f"{leaf}.weight": (shape, True) for leaf, shape in shapes.items()}
-    return Part(mixer, view.rms(), {"norm.weight": ((view.hidden,), True), **tensors})
+    return BranchPart(mixer, view.rms(), {"norm.weight": ((view.hidden,), True), **tensors})
 
 
-def latent(view: View) -> Part:
+def latent(view: View) -> BranchPart:
     """MLA in DeepSeek's shapes: the number of heads solves their equations."""
     (rows, kv_rank), all_v = view.shape("kv_b.weight", 2), view.shape("o.weight", 2)[1]
     turned = view.divide(view.shape("kv_a.weight", 2)[0] - kv_rank, 1, "kv_a.weight", "d_rope")
@@ -51,7 +51,7 @@ def latent(view: View) -> Part:
     view.measure("num_attention_heads", heads, "kv_b.weight")
     q_rank = view.shape("q_a.weight", 2)[0] if low else None
     normed = "kv_a_norm.weight" in view or "q_a_norm.weight" in view
-    mixer = Mla(
+    mixer = MlaSpec(
         heads, q_rank, kv_rank, nope, v_dim, (nope + turned) ** -0.5, turned, view.rope(turned),
         LATENT_NORM if normed else None,
     )  # fmt: skip
@@ -65,10 +65,10 @@ def latent(view: View) -> Part:
         **({"kv_a_norm.weight": ((kv_rank,), True)} if normed else {}),
         **({"q_a_norm.weight": ((q_rank,), True)} if normed and q_rank else {}),
     }
-    return Part(mixer, view.rms(), tensors)
+    return BranchPart(mixer, view.rms(), tensors)
 
 
-def gqa(view: View) -> Part:
+def gqa(view: View) -> BranchPart:
     q, k = view.shape("q.weight", 2)[0], view.shape("k.weight", 2)[0]
     dim = _head_dim(view, q, k)
     heads, kv_heads = q // dim, k // dim
@@ -81,8 +81,8 @@ def gqa(view: View) -> Part:
         **linear("v", k, view.hidden),
         **linear("o", view.hidden, q),
     }
-    mixer = Attention(heads, kv_heads, dim, dim**-0.5, view.rope(dim))
-    return Part(mixer, view.rms(), tensors)
+    mixer = AttentionSpec(heads, kv_heads, dim, dim**-0.5, view.rope(dim))
+    return BranchPart(mixer, view.rms(), tensors)
 
 
 def _head_dim(view: View, q: int, k: int) -> int:
@@ -114,7 +114,7 @@ def _head_dim(view: View, q: int, k: int) -> int:
     return fits[0]
 
 
-def mlp(view: View) -> Part:
+def mlp(view: View) -> BranchPart:
     size = view.shape("gate.weight", 2)[0]
     _ffn_size(view, size, "intermediate_size", "gate.weight")
     tensors: Tensors = {
@@ -123,7 +123,7 @@ def mlp(view: View) -> Part:
         **linear("up", size, view.hidden),
         **linear("down", view.hidden, size),
     }
-    return Part(Mlp(size), view.rms(), tensors)
+    return BranchPart(MlpSpec(size), view.rms(), tensors)
 
 
 def _ffn_size(view: View, size: int, key: str, leaf: str) -> None:
@@ -143,9 +143,9 @@ def _size(name: str, gate: Shape, hidden: int) -> int:
     return gate[0]
 
 
-def moe(view: View) -> Part:
+def moe(view: View) -> BranchPart:
     stacked = "stacked.gate.weight" in view
-    count, size, experts = _stacked(view) if stacked else _experts(view)
+    count, size, experts = _stack_shape(view) if stacked else _experts(view)
     view.measure("num_experts", count, "stacked.gate.weight" if stacked else "router.weight")
     key = "moe_intermediate_size" if view.facts.given("moe_intermediate_size") else "intermediate_size"
     _ffn_size(view, size, key, "stacked.gate.weight" if stacked else "experts.0.gate.weight")
@@ -167,8 +167,8 @@ def moe(view: View) -> Part:
         **experts,
         **(_matrices("shared", shared, view.hidden) if shared else {}),
     }
-    mixer = Moe(count, top_k, Mlp(size), shared=Mlp(shared) if shared else None)
-    return Part(mixer, view.rms(), tensors)
+    mixer = MoeSpec(count, top_k, MlpSpec(size), shared=MlpSpec(shared) if shared else None)
+    return BranchPart(mixer, view.rms(), tensors)
 
 
 def _matrices(leaf: str, size: int, hidden: int) -> Tensors:
@@ -188,7 +188,7 @@ def _experts(view: View) -> tuple[int, int, Tensors]:
     return count, size, tensors
 
 
-def _stacked(view: View) -> tuple[int, int, Tensors]:
+def _stack_shape(view: View) -> tuple[int, int, Tensors]:
     """One tensor for all experts: [E, in, out], or [E, out, in] where the shapes leave no doubt."""
     count, a, b = view.shape("stacked.gate.weight", 3)
     size, as_linear = _size("stacked.gate.weight", (count, a, b), view.hidden), a != view.hidden

@@ -1,7 +1,7 @@
 """The words of oxidizr's config.json, its training file and the sectioned documents of servers like it.
 
-All of them become one flat mapping of canonical keys. `Facts` then completes it from the tensors, remembers
-where every value came from, and collects everything that does not fit, to be said at once.
+All of them become one flat mapping of canonical keys. `OxidizrFacts` then completes it from the tensors,
+remembers where every value came from, and collects everything that does not fit, to be said at once.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ KEYS: Mapping[str, Check] = {
 }
 
 
-class Facts:
+class OxidizrFacts:
     """What is known of a model so far: `values`, where each is from, and `problems` to be raised together."""
 
     def __init__(self, config: Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> None:

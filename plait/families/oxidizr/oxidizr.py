@@ -16,15 +16,15 @@ from torch import Tensor
 from plait.errors import MissingTensor, PlaitError, ShapeMismatch, UnsupportedModel, UnusedTensor
 from plait.families.common.resolved import Resolved
 from plait.families.oxidizr.attention import gqa, latent, mla, mlp, moe
-from plait.families.oxidizr.config import Facts
+from plait.families.oxidizr.config import OxidizrFacts
 from plait.families.oxidizr.names import MAMBAS, Catalog, Layer, read_catalog
 from plait.families.oxidizr.ssm import mamba1, mamba2, mamba3
-from plait.families.oxidizr.view import Part, Shape, SsmMode, Tensors, View
+from plait.families.oxidizr.view import BranchPart, Shape, SsmMode, Tensors, View
 from plait.families.oxidizr.weights import TakeA, name_map
 from plait.quant.weight import Weight, as_tensor
-from plait.spec import Branch, Mla, ModelSpec, Norm
+from plait.spec import BranchSpec, MlaSpec, ModelSpec, NormSpec
 
-MEASURES: Mapping[str, Callable[[View], Part]] = {
+MEASURES: Mapping[str, Callable[[View], BranchPart]] = {
     "mamba1": mamba1, "mamba2": mamba2, "mamba3": mamba3, "mla": mla, "latent": latent, "gqa": gqa,
     "moe": moe, "mlp": mlp,
 }  # fmt: skip
@@ -87,7 +87,7 @@ def resolve_oxidizr(
     `overrides` (`key=value`) win over the config. Raises one PlaitError that names everything that does not
     fit: missing and odd tensors, and what the config says against them.
     """
-    facts, catalog = Facts(config, overrides), read_catalog(shapes)
+    facts, catalog = OxidizrFacts(config, overrides), read_catalog(shapes)
     ours = {name: tuple(shapes[theirs]) for name, theirs in catalog.names.items()}
     _check_layers(facts, catalog)
     hidden = _check_ends(facts, catalog, ours)
@@ -99,13 +99,13 @@ def resolve_oxidizr(
     facts.raise_problems()
     spec = _spec(facts, catalog, parts, ssm_mode)
     take_a = _choose_a(facts, catalog, read, a_source)
-    heads = next((p.mixer.num_heads for p in parts.values() if isinstance(p.mixer, Mla)), 0)
+    heads = next((p.mixer.num_heads for p in parts.values() if isinstance(p.mixer, MlaSpec)), 0)
     stack = ours.get(next((n for n in ours if ".stacked.gate." in n), ""), (0, spec.hidden_size, 0))
     names = name_map(catalog, take_a, heads, flip_stacks=stack[1] == spec.hidden_size)
     return Resolved(spec, names, facts.values, facts.provenance, "oxidizr", is_detected=not config)
 
 
-def _check_layers(facts: Facts, catalog: Catalog) -> None:
+def _check_layers(facts: OxidizrFacts, catalog: Catalog) -> None:
     """The kinds of layers as the tensors have them, against every way in which a config tells them."""
     layers = catalog.layers
     facts.tensor("num_layers", len(layers), f"layers.0 … layers.{len(layers) - 1} of the file")
@@ -162,7 +162,7 @@ def _means(word: str, layer: Layer) -> bool:
     return known.get(plain, False)
 
 
-def _check_words(facts: Facts, catalog: Catalog) -> None:
+def _check_words(facts: OxidizrFacts, catalog: Catalog) -> None:
     found = [_word(layer) for layer in catalog.layers]
     words = facts.given("layer_types")
     if words is not None and len(words) == len(found):
@@ -181,7 +181,7 @@ def _check_words(facts: Facts, catalog: Catalog) -> None:
         facts.values["layer_types"], facts.provenance["layer_types"] = found, "tensors of each layer"
 
 
-def _check_ends(facts: Facts, catalog: Catalog, shapes: Mapping[str, Shape]) -> int:
+def _check_ends(facts: OxidizrFacts, catalog: Catalog, shapes: Mapping[str, Shape]) -> int:
     """Embedding, last norm and head. Returns the hidden size; 0 if no tensor tells it."""
     embed = shapes.get("embed.weight")
     if embed is None or len(embed) != 2:
@@ -207,10 +207,10 @@ def _check_ends(facts: Facts, catalog: Catalog, shapes: Mapping[str, Shape]) -> 
 
 
 def _measure(
-    facts: Facts, catalog: Catalog, shapes: Mapping[str, Shape], hidden: int, ssm_mode: SsmMode
-) -> dict[str, Part]:
+    facts: OxidizrFacts, catalog: Catalog, shapes: Mapping[str, Shape], hidden: int, ssm_mode: SsmMode
+) -> dict[str, BranchPart]:
     """Every kind of part that the layers have; what does not fit goes to `facts.problems`."""
-    parts: dict[str, Part] = {}
+    parts: dict[str, BranchPart] = {}
     own: dict[str, dict[str, Shape]] = {}  # by place, by leaf
     for name, shape in shapes.items():
         place, _, leaf = re.sub(r"^(layers\.\d+\.\w+)\.", r"\1|", name).partition("|")
@@ -259,9 +259,11 @@ def _misfits(
         yield UnusedTensor(f"{catalog.theirs(prefix + leaf)}: a layer of this kind has no such tensor")
 
 
-def _spec(facts: Facts, catalog: Catalog, parts: Mapping[str, Part], ssm_mode: SsmMode) -> ModelSpec:
-    def branch(name: str, kind: str) -> Branch:
-        return Branch(name, parts[kind].mixer, parts[kind].norm)
+def _spec(
+    facts: OxidizrFacts, catalog: Catalog, parts: Mapping[str, BranchPart], ssm_mode: SsmMode
+) -> ModelSpec:
+    def branch(name: str, kind: str) -> BranchSpec:
+        return BranchSpec(name, parts[kind].mixer, parts[kind].norm)
 
     layers = []
     for layer in catalog.layers:
@@ -275,14 +277,16 @@ def _spec(facts: Facts, catalog: Catalog, parts: Mapping[str, Part], ssm_mode: S
         facts.given("hidden_size"),
         facts.given("vocab_size"),
         tuple(layers),
-        Norm(facts.default("rms_norm_eps", 1e-5)),
+        NormSpec(facts.default("rms_norm_eps", 1e-5)),
         facts.default("max_seq_len", 4096),
         tied=facts.given("tie_word_embeddings"),
         causal=not (scans and ssm_mode == "exact"),
     )
 
 
-def _choose_a(facts: Facts, catalog: Catalog, read: Callable[[str], Tensor | Weight], asked: str) -> TakeA:
+def _choose_a(
+    facts: OxidizrFacts, catalog: Catalog, read: Callable[[str], Tensor | Weight], asked: str
+) -> TakeA:
     """Where A of Mamba2 and Mamba3 comes from.
 
     The trainer adds ln(1 … H) to A_log once, at the start, and never looks at A_log again: a file that it

@@ -6,8 +6,8 @@ A kind is measured on the first layer that has it; what a tensor says and what t
 from __future__ import annotations
 
 from plait.errors import ConfigError, UnsupportedModel
-from plait.families.oxidizr.view import Part, Tensors, View, linear
-from plait.spec import Mamba1, Mamba2, Mamba3, Norm
+from plait.families.oxidizr.view import BranchPart, Tensors, View, linear
+from plait.spec import Mamba1Spec, Mamba2Spec, Mamba3Spec, NormSpec
 
 EPS = 1e-6  # of every norm in and before a Mamba2 and Mamba3
 STATE_LIMIT = 30.0  # of Mamba1, whose A is positive: the clamp is part of the model
@@ -63,13 +63,13 @@ def _chunk_size(view: View) -> int:
     return size
 
 
-def _before(view: View, *, trainer: bool) -> tuple[Norm, Tensors]:
+def _before(view: View, *, trainer: bool) -> tuple[NormSpec, Tensors]:
     """The norm in front of a Mamba2 or Mamba3: a layer norm if it has a bias, as the trainer writes."""
     tensors: Tensors = {"norm.weight": ((view.hidden,), True), "norm.bias": ((view.hidden,), trainer)}
-    return (Norm(EPS, "layer") if "norm.bias" in view else view.rms()), tensors
+    return (NormSpec(EPS, "layer") if "norm.bias" in view else view.rms()), tensors
 
 
-def mamba2(view: View) -> Part:
+def mamba2(view: View) -> BranchPart:
     heads, dim, inner = _heads(view)
     channels = view.shape("conv.weight", 2, 3)[0]
     both = view.divide(channels - inner, 2, "conv.weight", "groups × states")
@@ -79,11 +79,11 @@ def mamba2(view: View) -> Part:
     norm, before = _before(view, trainer=trainer)
     low, high = view.facts.default("time_step_limit", [1e-3, 0.1], "the trainer's")
     eps = view.facts.default("mamba2_norm_eps", EPS, "the trainer's")
-    mixer = Mamba2(
+    mixer = Mamba2Spec(
         heads, dim, size, groups, kernel,
         chunk_size=_chunk_size(view),
         dt_limit=(float(low), float(high)),
-        gated_norm=Norm(eps) if trainer or "gated_norm.weight" in view else None,
+        gated_norm=NormSpec(eps) if trainer or "gated_norm.weight" in view else None,
         mode=view.ssm_mode,
     )  # fmt: skip
     tensors: Tensors = {
@@ -96,10 +96,10 @@ def mamba2(view: View) -> Part:
         "dt_bias": ((heads,), trainer),
         "gated_norm.weight": ((inner,), mixer.gated_norm is not None),
     }
-    return Part(mixer, norm, tensors)
+    return BranchPart(mixer, norm, tensors)
 
 
-def mamba3(view: View) -> Part:
+def mamba3(view: View) -> BranchPart:
     facts = view.facts
     heads, dim, inner = _heads(view)
     size = view.measure("mamba2_state_size", view.shape("bc_norm.weight", 1)[0], "bc_norm.weight")
@@ -116,8 +116,8 @@ def mamba3(view: View) -> Part:
     view.measure("mamba3_mimo_rank", rank, "mimo_up.weight")
     norm, before = _before(view, trainer=True)
     low, high = facts.default("time_step_limit", [1e-3, 0.1], "the trainer's")
-    gated = Norm(facts.default("mamba2_norm_eps", EPS, "the trainer's"))
-    mixer = Mamba3(
+    gated = NormSpec(facts.default("mamba2_norm_eps", EPS, "the trainer's"))
+    mixer = Mamba3Spec(
         heads, dim, size, groups, kernel, turned, rank, _chunk_size(view), (float(low), float(high)),
         gated_norm=gated, mode=view.ssm_mode,
     )  # fmt: skip
@@ -135,10 +135,10 @@ def mamba3(view: View) -> Part:
         **(linear("mimo_up", dim * rank, dim, bias=True) if rank else {}),
         **(linear("mimo_down", dim, dim * rank, bias=True) if rank else {}),
     }
-    return Part(mixer, norm, tensors)
+    return BranchPart(mixer, norm, tensors)
 
 
-def mamba1(view: View) -> Part:
+def mamba1(view: View) -> BranchPart:
     inner, size = view.shape("A_log", 2)
     stored = view.shape("conv.weight", 2, 3)
     rank = view.divide(view.shape("x.weight", 2)[0] - 2 * size, 1, "x.weight", "the width of dt")
@@ -153,4 +153,4 @@ def mamba1(view: View) -> Part:
         "A_log": ((inner, size), True),
         "D": ((inner,), True),
     }
-    return Part(Mamba1(inner, size, rank, stored[-1], STATE_LIMIT), view.rms(), tensors)
+    return BranchPart(Mamba1Spec(inner, size, rank, stored[-1], STATE_LIMIT), view.rms(), tensors)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from plait.errors import MissingTensor, ShapeMismatch
-from plait.families.oxidizr.config import Facts
+from plait.families.oxidizr.config import OxidizrFacts
 from plait.families.oxidizr.names import Catalog
-from plait.spec import Mixer, Norm, Rope
+from plait.spec import Mixer, NormSpec, RopeSpec
 
 Shape = tuple[int, ...]
 Tensors = dict[str, tuple[Shape, bool]]  # leaf -> (shape, whether it must be there)
@@ -17,11 +17,11 @@ SsmMode = Literal["ssd", "exact"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BranchPart:
     """A branch's mixer and norm, and the tensors it is made of."""
 
     mixer: Mixer
-    norm: Norm
+    norm: NormSpec
     tensors: Tensors
 
 
@@ -29,7 +29,7 @@ class Part:
 class View:
     """One kind of branch in a checkpoint: `prefixes` are its places, like `layers.3.ssm`, in order."""
 
-    facts: Facts
+    facts: OxidizrFacts
     catalog: Catalog
     shapes: Mapping[str, Shape]  # by our names
     prefixes: tuple[str, ...]
@@ -78,15 +78,15 @@ class View:
             )
         return total // by
 
-    def rope(self, dim: int) -> Rope:
+    def rope(self, dim: int) -> RopeSpec:
         theta = self.facts.default("rope_theta", 10_000.0)
         scaling = dict(self.facts.given("rope_scaling") or {})
         if "type" in scaling:
             scaling["rope_type"] = scaling.pop("type")
-        return Rope(dim, float(theta), scaling, bool(self.facts.given("rope_interleave")))
+        return RopeSpec(dim, float(theta), scaling, bool(self.facts.given("rope_interleave")))
 
-    def rms(self) -> Norm:
-        return Norm(self.facts.default("rms_norm_eps", 1e-5))
+    def rms(self) -> NormSpec:
+        return NormSpec(self.facts.default("rms_norm_eps", 1e-5))
 
 
 def linear(leaf: str, out: int, into: int, *, bias: bool = False) -> Tensors:

@@ -19,7 +19,7 @@ A_RANGE = (1e-6, 1e6)  # the trainer clamps exp(A_log) to it
 TakeA = Literal["trainer", "saved"]
 
 
-def saved_a(a_log: Stored, **_: str) -> Tensor:
+def read_negative_a(a_log: Stored, **_: str) -> Tensor:
     """A = -exp(A_log)."""
     return -as_tensor(a_log).float().exp().clamp(*A_RANGE)
 
@@ -29,7 +29,7 @@ def trainer_a(a_log: Stored, **_: str) -> Tensor:
     return -torch.arange(1.0, a_log.shape[0] + 1)
 
 
-def growing_a(a_log: Stored, **_: str) -> Tensor:
+def read_growing_a(a_log: Stored, **_: str) -> Tensor:
     """Mamba1's A is exp(-a_log): positive, so that the state grows up to its limit."""
     return as_tensor(a_log).float().neg().exp()
 
@@ -62,7 +62,7 @@ def _latent(*sources: str) -> Derived:
     return Derived(lambda low, key, **_: torch.cat([as_tensor(low), as_tensor(key)]), sources)
 
 
-def _stacked(source: str, *, flip: bool) -> Derived:
+def _slice_expert(source: str, *, flip: bool) -> Derived:
     """One expert of a stack, as a linear map [out, in]."""
 
     def one(stack: Stored, e: str, **_: str) -> Tensor:
@@ -103,8 +103,8 @@ class _Converter:
 
     def __init__(self, catalog: Catalog, layer: int, take_a: TakeA, heads: int, flip_stacks: bool) -> None:
         self.catalog, self.layer, self.heads, self.flip = catalog, layer, heads, flip_stacks
-        decay: dict[MixerKind, Callable[..., Tensor]] = {"mamba1": growing_a}
-        chosen = trainer_a if take_a == "trainer" else saved_a
+        decay: dict[MixerKind, Callable[..., Tensor]] = {"mamba1": read_growing_a}
+        chosen = trainer_a if take_a == "trainer" else read_negative_a
         self.a = decay.get(catalog.layers[layer].mixer, chosen)
 
     def __call__(self, leaf: str, theirs: str) -> Iterator[tuple[str, Source]]:
@@ -115,7 +115,7 @@ class _Converter:
             yield "layers.{i}.ssm.conv.weight", conv(source)
         elif leaf.startswith("ffn.stacked."):
             ours = leaf.replace("stacked", "experts.{e}")
-            yield f"layers.{{i}}.{ours}", _stacked(source, flip=self.flip)
+            yield f"layers.{{i}}.{ours}", _slice_expert(source, flip=self.flip)
         elif leaf == "attn.w_uq.weight":
             yield "layers.{i}.attn.q.weight", _query(self.heads, *self._three("uq", "dq", "qr"))
         elif leaf == "attn.w_uk.weight":

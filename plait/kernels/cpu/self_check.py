@@ -41,7 +41,7 @@ from plait.kernels.cpu.linear import blocks  # noqa: F401  what they register is
 from plait.kernels.cpu.pointwise import norm  # noqa: F401  what they register is compared
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.ops.attention import paged_attention
-from plait.ops.linear import linear as linear_map
+from plait.ops.linear import linear
 from plait.ops.norm import rms_norm
 from plait.ops.registry import Op
 
@@ -130,8 +130,8 @@ CHECKS: Mapping[str, Callable[[Executor], bool]] = {
     "products of bytes": wrong_products,
     "rounding": wrong_roundings,
     "RMS norm": lambda cpu: differs(rms_norm, dict(tokens=5, hidden=136, groups=1), cpu),
-    "linear maps of Q8_0": lambda cpu: differs(linear_map, _linear_case("Q8_0", 13, "int8"), cpu),
-    "linear maps of Q4_0": lambda cpu: differs(linear_map, _linear_case("Q4_0", 3, "int8x2"), cpu),
+    "linear maps of Q8_0": lambda cpu: differs(linear, _linear_case("Q8_0", 13, "int8"), cpu),
+    "linear maps of Q4_0": lambda cpu: differs(linear, _linear_case("Q4_0", 3, "int8x2"), cpu),
     "attention": lambda cpu: differs(paged_attention, _ATTENTION, cpu),
 }
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from plait.ops.attention import causal_mask, paged_attention, read_paged, visible, write_paged
 from plait.ops.entry import key_codes, value_codes
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 
 NAME = "sdpa"
 
@@ -19,7 +19,7 @@ def register() -> None:
         paged_attention.variant(NAME, on=device, when=_no_softcap)(sdpa)
 
 
-def _no_softcap(facts: Facts) -> str | None:
+def _no_softcap(facts: OpFacts) -> str | None:
     return "torch's attention has no softcap" if facts.sizes.get("softcap") is not None else None
 
 

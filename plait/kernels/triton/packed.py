@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.ops.blocks import random_weight
-from plait.ops.linear import Activations, linear, rounded
-from plait.ops.registry import Facts
+from plait.ops.linear import Activations, linear, round_activations
+from plait.ops.registry import OpFacts
 from plait.quant.fp8 import Fp8
 from plait.quant.gguf import Gguf
 from plait.quant.grouped import Grouped
@@ -208,16 +208,20 @@ def multiply(x: Tensor, weight: Weight, bias: Tensor | None, activations: Activa
     count = x.numel() // max(1, n_in)
     if not 0 < count <= MOST or not n_out or not reads(weight):
         return linear.reference(x, weight, bias, activations)
-    given = (x if activations == "float32" else rounded(x, activations)).reshape(count, n_in).contiguous()
-    result = _launched(given, weight, launch=small_product)
+    given = (
+        (x if activations == "float32" else round_activations(x, activations))
+        .reshape(count, n_in)
+        .contiguous()
+    )
+    result = _launch(given, weight, launch=small_product)
     result = result if bias is None else result + bias
     return result.to(x.dtype).view(*x.shape[:-1], n_out)
 
 
-def _launched(x: Tensor, weight: Weight, launch) -> Tensor:
+def _launch(x: Tensor, weight: Weight, launch) -> Tensor:
     kind = weight.format.partition("_g")[0].partition("_b")[0]
     (m, n_in), n_out, span = x.shape, weight.shape[0], span_of(kind, weight.shape[1])
-    codes, scales, zeros, tall, group = _stored(weight)
+    codes, scales, zeros, tall, group = _split_storage(weight)
     pairs = kind in ("Q4_0", "Q4_K", "Q6_K", "int4")
     run = 32 if kind == "Q4_K" or not pairs else 16
     shares = shares_of(n_out, n_in // span)
@@ -232,7 +236,7 @@ def _launched(x: Tensor, weight: Weight, launch) -> Tensor:
     return out[0] if shares == 1 else out.sum(0)
 
 
-def _stored(weight: Weight) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
+def _split_storage(weight: Weight) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
     """(bytes, scales, zero points, rows of a scale, columns of a scale); scales lie in GGUF's own bytes."""
     match weight:
         case Grouped():
@@ -258,7 +262,7 @@ def trial(kind: str, dtype: torch.dtype, device: str) -> str | None:
     return None if error <= linear.tolerance[dtype] else f"it is off by {error:.3g} here, and is not used"
 
 
-def packed_weights(facts: Facts) -> str | None:
+def why_unreadable(facts: OpFacts) -> str | None:
     """The `when` of the kernel: a format that it reads, and a trial on this device that went well."""
     kind = str(facts.sizes.get("kind", "plain numbers"))
     if not KINDS.fullmatch(kind):
@@ -269,4 +273,4 @@ def packed_weights(facts: Facts) -> str | None:
     return trial(short, facts.dtype, facts.device)
 
 
-linear.variant(NAME, on="cuda", when=packed_weights)(multiply)
+linear.variant(NAME, on="cuda", when=why_unreadable)(multiply)

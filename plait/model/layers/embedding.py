@@ -24,7 +24,7 @@ class Embedding:
         return self._embed(token_ids, self.table, self.scale, self.dtype)  # type: ignore[no-any-return]
 
 
-class Head:
+class LmHead:
     """Hidden states to logits, in float32. A tied model reads the embedding's table."""
 
     def __init__(self, s: ModelSpec, w: Weights) -> None:

@@ -7,23 +7,23 @@ from torch import Tensor
 
 from plait import spec
 from plait.checkpoint.weights import Weights
-from plait.ops import norm as ops
+from plait.ops import norm
 from plait.ops.activation import combine
 
 
 class Norm:
     """RMS or layer norm over `size` features, or over each of `groups` equal parts of them."""
 
-    def __init__(self, s: spec.Norm, w: Weights, size: int, groups: int = 1) -> None:
+    def __init__(self, s: spec.NormSpec, w: Weights, size: int, groups: int = 1) -> None:
         self.spec, self.groups = s, groups
         # In float32 whatever the model computes in: Gemma's 1 + w would lose its last bits in bfloat16.
         self.weight = w.tensor("weight", (size,), torch.float32) if s.weight else _ones(size, w)
         # An RMS norm has no bias, a norm without a weight neither: one in the file is left over, and refused.
         self.bias = w.optional("bias", (size,), torch.float32) if s.kind == "layer" and s.weight else None
-        self._rms = w.bind(ops.rms_norm, size=size)
-        self._add_rms = w.bind(ops.add_rms_norm, size=size)
+        self._rms = w.bind(norm.rms_norm, size=size)
+        self._add_rms = w.bind(norm.add_rms_norm, size=size)
         self._combine = w.bind(combine)
-        self._layer = w.bind(ops.layer_norm, size=size) if s.kind == "layer" else None
+        self._layer = w.bind(norm.layer_norm, size=size) if s.kind == "layer" else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., size] -> the same shape."""

@@ -10,7 +10,7 @@ from plait.ops.rope import frequencies, rotate
 
 
 class Rope:
-    def __init__(self, s: spec.Rope, w: Weights) -> None:
+    def __init__(self, s: spec.RopeSpec, w: Weights) -> None:
         inv_freq, self.mscale = frequencies(s, w.target.max_len)
         self.inv_freq, self.interleaved = inv_freq.to(w.target.device), s.interleaved
         self._rotate = w.bind(rotate, dim=s.dim, interleaved=s.interleaved, max_len=w.target.max_len)
@@ -20,7 +20,7 @@ class Rope:
         return self._rotate(x, positions, self.inv_freq, self.mscale, self.interleaved)  # type: ignore[no-any-return]
 
 
-def describe_rope(s: spec.Rope | None) -> str:
+def describe_rope(s: spec.RopeSpec | None) -> str:
     """Rotary positions in a few words, for `plait info`."""
     if s is None:
         return "no rope"

@@ -18,7 +18,7 @@ from plait.ops.entry import head_widths
 from plait.state.store import StateStore
 
 
-def _words(m: spec.Attention) -> str:
+def _words(m: spec.AttentionSpec) -> str:
     kind = "attention" if m.num_heads == m.num_kv_heads else "grouped-query attention"
     parts = [f"{kind}, {m.num_heads} heads × {m.head_dim}, {m.num_kv_heads} kv", describe_rope(m.rope)]
     parts += [f"window {m.window}"] if m.window else []
@@ -29,9 +29,9 @@ def _words(m: spec.Attention) -> str:
     return ", ".join(parts)
 
 
-@mixer(spec.Attention, _words)
+@mixer(spec.AttentionSpec, _words)
 class Attention:
-    def __init__(self, s: spec.Attention, w: Weights) -> None:
+    def __init__(self, s: spec.AttentionSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, q, kv = w.target.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
         parts = {"q": q, "k": kv, "v": kv, **({"gate": q} if s.gate else {})}
@@ -80,7 +80,7 @@ class Attention:
 class HeadNorm:
     """The norm of a mixer's queries or keys, over whatever `qk_norm_over` says: [T, heads, d] -> its like."""
 
-    def __init__(self, norm: spec.Norm, s: spec.Attention, w: Weights, heads: int) -> None:
+    def __init__(self, norm: spec.NormSpec, s: spec.AttentionSpec, w: Weights, heads: int) -> None:
         self._apart = s.qk_norm_over == "head"
         size = s.head_dim if self._apart else heads * s.head_dim
         self._norm = Norm(norm, w, size, heads if s.qk_norm_over == "each" else 1)

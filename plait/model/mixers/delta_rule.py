@@ -10,7 +10,7 @@ from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.batch import Batch
 from plait.model.layers.norm import Norm
-from plait.model.mixers.mamba2 import ShortConv
+from plait.model.mixers.mamba2 import DepthwiseConv
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, gate, step_sizes
 from plait.ops.delta import gated_delta_scan
@@ -18,15 +18,15 @@ from plait.ops.gated_norm import gated_rms_norm
 from plait.state.store import StateStore
 
 
-def _words(m: spec.DeltaNet) -> str:
+def _words(m: spec.DeltaNetSpec) -> str:
     kind = "Kimi delta attention" if m.decay == "channel" else "gated DeltaNet"
     shared = f", {m.num_key_heads} key" if m.num_key_heads != m.num_heads else ""
     return f"{kind}, {m.num_heads} heads{shared} × ({m.key_dim} × {m.value_dim})"
 
 
-@mixer(spec.DeltaNet, _words)
+@mixer(spec.DeltaNetSpec, _words)
 class DeltaNet:
-    def __init__(self, s: spec.DeltaNet, w: Weights) -> None:
+    def __init__(self, s: spec.DeltaNetSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, keys, values = w.target.hidden_size, s.num_key_heads * s.key_dim, s.num_heads * s.value_dim
         steps = s.num_heads * (s.key_dim if s.decay == "channel" else 1)
@@ -38,7 +38,7 @@ class DeltaNet:
         self.decay = w.linear("decay_b", in_size=s.decay_rank, out_sizes=(steps,)) if s.decay_rank else None
         self.gate = w.linear("gate_b", in_size=s.gate_rank, out_sizes=(values,)) if s.gate_rank else None
         self.out = w.linear("o", in_size=values, out_sizes=(hidden,))
-        self.conv = ShortConv(w, self.sizes[0], s.conv_kernel)
+        self.conv = DepthwiseConv(w, self.sizes[0], s.conv_kernel)
         self.heads = [s.num_key_heads, s.num_key_heads, s.num_heads]
         self.A = w.tensor("A", (s.num_heads,), torch.float32)
         self.dt_bias = w.optional("dt_bias", (steps,), torch.float32)
@@ -75,7 +75,7 @@ class DeltaNet:
 class OutputGate:
     """The norm of each head's output, one weight for all, times the gate's activation."""
 
-    def __init__(self, s: spec.DeltaNet, w: Weights) -> None:
+    def __init__(self, s: spec.DeltaNetSpec, w: Weights) -> None:
         self.spec, size = s, s.num_heads * s.value_dim
         if s.gate == "silu":
             weight = w.tensor("gated_norm.weight", (s.value_dim,))

@@ -19,15 +19,15 @@ from plait.ops.ssm import mamba2_scan
 from plait.state.store import StateStore
 
 
-def _words(m: spec.Lightning) -> str:
+def _words(m: spec.LightningSpec) -> str:
     return f"lightning attention, {m.num_heads} heads × {m.head_dim}"
 
 
-@mixer(spec.Lightning, _words)
+@mixer(spec.LightningSpec, _words)
 class Lightning:
     """The file's one projection has q, k and v of each head beside each other."""
 
-    def __init__(self, s: spec.Lightning, w: Weights) -> None:
+    def __init__(self, s: spec.LightningSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, size, device = w.target.hidden_size, s.num_heads * s.head_dim, w.target.device
         self.qkv = w.linear("qkv", in_size=hidden, out_sizes=(3 * size,))

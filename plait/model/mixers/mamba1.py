@@ -14,7 +14,7 @@ from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.batch import Batch
 from plait.model.layers.norm import Norm
-from plait.model.mixers.mamba2 import ShortConv
+from plait.model.mixers.mamba2 import DepthwiseConv
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import step_sizes
 from plait.ops.gated_norm import gated_rms_norm
@@ -22,23 +22,23 @@ from plait.ops.ssm import mamba1_scan, mamba2_scan
 from plait.state.store import StateStore
 
 
-def _words(m: spec.Mamba1) -> str:
+def _words(m: spec.Mamba1Spec) -> str:
     heads = "" if m.num_heads is None else f", {m.num_heads} heads"
     return f"Mamba1, inner {m.inner_size}, state {m.state_size}{heads}"
 
 
-@mixer(spec.Mamba1, _words)
+@mixer(spec.Mamba1Spec, _words)
 class Mamba1:
     """`in` has the rows of x and then of the gate; `x` those of the step, B and C; `dt` has a bias."""
 
-    def __init__(self, s: spec.Mamba1, w: Weights) -> None:
+    def __init__(self, s: spec.Mamba1Spec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, inner, steps = w.target.hidden_size, s.inner_size, s.num_heads or s.inner_size
         self.in_proj = w.linear("in", in_size=hidden, out_sizes=(2 * inner,))
         self.x_proj = w.linear("x", in_size=inner, out_sizes=(s.dt_rank + 2 * s.state_size,))
         self.dt_proj = w.linear("dt", in_size=s.dt_rank, out_sizes=(steps,))
         self.out = w.linear("out", in_size=inner, out_sizes=(hidden,))
-        self.conv = ShortConv(w, inner, s.conv_kernel)
+        self.conv = DepthwiseConv(w, inner, s.conv_kernel)
         self.A = w.tensor("A", (steps,) if s.num_heads else (inner, s.state_size), torch.float32)
         self.D = w.tensor("D", (steps,), torch.float32)
         self.sizes = {"dt": s.dt_rank, "B": s.state_size, "C": s.state_size}
@@ -67,7 +67,7 @@ class Mamba1:
 class _PerChannel:
     """The scan whose channels have a step and a decay each."""
 
-    def __init__(self, s: spec.Mamba1, w: Weights) -> None:
+    def __init__(self, s: spec.Mamba1Spec, w: Weights) -> None:
         self.state_shape: tuple[int, ...] = (s.inner_size, s.state_size)
         self._scan, self._limit = w.bind(mamba1_scan, inner=s.inner_size, state=s.state_size), s.state_limit
 
@@ -81,7 +81,7 @@ class _PerChannel:
 class _PerHead:
     """The scan whose heads have one, which is Mamba2's with one group."""
 
-    def __init__(self, s: spec.Mamba1, w: Weights) -> None:
+    def __init__(self, s: spec.Mamba1Spec, w: Weights) -> None:
         heads = s.num_heads or 1
         self.state_shape: tuple[int, ...] = (heads, s.inner_size // heads, s.state_size)
         sizes = {"heads": heads, "dim": s.inner_size // heads, "state": s.state_size, "groups": 1}

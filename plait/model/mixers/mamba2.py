@@ -18,7 +18,7 @@ from plait.ops.ssm_exact import mamba2_exact
 from plait.state.store import StateStore
 
 
-class ShortConv:
+class DepthwiseConv:
     """The depthwise convolution of one mixer; its tail is in the store, or nowhere for whole sequences.
 
     `activation`: what follows it, "silu" or None.
@@ -42,23 +42,23 @@ class ShortConv:
         return out
 
 
-def ssd_words(m: spec.Mamba2 | spec.Mamba3) -> str:
+def ssd_words(m: spec.Mamba2Spec | spec.Mamba3Spec) -> str:
     """Mamba2 and Mamba3 have the same sizes."""
     groups = f", {m.num_groups} groups" if m.num_groups > 1 else ""
     mode = f", {m.mode}" if m.mode != "ssd" else ""
     return f"{type(m).__name__}, {m.num_heads} heads × {m.head_dim}, state {m.state_size}{groups}{mode}"
 
 
-@mixer(spec.Mamba2, ssd_words)
+@mixer(spec.Mamba2Spec, ssd_words)
 class Mamba2:
-    def __init__(self, s: spec.Mamba2, w: Weights) -> None:
+    def __init__(self, s: spec.Mamba2Spec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, heads = w.target.hidden_size, (s.num_heads,)
         inner, bc = s.num_heads * s.head_dim, s.num_groups * s.state_size
         self.sizes = [inner, inner + 2 * bc, s.num_heads]
         self.in_proj = w.linear("in", in_size=hidden, out_sizes=(sum(self.sizes),))
         self.out = w.linear("out", in_size=inner, out_sizes=(hidden,))
-        self.conv = ShortConv(w, inner + 2 * bc, s.conv_kernel)
+        self.conv = DepthwiseConv(w, inner + 2 * bc, s.conv_kernel)
         self.A = w.tensor("A", heads, torch.float32)
         self.D = w.optional("D", heads, torch.float32)
         self.dt_bias = w.optional("dt_bias", heads, torch.float32)

@@ -9,7 +9,7 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.batch import Batch
-from plait.model.mixers.mamba2 import ShortConv, ssd_words
+from plait.model.mixers.mamba2 import DepthwiseConv, ssd_words
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, step_sizes
 from plait.ops.gated_norm import gated_rms_norm
@@ -18,9 +18,9 @@ from plait.ops.ssm_exact import mamba3_exact
 from plait.state.store import StateStore
 
 
-@mixer(spec.Mamba3, ssd_words)
+@mixer(spec.Mamba3Spec, ssd_words)
 class Mamba3:
-    def __init__(self, s: spec.Mamba3, w: Weights) -> None:
+    def __init__(self, s: spec.Mamba3Spec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, heads, per_head = w.target.hidden_size, s.num_heads, (s.num_heads, s.state_size)
         inner, bc = heads * s.head_dim, s.num_groups * s.state_size
@@ -31,7 +31,7 @@ class Mamba3:
         self.blend = w.linear("lambda", in_size=hidden, out_sizes=(heads,))
         turns = heads * s.state_size // 2
         self.theta = w.linear("theta", in_size=hidden, out_sizes=(turns,)) if s.complex_rope else None
-        self.conv = ShortConv(w, inner + 2 * bc, s.conv_kernel) if s.conv_kernel else None
+        self.conv = DepthwiseConv(w, inner + 2 * bc, s.conv_kernel) if s.conv_kernel else None
         mimo = (self.width, s.head_dim)
         self.mimo_up = w.linear("mimo_up", in_size=mimo[1], out_sizes=mimo[:1]) if s.mimo_rank else None
         self.mimo_down = w.linear("mimo_down", in_size=mimo[0], out_sizes=mimo[1:]) if s.mimo_rank else None

@@ -24,15 +24,15 @@ from plait.quant.halves import Halves
 from plait.state.store import StateStore
 
 
-def _words(m: spec.Mla) -> str:
+def _words(m: spec.MlaSpec) -> str:
     q = "" if m.q_rank is None else f", q rank {m.q_rank}"
     heads = f"{m.num_heads} heads × ({m.nope_dim} + {m.rope_dim})"
     return f"MLA, {heads}, kv rank {m.kv_rank}{q}, {describe_rope(m.rope)}"
 
 
-@mixer(spec.Mla, _words)
+@mixer(spec.MlaSpec, _words)
 class Mla:
-    def __init__(self, s: spec.Mla, w: Weights) -> None:
+    def __init__(self, s: spec.MlaSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, heads = w.target.hidden_size, s.num_heads
         q_size = heads * (s.nope_dim + s.rope_dim)
@@ -74,7 +74,7 @@ class Mla:
         return self.o(self._map_out(out, self.v_up).flatten(1))
 
 
-def _halves(s: spec.Mla, w: Weights) -> tuple[Tensor | HeadRows, Tensor | HeadRows]:
+def _halves(s: spec.MlaSpec, w: Weights) -> tuple[Tensor | HeadRows, Tensor | HeadRows]:
     """Of the up-projection: what takes q to the latent, and the latent to values. Quantized, it stays so."""
     heads, each = s.num_heads, s.nope_dim + s.v_dim
     up = w.stored("kv_b.weight", (heads * each, s.kv_rank))

@@ -14,13 +14,13 @@ from plait.ops.glu import glu
 from plait.state.store import StateStore
 
 
-def _words(m: spec.Mlp) -> str:
+def _words(m: spec.MlpSpec) -> str:
     return f"{'gated ' if m.gated else ''}MLP {m.size}, {m.activation}"
 
 
-@mixer(spec.Mlp, _words)
+@mixer(spec.MlpSpec, _words)
 class Mlp:
-    def __init__(self, s: spec.Mlp, w: Weights) -> None:
+    def __init__(self, s: spec.MlpSpec, w: Weights) -> None:
         self.spec, self.states = s, dict[str, State]()
         hidden = w.target.hidden_size
         names = ("gate", "up") if s.gated else ("up",)

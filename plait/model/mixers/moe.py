@@ -16,14 +16,14 @@ from plait.ops.moe import experts, route
 from plait.state.store import StateStore
 
 
-def _words(m: spec.Moe) -> str:
+def _words(m: spec.MoeSpec) -> str:
     shared = "" if m.shared is None else f", shared {m.shared.size}"
     return f"MoE, {m.top_k} of {m.num_experts} experts × {m.expert.size}, {m.router.score}{shared}"
 
 
-@mixer(spec.Moe, _words)
+@mixer(spec.MoeSpec, _words)
 class Moe:
-    def __init__(self, s: spec.Moe, w: Weights) -> None:
+    def __init__(self, s: spec.MoeSpec, w: Weights) -> None:
         self.spec, self.states = s, dict[str, State]()
         hidden = w.target.hidden_size
         self.router = w.linear("router", in_size=hidden, out_sizes=(s.num_experts,))

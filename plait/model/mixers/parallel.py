@@ -13,15 +13,15 @@ from plait.ops.activation import combine
 from plait.state.store import StateStore
 
 
-def _words(m: spec.Parallel) -> str:
+def _words(m: spec.ParallelSpec) -> str:
     return " ∥ ".join(f"{name}: {describe(part)}" for name, part in m.parts.items())
 
 
-@mixer(spec.Parallel, _words)
+@mixer(spec.ParallelSpec, _words)
 class Parallel:
     """Its parts have the names of the spec's."""
 
-    def __init__(self, s: spec.Parallel, w: Weights) -> None:
+    def __init__(self, s: spec.ParallelSpec, w: Weights) -> None:
         self.parts = [build(part, w.scope(name)) for name, part in s.parts.items()]
         self._combine = w.bind(combine)
         self.states: dict[str, State] = {

@@ -25,7 +25,7 @@ from plait.state.store import StateStore
 S = TypeVar("S", bound=spec.Mixer)
 
 
-class Mixer(Protocol):
+class MixerModule(Protocol):
     """What happens inside a residual branch: a function of (x [T, hidden], batch, store) -> [T, hidden]."""
 
     states: dict[str, State]
@@ -33,14 +33,14 @@ class Mixer(Protocol):
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor: ...
 
 
-M = TypeVar("M", bound=Mixer)
+M = TypeVar("M", bound=MixerModule)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What is registered for one class of specs."""
 
-    build: Callable[[Any, Weights], Mixer]
+    build: Callable[[Any, Weights], MixerModule]
     describe: Callable[[Any], str]
 
 
@@ -63,16 +63,16 @@ def mixer(kind: type[S], describe: Callable[[S], str] = repr) -> Callable[[type[
     return register
 
 
-def known() -> Mapping[type[spec.Mixer], Entry]:
+def list_mixers() -> Mapping[type[spec.Mixer], Entry]:
     """Every mixer of this folder, and those of the plug-ins that were loaded."""
     _import_siblings()
     return _ENTRIES
 
 
-def build(s: spec.Mixer, w: Weights) -> Mixer:
+def build(s: spec.Mixer, w: Weights) -> MixerModule:
     """What computes a mixer, its weights taken from `w`. Raises UnsupportedModel and CheckpointError."""
     made = _entry(s).build(s, w)
-    if has_slots(made.states) and not isinstance(s, spec.Recurrent | spec.Parallel):
+    if has_slots(made.states) and not isinstance(s, spec.Recurrent | spec.ParallelSpec):
         raise UnsupportedModel(
             f"mixer {type(s).__name__} has recurrent state, and its spec does not say so: derive it from "
             "plait.spec.Recurrent"
@@ -86,7 +86,7 @@ def describe(s: spec.Mixer) -> str:
 
 
 def _entry(s: spec.Mixer) -> Entry:
-    found = known().get(type(s))
+    found = list_mixers().get(type(s))
     if found is None:
         raise UnsupportedModel(
             f"no mixer is registered for the spec class {type(s).__name__}; what computes it has to be "

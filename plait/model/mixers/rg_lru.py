@@ -9,7 +9,7 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.batch import Batch
-from plait.model.mixers.mamba2 import ShortConv
+from plait.model.mixers.mamba2 import DepthwiseConv
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate
 from plait.ops.heads import map_heads
@@ -18,20 +18,20 @@ from plait.ops.rg_lru import rg_lru
 from plait.state.store import StateStore
 
 
-def _words(m: spec.RgLru) -> str:
+def _words(m: spec.RgLruSpec) -> str:
     return f"RG-LRU, width {m.width}, {m.num_heads} heads"
 
 
-@mixer(spec.RgLru, _words)
+@mixer(spec.RgLruSpec, _words)
 class RgLru:
     """`gates` maps each head's channels to what opens its input, then to what opens its recurrence."""
 
-    def __init__(self, s: spec.RgLru, w: Weights) -> None:
+    def __init__(self, s: spec.RgLruSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, dim = w.target.hidden_size, s.width // s.num_heads
         self.into = w.linear("x", "y", in_size=hidden, out_sizes=(s.width, s.width))
         self.out = w.linear("out", in_size=s.width, out_sizes=(hidden,))
-        self.conv = ShortConv(w, s.width, s.conv_kernel, None)
+        self.conv = DepthwiseConv(w, s.width, s.conv_kernel, None)
         self.gates = w.tensor("gates.weight", (s.num_heads, 2 * dim, dim))
         self.bias = w.tensor("gates.bias", (s.num_heads, 2 * dim), torch.float32)
         self.rate = w.tensor("rate", (s.width,), torch.float32)

@@ -8,24 +8,24 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.batch import Batch
-from plait.model.mixers.mamba2 import ShortConv as Convolution
+from plait.model.mixers.mamba2 import DepthwiseConv
 from plait.model.mixers.registry import mixer
 from plait.ops.product import multiply
 from plait.state.store import StateStore
 
 
-def _words(m: spec.ShortConv) -> str:
+def _words(m: spec.ShortConvSpec) -> str:
     return f"gated short convolution, width {m.kernel}"
 
 
-@mixer(spec.ShortConv, _words)
+@mixer(spec.ShortConvSpec, _words)
 class ShortConv:
     """out(C · conv(B · x)), where [B, C, x] are the three parts of `in`; the tail is of B · x."""
 
-    def __init__(self, s: spec.ShortConv, w: Weights) -> None:
+    def __init__(self, s: spec.ShortConvSpec, w: Weights) -> None:
         self.name, hidden = w.prefix, w.target.hidden_size
         self.in_proj = w.linear("in", in_size=hidden, out_sizes=(3 * hidden,))
-        self.conv = Convolution(w, hidden, s.kernel, activation=None)
+        self.conv = DepthwiseConv(w, hidden, s.kernel, activation=None)
         self.out = w.linear("out", in_size=hidden, out_sizes=(hidden,))
         self._multiply = w.bind(multiply, size=hidden)
         self.states: dict[str, State] = {self.name: SlotState({"conv": (self.conv.tail_shape, "model")})}

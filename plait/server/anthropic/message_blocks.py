@@ -13,7 +13,7 @@ from plait.server.api.schema import string_of
 
 
 @dataclass(slots=True)
-class Conversation:
+class MessageConversation:
     """Messages of a chat, and where in the client's input each began."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -24,9 +24,9 @@ class Conversation:
         self.places.append(place)
 
 
-def conversation(messages: Sequence[Any], system: str | Sequence[Any] | None) -> Conversation:
+def conversation(messages: Sequence[Any], system: str | Sequence[Any] | None) -> MessageConversation:
     """The chat that messages stand for. Raises InvalidField, naming the block."""
-    chat = Conversation()
+    chat = MessageConversation()
     if not messages:
         raise InvalidField("messages: there is none; send at least one", "messages")
     if system:
@@ -49,7 +49,7 @@ def conversation(messages: Sequence[Any], system: str | Sequence[Any] | None) ->
     return chat
 
 
-def _add_user(chat: Conversation, blocks: Sequence[Any], at: str) -> None:
+def _add_user(chat: MessageConversation, blocks: Sequence[Any], at: str) -> None:
     """Results of tools are messages of their own, before what the user says."""
     said = []
     for i, block in enumerate(blocks):
@@ -65,12 +65,12 @@ def _add_user(chat: Conversation, blocks: Sequence[Any], at: str) -> None:
                     text = f"Error: {text}"
                 chat.add(place, role="tool", tool_call_id=called, content=text)
             case other:
-                raise _unsupported(other, place)
+                raise _refuse_block(other, place)
     if said:
         chat.add(at, role="user", content="\n".join(said))
 
 
-def _add_assistant(chat: Conversation, blocks: Sequence[Any], at: str) -> None:
+def _add_assistant(chat: MessageConversation, blocks: Sequence[Any], at: str) -> None:
     said, thought, calls = [], [], []
     for i, block in enumerate(blocks):
         place = f"{at}.content[{i}]"
@@ -82,7 +82,7 @@ def _add_assistant(chat: Conversation, blocks: Sequence[Any], at: str) -> None:
             case "tool_use":
                 calls.append(_call(block, place))
             case other:
-                raise _unsupported(other, place)
+                raise _refuse_block(other, place)
     more: dict[str, Any] = {"tool_calls": calls} if calls else {}
     if thought:
         more["reasoning_content"] = "\n".join(thought)
@@ -108,7 +108,7 @@ def _text(content: Any, at: str) -> str:
     texts = []
     for i, block in enumerate(content):
         if (kind := _kind(block, f"{at}[{i}]")) != "text":
-            raise _unsupported(kind, f"{at}[{i}]")
+            raise _refuse_block(kind, f"{at}[{i}]")
         texts.append(string_of(block, "text", f"{at}[{i}]"))
     return "\n".join(texts)
 
@@ -120,7 +120,7 @@ def _kind(block: Any, at: str) -> str:
     return kind
 
 
-def _unsupported(kind: str, at: str) -> InvalidField:
+def _refuse_block(kind: str, at: str) -> InvalidField:
     return InvalidField(f"{at}: {kind!r:.80} blocks are not supported here", at)
 
 
@@ -160,7 +160,7 @@ def chat_tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def chat_thinking(found: Mapping[str, Any]) -> dict[str, Any]:
+def convert_thinking(found: Mapping[str, Any]) -> dict[str, Any]:
     """`thinking` in the words of a chat. Raises InvalidField."""
     sent: dict[str, Any] = {}
     match found.get("type"):

@@ -17,19 +17,19 @@ from plait.errors import InvalidField
 from plait.frontend.request_options import Terms
 from plait.request import RequestTrace, SamplingFields
 from plait.server.anthropic.message_blocks import (
-    Conversation,
+    MessageConversation,
     chat_output,
-    chat_thinking,
     chat_tool_choice,
     chat_tools,
     conversation,
+    convert_thinking,
 )
 from plait.server.api import validate
 from plait.server.api.content_blocks import BlockReply, BlockStep, ChatPlan, ReplyBlock
 from plait.server.api.endpoint import Endpoint
 from plait.server.api.error_translation import in_words_of, refuse_words_of_a_chat
 from plait.server.api.reply import Count, Usage
-from plait.server.api.schema import Objects, field_names, typed
+from plait.server.api.schema import Objects, field_names, parse_as
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.errors import Problem
 from plait.server.http.tasks import new_id
@@ -92,7 +92,7 @@ class MessageEnd(msgspec.Struct, frozen=True):
     stop_sequence: str | None = None
 
 
-class Message(msgspec.Struct, kw_only=True, frozen=True):
+class MessageReply(msgspec.Struct, kw_only=True, frozen=True):
     """The reply of /v1/messages; in the first event of its stream, without content."""
 
     id: str
@@ -118,7 +118,7 @@ class MessageEvent(msgspec.Struct, frozen=True):
     """One event of a stream. `warning`: what a whole reply has in the header x-plait-warning."""
 
     type: str
-    message: Message | UnsetType = UNSET
+    message: MessageReply | UnsetType = UNSET
     index: Count | UnsetType = UNSET
     content_block: ContentBlock | UnsetType = UNSET
     delta: BlockDelta | MessageEnd | UnsetType = UNSET
@@ -186,25 +186,27 @@ def plan(context: RequestContext, body: Mapping[str, Any]) -> MessagesReply:
     """Everything that can be refused before the engine is asked. Renders, tokenizes. Raises RequestErrors."""
     refuse_words_of_a_chat(body, _UNREAD, _NAMES)
     _refuse(body, FIELDS)
-    asked = typed(body, MessagesRequest)
+    asked = parse_as(body, MessagesRequest)
     found = conversation(asked.messages, asked.system)
     sent = {name: value for name, value in body.items() if name in _PASSED}
-    sent |= _translated(asked) | {"stream": asked.stream}
+    sent |= _translate_fields(asked) | {"stream": asked.stream}
     if asked.stop_sequences:
         sent["stop"] = asked.stop_sequences
     with in_words_of(_NAMES, found.places):
-        planned = chat.plan_chat(context, {**sent, **_going_on(found), "messages": found.messages}, _NAMES)
+        planned = chat.plan_chat(
+            context, {**sent, **_continuation(found), "messages": found.messages}, _NAMES
+        )
     return MessagesReply(context.model, planned, found.places)
 
 
 def count(context: RequestContext, body: Mapping[str, Any]) -> InputTokens:
     """How long a prompt would be. Raises RequestErrors."""
     _refuse(body, COUNT_FIELDS)
-    asked = typed(body, CountRequest)
-    found, sent = conversation(asked.messages, asked.system), _translated(asked)
+    asked = parse_as(body, CountRequest)
+    found, sent = conversation(asked.messages, asked.system), _translate_fields(asked)
     seen = {name: value for name, value in sent.items() if name in tokenize.FIELDS}
     with in_words_of(_NAMES, found.places):
-        asking = tokenize.TemplateRequest(messages=found.messages, **_going_on(found), **seen)
+        asking = tokenize.TemplateRequest(messages=found.messages, **_continuation(found), **seen)
         return InputTokens(len(tokenize.prompt_ids(context, asking, _NAMES)))
 
 
@@ -225,19 +227,19 @@ def _refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
     validate.refuse(body, read)
 
 
-def _going_on(found: Conversation) -> dict[str, Any]:
+def _continuation(found: MessageConversation) -> dict[str, Any]:
     """A reply goes on from the assistant's words if the conversation ends with them."""
     return {"continue_final_message": True} if found.messages[-1]["role"] == "assistant" else {}
 
 
-def _translated(asked: CountRequest) -> dict[str, Any]:
+def _translate_fields(asked: CountRequest) -> dict[str, Any]:
     """The fields that a chat calls otherwise."""
     sent: dict[str, Any] = {}
     if asked.tools:
         sent |= {"tools": chat_tools(asked.tools), **chat_tool_choice(asked.tool_choice or {"type": "auto"})}
     elif asked.tool_choice and asked.tool_choice.get("type") not in ("auto", "none"):
         raise InvalidField("tool_choice: there are no tools to choose from", "tool_choice")
-    return sent | chat_thinking(asked.thinking or {}) | chat_output(asked.output_config or {})
+    return sent | convert_thinking(asked.thinking or {}) | chat_output(asked.output_config or {})
 
 
 class MessagesReply(BlockReply):
@@ -245,9 +247,9 @@ class MessagesReply(BlockReply):
 
     def __init__(self, model: str, chat: ChatPlan, places: Sequence[str] = ()) -> None:
         super().__init__(chat, _NAMES, places)
-        self._head = Message(id=new_id("msg", "_"), model=model)
+        self._head = MessageReply(id=new_id("msg", "_"), model=model)
 
-    def whole(self, traces: Iterable[RequestTrace | None] = ()) -> Message:
+    def whole(self, traces: Iterable[RequestTrace | None] = ()) -> MessageReply:
         content, end = [_content(block) for block in self.blocks.kept], self._end()
         return msgspec.structs.replace(
             self._head,

@@ -14,7 +14,7 @@ import msgspec
 
 from plait.request import FinishReason, Request
 from plait.server.api.error_translation import in_words_of
-from plait.server.api.reply import ApiReply, ChosenToken, chosen_tokens
+from plait.server.api.reply import ApiReply, ChosenToken, list_chosen_tokens
 from plait.server.api.schema import ChatRequest
 from plait.text.output import Arguments, CallEnd, CallStart, Content, Reasoning
 
@@ -41,7 +41,7 @@ class ChatPlan:
         """What the reply shows of a delta's log-probabilities; None: they were not requested."""
         if not self.asked.logprobs:
             return None
-        return chosen_tokens(delta.logprobs or (), self.asked.top_logprobs or 0)
+        return list_chosen_tokens(delta.logprobs or (), self.asked.top_logprobs or 0)
 
 
 def parts_of(delta: Delta) -> Sequence[Part]:

@@ -53,7 +53,7 @@ def in_words_of(names: Mapping[str, str], places: Sequence[str]) -> Iterator[Non
     try:
         yield
     except RequestError as error:
-        param = _renamed(error.param or "", names, places)
+        param = _rename_param(error.param or "", names, places)
         if error.param is None or param == error.param:
             raise
         text = str(error)
@@ -62,7 +62,7 @@ def in_words_of(names: Mapping[str, str], places: Sequence[str]) -> Iterator[Non
         raise error.reworded(text, param) from error
 
 
-def _renamed(param: str, names: Mapping[str, str], places: Sequence[str]) -> str:
+def _rename_param(param: str, names: Mapping[str, str], places: Sequence[str]) -> str:
     if (schema := names.get("parameters")) is not None:
         param = _PARAMETERS.sub(rf"\1.{schema}", param)
     if "response_format" in names:  # elsewhere a schema stands in the format itself

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, TypeVar
 from plait.errors import DeadlineExceeded, EngineError, QueueFull
 from plait.request import Request, RequestTrace
 from plait.server.http.errors import NotReady
-from plait.server.http.fair_threads import returned
-from plait.server.http.tasks import stopped
-from plait.text.grammar.trial_verdicts import settled, too_late
+from plait.server.http.fair_threads import capture_call
+from plait.server.http.tasks import cancel_tasks
+from plait.text.grammar.trial_verdicts import apply_verdict, too_late
 
 if TYPE_CHECKING:
     from plait.frontend.delta import Delta
-    from plait.frontend.output_stream import Stream
+    from plait.frontend.output_stream import OutputStream
     from plait.server.gateway.request_context import RequestContext
 
 FIRST_WAIT_S = 0.05  # a refusal that only the engine can decide comes within this, and is an HTTP error then
@@ -36,10 +36,10 @@ class Generation:
     The failure of one is the failure of all; leaving early cancels all.
     """
 
-    def __init__(self, requests: Sequence[Request], streams: Sequence[Stream]) -> None:
+    def __init__(self, requests: Sequence[Request], streams: Sequence[OutputStream]) -> None:
         self.requests, self._streams = requests, streams
         self._first: asyncio.Task[tuple[int, Delta]] | None = None
-        self._deltas = _merged(streams)
+        self._deltas = _merge_streams(streams)
         self._finished = False
 
     @classmethod
@@ -56,13 +56,13 @@ class Generation:
         `interval`: tokens that a delta has, None where only the end matters, see `Front.submit`. `waits`:
         where there is no room, it is waited for, so long at most for each request.
         """
-        streams: list[Stream] = []
+        streams: list[OutputStream] = []
         requests = [*requests]
         try:
             for i, request in enumerate(requests):
-                request = requests[i] = await _tried(context, request)
+                request = requests[i] = await _try_grammars(context, request)
                 submit = partial(context.submit, request, interval)
-                streams.append(await _taken(submit, request) if waits else submit())
+                streams.append(await _submit(submit, request) if waits else submit())
         except BaseException:
             for stream in streams:
                 stream.cancel()
@@ -100,7 +100,7 @@ class Generation:
         await self._deltas.aclose()
 
 
-async def _tried(context: RequestContext, request: Request) -> Request:
+async def _try_grammars(context: RequestContext, request: Request) -> Request:
     """The same request, its grammars tried out; other requests have their turn meanwhile.
 
     Raises BadGrammar, DeadlineExceeded for a request whose time is over, and CapacityError.
@@ -116,13 +116,13 @@ async def _tried(context: RequestContext, request: Request) -> Request:
             if request.timeout_s is None:
                 raise too_late(left) from error
             raise DeadlineExceeded("timeout_s: it was over before the request's grammar was tried") from error
-        request = replace(request, grammar=settled(grammar, found))
+        request = replace(request, grammar=apply_verdict(grammar, found))
         if request.timeout_s is not None:
             request = replace(request, timeout_s=max(left - (time.monotonic() - began), 0.001))
     return request
 
 
-async def _taken(submit: Callable[[], Stream], request: Request) -> Stream:
+async def _submit(submit: Callable[[], OutputStream], request: Request) -> OutputStream:
     until = time.monotonic() + min(PATIENCE_S, request.timeout_s or PATIENCE_S)
     while time.monotonic() < until:
         with contextlib.suppress(QueueFull):
@@ -131,20 +131,20 @@ async def _taken(submit: Callable[[], Stream], request: Request) -> Stream:
     return submit()
 
 
-async def planned(plan: Callable[[], T], threads: Executor | None) -> T:
+async def run_plan(plan: Callable[[], T], threads: Executor | None) -> T:
     """What `plan` returns or raises, called in one of `threads`; None: in any of those all requests share."""
     call = partial(contextvars.copy_context().run, plan)
-    return await asyncio.get_running_loop().run_in_executor(threads, returned, call)
+    return await asyncio.get_running_loop().run_in_executor(threads, capture_call, call)
 
 
-async def _merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Delta], None]:
+async def _merge_streams(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, Delta], None]:
     if len(streams) == 1:
         async for delta in streams[0]:
-            yield 0, _checked(delta)
+            yield 0, _check_delta(delta)
         return
     arrived: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue()
 
-    async def read(i: int, stream: Stream) -> None:
+    async def read(i: int, stream: OutputStream) -> None:
         last: Exception | None = None
         try:
             async for delta in stream:
@@ -163,12 +163,12 @@ async def _merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Delta]
             elif isinstance(item, Exception):
                 raise item
             else:
-                yield i, _checked(item)
+                yield i, _check_delta(item)
     finally:
-        await stopped(*readers)
+        await cancel_tasks(*readers)
 
 
-def _checked(delta: Delta) -> Delta:
+def _check_delta(delta: Delta) -> Delta:
     """Raises what a failed or cancelled choice ended with."""
     if delta.finish_reason == "error":
         raise delta.error or EngineError("the engine failed at this request and gave no reason")

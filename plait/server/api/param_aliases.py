@@ -99,7 +99,7 @@ REPORTED: Mapping[str, Harmless] = {
 }
 
 
-def renamed(body: Mapping[str, Any]) -> dict[str, Any]:
+def rename_params(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body under our names, without what changes nothing. Raises InvalidField."""
     found: dict[str, Any] = {}
     for name, value in _flat(body).items():
@@ -110,7 +110,7 @@ def renamed(body: Mapping[str, Any]) -> dict[str, Any]:
             if not harmless(value):
                 raise InvalidField(f"{name}: this server cannot honour it{hint or '; leave it out'}", name)
             continue
-        for ours, meant in _meant(name, value, body).items():
+        for ours, meant in _translate_field(name, value, body).items():
             if name in body and ours in body and ours != name and body[ours] != meant:
                 raise InvalidField(f"{name}: {value!r:.80} contradicts {ours}; send one of them", name)
             if found.setdefault(ours, meant) != meant:
@@ -132,7 +132,7 @@ def _flat(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return rest
 
 
-def _meant(name: str, value: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+def _translate_field(name: str, value: Any, body: Mapping[str, Any]) -> dict[str, Any]:
     """What a field says under our names."""
     if name == "n_probs":
         return _n_probs(value, is_chat="messages" in body)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from plait.request import Request, RequestTrace
-from plait.server.api.generation import Generation, planned
+from plait.server.api.generation import Generation, run_plan
 from plait.server.api.schema import Sampling, StreamOptions
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.errors import Problem, json_response
@@ -281,9 +281,9 @@ async def respond(
 async def _respond(
     context: RequestContext, plan: Callable[[], ApiReply], threads: Executor | None, interval: int
 ) -> Response:
-    reply = await planned(plan, threads)
+    reply = await run_plan(plan, threads)
     if reply.stream:
-        return await _streamed(context, reply, interval)
+        return await _stream_events(context, reply, interval)
     traces: list[RequestTrace | None] = []
     num_open = context.front.max_open
     size = max(min(reply.at_once, num_open // 2), 1) if reply.at_once else num_open
@@ -303,7 +303,7 @@ async def _respond(
     return json_response(body, headers={WARNING_HEADER: reply.warning} if reply.warning else {})
 
 
-async def _streamed(context: RequestContext, reply: ApiReply, interval: int) -> Response:
+async def _stream_events(context: RequestContext, reply: ApiReply, interval: int) -> Response:
     with reply.in_words():
         generation = await Generation.start(context, reply.requests, interval)
     try:
@@ -339,15 +339,15 @@ class ChosenToken(AlternativeToken, frozen=True):
     top_logprobs: list[AlternativeToken]
 
 
-def chosen_tokens(logprobs: Iterable[TextLogprob], num_top: int) -> list[ChosenToken]:
+def list_chosen_tokens(logprobs: Iterable[TextLogprob], num_top: int) -> list[ChosenToken]:
     """Tokens of a reply, with `num_top` alternatives each."""
     return [
-        ChosenToken(*_shown(lp), [AlternativeToken(*_shown(one)) for one in best(lp)[:num_top]])
+        ChosenToken(*_show_token(lp), [AlternativeToken(*_show_token(one)) for one in best(lp)[:num_top]])
         for lp in logprobs
     ]
 
 
-def _shown(lp: TextLogprob) -> tuple[str, float, list[int]]:
+def _show_token(lp: TextLogprob) -> tuple[str, float, list[int]]:
     return lp.token, finite(lp.logprob), list(lp.bytes)
 
 

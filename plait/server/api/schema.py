@@ -11,7 +11,7 @@ import msgspec
 from plait.errors import InvalidField
 from plait.frontend.request_options import Terms
 from plait.request import NO_ENTRIES, ChoiceFields, MaxTokens, NumLogprobs
-from plait.server.api.param_aliases import renamed
+from plait.server.api.param_aliases import rename_params
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
@@ -128,12 +128,12 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
 S = TypeVar("S")
 
 
-def typed(body: Mapping[str, Any], kind: type[S]) -> S:
+def parse_as(body: Mapping[str, Any], kind: type[S]) -> S:
     """`body` as `kind`. Raises InvalidField, naming the field as OpenAI does: `messages[0].content`."""
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
-        what, param = _located(str(error))
+        what, param = _split_place(str(error))
         if what.startswith("Invalid enum value") and (known := _choices(kind, param or "")):
             what = f"{what.removeprefix('Invalid enum value ')[:80]} is not {known}"
         raise InvalidField(f"{param}: {what}" if param else what, param) from None
@@ -141,7 +141,7 @@ def typed(body: Mapping[str, Any], kind: type[S]) -> S:
 
 def present(body: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are not null, under their own names rather than aliases. Raises InvalidField."""
-    return renamed({name: value for name, value in body.items() if value is not None})
+    return rename_params({name: value for name, value in body.items() if value is not None})
 
 
 def string_of(found: Mapping[str, Any], name: str, at: str) -> str:
@@ -171,7 +171,7 @@ def _choices(kind: Any, param: str) -> str:
     return ""
 
 
-def _located(message: str) -> tuple[str, str | None]:
+def _split_place(message: str) -> tuple[str, str | None]:
     """msgspec's 'what - at `$.path`' in two parts; a missing field is the place itself."""
     what, at, path = message.rpartition(" - at `$")
     if not at:

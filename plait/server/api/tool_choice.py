@@ -15,7 +15,7 @@ XML_TOOLS = "xml_tools"
 AT = "tool_choice.allowed_tools"
 
 
-def allowed(tools: Sequence[Tool], choice: Any) -> tuple[list[Any], Any]:
+def allow_tools(tools: Sequence[Tool], choice: Any) -> tuple[list[Any], Any]:
     """The tools that may be called, and the choice among them: any other choice leaves both as they are.
 
     The model is told of those tools alone. Raises InvalidField for an unknown mode, and for a tool that is

@@ -17,7 +17,7 @@ from plait.server.api.schema import ChatRequest, CompletionRequest, Sampling
 from plait.server.api.unsupported_params import HINTS, UNREAD
 from plait.text.chat.template import THOUGHTS
 from plait.text.output import tool_schemas
-from plait.text.output.call_grammar import chosen_tools
+from plait.text.output.call_grammar import required_tools
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -51,7 +51,7 @@ def refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
             raise InvalidField(f"{at}: this server cannot honour {shorten(value)}; leave it out", at)
 
 
-def ignored(body: Mapping[str, Any], read: frozenset[str], unread: Sequence[str] = ()) -> str:
+def list_ignored(body: Mapping[str, Any], read: frozenset[str], unread: Sequence[str] = ()) -> str:
     """The fields that nobody reads, for the header that reports them; made safe to print.
 
     `unread`: those that the endpoint knows and the model has no use for.
@@ -149,7 +149,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> None:
                 f"{at}: {shorten(name)} is not a name of at most 128 letters, digits, '_', '-', '.', ':', '/'"
             )
             raise InvalidField(text, at)
-    chosen_tools(schemas, choice)
+    required_tools(schemas, choice)
 
 
 def thinking_budget(asked: ChatRequest) -> int | None:
@@ -168,7 +168,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
         raise InvalidField(f"{at}: it cannot be set here", at)
 
 
-class Turns(Protocol):
+class ContinuableRequest(Protocol):
     """A request that says how the last turn of its conversation ends."""
 
     @property
@@ -179,7 +179,7 @@ class Turns(Protocol):
     def continue_final_message(self) -> bool: ...
 
 
-def turn_options(asked: Turns) -> dict[str, Any]:
+def turn_options(asked: ContinuableRequest) -> dict[str, Any]:
     """How a template is to end the conversation. Raises InvalidField for what cannot go on."""
     if not asked.continue_final_message:
         return {"add_generation_prompt": asked.add_generation_prompt is not False}

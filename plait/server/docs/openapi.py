@@ -101,7 +101,7 @@ POSTS: Mapping[str, Operation] = {
     ),
     "/v1/messages": Operation(
         "The reply to a conversation, as blocks",
-        messages.Message,
+        messages.MessageReply,
         messages.MessagesRequest,
         BLOCK_EVENTS,
         messages.MessageError,
@@ -113,7 +113,7 @@ POSTS: Mapping[str, Operation] = {
         refusal=messages.MessageError,
     ),
     "/tokenize": Operation("Text or messages as token ids", models.Tokens, schema.TokenizeRequest),
-    "/detokenize": Operation("Token ids as text", models.Text, schema.DetokenizeRequest),
+    "/detokenize": Operation("Token ids as text", models.DetokenizeReply, schema.DetokenizeRequest),
 }
 
 
@@ -144,7 +144,7 @@ def routes(endpoints: Iterable[Endpoint]) -> list[Route]:
     """GET /openapi.json, and GET /docs: the same to read, in one page that loads nothing."""
     found = document(endpoints)
     return [
-        Route("/openapi.json", Asset(encoded(found), "application/json"), methods=["GET"]),
+        Route("/openapi.json", Asset(encode_document(found), "application/json"), methods=["GET"]),
         Route("/docs", Asset(page(found), "text/html; charset=utf-8", POLICY), methods=["GET"]),
     ]
 
@@ -221,5 +221,5 @@ def _json(found: Mapping[str, Any]) -> dict[str, Any]:
     return {"application/json": {"schema": found}}
 
 
-def encoded(found: Mapping[str, Any]) -> bytes:
+def encode_document(found: Mapping[str, Any]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n"

@@ -29,11 +29,11 @@ class TextFormat(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", None)
-        said = _pairs(fields) if fields else escaped(record.getMessage())
+        said = _pairs(fields) if fields else escape_controls(record.getMessage())
         line = f"{_when(record)} {record.levelname} {said}"
         if record.exc_info:
             trace = self.formatException(record.exc_info)
-            line += "".join("\n" + escaped(part) for part in trace.splitlines())
+            line += "".join("\n" + escape_controls(part) for part in trace.splitlines())
         return line
 
 
@@ -71,7 +71,7 @@ def follow(config: ServerConfig, writer: LogWriter) -> None:
         log.handlers = [writer]
 
 
-def escaped(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Without control characters: each as its escape."""
     return text.translate(_CONTROLS)
 

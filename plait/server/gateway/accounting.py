@@ -17,7 +17,7 @@ from plait.config import ServerConfig
 from plait.server.gateway.access_log import log_request, shows_requests
 from plait.server.gateway.api_keys import Keyring, read_keys
 from plait.server.gateway.log_writer import LogWriter
-from plait.server.gateway.rate_limits import Limits
+from plait.server.gateway.rate_limits import RateLimits
 from plait.server.gateway.request_context import Exchange
 from plait.server.gateway.vllm_metrics import PerRequest
 from plait.server.http.errors import InvalidKey
@@ -47,7 +47,7 @@ class Traffic:
     ) -> None:
         self.config, self._recorder = config, recorder
         self.keyring = read_keys(config)
-        self.limits = Limits(_all(self.keyring))
+        self.limits = RateLimits(_all(self.keyring))
         self.num_open = self.num_working = 0
         self._num_turned_away = 0
         self._settling: dict[str, tuple[Exchange, float, int]] = {}
@@ -148,7 +148,7 @@ class Traffic:
         if exchange.account is not None:
             exchange.account.pay(sum(trace.num_output_tokens for trace in exchange.traces()))
         if shows_requests(exchange.route, is_quiet=exchange.is_turned_away):
-            log_request(told(exchange, seconds), exchange.route, is_quiet=exchange.is_turned_away)
+            log_request(log_fields(exchange, seconds), exchange.route, is_quiet=exchange.is_turned_away)
         self.per_request.record(exchange, ended_ns)
         if self._recorder is not None:
             self._recorder.record(exchange, ended_ns)
@@ -165,7 +165,7 @@ class Dropped(Collector):
         yield CounterMetricFamily("plait_log_lines_dropped", text, self._log.num_dropped if self._log else 0)
 
 
-def told(exchange: Exchange, seconds: float) -> dict[str, Any]:
+def log_fields(exchange: Exchange, seconds: float) -> dict[str, Any]:
     """What the log says of a request; times in milliseconds."""
     traces = [*exchange.traces()]
     starts = [t.first_scheduled_s - t.arrival_s for t in traces if t.first_scheduled_s is not None]

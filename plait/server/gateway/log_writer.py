@@ -34,7 +34,7 @@ class LogWriter(logging.Handler):
     def __init__(self, path: str | None = None) -> None:
         super().__init__()
         self.num_dropped = 0
-        self._fd = _opened(path)
+        self._fd = _open_log(path)
         self._next_fd: int | None = None  # what `reopen` wants; the thread changes over between two writes
         self._lines: deque[bytes] = deque()
         self._size = self._num_unreported = 0
@@ -47,7 +47,7 @@ class LogWriter(logging.Handler):
 
         Raises ConfigError, and goes on writing where it did.
         """
-        fd = _opened(path)
+        fd = _open_log(path)
         with self._changed:
             unused, self._next_fd = self._next_fd, fd
         if unused is not None:
@@ -135,7 +135,7 @@ def _write(fd: int, data: bytes) -> bool:
     return True
 
 
-def _opened(path: str | None) -> int:
+def _open_log(path: str | None) -> int:
     if path is None:
         return STDERR
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY  # a FIFO must not hold us

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from plait.config import KIB
 from plait.errors import PlaitError, QueueFull
 from plait.server.gateway.accounting import Traffic
-from plait.server.gateway.readiness import Loading
+from plait.server.gateway.readiness import LoadingState
 from plait.server.gateway.request_context import SCOPE_KEY, Exchange
 from plait.server.http.errors import (
     BadHost,
@@ -60,7 +60,7 @@ class Door:
     def __init__(
         self,
         traffic: Traffic,
-        loading: Loading,
+        loading: LoadingState,
         routes: Iterable[BaseRoute] = (),
         refusals: Mapping[str, Refusal] | None = None,
         generating: Iterable[str] = (),
@@ -187,7 +187,7 @@ class Door:
 class Edge:
     """Wraps the application: what its `door` lets in has an id, and an end that is told."""
 
-    def __init__(self, app: ASGIApp, door: Door, traffic: Traffic, loading: Loading) -> None:
+    def __init__(self, app: ASGIApp, door: Door, traffic: Traffic, loading: LoadingState) -> None:
         self._app, self._door, self._traffic, self._loading = app, door, traffic, loading
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

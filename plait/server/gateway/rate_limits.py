@@ -87,8 +87,8 @@ class Account:
     def change(self, allowance: Allowance) -> None:
         """Another allowance from now on."""
         now, self._max_open = self._clock(), allowance.max_requests
-        self._requests = _changed(self._requests, allowance.requests_per_minute, now)
-        self._tokens = _changed(self._tokens, allowance.tokens_per_minute, now)
+        self._requests = _resize_bucket(self._requests, allowance.requests_per_minute, now)
+        self._tokens = _resize_bucket(self._tokens, allowance.tokens_per_minute, now)
 
     def headers(self) -> Mapping[str, str]:
         """`x-ratelimit-…` as OpenAI has them, for what is limited."""
@@ -101,7 +101,7 @@ class Account:
         return found
 
 
-class Limits:
+class RateLimits:
     """The accounts of all keys, by name."""
 
     def __init__(self, keys: Iterable[Key], clock: Clock = time.monotonic) -> None:
@@ -128,7 +128,7 @@ def _bucket(capacity: int | None, now: float) -> Bucket | None:
     return None if capacity is None else Bucket(capacity, now)
 
 
-def _changed(bucket: Bucket | None, capacity: int | None, now: float) -> Bucket | None:
+def _resize_bucket(bucket: Bucket | None, capacity: int | None, now: float) -> Bucket | None:
     if bucket is None or capacity is None:
         return _bucket(capacity, now)
     bucket.resize(capacity, now)

@@ -22,7 +22,7 @@ TOTALS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class LoadingProgress:
     """How far loading is: `done` of `total` steps of what `text` names."""
 
     text: str = "starting"
@@ -34,7 +34,7 @@ class Health(msgspec.Struct, kw_only=True, frozen=True):
     """`engine`: numbers as they are now; `totals`: numbers that only grow; `progress`: while it loads."""
 
     status: Literal["ok", "loading", "unhealthy", "stopping"]
-    progress: Progress | UnsetType = UNSET
+    progress: LoadingProgress | UnsetType = UNSET
     engine: dict[str, Any] | UnsetType = UNSET
     totals: dict[str, Any] | UnsetType = UNSET
 
@@ -45,14 +45,14 @@ class Readiness(msgspec.Struct, frozen=True):
     status: str
 
 
-class Loading:
+class LoadingState:
     """Holds the Front once it is there. Written by the loading thread, read by the event loop.
 
     `timeout_s`: loading that makes no progress for so long hangs.
     """
 
     def __init__(self, front: Front | None = None, timeout_s: float = math.inf) -> None:
-        self.front, self.progress, self.stopping = front, Progress(), False
+        self.front, self.progress, self.stopping = front, LoadingProgress(), False
         self._timeout_s, self._got_on_s = timeout_s, time.monotonic()
         self._lock = threading.Lock()
 
@@ -60,7 +60,7 @@ class Loading:
         """Say how far loading is; from any thread. Raises NotReady when the server stops: nobody waits."""
         if self.stopping:
             raise NotReady("the server is stopping, and the model is loaded no further")
-        progress = Progress(text, done, total)
+        progress = LoadingProgress(text, done, total)
         if progress != self.progress:
             self.progress, self._got_on_s = progress, time.monotonic()
 
@@ -123,7 +123,7 @@ class Loading:
         totals = {name: value for name, value in stats.items() if name in TOTALS}
         healthy, again = self.front.healthy, self.front.loading
         if not healthy and again is not None:
-            return 503, Health(status="loading", progress=Progress(*again), engine=now, totals=totals)
+            return 503, Health(status="loading", progress=LoadingProgress(*again), engine=now, totals=totals)
         return 200 if healthy else 503, Health(
             status="ok" if healthy else "unhealthy", engine=now, totals=totals
         )

@@ -14,7 +14,7 @@ from plait.server.gateway.api_keys import ANYBODY, Key
 
 if TYPE_CHECKING:
     from plait.frontend.frontend import Front
-    from plait.frontend.output_stream import Stream
+    from plait.frontend.output_stream import OutputStream
     from plait.server.gateway.rate_limits import Account
 
 SCOPE_KEY = "plait.exchange"
@@ -43,7 +43,7 @@ class Exchange:
     num_asked_tokens: int = 0  # the most that all choices together can generate
     unread: list[str] = field(default_factory=list)  # hints that the model has no use for
     reason: str = ""  # why it was refused, for the log
-    streams: list[Stream] = field(default_factory=list)
+    streams: list[OutputStream] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
     began_ns: int = field(default_factory=time.time_ns)
 
@@ -82,7 +82,7 @@ class RequestContext:
         """As Front's, and bounded like `prepare`."""
         return self._counted(self.front.prepare_chat(messages, *given, **options))
 
-    def submit(self, request: Request, interval: int | None = 1) -> Stream:
+    def submit(self, request: Request, interval: int | None = 1) -> OutputStream:
         """As Front's, under the key's own salt. The key pays for the prompt."""
         exchange = self.exchange
         if exchange.key.name:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from plait.config import ServerConfig
 from plait.errors import ConfigError
-from plait.server.gateway.accounting import told
+from plait.server.gateway.accounting import log_fields
 from plait.server.gateway.request_context import Exchange
 from plait.version import __version__
 
@@ -80,7 +80,7 @@ def recorder(config: ServerConfig) -> Tracing | None:
 
 
 def _attributes(exchange: Exchange, seconds: float) -> dict[str, Any]:
-    known = told(exchange, seconds)
+    known = log_fields(exchange, seconds)
     found = {name: known[key] for key, name in ATTRIBUTES.items() if known.get(key) not in (None, "", ())}
     traces = [*exchange.traces()]
     if traces:

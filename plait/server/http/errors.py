@@ -24,7 +24,7 @@ from plait.errors import (
     ModelNotFound,
     PlaitError,
     RequestError,
-    clipped,
+    clip_text,
 )
 
 logger = logging.getLogger("plait.server")
@@ -163,10 +163,10 @@ class Problem:
 def problem(error: BaseException) -> Problem:
     """The answer to an exception. What is not ours to tell a client is logged and named an internal error.
 
-    Texts are `clipped`: a client's own words may be in them.
+    Texts are cut by `clip_text`: a client's own words may be in them.
     """
     found = _problem(error)
-    return replace(found, message=clipped(found.message))
+    return replace(found, message=clip_text(found.message))
 
 
 def _problem(error: BaseException) -> Problem:
@@ -179,7 +179,9 @@ def _problem(error: BaseException) -> Problem:
             return Problem(429, str(error), None, error.code, _later(error.wait_s, error.headers))
         case RequestError():
             more = _too_long(error) if isinstance(error, ContextTooLong) else {}
-            return Problem(error.status, str(error), error.param, error.code, _closing(error.status), more)
+            return Problem(
+                error.status, str(error), error.param, error.code, _close_headers(error.status), more
+            )
         case DeadlineExceeded():  # the client's own; OpenAI's and Anthropic's clients would ask twice more
             return Problem(504, str(error), None, error.code, {"x-should-retry": "false"})
         case CapacityError():
@@ -214,7 +216,7 @@ def _too_long(error: ContextTooLong) -> Mapping[str, Any]:
     return {"type": "exceed_context_size_error", **numbers}
 
 
-def _closing(status: int) -> Mapping[str, str]:
+def _close_headers(status: int) -> Mapping[str, str]:
     # The rest of such a body is not read, so the connection cannot carry another request.
     return {"Connection": "close"} if status in {408, 413, 431} else {}
 

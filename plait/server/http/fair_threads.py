@@ -14,7 +14,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def returned(call: Callable[[], T]) -> T:
+def capture_call(call: Callable[[], T]) -> T:
     """What `call` returns or raises. A StopIteration becomes a RuntimeError: an await would hang."""
     try:
         return call()
@@ -49,7 +49,7 @@ class FairThreads(Executor):
             who, (future, call) = found
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(returned(call))
+                    future.set_result(capture_call(call))
                 except BaseException as error:
                     future.set_exception(error)
             with self._lock:

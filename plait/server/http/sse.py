@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from plait.server.http.errors import Problem, problem
-from plait.server.http.tasks import disconnected, stopped
+from plait.server.http.tasks import cancel_tasks, wait_disconnect
 
 logger = logging.getLogger("plait.server")
 PING_S = 15.0  # silence after which a comment keeps proxies from closing the connection
@@ -27,7 +27,7 @@ def frame(body: Any) -> bytes:
     return b"data: " + _ENCODE(body) + b"\n\n"
 
 
-def named_frame(body: Any) -> bytes:
+def event_frame(body: Any) -> bytes:
     """One event under its own name, which is its `type`."""
     return b"event: " + str(body.type).encode() + b"\n" + frame(body)
 
@@ -51,7 +51,7 @@ class EventStream(Response):
     ) -> None:
         self.status_code, self.body, self.background = 200, b"", None
         self._bodies, self._close, self._failed, self._last_sent = bodies, close, failed, 0.0
-        self._frame, self._done = (named_frame, b"") if named else (frame, DONE)
+        self._frame, self._done = (event_frame, b"") if named else (frame, DONE)
         self._sending_since: float | None = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -60,13 +60,13 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         self._last_sent = time.monotonic()
         pump = asyncio.ensure_future(self._pump(send))
-        others = asyncio.ensure_future(disconnected(receive)), asyncio.ensure_future(self._watch(send))
+        others = asyncio.ensure_future(wait_disconnect(receive)), asyncio.ensure_future(self._watch(send))
         try:
             await asyncio.wait({pump, *others}, return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
                 pump.result()
         finally:
-            await stopped(pump, *others)
+            await cancel_tasks(pump, *others)
             await self._close()
 
     async def _pump(self, send: Send) -> None:

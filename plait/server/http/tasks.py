@@ -20,23 +20,23 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     The body must have been read: until the client leaves, `receive` has nothing more to say.
     """
     running = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(disconnected(receive))
+    watching = asyncio.ensure_future(wait_disconnect(receive))
     try:
         await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             return running.result()
         raise Cancelled("the client went away")
     finally:
-        await stopped(running, watching)
+        await cancel_tasks(running, watching)
 
 
-async def disconnected(receive: Receive) -> None:
+async def wait_disconnect(receive: Receive) -> None:
     """Returns when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def stopped(*tasks: asyncio.Future[Any]) -> None:
+async def cancel_tasks(*tasks: asyncio.Future[Any]) -> None:
     """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()

@@ -46,7 +46,7 @@ class Certificate:
         _load_chain(self.context, self._cert, self._key)
 
     def _stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
-        return _written(self._cert), _written(self._key)
+        return _file_stamp(self._cert), _file_stamp(self._key)
 
 
 def certificate(config: ServerConfig) -> Certificate | None:
@@ -68,7 +68,7 @@ def _no_password() -> str:
     raise ValueError("the key is encrypted; give one that is not, readable by the server alone")
 
 
-def _written(path: str) -> tuple[int, int, int] | None:
+def _file_stamp(path: str) -> tuple[int, int, int] | None:
     try:
         found = os.stat(path)
     except OSError:

@@ -16,7 +16,7 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from plait.errors import ConfigError, RequestError
-from plait.server.api.param_aliases import renamed
+from plait.server.api.param_aliases import rename_params
 from plait.server.api.reply import WARNING_HEADER
 from plait.server.api.validate import IGNORED_HEADER
 from plait.server.http.request_body import decode_object
@@ -77,7 +77,7 @@ def _line(number: int, text: bytes) -> Line:
 
 def _streams(body: dict[str, Any]) -> bool:
     try:
-        return bool(renamed(body).get("stream"))
+        return bool(rename_params(body).get("stream"))
     except RequestError:
         return False  # the endpoint says what is wrong with it
 
@@ -101,7 +101,7 @@ async def run(
     async def work() -> None:
         # Workers share the iterator: a file of any length is read as it is needed.
         for line in source:
-            answer = await _answered(app, line, fault)
+            answer = await _answer_line(app, line, fault)
             if fault() is not None:
                 return
             failed = answer["error"] is not None or answer["response"]["status_code"] >= 400
@@ -119,16 +119,16 @@ async def run(
     return counts
 
 
-async def _answered(app: ASGIApp, line: Line, fault: Callable[[], BaseException | None]) -> dict[str, Any]:
+async def _answer_line(app: ASGIApp, line: Line, fault: Callable[[], BaseException | None]) -> dict[str, Any]:
     found: dict[str, Any] = {"id": new_id("batch_req", "_"), "custom_id": line.custom_id}
     if line.fault:
         return {**found, "response": None, "error": {"code": "invalid_request", "message": line.fault}}
-    status, headers, body = await asked(app, line.url, line.body)
+    status, headers, body = await post_json(app, line.url, line.body)
     for pause_s in PAUSES_S:
         if status not in BUSY or fault() is not None:
             break
         await asyncio.sleep(pause_s)
-        status, headers, body = await asked(app, line.url, line.body)
+        status, headers, body = await post_json(app, line.url, line.body)
     answer: Any = msgspec.Raw(body) if _is_json(headers) else body.decode(errors="replace")
     request_id = headers.get(b"x-request-id", b"").decode("latin-1")
     response = {"status_code": status, "request_id": request_id, "body": answer}
@@ -139,9 +139,9 @@ async def _answered(app: ASGIApp, line: Line, fault: Callable[[], BaseException 
     return {**found, "response": response, "error": None}
 
 
-async def asked(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[bytes, bytes], bytes]:
+async def post_json(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[bytes, bytes], bytes]:
     """One POST of JSON to an application: (status, headers, body)."""
-    arriving, sent = _arriving(body), list[Message]()
+    arriving, sent = _receive_body(body), list[Message]()
 
     async def receive() -> Message:
         return await anext(arriving, {"type": "http.disconnect"})
@@ -155,7 +155,7 @@ async def asked(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[bytes, 
     return start["status"], dict(start["headers"]), whole
 
 
-async def _arriving(body: bytes) -> AsyncIterator[Message]:
+async def _receive_body(body: bytes) -> AsyncIterator[Message]:
     yield {"type": "http.request", "body": body, "more_body": False}
     await asyncio.Event().wait()  # nobody leaves before the answer is there
 

@@ -15,8 +15,8 @@ from plait.server.api import validate
 from plait.server.api.content_blocks import ChatPlan, ChoiceCourse, Part, ReplyBlocks, is_hidden, parts_of
 from plait.server.api.endpoint import Endpoint
 from plait.server.api.reply import ChoicesReply, ChosenToken, Count, PromptProgress, Timings, Usage, head
-from plait.server.api.schema import ChatRequest, field_names, typed
-from plait.server.api.tool_choice import allowed, from_template_kwargs
+from plait.server.api.schema import ChatRequest, field_names, parse_as
+from plait.server.api.tool_choice import allow_tools, from_template_kwargs
 from plait.server.gateway.request_context import RequestContext
 from plait.text.chat.template import num_chars
 from plait.text.grammar.request_fields import grammar_from
@@ -146,9 +146,9 @@ def plan_chat(context: RequestContext, body: Mapping[str, Any], words: Mapping[s
     """
     front = context.front
     validate.refuse(body, FIELDS)
-    asked = typed(body, ChatRequest)
+    asked = parse_as(body, ChatRequest)
     tools, kwargs = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.speech)
-    choosable, choice = allowed(tools, asked.tool_choice)
+    choosable, choice = allow_tools(tools, asked.tool_choice)
     asked = replace(asked, tools=choosable, tool_choice=choice, chat_template_kwargs=dict(kwargs))
     params, wish = validate.chat_params(asked), grammar_from(body)
     validate.check_stream(asked, params)
@@ -285,7 +285,7 @@ class _Choice(ReplyBlocks):
         super().__init__(chat)
         self._chat = chat
         self.logprobs: list[ChosenToken] = []
-        self.score = best_of.Score()
+        self.score = best_of.ChoiceScore()
         self.token_ids: list[int] = []
 
     def add(self, delta: Delta, *, shows: bool) -> None:

@@ -25,7 +25,7 @@ from plait.server.api.reply import (
     finite,
     head,
 )
-from plait.server.api.schema import CompletionRequest, field_names, typed
+from plait.server.api.schema import CompletionRequest, field_names, parse_as
 from plait.server.gateway.request_context import RequestContext
 from plait.text.grammar.request_fields import grammar_from
 from plait.text.tokenizers.detokenize import StreamDecoder, text_offsets
@@ -81,7 +81,7 @@ def plan(context: RequestContext, body: Mapping[str, Any]) -> CompletionReply:
     """Everything that can be refused before the engine is asked. Tokenizes. Raises RequestErrors."""
     front = context.front
     validate.refuse(body, FIELDS)
-    asked = typed(body, CompletionRequest)
+    asked = parse_as(body, CompletionRequest)
     params, wish = validate.completion_params(asked), grammar_from(body)
     validate.check_stream(asked, params)
     prompts, n = validate.prompts(asked.prompt), params.num_sequences
@@ -170,7 +170,7 @@ class _Prompt:
 
     def _score(self, scores: Sequence[TextLogprob]) -> None:
         self._waits = False
-        lists = CompletionLogprobs([_shown(self._ids[0], self._tokenizer)], [None], [None], [])
+        lists = CompletionLogprobs([_token_text(self._ids[0], self._tokenizer)], [None], [None], [])
         for lp in scores:
             _append(lists, lp)
         offsets = [0] * len(self._ids)
@@ -199,7 +199,7 @@ class _Choice:
             if tokenizer and prompt.lists is not None
             else None
         )
-        self.score = best_of.Score()
+        self.score = best_of.ChoiceScore()
         self._once: Sequence[int] | UnsetType = request.prompt_token_ids  # vLLM's: in a stream's first chunk
         self._begun, self._offset = False, 0
         self._pieces: list[CompletionChoice] = []
@@ -257,20 +257,20 @@ class _Choice:
 
 def _append(lists: CompletionLogprobs, lp: TextLogprob) -> None:
     """The chosen token is in its own alternatives with the very same float: lm-eval compares them."""
-    chosen, value = _named(lp), finite(lp.logprob)
+    chosen, value = _logprob_text(lp), finite(lp.logprob)
     lists.tokens.append(chosen)
     lists.token_logprobs.append(value)
     top: dict[str, float] = {}
     for one in best(lp):
-        top.setdefault(_named(one), finite(one.logprob))
+        top.setdefault(_logprob_text(one), finite(one.logprob))
     lists.top_logprobs.append({**top, chosen: value})
 
 
-def _named(lp: TextLogprob) -> str:
+def _logprob_text(lp: TextLogprob) -> str:
     return _bytes_text(lp.bytes) if lp.bytes else lp.token
 
 
-def _shown(token_id: int, tokenizer: Tokenizer | None) -> str:
+def _token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
     return _bytes_text(tokenizer.token_bytes(token_id)) if tokenizer else f"token_id:{token_id}"
 
 

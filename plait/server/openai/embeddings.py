@@ -21,7 +21,7 @@ from plait.request import Pooling, Request, RequestTrace
 from plait.server.api import validate
 from plait.server.api.endpoint import Endpoint
 from plait.server.api.reply import ApiReply, Count, PromptUsage
-from plait.server.api.schema import field_names, typed
+from plait.server.api.schema import field_names, parse_as
 from plait.server.gateway.request_context import RequestContext
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class EmbeddingRequest(Terms):
 FIELDS = field_names(EmbeddingRequest)
 
 
-class Embedding(msgspec.Struct, kw_only=True, frozen=True):
+class EmbeddingItem(msgspec.Struct, kw_only=True, frozen=True):
     """`embedding`: numbers, or with encoding_format base64 their float32 bytes, the low byte first."""
 
     object: Literal["embedding"] = "embedding"
@@ -63,7 +63,7 @@ class Embeddings(msgspec.Struct, kw_only=True, frozen=True):
     """The reply of /v1/embeddings."""
 
     object: Literal["list"] = "list"
-    data: list[Embedding]
+    data: list[EmbeddingItem]
     model: str
     usage: PromptUsage
 
@@ -71,7 +71,7 @@ class Embeddings(msgspec.Struct, kw_only=True, frozen=True):
 def plan(context: RequestContext, body: Mapping[str, Any]) -> EmbeddingsReply:
     """Everything that can be refused before the engine is asked. Tokenizes. Raises RequestErrors."""
     validate.refuse(body, FIELDS)
-    asked = typed(body, EmbeddingRequest)
+    asked = parse_as(body, EmbeddingRequest)
     size = context.front.spec.hidden_size
     if asked.dimensions is not None and not 1 <= asked.dimensions <= size:
         text = f"dimensions: {asked.dimensions} is outside [1, {size}], the size of this model's hidden state"
@@ -131,7 +131,9 @@ class EmbeddingsReply(VectorsReply):
         self._asked = asked
 
     def whole(self, traces: Iterable[RequestTrace | None]) -> Embeddings:
-        data = [Embedding(index=i, embedding=self._written(vector)) for i, vector in enumerate(self.vectors)]
+        data = [
+            EmbeddingItem(index=i, embedding=self._written(vector)) for i, vector in enumerate(self.vectors)
+        ]
         return Embeddings(data=data, model=self.model, usage=self.count.prompt_usage())
 
     def _written(self, vector: Sequence[float]) -> list[float] | str:

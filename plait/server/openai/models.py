@@ -12,11 +12,11 @@ from plait.errors import InvalidField, ModelNotFound
 from plait.server.api import validate
 from plait.server.api.endpoint import Endpoint
 from plait.server.api.reply import Count
-from plait.server.api.schema import DetokenizeRequest, TokenizeRequest, field_names, typed
+from plait.server.api.schema import DetokenizeRequest, TokenizeRequest, field_names, parse_as
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.slice_turns import Slices
-from plait.server.openai import tokenize as prompts
-from plait.text.tokenizers.tokenizer import joined_text
+from plait.server.openai.tokenize import TemplateRequest, prompt_ids, tokenizer_of
+from plait.text.tokenizers.tokenizer import join_text
 
 if TYPE_CHECKING:
     from plait.frontend.frontend import Front
@@ -59,7 +59,7 @@ class Tokens(msgspec.Struct, kw_only=True, frozen=True):
     token_strs: list[str] | UnsetType = UNSET
 
 
-class Text(msgspec.Struct, frozen=True):
+class DetokenizeReply(msgspec.Struct, frozen=True):
     """The reply of /detokenize; llama.cpp calls the same text `content`."""
 
     prompt: str
@@ -96,7 +96,7 @@ def tokenize(context: RequestContext, body: Mapping[str, Any]) -> Slices[Tokens]
     """Token ids of a prompt or of messages. Raises InvalidField and BadTemplate."""
     front = context.front
     validate.refuse(body, TOKENIZE_FIELDS)
-    asked = typed(body, TokenizeRequest)
+    asked = parse_as(body, TokenizeRequest)
     if sum(part is not None for part in (asked.prompt, asked.content, asked.messages)) != 1:
         raise InvalidField("prompt: send one of prompt, content and messages", "prompt")
     if asked.messages is None and (unread := next((n for n in _OF_A_CHAT if body.get(n)), None)):
@@ -105,9 +105,9 @@ def tokenize(context: RequestContext, body: Mapping[str, Any]) -> Slices[Tokens]
         raise InvalidField(
             "parse_special: the template's own control tokens are always read; leave it out", "parse_special"
         )
-    tokenizer = prompts.tokenizer_of(front)
+    tokenizer = tokenizer_of(front)
     if asked.messages is not None:
-        ids = prompts.prompt_ids(context, _template_request(asked, asked.messages))
+        ids = prompt_ids(context, _template_request(asked, asked.messages))
     else:
         ids = _text_ids(front, asked)
     strings: list[str] | UnsetType = UNSET
@@ -119,18 +119,18 @@ def tokenize(context: RequestContext, body: Mapping[str, Any]) -> Slices[Tokens]
     return Tokens(count=len(ids), max_model_len=front.max_model_len, tokens=tokens, token_strs=strings)
 
 
-def detokenize(context: RequestContext, body: Mapping[str, Any]) -> Slices[Text]:
+def detokenize(context: RequestContext, body: Mapping[str, Any]) -> Slices[DetokenizeReply]:
     """The text of token ids, control tokens included. Raises InvalidField and ContextTooLong."""
     front = context.front
     validate.refuse(body, DETOKENIZE_FIELDS)
     if isinstance(sent := body.get("tokens"), list):
         front.limits.check_count(len(sent), "tokens")  # before each of them is looked at
-    asked = typed(body, DetokenizeRequest)
+    asked = parse_as(body, DetokenizeRequest)
     front.limits.check_ids("tokens", asked.tokens)
-    tokenizer = prompts.tokenizer_of(front)
+    tokenizer = tokenizer_of(front)
     pieces = yield from _each(asked.tokens, tokenizer.token_bytes)
-    text = joined_text(tokenizer, pieces)
-    return Text(text, text)
+    text = join_text(tokenizer, pieces)
+    return DetokenizeReply(text, text)
 
 
 def _text_ids(front: Front, asked: TokenizeRequest) -> list[int]:
@@ -159,8 +159,8 @@ def _each(ids: Sequence[int], of: Callable[[int], T]) -> Slices[list[T]]:
     return found
 
 
-def _template_request(asked: TokenizeRequest, messages: list[dict[str, Any]]) -> prompts.TemplateRequest:
-    return prompts.TemplateRequest(
+def _template_request(asked: TokenizeRequest, messages: list[dict[str, Any]]) -> TemplateRequest:
+    return TemplateRequest(
         messages=messages,
         tools=asked.tools,
         tool_choice=asked.tool_choice,

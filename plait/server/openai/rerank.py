@@ -19,7 +19,7 @@ from plait.request import Pooling, Request, RequestTrace
 from plait.server.api import validate
 from plait.server.api.endpoint import Endpoint
 from plait.server.api.reply import Count, PromptUsage
-from plait.server.api.schema import field_names, typed
+from plait.server.api.schema import field_names, parse_as
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.tasks import new_id
 from plait.server.openai.embeddings import MAX_INPUTS, VectorsReply, embedding_request
@@ -49,7 +49,7 @@ class RerankRequest(Terms):
     pooling: Pooling = "last"
 
 
-class Score(msgspec.Struct, kw_only=True, frozen=True):
+class ScoreItem(msgspec.Struct, kw_only=True, frozen=True):
     index: Count
     object: Literal["score"] = "score"
     score: Cosine
@@ -62,7 +62,7 @@ class Scores(msgspec.Struct, kw_only=True, frozen=True):
     object: Literal["list"] = "list"
     model: str
     method: Literal["cosine"] = "cosine"
-    data: list[Score]
+    data: list[ScoreItem]
     usage: PromptUsage
 
 
@@ -100,7 +100,7 @@ def score(context: RequestContext, body: Mapping[str, Any]) -> ScoresReply:
     renamed = {_SIDES.get(name, name): value for name, value in body.items()}
     if len(renamed) < len(body):
         raise InvalidField("text_1: it is given under two names; send one of them", "text_1")
-    asked = typed(renamed, ScoreRequest)
+    asked = parse_as(renamed, ScoreRequest)
     left, right = ([t] if isinstance(t, str) else t for t in (asked.text_1, asked.text_2))
     _check_count(left, "text_1")
     _check_count(right, "text_2")
@@ -114,7 +114,7 @@ def score(context: RequestContext, body: Mapping[str, Any]) -> ScoresReply:
 def rerank(context: RequestContext, body: Mapping[str, Any]) -> RankingReply:
     """Tokenizes the query and the documents. Raises RequestErrors."""
     validate.refuse(body, RERANK_FIELDS)
-    asked = typed(body, RerankRequest)
+    asked = parse_as(body, RerankRequest)
     if asked.top_n < 0:
         raise InvalidField(f"top_n: {asked.top_n} is less than 0", "top_n")
     _check_count(asked.documents, "documents")
@@ -133,7 +133,7 @@ class ScoresReply(VectorsReply):
     def whole(self, traces: Iterable[RequestTrace | None]) -> Scores:
         left, right = self.vectors[: self._num_left], self.vectors[self._num_left :]
         pairs = zip(left if len(left) == len(right) else [left[0]] * len(right), right, strict=True)
-        data = [Score(index=i, score=cosine(a, b)) for i, (a, b) in enumerate(pairs)]
+        data = [ScoreItem(index=i, score=cosine(a, b)) for i, (a, b) in enumerate(pairs)]
         return Scores(id=new_id("score"), model=self.model, data=data, usage=self.count.prompt_usage())
 
 

@@ -22,7 +22,7 @@ _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 
 
 @dataclass(slots=True)
-class Conversation:
+class ResponseConversation:
     """Messages of a chat, and where in the client's input each began."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -58,9 +58,9 @@ class Conversation:
             self.places.insert(0, "instructions")
 
 
-def conversation(found: str | Sequence[Any], instructions: str | None) -> Conversation:
+def conversation(found: str | Sequence[Any], instructions: str | None) -> ResponseConversation:
     """The chat that an input stands for. Raises InvalidField, naming the item."""
-    chat = Conversation()
+    chat = ResponseConversation()
     if isinstance(found, str):
         chat.add({"role": "user", "content": found}, "input")
     else:
@@ -73,7 +73,7 @@ def conversation(found: str | Sequence[Any], instructions: str | None) -> Conver
     return chat
 
 
-def _take(chat: Conversation, item: Any, at: str) -> None:
+def _take(chat: ResponseConversation, item: Any, at: str) -> None:
     if not isinstance(item, Mapping):
         raise InvalidField(f"{at}: it must be an object with a type", at)
     match item.get("type") or "message":

@@ -22,12 +22,11 @@ from plait.server.api.content_blocks import BlockKind, BlockReply, BlockStep, Ch
 from plait.server.api.endpoint import Endpoint
 from plait.server.api.error_translation import in_words_of, refuse_words_of_a_chat
 from plait.server.api.reply import Count, Usage
-from plait.server.api.schema import Objects, field_names, typed
+from plait.server.api.schema import Objects, field_names, parse_as
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.tasks import new_id
 from plait.server.openai import chat, tokenize
 from plait.server.openai.response_items import (
-    Conversation,
     DeltaEvent,
     DoneEvent,
     ErrorEvent,
@@ -39,6 +38,7 @@ from plait.server.openai.response_items import (
     OutputPart,
     PartEvent,
     Response,
+    ResponseConversation,
     ResponseEvent,
     ResponseUsage,
     StateEvent,
@@ -70,7 +70,7 @@ class ReasoningOptions(msgspec.Struct, kw_only=True, frozen=True):
     generate_summary: Literal["auto"] | None = None
 
 
-class StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
+class ResponseStreamOptions(msgspec.Struct, kw_only=True, frozen=True):
     include_obfuscation: Literal[False] | None = None
 
 
@@ -86,7 +86,7 @@ class ResponsesRequest(SamplingFields, Terms):
     instructions: str | None = None
     max_output_tokens: MaxTokens = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     tools: Objects = field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
@@ -147,27 +147,27 @@ def count(context: RequestContext, body: Mapping[str, Any]) -> ResponseInputToke
     _, found, sent = _read(body)
     seen = {name: value for name, value in sent.items() if name in tokenize.FIELDS}
     with in_words_of(_NAMES, found.places):
-        asking = typed({**seen, "messages": found.messages}, tokenize.TemplateRequest)
+        asking = parse_as({**seen, "messages": found.messages}, tokenize.TemplateRequest)
         return ResponseInputTokens(input_tokens=len(tokenize.prompt_ids(context, asking, _NAMES)))
 
 
-def _read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, Conversation, dict[str, Any]]:
+def _read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, ResponseConversation, dict[str, Any]]:
     """What is asked, the conversation in it, and the other fields as a chat says them."""
     for name in _REFUSED:
         if body.get(name):
             raise InvalidField(f"{name}: this server cannot honour it; leave it out", name)
     refuse_words_of_a_chat(body, _UNREAD, _NAMES)
     validate.refuse(body, FIELDS)
-    asked = typed(body, ResponsesRequest)
+    asked = parse_as(body, ResponsesRequest)
     if asked.previous_response_id is not None:
         text = "previous_response_id: nothing is stored here; send the earlier items in input"
         raise NotStored(text, "previous_response_id")
     found = conversation(asked.input, asked.instructions)
     sent = {name: value for name, value in body.items() if name in _PASSED}
-    return asked, found, sent | _translated(asked)
+    return asked, found, sent | _translate_fields(asked)
 
 
-def _translated(asked: ResponsesRequest) -> dict[str, Any]:
+def _translate_fields(asked: ResponsesRequest) -> dict[str, Any]:
     """The fields that a chat calls otherwise."""
     sent: dict[str, Any] = {}
     if asked.max_output_tokens is not None:

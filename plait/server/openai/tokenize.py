@@ -14,8 +14,8 @@ import msgspec
 from plait.errors import InvalidField
 from plait.server.api import validate
 from plait.server.api.endpoint import Endpoint
-from plait.server.api.schema import field_names, typed
-from plait.server.api.tool_choice import allowed, from_template_kwargs
+from plait.server.api.schema import field_names, parse_as
+from plait.server.api.tool_choice import allow_tools, from_template_kwargs
 from plait.server.gateway.request_context import RequestContext
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def prompt_ids(context: RequestContext, asked: TemplateRequest, words: Mapping[s
     validate.check_messages(asked.messages)
     validate.check_template_kwargs(asked.chat_template_kwargs)
     listed, wishes = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.speech)
-    choosable, choice = allowed(listed, asked.tool_choice)
+    choosable, choice = allow_tools(listed, asked.tool_choice)
     validate.check_tools(choosable, choice)
     kwargs, _, unread = front.speech.switched(wishes, asked.reasoning_effort)
     context.report_unread(unread, words)
@@ -60,7 +60,7 @@ def prompt_ids(context: RequestContext, asked: TemplateRequest, words: Mapping[s
 def apply_template(context: RequestContext, body: Mapping[str, Any]) -> dict[str, Any]:
     """A conversation as the text that the model would get. Raises InvalidField and BadTemplate."""
     validate.refuse(body, FIELDS)
-    ids = prompt_ids(context, typed(body, TemplateRequest))
+    ids = prompt_ids(context, parse_as(body, TemplateRequest))
     return {"prompt": tokenizer_of(context.front).decode(ids, skip_special=False)}
 
 

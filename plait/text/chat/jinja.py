@@ -18,8 +18,8 @@ from typing import Any
 
 from plait.errors import BadTemplate, CapacityError, ConfigError, InvalidField
 from plait.text.chat.sandbox import Sandbox, TemplateEnded
-from plait.text.chat.template import TOOLS, Message, normalized, refuse_unread, unfinished
-from plait.text.chat.tool_probe import QUESTION, TOOL, CallsTaken, calls_taken
+from plait.text.chat.template import TOOLS, Message, cut_at_mark, normalize_messages, refuse_unread
+from plait.text.chat.tool_probe import QUESTION, TOOL, CallsTaken, probe_calls
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
@@ -127,7 +127,7 @@ class JinjaTemplate:
             raise
         except BadTemplate:
             pass  # it has conditions that this conversation does not meet
-        return calls_taken(shown)
+        return probe_calls(shown)
 
     def render(
         self,
@@ -142,7 +142,7 @@ class JinjaTemplate:
         """Token ids of a conversation; see `ChatTemplate.render`."""
         read = self._parts_read()
         has_calls = any(isinstance(m, Mapping) and m.get("tool_calls") for m in messages)
-        plain = normalized(messages, calls_as_text=has_calls and self.calls.as_text)
+        plain = normalize_messages(messages, calls_as_text=has_calls and self.calls.as_text)
         for i, message in enumerate(plain):
             self._check_role(message["role"], i)
         taken = sorted(set(kwargs) & (_OURS | self._variables.keys()))
@@ -151,7 +151,7 @@ class JinjaTemplate:
                 f"chat_template_kwargs: {taken[0]!r} is not for requests to set", "chat_template_kwargs"
             )
         user = {"messages": plain, **self._tools(list(tools) if tools else None), **kwargs}
-        mark = next(_unused("".join(_strings(user)))) if continue_final_message else ""
+        mark = next(_free_marks("".join(_strings(user)))) if continue_final_message else ""
         if mark:  # where the text ends that is to go on: templates cut space only beyond it
             plain[-1]["content"] = f"{plain[-1]['content'] or ''}{mark}"
         part = self._part(bool(tools))
@@ -160,10 +160,10 @@ class JinjaTemplate:
         def rendering(change: Callable[[str], str]) -> str:
             opens = add_generation_prompt and not continue_final_message
             ours = {**self._variables, "documents": None, "add_generation_prompt": opens}
-            return self._sandbox.render(self._sources[part], {**ours, **_changed(user, change)})
+            return self._sandbox.render(self._sources[part], {**ours, **_change_strings(user, change)})
 
         parts = self._parts(user, rendering)
-        return self._tokenizer.encode_parts(unfinished(parts, mark) if mark else parts)
+        return self._tokenizer.encode_parts(cut_at_mark(parts, mark) if mark else parts)
 
     def text(self, messages: Sequence[Message], /, **options: Any) -> str:
         """The rendered conversation as one string, for people to look at."""
@@ -199,7 +199,7 @@ class JinjaTemplate:
         written = "".join(_strings(user))
         if not any(start in written for start in self._starts):
             return self._tokenizer.split_special(rendering(str))
-        private = _unused(written)
+        private = _free_marks(written)
         breaker = next(private)
         veils: dict[int, str | int | None] = {ord(start): next(private) for start in self._starts}
         lift = {ord(str(veil)): start for start, veil in veils.items()}
@@ -237,18 +237,18 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
+def _change_strings(value: Any, change: Callable[[str], str]) -> Any:
     """The same JSON data with every string changed, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {change(str(key)): _changed(item, change) for key, item in value.items()}
+        return {change(str(key)): _change_strings(item, change) for key, item in value.items()}
     if isinstance(value, Sequence):
-        return [_changed(item, change) for item in value]
+        return [_change_strings(item, change) for item in value]
     return value
 
 
-def _unused(written: str) -> Iterator[str]:
+def _free_marks(written: str) -> Iterator[str]:
     """Private characters that stand in no user string. Raises BadTemplate where there are no more."""
     used = set(written)
     yield from (chr(c) for c in chain(*_PRIVATE) if chr(c) not in used)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.errors import BadTemplate, ConfigError
-from plait.text.chat.template import Message, message_text, normalized, refuse_unread
+from plait.text.chat.template import Message, message_text, normalize_messages, refuse_unread
 from plait.text.chat.tool_probe import CallsTaken
 from plait.text.tokenizers.tokenizer import Tokenizer
 
@@ -89,7 +89,7 @@ class MarkerTemplate:
         refuse_unread(self.name, kwargs, tools, frozenset())
         parts: list[int | str] = []
         turn: list[int | str] = []
-        for i, message in enumerate(normalized(messages)):
+        for i, message in enumerate(normalize_messages(messages)):
             turn = self._turn(message["role"], message_text(message, i), i)
             parts += turn
         if continue_final_message:

@@ -33,7 +33,7 @@ class TemplateEnded(BadTemplate):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SandboxLimits:
     """What one rendering may take.
 
     `timeout_s`: of the processor; `clock_s`: by the clock, on a busy machine. `start_s` is for a child to
@@ -53,8 +53,8 @@ class Limits:
 class Sandbox:
     """Rendering children, each started when first needed. Thread-safe: renderings take turns, see `turns`."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self._limits = limits or Limits()
+    def __init__(self, limits: SandboxLimits | None = None) -> None:
+        self._limits = limits or SandboxLimits()
         self._turns = Turns(self._limits.children, 1)
         self._children: dict[int, _Child] = {}
         self._locks = [threading.Lock() for _ in range(self._limits.children)]
@@ -147,7 +147,7 @@ class Sandbox:
 class _Child:
     """The process and its two pipes. `walls`: what keeps it in, see `confine`."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SandboxLimits) -> None:
         try:
             self._process = subprocess.Popen(
                 command("plait.text.chat.sandbox_child", str(limits.memory_bytes)),

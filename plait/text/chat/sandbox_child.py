@@ -31,7 +31,7 @@ from plait.text.isolation.confine import confine
 _MAX_ERROR = 1000  # characters: a template may write any number of them
 
 
-class Generation(jinja2.ext.Extension):
+class GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks what a trainer learns from; when rendering it is only its content."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own attribute
@@ -86,7 +86,7 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
         trim_blocks=True,
         lstrip_blocks=True,
         optimized=False,
-        extensions=[Generation, jinja2.ext.loopcontrols],
+        extensions=[GenerationTag, jinja2.ext.loopcontrols],
     )
     env.code_generator_class = Unfolded
     env.filters["tojson"] = to_json
@@ -117,7 +117,7 @@ class Templates:
         try:
             template = self._compiled(request["template"])
             if "values" in request:
-                return _rendered(template, request["values"], request["max_chars"])
+                return _render(template, request["values"], request["max_chars"])
             return {"variables": variables(self._env, request["template"])}
         except MemoryError:
             return {"error": "it needs more memory than a template may have"}
@@ -143,7 +143,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _MAX_ERROR else text[: _MAX_ERROR - 1] + "…"
 
 
-def _rendered(template: jinja2.Template, values: dict[str, Any], max_chars: int) -> dict[str, Any]:
+def _render(template: jinja2.Template, values: dict[str, Any], max_chars: int) -> dict[str, Any]:
     pieces, length = [], 0
     for piece in template.generate(**values):
         length += len(piece)

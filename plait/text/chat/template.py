@@ -122,7 +122,7 @@ def _common_len(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def normalized(messages: Sequence[Message], *, calls_as_text: bool = False) -> list[dict[str, Any]]:
+def normalize_messages(messages: Sequence[Message], *, calls_as_text: bool = False) -> list[dict[str, Any]]:
     """Messages as templates expect them: contents are strings, and thinking has each of its names.
 
     Arguments of calls are objects, or JSON text. Raises InvalidField, naming the message, for contents that
@@ -201,7 +201,7 @@ def _members(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, Mapping) else value
 
 
-def unfinished(parts: Sequence[int | str], mark: str) -> list[int | str]:
+def cut_at_mark(parts: Sequence[int | str], mark: str) -> list[int | str]:
     """A rendered conversation up to `mark`, which stood at the end of its last message's text.
 
     Raises InvalidField if the template did not write it.

@@ -33,16 +33,16 @@ class CallsTaken:
     several: bool = True
 
 
-def calls_taken(render: Render) -> CallsTaken:
+def probe_calls(render: Render) -> CallsTaken:
     """How a template takes calls. `render` renders messages, and raises BadTemplate where it refuses them.
 
     Raises TemplateEnded when `render` does.
     """
-    as_object, as_text = _shown(render, _ARGUMENTS), _shown(render, _TEXT)
+    as_object, as_text = _render_calls(render, _ARGUMENTS), _render_calls(render, _TEXT)
     wants_text = not _holds_arguments(as_object) and _TEXT in as_text
     arguments: Any = _TEXT if wants_text else _ARGUMENTS
     works_at_all = bool(as_text if wants_text else as_object)
-    return CallsTaken(wants_text, not works_at_all or bool(_shown(render, arguments, arguments)))
+    return CallsTaken(wants_text, not works_at_all or bool(_render_calls(render, arguments, arguments)))
 
 
 def _holds_arguments(text: str) -> bool:
@@ -50,7 +50,7 @@ def _holds_arguments(text: str) -> bool:
     return all(part in text for item in _ARGUMENTS.items() for part in item) and str(_ARGUMENTS) not in text
 
 
-def _shown(render: Render, *arguments: Any) -> str:
+def _render_calls(render: Render, *arguments: Any) -> str:
     """A conversation with these calls; "" if it is refused."""
     named = list(zip(_IDS, arguments, strict=False))
     calls = [

@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterable, Mapping
 
 from plait.text.output.call_grammar import (
+    FormatMarker,
     FreeUntil,
     FreeWithout,
-    Head,
     Json,
-    Marker,
     OneOf,
     Part,
+    RegexPiece,
     Repeated,
     Structure,
     Text,
@@ -37,12 +37,12 @@ def as_lark(structure: Structure, special_ids: Mapping[str, int]) -> str:
 
 
 def _sequence(structure: Structure, special_ids: Mapping[str, int], rules: Rules) -> str:
-    return " ".join(_written(part, special_ids, rules) for part in structure) or '""'
+    return " ".join(_write_part(part, special_ids, rules) for part in structure) or '""'
 
 
-def _written(part: Part, special_ids: Mapping[str, int], rules: Rules) -> str:
+def _write_part(part: Part, special_ids: Mapping[str, int], rules: Rules) -> str:
     match part:
-        case Marker(text):
+        case FormatMarker(text):
             return _marker(text, special_ids)
         case Text(text):
             return _literal(text)
@@ -53,7 +53,7 @@ def _written(part: Part, special_ids: Mapping[str, int], rules: Rules) -> str:
         case FreeWithout(markers):
             free = _without(markers, special_ids)
             return _rule(rules, ": " + (f"{free} & " if free else "") + "/(?s:.*)/", "TEXT")
-        case Unlike() | Head():
+        case Unlike() | RegexPiece():
             return _expression(part, rules)
         case Repeated(parts):
             return f"{_rule(rules, ': ' + _sequence(parts, special_ids, rules))}*"
@@ -71,7 +71,7 @@ def _until(part: FreeUntil | Value, special_ids: Mapping[str, int], rules: Rules
         kept = f"~/(?s:.*){_regex(part.closing)}(?s:.+)/" if part.closing else ""
     elif part.end.text not in special_ids:
         kept = _without(part.without, special_ids)
-    if isinstance(part.end, Marker) and part.end.text in special_ids:
+    if isinstance(part.end, FormatMarker) and part.end.text in special_ids:
         text = ": " + " & ".join(f"/{pattern}/" for pattern in patterns)
         return f"{_rule(rules, text)} <[{special_ids[part.end.text]}]>"
     texts = [f"/{pattern}{_regex(part.end.text)}/" for pattern in patterns]
@@ -88,7 +88,7 @@ def _without(markers: Iterable[str], special_ids: Mapping[str, int]) -> str:
     return f"~/(?s:.*)({texts})(?s:.*)/" if texts else ""
 
 
-def _expression(part: Unlike | Head, rules: Rules) -> str:
+def _expression(part: Unlike | RegexPiece, rules: Rules) -> str:
     if isinstance(part, Unlike):
         # What is no UTF-8 matches no expression, and so every complement of one: it must match one as well.
         return _rule(rules, f": ~/({'|'.join(part.patterns)})/ & /(?s:.*)/", "TEXT")

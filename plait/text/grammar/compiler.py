@@ -9,10 +9,10 @@ from concurrent.futures import Future
 from plait.errors import BadGrammar, OutOfMemory
 from plait.process_memory import is_free
 from plait.text.grammar.grammar import Grammar, GrammarLimits
-from plait.text.grammar.library import compiled, readable
+from plait.text.grammar.library import compile_grammar, readable
 from plait.text.grammar.state import CompiledGrammar
 from plait.text.grammar.trial_pool import TrialPool
-from plait.text.grammar.trial_verdicts import Verdict, settled, too_late
+from plait.text.grammar.trial_verdicts import Verdict, apply_verdict, too_late
 from plait.text.grammar.vocabulary import Vocabulary, ends_of, special_of, vocabulary_of
 from plait.text.tokenizers.tokenizer import Tokenizer
 
@@ -52,7 +52,7 @@ class GrammarChecker:
             return grammar
         future = self.submit(grammar)
         try:
-            return settled(grammar, future.result(timeout_s or self.limits.wait_s))
+            return apply_verdict(grammar, future.result(timeout_s or self.limits.wait_s))
         except TimeoutError as error:
             future.cancel()
             raise too_late(timeout_s or self.limits.wait_s) from error
@@ -124,7 +124,7 @@ class GrammarCompiler:
         form = self.checker.check(grammar).form
         check_memory(self.limits.headroom_bytes)
         vocabulary = self.vocabulary
-        matcher = compiled(vocabulary.table, form, self.limits)
+        matcher = compile_grammar(vocabulary.table, form, self.limits)
         if matcher.is_error():
             reason = readable(matcher.get_error())
             raise BadGrammar(f"the grammar cannot be honoured: {reason}", grammar.param)

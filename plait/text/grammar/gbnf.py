@@ -32,7 +32,7 @@ _OPERATORS = {"&": "\\x26", "~": "\\x7e"}
 
 def lark_from_gbnf(text: str) -> str:
     """The same grammar for Lark. Raises ValueError saying what is wrong and where."""
-    mended = "".join(_mended(piece) for piece in _PIECE.finditer(text))
+    mended = "".join(_repair_piece(piece) for piece in _PIECE.finditer(text))
     try:
         rules: dict[str, RuleNode] = GrammarParser().parse(mended)
         return _lark(rules)
@@ -63,7 +63,7 @@ def _nodes(node: ASTNode) -> Iterator[ASTNode]:
         yield from _nodes(child)
 
 
-def _mended(piece: re.Match[str]) -> str:
+def _repair_piece(piece: re.Match[str]) -> str:
     text = piece.group()
     match piece.lastgroup:
         case "comment":

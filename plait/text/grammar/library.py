@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from plait.errors import clipped
+from plait.errors import clip_text
 from plait.text.grammar.grammar import GrammarLimits
 
 CONTROL_MARKER = b"\xff"
@@ -46,7 +46,7 @@ def token_table(tokens: Sequence[bytes], special: Sequence[int], ends: Sequence[
     return table
 
 
-def compiled(table: Any, form: str, limits: GrammarLimits) -> Any:
+def compile_grammar(table: Any, form: str, limits: GrammarLimits) -> Any:
     """A matcher at the beginning of a reply; one that `is_error()` if the grammar could not be compiled."""
     import llguidance
 
@@ -93,7 +93,7 @@ def readable(complaint: str) -> str:
     """A complaint of the library in one line of bounded length: it quotes the grammar, and draws arrows."""
     complaint = complaint.replace(*_ADVICE)
     lines = complaint.split("\n<backtrace>")[0].replace("<non-verbose/>", "").split("\n")
-    kept = [clipped(" ".join(line.split()), _LINE) for line in lines if line.strip(" ^")]
+    kept = [clip_text(" ".join(line.split()), _LINE) for line in lines if line.strip(" ^")]
     kept[1:] = sorted(kept[1:], key=lambda line: not line.startswith("error"))  # the cause before quotes
     text = "; ".join(kept).replace(":;", ":")
     return (text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…") or "no reason given"

@@ -26,7 +26,7 @@ def grammar_from(body: Mapping[str, Any]) -> Grammar | None:
     InvalidField, naming the field, for a field of the wrong shape and for two that both ask for something,
     BadGrammar for a schema that cannot be written as JSON.
     """
-    found = list(_asked(body))
+    found = list(_read_grammars(body))
     if len(found) > 1:
         first, second = found[0].param, found[1].param
         raise InvalidField(f"{second}: {first} says already what the reply must be; send one of them", second)
@@ -44,7 +44,7 @@ def _style(asked: Any) -> dict[str, Any]:
     return {"open_objects": None if is_open is None else not is_open, "space": "none" if is_compact else None}
 
 
-def _asked(body: Mapping[str, Any]) -> Iterator[Grammar]:
+def _read_grammars(body: Mapping[str, Any]) -> Iterator[Grammar]:
     for name, read in _FIELDS.items():
         value = body.get(name)
         if value is not None and not (value == "" and name in _EMPTY_IS_ABSENT):
@@ -69,7 +69,7 @@ def _response_format(value: Any, at: str) -> Grammar | None:
     return _schema(described["schema"], f"{inside}.schema")
 
 
-def _structured_outputs(value: Any, at: str) -> Grammar | None:
+def _read_structured_outputs(value: Any, at: str) -> Grammar | None:
     sent = _mapping(value, at).items()
     wanted = {name: v for name, v in sent if v is not None and v is not False and name not in _STYLE}
     for name in wanted:
@@ -156,7 +156,7 @@ _STRUCTURED: Mapping[str, Callable[[Any, str], Grammar]] = {
 _STYLE = ("disable_additional_properties", "disable_any_whitespace")
 _FIELDS: Mapping[str, _Read] = {
     "response_format": _response_format,
-    "structured_outputs": _structured_outputs,
+    "structured_outputs": _read_structured_outputs,
     "guided_json": _schema,
     "guided_regex": _regex,
     "guided_choice": _choice,

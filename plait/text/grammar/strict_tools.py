@@ -11,18 +11,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from plait.text.output.call_grammar import (
+    FormatMarker,
     Frame,
     FreeUntil,
     FreeWithout,
-    Head,
-    Marker,
     OneOf,
+    RegexPiece,
     Repeated,
     Structure,
     Style,
     Text,
     Unlike,
-    written_arguments,
+    write_arguments,
 )
 from plait.text.output.parser import CallSyntax
 from plait.text.output.reasoning import ReasoningFormat
@@ -41,7 +41,7 @@ _JSON = (
 _REGEX_MARKS = re.compile(r"[\\^$.|?*+()\[\]{}/]")
 
 
-def held(
+def hold_calls(
     calls: Structure,
     starts: Sequence[str],
     special: Collection[str],
@@ -60,34 +60,35 @@ def held(
     rest = _rest(calls, marker) or ()
     others = tuple(other for other in starts if other != marker)
     thoughts = tuple(pair.opening for pair in reasoning.pairs) if reasoning else ()
-    lead: Structure = (FreeUntil(Marker(marker), thoughts),)
+    lead: Structure = (FreeUntil(FormatMarker(marker), thoughts),)
     if marker in special:
-        lead = (FreeWithout((*others, *thoughts)), Marker(marker))
+        lead = (FreeWithout((*others, *thoughts)), FormatMarker(marker))
     return (OneOf(((FreeWithout((*starts, *thoughts)),), (*lead, *rest))),)
 
 
-def held_in_turns(calls: Structure, asides: Iterable[tuple[str, str]], between: str, final: str) -> Structure:
+def hold_in_turns(calls: Structure, asides: Iterable[tuple[str, str]], between: str, final: str) -> Structure:
     """Blocks of `asides` (opening, closing) with `between` after each, then `final` and text, or `calls`.
 
     For replies of which control tokens begin every part, text as well.
     """
     turns = tuple(
-        (Marker(opening), FreeUntil(Marker(closing)), Marker(between)) for opening, closing in asides
+        (FormatMarker(opening), FreeUntil(FormatMarker(closing)), FormatMarker(between))
+        for opening, closing in asides
     )
-    return (Repeated((OneOf(turns),)), OneOf(((Marker(final), FreeWithout(())), calls)))
+    return (Repeated((OneOf(turns),)), OneOf(((FormatMarker(final), FreeWithout(())), calls)))
 
 
-def held_in_wrapper(calls: Structure, starts: Iterable[str], final: str, end: str) -> Structure:
+def hold_in_wrapper(calls: Structure, starts: Iterable[str], final: str, end: str) -> Structure:
     """Text in which no call starts, with or without `final` before it and `end` behind it, or `calls`."""
     text: Structure = (
-        OneOf(((Marker(final),), ())),
+        OneOf(((FormatMarker(final),), ())),
         FreeWithout((*starts, end)),
-        OneOf(((Marker(end),), ())),
+        OneOf(((FormatMarker(end),), ())),
     )
     return (OneOf((text, calls)),)
 
 
-def held_by_name(
+def hold_by_name(
     syntax: CallSyntax,
     frame: Frame,
     schemas: Mapping[str, Mapping[str, Any]],
@@ -110,10 +111,10 @@ def held_by_name(
     options: list[Structure] = [(free,)]
     for style, shape in _shapes(syntax, frame):
         rest = (*_further(style, shape, schemas, parallel), closing)
-        in_text = _calls(style, _opening(shape), schemas, behind, free, bare=bool(syntax.bare))
+        in_text = _calls(style, _open_pattern(shape), schemas, behind, free, bare=bool(syntax.bare))
         options.append((in_text, *rest))
-        marked = _calls(style, _opening(shape), schemas)
-        options += [(free, Marker(marker), marked, *rest) for marker in special_opens]
+        marked = _calls(style, _open_pattern(shape), schemas)
+        options += [(free, FormatMarker(marker), marked, *rest) for marker in special_opens]
     return (OneOf(tuple(options)),)
 
 
@@ -129,7 +130,7 @@ def _shapes(syntax: CallSyntax, frame: Frame) -> tuple[tuple[Style, Shape], ...]
     return (("json", "one"), ("json", "list")) if syntax.bare else (("json", "list"),)
 
 
-def _opening(shape: Shape) -> str:
+def _open_pattern(shape: Shape) -> str:
     return rf"{_SPACE}\[{_SPACE}" if shape == "list" else _SPACE
 
 
@@ -143,11 +144,15 @@ def _calls(
     bare: bool = True,
 ) -> OneOf:
     """A call of one of the tools, begun in any of the spellings that models have for it."""
-    ends: dict[Style, Structure] = {"python": (Text(")"),), "json": (Head(rf"{_SOME}\}}"),)}
+    ends: dict[Style, Structure] = {"python": (Text(")"),), "json": (RegexPiece(rf"{_SOME}\}}"),)}
     end = ends.get(style, ())
     return OneOf(
         tuple(
-            (Head(_head(style, name, before), markers, free, bare), *written_arguments(style, schema), *end)
+            (
+                RegexPiece(_head(style, name, before), markers, free, bare),
+                *write_arguments(style, schema),
+                *end,
+            )
             for name, schema in schemas.items()
         )
     )
@@ -156,10 +161,10 @@ def _calls(
 def _head(style: Style, name: str, before: str) -> str:
     """The beginning of a call up to its arguments."""
     if style == "python":
-        return rf"{before}{_quoted(name)}\("
+        return rf"{before}{_quote_regex(name)}\("
     if style == "line":
-        return rf"{before}{_quoted(name)}{_LINE_END}"
-    return before + _JSON.format(s=_SPACE, t=_SOME, name=_quoted(name))
+        return rf"{before}{_quote_regex(name)}{_LINE_END}"
+    return before + _JSON.format(s=_SPACE, t=_SOME, name=_quote_regex(name))
 
 
 def _further(
@@ -168,7 +173,7 @@ def _further(
     """What follows the first call."""
     before = _SOME + ("," if shape == "list" else "[,;]?") + _SOME
     more: Structure = (Repeated((_calls(style, before, schemas),)),) if parallel else ()
-    return (*more, Head(rf"{_SOME}\]")) if shape == "list" else more
+    return (*more, RegexPiece(rf"{_SOME}\]")) if shape == "list" else more
 
 
 def _calls_as_text(
@@ -179,18 +184,18 @@ def _calls_as_text(
     reasoning: ReasoningFormat | None,
 ) -> Iterable[str]:
     """Regular expressions of the texts that would be read as calls, or as thinking with a call after it."""
-    wrappers = "|".join(_quoted(text) for text in (reasoning.wrappers if reasoning else ()) if text)
+    wrappers = "|".join(_quote_regex(text) for text in (reasoning.wrappers if reasoning else ()) if text)
     start = rf"([ \t\r\n]|{wrappers})*" if wrappers else _SPACE
-    markers = "|".join(_quoted(marker) for marker in plain)
+    markers = "|".join(_quote_regex(marker) for marker in plain)
     behind = f"{_ANY}({markers}){_SPACE}"
     if frame.style == "line":
-        yield rf"{start}({'|'.join(map(_quoted, schemas))}){_LINE_END}\{{{_ANY}"
+        yield rf"{start}({'|'.join(map(_quote_regex, schemas))}){_LINE_END}\{{{_ANY}"
     elif not syntax.bare:  # every name is taken for a tool's
         yield rf"{behind}(\[{_SPACE})?\{{{_ANY}"
     else:
         yield from _bare_calls(syntax.bare, start, behind if plain else "", schemas)
     for pair in reasoning.pairs if reasoning else ():
-        yield f"{_ANY}{_quoted(pair.opening)}{_ANY}"
+        yield f"{_ANY}{_quote_regex(pair.opening)}{_ANY}"
 
 
 def _bare_calls(bare: str, start: str, behind: str, names: Collection[str]) -> Iterable[str]:
@@ -200,16 +205,17 @@ def _bare_calls(bare: str, start: str, behind: str, names: Collection[str]) -> I
     if behind:
         objects.append(rf"{behind}(\[{_SPACE})?")
         lists.append(behind)
-    spelled, quoted = "|".join(map(_spelled, names)), "|".join(map(_quoted, names))
+    spelled, quoted = "|".join(map(_spell_in_json, names)), "|".join(map(_quote_regex, names))
     yield rf'({"|".join(objects)})\{{{_ANY}"{_NAMED_BY}"{_SPACE}:{_SPACE}"({spelled})"{_ANY}'
     if lists:
         yield rf"({'|'.join(lists)})\[{_SPACE}({quoted})\({_ANY}"
 
 
-def _spelled(text: str) -> str:
+def _spell_in_json(text: str) -> str:
     """The text as it may stand in a JSON string: a character or its escape."""
     return "".join(
-        f"({_quoted(char)}|\\\\u{_hex(ord(char))})" if ord(char) < 0x10000 else _quoted(char) for char in text
+        f"({_quote_regex(char)}|\\\\u{_hex(ord(char))})" if ord(char) < 0x10000 else _quote_regex(char)
+        for char in text
     )
 
 
@@ -217,14 +223,14 @@ def _hex(code: int) -> str:
     return "".join(d if d.isdigit() else f"[{d}{d.upper()}]" for d in f"{code:04x}")
 
 
-def _quoted(text: str) -> str:
+def _quote_regex(text: str) -> str:
     return _REGEX_MARKS.sub(r"\\\g<0>", text).replace("\n", "\\n")
 
 
 def _rest(structure: Structure, marker: str) -> Structure | None:
     """What follows the marker at the beginning; None: it does not begin with it."""
     match structure[:1]:
-        case (Marker(text),) if text == marker:
+        case (FormatMarker(text),) if text == marker:
             return structure[1:]
         case (OneOf(options),) if options:
             found = [_rest(option, marker) for option in options]

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from plait.text.grammar.grammar import GrammarLimits, JsonStyle
-from plait.text.grammar.library import PARTS, compiled, token_table, with_parts
+from plait.text.grammar.library import PARTS, compile_grammar, token_table, with_parts
 from plait.text.grammar.source import library_form
 from plait.text.isolation.confine import confine
 
@@ -51,13 +51,13 @@ class Trials:
             form = library_form(kind, source, style, self._limits.max_bytes)
         except ValueError as error:
             return {"error": str(error)}
-        matcher = compiled(self._table, form, self._limits)
+        matcher = compile_grammar(self._table, form, self._limits)
         failed = matcher.get_error() if matcher.is_error() else self._walk(matcher)
         if failed:
             return {"error": failed}
         whole = with_parts(form, **{name: request.get(name, "") for name in PARTS})
         if whole != form:
-            matcher = compiled(self._table, whole, self._limits)
+            matcher = compile_grammar(self._table, whole, self._limits)
         return {"error": matcher.get_error()} if whole != form and matcher.is_error() else {"form": whole}
 
     def _walk(self, matcher: Any) -> str:

@@ -21,7 +21,7 @@ class Verdict:
     text: str
 
 
-def settled(grammar: Grammar, verdict: Verdict) -> Grammar:
+def apply_verdict(grammar: Grammar, verdict: Verdict) -> Grammar:
     """The grammar with its form. Raises BadGrammar if the verdict is a refusal."""
     if not verdict.is_good:
         raise BadGrammar(verdict.text, grammar.param)

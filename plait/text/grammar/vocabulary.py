@@ -69,7 +69,7 @@ def vocabulary_of(
     bits = np.zeros((size + 31) // 32 * 32, np.uint8)
     bits[[i for i, token in enumerate(tokens) if token]] = 1
     bits[list(last)] = 1
-    usable = _packed(bits)
+    usable = _pack_mask(bits)
     bits[list(last)] = 0
     return Vocabulary(
         tokenizer=tokenizer,
@@ -78,7 +78,7 @@ def vocabulary_of(
         ends=last,
         table=token_table(tokens, list(special), sorted(last)),
         usable=usable,
-        usable_inside=_packed(bits),
+        usable_inside=_pack_mask(bits),
     )
 
 
@@ -95,7 +95,7 @@ def special_of(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> dict[in
     return {i: tokenizer.token_text(i) for i in sorted(tokenizer.special_ids | ends) if i < size}
 
 
-def _packed(bits: NDArray[np.uint8]) -> Mask:
+def _pack_mask(bits: NDArray[np.uint8]) -> Mask:
     packed = np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
     packed.flags.writeable = False
     return packed

@@ -85,13 +85,13 @@ def confine(memory_bytes: int, *, threads: bool = False) -> list[str]:
     """
     call = ctypes.CDLL(None, use_errno=True)
     bound = sys.platform == "linux" and not call.prctl(_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))
-    found = [_landlocked(call) if bound else None]  # while a descriptor can still be had
-    found += _limited(memory_bytes, threads)
-    found.append(_filtered(call, threads) if bound else None)  # last: after it not even limits can be set
+    found = [_close_files(call) if bound else None]  # while a descriptor can still be had
+    found += _limit_resources(memory_bytes, threads)
+    found.append(_filter_calls(call, threads) if bound else None)  # last: after it not even limits can be set
     return [name for name in found if name is not None]
 
 
-def _limited(memory_bytes: int, threads: bool) -> Iterator[str]:
+def _limit_resources(memory_bytes: int, threads: bool) -> Iterator[str]:
     limits = [
         ("memory", resource.RLIMIT_AS, memory_bytes),
         ("core files", resource.RLIMIT_CORE, 0),
@@ -108,7 +108,7 @@ def _limited(memory_bytes: int, threads: bool) -> Iterator[str]:
         yield f"limit of {name}"
 
 
-def _landlocked(call: ctypes.CDLL) -> str | None:
+def _close_files(call: ctypes.CDLL) -> str | None:
     """No file can be opened, no TCP port bound or connected, no other process signalled."""
     version = _syscall(call, _CREATE_RULESET, None, 0, 1)
     if version < 1:
@@ -124,7 +124,7 @@ def _landlocked(call: ctypes.CDLL) -> str | None:
     return f"Landlock {version}" if done == 0 else None
 
 
-def _filtered(call: ctypes.CDLL, threads: bool) -> str | None:
+def _filter_calls(call: ctypes.CDLL, threads: bool) -> str | None:
     """No system call but those in `_CALLS`, on any thread, and the few that make threads."""
     known = _MACHINES.get(platform.machine())
     if known is None or sys.maxsize < 1 << 32:

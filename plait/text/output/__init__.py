@@ -1,6 +1,6 @@
 """Tool calls and thinking in a reply: `tool_format` finds a model's way, `ToolFormat.parser` reads it."""
 
-from plait.text.output.deltas import Arguments, CallEnd, CallStart, Content, Delta, Reasoning
+from plait.text.output.deltas import Arguments, CallEnd, CallStart, Content, OutputDelta, Reasoning
 from plait.text.output.formats import FORMATS, ToolFormat, call_grammar, tool_format, tool_schemas
 from plait.text.output.parser import CallSyntax, OutputParser
 
@@ -11,7 +11,7 @@ __all__ = [
     "CallStart",
     "CallSyntax",
     "Content",
-    "Delta",
+    "OutputDelta",
     "OutputParser",
     "Reasoning",
     "ToolFormat",

@@ -28,7 +28,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Marker:
+class FormatMarker:
     """A marker of the format: what in it is a control token of the vocabulary must be that token."""
 
     text: str
@@ -48,7 +48,7 @@ class FreeUntil:
     None of `without` may stand before an `end` that is text.
     """
 
-    end: Marker | Text
+    end: FormatMarker | Text
     without: tuple[str, ...] = ()
 
 
@@ -59,7 +59,7 @@ class Value:
     `closing`: what must not stand before that, if a pattern may pass over an `end` that comes too early.
     """
 
-    end: Marker | Text
+    end: FormatMarker | Text
     patterns: tuple[str, ...]
     closing: str = ""
 
@@ -79,7 +79,7 @@ class Unlike:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class RegexPiece:
     """What a regular expression matches, taken as one piece: `Unlike` that gives way to it does so within it.
 
     It may stand after `text` and one of `markers`; with `bare` or no markers it may stand alone.
@@ -105,7 +105,7 @@ class Repeated:
     parts: Structure
 
 
-Part = Text | Marker | Json | FreeUntil | Value | FreeWithout | Unlike | Head | OneOf | Repeated
+Part = Text | FormatMarker | Json | FreeUntil | Value | FreeWithout | Unlike | RegexPiece | OneOf | Repeated
 Structure = tuple[Part, ...]
 
 
@@ -155,7 +155,7 @@ def json_frame(
     )
 
 
-def chosen_tools(schemas: Mapping[str, Mapping[str, Any]], choice: Any) -> tuple[str, ...]:
+def required_tools(schemas: Mapping[str, Mapping[str, Any]], choice: Any) -> tuple[str, ...]:
     """The tools of which one must be called under OpenAI's `tool_choice`; none where none must be.
 
     Raises InvalidField (`tool_choice`) for a choice that is not known, and for a function that is not there.
@@ -180,7 +180,7 @@ def chosen_tools(schemas: Mapping[str, Mapping[str, Any]], choice: Any) -> tuple
     return (name,)
 
 
-def framed(
+def frame_call(
     frame: Frame, markers: Iterable[str], schemas: Mapping[str, Mapping[str, Any]], parallel: bool
 ) -> Structure:
     """A call of one of these tools; `parallel`: further ones may follow."""
@@ -188,9 +188,11 @@ def framed(
 
     def parts(text: str) -> Structure:
         pieces = re.split(f"({'|'.join(cut)})", text)
-        number = Head("[0-9]{1,3}")
+        number = RegexPiece("[0-9]{1,3}")
         found = (
-            (Marker(p) if n % 2 else Text(p)) if p != NUMBER else number for n, p in enumerate(pieces) if p
+            (FormatMarker(p) if n % 2 else Text(p)) if p != NUMBER else number
+            for n, p in enumerate(pieces)
+            if p
         )
         return tuple(found)
 
@@ -199,7 +201,7 @@ def framed(
             *parts(frame.before),
             Text(json.dumps(name, ensure_ascii=False)[1:-1] if frame.name_in_json else name),
             *parts(frame.between),
-            *written_arguments(frame.style, schema),
+            *write_arguments(frame.style, schema),
             *parts(frame.after),
         )
         for name, schema in schemas.items()
@@ -210,7 +212,7 @@ def framed(
     return (*parts(frame.opening), call, *more, *parts(frame.closing))
 
 
-def thinking_first(reasoning: ReasoningFormat | None, starts_open: bool, *, again: bool = True) -> Structure:
+def begin_thinking(reasoning: ReasoningFormat | None, starts_open: bool, *, again: bool = True) -> Structure:
     """Thinking that may stand before what is demanded, opened by the prompt or not.
 
     `again`: in several blocks; not in any number, or a reply could think for ever.
@@ -218,9 +220,9 @@ def thinking_first(reasoning: ReasoningFormat | None, starts_open: bool, *, agai
     if reasoning is None:
         return ()
     first = reasoning.pairs[0]
-    between = OneOf(tuple((Marker(text),) if text else () for text in reasoning.between))
-    rest: Structure = (FreeUntil(Marker(first.closing)), between)
-    block: Structure = (Marker(first.opening), *rest)
+    between = OneOf(tuple((FormatMarker(text),) if text else () for text in reasoning.between))
+    rest: Structure = (FreeUntil(FormatMarker(first.closing)), between)
+    block: Structure = (FormatMarker(first.opening), *rest)
     most = MOST_THOUGHTS if again else 1
     more: Structure = ()
     for _ in range(most - starts_open):
@@ -228,7 +230,7 @@ def thinking_first(reasoning: ReasoningFormat | None, starts_open: bool, *, agai
     return (*rest, *more) if starts_open else more
 
 
-def written_arguments(style: Style, schema: Mapping[str, Any]) -> Structure:
+def write_arguments(style: Style, schema: Mapping[str, Any]) -> Structure:
     """The arguments of one call, in a style of `Frame`."""
     return _STYLES[style](schema)
 
@@ -289,11 +291,17 @@ def _xml_row(name: str, schema: Any) -> Structure:
 
 
 def _glm_row(name: str, schema: Any) -> Structure:
-    key: Structure = (Marker("<arg_key>"), Text(name), Marker("</arg_key>"), _BREAK, Marker("<arg_value>"))
-    return (*key, *_bare(schema, Marker("</arg_value>")), _BREAK)
+    key: Structure = (
+        FormatMarker("<arg_key>"),
+        Text(name),
+        FormatMarker("</arg_key>"),
+        _BREAK,
+        FormatMarker("<arg_value>"),
+    )
+    return (*key, *_bare(schema, FormatMarker("</arg_value>")), _BREAK)
 
 
-def _bare(schema: Any, closing: Marker | Text, pad: str = "") -> Structure:
+def _bare(schema: Any, closing: FormatMarker | Text, pad: str = "") -> Structure:
     """A value, `pad` and what closes it: JSON, or text where it may be a string, as it is read as one."""
     options = alternatives(schema, schema if isinstance(schema, Mapping) else {})
     texts = [option for option in options if "string" in kinds(option)]
@@ -309,7 +317,7 @@ def _bare(schema: Any, closing: Marker | Text, pad: str = "") -> Structure:
     return found[0] if len(found) == 1 else (OneOf(tuple(dict.fromkeys(found))),)
 
 
-def _text(schema: Mapping[str, Any], closing: Marker | Text, pad: str) -> Value:
+def _text(schema: Mapping[str, Any], closing: FormatMarker | Text, pad: str) -> Value:
     """A string and what closes it, in a form that is cheap to follow: long ones need not be counted twice.
 
     The first `closing` ends what is free to its end, and `pad` before it is nobody's. What must have some

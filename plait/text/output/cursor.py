@@ -19,7 +19,7 @@ _SHORT = 256
 """The longest name or header that is read, in characters."""
 
 
-class Cursor:
+class TextCursor:
     """A position in a text that is still coming. `ended`: nothing more comes.
 
     While it *holds*, what is taken is kept aside, so that a call that turns out to be none can be shown.
@@ -114,9 +114,9 @@ class Cursor:
         return self.take(len((yield from self.ahead(pattern))))
 
 
-def read_whole(text: str, read: Callable[[Cursor], Reading[bool]]) -> bool:
+def read_whole(text: str, read: Callable[[TextCursor], Reading[bool]]) -> bool:
     """Whether `read` takes all of a text that is here already."""
-    cursor = Cursor()
+    cursor = TextCursor()
     cursor.push(text)
     cursor.ended = True
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from plait.text.output.cursor import SPACE, Cursor
+from plait.text.output.cursor import SPACE, TextCursor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,12 @@ class CallEnd:
     complete: bool
 
 
-Delta = Content | Reasoning | CallStart | Arguments | CallEnd
+OutputDelta = Content | Reasoning | CallStart | Arguments | CallEnd
 
 
-def merged(deltas: Iterable[Delta]) -> list[Delta]:
+def merge_deltas(deltas: Iterable[OutputDelta]) -> list[OutputDelta]:
     """The same deltas, neighbours of one kind joined and empty ones left out."""
-    out: list[Delta] = []
+    out: list[OutputDelta] = []
     for _, group in groupby(deltas, key=_stream):
         first, *more = group
         if more and not isinstance(first, CallStart | CallEnd):
@@ -66,13 +66,13 @@ def merged(deltas: Iterable[Delta]) -> list[Delta]:
     return out
 
 
-def _stream(delta: Delta) -> tuple[type, int]:
+def _stream(delta: OutputDelta) -> tuple[type, int]:
     """What a delta goes on with; every start and end of a call is one of its own."""
     number = delta.part if isinstance(delta, Reasoning) else 0 if isinstance(delta, Content) else delta.index
     return type(delta), number
 
 
-class Reply:
+class ReplyBuilder:
     """Where readers of calls take text from (`cursor`) and write what they found.
 
     `tools`: name → JSON schema of the arguments, of the tools that may be called. `most_calls`: further calls
@@ -83,9 +83,9 @@ class Reply:
     def __init__(
         self, tools: Mapping[str, Mapping[str, Any]], make_id: Callable[[], str], most_calls: int | None
     ) -> None:
-        self.cursor, self.tools = Cursor(), tools
+        self.cursor, self.tools = TextCursor(), tools
         self._make_id, self._most = make_id, most_calls
-        self._out: list[Delta] = []
+        self._out: list[OutputDelta] = []
         self._blank: list[str] = []  # white space that is content only if content follows
         self._pause: list[str] = []  # the same for thinking
         self.num_calls = self.num_whole = self._parts = 0
@@ -101,9 +101,9 @@ class Reply:
         """Characters that have come and are nothing yet."""
         return self.cursor.num_left + sum(map(len, (*self._blank, *self._pause)))
 
-    def collect(self) -> list[Delta]:
+    def collect(self) -> list[OutputDelta]:
         """What was found since the last time."""
-        found, self._out = merged(self._out), []
+        found, self._out = merge_deltas(self._out), []
         return found
 
     def say(self, text: str) -> None:

@@ -17,10 +17,10 @@ from plait.text.output.call_grammar import (
     NUMBER,
     Frame,
     Structure,
-    chosen_tools,
-    framed,
+    begin_thinking,
+    frame_call,
     json_frame,
-    thinking_first,
+    required_tools,
 )
 from plait.text.output.history import with_plans, with_short_ids
 from plait.text.output.json_calls import one_or_list
@@ -386,9 +386,9 @@ def call_grammar(
     may come first. Raises InvalidField for a choice that cannot be honoured.
     """
     schemas = tool_schemas(tools)
-    names = chosen_tools(schemas, choice)
+    names = required_tools(schemas, choice)
     if not names:
         return None
     several = parallel and choice == "required"
-    calls = framed(form.frame, form.markers, {name: schemas[name] for name in names}, several)
-    return (*thinking_first(reasoning, starts_open), *calls)
+    calls = frame_call(form.frame, form.markers, {name: schemas[name] for name in names}, several)
+    return (*begin_thinking(reasoning, starts_open), *calls)

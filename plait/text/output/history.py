@@ -23,10 +23,10 @@ def with_short_ids(messages: Sequence[Message], length: int) -> list[Message]:
 
 def with_plans(messages: Sequence[Message], key: str) -> list[Message]:
     """The same messages, those with calls having what was thought or said before them under `key`, too."""
-    return [_planned(m, key) if isinstance(m, Mapping) and m.get("tool_calls") else m for m in messages]
+    return [_set_plan(m, key) if isinstance(m, Mapping) and m.get("tool_calls") else m for m in messages]
 
 
-def _planned(message: Message, key: str) -> Message:
+def _set_plan(message: Message, key: str) -> Message:
     plan = next((text for name in (key, *THOUGHTS, "content") if (text := message.get(name))), None)
     return {**message, key: plan} if isinstance(plan, str) else message
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from plait.text.output.cursor import SPACE, Cursor, Reading
-from plait.text.output.deltas import Reply
+from plait.text.output.cursor import SPACE, Reading, TextCursor
+from plait.text.output.deltas import ReplyBuilder
 from plait.text.output.json_stream import ignore, is_json, json_text, json_value
 
-Body = Callable[[Reply], Reading[bool]]
+Body = Callable[[ReplyBuilder], Reading[bool]]
 """Reads what follows a marker. False: from the cursor's `hold` on it was no call, and is content."""
 
 _NAMES = frozenset({"name", "tool", "tool_name", "function"})
@@ -17,7 +17,7 @@ _ARGUMENTS = frozenset({"arguments", "parameters", "args", "input", "tool_input"
 _SEPARATORS = ",;"
 
 
-def call_object(reply: Reply, known_only: bool = False) -> Reading[bool]:
+def call_object(reply: ReplyBuilder, known_only: bool = False) -> Reading[bool]:
     """`{"name": …, "arguments": {…}}`, keys in any order; `known_only`: an unknown name is no call.
 
     The call begins when its name is known and its arguments open; until then it is only a candidate.
@@ -30,7 +30,7 @@ def call_object(reply: Reply, known_only: bool = False) -> Reading[bool]:
     while not (name and early):
         key = yield from _key(cursor)
         if key in _NAMES and not name:
-            name = _decoded((yield from json_text(cursor)))
+            name = _decode_string((yield from json_text(cursor)))
             if not name or (known_only and name not in reply.tools):
                 return False
         elif key in _ARGUMENTS and name:
@@ -46,7 +46,7 @@ def call_object(reply: Reply, known_only: bool = False) -> Reading[bool]:
     return tell(reply, name, early) and (yield from _rest(cursor))
 
 
-def call_arguments(reply: Reply, name: str) -> Reading[bool]:
+def call_arguments(reply: ReplyBuilder, name: str) -> Reading[bool]:
     """The call `name`, whose arguments come next. False: they are no JSON object, or broke off.
 
     An object is told as it comes. A string that holds one, and null, are told when they are whole.
@@ -60,7 +60,7 @@ def call_arguments(reply: Reply, name: str) -> Reading[bool]:
     return complete
 
 
-def tell(reply: Reply, name: str, arguments: str) -> bool:
+def tell(reply: ReplyBuilder, name: str, arguments: str) -> bool:
     """A call that is known in whole. Always true, for readers to return."""
     reply.begin(name)
     reply.argue(arguments)
@@ -71,7 +71,7 @@ def tell(reply: Reply, name: str, arguments: str) -> bool:
 def one_or_list(known_only: bool = False) -> Body:
     """One object or a list of them; an empty list is no call, said in the right way."""
 
-    def body(reply: Reply) -> Reading[bool]:
+    def body(reply: ReplyBuilder) -> Reading[bool]:
         cursor = reply.cursor
         yield from cursor.space()
         if not (yield from cursor.skip("[")):
@@ -85,7 +85,7 @@ def one_or_list(known_only: bool = False) -> Body:
     return body
 
 
-def objects(reply: Reply, known_only: bool, closer: str = "") -> Reading[bool]:
+def objects(reply: ReplyBuilder, known_only: bool, closer: str = "") -> Reading[bool]:
     """Objects one after the other, with white space, `,` or `;` between them."""
     while (yield from call_object(reply, known_only)):
         yield from reply.cursor.space()
@@ -99,7 +99,7 @@ def objects(reply: Reply, known_only: bool, closer: str = "") -> Reading[bool]:
     return False
 
 
-def _key(cursor: Cursor) -> Reading[str | None]:
+def _key(cursor: TextCursor) -> Reading[str | None]:
     """The next key of an object, its colon taken too; "}" at the object's end; None if neither comes."""
     yield from cursor.space()
     if (yield from cursor.skip("}")):
@@ -108,7 +108,7 @@ def _key(cursor: Cursor) -> Reading[str | None]:
         yield from cursor.space()
     if (yield from cursor.peek()) != '"':
         return None
-    key = _decoded((yield from json_text(cursor)))
+    key = _decode_string((yield from json_text(cursor)))
     yield from cursor.space()
     if not (yield from cursor.skip(":")):
         return None
@@ -116,7 +116,7 @@ def _key(cursor: Cursor) -> Reading[str | None]:
     return key
 
 
-def _rest(cursor: Cursor) -> Reading[bool]:
+def _rest(cursor: TextCursor) -> Reading[bool]:
     """What an object still holds after its call. A call that is whole stays one whatever this is."""
     while (key := (yield from _key(cursor))) is not None and key != "}":
         if not (yield from json_value(cursor, ignore)):
@@ -124,7 +124,7 @@ def _rest(cursor: Cursor) -> Reading[bool]:
     return True
 
 
-def _decoded(text: str | None) -> str:
+def _decode_string(text: str | None) -> str:
     """The string that a JSON text stands for; "" if it is none."""
     return str(json.loads(text)) if text and text[0] == '"' else ""
 
@@ -133,5 +133,5 @@ def _as_object(text: str | None) -> str:
     """The text of an object, which may have been written as a string, or as null; "" if it is none."""
     if text == "null":
         return "{}"
-    inner = _decoded(text) or text or ""
+    inner = _decode_string(text) or text or ""
     return inner if inner.lstrip(SPACE)[:1] == "{" and is_json(inner) else ""

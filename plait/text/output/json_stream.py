@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable
 
-from plait.text.output.cursor import SPACE, Cursor, Reading, read_whole
+from plait.text.output.cursor import SPACE, Reading, TextCursor, read_whole
 
 Sink = Callable[[str], None]
 
@@ -42,7 +42,7 @@ _MAY_OPEN = frozenset({"value", "first item"})
 _KEYS = frozenset({"first key", "key"})
 
 
-def json_value(cursor: Cursor, sink: Sink) -> Reading[bool]:
+def json_value(cursor: TextCursor, sink: Sink) -> Reading[bool]:
     """Reads one value, passing its text to `sink`. False: it is not valid from the next character on.
 
     Nothing that could not go on validly is ever passed on; the offending character is not taken.
@@ -77,7 +77,7 @@ def json_value(cursor: Cursor, sink: Sink) -> Reading[bool]:
             return True
 
 
-def _scalar(cursor: Cursor, sink: Sink, is_key: bool) -> Reading[bool]:
+def _scalar(cursor: TextCursor, sink: Sink, is_key: bool) -> Reading[bool]:
     char = cursor.here()
     if char == '"':
         return (yield from json_string(cursor, sink))
@@ -93,7 +93,7 @@ def _scalar(cursor: Cursor, sink: Sink, is_key: bool) -> Reading[bool]:
     return char in _WORDS or (yield from _number(cursor, sink))
 
 
-def _number(cursor: Cursor, sink: Sink) -> Reading[bool]:
+def _number(cursor: TextCursor, sink: Sink) -> Reading[bool]:
     state = "start"
     while True:
         char = cursor.here() or (yield from cursor.peek())
@@ -104,7 +104,7 @@ def _number(cursor: Cursor, sink: Sink) -> Reading[bool]:
         state = following
 
 
-def json_string(cursor: Cursor, sink: Sink) -> Reading[bool]:
+def json_string(cursor: TextCursor, sink: Sink) -> Reading[bool]:
     """Reads a string that begins here, quotes included; False at the first character that is not valid."""
     sink(cursor.take(1))
     while True:
@@ -125,7 +125,7 @@ def json_string(cursor: Cursor, sink: Sink) -> Reading[bool]:
             sink(cursor.run(_PLAIN))
 
 
-def _escape(cursor: Cursor) -> Reading[str]:
+def _escape(cursor: TextCursor) -> Reading[str]:
     """A whole escape: half of one cannot be passed on, for it may yet be none."""
     kind = yield from cursor.peek(2)
     if kind == "\\u":
@@ -133,7 +133,7 @@ def _escape(cursor: Cursor) -> Reading[str]:
     return cursor.run(_ESCAPE)
 
 
-def json_text(cursor: Cursor) -> Reading[str | None]:
+def json_text(cursor: TextCursor) -> Reading[str | None]:
     """The text of one whole value; None if it is not valid or not whole."""
     pieces: list[str] = []
     return "".join(pieces) if (yield from json_value(cursor, pieces.append)) else None

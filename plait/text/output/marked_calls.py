@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from plait.text.output.cursor import SPACE, Cursor, Reading, read_whole
-from plait.text.output.deltas import Reply
+from plait.text.output.cursor import SPACE, Reading, TextCursor, read_whole
+from plait.text.output.deltas import ReplyBuilder
 from plait.text.output.json_calls import call_arguments, one_or_list, tell
 from plait.text.output.json_stream import Sink, is_json
 from plait.text.output.parameters import alternatives, kinds
@@ -22,7 +22,7 @@ _PLAIN = re.compile(r"[^<\n]+")
 _list = one_or_list()
 
 
-def mistral(reply: Reply) -> Reading[bool]:
+def mistral(reply: ReplyBuilder) -> Reading[bool]:
     """`[{"name": …}]`, or `name[ARGS]{…}`, or `name[CALL_ID]id[ARGS]{…}`, or `name{…}`."""
     cursor = reply.cursor
     yield from cursor.space()
@@ -48,7 +48,7 @@ DEEPSEEK = {
 """DeepSeek's tool tokens: the bars are full width, the low lines U+2581."""
 
 
-def deepseek(reply: Reply) -> Reading[bool]:
+def deepseek(reply: ReplyBuilder) -> Reading[bool]:
     """Calls between DeepSeek's tokens: V3 fences its JSON, V3.1 does not."""
     cursor = reply.cursor
     yield from cursor.space()
@@ -83,7 +83,7 @@ KIMI = {
 }
 
 
-def kimi(reply: Reply) -> Reading[bool]:
+def kimi(reply: ReplyBuilder) -> Reading[bool]:
     """Calls between Kimi's tokens: `functions.name:index` ⟨separator⟩ JSON."""
     cursor = reply.cursor
     yield from cursor.space()
@@ -103,7 +103,7 @@ def kimi(reply: Reply) -> Reading[bool]:
     return found
 
 
-def harmony(reply: Reply) -> Reading[bool]:
+def harmony(reply: ReplyBuilder) -> Reading[bool]:
     """`name`, its channel and constraint in either order of writing, `<|message|>` and JSON."""
     cursor = reply.cursor
     name = yield from cursor.word(_NAME)
@@ -134,7 +134,7 @@ _GLM = _Tags(GLM[0], GLM[1], GLM[2], (GLM[3],), pads=False)
 _QWEN = _Tags("<parameter=", ">", "", ("\n</parameter>", "</parameter>"), pads=True)
 
 
-def tool_call(reply: Reply) -> Reading[bool]:
+def tool_call(reply: ReplyBuilder) -> Reading[bool]:
     """What stands in `<tool_call>`: JSON, `<function=name>` with parameters, or GLM's name and pairs."""
     cursor = reply.cursor
     yield from cursor.space()
@@ -149,7 +149,7 @@ def tool_call(reply: Reply) -> Reading[bool]:
     return name in reply.tools and (yield from cursor.sees("</tool_call>")) and tell(reply, name, "{}")
 
 
-def lines(reply: Reply) -> Reading[bool]:
+def lines(reply: ReplyBuilder) -> Reading[bool]:
     """A tool's name alone in a line and a JSON object behind it, once or more."""
     cursor = reply.cursor
     found = True
@@ -160,7 +160,7 @@ def lines(reply: Reply) -> Reading[bool]:
     return found
 
 
-def function_tag(reply: Reply) -> Reading[bool]:
+def function_tag(reply: ReplyBuilder) -> Reading[bool]:
     """`name>` and then parameters, or one JSON object, up to `</function>`."""
     cursor = reply.cursor
     name = yield from cursor.word(_NAME)
@@ -178,7 +178,7 @@ def function_tag(reply: Reply) -> Reading[bool]:
     return found
 
 
-def _arguments(reply: Reply, name: str, tags: _Tags) -> Reading[bool]:
+def _arguments(reply: ReplyBuilder, name: str, tags: _Tags) -> Reading[bool]:
     """The call `name`, whose first argument comes next."""
     key = yield from _key(reply.cursor, tags)
     if not key:
@@ -189,7 +189,7 @@ def _arguments(reply: Reply, name: str, tags: _Tags) -> Reading[bool]:
     return complete
 
 
-def _pairs(reply: Reply, schema: Mapping[str, Any], key: str, tags: _Tags) -> Reading[bool]:
+def _pairs(reply: ReplyBuilder, schema: Mapping[str, Any], key: str, tags: _Tags) -> Reading[bool]:
     cursor, opening = reply.cursor, "{"
     while key:
         reply.argue(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
@@ -204,7 +204,7 @@ def _pairs(reply: Reply, schema: Mapping[str, Any], key: str, tags: _Tags) -> Re
     return complete
 
 
-def _key(cursor: Cursor, tags: _Tags) -> Reading[str]:
+def _key(cursor: TextCursor, tags: _Tags) -> Reading[str]:
     """An argument's name, with all that stands before its value; "" if that is not what comes."""
     yield from cursor.skip(tags.key)
     name = (yield from cursor.word(_KEY)).strip(SPACE)
@@ -215,12 +215,12 @@ def _key(cursor: Cursor, tags: _Tags) -> Reading[str]:
     return name if (yield from cursor.skip(tags.value)) else ""
 
 
-def _parameter(reply: Reply, types: frozenset[str], tags: _Tags) -> Reading[bool]:
+def _parameter(reply: ReplyBuilder, types: frozenset[str], tags: _Tags) -> Reading[bool]:
     """One value up to its closing tag. Text goes on as it comes; anything else when it is whole."""
     if types != {"string"}:
         pieces: list[str] = []
         whole = yield from _raw(reply.cursor, pieces.append, tags)
-        reply.argue(converted("".join(pieces), types) if whole else "")
+        reply.argue(convert_value("".join(pieces), types) if whole else "")
         return whole
     reply.argue('"')
     whole = yield from _raw(
@@ -230,7 +230,7 @@ def _parameter(reply: Reply, types: frozenset[str], tags: _Tags) -> Reading[bool
     return whole
 
 
-def _raw(cursor: Cursor, sink: Sink, tags: _Tags) -> Reading[bool]:
+def _raw(cursor: TextCursor, sink: Sink, tags: _Tags) -> Reading[bool]:
     """Text up to its closing tag. False: the text ended first."""
     if tags.pads:
         yield from cursor.skip("\n")
@@ -244,7 +244,7 @@ def _raw(cursor: Cursor, sink: Sink, tags: _Tags) -> Reading[bool]:
     return False
 
 
-def converted(text: str, types: frozenset[str]) -> str:
+def convert_value(text: str, types: frozenset[str]) -> str:
     """The JSON of a bare value for a parameter that may have these JSON types (none: not known).
 
     What reads as JSON is JSON, what reads as Python becomes JSON, all else is a string; a parameter that may
@@ -260,7 +260,7 @@ def converted(text: str, types: frozenset[str]) -> str:
     return "".join(pieces) if as_python else json.dumps(text, ensure_ascii=False)
 
 
-def _python(cursor: Cursor, sink: Sink) -> Reading[bool]:
+def _python(cursor: TextCursor, sink: Sink) -> Reading[bool]:
     return (yield from python_value(cursor, sink)) and (yield from cursor.skip(" "))
 
 

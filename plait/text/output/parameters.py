@@ -32,7 +32,7 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]
     for _ in range(_MOST_STEPS):
         if not waiting:
             return found
-        one = _joined(waiting.pop(), root)
+        one = _merge_schema(waiting.pop(), root)
         options = one.get("anyOf", one.get("oneOf"))
         if "$ref" in one or "allOf" in one:
             waiting.append(one)
@@ -69,7 +69,7 @@ def patterns(schema: Mapping[str, Any]) -> tuple[str, ...]:
     """Regular expressions, each of which a string must match as a whole under one of `alternatives`."""
     found = []
     if isinstance(pattern := schema.get("pattern"), str):
-        found.append(_anchored(pattern))
+        found.append(_anchor_pattern(pattern))
     if form := _FORMATS.get(str(schema.get("format"))):
         found.append(form)
     return tuple(found)
@@ -80,26 +80,29 @@ def _count(value: Any) -> int | None:
     return int(min(max(value, 0), _MOST_CHARS)) if isinstance(value, int | float) else None
 
 
-def _anchored(pattern: str) -> str:
+def _anchor_pattern(pattern: str) -> str:
     """A pattern may match anywhere in a string, unless it says otherwise."""
     begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     inner = pattern[begins : len(pattern) - ends]
     return f"{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}"
 
 
-def _joined(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_schema(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     """A schema with its reference, and the parts that must hold together, taken in: one step of each."""
     if not isinstance(schema, Mapping):
         return {}
     rest = {name: value for name, value in schema.items() if name not in ("$ref", "allOf")}
     parts = schema.get("allOf")
     found: dict[str, Any] = {}
-    for part in (_referred(schema.get("$ref"), root), *(parts if isinstance(parts, Sequence) else ())):
+    for part in (
+        _follow_reference(schema.get("$ref"), root),
+        *(parts if isinstance(parts, Sequence) else ()),
+    ):
         found |= part if isinstance(part, Mapping) else {}
     return {**found, **rest}
 
 
-def _referred(reference: Any, root: Any) -> Any:
+def _follow_reference(reference: Any, root: Any) -> Any:
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     for name in reference[2:].split("/"):

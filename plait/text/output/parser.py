@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.text.output.cursor import SPACE, SPACES, Reading
-from plait.text.output.deltas import Content, Delta, Reply
+from plait.text.output.deltas import Content, OutputDelta, ReplyBuilder
 from plait.text.output.json_calls import Body
 from plait.text.output.reasoning import ReasoningFormat
 
@@ -115,7 +115,7 @@ class OutputParser:
         anywhere = self._ends if may_think and reasoning is not None and reasoning.anywhere else ()
         self._first = Markers((*opens, *anywhere, *self._passed))
         self._after = Markers((*opens, *anywhere, *self._passed, *closes))
-        self._reply = Reply(tools or {}, make_id, most_calls)
+        self._reply = ReplyBuilder(tools or {}, make_id, most_calls)
         self._may_be_bare = bool(self._calls and self._calls.bare)
         self._may_close = self._is_cut = False
         self.is_reasoning = starts_open and bool(self._ends)
@@ -142,7 +142,7 @@ class OutputParser:
         """The control tokens, of these, that must stand in the text."""
         return frozenset(token for token in special_tokens if any(token in marker for marker in self.markers))
 
-    def push(self, text: str, num_tokens: int = 1) -> list[Delta]:
+    def push(self, text: str, num_tokens: int = 1) -> list[OutputDelta]:
         """More of the reply, and how many tokens it was (for `num_reasoning_tokens`)."""
         if self.is_reasoning:
             self.num_reasoning_tokens += num_tokens
@@ -152,7 +152,7 @@ class OutputParser:
         self._advance()
         return self._reply.collect()
 
-    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+    def finish(self, *, is_cut: bool = False) -> list[OutputDelta]:
         """The end of the reply: what was held back comes out. `is_cut`: by a limit, so that what a call's
         marker opened and nothing closed was one in the making, and is no content.
         """

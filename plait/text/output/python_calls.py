@@ -10,8 +10,8 @@ import json
 import re
 import sys
 
-from plait.text.output.cursor import Cursor, Reading
-from plait.text.output.deltas import Reply
+from plait.text.output.cursor import Reading, TextCursor
+from plait.text.output.deltas import ReplyBuilder
 from plait.text.output.json_calls import Body, objects
 from plait.text.output.json_stream import MAX_DEPTH, Sink
 
@@ -32,7 +32,7 @@ def call_list(known_only: bool = False) -> Body:
     `known_only`: a name that is not among the tools is no call.
     """
 
-    def body(reply: Reply) -> Reading[bool]:
+    def body(reply: ReplyBuilder) -> Reading[bool]:
         cursor = reply.cursor
         yield from cursor.space()
         if not (yield from cursor.skip("[")):
@@ -45,7 +45,7 @@ def call_list(known_only: bool = False) -> Body:
     return body
 
 
-def call_lines(reply: Reply) -> Reading[bool]:
+def call_lines(reply: ReplyBuilder) -> Reading[bool]:
     """`f(a=1)` and further calls on lines of their own, without a list around them."""
     yield from reply.cursor.space()
     while (yield from _call(reply, known_only=False)):
@@ -55,7 +55,7 @@ def call_lines(reply: Reply) -> Reading[bool]:
     return False
 
 
-def _calls(reply: Reply, known_only: bool) -> Reading[bool]:
+def _calls(reply: ReplyBuilder, known_only: bool) -> Reading[bool]:
     """Calls up to the list's closing bracket."""
     cursor = reply.cursor
     while (yield from _call(reply, known_only)):
@@ -66,7 +66,7 @@ def _calls(reply: Reply, known_only: bool) -> Reading[bool]:
     return False
 
 
-def _call(reply: Reply, known_only: bool) -> Reading[bool]:
+def _call(reply: ReplyBuilder, known_only: bool) -> Reading[bool]:
     """`name(key=value, …)`; it begins at its first key, or at the bracket that ends it."""
     cursor = reply.cursor
     name = yield from cursor.word(_NAME)
@@ -85,7 +85,7 @@ def _call(reply: Reply, known_only: bool) -> Reading[bool]:
     return complete
 
 
-def _arguments(reply: Reply, key: str) -> Reading[bool]:
+def _arguments(reply: ReplyBuilder, key: str) -> Reading[bool]:
     cursor = reply.cursor
     while key:
         reply.argue(f"{json.dumps(key, ensure_ascii=False)}: ")
@@ -107,7 +107,7 @@ def _arguments(reply: Reply, key: str) -> Reading[bool]:
     return True
 
 
-def _keyword(cursor: Cursor) -> Reading[str]:
+def _keyword(cursor: TextCursor) -> Reading[str]:
     """`key=`; "" if that is not what comes."""
     key = yield from cursor.word(_NAME)
     yield from cursor.space()
@@ -116,7 +116,7 @@ def _keyword(cursor: Cursor) -> Reading[str]:
     return key if found else ""
 
 
-def python_value(cursor: Cursor, sink: Sink) -> Reading[bool]:
+def python_value(cursor: TextCursor, sink: Sink) -> Reading[bool]:
     """Reads one literal and passes it on as JSON; False: it is none, from the next character on."""
     closers: list[str] = []
     fresh = True  # nothing stands in the innermost bracket yet
@@ -142,19 +142,19 @@ def python_value(cursor: Cursor, sink: Sink) -> Reading[bool]:
             return True
 
 
-def _close(cursor: Cursor, sink: Sink, closers: list[str]) -> bool:
+def _close(cursor: TextCursor, sink: Sink, closers: list[str]) -> bool:
     cursor.take(1)
     sink("}" if closers.pop() == "}" else "]")
     return False
 
 
-def _comma(cursor: Cursor) -> Reading[bool]:
+def _comma(cursor: TextCursor) -> Reading[bool]:
     found = yield from cursor.skip(",")
     yield from cursor.space()
     return found
 
 
-def _item(cursor: Cursor, sink: Sink, closers: list[str]) -> Reading[bool | None]:
+def _item(cursor: TextCursor, sink: Sink, closers: list[str]) -> Reading[bool | None]:
     """The next literal, or the bracket that opens one: True for a bracket, None if neither comes."""
     char = yield from cursor.peek()
     if char and char in _CLOSERS:
@@ -187,7 +187,7 @@ def _number(text: str) -> str:
     return written if _NUMBER.fullmatch(written) else ""
 
 
-def _dict_key(cursor: Cursor, sink: Sink) -> Reading[bool]:
+def _dict_key(cursor: TextCursor, sink: Sink) -> Reading[bool]:
     if (yield from cursor.peek()) not in ("'", '"') or not (yield from _string(cursor, sink)):
         return False
     yield from cursor.space()
@@ -198,7 +198,7 @@ def _dict_key(cursor: Cursor, sink: Sink) -> Reading[bool]:
     return found
 
 
-def _string(cursor: Cursor, sink: Sink) -> Reading[bool]:
+def _string(cursor: TextCursor, sink: Sink) -> Reading[bool]:
     """A string in one or three quotes; a line end inside one quote is taken as it is meant."""
     quote = cursor.take(1)
     end = quote * 3 if (yield from cursor.peek(2)) == quote * 2 else quote
@@ -209,14 +209,14 @@ def _string(cursor: Cursor, sink: Sink) -> Reading[bool]:
         if cursor.is_cut(end):
             return False
         if char != "\\":
-            sink(_escaped(cursor.run(_PLAIN) or cursor.take(1)))
+            sink(_escape_text(cursor.run(_PLAIN) or cursor.take(1)))
         elif not (yield from _escape(cursor, sink)):
             return False
     sink('"')
     return True
 
 
-def _escape(cursor: Cursor, sink: Sink) -> Reading[bool]:
+def _escape(cursor: TextCursor, sink: Sink) -> Reading[bool]:
     """One escape; a backslash before any other character stands for itself, as in Python."""
     kind = (yield from cursor.peek(2))[1:]
     digits = _HEX.get(kind, 0)
@@ -225,14 +225,14 @@ def _escape(cursor: Cursor, sink: Sink) -> Reading[bool]:
         if not re.fullmatch(f"[0-9a-fA-F]{{{digits}}}", code) or int(code, 16) > sys.maxunicode:
             return False
         cursor.take(2 + digits)
-        sink(_escaped(chr(int(code, 16))))
+        sink(_escape_text(chr(int(code, 16))))
     elif kind:
         cursor.take(2)
-        sink(_escaped(_ESCAPES.get(kind, kind if kind in "\\'\"" else f"\\{kind}")))
+        sink(_escape_text(_ESCAPES.get(kind, kind if kind in "\\'\"" else f"\\{kind}")))
     return bool(kind)
 
 
-def _escaped(text: str) -> str:
+def _escape_text(text: str) -> str:
     """`text` as it stands inside a JSON string; half a surrogate pair, which UTF-8 cannot write, as \\u…"""
     plain = not any("\ud800" <= char <= "\udfff" for char in text)
     return json.dumps(text, ensure_ascii=not plain)[1:-1]

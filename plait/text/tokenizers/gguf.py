@@ -15,7 +15,7 @@ from plait.text.tokenizers.patterns import PATTERNS, Pattern
 from plait.text.tokenizers.plamo import PlamoEngine
 from plait.text.tokenizers.special_tokens import Special, SpecialTokens, end_of_generation
 from plait.text.tokenizers.spm import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Pieces, SpmEngine
-from plait.text.tokenizers.tokenizer import Engine, TextTokenizer
+from plait.text.tokenizers.tokenizer import TextTokenizer, TokenizerBackend
 
 _KEY = "tokenizer.ggml."
 _OTHER_KINDS = {
@@ -166,7 +166,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> TextTokenizer:
 
 def _assemble(
     name: str,
-    engine: Engine,
+    engine: TokenizerBackend,
     metadata: Mapping[str, Any],
     listed: tuple[Sequence[str], Sequence[int]],
     defaults: _Defaults,

@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from plait.errors import BadFile, UnsupportedFormat, clipped
+from plait.errors import BadFile, UnsupportedFormat, clip_text
 from plait.text.tokenizers.special_tokens import Special, SpecialTokens, end_of_generation
 from plait.text.tokenizers.tokenizer import TextTokenizer
 
@@ -163,15 +163,15 @@ def hf_tokenizer(text: str, name: str, where: str, files: TokenizerFiles) -> Tex
         tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
         raise BadFile(
-            f"{where}: not a tokenizer.json that the tokenizers library can read: {clipped(error)}"
+            f"{where}: not a tokenizer.json that the tokenizers library can read: {clip_text(error)}"
         ) from error
     _add_missing(tokenizer, files.config, name)
-    wrapping = _wrapping(tokenizer)
+    wrapping = _find_wrapping(tokenizer)
     specials = SpecialTokens(_specials(tokenizer, files))
-    named = named_tokens(files)
+    named = read_special_tokens(files)
     bos = tokenizer.token_to_id(named["bos_token"]) if "bos_token" in named else None
     eos = tokenizer.token_to_id(named["eos_token"]) if "eos_token" in named else None
-    before, after = _asked_wrapping(files.config, wrapping, bos, eos)
+    before, after = _choose_wrapping(files.config, wrapping, bos, eos)
     if bos is None and before and before[0] in specials.ids:
         bos = before[0]
     engine = HfEngine(tokenizer)
@@ -205,7 +205,7 @@ def _add_missing(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], nam
             )
 
 
-def _wrapping(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _find_wrapping(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What the post-processor puts before and after a text."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     wrapped = tokenizer.encode("a", add_special_tokens=True).ids
@@ -218,7 +218,7 @@ def _wrapping(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[i
     )
 
 
-def _asked_wrapping(
+def _choose_wrapping(
     config: Mapping[str, Any],
     wrapping: tuple[tuple[int, ...], tuple[int, ...]],
     bos: int | None,
@@ -242,7 +242,7 @@ def _content(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def named_tokens(files: TokenizerFiles) -> dict[str, str]:
+def read_special_tokens(files: TokenizerFiles) -> dict[str, str]:
     """`bos_token`, `eos_token`, … as text; tokenizer_config.json wins over special_tokens_map.json."""
     found = {}
     for source in (files.special_map, files.config):
@@ -261,7 +261,7 @@ def _specials(tokenizer: tokenizers.Tokenizer, files: TokenizerFiles) -> Iterabl
         for source in (files.config, files.special_map)
         for t in source.get("additional_special_tokens") or ()
     ]
-    promoted = {*named_tokens(files).values(), *additional}
+    promoted = {*read_special_tokens(files).values(), *additional}
     for token_id, token in tokenizer.get_added_tokens_decoder().items():
         if token.special or token.content in promoted:
             yield Special(token_id, token.content, token.lstrip, token.rstrip, token.single_word)

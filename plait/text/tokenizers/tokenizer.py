@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
     def holes(self, vocab_size: int) -> tuple[int, ...]: ...
 
 
-class Engine(Protocol):
+class TokenizerBackend(Protocol):
     """The arithmetic of a vocabulary without its control tokens."""
 
     @property
@@ -72,7 +72,7 @@ class Engine(Protocol):
         ...
 
 
-def joined_text(tokenizer: Tokenizer, pieces: Iterable[bytes]) -> str:
+def join_text(tokenizer: Tokenizer, pieces: Iterable[bytes]) -> str:
     """The text that the bytes of tokens make from its start. Never raises: broken UTF-8 is U+FFFD."""
     joined = b"".join(pieces)
     if tokenizer.strips_first_space:
@@ -89,7 +89,7 @@ class TextTokenizer:
     """
 
     name: str
-    engine: Engine
+    engine: TokenizerBackend
     specials: SpecialTokens
     bos_token_id: int | None = None
     eos_token_id: int | None = None
@@ -168,7 +168,7 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of ids from the start of a text. Never raises: holes are empty, broken UTF-8 is U+FFFD."""
         shown = (i for i in ids if not (skip_special and i in self.specials.ids))
-        return joined_text(self, map(self.token_bytes, shown))
+        return join_text(self, map(self.token_bytes, shown))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for in running text; empty for a hole."""

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from plait.bench.serve.client import Target
+from plait.bench.serve.client import ServerTarget
 from plait.bench.serve.score import score
 from plait.bench.serve.workload import Length, Workload
 from plait.errors import QueueFull
@@ -46,14 +46,16 @@ def loop() -> Loop:
 
 
 @pytest.fixture
-def target(loop: Loop) -> Iterator[Target]:
+def target(loop: Loop) -> Iterator[ServerTarget]:
     front = fake_front()
     front.loop = loop
     with serving(front, api_key=("alice:secret",)) as client:
-        yield Target(name="fake", base_url=client.base_url, model="fake", api_key="secret")
+        yield ServerTarget(name="fake", base_url=client.base_url, model="fake", api_key="secret")
 
 
-def test_whole_replies_are_told_with_their_lengths_and_moments(flood: ModuleType, target: Target) -> None:
+def test_whole_replies_are_told_with_their_lengths_and_moments(
+    flood: ModuleType, target: ServerTarget
+) -> None:
     run = flood.drive(flood.Flood.of(target, SHORT, 4), lambda load: load.full(3, 0.3))
     assert len(run.outcomes) >= 4
     for one in run.outcomes:
@@ -63,7 +65,9 @@ def test_whole_replies_are_told_with_their_lengths_and_moments(flood: ModuleType
         assert one.input_len > 0
 
 
-def test_who_is_turned_away_is_counted_and_asks_on(flood: ModuleType, target: Target, loop: Loop) -> None:
+def test_who_is_turned_away_is_counted_and_asks_on(
+    flood: ModuleType, target: ServerTarget, loop: Loop
+) -> None:
     loop.is_full = True
     run = flood.drive(flood.Flood.of(target, SHORT, 4), lambda load: load.at(200.0, 0.3, 1))
     facts = score(run.outcomes, run.duration_s)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from plait.bench.serve.client import Outcome, Target, ask, open_session
+from plait.bench.serve.client import RequestOutcome, ServerTarget, ask, open_session
 from plait.bench.serve.load_generator import Arrivals, drive, runner
 from plait.bench.serve.run import (
     ServeJob,
@@ -49,8 +49,8 @@ def server(engine: EchoLoop) -> Iterator[Client]:
 
 
 @pytest.fixture
-def target(server: Client) -> Target:
-    return Target(name="fake", base_url=server.base_url, model="fake")
+def target(server: Client) -> ServerTarget:
+    return ServerTarget(name="fake", base_url=server.base_url, model="fake")
 
 
 def said(text: str, **more: Any) -> Workload:
@@ -58,11 +58,11 @@ def said(text: str, **more: Any) -> Workload:
     return replace(SHORT, records=[[(text, "")]], **more)
 
 
-def one(target: Target, turn: Turn) -> Outcome:
-    async def talk() -> Outcome:
+def one(target: ServerTarget, turn: Turn) -> RequestOutcome:
+    async def talk() -> RequestOutcome:
         async with open_session(target) as session:
             messages = [{"role": "user", "content": turn.text}]
-            return await ask(session, target, messages, turn, Outcome(0, 0, 0.0))
+            return await ask(session, target, messages, turn, RequestOutcome(0, 0, 0.0))
 
     with runner() as loop:
         return loop.run(talk())
@@ -71,7 +71,7 @@ def one(target: Target, turn: Turn) -> Outcome:
 @BOTH
 @pytest.mark.parametrize("stream", [True, False])
 def test_every_reply_is_counted_with_the_servers_own_lengths(
-    target: Target, chat: bool, stream: bool
+    target: ServerTarget, chat: bool, stream: bool
 ) -> None:
     run = drive(replace(target, chat=chat, stream=stream), SHORT, Arrivals(num_prompts=7, concurrency=3))
     assert [one.error for one in run.outcomes] == [""] * 7
@@ -84,7 +84,7 @@ def test_every_reply_is_counted_with_the_servers_own_lengths(
     assert run.client()["cpu_s"] > 0
 
 
-def test_the_engine_gets_what_the_seed_says(target: Target, engine: EchoLoop) -> None:
+def test_the_engine_gets_what_the_seed_says(target: ServerTarget, engine: EchoLoop) -> None:
     asked = []
     for seed in (3, 3, 4):
         engine.requests.clear()
@@ -99,7 +99,7 @@ def test_the_engine_gets_what_the_seed_says(target: Target, engine: EchoLoop) ->
 
 
 @BOTH
-def test_a_chat_carries_every_reply_before_it(target: Target, engine: EchoLoop, chat: bool) -> None:
+def test_a_chat_carries_every_reply_before_it(target: ServerTarget, engine: EchoLoop, chat: bool) -> None:
     engine.requests.clear()
     drive(replace(target, chat=chat), replace(SHORT, turns=3), Arrivals(num_prompts=3))
     prompts = [bytes(i for i in r.prompt_token_ids if i < 256) for r in engine.requests]
@@ -113,7 +113,7 @@ def test_a_chat_carries_every_reply_before_it(target: Target, engine: EchoLoop, 
     ("text", "kind"),
     [("FULL", "429 queue_full"), ("BOOM", "in stream: "), ("REFUSE", "503"), ("BROKEN", "500 ")],
 )
-def test_errors_are_counted_by_kind(target: Target, text: str, kind: str) -> None:
+def test_errors_are_counted_by_kind(target: ServerTarget, text: str, kind: str) -> None:
     run = drive(target, said(text), Arrivals(num_prompts=3))
     facts = score(run.outcomes, run.duration_s)
     assert (facts["completed"], facts["failed"]) == (0, 3)
@@ -126,12 +126,12 @@ def test_errors_are_counted_by_kind(target: Target, text: str, kind: str) -> Non
 
 
 def test_a_server_that_is_not_there_is_an_error_of_each_request() -> None:
-    nobody = Target(name="x", base_url=f"http://127.0.0.1:{free_port()}", model="m")
+    nobody = ServerTarget(name="x", base_url=f"http://127.0.0.1:{free_port()}", model="m")
     run = drive(nobody, SHORT, Arrivals(num_prompts=2))
     assert [one.error for one in run.outcomes] == ["cannot connect"] * 2
 
 
-def test_a_reply_that_does_not_come_is_a_timeout(target: Target, engine: EchoLoop) -> None:
+def test_a_reply_that_does_not_come_is_a_timeout(target: ServerTarget, engine: EchoLoop) -> None:
     found = one(replace(target, timeout_s=0.2), Turn("HANG", 1, 4))
     assert found.error == "timeout"
     assert wait_until(lambda: engine.stats()["running"] == 0)
@@ -139,7 +139,7 @@ def test_a_reply_that_does_not_come_is_a_timeout(target: Target, engine: EchoLoo
 
 @pytest.mark.parametrize(("stream", "tokens"), [(True, 0), (False, 0), (False, 9)])
 def test_who_leaves_before_any_text_cancels(
-    target: Target, engine: EchoLoop, stream: bool, tokens: int
+    target: ServerTarget, engine: EchoLoop, stream: bool, tokens: int
 ) -> None:
     found = one(replace(target, stream=stream), Turn("HANG", 1, 50, Leaving(tokens, 0.1)))
     assert found.is_cancelled
@@ -149,14 +149,14 @@ def test_who_leaves_before_any_text_cancels(
 
 
 @BOTH
-def test_who_leaves_within_a_reply_cancels(target: Target, engine: EchoLoop, chat: bool) -> None:
+def test_who_leaves_within_a_reply_cancels(target: ServerTarget, engine: EchoLoop, chat: bool) -> None:
     found = one(replace(target, chat=chat), Turn("SLOW tide", 1, 1000, Leaving(5, 0.0)))
     assert found.is_cancelled
     assert 5 <= found.output_len < 1000
     assert wait_until(lambda: engine.stats()["running"] == 0)
 
 
-def test_cancels_of_a_load_are_counted_apart(target: Target, engine: EchoLoop) -> None:
+def test_cancels_of_a_load_are_counted_apart(target: ServerTarget, engine: EchoLoop) -> None:
     load = said("SLOW and steady", cancel_rate=1.0, output_len=Length(40, 40))
     run = drive(target, load, Arrivals(num_prompts=6, concurrency=6))
     facts = score(run.outcomes, run.duration_s)
@@ -165,21 +165,21 @@ def test_cancels_of_a_load_are_counted_apart(target: Target, engine: EchoLoop) -
     assert wait_until(lambda: engine.stats()["running"] == 0)
 
 
-def test_a_load_ends_when_its_time_is_over(target: Target) -> None:
+def test_a_load_ends_when_its_time_is_over(target: ServerTarget) -> None:
     arrivals = Arrivals(num_prompts=None, duration_s=0.3, concurrency=2)
     run = drive(target, said("SLOW and steady"), arrivals)
     assert len(run.outcomes) >= 2
     assert all(one.started < 0.3 and one.is_ok for one in run.outcomes)
 
 
-def test_an_open_load_waits_for_nobody(target: Target) -> None:
+def test_an_open_load_waits_for_nobody(target: ServerTarget) -> None:
     run = drive(target, said("SLOW and steady"), Arrivals(rate=1000.0, num_prompts=12, burst=4))
     assert len(run.outcomes) == 12
     assert score(run.outcomes, run.duration_s)["max_concurrent_requests"] > 4
 
 
 def serve_job(*urls: str, **more: Any) -> ServeJob:
-    base = Target(name="", base_url="")
+    base = ServerTarget(name="", base_url="")
     sides = [replace(base, name=f"s{i}", base_url=url) for i, url in enumerate(urls)]
     return ServeJob(sides=sides, target=base, workload=SHORT, arrivals=Arrivals(num_prompts=4), **more)
 
@@ -216,18 +216,18 @@ def test_a_server_that_fails_every_warm_up_is_not_measured(server: Client) -> No
 
 def test_an_address_without_an_openai_server_is_refused() -> None:
     with pytest.raises(ConfigError, match="is it the address of an OpenAI server"):
-        reach(Target(name="x", base_url=f"http://127.0.0.1:{free_port()}"))
+        reach(ServerTarget(name="x", base_url=f"http://127.0.0.1:{free_port()}"))
     with pytest.raises(ConfigError, match="must begin with http"):
-        reach(Target(name="x", base_url="ftp://nowhere"))
+        reach(ServerTarget(name="x", base_url="ftp://nowhere"))
 
 
-def test_a_server_without_tokenize_leaves_the_measure_of_words_open(target: Target) -> None:
+def test_a_server_without_tokenize_leaves_the_measure_of_words_open(target: ServerTarget) -> None:
     assert tokens_per_word(target) is not None
     assert tokens_per_word(replace(target, base_url=target.base_url + "/nothing")) is None
 
 
 def side_with(name: str, *turns: dict[str, Any]) -> ServeSide:
-    return ServeSide(Target(name=name, base_url=""), None, turns=list(turns))
+    return ServeSide(ServerTarget(name=name, base_url=""), None, turns=list(turns))
 
 
 def test_a_ratio_above_one_means_that_the_first_side_is_better() -> None:
@@ -250,7 +250,10 @@ def test_a_ratio_above_one_means_that_the_first_side_is_better() -> None:
 
 def test_turns_become_medians_and_errors_are_added_up() -> None:
     run = [
-        score([Outcome(0, 0, 0.0, output_len=n, e2e_s=1.0), Outcome(1, 0, 0.0, error="timeout")], 2.0)
+        score(
+            [RequestOutcome(0, 0, 0.0, output_len=n, e2e_s=1.0), RequestOutcome(1, 0, 0.0, error="timeout")],
+            2.0,
+        )
         | {"client": {"lag_p99_ms": n}}
         for n in (1, 3, 20)
     ]
@@ -290,11 +293,11 @@ def test_what_a_process_holds_is_counted(server: Client) -> None:
 
 
 @pytest.fixture
-def scripted() -> Callable[[bytes], Outcome]:
+def scripted() -> Callable[[bytes], RequestOutcome]:
     """What the client makes of a reply of these bytes, after which the server closes."""
 
-    def run(reply: bytes) -> Outcome:
-        async def talk() -> Outcome:
+    def run(reply: bytes) -> RequestOutcome:
+        async def talk() -> RequestOutcome:
             async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 await reader.readuntil(b"\r\n\r\n")
                 writer.write(reply)
@@ -303,9 +306,9 @@ def scripted() -> Callable[[bytes], Outcome]:
 
             async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
                 port = server.sockets[0].getsockname()[1]
-                target = Target(name="x", base_url=f"http://127.0.0.1:{port}", model="m")
+                target = ServerTarget(name="x", base_url=f"http://127.0.0.1:{port}", model="m")
                 async with open_session(target) as session:
-                    return await ask(session, target, [], Turn("", 5, 4), Outcome(0, 0, 0.0))
+                    return await ask(session, target, [], Turn("", 5, 4), RequestOutcome(0, 0, 0.0))
 
         with runner() as loop:
             return loop.run(talk())
@@ -319,7 +322,7 @@ WORD = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\r\n\r\n: ping\n
 THOUGHT = b'data: {"choices":[{"index":0,"delta":{"reasoning_content":"hm"}}]}\n\n'
 
 
-def test_a_stream_without_usage_is_counted_by_its_events(scripted: Callable[[bytes], Outcome]) -> None:
+def test_a_stream_without_usage_is_counted_by_its_events(scripted: Callable[[bytes], RequestOutcome]) -> None:
     found = scripted(HEAD + b"\r\n" + ROLE + THOUGHT + WORD + WORD + b"data: [DONE]\n\n")
     assert found.is_ok
     assert (found.input_len, found.output_len, found.text, len(found.gaps_s)) == (5, 3, "aa", 2)
@@ -337,7 +340,7 @@ def test_a_stream_without_usage_is_counted_by_its_events(scripted: Callable[[byt
     ],
 )
 def test_a_broken_reply_is_an_error_with_a_name(
-    scripted: Callable[[bytes], Outcome], reply: bytes, kind: str
+    scripted: Callable[[bytes], RequestOutcome], reply: bytes, kind: str
 ) -> None:
     found = scripted(reply)
     assert found.error == kind

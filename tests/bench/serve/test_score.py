@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.bench.serve.client import Outcome
+from plait.bench.serve.client import RequestOutcome
 from plait.bench.serve.score import is_good, most_at_once, most_per_second, parse_goodput, score, spread
 from plait.errors import ConfigError
 
 
-def reply(started: float, ttft_s: float, gaps_s: list[float], **more: object) -> Outcome:
+def reply(started: float, ttft_s: float, gaps_s: list[float], **more: object) -> RequestOutcome:
     whole = ttft_s + sum(gaps_s)
-    return Outcome(
+    return RequestOutcome(
         0,
         0,
         started,

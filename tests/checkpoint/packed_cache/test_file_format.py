@@ -20,7 +20,7 @@ NAME = "m-0123456789abcdef.packed"
 
 def written(folder: Path, fill: int = 1) -> Path:
     path = folder / NAME
-    file_format.write_whole(path, file_format.opening(HEADER), [memoryview(bytes([fill]) * 100)], 128)
+    file_format.write_whole(path, file_format.encode_header(HEADER), [memoryview(bytes([fill]) * 100)], 128)
     return path
 
 
@@ -56,7 +56,7 @@ def test_a_file_that_was_cut_is_found(tmp_path: Path, nbytes: int) -> None:
 @pytest.mark.parametrize("header", [b"{}", HEADER.replace(b"128", b'"128"'), HEADER.replace(b"{}", b"[]")])
 def test_a_header_of_somebody_else_is_found(tmp_path: Path, header: bytes) -> None:
     path = tmp_path / NAME
-    path.write_bytes(file_format.opening(header) + bytes(128))
+    path.write_bytes(file_format.encode_header(header) + bytes(128))
     with pytest.raises(BadFile, match="not one of Plait's"):
         file_format.read_header(map_file(path), path)
     assert file_format.read_key(path) is None
@@ -85,7 +85,7 @@ def test_a_folder_that_is_not_ours_to_read_holds_nothing(
         monkeypatch.setattr(Path, name, refuse)
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert not file_format.is_folder(tmp_path)
-    assert file_format.shelved(tmp_path) == []
+    assert file_format.list_packed(tmp_path) == []
     assert file_format.clear(tmp_path) == 0
 
 
@@ -98,8 +98,8 @@ def test_a_name_that_is_too_long_for_a_file_is_cut(tmp_path: Path) -> None:
 
 
 def test_two_can_clear_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    items = file_format.shelved(written(tmp_path).parent)
-    monkeypatch.setattr(file_format, "shelved", lambda _: items)
+    items = file_format.list_packed(written(tmp_path).parent)
+    monkeypatch.setattr(file_format, "list_packed", lambda _: items)
     file_format.clear(tmp_path)
     file_format.clear(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -165,7 +165,7 @@ def test_a_folder_is_listed_and_cleared_by_model(tmp_path: Path) -> None:
     other = tmp_path / "org--other-0123456789abcdef.packed"
     other.write_bytes(b"12345")
     (tmp_path / "mine.txt").touch()
-    assert [(item.model, item.nbytes) for item in file_format.shelved(tmp_path)] == [
+    assert [(item.model, item.nbytes) for item in file_format.list_packed(tmp_path)] == [
         ("m", 4224),
         ("org--other", 5),
     ]
@@ -173,7 +173,7 @@ def test_a_folder_is_listed_and_cleared_by_model(tmp_path: Path) -> None:
     assert file_format.clear(tmp_path, "nobody") == 0
     assert file_format.clear(tmp_path, "/models/m.gguf") == 4224
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
-    assert file_format.shelved(tmp_path / "none") == []
+    assert file_format.list_packed(tmp_path / "none") == []
     assert file_format.clear(tmp_path / "none") == 0
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.checkpoint.quantized.packed import Packed
+from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.checkpoint.quantized.scheme import find_scheme
 from plait.errors import CheckpointError
 from plait.quant.weight import as_tensor
@@ -90,7 +90,7 @@ def test_damaged_parts_are_refused_or_are_numbers(name: str, changes: Any, with_
             del files[part]
     config = {"quantization_config": packing.config} if with_config and packing.config else None
     try:
-        checkpoint = Packed(files, find_scheme(config))
+        checkpoint = QuantizedCheckpoint(files, find_scheme(config))
         for found in checkpoint.names():
             value = checkpoint.read(found)
             assert value.shape is not None
@@ -105,10 +105,10 @@ def test_absurd_blocks_are_refused_or_are_the_whole(block: list[int]) -> None:
     name, scale = "model.layers.0.mlp.experts.up_proj", torch.ones(3, 1, 1)
     files = InMemory({name: torch.zeros(3, 40, 64).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale})
     scheme = find_scheme({"quantization_config": {"quant_method": "fp8", "weight_block_size": block}})
-    assert as_tensor(Packed(files, scheme).read(name)).shape == (120, 64)
+    assert as_tensor(QuantizedCheckpoint(files, scheme).read(name)).shape == (120, 64)
     files[f"{name}_scale_inv"] = torch.ones(3, 40, 1)
     if block == [1, 10**9]:
-        assert as_tensor(Packed(files, scheme).read(name)).shape == (120, 64)
+        assert as_tensor(QuantizedCheckpoint(files, scheme).read(name)).shape == (120, 64)
     else:
         with pytest.raises(CheckpointError, match="do not fit"):
-            Packed(files, scheme)
+            QuantizedCheckpoint(files, scheme)

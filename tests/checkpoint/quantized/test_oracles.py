@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from plait.checkpoint.quantized.packed import Packed
+from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.checkpoint.quantized.scheme import find_scheme
 from plait.quant.weight import Weight
 from tests.checkpoint.quantized.packings import InMemory, compressed, e4m3, gpt_oss
@@ -87,7 +87,7 @@ def test_what_compressed_tensors_writes_is_read_as_it_reads_it(name: str) -> Non
     alone = () if "block_structure" in words else (None,)  # 16 x 64 is nothing that shapes could tell
     for config in (compressed(format_, **words), *alone):
         told = find_scheme({"quantization_config": config} if config else None)
-        weight = Packed(files, told).read("model.layers.0.mlp.up_proj.weight")
+        weight = QuantizedCheckpoint(files, told).read("model.layers.0.mlp.up_proj.weight")
         assert isinstance(weight, Weight)
         assert not isinstance(weight, Tensor)
         torch.testing.assert_close(
@@ -105,7 +105,9 @@ def test_stacks_of_gpt_oss_are_what_transformers_decodes() -> None:
         blocks = parts["_blocks"] if byte is None else torch.full_like(parts["_blocks"], byte)
         scales = torch.randint(100, 140, parts["_scales"].shape, dtype=torch.uint8)
         wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
-        weight = Packed(InMemory({"experts.down_proj_blocks": blocks, "experts.down_proj_scales": scales}))
+        weight = QuantizedCheckpoint(
+            InMemory({"experts.down_proj_blocks": blocks, "experts.down_proj_scales": scales})
+        )
         found = weight.read("experts.down_proj")
         assert not isinstance(found, Tensor)
         assert torch.equal(found.dequantize(torch.float32), wanted.flatten(0, 1))
@@ -117,6 +119,6 @@ def test_blocks_of_fp8_are_what_transformers_decodes(dtype: torch.dtype) -> None
     weight, scale = e4m3(256, 384), (2.0 ** torch.randint(-9, 3, (2, 3))).to(dtype)
     wanted = Fp8Dequantize(None)._dequantize_one(weight, scale, torch.float32)
     files = InMemory({"X.weight": weight, "X.weight_scale_inv": scale})
-    found = Packed(files).read("X.weight")
+    found = QuantizedCheckpoint(files).read("X.weight")
     assert not isinstance(found, Tensor)
     assert torch.equal(found.dequantize(torch.float32), wanted)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.checkpoint.quantized.packed import Packed
+from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.checkpoint.quantized.scheme import find_scheme
 from plait.errors import BadFile, MissingTensor, ShapeMismatch, UnsupportedFormat
 from plait.quant.fp8 import Fp8
@@ -37,11 +37,11 @@ def stored(packing: Packing, rows: int = 64, cols: int = 192) -> tuple[InMemory,
     return InMemory({f"{X}.{part}": tensor for part, tensor in tensors.items()}), numbers
 
 
-def opened(files: InMemory, config: Any = None) -> Packed:
-    return Packed(files, find_scheme({"quantization_config": config}) if config else None)
+def opened(files: InMemory, config: Any = None) -> QuantizedCheckpoint:
+    return QuantizedCheckpoint(files, find_scheme({"quantization_config": config}) if config else None)
 
 
-def read(checkpoint: Packed) -> Weight:
+def read(checkpoint: QuantizedCheckpoint) -> Weight:
     weight = checkpoint.read(f"{X}.weight")
     assert not isinstance(weight, Tensor)
     return weight
@@ -122,7 +122,7 @@ def test_stacked_experts_in_fp8(rows: int, kind: str) -> None:
     shape = (3, -(-rows // 128), 2) if kind == "blocks" else (3, 1, 1)
     scale = torch.rand(shape) + 0.1
     activations = {f"{name}_activation_scale": torch.ones(3)}
-    checkpoint = Packed(InMemory({name: weight, f"{name}_scale_inv": scale, **activations}))
+    checkpoint = QuantizedCheckpoint(InMemory({name: weight, f"{name}_scale_inv": scale, **activations}))
     assert list(checkpoint.names()) == [name]
     assert checkpoint.shape(name) == (3, rows, 192)
     found = checkpoint.read(name)
@@ -182,7 +182,7 @@ def test_plain_tensors_go_through_and_scales_of_activations_do_not(caplog: pytes
 def test_a_plain_checkpoint_is_left_alone() -> None:
     names = ["a.weight", "a.scales", "mamba.dt_scales", "x_blocks", "b.absmax", "attn.k_scale", "c_scale_inv"]
     files = InMemory({name: torch.ones(3) for name in names})
-    checkpoint = Packed(files)
+    checkpoint = QuantizedCheckpoint(files)
     assert list(checkpoint.names()) == names
     assert all(checkpoint.read(name) is files[name] for name in names)
 
@@ -333,11 +333,11 @@ def test_layouts_of_others_are_refused_by_their_names() -> None:
     mlx = InMemory({f"{X}.weight": torch.ones(4, 4).int(), f"{X}.scales": torch.ones(4, 1)})
     mlx[f"{X}.biases"] = torch.ones(4, 1)
     with pytest.raises(UnsupportedFormat, match=rf"{X}: MLX is not read"):
-        Packed(mlx)
+        QuantizedCheckpoint(mlx)
     files, _ = stored(PACKINGS["awq"])
     files[f"{X}.pre_quant_scale"] = torch.ones(192)
     with pytest.raises(UnsupportedFormat, match="scales activations"):
-        Packed(files)
+        QuantizedCheckpoint(files)
     gemv = InMemory({f"{X}.qweight": torch.ones(64, 24).int(), f"{X}.scales": torch.ones(64, 8).half()})
     with pytest.raises(UnsupportedFormat, match=r"neither GPTQ nor AWQ \(gemm\); it is stored as"):
-        Packed(gemv)
+        QuantizedCheckpoint(gemv)

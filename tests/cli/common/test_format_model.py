@@ -16,36 +16,40 @@ from plait.cli.common.format_model import (
     plain,
 )
 from plait.spec import (
-    Attention,
-    Branch,
-    DeltaNet,
-    Lightning,
-    Mamba1,
-    Mamba2,
+    AttentionSpec,
+    BranchSpec,
+    DeltaNetSpec,
+    LightningSpec,
+    Mamba1Spec,
+    Mamba2Spec,
     Mixer,
-    Mla,
-    Mlp,
+    MlaSpec,
+    MlpSpec,
     ModelSpec,
-    Moe,
-    Norm,
-    Parallel,
-    RgLru,
-    Rope,
-    Router,
-    ShortConv,
+    MoeSpec,
+    NormSpec,
+    ParallelSpec,
+    RgLruSpec,
+    RopeSpec,
+    RouterSpec,
+    ShortConvSpec,
 )
 
-ATTN = Attention(9, 3, 64, 0.125, Rope(64, 1e5), window=512, softcap=50.0, qk_norm=Norm())
-SSM = Mamba2(8, 64, 128, 1, 4)
-MLP = Mlp(1536)
+ATTN = AttentionSpec(9, 3, 64, 0.125, RopeSpec(64, 1e5), window=512, softcap=50.0, qk_norm=NormSpec())
+SSM = Mamba2Spec(8, 64, 128, 1, 4)
+MLP = MlpSpec(1536)
 
 
-def model(*layers: tuple[Branch, ...]) -> ModelSpec:
-    return ModelSpec("test", 64, 100, layers, Norm(), 2048)
+def model(*layers: tuple[BranchSpec, ...]) -> ModelSpec:
+    return ModelSpec("test", 64, 100, layers, NormSpec(), 2048)
 
 
 def test_equal_layers_are_one_group_in_the_order_of_the_first() -> None:
-    attn, ssm, ffn = Branch("attn", ATTN, Norm()), Branch("ssm", SSM, Norm()), Branch("ffn", MLP, Norm())
+    attn, ssm, ffn = (
+        BranchSpec("attn", ATTN, NormSpec()),
+        BranchSpec("ssm", SSM, NormSpec()),
+        BranchSpec("ffn", MLP, NormSpec()),
+    )
     groups = layer_groups(model((ssm, ffn), (ssm, ffn), (attn, ffn), (ssm, ffn)))
     assert groups == [((0, 1, 3), (ssm, ffn)), ((2,), (attn, ffn))]
 
@@ -65,30 +69,30 @@ def test_index_ranges(indices: tuple[int, ...], text: str) -> None:
             "grouped-query attention, 9 heads × 64, 3 kv, rope 100000 on 64, window 512, softcap 50, "
             "q and k normed",
         ),
-        (Attention(4, 4, 32, 0.1), "attention, 4 heads × 32, 4 kv, no rope"),
+        (AttentionSpec(4, 4, 32, 0.1), "attention, 4 heads × 32, 4 kv, no rope"),
         (
-            Mla(4, None, 64, 32, 32, 0.1, 16, Rope(16)),
+            MlaSpec(4, None, 64, 32, 32, 0.1, 16, RopeSpec(16)),
             "MLA, 4 heads × (32 + 16), kv rank 64, rope 10000 on 16",
         ),
-        (Mla(4, None, 64, 32, 32, 0.1, 16, None), "MLA, 4 heads × (32 + 16), kv rank 64, no rope"),
+        (MlaSpec(4, None, 64, 32, 32, 0.1, 16, None), "MLA, 4 heads × (32 + 16), kv rank 64, no rope"),
         (
-            Attention(4, 4, 32, 0.1, sinks=True, gate=True),
+            AttentionSpec(4, 4, 32, 0.1, sinks=True, gate=True),
             "attention, 4 heads × 32, 4 kv, no rope, sinks, gated",
         ),
         (SSM, "Mamba2, 8 heads × 64, state 128"),
-        (Mamba1(64, 16, 4, 4), "Mamba1, inner 64, state 16"),
-        (ShortConv(3), "gated short convolution, width 3"),
-        (DeltaNet(4, 2, 8, 12, 4, Norm()), "gated DeltaNet, 4 heads, 2 key × (8 × 12)"),
-        (DeltaNet(4, 4, 8, 8, 4, Norm(), "channel"), "Kimi delta attention, 4 heads × (8 × 8)"),
-        (Lightning(2, 16, (0.5, 0.25), Norm()), "lightning attention, 2 heads × 16"),
-        (RgLru(64, 4, 4), "RG-LRU, width 64, 4 heads"),
+        (Mamba1Spec(64, 16, 4, 4), "Mamba1, inner 64, state 16"),
+        (ShortConvSpec(3), "gated short convolution, width 3"),
+        (DeltaNetSpec(4, 2, 8, 12, 4, NormSpec()), "gated DeltaNet, 4 heads, 2 key × (8 × 12)"),
+        (DeltaNetSpec(4, 4, 8, 8, 4, NormSpec(), "channel"), "Kimi delta attention, 4 heads × (8 × 8)"),
+        (LightningSpec(2, 16, (0.5, 0.25), NormSpec()), "lightning attention, 2 heads × 16"),
+        (RgLruSpec(64, 4, 4), "RG-LRU, width 64, 4 heads"),
         (MLP, "gated MLP 1536, silu"),
         (
-            Moe(8, 2, Mlp(96), Router("sigmoid"), shared=Mlp(192)),
+            MoeSpec(8, 2, MlpSpec(96), RouterSpec("sigmoid"), shared=MlpSpec(192)),
             "MoE, 2 of 8 experts × 96, sigmoid, shared 192",
         ),
         (
-            Parallel({"attn": Attention(4, 4, 32, 0.1), "ssm": SSM}),
+            ParallelSpec({"attn": AttentionSpec(4, 4, 32, 0.1), "ssm": SSM}),
             "attn: attention, 4 heads × 32, 4 kv, no rope ∥ ",
         ),
     ],
@@ -98,15 +102,15 @@ def test_every_mixer_has_words(mixer: Mixer, words: str) -> None:
 
 
 def test_a_branch_says_what_is_unusual_about_it() -> None:
-    branch = Branch("ffn", MLP, Norm(), post_norm=Norm(), scale=0.22)
+    branch = BranchSpec("ffn", MLP, NormSpec(), post_norm=NormSpec(), scale=0.22)
     assert layer_text((branch,)) == ["ffn: gated MLP 1536, silu · post-norm · × 0.22"]
-    kept = Branch("ffn", MLP, None, keep=1.5)
+    kept = BranchSpec("ffn", MLP, None, keep=1.5)
     words = "no norm before · the normed input × 1.5 instead of the residual"
     assert layer_text((kept,)) == [f"ffn: gated MLP 1536, silu · {words}"]
 
 
 def test_a_spec_is_valid_json() -> None:
-    spec = model((Branch("ssm", SSM, Norm()),))
+    spec = model((BranchSpec("ssm", SSM, NormSpec()),))
     value = json.loads(json.dumps(plain(spec), allow_nan=False))
     assert value["type"] == "ModelSpec"
     assert value["layers"][0][0]["mixer"]["type"] == "Mamba2"

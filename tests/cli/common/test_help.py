@@ -15,7 +15,7 @@ from typing import Any
 import click
 import pytest
 
-from plait.cli.common.help import GROUPS, GroupedCommand, grouped
+from plait.cli.common.help import GROUPS, GroupedCommand, group_options
 from plait.cli.main import ALSO, COMMANDS, cli
 from plait.config import EngineConfig, ServerConfig
 
@@ -33,7 +33,7 @@ def command(name: str) -> click.Command:
 def test_every_option_is_in_one_group_and_at_most_ten_come_first(name: str) -> None:
     context = click.Context(command(name))
     params = [p for p in context.command.get_params(context) if isinstance(p, click.Option)]
-    groups = list(grouped(params))
+    groups = list(group_options(params))
     listed = [p.name for _, group in groups for p in group]
     assert sorted(map(str, listed)) == sorted(str(p.name) for p in params)
     title, first = groups[0]

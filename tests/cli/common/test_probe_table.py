@@ -108,10 +108,10 @@ def test_a_text_that_cannot_be_read_is_one_line(plait: Run, nano_hybrid: Path, t
 @pytest.fixture(scope="module")
 def smollm2_tensors(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2 as safetensors, without a config."""
-    from plait.convert.convert import Order, convert
+    from plait.convert.convert import Order, convert_model
 
     folder = tmp_path_factory.mktemp("smollm2") / "model"
-    convert(Order(str(smollm2), folder, "safetensors", "bf16"), lambda *_: None)
+    convert_model(Order(str(smollm2), folder, "safetensors", "bf16"), lambda *_: None)
     (folder / "config.json").unlink()
     return folder
 

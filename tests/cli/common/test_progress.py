@@ -8,7 +8,7 @@ import time
 import pytest
 
 from plait.cli.common import progress
-from plait.cli.common.progress import MIN_PROMPT, MIN_WRITTEN, Clock, Loading, Status
+from plait.cli.common.progress import MIN_PROMPT, MIN_WRITTEN, Clock, LoadingBar, Status
 
 
 @pytest.fixture
@@ -75,14 +75,14 @@ def test_without_a_terminal_lines_say_what_goes_on(capsys: pytest.CaptureFixture
         assert re.match(r"plait: reading, \d+ s so far\n", until("so far\n", capsys))
         status.say("packing")
         until("plait: packing, ", capsys)
-    with Loading("loading m") as loading:
+    with LoadingBar("loading m") as loading:
         loading.update("weights", 1, 3)
         until("plait: loading m: weights, ", capsys)
 
 
 @pytest.mark.usefixtures("often")
 def test_quiet_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with Status("reading", is_quiet=True), Loading("loading m", is_quiet=True) as loading:
+    with Status("reading", is_quiet=True), LoadingBar("loading m", is_quiet=True) as loading:
         loading.update("weights", 1, 3)
         time.sleep(0.02)
     assert capsys.readouterr().err == ""

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from plait.checkpoint.readers.gguf import GgufFile
-from plait.checkpoint.readers.gguf_plait import CONFIG, MAX_NAME_BYTES, NAMES, own_config, truly_named
+from plait.checkpoint.readers.gguf_plait import CONFIG, MAX_NAME_BYTES, NAMES, own_config, restore_names
 from plait.config import EngineConfig
 from plait.convert import convert as conversion
-from plait.convert.convert import Order, Result, convert
+from plait.convert.convert import ConversionResult, Order, convert_model
 from plait.errors import BadFile, ConfigError, PlaitError
 from plait.loading.open_model import open_model, with_values
 from plait.loading.probe_cache import Findings, write_findings
@@ -38,8 +38,8 @@ FAST_TOO = ("llama_dynamic", "qwen3_moe", "granite_moe", "gpt_oss")  # which lla
 NEAR = 1e-4
 
 
-def run(model: Path, out: Path, **given: Any) -> Result:
-    return convert(Order(str(model), out, threads=1, **given), lambda *_: None)
+def run(model: Path, out: Path, **given: Any) -> ConversionResult:
+    return convert_model(Order(str(model), out, threads=1, **given), lambda *_: None)
 
 
 def logits(path: Path) -> torch.Tensor:
@@ -221,7 +221,7 @@ def test_names_that_are_too_long_have_a_list(tmp_path: Path) -> None:
 )
 def test_a_list_of_names_that_lies_is_refused(names: Any, why: str) -> None:
     with pytest.raises(BadFile, match=why):
-        truly_named({"plait.0": 0, "plait.1": 1}, {NAMES: names})
+        restore_names({"plait.0": 0, "plait.1": 1}, {NAMES: names})
 
 
 @pytest.mark.parametrize(

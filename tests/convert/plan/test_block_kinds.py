@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plait.checkpoint.readers.gguf import GgufFile
 from plait.config import EngineConfig
-from plait.convert.convert import Order, Result, convert
+from plait.convert.convert import ConversionResult, Order, convert_model
 from plait.convert.plan.block_kinds import as_blocks, block_kind, factors, nibbles_of
 from plait.loading.open_model import open_model
 from plait.quant.bits import pack
@@ -85,8 +85,8 @@ def test_and_back_in_the_order_of_neighbours() -> None:
     assert torch.equal(scales.squeeze(2), value.scales)
 
 
-def run(model: Path, out: Path, **given: Any) -> Result:
-    return convert(Order(str(model), out, threads=1, **given), lambda *_: None)
+def run(model: Path, out: Path, **given: Any) -> ConversionResult:
+    return convert_model(Order(str(model), out, threads=1, **given), lambda *_: None)
 
 
 def logits(path: Path) -> Tensor:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from plait.errors import ConfigError, UnsupportedModel
-from plait.families.common.registry import build_spec, known
+from plait.families.common.registry import build_spec, families_by_name
 from plait.families.config.normalize import NEUTRAL, ROPE_KINDS, normalize
 from plait.families.resolve import parse_override, resolve
 from plait.ops.rope import KNOWN_KINDS
-from plait.spec import Attention, Mla, Moe
+from plait.spec import AttentionSpec, MlaSpec, MoeSpec
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -24,8 +24,8 @@ LLAMA = {
 }
 
 
-def attentions(config: dict[str, Any]) -> list[Attention]:
-    return [m for _, m in build_spec(config)[0].mixers() if isinstance(m, Attention)]
+def attentions(config: dict[str, Any]) -> list[AttentionSpec]:
+    return [m for _, m in build_spec(config)[0].mixers() if isinstance(m, AttentionSpec)]
 
 
 def test_every_rope_kind_of_the_ops_is_known_to_configs() -> None:
@@ -59,7 +59,7 @@ def test_a_key_that_changes_the_arithmetic_is_refused(key: str) -> None:
 
 
 def test_keys_that_a_family_honours_are_honoured_by_every_family_that_says_so() -> None:
-    assert {key for entry in known().values() for key in entry.honours} <= set(NEUTRAL)
+    assert {key for entry in families_by_name().values() for key in entry.honours} <= set(NEUTRAL)
 
 
 def test_windows_by_each_way_of_telling_them() -> None:
@@ -130,9 +130,9 @@ def test_deepseek_words_are_honoured_or_refused() -> None:
         "first_k_dense_replace": 1,
     }
     spec = build_spec(config)[0]
-    moes = [m for _, m in spec.mixers() if isinstance(m, Moe)]
+    moes = [m for _, m in spec.mixers() if isinstance(m, MoeSpec)]
     assert [m.shared.size for m in moes if m.shared] == [16, 16, 16]
-    assert all(m.rope.interleaved for _, m in spec.mixers() if isinstance(m, Mla))
+    assert all(m.rope.interleaved for _, m in spec.mixers() if isinstance(m, MlaSpec))
     for change in ({"topk_method": "random"}, {"norm_topk_prob": True}):
         with pytest.raises(UnsupportedModel, match=next(iter(change))):
             build_spec({**config, **change})

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from plait.errors import UnsupportedModel
-from plait.families.common.registry import known
+from plait.families.common.registry import families_by_name
 from plait.families.detect.detect import infer_config, layer_kinds
 from plait.families.detect.markers import MARKERS
 from plait.families.resolve import KEYS, resolve
@@ -168,7 +168,7 @@ def test_kinds_of_layers_are_named_with_their_tensor() -> None:
 
 
 def test_every_marker_names_a_family_that_is_there() -> None:
-    families = known()
+    families = families_by_name()
     own = {entry.name: entry.detection.markers for entry in families.values()}
     assert own["zamba2"], "a family may have its markers itself"
     assert {marker.architecture for markers in own.values() for marker in markers} <= set(families)

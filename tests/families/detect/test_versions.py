@@ -11,7 +11,7 @@ import torch
 from plait.families.detect.detect import infer_config
 from plait.families.resolve import resolve
 from plait.ops.rope import frequencies
-from plait.spec import Attention, Parallel
+from plait.spec import AttentionSpec, ParallelSpec
 from tests.families.detect.test_detect import LAYER, llama_like
 
 Shapes = dict[str, tuple[int, ...]]
@@ -63,9 +63,9 @@ def test_command_r_and_its_relatives_are_told_by_their_sizes(
 def test_norms_of_every_head_make_a_model_command_r_plus() -> None:
     spec = resolve(None, command(12288, 8, norms=True), read=lambda name: torch.zeros(1)).spec
     ((branch,),) = spec.layers
-    assert isinstance(branch.mixer, Parallel)
+    assert isinstance(branch.mixer, ParallelSpec)
     mixer = branch.mixer.parts["attn"]
-    assert isinstance(mixer, Attention)
+    assert isinstance(mixer, AttentionSpec)
     assert (mixer.num_heads, mixer.num_kv_heads, mixer.qk_norm_over) == (96, 8, "each")
     assert spec.max_len == 131_072
 
@@ -73,7 +73,7 @@ def test_norms_of_every_head_make_a_model_command_r_plus() -> None:
 def test_phi_4_mini_stretches_its_positions_as_published() -> None:
     spec = resolve(None, phi(200064, 3072, 1024), read=lambda name: torch.zeros(1)).spec
     mixer = spec.layers[0][0].mixer
-    assert isinstance(mixer, Attention)
+    assert isinstance(mixer, AttentionSpec)
     assert mixer.rope is not None
     assert (mixer.num_heads, mixer.num_kv_heads, mixer.rope.dim, spec.max_len) == (24, 8, 96, 131_072)
     plain = 1.0 / 1e4 ** (torch.arange(0, 96, 2).float() / 96)

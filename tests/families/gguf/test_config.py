@@ -14,7 +14,7 @@ from plait.checkpoint.readers.gguf import GgufFile
 from plait.errors import UnsupportedModel
 from plait.families.gguf.config import gguf_config
 from plait.ops.rope import frequencies, yarn_mscale
-from plait.spec import Attention
+from plait.spec import AttentionSpec
 from tests.families import tiny
 from tests.families.as_gguf import converted, permuted
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
@@ -236,6 +236,6 @@ def test_what_yarn_sharpens_attention_by(told: dict[str, float], factor: float, 
     metadata, stored = converted("olmo2", config, tensors)
     metadata |= {f"olmo2.rope.scaling.{key}": float(np.float32(value)) for key, value in told.items()}
     mixer = resolved(Memory(stored), gguf=metadata).spec.layers[0][0].mixer
-    assert isinstance(mixer, Attention)
+    assert isinstance(mixer, AttentionSpec)
     assert mixer.rope
     assert frequencies(mixer.rope, 64)[1] == pytest.approx(factor, rel=1e-5)

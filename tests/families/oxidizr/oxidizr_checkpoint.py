@@ -16,7 +16,7 @@ from plait.families.oxidizr.oxidizr import resolve_oxidizr
 from plait.memory import block_groups
 from plait.model.decoder import Decoder
 from plait.runner.inputs import build_batch
-from plait.schedule.plan import Chunk, Plan
+from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 
 BLOCK = 4
@@ -223,7 +223,7 @@ class Run:
             blocks = tuple(tuple(range(1 + s, 32, 3)) for _ in self.groups)
             chunks.append(Chunk(s, self.done[s], tuple(ids), blocks, s + 1, len(ids)))
             self.done[s] += len(ids)
-        out = self.model(build_batch(Plan(0, tuple(chunks)), self.groups, BLOCK, CPU), self.store)
+        out = self.model(build_batch(StepPlan(0, tuple(chunks)), self.groups, BLOCK, CPU), self.store)
         return list(out.split([len(ids) for _, ids in pieces]))
 
 

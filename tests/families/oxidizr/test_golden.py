@@ -137,7 +137,7 @@ def whole(n: int) -> Batch:
     )  # fmt: skip
 
 
-def layer(mixer: spec.Mixer, norm: spec.Norm, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
+def layer(mixer: spec.Mixer, norm: spec.NormSpec, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
     """x + mixer(norm(x)) of layer 0, as the decoder would have it."""
     names = name_map(read_catalog(tensors), "trainer", 0, flip_stacks=True)
     w = Weights(Tensors(tensors), names, Target(CPU, torch.float32, 64, x.shape[1])).scope("layers.0.ssm")
@@ -151,12 +151,12 @@ def layer(mixer: spec.Mixer, norm: spec.Norm, tensors: dict[str, Tensor], x: Ten
 def test_mamba3_layer(variant: str, mode: Any) -> None:
     options = VARIANTS[variant]
     tensors = golden(mamba3_layer(0, 8, 4, 4, 4, **options))
-    mixer = spec.Mamba3(
+    mixer = spec.Mamba3Spec(
         4, 4, 4, 1, 4 if options.get("conv") else None, options.get("rope", True), options.get("rank", 0), 4,
         mode=mode,
     )  # fmt: skip
     x = torch.sin(0.5 * torch.arange(1, 49)).view(6, 8)
-    got = layer(mixer, spec.Norm(1e-6, "layer"), tensors, x)
+    got = layer(mixer, spec.NormSpec(1e-6, "layer"), tensors, x)
     total, last = A3[variant, mode]
     assert_golden(got[-1], last)
     assert float(got.sum()) == pytest.approx(total, abs=2e-5)
@@ -165,7 +165,7 @@ def test_mamba3_layer(variant: str, mode: Any) -> None:
 def test_mamba1_layer() -> None:
     tensors = golden(mamba1_layer(0, 4))
     x = torch.sin(0.5 * torch.arange(1, 25)).view(6, 4)
-    got = layer(spec.Mamba1(8, 16, 8, 4, 30.0), spec.Norm(1e-5), tensors, x)
+    got = layer(spec.Mamba1Spec(8, 16, 8, 4, 30.0), spec.NormSpec(1e-5), tensors, x)
     assert_golden(got[-1], "-0.988248 -1.059984 -0.859958 -0.452545")
     assert float(got.sum()) == pytest.approx(-0.170902, abs=2e-5)
 

@@ -19,7 +19,7 @@ from plait.errors import (
     UnusedTensor,
 )
 from plait.families.oxidizr.oxidizr import is_oxidizr
-from plait.spec import Attention, Mamba1, Mamba2, Mamba3, Mla, Mlp, Moe
+from plait.spec import AttentionSpec, Mamba1Spec, Mamba2Spec, Mamba3Spec, MlaSpec, MlpSpec, MoeSpec
 from tests.families.oxidizr.oxidizr_checkpoint import (
     DENSE,
     HYBRID,
@@ -128,7 +128,7 @@ def test_a_router_named_moe_gate_and_experts_as_linear_maps() -> None:
 def test_without_a_config_every_size_comes_from_the_tensors() -> None:
     tensors = golden(HYBRID)
     full, bare = resolve(HYBRID_CONFIG, tensors), resolve(None, tensors)
-    assert bare.spec.layers[0][0].mixer == Mamba2(
+    assert bare.spec.layers[0][0].mixer == Mamba2Spec(
         4,
         4,
         3,
@@ -162,12 +162,12 @@ def test_groups_are_found_with_the_state_size() -> None:
     """The trainer's config.json loses `mamba2_n_groups`: 2 groups of 3 states and 1 of 6 have one shape."""
     tensors = golden({**ends(8, 11), **mamba2_layer(0, 8, 4, 4, 3, groups=2)})
     told = resolve({"mamba2_state_size": 3}, tensors).spec.layers[0][0].mixer
-    assert isinstance(told, Mamba2)
+    assert isinstance(told, Mamba2Spec)
     assert (told.num_groups, told.state_size) == (2, 3)
     same = resolve(None, tensors, overrides=("mamba2_n_groups=2",)).spec.layers[0][0].mixer
     assert same == told
     one = resolve(None, tensors).spec.layers[0][0].mixer
-    assert isinstance(one, Mamba2)
+    assert isinstance(one, Mamba2Spec)
     assert (one.num_groups, one.state_size) == (1, 6)
 
 
@@ -176,7 +176,8 @@ def test_layers_of_all_kinds_in_one_model() -> None:
     resolved = resolve(None, tensors)
     kinds = [tuple(type(branch.mixer) for branch in layer) for layer in resolved.spec.layers]
     assert kinds == [
-        (Mamba1,), (Mamba2,), (Mamba3,), (Mla, Mlp), (Attention, Moe), (Mla, Moe), (Mamba2, Mlp)
+        (Mamba1Spec,), (Mamba2Spec,), (Mamba3Spec,), (MlaSpec, MlpSpec),
+        (AttentionSpec, MoeSpec), (MlaSpec, MoeSpec), (Mamba2Spec, MlpSpec)
     ]  # fmt: skip
     assert resolved.config["mamba_layers"] == [0, 1, 2, 6]
     ids = [3, 1, 4, 1, 5, 9, 2, 6, 5]
@@ -349,7 +350,7 @@ def test_heads_of_plain_attention_must_be_said() -> None:
         resolve(None, tensors)
     for told in ({"num_attention_heads": 4}, {"head_dim": 16}, {"kv_heads": 2}):
         mixer = resolve(told, tensors).spec.layers[0][0].mixer
-        assert isinstance(mixer, Attention)
+        assert isinstance(mixer, AttentionSpec)
         assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) == (4, 2, 16)
     with pytest.raises(UnsupportedModel, match="num_attention_heads = 3, which does not fit"):
         resolve({"num_attention_heads": 3}, tensors)

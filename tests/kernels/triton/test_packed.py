@@ -17,7 +17,7 @@ import torch
 from plait.kernels.load import load_for_gpu
 from plait.ops.blocks import random_weight
 from plait.ops.linear import linear
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed here"
@@ -128,7 +128,9 @@ def test_the_choice_is_made_from_format_and_sizes(packed: Any, monkeypatch: pyte
     monkeypatch.setattr(packed, "trial", lambda kind, dtype, device: None)
 
     def refusal(kind: str, n_in: int) -> str | None:
-        reason: str | None = packed.packed_weights(Facts("cuda", torch.float16, {"kind": kind, "n_in": n_in}))
+        reason: str | None = packed.packed_weights(
+            OpFacts("cuda", torch.float16, {"kind": kind, "n_in": n_in})
+        )
         return reason
 
     for kind in ("Q4_K", "Q8_0", "int4", "int4_g32", "int8", "fp8", "fp8_b128"):
@@ -154,6 +156,6 @@ def test_without_a_device_the_reference_is_bound_and_the_reason_is_said(packed: 
         pytest.skip("there is a device")
     load_for_gpu()
     packed.trial.cache_clear()
-    fn, row = linear.bind(Facts("cuda", torch.bfloat16, {"kind": "Q4_K", "n_in": 512, "n_out": 64}))
+    fn, row = linear.bind(OpFacts("cuda", torch.bfloat16, {"kind": "Q4_K", "n_in": 512, "n_out": 64}))
     assert (fn, row.variant) == (linear.reference, "reference")
     assert any(name == packed.NAME and "does not run here" in why for name, why in row.skipped)

@@ -22,9 +22,9 @@ from plait.model.mixers.mamba3 import Mamba3
 from plait.state.store import StateStore
 
 HIDDEN, CPU = 12, torch.device("cpu")
-MAMBA2 = spec.Mamba2(4, 6, 5, 2, 4, norm_groups=2)
-MAMBA3 = spec.Mamba3(4, 6, 4, 2)
-MAMBA1 = spec.Mamba1(24, 5, 3, 4)
+MAMBA2 = spec.Mamba2Spec(4, 6, 5, 2, 4, norm_groups=2)
+MAMBA3 = spec.Mamba3Spec(4, 6, 4, 2)
+MAMBA1 = spec.Mamba1Spec(24, 5, 3, 4)
 
 
 class Tensors(dict[str, Tensor]):
@@ -52,7 +52,7 @@ def normal(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     return {name: torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
 
 
-def mamba2_tensors(s: spec.Mamba2) -> dict[str, Tensor]:
+def mamba2_tensors(s: spec.Mamba2Spec) -> dict[str, Tensor]:
     inner, both = s.num_heads * s.head_dim, s.num_groups * s.state_size
     tensors = normal(
         {
@@ -78,7 +78,7 @@ def convolve(x: Tensor, t: Mapping[str, Tensor]) -> Tensor:
     return F.silu(out[0, :, : len(x)].T)
 
 
-def mamba2_formula(s: spec.Mamba2, t: Mapping[str, Tensor], x: Tensor) -> Tensor:
+def mamba2_formula(s: spec.Mamba2Spec, t: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """Dao & Gu 2024 for one whole sequence, one head and one token at a time."""
     inner, both = s.num_heads * s.head_dim, s.num_groups * s.state_size
     p = x @ t["in.weight"].T + t["in.bias"]
@@ -168,7 +168,7 @@ def test_mamba2_equals_its_formula_whole_and_in_pieces(change: dict[str, Any]) -
         torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
 
 
-def mamba3_tensors(s: spec.Mamba3) -> dict[str, Tensor]:
+def mamba3_tensors(s: spec.Mamba3Spec) -> dict[str, Tensor]:
     inner, both, width = s.num_heads * s.head_dim, s.num_groups * s.state_size, s.head_dim * s.mimo_rank
     shapes: dict[str, tuple[int, ...]] = {
         "in.weight": (2 * inner + 2 * both + s.num_heads, HIDDEN),
@@ -208,7 +208,7 @@ def test_mamba3_in_pieces_equals_whole(change: dict[str, Any]) -> None:
     torch.testing.assert_close(got_b, whole(mixer, b), atol=2e-5, rtol=0)
 
 
-def mamba1_tensors(s: spec.Mamba1) -> dict[str, Tensor]:
+def mamba1_tensors(s: spec.Mamba1Spec) -> dict[str, Tensor]:
     inner, size = s.inner_size, s.state_size
     tensors = normal(
         {
@@ -225,7 +225,7 @@ def mamba1_tensors(s: spec.Mamba1) -> dict[str, Tensor]:
     return {**tensors, "A": -torch.rand(inner, size)}
 
 
-def mamba1_formula(s: spec.Mamba1, t: Mapping[str, Tensor], x: Tensor) -> Tensor:
+def mamba1_formula(s: spec.Mamba1Spec, t: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """Gu & Dao 2023, algorithm 2, one token at a time."""
     u, z = (x @ t["in.weight"].T).chunk(2, -1)
     u = convolve(u, t)

@@ -12,18 +12,18 @@ from plait import spec
 from plait.errors import UnsupportedModel
 from plait.memory import SlotState, State
 from plait.model.mixers import registry
-from plait.model.mixers.registry import build, describe, known, mixer
+from plait.model.mixers.registry import build, describe, list_mixers, mixer
 
 
 @pytest.fixture(autouse=True)
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
-    monkeypatch.setattr(registry, "_ENTRIES", dict(known()))
+    monkeypatch.setattr(registry, "_ENTRIES", dict(list_mixers()))
 
 
 def test_registry_knows_every_mixer_of_spec() -> None:
     classes = [c for c in vars(spec).values() if isinstance(c, type) and issubclass(c, spec.Mixer)]
-    assert set(known()) == set(classes) - {spec.Mixer, spec.Recurrent}
+    assert set(list_mixers()) == set(classes) - {spec.Mixer, spec.Recurrent}
 
 
 def test_registry_imports_a_module_of_its_folder_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_registry_imports_a_module_of_its_folder_without_a_list(monkeypatch: pyt
 def test_registry_refuses_a_spec_class_with_two_mixers() -> None:
     with pytest.raises(ValueError, match="mixer 'Mlp' is defined twice"):
 
-        @mixer(spec.Mlp)
+        @mixer(spec.MlpSpec)
         class Other:
             states: dict[str, State]
 

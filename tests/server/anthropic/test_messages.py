@@ -13,10 +13,10 @@ from anthropic import Anthropic
 from plait.frontend.delta import Delta
 from plait.server.anthropic.message_blocks import (
     chat_output,
-    chat_thinking,
     chat_tool_choice,
     chat_tools,
     conversation,
+    convert_thinking,
 )
 from plait.server.anthropic.messages import MessagesReply
 from plait.server.http.errors import Problem
@@ -258,10 +258,10 @@ def test_blocks_become_messages_and_tools_functions() -> None:
 
 
 def test_thinking_and_output_are_said_in_a_chat_s_words() -> None:
-    assert chat_thinking({"type": "disabled"}) == {"reasoning_effort": "none"}
+    assert convert_thinking({"type": "disabled"}) == {"reasoning_effort": "none"}
     asked = {"type": "enabled", "budget_tokens": 9, "display": "omitted"}
-    assert chat_thinking(asked) == {"thinking_token_budget": 9, "include_reasoning": False}
-    assert chat_thinking({"type": "adaptive"}) == chat_thinking({}) == {}
+    assert convert_thinking(asked) == {"thinking_token_budget": 9, "include_reasoning": False}
+    assert convert_thinking({"type": "adaptive"}) == convert_thinking({}) == {}
     schema = {"type": "object"}
     found = chat_output({"effort": "low", "format": {"type": "json_schema", "schema": schema}})
     assert found["reasoning_effort"] == "low"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from plait.errors import InvalidField
-from plait.server.api.param_aliases import AS_MANY_AS_FIT, NAMES, REFUSED, renamed
-from plait.server.api.validate import COMPLETION_MAX_TOKENS, ignored
+from plait.server.api.param_aliases import AS_MANY_AS_FIT, NAMES, REFUSED, rename_params
+from plait.server.api.validate import COMPLETION_MAX_TOKENS, list_ignored
 from plait.server.openai.completions import FIELDS
 from tests.contract.wire import Client
 from tests.server.fake import CONTEXT, EchoLoop
@@ -39,7 +39,7 @@ from tests.server.fake import CONTEXT, EchoLoop
     ],
 )
 def test_names_of_others_stand_for_ours(body: dict[str, Any], want: dict[str, Any]) -> None:
-    assert renamed(body) == want
+    assert rename_params(body) == want
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_names_of_others_stand_for_ours(body: dict[str, Any], want: dict[str, An
 )
 def test_contradictions_and_what_nobody_honours_are_refused(body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidField) as caught:
-        renamed(body)
+        rename_params(body)
     assert caught.value.param == param
     assert param.split("[")[0] in str(caught.value)
 
@@ -72,7 +72,7 @@ def test_contradictions_and_what_nobody_honours_are_refused(body: dict[str, Any]
 def test_no_name_is_in_two_tables_and_every_alias_leads_to_something_known() -> None:
     assert not set(NAMES) & set(REFUSED)
     for name in NAMES.values():
-        unknown = ignored({name: 1}, FIELDS)
+        unknown = list_ignored({name: 1}, FIELDS)
         assert not unknown or name == "thinking_token_budget", f"{name} would be ignored"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from plait.errors import ConfigError, InvalidField
 from plait.frontend.frontend import Front, Language, Parsers
-from plait.server.api.tool_choice import allowed
+from plait.server.api.tool_choice import allow_tools
 from tests.server.conftest import serving
 from tests.server.fake import fake_front
 from tests.server.openai.speaking import CLOCK, TOOLS, SpeakingTemplate, said_call
@@ -20,7 +20,7 @@ def test_the_tools_that_are_allowed_stay_in_both_spellings(mode: str) -> None:
     nested = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": CLOCK_ONLY}}
     flat = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "clock"}]}
     for choice in (nested, flat):
-        tools, found = allowed(TOOLS, choice)
+        tools, found = allow_tools(TOOLS, choice)
         assert [tool["function"]["name"] for tool in tools] == ["clock"]
         assert found == mode
 
@@ -29,7 +29,7 @@ def test_the_tools_that_are_allowed_stay_in_both_spellings(mode: str) -> None:
     "choice", [None, "auto", "none", {"type": "function", "function": {"name": "clock"}}]
 )
 def test_any_other_choice_leaves_all_tools(choice: Any) -> None:
-    assert allowed(TOOLS, choice) == (TOOLS, choice)
+    assert allow_tools(TOOLS, choice) == (TOOLS, choice)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_any_other_choice_leaves_all_tools(choice: Any) -> None:
 )
 def test_what_cannot_be_chosen_is_refused_by_name(told: Any, word: str) -> None:
     with pytest.raises(InvalidField, match=r"tool_choice\.allowed_tools") as refused:
-        allowed(TOOLS, {"type": "allowed_tools", "allowed_tools": told})
+        allow_tools(TOOLS, {"type": "allowed_tools", "allowed_tools": told})
     assert word in str(refused.value)
 
 

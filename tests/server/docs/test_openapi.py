@@ -14,7 +14,7 @@ from plait.config import ServerConfig
 from plait.server.api.endpoint import Endpoint
 from plait.server.app import ENDPOINTS, create_app
 from plait.server.docs import openapi, page
-from plait.server.gateway.readiness import Loading
+from plait.server.gateway.readiness import LoadingState
 from tests.server.conftest import Client
 
 COMMITTED = Path(__file__).resolve().parents[3] / "docs" / "openapi.json"
@@ -29,7 +29,7 @@ def test_the_committed_document_is_that_of_this_version() -> None:
 
 
 def test_every_route_is_described() -> None:
-    routes: list[Any] = list(create_app(Loading(), ServerConfig()).routes)
+    routes: list[Any] = list(create_app(LoadingState(), ServerConfig()).routes)
     paths = {re.sub(r":\w+}", "}", route.path) for route in routes}
     own = {path for path in paths if path == "/" or path.startswith("/page/")}
     told = openapi.document(ENDPOINTS)["paths"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from plait.config import ServerConfig
-from plait.server.gateway.access_log import JsonFormat, TextFormat, escaped, follow, start_log
+from plait.server.gateway.access_log import JsonFormat, TextFormat, escape_controls, follow, start_log
 from tests.server.conftest import serving, wait_until
 from tests.server.fake import fake_front
 from tests.server.real_engine import engine_front
@@ -133,7 +133,7 @@ def test_what_a_client_sends_cannot_make_a_line_or_move_a_cursor() -> None:
         assert len(line.splitlines()) == 1
         assert line.isprintable()
     assert json.loads(JsonFormat().format(record("request", path=HOSTILE)))["path"] == HOSTILE
-    assert escaped("plain é 漢") == "plain é 漢"
+    assert escape_controls("plain é 漢") == "plain é 漢"
 
 
 def test_text_lines_are_pairs() -> None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from plait.server.gateway.api_keys import Allowance, Key
-from plait.server.gateway.rate_limits import Account, Bucket, Limits, _span
+from plait.server.gateway.rate_limits import Account, Bucket, RateLimits, _span
 from plait.server.http.errors import RateLimited, problem
 from tests.server.conftest import serving, wait_until
 from tests.server.fake import fake_front
@@ -93,7 +93,7 @@ def test_a_bucket_never_holds_more_than_a_minute() -> None:
 
 def test_other_keys_and_limits_keep_what_was_used() -> None:
     time, one, two = Time(), Key("one", b"1", Allowance(requests_per_minute=2)), Key("two", b"2")
-    limits = Limits([one, two], time)
+    limits = RateLimits([one, two], time)
     limits.account(one).admit()
     open_account = limits.account(two)
     open_account.admit()

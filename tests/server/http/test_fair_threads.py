@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import pytest
 
 from plait.fair_queue import asker
-from plait.server.api.generation import planned
+from plait.server.api.generation import run_plan
 from plait.server.http.fair_threads import FairThreads
 
 
@@ -60,7 +60,7 @@ def test_errors_and_cancelled_work_are_as_in_any_executor() -> None:
 def test_an_iterator_that_ends_hangs_no_request() -> None:
     async def run(threads: FairThreads | None) -> None:
         with pytest.raises(RuntimeError, match="StopIteration"):
-            await asyncio.wait_for(planned(lambda: next(iter(())), threads), 20)
+            await asyncio.wait_for(run_plan(lambda: next(iter(())), threads), 20)
 
     asyncio.run(run(None))
     shared = FairThreads(1, 1, "test")

@@ -15,7 +15,7 @@ import pytest
 from plait.config import EngineConfig
 from plait.frontend.frontend import Front, Language
 from plait.request import Grammar
-from plait.spec import ModelSpec, Norm
+from plait.spec import ModelSpec, NormSpec
 from plait.text.grammar.grammar import GrammarLimits
 from plait.text.grammar.trial_verdicts import Verdict
 from plait.worker import client as process
@@ -230,4 +230,4 @@ class StubProcess:
         return Language(ByteTokenizer(), None, {}, frozenset())
 
     def ready(self, report: Any) -> tuple[ModelSpec, int]:
-        return ModelSpec("stub", 8, 300, (), Norm(), 64), 64
+        return ModelSpec("stub", 8, 300, (), NormSpec(), 64), 64

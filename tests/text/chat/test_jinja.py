@@ -12,7 +12,7 @@ import pytest
 
 from plait.errors import BadTemplate, CapacityError, ConfigError
 from plait.text.chat.jinja import MAX_CHARS, JinjaTemplate
-from plait.text.chat.sandbox import Limits, Sandbox, TemplateEnded
+from plait.text.chat.sandbox import Sandbox, SandboxLimits, TemplateEnded
 from plait.text.chat.template import boundaries
 from plait.text.load import load_chat_template
 from plait.text.tokenizers.builtin import builtin_tokenizer
@@ -94,7 +94,7 @@ def test_a_text_with_every_private_character_of_all_is_refused() -> None:
 
 def test_a_chat_does_not_wait_for_ever_while_the_template_is_read() -> None:
     sandbox = Recorded()
-    sandbox._limits = Limits(wait_s=0.01)
+    sandbox._limits = SandboxLimits(wait_s=0.01)
     found = template(sandbox)
     with found._lock, pytest.raises(CapacityError, match="still being read; try again later"):
         found.render(HI)

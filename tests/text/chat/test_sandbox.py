@@ -18,7 +18,7 @@ import pytest
 
 from plait.errors import BadTemplate, CapacityError
 from plait.fair_queue import asker
-from plait.text.chat.sandbox import Limits, Sandbox, TemplateEnded
+from plait.text.chat.sandbox import Sandbox, SandboxLimits, TemplateEnded
 from plait.text.chat.sandbox_child import Templates
 
 DOUBLING = (
@@ -30,7 +30,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
     # Long enough that a busy machine meets the limit under test, not the clock.
-    box = Sandbox(Limits(timeout_s=30.0, clock_s=60.0, max_chars=100_000, wait_s=120.0))
+    box = Sandbox(SandboxLimits(timeout_s=30.0, clock_s=60.0, max_chars=100_000, wait_s=120.0))
     yield box
     box.close()
 
@@ -58,7 +58,7 @@ def test_hostile_templates_are_refused(sandbox: Sandbox, template: str, says: st
 
 
 def test_an_endless_template_is_stopped_by_the_clock() -> None:
-    box = Sandbox(Limits(timeout_s=1.0))
+    box = Sandbox(SandboxLimits(timeout_s=1.0))
     try:
         with pytest.raises(BadTemplate, match="within 1 s"):
             box.render(ENDLESS, {})
@@ -120,7 +120,7 @@ def test_signals_for_the_whole_group_end_no_child(sandbox: Sandbox, number: int)
 
 
 def test_a_child_ended_from_outside_condemns_no_template() -> None:
-    box = Sandbox(Limits(timeout_s=300.0, clock_s=600.0))
+    box = Sandbox(SandboxLimits(timeout_s=300.0, clock_s=600.0))
     box.start()
     killer = threading.Thread(target=_kill_when_busy, args=(box._children[0]._process.pid,))
     killer.start()
@@ -178,7 +178,7 @@ def test_threads_take_turns(sandbox: Sandbox) -> None:
 
 
 def test_a_rendering_whose_turn_does_not_come_is_refused() -> None:
-    box = Sandbox(Limits(wait_s=0.01))
+    box = Sandbox(SandboxLimits(wait_s=0.01))
     try:
         with box._turns.take(0, ""), pytest.raises(CapacityError, match="of others"):
             box.render("ok", {})
@@ -250,7 +250,7 @@ def test_what_a_template_never_reaches_costs_nothing(sandbox: Sandbox, never: st
 
 
 def test_a_computation_without_end_ends_its_own_request_alone() -> None:
-    box = Sandbox(Limits(timeout_s=0.5))
+    box = Sandbox(SandboxLimits(timeout_s=0.5))
     try:
         assert box.render(POWER, {"messages": [{"content": "hi"}]}) == "hi"
         with pytest.raises(TemplateEnded, match=r"within 0\.5 s"):
@@ -261,7 +261,7 @@ def test_a_computation_without_end_ends_its_own_request_alone() -> None:
 
 
 def test_a_machine_that_is_too_busy_is_not_the_fault_of_a_template() -> None:
-    box = Sandbox(Limits(timeout_s=60.0, clock_s=0.2))
+    box = Sandbox(SandboxLimits(timeout_s=60.0, clock_s=0.2))
     box.start()
     try:
         with pytest.raises(CapacityError, match="busy"):
@@ -277,7 +277,7 @@ def test_deep_nesting_is_refused_in_words(sandbox: Sandbox, source: str) -> None
 
 
 def test_another_asker_is_served_while_one_computes() -> None:
-    box = Sandbox(Limits(timeout_s=300.0, clock_s=600.0))
+    box = Sandbox(SandboxLimits(timeout_s=300.0, clock_s=600.0))
     ended = list[CapacityError]()
 
     def burn() -> None:

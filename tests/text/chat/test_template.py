@@ -16,7 +16,7 @@ from plait.errors import BadTemplate, ConfigError, InvalidField
 from plait.text.chat.jinja import JinjaTemplate
 from plait.text.chat.markers import MarkerTemplate
 from plait.text.chat.sandbox import Sandbox
-from plait.text.chat.template import MAX_ARGUMENTS_DEPTH, normalized
+from plait.text.chat.template import MAX_ARGUMENTS_DEPTH, normalize_messages
 from plait.text.tokenizers.builtin import builtin_tokenizer
 from plait.text.tokenizers.hf import TokenizerFiles, load_hf_tokenizer
 from plait.text.tokenizers.tokenizer import TextTokenizer
@@ -240,10 +240,10 @@ def test_arguments_of_calls_are_nested_so_deeply_and_no_deeper(as_text: bool) ->
         text = '{"a":' + "[" * (depth - 1) + "1" + "]" * (depth - 1) + "}"
         return [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]
 
-    normalized(message(MAX_ARGUMENTS_DEPTH), calls_as_text=as_text)
+    normalize_messages(message(MAX_ARGUMENTS_DEPTH), calls_as_text=as_text)
     for depth in (MAX_ARGUMENTS_DEPTH + 1, 701, 100_000):
         with pytest.raises(InvalidField) as caught:
-            normalized(message(depth), calls_as_text=as_text)
+            normalize_messages(message(depth), calls_as_text=as_text)
         assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
 
 

@@ -10,7 +10,7 @@ import pytest
 from plait.errors import InvalidField
 from plait.text.chat.jinja import JinjaTemplate
 from plait.text.chat.sandbox import Sandbox
-from plait.text.chat.template import normalized
+from plait.text.chat.template import normalize_messages
 from plait.text.chat.tool_probe import CallsTaken
 from plait.text.tokenizers.builtin import builtin_tokenizer
 
@@ -79,27 +79,27 @@ def test_arguments_reach_the_template_as_it_expects_them(
 
 def test_no_arguments_are_an_empty_object() -> None:
     for sent in ("", "  ", None):
-        (_, message) = normalized(called(sent), calls_as_text=True)
+        (_, message) = normalize_messages(called(sent), calls_as_text=True)
         assert message["tool_calls"][0]["function"]["arguments"] == "{}"
-    (_, message) = normalized(called(""))
+    (_, message) = normalize_messages(called(""))
     assert message["tool_calls"][0]["function"]["arguments"] == {}
 
 
 def test_arguments_that_are_no_json_are_refused_by_name() -> None:
     for as_text in (False, True):
         with pytest.raises(InvalidField) as refused:
-            normalized(called("{broken"), calls_as_text=as_text)
+            normalize_messages(called("{broken"), calls_as_text=as_text)
         assert refused.value.param == "messages[1].tool_calls[0].function.arguments"
 
 
 def test_a_null_beside_calls_is_no_content() -> None:
-    assert normalized(called("{}"))[1]["content"] == ""
-    assert normalized(called("{}", content="so:"))[1]["content"] == "so:"
+    assert normalize_messages(called("{}"))[1]["content"] == ""
+    assert normalize_messages(called("{}", content="so:"))[1]["content"] == "so:"
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_thinking_of_earlier_turns_has_every_name(name: str) -> None:
-    (message,) = normalized([{"role": "assistant", "content": "a", name: "because"}])
+    (message,) = normalize_messages([{"role": "assistant", "content": "a", name: "because"}])
     assert [message[n] for n in ("reasoning_content", "reasoning", "thinking")] == ["because"] * 3
-    (plain,) = normalized([{"role": "assistant", "content": "a", name: ""}])
+    (plain,) = normalize_messages([{"role": "assistant", "content": "a", name: ""}])
     assert set(plain) <= {"role", "content", name}

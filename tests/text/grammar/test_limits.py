@@ -306,7 +306,7 @@ def test_where_a_limit_leaves_too_little_memory_the_library_is_not_called(
     asked: list[int] = []
     for module in (grammar_compiler, grammar_state):
         monkeypatch.setattr(module, "is_free", lambda nbytes: asked.append(nbytes))
-    monkeypatch.setattr(grammar_compiler, "compiled", lambda *_: pytest.fail("it was called"))
+    monkeypatch.setattr(grammar_compiler, "compile_grammar", lambda *_: pytest.fail("it was called"))
     with pytest.raises(OutOfMemory, match=r"ulimit -v.*64 MiB"):
         compiler.compile(GOOD)
     with pytest.raises(OutOfMemory, match="ulimit -v"):

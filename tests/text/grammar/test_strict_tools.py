@@ -15,7 +15,7 @@ from plait.request import Grammar, ReplyShape
 from plait.text.chat.jinja import JinjaTemplate
 from plait.text.grammar.call_lark import as_lark
 from plait.text.grammar.compiler import GrammarCompiler
-from plait.text.grammar.strict_tools import held_by_name, held_in_turns
+from plait.text.grammar.strict_tools import hold_by_name, hold_in_turns
 from plait.text.output import tool_schemas
 from plait.text.output.formats import FORMATS, call_grammar
 from plait.text.reply_format import Speech
@@ -56,7 +56,7 @@ def accepts(compiler: GrammarCompiler, grammar: Grammar | None, text: str) -> bo
 
 def matcher(name: str, parallel: bool = True) -> LLMatcher:
     form = FORMATS[name]
-    structure = held_by_name(form.syntax, form.frame, tool_schemas(TOOLS), (), parallel=parallel)
+    structure = hold_by_name(form.syntax, form.frame, tool_schemas(TOOLS), (), parallel=parallel)
     found = LLMatcher(BYTES, grammar_from("lark", as_lark(structure, {})))
     assert not found.is_error(), found.get_error()
     return found
@@ -166,7 +166,7 @@ def test_control_tokens_around_text_and_calls_stand_where_they_belong() -> None:
     form = FORMATS["harmony"]
     demanded = call_grammar(form, TOOLS, "required")
     assert demanded is not None
-    structure = held_in_turns(demanded, form.asides, "<|start|>assistant", form.final)
+    structure = hold_in_turns(demanded, form.asides, "<|start|>assistant", form.final)
     found = LLMatcher(BYTES, grammar_from("lark", as_lark(structure, {})))
     think = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     for text in (

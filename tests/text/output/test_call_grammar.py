@@ -10,9 +10,9 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from plait.errors import InvalidField
 from plait.text.grammar.call_lark import as_lark
-from plait.text.grammar.strict_tools import held
+from plait.text.grammar.strict_tools import hold_calls
 from plait.text.output import FORMATS, call_grammar
-from plait.text.output.call_grammar import Json, Marker, OneOf, Repeated, Text
+from plait.text.output.call_grammar import FormatMarker, Json, OneOf, Repeated, Text
 from plait.text.output.reasoning import REASONING
 from tests.text.replies import DS, read_every_way
 
@@ -166,7 +166,7 @@ def test_thinking_may_come_before_the_demanded_call() -> None:
 def test_the_structure_is_plain_parts() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     schema = {"type": "object", "properties": {}}
-    call = (Marker("[TOOL_CALLS]"), Text("f"), Marker("[ARGS]"), Json(schema))
+    call = (FormatMarker("[TOOL_CALLS]"), Text("f"), FormatMarker("[ARGS]"), Json(schema))
     assert call_grammar(FORMATS["mistral_args"], tools, "required", parallel=False) == (OneOf((call,)),)
 
 
@@ -220,7 +220,7 @@ def test_a_call_that_is_begun_must_be_one_where_a_marker_begins_it(name: str) ->
     form = FORMATS[name]
     demanded = call_grammar(form, TOOLS, "required")
     assert demanded is not None
-    structure = held(demanded, form.syntax.opens, ())
+    structure = hold_calls(demanded, form.syntax.opens, ())
     assert (structure is None) == (name in {"pythonic", "llama_json", "json", "phi", "glm4"})
     if structure is None:
         return
@@ -244,14 +244,14 @@ def test_a_control_token_within_a_marker_cannot_be_kept_out_of_text() -> None:
     form = FORMATS["harmony"]
     demanded = call_grammar(form, TOOLS, "required")
     assert demanded is not None
-    assert held(demanded, form.syntax.opens, {"<|channel|>"}) is None
+    assert hold_calls(demanded, form.syntax.opens, {"<|channel|>"}) is None
 
 
 def test_free_text_before_a_control_token_needs_no_exception() -> None:
     form = FORMATS["granite"]
     demanded = call_grammar(form, TOOLS, "required")
     assert demanded is not None
-    structure = held(demanded, form.syntax.opens, {"<|tool_call|>"})
+    structure = hold_calls(demanded, form.syntax.opens, {"<|tool_call|>"})
     assert structure is not None
     source = as_lark(structure, {"<|tool_call|>": 7})
     assert "<[7]>" in source

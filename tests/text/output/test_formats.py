@@ -13,7 +13,7 @@ from plait.text.output import (
     CallEnd,
     CallStart,
     Content,
-    Delta,
+    OutputDelta,
     tool_format,
     tool_schemas,
 )
@@ -130,7 +130,7 @@ def test_bare_values_follow_the_schema_of_the_tool() -> None:
 
 def test_arguments_are_told_as_they_come() -> None:
     reader = parser("hermes")
-    told: list[list[Delta]] = []
+    told: list[list[OutputDelta]] = []
     for piece in ['<tool_call>\n{"name": "f", "argu', 'ments": {"city": "Par', 'is"}', "}\n</tool_call>"]:
         told.append(reader.push(piece))
     assert told == [

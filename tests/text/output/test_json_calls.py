@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from plait.text.output.cursor import Cursor
+from plait.text.output.cursor import TextCursor
 from plait.text.output.json_stream import MAX_DEPTH, is_json, json_value
 
 VALUE = st.recursive(
@@ -55,7 +55,7 @@ def parses(text: str) -> bool:
 
 def read(pieces: list[str]) -> tuple[bool, str]:
     """(whether a whole value was read, what was passed on), however the text was cut."""
-    cursor, out = Cursor(), list[str]()
+    cursor, out = TextCursor(), list[str]()
     reading = json_value(cursor, out.append)
     try:
         next(reading)

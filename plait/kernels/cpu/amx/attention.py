@@ -22,7 +22,7 @@ from plait.kernels.cpu.codegen.amx_tiles import LINE, MEMORY, ROWS, TILE, Kind, 
 from plait.kernels.cpu.codegen.kernel import Kernel
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.ops.attention import paged_attention
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 
 SPAN = attention.SPAN
 BEFORE = MEMORY + ROWS * SPAN * 2  # bytes before the rest of a thread's scratch: tiles, and exponentials
@@ -32,8 +32,8 @@ from plait.kernels.cpu.amx import attention as amx_attention
 from plait.kernels.cpu.amx import linear as amx_linear
 from plait.kernels.cpu.runtime.frame import rows_of
 
-start_tiles, stop_tiles = amx_linear.started("{kind}"), amx_linear.stopped("{kind}")
-pair_values = amx_attention.paired()  # {digest}
+start_tiles, stop_tiles = amx_linear.make_start("{kind}"), amx_linear.make_stop("{kind}")
+pair_values = amx_attention.make_pair()  # {digest}
 
 
 @inline
@@ -52,7 +52,7 @@ def pack_bf16(args, s, kv_head, base, count, size, to):
 
 
 @cache
-def paired() -> Any:
+def make_pair() -> Any:
     """Block (places, stride, columns, first, end, start, stop, to): values of groups first..end as pairs.
 
     to: [SPAN / 2 pairs][columns][2]; tokens outside start..stop, and groups beside these, are zeros.
@@ -131,7 +131,7 @@ def scores(line: int, kind: Kind) -> Any:
 
 @cache
 def values(line: int, kind: Kind) -> Any:
-    """Block: as `attention_source.values`, of sixteen rows; `pairs` is what `paired` made."""
+    """Block: as `attention_source.values`, of sixteen rows; `pairs` is what `make_pair` made."""
 
     def write(
         w: Writer,
@@ -220,7 +220,7 @@ def attend(kind: Kind) -> Kernel:
     return made
 
 
-def served(facts: Facts) -> str | None:
+def why_unserved(facts: OpFacts) -> str | None:
     """Why it cannot serve these facts, if so."""
     if (kept := facts.sizes.get("kv_dtype", "model")) != "bfloat16":
         return f"it reads caches of bfloat16, not of {kept}"
@@ -228,15 +228,15 @@ def served(facts: Facts) -> str | None:
         return f"it wants heads of a multiple of 32, not of {facts['dim']}"
     if facts.sizes.get("dim", 32) > WIDEST:
         return f"it takes heads of at most {WIDEST}, not of {facts['dim']}"
-    return attention.served(facts)
+    return attention.why_unserved(facts)
 
 
 def paged_attention_on_tiles(cpu: Any, *args: Any, **more: Any) -> torch.Tensor:
     """See `ops.attention.paged_attention`."""
     few = attention.Chosen(bf16.attend(), bf16.form_of())
     chosen = attention.Chosen(attend(TILES), form_of(TILES), few)
-    return attention.attended(cpu, chosen, *args, **more)
+    return attention.attend(cpu, chosen, *args, **more)
 
 
-_when: When = in_bfloat16(served)
+_when: When = in_bfloat16(why_unserved)
 paged_attention.variant("amx-bf16", on="cpu", when=_when, native=True)(paged_attention_on_tiles)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from plait.kernels.cpu.codegen.amx_tiles import MEMORY, Kind, Tiles
-from plait.kernels.cpu.codegen.kernel import generated
+from plait.kernels.cpu.codegen.kernel import load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, digest, straight
 from plait.kernels.cpu.codegen.target import no_amx
 
@@ -61,7 +61,7 @@ def product(what: str, kind: Kind) -> Any:
 
 def products(kind: Kind) -> Any:
     """The kernel that `differs` compares."""
-    return generated(
+    return load_generated(
         f"amx_check_{kind}", _TEXT.format(digest=digest("codegen/amx_tiles.py", "amx/check.py"), kind=kind)
     ).products
 

@@ -17,13 +17,13 @@ from string import Template
 from typing import Any
 
 from plait.kernels.cpu.codegen.amx_tiles import MEMORY, TILE, Kind, Tiles
-from plait.kernels.cpu.codegen.kernel import Kernel, generated
+from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.kernels.cpu.linear import bf16_codes, blocks_source, float_codes
 from plait.kernels.cpu.linear.bf16_codes import Coded
 from plait.kernels.cpu.linear.float_codes import Records
 from plait.kernels.cpu.linear.layout import BLOCK, LINE, Layout
-from plait.kernels.cpu.linear.packed import Packed
+from plait.kernels.cpu.linear.packed import PackedWeight
 
 LEAST = 32  # rows (of a group, on average) from which tiles are faster
 PANEL = 256  # inputs whose weights are decoded at a time: 16 KiB of a pair of tiles stay in L1
@@ -39,7 +39,7 @@ import numpy as np
 
 from plait.kernels.cpu.amx import linear as amx_linear
 from plait.kernels.cpu.linear.bf16_codes import Coded
-from plait.kernels.cpu.runtime.frame import barrier, rows_of, scratch_of, shared_of
+from plait.kernels.cpu.runtime.frame import barrier, rows_of, scratch_of, common_scratch
 from plait.kernels.cpu.linear.float_codes import Records
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.linear.layout import Layout
@@ -48,8 +48,8 @@ from plait.kernels.cpu.codegen.vec import (
 )
 
 decode = amx_linear.decoder($kept)
-start, stop = amx_linear.started("$kind"), amx_linear.stopped("$kind")
-multiply, keep = amx_linear.multiplied("$kind"), amx_linear.kept()
+start, stop = amx_linear.make_start("$kind"), amx_linear.make_stop("$kind")
+multiply, keep = amx_linear.make_multiply("$kind"), amx_linear.make_keep()
 
 
 @inline
@@ -80,7 +80,7 @@ def amx_rows(frame, args, thread, threads):
     if rows < $least * max(groups, 1):
         call_kernel(word(args, 15), frame, args, thread, threads)
         return
-    rounded, scratch = shared_of(frame), scratch_of(frame, thread)
+    rounded, scratch = common_scratch(frame), scratch_of(frame, thread)
     round_rows(x, row_bytes, n, rounded, rows, rows * thread // threads, rows * (thread + 1) // threads)
     barrier(frame, threads)
     start(scratch)
@@ -237,19 +237,19 @@ def decoder(kept: Kept) -> Any:
 
 
 @cache
-def started(kind: Kind) -> Any:
+def make_start(kind: Kind) -> Any:
     """Block (scratch): this thread may use tiles from here on."""
     return straight(lambda w, scratch: Tiles(w, kind, scratch).configure())
 
 
 @cache
-def stopped(kind: Kind) -> Any:
+def make_stop(kind: Kind) -> Any:
     """Block (scratch): it will not any more."""
     return straight(lambda w, scratch: Tiles(w, kind, scratch).release())
 
 
 @cache
-def multiplied(kind: Kind) -> Any:
+def make_multiply(kind: Kind) -> Any:
     """Block (scratch, earlier, count, a, a_bytes, b, c): c += 32 rows at a · two tiles of outputs at b.
 
     count: tiles of 32 inputs; earlier: 0 if there were none, and c is written anew.
@@ -284,7 +284,7 @@ def multiplied(kind: Kind) -> Any:
 
 
 @cache
-def kept() -> Any:
+def make_keep() -> Any:
     """Block (c, to, out_bytes, rows, left, bias): the first rows of 32 of sums, for `left` outputs."""
 
     def write(w: Writer, c: Word, to: Word, out_bytes: Word, rows: Word, left: Word, bias: Word) -> None:
@@ -342,11 +342,11 @@ def many_rows(kept: Kept, kind: Kind) -> Kernel:
         tile_bytes=tile_bytes,
         header=_header(kept),
     )
-    made: Kernel = generated(f"amx_{kind}", source).amx_rows
+    made: Kernel = load_generated(f"amx_{kind}", source).amx_rows
     return made
 
 
-def on_tiles(weight: Packed, kept: Kept, kind: Kind) -> Packed:
+def on_tiles(weight: PackedWeight, kept: Kept, kind: Kind) -> PackedWeight:
     """The same map, multiplied in bfloat16 where there are many rows."""
     rounded = 4 * (-(-weight.n_in // BLOCK) * BLOCK)  # two bytes of each input, and room for 32 rows more
     return replace(

@@ -12,36 +12,35 @@ from plait.kernels.cpu.amx import check
 from plait.kernels.cpu.amx.linear import on_tiles
 from plait.kernels.cpu.codegen.amx_tiles import Kind
 from plait.kernels.cpu.linear import blocks, dense, float_codes
-from plait.kernels.cpu.linear.packed import Packed
+from plait.kernels.cpu.linear.packed import PackedWeight
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.ops.linear import Packing
-from plait.ops.linear import linear as op
-from plait.ops.registry import Facts
-from plait.quant.packed import Kept
+from plait.ops.linear import Packing, linear
+from plait.ops.registry import OpFacts
+from plait.quant.packed import CachedWeight
 from plait.quant.weight import Weight
 
-When = Callable[[Facts], str | None]
+When = Callable[[OpFacts], str | None]
 TILES: Kind = "amx"
 
 
-def pack_tiled(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
+def pack_byte_tiles(cpu: Executor, weight: Weight | CachedWeight, dtype: torch.dtype) -> PackedWeight:
     """As `linear.pack`; sixteen rows and more go through tiles of bytes."""
     return blocks.pack_on(cpu, weight, TILES)
 
 
-def pack_blocks(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
+def pack_blocks(cpu: Executor, weight: Weight | CachedWeight, dtype: torch.dtype) -> PackedWeight:
     """As `linear.pack`; many rows go through tiles of bfloat16, and fewer through those of bytes."""
-    packed = pack_tiled(cpu, weight, dtype)
+    packed = pack_byte_tiles(cpu, weight, dtype)
     return on_tiles(packed, packed.layout, TILES)
 
 
-def pack_plain(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
+def pack_plain(cpu: Executor, weight: Weight | CachedWeight, dtype: torch.dtype) -> PackedWeight:
     """As `dense.pack`; many rows go through tiles."""
     packed = dense.pack(cpu, weight, dtype)
     return on_tiles(packed, packed.layout or weight.format, TILES)
 
 
-def pack_floats(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
+def pack_floats(cpu: Executor, weight: Weight | CachedWeight, dtype: torch.dtype) -> PackedWeight:
     """As `floats.pack`; many rows go through tiles."""
     packed = float_codes.pack(cpu, weight, dtype)
     return on_tiles(packed, packed.layout, TILES)
@@ -55,7 +54,7 @@ def on_amx(when: When) -> When:
 def in_bfloat16(when: When) -> When:
     """The same, where somebody asked for other arithmetic in long steps."""
 
-    def refusal(facts: Facts) -> str | None:
+    def refusal(facts: OpFacts) -> str | None:
         if reason := when(facts):
             return reason
         if getattr(facts.executor, "prefill", "same") != "bf16":
@@ -65,8 +64,8 @@ def in_bfloat16(when: When) -> When:
     return refusal
 
 
-op.variant("native-amx", on="cpu", when=on_amx(blocks.blocks_and_rounding), native=True)(
-    replace(blocks.native, pack=pack_tiled)
+linear.variant("native-amx", on="cpu", when=on_amx(blocks.blocks_and_rounding), native=True)(
+    replace(blocks.native, pack=pack_byte_tiles)
 )
 _BFLOAT16: tuple[tuple[str, Any, When, Packing], ...] = (
     ("amx-bf16", pack_blocks, blocks.blocks_and_rounding, blocks.native),
@@ -74,4 +73,4 @@ _BFLOAT16: tuple[tuple[str, Any, When, Packing], ...] = (
     ("amx-bf16-floats", pack_floats, float_codes.small_floats, float_codes.native),
 )
 for _name, _pack, _when, _native in _BFLOAT16:
-    op.variant(_name, on="cpu", when=in_bfloat16(_when), native=True)(replace(_native, pack=_pack))
+    linear.variant(_name, on="cpu", when=in_bfloat16(_when), native=True)(replace(_native, pack=_pack))

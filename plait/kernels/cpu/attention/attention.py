@@ -31,10 +31,10 @@ from plait.kernels.cpu.codegen.vec import (
 )
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, word
-from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.ops.attention import paged_attention
 from plait.ops.entry import KEY_GROUP, SCALE_NBYTES, head_widths
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 
 SPAN = 256  # tokens whose scores are in L1 together, and the grain of sharing out one long sequence
 APART = 8 << 20  # bytes for parts of rows: beyond, a row's spans are computed by one thread
@@ -101,7 +101,7 @@ def attend_of(dtype: torch.dtype) -> Kernel:
     return made
 
 
-def kept_dtype(facts: Facts) -> str | None:
+def why_unstorable(facts: OpFacts) -> str | None:
     """Why caches like these cannot be kept here, if so."""
     if reason := float32_rows(facts):
         return reason
@@ -112,13 +112,13 @@ def kept_dtype(facts: Facts) -> str | None:
     return None
 
 
-def served(facts: Facts) -> str | None:
+def why_unserved(facts: OpFacts) -> str | None:
     """Why the native kernels cannot serve these facts, if so."""
     if facts.sizes.get("dim", 2) % 2:
         return f"it wants heads of even size, not of {facts['dim']}"
     if facts.sizes.get("kv_dtype") == "int8" and facts.sizes.get("dim", 4) % 4:
         return f"it keeps int8 for heads of a multiple of 4, not of {facts['dim']}"
-    return kept_dtype(facts)
+    return why_unstorable(facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Chosen:
         return max(own, self.few.scratch(k_dim, v_dim)) if self.few else own
 
 
-def attended(
+def attend(
     cpu: Executor,
     chosen: Chosen | None,
     q: Tensor,
@@ -153,7 +153,7 @@ def attended(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """See `ops.attention.paged_attention`. `chosen`: another kernel than the usual one of these caches."""
-    rows, k_rows, v_rows = Rows.of(q), Rows.of(k), Rows.of(v)
+    rows, k_rows, v_rows = TensorRows.of(q), TensorRows.of(k), TensorRows.of(v)
     size, kv_heads = k_cache.shape[1:3]
     coded, d = k_cache.dtype == torch.int8, rows.width
     widths = head_widths(d, "int8" if coded else "model")
@@ -180,9 +180,9 @@ def attended(
     return out
 
 
-@paged_attention.variant("native", on="cpu", when=served, native=True)
+@paged_attention.variant("native", on="cpu", when=why_unserved, native=True)
 def _paged_attention(cpu: Executor, *args: Any, **more: Any) -> Tensor:
-    return attended(cpu, None, *args, **more)
+    return attend(cpu, None, *args, **more)
 
 
 def check_cache(name: str, cached: Tensor, entry: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -19,11 +19,11 @@ from plait.kernels.cpu.attention import attention
 from plait.kernels.cpu.attention.bf16_rows import QUERY, WIDEST
 from plait.kernels.cpu.attention.rows import SIZES
 from plait.kernels.cpu.attention.source import FEW, Form, module, next_group, soon
-from plait.kernels.cpu.codegen.bf16_dot import HARDWARE, added, spread_pair
+from plait.kernels.cpu.codegen.bf16_dot import HARDWARE, spread_pair, write_dot
 from plait.kernels.cpu.codegen.kernel import Kernel
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.ops.attention import paged_attention
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 
 NAME = "native-bf16"
 Pairs = Any  # a vector of pairs; without the instruction two of float32: the first numbers, the second
@@ -37,12 +37,12 @@ tile_scores, tile_values = attention_pairs.scores({line}), attention_pairs.value
 """
 
 
-def _multiplied(w: Writer, xs: Sequence[Pairs], ys: Sequence[Word], sums: Sequence[Value]) -> list[Value]:
+def _multiply_pairs(w: Writer, xs: Sequence[Pairs], ys: Sequence[Word], sums: Sequence[Value]) -> list[Value]:
     """Sums, row by row, each with the products of its row's pair (at an address of ys) and its column's."""
     found, left = [], iter(sums)
     for at in ys:
         y = spread_pair(w, at)
-        found += [added(w, x, y, next(left)) for x in xs]
+        found += [write_dot(w, x, y, next(left)) for x in xs]
     return found
 
 
@@ -86,7 +86,7 @@ class _Scoring:
                 bits = [w.load_i32(k + 64 * p) for k in keys]
                 xs = bits if HARDWARE else [(w.low_bf16(x), w.high_bf16(x)) for x in bits]
                 at = self.q + (4 if HARDWARE else 8) * p
-                return _multiplied(w, xs, [at + QUERY * r for r in range(rows)], sums)
+                return _multiply_pairs(w, xs, [at + QUERY * r for r in range(rows)], sums)
 
             sums = w.loop(0, self.d >> 1, 1, [w.zero_f32()] * (rows * wide), step)
             for i, s in enumerate(sums):
@@ -163,7 +163,7 @@ class _Weighing:
                     w.prefetch(n + part + self.stride * (j >> 1) + 64 * (j - (j >> 1 << 1)))
                 xs = self._read(w, [v + at for at in both], wide, left)
                 y = self.scores + (32 * g + 4 * j if HARDWARE else 64 * g + 8 * j)
-                return _multiplied(w, xs, [y + self.line * r for r in range(rows)], sums)
+                return _multiply_pairs(w, xs, [y + self.line * r for r in range(rows)], sums)
 
             return w.loop(low >> 1, (high + 1) >> 1, 1, sums, pair)
 
@@ -218,7 +218,7 @@ def attend() -> Kernel:
     return made
 
 
-def served(facts: Facts) -> str | None:
+def why_unserved(facts: OpFacts) -> str | None:
     """Why it cannot serve these facts, if so."""
     if (rounding := facts.sizes.get("activations", "float32")) != "int8":
         return f"it rounds queries to bfloat16, and activations are {rounding}"
@@ -226,10 +226,10 @@ def served(facts: Facts) -> str | None:
         return f"it reads caches of bfloat16, not of {kept}"
     if facts.sizes.get("dim", 2) > WIDEST:
         return f"it takes heads of at most {WIDEST}, not of {facts['dim']}"
-    return attention.served(facts)
+    return attention.why_unserved(facts)
 
 
-@paged_attention.variant(NAME, on="cpu", when=served, native=True, tolerance={torch.float32: 1e-2})
+@paged_attention.variant(NAME, on="cpu", when=why_unserved, native=True, tolerance={torch.float32: 1e-2})
 def paged_attention_by_pairs(cpu: Any, *args: Any, **more: Any) -> Tensor:
     """See `ops.attention.paged_attention`."""
-    return attention.attended(cpu, attention.Chosen(attend(), form_of()), *args, **more)
+    return attention.attend(cpu, attention.Chosen(attend(), form_of()), *args, **more)

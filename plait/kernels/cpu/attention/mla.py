@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.attention.attention import APART, check_cache, check_index, kept_dtype
+from plait.kernels.cpu.attention.attention import APART, check_cache, check_index, why_unstorable
 from plait.kernels.cpu.attention.int8_cache import SCRATCH, store_latent_codes
 from plait.kernels.cpu.attention.source import TILES, Form, module, record_bytes
 from plait.kernels.cpu.codegen.kernel import Kernel, kernel
 from plait.kernels.cpu.codegen.vec import get_f32, get_i64, load_some, put_bf16, store_some
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, word
-from plait.kernels.cpu.runtime.row_checks import Rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows
 from plait.ops.attention import paged_latent_attention
 from plait.ops.entry import LATENT_ALIGN, LATENT_GROUP, SCALE_NBYTES, latent_codes
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 
 SPAN = 128  # tokens; their latents, turned, have to stay in L2
 
@@ -149,15 +149,15 @@ def attend_of(dtype: torch.dtype) -> Kernel:
     return made
 
 
-def served(facts: Facts) -> str | None:
+def why_unserved(facts: OpFacts) -> str | None:
     """Why the native kernels cannot serve these facts, if so."""
     for name in ("kv_rank", "rope_dim"):
         if facts.sizes.get(name, 2) % 2:
             return f"it wants an even {name}, not {facts[name]}"
-    return kept_dtype(facts)
+    return why_unstorable(facts)
 
 
-@paged_latent_attention.variant("native", on="cpu", when=served, native=True)
+@paged_latent_attention.variant("native", on="cpu", when=why_unserved, native=True)
 def _paged_latent_attention(
     cpu: Executor,
     q: Tensor,
@@ -170,7 +170,7 @@ def _paged_latent_attention(
     scale: float,
     kv_rank: int,
 ) -> Tensor:
-    rows, new = Rows.of(q), Rows.of(latent)
+    rows, new = TensorRows.of(q), TensorRows.of(latent)
     size, width, rest = cache.shape[1], rows.width, rows.width - kv_rank
     form = latent_codes(kv_rank, rest) if cache.dtype == torch.int8 else None
     check_cache("cache", cache, (size, form.width if form else width), cache.dtype)

@@ -36,24 +36,24 @@ from plait.kernels.cpu.codegen.vec import (
 )
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, word
-from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.ops.rope import rotate
 
 
 @inline
-def _chosen(mask: Ints, x: Floats, y: Floats) -> Floats:
+def _select(mask: Ints, x: Floats, y: Floats) -> Floats:
     """x where the bits of mask are all ones, y where they are all zeros."""
     other = sub_i32(sub_i32(zero_i32(), spread_int(np.int32(1))), mask)
     return bits_f32(or_i32(and_i32(mask, bits_i32(x)), and_i32(other, bits_i32(y))))
 
 
 @inline
-def _turned(sine: Floats, cosine: Floats, quarters: Ints) -> Floats:
+def _turn_quarters(sine: Floats, cosine: Floats, quarters: Ints) -> Floats:
     """The sine of r + quarters * pi/2, of the sine and cosine of r."""
     one = spread_int(np.int32(1))
     odd = sub_i32(zero_i32(), and_i32(quarters, one))
     sign = left(and_i32(right(quarters, np.int32(1)), one), np.int32(31))
-    size = bits_i32(_chosen(odd, cosine, sine))
+    size = bits_i32(_select(odd, cosine, sine))
     flipped = sub_i32(or_i32(size, sign), and_i32(size, sign))  # exclusive or
     return bits_f32(flipped)
 
@@ -85,8 +85,8 @@ def _angles(position: Int, inv_freq: Int, pairs: Int, mscale: Float, cosines: In
         c = fma(c, q, spread(np.float32(1.0)))
         k = to_i32(n)
         after = sub_i32(k, spread_int(np.int32(-1)))
-        store_f32(sines + 4 * i, mul(_turned(s, c, k), scale))
-        store_f32(cosines + 4 * i, mul(_turned(s, c, after), scale))
+        store_f32(sines + 4 * i, mul(_turn_quarters(s, c, k), scale))
+        store_f32(cosines + 4 * i, mul(_turn_quarters(s, c, after), scale))
 
 
 @inline
@@ -143,7 +143,7 @@ def rotate_rows(frame: int, args: int, thread: int, threads: int) -> None:
 def _rotate(
     cpu: Executor, x: Tensor, positions: Tensor, inv_freq: Tensor, mscale: float, interleaved: bool
 ) -> Tensor:
-    rows, pairs = Rows.of(x), inv_freq.shape[0]
+    rows, pairs = TensorRows.of(x), inv_freq.shape[0]
     dense = positions.is_contiguous() and inv_freq.is_contiguous()
     if positions.dtype != torch.int64 or inv_freq.dtype != torch.float32 or not dense:
         raise ShapeMismatch(

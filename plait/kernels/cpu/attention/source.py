@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from plait.kernels.cpu.attention.rows import SIZES, TILE
-from plait.kernels.cpu.codegen.kernel import generated
+from plait.kernels.cpu.codegen.kernel import load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.ops.entry import KEY_GROUP
 
@@ -90,7 +90,7 @@ def places_of(line: int) -> int:
 
 def module(form: Form) -> ModuleType:
     """The module whose `attend` is the kernel of this form."""
-    return generated(f"attention_{form.name}", source(form))
+    return load_generated(f"attention_{form.name}", source(form))
 
 
 def source(form: Form) -> str:
@@ -202,7 +202,7 @@ class _Scoring:
             columns = [[unpack(x) for x in columns[0]] for unpack in (w.low_bf16, w.high_bf16)]
         for i, xs in enumerate(columns):
             at = self.q + 4 * rows * len(columns) * p + 4 * rows * i
-            sums = _multiplied(w, xs, (at + 4 * r for r in range(rows)), sums)
+            sums = _multiply_add(w, xs, (at + 4 * r for r in range(rows)), sums)
         return list(sums)
 
 
@@ -220,7 +220,7 @@ def next_group(w: Writer, soon: list[Word], g: Word, i: Word | int) -> Word:
     return found + behind
 
 
-def _multiplied(w: Writer, xs: Sequence[Value], ys: Iterable[Word], sums: Sequence[Value]) -> list[Value]:
+def _multiply_add(w: Writer, xs: Sequence[Value], ys: Iterable[Word], sums: Sequence[Value]) -> list[Value]:
     """Sums, row by row, each with the product of its row's number (at an address of ys) and its column's."""
     found, left = [], iter(sums)
     for at in ys:
@@ -307,7 +307,7 @@ class _Weighing:
                 if self.group:
                     scale = w.spread(w.get_bf16(v - c + self.stride * j + self.columns + c // self.group * 2))
                     xs = [w.mul(x, scale) for x in xs]
-                return _multiplied(w, xs, (s + 4 * j + self.line * r for r in range(rows)), sums)
+                return _multiply_add(w, xs, (s + 4 * j + self.line * r for r in range(rows)), sums)
 
             return w.loop(low, high, 1, sums, token)
 
@@ -334,7 +334,7 @@ import numpy as np
 
 from plait.kernels.cpu.attention import source as tiles
 from plait.kernels.cpu.attention.rows import *
-from plait.kernels.cpu.runtime.frame import barrier, scratch_of, shared_of
+from plait.kernels.cpu.runtime.frame import barrier, scratch_of, common_scratch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.vec import *
 
@@ -433,7 +433,7 @@ def part_of(frame, args, s, kv_head, row, spans, span):
     group = word(args, HEADS) // word(args, KV_HEADS)
     token = get_i64(word(args, START) + 8 * s) + row // group
     head = token * word(args, HEADS) + kv_head * group + row % group
-    return shared_of(frame) + (head * spans + span - first_span(args, s)) * record_bytes(args)
+    return common_scratch(frame) + (head * spans + span - first_span(args, s)) * record_bytes(args)
 
 
 @inline

@@ -47,7 +47,7 @@ def _which(tile: ir.Value) -> ir.Constant:
     return ir.Constant(i8, tile.constant)
 
 
-def _moved(name: str) -> Any:
+def _make_move(name: str) -> Any:
     def emit(b: ir.IRBuilder, tile: ir.Value, address: ir.Value, stride: ir.Value) -> ir.Value:
         _call(b, f"llvm.x86.{name}", VOID, _which(tile), _at(b, address, i8), stride)
         return _ints(0)
@@ -55,7 +55,7 @@ def _moved(name: str) -> Any:
     return emit
 
 
-def _called(name: str) -> Any:
+def _make_call(name: str) -> Any:
     def emit(b: ir.IRBuilder, *tiles: ir.Value) -> ir.Value:
         _call(b, f"llvm.x86.{name}", VOID, *(_which(t) for t in tiles))
         return _ints(0)
@@ -63,12 +63,12 @@ def _called(name: str) -> Any:
     return emit
 
 
-def _configured(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+def _configure_tiles(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     _call(b, "llvm.x86.ldtilecfg", VOID, _at(b, address, i8))
     return _ints(0)
 
 
-def _flushed(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+def _flush_subnormals(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """x, with zeros of its sign in place of numbers too small to be normal."""
     bits = b.bitcast(x, vi32)
     size = b.and_(bits, _ints(0x7FFFFFFF))
@@ -77,7 +77,7 @@ def _flushed(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def _fma_flushed(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-    return _flushed(b, _call(b, "llvm.fma.v16f32", vf32, x, y, z))
+    return _flush_subnormals(b, _call(b, "llvm.fma.v16f32", vf32, x, y, z))
 
 
 def _pair_bf16(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
@@ -86,14 +86,14 @@ def _pair_bf16(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     return b.or_(b.and_(low, _ints(0xFFFF)), b.shl(high, _ints(16)))
 
 
-_define("tile_configure", VI, (A,), _configured)
-_define("tile_release", VI, (), _called("tilerelease"))
-_define("tile_zero", VI, (N,), _called("tilezero"))
-_define("tile_load", VI, (N, A, A), _moved("tileloadd64"))
-_define("tile_store", VI, (N, A, A), _moved("tilestored64"))
-_define("tile_bf16", VI, (N, N, N), _called("tdpbf16ps"))
-_define("tile_s8u8", VI, (N, N, N), _called("tdpbsud"))
-_define("flushed", VF, (VF,), _flushed)
+_define("tile_configure", VI, (A,), _configure_tiles)
+_define("tile_release", VI, (), _make_call("tilerelease"))
+_define("tile_zero", VI, (N,), _make_call("tilezero"))
+_define("tile_load", VI, (N, A, A), _make_move("tileloadd64"))
+_define("tile_store", VI, (N, A, A), _make_move("tilestored64"))
+_define("tile_bf16", VI, (N, N, N), _make_call("tdpbf16ps"))
+_define("tile_s8u8", VI, (N, N, N), _make_call("tdpbsud"))
+_define("flushed", VF, (VF,), _flush_subnormals)
 _define("pair_bf16", VI, (VF, VF), _pair_bf16)
 _define("fma_flushed", VF, (VF, VF, VF), _fma_flushed)
 

@@ -36,18 +36,18 @@ def _by_halves(b: ir.IRBuilder, one: Callable[..., ir.Value], *given: ir.Value) 
     return b.shuffle_vector(*parts, ir.Constant(vi32, list(range(16))))
 
 
-def _unsigned(b: ir.IRBuilder, u: ir.Value, v: ir.Value) -> ir.Value:
+def _multiply_unsigned(b: ir.IRBuilder, u: ir.Value, v: ir.Value) -> ir.Value:
     return _call(b, "llvm.x86.avx2.pmadd.ub.sw", v16i16, b.bitcast(u, v32i8), b.bitcast(v, v32i8))
 
 
-def _signed(b: ir.IRBuilder, u: ir.Value, v: ir.Value) -> ir.Value:
+def _multiply_signed(b: ir.IRBuilder, u: ir.Value, v: ir.Value) -> ir.Value:
     u, v = b.bitcast(u, v32i8), b.bitcast(v, v32i8)
     size = _call(b, "llvm.abs.v32i8", v32i8, u, ir.Constant(ir.IntType(1), 0))
     turned = _call(b, "llvm.x86.avx2.psign.b", v32i8, v, u)
     return _call(b, "llvm.x86.avx2.pmadd.ub.sw", v16i16, size, turned)
 
 
-def _joined(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+def _join_pairs(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     ones = ir.Constant(v16i16, [1] * 16)
     return _call(b, "llvm.x86.avx2.pmadd.wd", v8i32, b.bitcast(x, v16i16), ones)
 
@@ -59,10 +59,14 @@ def _as(kind: ir.Type, operation: str, b: ir.IRBuilder, x: ir.Value, y: ir.Value
 if X86_64:  # no other processor has them
     DEFINED.update(
         {
-            "twos": (VI, (VI, VI), lambda b, u, v: _by_halves(b, _unsigned, u, v)),  # u in 0..127
-            "signed_twos": (VI, (VI, VI), lambda b, u, v: _by_halves(b, _signed, u, v)),  # v in -127..127
+            "twos": (VI, (VI, VI), lambda b, u, v: _by_halves(b, _multiply_unsigned, u, v)),  # u in 0..127
+            "signed_twos": (
+                VI,
+                (VI, VI),
+                lambda b, u, v: _by_halves(b, _multiply_signed, u, v),
+            ),  # v in -127..127
             "add_twos": (VI, (VI, VI), partial(_as, _v32i16, "add")),
-            "join_twos": (VI, (VI, VI), lambda b, s, x: b.add(s, _by_halves(b, _joined, x))),
+            "join_twos": (VI, (VI, VI), lambda b, s, x: b.add(s, _by_halves(b, _join_pairs, x))),
             "sub_bytes": (VI, (VI, VI), partial(_as, _v64i8, "sub")),
         }
     )

@@ -70,7 +70,7 @@ def _dot(b: Any, s: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
     return s
 
 
-def _rounded(b: Any, x: ir.Value) -> ir.Value:
+def _round_to_bf16(b: Any, x: ir.Value) -> ir.Value:
     """x rounded to bfloat16, to nearest even, as float32; zeros for what is not normal then."""
     bits = b.shl(_round_bf16(b, x, vi32, _ints), _ints(16))
     size = b.and_(bits, _ints(0x7FFFFFFF))
@@ -82,29 +82,29 @@ def _both(b: Any, x: ir.Value, y: ir.Value) -> ir.Value:
     if HARDWARE:
         made = _call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", v32bf, y, x)
         return b.bitcast(made, vi32)
-    halves = [b.trunc(b.lshr(b.bitcast(_rounded(b, v), vi32), _ints(16)), vi16) for v in (x, y)]
+    halves = [b.trunc(b.lshr(b.bitcast(_round_to_bf16(b, v), vi32), _ints(16)), vi16) for v in (x, y)]
     return b.bitcast(
         b.shuffle_vector(*halves, ir.Constant(ir.VectorType(ir.IntType(32), 32), list(range(32)))), vi32
     )
 
 
-def _shuffled(b: Any, x: ir.Value, y: ir.Value, order: list[int]) -> ir.Value:
+def _shuffle(b: Any, x: ir.Value, y: ir.Value, order: list[int]) -> ir.Value:
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order))
 
 
 def _words(b: Any, x: ir.Value, y: ir.Value, start: int) -> ir.Value:
     """Pairs of x's and y's 16-bit numbers start..start+4 of every eight: no instruction set crosses those."""
     order = [n for at in range(start, 32, 8) for i in range(at, at + 4) for n in (i, 32 + i)]
-    return b.bitcast(_shuffled(b, b.bitcast(x, v32i16), b.bitcast(y, v32i16), order), vi32)
+    return b.bitcast(_shuffle(b, b.bitcast(x, v32i16), b.bitcast(y, v32i16), order), vi32)
 
 
 def _columns(b: Any, x: ir.Value, y: ir.Value, start: int) -> ir.Value:
     """Sixteen of what `words_low` (x) and `words_high` (y) took apart, in order again."""
     order = [lane for at in (start, start + 4) for of in (0, 16) for lane in range(of + at, of + at + 4)]
-    return _shuffled(b, x, y, order)
+    return _shuffle(b, x, y, order)
 
 
-def added(w: Any, x: Any, y: Any, s: Any) -> Any:
+def write_dot(w: Any, x: Any, y: Any, s: Any) -> Any:
     """Written by `straight.Writer` w: s + x · y by pairs, the product of the second numbers first.
 
     Pairs are vectors or, without the instruction, two of float32: all first numbers, all second ones.
@@ -123,15 +123,15 @@ def spread_pair(w: Any, at: Any) -> Any:
 
 dot_bf16 = _define("dot_bf16", VF, (VF, VI, VI), _dot)  # sum + x·y by pairs
 both_bf16 = _define("both_bf16", VI, (VF, VF), _both)
-rounded_bf16 = _define("rounded_bf16", VF, (VF,), _rounded)
+rounded_bf16 = _define("rounded_bf16", VF, (VF,), _round_to_bf16)
 words_low = _define("words_low", VI, (VI, VI), lambda b, x, y: _words(b, x, y, 0))
 words_high = _define("words_high", VI, (VI, VI), lambda b, x, y: _words(b, x, y, 4))
 columns_low = _define("columns_low", VF, (VF, VF), lambda b, x, y: _columns(b, x, y, 0))
 columns_high = _define("columns_high", VF, (VF, VF), lambda b, x, y: _columns(b, x, y, 8))
 first_of_pairs = _define(  # of thirty-two numbers, x's first: every other one
-    "first_of_pairs", VF, (VF, VF), lambda b, x, y: _shuffled(b, x, y, list(range(0, 32, 2)))
+    "first_of_pairs", VF, (VF, VF), lambda b, x, y: _shuffle(b, x, y, list(range(0, 32, 2)))
 )
 second_of_pairs = _define(
-    "second_of_pairs", VF, (VF, VF), lambda b, x, y: _shuffled(b, x, y, list(range(1, 32, 2)))
+    "second_of_pairs", VF, (VF, VF), lambda b, x, y: _shuffle(b, x, y, list(range(1, 32, 2)))
 )
 upward = _define("upward", VF, (VF,), lambda b, x: _call(b, "llvm.ceil.v16f32", vf32, x))

@@ -22,7 +22,7 @@ from numba import njit
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 
-from plait.kernels.cpu.codegen.kernel_cache import compiling
+from plait.kernels.cpu.codegen.kernel_cache import lock_compile
 
 log = logging.getLogger("plait")
 
@@ -68,7 +68,7 @@ class Kernel:
     @cached_property
     def _compiled(self) -> Any:
         started = time.perf_counter()
-        with compiling(self.function, SIGNATURE) as found:
+        with lock_compile(self.function, SIGNATURE) as found:
             options = {**OPTIONS, "nopython": True}
             made: Any = CFunc(self.function, normalize_signature(SIGNATURE), {}, options)
             made._cache = found
@@ -84,7 +84,7 @@ def kernel(function: Body) -> Kernel:
     return Kernel(function)
 
 
-class Entry:
+class NativeEntry:
     """Native code that Python calls; made, or loaded, when `call` is first asked for."""
 
     def __init__(self, function: Any, signature: str) -> None:
@@ -92,7 +92,7 @@ class Entry:
 
     @cached_property
     def call(self) -> Callable[..., None]:
-        with compiling(self.function, self.signature) as found:
+        with lock_compile(self.function, self.signature) as found:
             made: Any = njit(**OPTIONS)(self.function)
             made._cache = found
             made.compile(self.signature)
@@ -100,12 +100,12 @@ class Entry:
         return made  # type: ignore[no-any-return]
 
 
-def entry(signature: str) -> Callable[[Callable[..., None]], Entry]:
+def entry(signature: str) -> Callable[[Callable[..., None]], NativeEntry]:
     """Decorator: a function of that signature -> Entry."""
-    return lambda function: Entry(function, signature)
+    return lambda function: NativeEntry(function, signature)
 
 
-def generated(name: str, source: str) -> ModuleType:
+def load_generated(name: str, source: str) -> ModuleType:
     """A module of kernels whose text was made: register tiles have no loops over registers in Python."""
     title = f"plait_generated_{name}_{sha256(source.encode()).hexdigest()[:12]}"
     if title in sys.modules:

@@ -63,9 +63,9 @@ class Compiled(NullCache):
 
 
 @contextmanager
-def compiling(function: FunctionType, signature: str) -> Iterator[Compiled]:
+def lock_compile(function: FunctionType, signature: str) -> Iterator[Compiled]:
     """What Numba is given for a cache; processes that compile the same function do it one after the other."""
-    files = target.kept_files()
+    files = target.cached_files()
     found = Compiled(files, name_of(function, signature) if files else "")
     if files is None or found.payload is not None:
         yield found

@@ -41,12 +41,12 @@ _RECORD = struct.Struct(">II")
 log = logging.getLogger("plait")
 
 
-def sealed(name: str, payload: bytes) -> bytes:
+def seal(name: str, payload: bytes) -> bytes:
     """A file's content."""
     return MAGIC + _digest(name, payload) + payload
 
 
-def unsealed(name: str, data: bytes) -> bytes | None:
+def unseal(name: str, data: bytes) -> bytes | None:
     """The payload of a file with that name; None: it is empty, cut, changed, or another kernel's."""
     digest, payload = data[8:40], data[40:]
     return payload if data[:8] == MAGIC and digest == _digest(name, payload) else None
@@ -107,7 +107,7 @@ class Spare:
         if name not in self._places:
             return None
         at, nbytes = self._places[name]
-        return unsealed(name, os.pread(self._file.fileno(), nbytes, at))
+        return unseal(name, os.pread(self._file.fileno(), nbytes, at))
 
     def add(self, name: str, data: bytes) -> None:
         """Keep a sealed kernel; where even this memory is full, it is not kept."""
@@ -154,7 +154,7 @@ class KernelFiles:
         if is_foreign(status):
             self._skip(path, "may have been written by another user")
             return None
-        if (found := unsealed(name, data)) is None:
+        if (found := unseal(name, data)) is None:
             self._skip(path, "is damaged")
             return None
         if time.time() - status.st_mtime > DAY_S:
@@ -164,7 +164,7 @@ class KernelFiles:
 
     def write(self, name: str, payload: bytes) -> None:
         """Keep a kernel: in the folder, or if it cannot be written, with one warning, in the spare memory."""
-        data = sealed(name, payload)
+        data = seal(name, payload)
         if self.folder is not None and self.unkept is None:
             try:
                 _write(self.folder / name, data)

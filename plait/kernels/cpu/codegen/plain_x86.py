@@ -1,7 +1,7 @@
 """What x86-64 without AVX2 and FMA has no instructions for: fused multiply-add, rounding, products of bytes.
 
-LLVM would call a function of libm for each lane. Here all lanes go together, to the same bits; only `added`
-has its own.
+LLVM would call a function of libm for each lane. Here all lanes go together, to the same bits; only
+`write_fma` has its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     """x · y + z, rounded once.
 
     In float64 the product is exact, and rounding the sum to float64 first does no harm, unless that falls in
-    the middle between two float32, or the result has fewer bits than a float32 has: `_doubted` looks closer.
+    the middle between two float32, or the result has fewer bits than a float32: `_define_fma` looks closer.
     """
     wide = _sums(b, x, y, z)[2]
     narrow = b.fptrunc(wide, _vf32)
@@ -47,7 +47,7 @@ def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     small = b.fcmp_ordered("<=", _call(b, "llvm.fabs.v16f32", _vf32, narrow), _all(_vf32, SMALLEST))
     before = b.block
     with b.if_then(_any(b, b.or_(middle, small)), likely=False):
-        asked = b.call(_doubted(b.module), [x, y, z])
+        asked = b.call(_define_fma(b.module), [x, y, z])
         inside = b.block
     value = b.phi(_vf32)
     value.add_incoming(narrow, before)
@@ -65,7 +65,7 @@ def _any(b: ir.IRBuilder, lanes: ir.Value) -> ir.Value:
     return b.icmp_unsigned("!=", b.bitcast(lanes, _i16), ir.Constant(_i16, 0))
 
 
-def _doubted(module: ir.Module) -> ir.Function:
+def _define_fma(module: ir.Module) -> ir.Function:
     """fma, once more: sums that are exact in float64 are rounded once only, for others libm is asked.
 
     A function of its own, so that what runs seldom is there once.
@@ -87,7 +87,7 @@ def _doubted(module: ir.Module) -> ir.Function:
     return function
 
 
-def added(w: Any, x: Any, y: Any, s: Any) -> Any:
+def write_fma(w: Any, x: Any, y: Any, s: Any) -> Any:
     """Written by `straight.Writer` w: s + x · y, rounded once; where there is no instruction for it, twice.
 
     For long sums of float32, which `fma` makes six times slower: they are as exact (their root mean square

@@ -189,7 +189,7 @@ def keep_in(folder: Path | None, spare: Spare | None = None) -> None:
         sweep_daily(room.parent, room)
 
 
-def kept_files() -> KernelFiles | None:
+def cached_files() -> KernelFiles | None:
     """Where this process keeps compiled kernels; None: nowhere, `keep_in` has not named a folder."""
     return _kept[-1] if _kept else None
 

@@ -229,15 +229,15 @@ store_bf16 = _define(
 store_f16 = _define("store_f16", N, (A, VF), lambda b, a, x: _store(b, a, _to_half(b, x)))
 
 
-def _masked_load(b: ir.IRBuilder, a: ir.Value, count: ir.Value) -> ir.Value:
+def _load_masked(b: ir.IRBuilder, a: ir.Value, count: ir.Value) -> ir.Value:
     """The first `count` floats; the rest is 0 and is not read."""
     if not AARCH64:
-        return _masked_some(b, a, count)
+        return _mask_some(b, a, count)
     with b.if_else(_all_lanes(b, count)) as (whole, some):
         with whole:
             every, from_whole = _load(b, a, vf32), b.block
         with some:
-            part, from_some = _masked_some(b, a, count), b.block
+            part, from_some = _mask_some(b, a, count), b.block
     value = b.phi(vf32)
     value.add_incoming(every, from_whole)
     value.add_incoming(part, from_some)
@@ -249,7 +249,7 @@ def _all_lanes(b: ir.IRBuilder, count: ir.Value) -> ir.Value:
     return b.icmp_signed(">=", count, ir.Constant(i32, LANES))
 
 
-def _masked_some(b: ir.IRBuilder, a: ir.Value, count: ir.Value) -> ir.Value:
+def _mask_some(b: ir.IRBuilder, a: ir.Value, count: ir.Value) -> ir.Value:
     mask = b.icmp_signed("<", ir.Constant(vi32, list(range(LANES))), _splat(b, count))
     pointer = _at(b, a, vf32)
     kind = ir.FunctionType(vf32, [pointer.type, i32, mask.type, vf32])
@@ -257,7 +257,7 @@ def _masked_some(b: ir.IRBuilder, a: ir.Value, count: ir.Value) -> ir.Value:
     return b.call(fn, [pointer, ir.Constant(i32, 1), mask, ir.Constant(vf32, [0.0] * LANES)])
 
 
-def _masked_store(b: ir.IRBuilder, a: ir.Value, x: ir.Value, count: ir.Value) -> ir.Value:
+def _store_masked(b: ir.IRBuilder, a: ir.Value, x: ir.Value, count: ir.Value) -> ir.Value:
     """Only the first `count` floats are written."""
     if not AARCH64:
         return _mask_stored(b, a, x, count)
@@ -278,8 +278,8 @@ def _mask_stored(b: ir.IRBuilder, a: ir.Value, x: ir.Value, count: ir.Value) -> 
     return ir.Constant(i32, 0)
 
 
-load_some = _define("load_some", VF, (A, N), _masked_load)
-store_some = _define("store_some", N, (A, VF, N), _masked_store)
+load_some = _define("load_some", VF, (A, N), _load_masked)
+store_some = _define("store_some", N, (A, VF, N), _store_masked)
 
 # ---- integers ----
 zero_i32 = _define("zero_i32", VI, (), lambda b: _ints(0))
@@ -438,7 +438,7 @@ def _quarters(b: ir.IRBuilder, x: ir.Value, lanes: int) -> list[ir.Value]:
     return [b.shuffle_vector(x, x, ir.Constant(kind, list(range(n, n + lanes)))) for n in starts]
 
 
-def _joined(b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
+def _join_registers(b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
     """Four registers of four ints as one vector."""
     kind = ir.VectorType(i32, 8)
     low, high = (b.shuffle_vector(p, q, ir.Constant(kind, list(range(8)))) for p, q in (parts[:2], parts[2:]))
@@ -449,7 +449,9 @@ def _by_fours(name: str, b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value)
     """An instruction of aarch64 that multiplies bytes by fours: sdot (signed) or usdot (u is unsigned)."""
     sums = [b.shuffle_vector(s, s, ir.Constant(v4i32, list(range(n, n + 4)))) for n in range(0, LANES, 4)]
     given = zip(sums, _quarters(b, u, 16), _quarters(b, v, 16), strict=True)
-    return _joined(b, [_call(b, f"llvm.aarch64.neon.{name}.v4i32.v16i8", v4i32, *part) for part in given])
+    return _join_registers(
+        b, [_call(b, f"llvm.aarch64.neon.{name}.v4i32.v16i8", v4i32, *part) for part in given]
+    )
 
 
 def _dot8_sdot(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
@@ -473,7 +475,7 @@ def _dot_neon(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Valu
         for part in zip(_quarters(b, u, 8), _quarters(b, v, 8), strict=True)
     ]
     twos = [_pairs(b, "addp", *products[n : n + 2]) for n in range(0, 8, 2)]
-    return b.add(s, _joined(b, [_pairs(b, "saddlp", x) for x in twos]))
+    return b.add(s, _join_registers(b, [_pairs(b, "saddlp", x) for x in twos]))
 
 
 def _dot8_neon(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
@@ -483,7 +485,7 @@ def _dot8_neon(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Val
         for x, y in zip(_quarters(b, u, 8), _quarters(b, v, 8), strict=True)
     ]
     twos = [_pairs(b, "saddlp", x) for x in products]
-    return b.add(s, _joined(b, [_pairs(b, "addp", *twos[n : n + 2]) for n in range(0, 8, 2)]))
+    return b.add(s, _join_registers(b, [_pairs(b, "addp", *twos[n : n + 2]) for n in range(0, 8, 2)]))
 
 
 _DOTS: dict[str, tuple[Emit, Emit]] = {

@@ -21,7 +21,7 @@ from plait.kernels.cpu.embed.packed import eights, fours, groups, places
 from plait.kernels.cpu.embed.skeleton import PIECE
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.row_checks import float32_rows
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 from plait.ops.rows import embed
 from plait.quant.codebook import Codebook
 from plait.quant.fp4 import Fp4
@@ -40,7 +40,7 @@ GRIDS = {name: name for name in ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS
 PACKED = re.compile(r"int\d(_g\d+)?|fp8(_b\d+)?|mxfp4|nvfp4|bnb_\w+")
 
 
-def known_format(facts: Facts) -> str | None:
+def why_unknown_format(facts: OpFacts) -> str | None:
     kind = facts.sizes.get("kind", "float32")
     return float32_rows(facts) if kind in KERNELS or PACKED.fullmatch(kind) else f"it cannot read {kind}"
 
@@ -55,7 +55,7 @@ def _rows(data: Tensor) -> tuple[Tensor, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class RowReader:
     """What reads rows of a table: a kernel, the rows' bytes and the bytes between them, pieces of a row, and
     the kernel's words behind n. `table`: what these point into."""
 
@@ -66,19 +66,19 @@ class Reader:
     table: Weight
 
 
-def reader(table: Weight) -> Reader:
+def reader(table: Weight) -> RowReader:
     """The kernel that reads this table, and how. Raises ShapeMismatch if none can."""
     n = table.shape[1]
     if isinstance(table, Dense | Gguf) and table.format in KERNELS:
         source = _rows(table.data if isinstance(table, Gguf) else table.tensor)
         more = (grid(GRIDS[table.format]) if table.format in GRIDS else None,)
         pieces = n // table.kind.elements if isinstance(table, Gguf) else -(-n // PIECE)
-        return Reader(KERNELS[table.format], source, pieces, more, table)
-    made, source, words = _packed(table)
-    return Reader(made, source, -(-n // PIECE), words, table)
+        return RowReader(KERNELS[table.format], source, pieces, more, table)
+    made, source, words = _packed_kernel(table)
+    return RowReader(made, source, -(-n // PIECE), words, table)
 
 
-def _packed(table: Weight) -> tuple[Kernel, tuple[Tensor, int], tuple[Any, ...]]:
+def _packed_kernel(table: Weight) -> tuple[Kernel, tuple[Tensor, int], tuple[Any, ...]]:
     """The kernel of a packed table, its codes, and the words behind n."""
     if isinstance(table, Grouped):
         floats = (torch.float16, torch.bfloat16, torch.float32).index(table.scales.dtype)
@@ -101,7 +101,7 @@ def _packed(table: Weight) -> tuple[Kernel, tuple[Tensor, int], tuple[Any, ...]]
     raise ShapeMismatch(f"the embedding's kernel cannot read {table.format}")
 
 
-@embed.variant("native", on="cpu", when=known_format, native=True)
+@embed.variant("native", on="cpu", when=why_unknown_format, native=True)
 def _embed(cpu: Executor, token_ids: Tensor, table: Weight, scale: float, dtype: torch.dtype) -> Tensor:
     """A token id is trusted: whoever made the batch has looked."""
     if token_ids.dtype != torch.int64 or token_ids.dim() != 1 or not token_ids.is_contiguous():

@@ -58,7 +58,7 @@ def index_of(n: Any) -> Any:
     return ((n + (2 * PIECE - 1)) // PIECE * 8 + (LINE - 1)) // LINE * LINE
 
 
-def _decoded(w: Writer, at: Word, table: Value) -> list[Value]:
+def _decode_record(w: Writer, at: Word, table: Value) -> list[Value]:
     """The four lines of a plain tile that a record is; what has no code is wrong."""
     codes, found = w.load_i32(at + 2 * LINE), list[Any]()
     for half, some in enumerate((codes, w.right(codes, 4))):
@@ -95,7 +95,7 @@ def unpack(w: Writer, weight: Word, tile: Word, n: Word, first: Word, count: Wor
     table, records = w.load_i32(weight), _records(n, tile, first)
 
     def record(i: Word) -> None:
-        for p, line in enumerate(_decoded(w, records + i * RECORD, table)):
+        for p, line in enumerate(_decode_record(w, records + i * RECORD, table)):
             w.store_i32(to + i * RECORD_PLAIN + p * LINE, line)
 
     w.loop(0, count >> 3, 1, (), record)
@@ -141,14 +141,14 @@ class Walk:
             for place in places:
                 for line in range(0, RECORD, LINE):
                     w.prefetch(place + (AHEAD + line))
-            return added(i, [_decoded(w, place, table) for place in places], list(sums))
+            return added(i, [_decode_record(w, place, table) for place in places], list(sums))
 
         def mended(i: Word, *carried: Any) -> list[Any]:
             """A record that has numbers without a code goes through memory."""
             lines, nexts = list[list[Any]](), list[Word]()
             for t, (_, end) in enumerate(others):
                 to = self.scratch + t * RECORD_PLAIN
-                for p, line in enumerate(_decoded(w, records[t] + i * RECORD, table)):
+                for p, line in enumerate(_decode_record(w, records[t] + i * RECORD, table)):
                     w.store_i32(to + p * LINE, line)
                 here, tile = before + i, to - (before + i) * RECORD_PLAIN
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.codegen.kernel import Kernel, generated
-from plait.kernels.cpu.linear.layout import BLOCK, LAYOUTS, TILE, Layout, grouped
+from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
+from plait.kernels.cpu.linear.layout import BLOCK, LAYOUTS, TILE, Layout, grouped_layout
 from plait.kernels.cpu.linear.pack_blocks import planes
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.tile_memory import room
@@ -83,7 +83,7 @@ class Plane:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class BitStream:
     """How a weight is kept, and some of its rows: uint8 codes of `bits` bits, [rows, n], and the planes."""
 
     layout: Layout
@@ -98,7 +98,7 @@ def _packer(layout: Layout, bits: int) -> Kernel:
     )
     body = [f"q{q} = " + _QUADS[bits].replace("{q}", str(q)) for q in range(8)] + planes(layout)
     source = head + "".join(" " * 20 + line + "\n" for line in body)
-    made: Kernel = generated(f"pack_{bits}_bits", source).pack
+    made: Kernel = load_generated(f"pack_{bits}_bits", source).pack
     return made
 
 
@@ -113,7 +113,7 @@ def put_plane(tiles: Tensor, plane: Plane) -> None:
     tiles[:, :, plane.at : plane.at + width] = ordered.view(torch.uint8).view(count, steps, width)
 
 
-def packed(cpu: Executor, weight: Weight) -> tuple[Tensor, Layout]:
+def pack_streams(cpu: Executor, weight: Weight) -> tuple[Tensor, Layout]:
     """The tiles of a weight, uint8, and how they are laid out. Raises ShapeMismatch for what is not known."""
     stream, (n_out, n_in) = stream_of(weight), weight.shape
     if stream is None:
@@ -136,7 +136,7 @@ def packed(cpu: Executor, weight: Weight) -> tuple[Tensor, Layout]:
     return out, layout
 
 
-def stream_of(weight: Weight) -> Stream | None:
+def stream_of(weight: Weight) -> BitStream | None:
     """How that weight is packed, or None if it is not packed here."""
     if isinstance(weight, Grouped):
         return _of_grouped(weight)
@@ -147,15 +147,15 @@ def stream_of(weight: Weight) -> Stream | None:
     return None
 
 
-def kept_grouped(kind: str) -> Layout | None:
+def find_layout(kind: str) -> Layout | None:
     """The layout of a format named like 'int4_g128' (with some scale), or None."""
     found = _GROUPED.fullmatch(kind)
-    return grouped(int(found["bits"]), int(found["group"] or 128), "half", False) if found else None
+    return grouped_layout(int(found["bits"]), int(found["group"] or 128), "half", False) if found else None
 
 
-def _of_grouped(w: Grouped) -> Stream | None:
+def _of_grouped(w: Grouped) -> BitStream | None:
     group = w.group if w.group < w.shape[1] else 128  # a row that is one group: the same scale many times
-    layout = grouped(w.bits, group, _SCALES[w.scales.dtype], w.zeros is not None)
+    layout = grouped_layout(w.bits, group, _SCALES[w.scales.dtype], w.zeros is not None)
     if layout is None:
         return None
     n_in, bits = w.shape[1], w.bits if w.bits in _QUADS else 8
@@ -168,7 +168,7 @@ def _of_grouped(w: Grouped) -> Stream | None:
             kept.append(Plane(layout.minima_at, layout.groups, w.zeros[start:stop][:, of]))
         return codes if bits == w.bits else unpack(codes, w.bits, n_in), kept
 
-    return Stream(layout, bits, some)
+    return BitStream(layout, bits, some)
 
 
 def _brain(values: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def _brain(values: Tensor) -> Tensor:
     return (values.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def _of_mxfp4(w: Fp4) -> Stream:
+def _of_mxfp4(w: Fp4) -> BitStream:
     scales: Any = "brain" if w.factor is None else "float"
     layout = Layout(64, 4, 0, 32, 12, scales, "e2m1")
 
@@ -186,10 +186,10 @@ def _of_mxfp4(w: Fp4) -> Stream:
         values = _brain(values) if part.factor is None else values * part.factor.view(-1, 1)
         return part.codes, [Plane(layout.scales_at, layout.groups, values)]
 
-    return Stream(layout, 4, some)
+    return BitStream(layout, 4, some)
 
 
-def _of_nvfp4(w: Fp4) -> Stream:
+def _of_nvfp4(w: Fp4) -> BitStream:
     """Scales stay bytes, unless one of them has a sign or is no number."""
     plain = not bool((w.scales.view(torch.uint8) >= 0x7F).any())
     layout = Layout(256, 4, 0, 16, 12, "small" if plain else "float", "e2m1")
@@ -204,10 +204,10 @@ def _of_nvfp4(w: Fp4) -> Stream:
         scales = Plane(layout.scales_at, layout.groups, part.scales.view(torch.uint8))
         return part.codes, [scales, Plane(layout.outer_at, 1, above)]
 
-    return Stream(layout, 4, some)
+    return BitStream(layout, 4, some)
 
 
-def _of_parts(w: Gguf) -> Stream:
+def _of_parts(w: Gguf) -> BitStream:
     layout, parts = LAYOUTS[w.format], w.kind.parts
     assert parts is not None  # `stream_of` has looked
 
@@ -229,4 +229,4 @@ def _of_parts(w: Gguf) -> Stream:
                 kept = [Plane(layout.scales_at, layout.groups, levels), Plane(layout.outer_at, 1, unit)]
         return found.codes.view(rows, -1), kept
 
-    return Stream(layout, 8, some)
+    return BitStream(layout, 8, some)

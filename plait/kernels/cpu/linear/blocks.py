@@ -7,18 +7,17 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.amx_tiles import Kind
-from plait.kernels.cpu.linear.bit_streams import kept_grouped, packed, stream_of
+from plait.kernels.cpu.linear.bit_streams import find_layout, pack_streams, stream_of
 from plait.kernels.cpu.linear.blocks_source import AMX_SCRATCH, linear_kernel
 from plait.kernels.cpu.linear.layout import LAYOUTS, Layout
-from plait.kernels.cpu.linear.pack_blocks import READERS
-from plait.kernels.cpu.linear.pack_blocks import packed as packed_blocks
-from plait.kernels.cpu.linear.packed import Packed, multiply
+from plait.kernels.cpu.linear.pack_blocks import READERS, pack_blocks
+from plait.kernels.cpu.linear.packed import PackedWeight, multiply
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.row_checks import float32_rows
 from plait.ops.linear import BLOCK, Activations, Packing, linear
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 from plait.quant.gguf import Gguf
-from plait.quant.packed import Kept
+from plait.quant.packed import CachedWeight
 from plait.quant.weight import Weight
 
 KNOWN = (*LAYOUTS, "mxfp4", "nvfp4")
@@ -33,33 +32,35 @@ def layout_of(weight: Weight) -> Layout:
     raise ShapeMismatch(f"{weight.format} weights cannot be packed")
 
 
-def pack(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
+def pack(cpu: Executor, weight: Weight | CachedWeight, dtype: torch.dtype) -> PackedWeight:
     """A weight in tiles that keep its codes and scales as they are. `dtype` is that of x, float32."""
     return pack_on(cpu, weight, "")
 
 
-def pack_on(cpu: Executor, weight: Weight | Kept, kind: Kind) -> Packed:
+def pack_on(cpu: Executor, weight: Weight | CachedWeight, kind: Kind) -> PackedWeight:
     """As `pack`; many rows are multiplied on tiles of that kind, to the same bits."""
     n_out, n_in = weight.shape
     if n_in % BLOCK:
         raise ShapeMismatch(f"{n_in} inputs of a {weight.format} weight are not whole blocks of {BLOCK}")
-    if isinstance(weight, Kept):
+    if isinstance(weight, CachedWeight):
         data, layout = weight.tiles, Layout(*weight.layout)
     elif isinstance(weight, Gguf) and weight.format in READERS:
-        data, layout = packed_blocks(cpu, weight), LAYOUTS[weight.format]
+        data, layout = pack_blocks(cpu, weight), LAYOUTS[weight.format]
     else:
-        data, layout = packed(cpu, weight)
+        data, layout = pack_streams(cpu, weight)
     order = getattr(weight, "order", None)
     # Activations may take two rows of codes each.
     shared = 2 * layout.rounded_bytes(n_in)
     made, scratch = linear_kernel(layout, kind), AMX_SCRATCH if kind else 0
-    return Packed(data, weight.format, n_out, n_in, made, shared, order, None, scratch, layout, joins=True)
+    return PackedWeight(
+        data, weight.format, n_out, n_in, made, shared, order, None, scratch, layout, joins=True
+    )
 
 
 def apply(
     cpu: Executor,
     x: Tensor,
-    weight: Packed,
+    weight: PackedWeight,
     bias: Tensor | None,
     activations: Activations,
     out: Tensor | None = None,
@@ -70,10 +71,10 @@ def apply(
     return multiply(cpu, x, weight, bias, activations, out)
 
 
-def blocks_and_rounding(facts: Facts) -> str | None:
+def blocks_and_rounding(facts: OpFacts) -> str | None:
     """The `when` of quantized weights beside rounded activations."""
     kind = facts.sizes.get("kind", "plain numbers")
-    if kind not in KNOWN and kept_grouped(kind) is None:
+    if kind not in KNOWN and find_layout(kind) is None:
         return f"it reads blocks and whole numbers in groups of 16 and more, not {kind}"
     if facts.sizes.get("activations", "float32") == "float32":
         return "it rounds activations to int8"

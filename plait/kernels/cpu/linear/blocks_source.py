@@ -31,7 +31,7 @@ from typing import Any
 
 from plait.kernels.cpu.codegen import avx2_dot
 from plait.kernels.cpu.codegen.amx_tiles import MEMORY, TILE
-from plait.kernels.cpu.codegen.kernel import Kernel, generated
+from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.kernels.cpu.linear.codebooks import TABLES
 from plait.kernels.cpu.linear.layout import BLOCK, LINE, Layout
@@ -56,7 +56,7 @@ import numpy as np
 
 from plait.kernels.cpu.linear import blocks_source as linear_source
 from plait.kernels.cpu.linear import quantize_rows as rounding
-from plait.kernels.cpu.runtime.frame import barrier, rows_of, scratch_of, shared_of
+from plait.kernels.cpu.runtime.frame import barrier, rows_of, scratch_of, common_scratch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.linear.layout import Layout
 from plait.kernels.cpu.codegen.vec import atomic_add, call_kernel, get_i64, load_some, spread, word
@@ -129,7 +129,7 @@ def linear_rows(frame, args, thread, threads):
         rows = get_i64(starts + 8 * groups)
     steps = (n + $step - 1) // $step
     blocks, tile_bytes = steps * $blocks, steps * $nbytes
-    rounded, each = shared_of(frame), blocks * $record
+    rounded, each = common_scratch(frame), blocks * $record
     alone = rows * terms <= $alone and threads * rows * terms * each <= room
     apart = 2 * each  # room for one row of codes more than a group has: its last bundle may be larger
     if alone:
@@ -388,7 +388,7 @@ def tiles_apart(layout: Layout) -> Any:
 
 
 @cache
-def joined(rows: int) -> Any:
+def make_join(rows: int) -> Any:
     """Block (sums): each pair, an input's two terms, becomes one; they come first, the rest is not kept."""
 
     def write(w: Writer, sums: list[Value]) -> list[Value]:
@@ -415,7 +415,7 @@ def keep(rows: int) -> Any:
 
 
 _TILE = """tile_{rows} = linear_source.tile(layout, {rows})
-joined_{rows}, keep_{rows} = linear_source.joined({rows}), linear_source.keep({rows})"""
+joined_{rows}, keep_{rows} = linear_source.make_join({rows}), linear_source.keep({rows})"""
 
 # One row less than a large bundle takes is one, too: what is computed beside it is not kept.
 _BUNDLE = """while codes >= {least}:
@@ -445,7 +445,7 @@ from plait.kernels.cpu.linear import amx_int8
 
 tile_{rows} = amx_int8.tile(layout, "{kind}")
 start_tiles, stop_tiles = amx_int8.start(layout, "{kind}"), amx_int8.stop(layout, "{kind}")
-joined_{rows}, keep_{rows} = linear_source.joined({rows}), linear_source.keep({rows})"""
+joined_{rows}, keep_{rows} = linear_source.make_join({rows}), linear_source.keep({rows})"""
 
 _START = """
     scratch, tiled = scratch_of(frame, thread), rows * terms >= {least}
@@ -516,5 +516,5 @@ def linear_kernel(layout: Layout, kind: str = "") -> Kernel:
         ),
     )
     name = f"linear_{layout.bits}_{layout.scales.split(',')[0]}"
-    made: Kernel = generated(f"{name}_{kind}" if kind else name, source).linear_rows
+    made: Kernel = load_generated(f"{name}_{kind}" if kind else name, source).linear_rows
     return made

@@ -41,7 +41,7 @@ def _call(b: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value) -> ir.
     return b.call(b.module.declare_intrinsic(name, fnty=kind), values)
 
 
-def _shuffled(b: ir.IRBuilder, table: ir.Value, x: ir.Value) -> ir.Value:
+def _shuffle_bytes(b: ir.IRBuilder, table: ir.Value, x: ir.Value) -> ir.Value:
     """One byte shuffle of AVX-512, or two of AVX2: table[x], of sixteen bytes that are there four times."""
     if DOT == "vnni":
         return _call(b, "llvm.x86.avx512.pshuf.b.512", _v64i8, table, x)
@@ -53,11 +53,11 @@ def _shuffled(b: ir.IRBuilder, table: ir.Value, x: ir.Value) -> ir.Value:
     return b.shuffle_vector(*parts, ir.Constant(ir.VectorType(i32, 64), list(range(64))))
 
 
-def _looked_up(b: ir.IRBuilder, table: list[int], x: ir.Value) -> ir.Value:
-    return _shuffled(b, _constant(_v64i8, table * 4), x)
+def _look_up(b: ir.IRBuilder, table: list[int], x: ir.Value) -> ir.Value:
+    return _shuffle_bytes(b, _constant(_v64i8, table * 4), x)
 
 
-def _interleaved(start: int, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+def _interleave(start: int, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     """Of every sixteen bytes eight of x, each before the one of y."""
     order = [
         64 * from_y + lane + start + i for lane in range(0, 64, 16) for i in range(8) for from_y in (0, 1)
@@ -66,7 +66,7 @@ def _interleaved(start: int, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Va
     return b.bitcast(b.shuffle_vector(*both, ir.Constant(ir.VectorType(i32, 64), order)), vi32)
 
 
-def _compared(b: ir.IRBuilder, table: list[int], x: ir.Value) -> ir.Value:
+def _compare_each(b: ir.IRBuilder, table: list[int], x: ir.Value) -> ir.Value:
     """The same where no shuffle is known: each place is asked for in turn."""
     found = ir.Constant(_v64i8, [0] * 64)
     for place, value in enumerate(table):
@@ -89,7 +89,7 @@ def _whole(b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
     return b.shuffle_vector(low, high, ir.Constant(ir.VectorType(i32, 64), list(range(64))))
 
 
-def _looked(b: ir.IRBuilder, table: list[int], x: ir.Value) -> ir.Value:
+def _look_up_neon(b: ir.IRBuilder, table: list[int], x: ir.Value) -> ir.Value:
     """Four table lookups of NEON."""
     every = _constant(_v16i8, table)
     return _whole(b, [_call(b, "llvm.aarch64.neon.tbl1.v16i8", _v16i8, every, p) for p in _parts(b, x)])
@@ -98,7 +98,7 @@ def _looked(b: ir.IRBuilder, table: list[int], x: ir.Value) -> ir.Value:
 def _look(name: str, b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     values = [v + OFFSETS[name] for v in TABLES[name]]
     table = values + [0] * (16 - len(values))
-    how = {"vnni": _looked_up, "avx2": _looked_up, "generic": _compared}.get(DOT, _looked)
+    how = {"vnni": _look_up, "avx2": _look_up, "generic": _compare_each}.get(DOT, _look_up_neon)
     return b.bitcast(how(b, table, b.bitcast(x, _v64i8)), vi32)
 
 
@@ -152,8 +152,8 @@ def _small(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 OPERATIONS: Mapping[str, tuple[Any, tuple[Any, ...], Callable[..., ir.Value]]] = {
     **{f"look_{name}": (VI, (VI,), partial(_look, name)) for name in TABLES},
-    "low_words": (VI, (VI, VI), partial(_interleaved, 0)),
-    "high_words": (VI, (VI, VI), partial(_interleaved, 8)),
+    "low_words": (VI, (VI, VI), partial(_interleave, 0)),
+    "high_words": (VI, (VI, VI), partial(_interleave, 8)),
     "pick_f32": (VF, (VF, VI), _pick),
     "upper_e4m3": (VI, (VI,), _halves),
     "low_halves": (VF, (VI,), partial(_widen, 0)),
@@ -165,5 +165,7 @@ if DOT in ("vnni", "avx2"):  # table[x] of bytes 0..15
     DEFINED["look_bytes"] = (
         VI,
         (VI, VI),
-        lambda b, table, x: b.bitcast(_shuffled(b, b.bitcast(table, _v64i8), b.bitcast(x, _v64i8)), vi32),
+        lambda b, table, x: b.bitcast(
+            _shuffle_bytes(b, b.bitcast(table, _v64i8), b.bitcast(x, _v64i8)), vi32
+        ),
     )

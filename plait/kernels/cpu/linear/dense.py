@@ -21,21 +21,21 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.codegen.kernel import Kernel, generated, inline, kernel
+from plait.kernels.cpu.codegen.kernel import Kernel, inline, kernel, load_generated
 from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
-from plait.kernels.cpu.codegen.plain_x86 import added
+from plait.kernels.cpu.codegen.plain_x86 import write_fma
 from plait.kernels.cpu.codegen.target import TARGETS, config, host_features
 from plait.kernels.cpu.codegen.vec import get_i32, get_u8, put_i32, put_u8, word
 from plait.kernels.cpu.linear import bf16_codes
 from plait.kernels.cpu.linear.bf16_codes import Coded
-from plait.kernels.cpu.linear.packed import Packed, multiply
+from plait.kernels.cpu.linear.packed import PackedWeight, multiply
 from plait.kernels.cpu.runtime.executor import LINE, Executor
 from plait.kernels.cpu.runtime.row_checks import float32_rows
 from plait.kernels.cpu.runtime.tile_memory import room
 from plait.ops.linear import Activations, Packing, linear
-from plait.ops.registry import Facts
-from plait.quant.packed import Kept
+from plait.ops.registry import OpFacts
+from plait.quant.packed import CachedWeight
 from plait.quant.weight import Dense, Weight
 
 PAIR_BYTES = {"float32": 128, "bfloat16": 64, "float16": 64}  # two inputs of a tile
@@ -122,14 +122,14 @@ class _Part:
             even, odd = [], []
             for r, at in enumerate(rows_at):
                 v, u = w.spread_f32(at + 8 * k), w.spread_f32(at + 8 * k + 4)
-                even += [added(w, v, a, sums[r * tiles + t]) for t, (a, _) in enumerate(pairs)]
-                odd += [added(w, u, b, sums[count + r * tiles + t]) for t, (_, b) in enumerate(pairs)]
+                even += [write_fma(w, v, a, sums[r * tiles + t]) for t, (a, _) in enumerate(pairs)]
+                odd += [write_fma(w, u, b, sums[count + r * tiles + t]) for t, (_, b) in enumerate(pairs)]
             return even + odd
 
         def last(_: Word, *sums: Any) -> list[Any]:
             weights = [_pair(w, self.kind, at + step * (self.n >> 1))[0] for at in tiles_at]
             ys = [w.spread_f32(at + 4 * self.n - 4) for at in rows_at]
-            return [added(w, ys[i // tiles], weights[i % tiles], s) for i, s in enumerate(sums)]
+            return [write_fma(w, ys[i // tiles], weights[i % tiles], s) for i, s in enumerate(sums)]
 
         sums = w.loop(0, self.n >> 1, 1, [w.zero_f32()] * (2 * count), pair)
         even = w.loop(self.n >> 1 << 1, self.n, 1, sums[:count], last)  # the odd one, if there is one
@@ -206,7 +206,7 @@ def few_through_codes(tiles: int) -> Any:
                 at = [source + row_bytes * r + 8 * p for r in range(size)]
                 made = [(w.spread_f32(a + 4 * odd), odds if odd else evens) for odd in (0, 1) for a in at]
                 terms = [(v, weights) for v, several in made for weights in several]
-                return [added(w, v, weights, s) for (v, weights), s in zip(terms, sums, strict=True)]
+                return [write_fma(w, v, weights, s) for (v, weights), s in zip(terms, sums, strict=True)]
 
             sums = walk.lines(w, [w.zero_f32()] * (2 * half), add)
             joined = [w.add(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
@@ -339,7 +339,7 @@ def product(kind: str, coded: bool = False) -> Kernel:
         tile_bytes=bf16_codes.TILE_BYTES if coded else f"(n + 1) // 2 * {PAIR_BYTES[kind]}",
     )
     source = Template(source).substitute(pair_bytes=PAIR_BYTES[kind], chunk_bytes=CHUNK_BYTES)
-    made: Kernel = getattr(generated(f"dense_{kind}", source), f"dense_{kind}")
+    made: Kernel = getattr(load_generated(f"dense_{kind}", source), f"dense_{kind}")
     return made
 
 
@@ -383,10 +383,10 @@ def pack_dense(frame: int, args: int, thread: int, threads: int) -> None:
                             _put_half(to + 32 * odd + 2 * j, value)
 
 
-def pack(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
+def pack(cpu: Executor, weight: Weight | CachedWeight, dtype: torch.dtype) -> PackedWeight:
     """A Dense weight in tiles, in its own width."""
-    if isinstance(weight, Kept):
-        return _coded(weight.tiles, weight) if weight.layout else _as_it_is(weight.tiles, weight)
+    if isinstance(weight, CachedWeight):
+        return _pack_coded(weight.tiles, weight) if weight.layout else _as_it_is(weight.tiles, weight)
     if not isinstance(weight, Dense) or weight.format not in PAIR_BYTES:
         raise ShapeMismatch(f"only {', '.join(PAIR_BYTES)} are packed here, not {weight.format}")
     source, kind = weight.tensor, weight.format
@@ -394,7 +394,7 @@ def pack(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
     if n_in > 1 and source.stride(1) != 1:
         source = source.contiguous()
     if kind == "bfloat16" and (found := bf16_codes.pack(cpu, source)) is not None:
-        return _coded(found, weight)
+        return _pack_coded(found, weight)
     data = room((n_out + 15) // 16 * ((n_in + 1) // 2) * PAIR_BYTES[kind])
     row_bytes, layout = (
         source.stride(0) * source.element_size(),
@@ -404,19 +404,19 @@ def pack(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
     return _as_it_is(data, weight)
 
 
-def _as_it_is(data: Tensor, weight: Weight | Kept) -> Packed:
-    return Packed(data, weight.format, *weight.shape, product(weight.format), 0)
+def _as_it_is(data: Tensor, weight: Weight | CachedWeight) -> PackedWeight:
+    return PackedWeight(data, weight.format, *weight.shape, product(weight.format), 0)
 
 
-def _coded(data: Tensor, weight: Weight | Kept) -> Packed:
+def _pack_coded(data: Tensor, weight: Weight | CachedWeight) -> PackedWeight:
     made = product(weight.format, coded=True)
-    return Packed(data, weight.format, *weight.shape, made, 0, layout=Coded(), scratch=2 * CHUNK_BYTES)
+    return PackedWeight(data, weight.format, *weight.shape, made, 0, layout=Coded(), scratch=2 * CHUNK_BYTES)
 
 
 def apply(
     cpu: Executor,
     x: Tensor,
-    weight: Packed,
+    weight: PackedWeight,
     bias: Tensor | None,
     activations: Activations,
     out: Tensor | None = None,
@@ -425,7 +425,7 @@ def apply(
     return multiply(cpu, x, weight, bias, activations, out)
 
 
-def plain_numbers(facts: Facts) -> str | None:
+def plain_numbers(facts: OpFacts) -> str | None:
     """The `when` of weights that are plain numbers beside exact activations."""
     kind = facts.sizes.get("kind", str(facts.dtype).removeprefix("torch."))
     if kind not in PAIR_BYTES:

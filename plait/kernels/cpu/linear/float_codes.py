@@ -22,23 +22,23 @@ from torch import Tensor
 
 import plait.kernels.cpu.linear.codebooks  # noqa: F401  operations that `Writer` has then
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.codegen.kernel import Kernel, generated, kernel
+from plait.kernels.cpu.codegen.kernel import Kernel, kernel, load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
-from plait.kernels.cpu.codegen.plain_x86 import added
+from plait.kernels.cpu.codegen.plain_x86 import write_fma
 from plait.kernels.cpu.codegen.vec import get_u8, put_u8
 from plait.kernels.cpu.linear.bit_streams import Plane, put_plane
 from plait.kernels.cpu.linear.dense import wide_registers
 from plait.kernels.cpu.linear.layout import LINE, TILE
-from plait.kernels.cpu.linear.packed import Packed, multiply
+from plait.kernels.cpu.linear.packed import PackedWeight, multiply
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import word
 from plait.kernels.cpu.runtime.row_checks import float32_rows
 from plait.kernels.cpu.runtime.tile_memory import room
 from plait.ops.linear import Activations, Packing, linear
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 from plait.quant.codebook import Codebook
 from plait.quant.fp8 import Fp8
-from plait.quant.packed import Kept
+from plait.quant.packed import CachedWeight
 from plait.quant.weight import Weight
 
 PIECE = 1 << 22  # numbers at a time
@@ -97,7 +97,7 @@ def _sums(w: Writer, kept: Records, x: list[Word], n: Word, tile: Word, table: V
             for j, v in enumerate(_weights(w, kept, place, table)):
                 for r, row in enumerate(x):
                     one = w.spread_f32(row + 4 * kept.step * k + 4 * kept.each * i + 4 * j)
-                    now[4 * r + j % 4] = added(w, one, v, now[4 * r + j % 4])
+                    now[4 * r + j % 4] = write_fma(w, one, v, now[4 * r + j % 4])
             return now
 
         inputs = (n - k * kept.step).least(kept.step)
@@ -106,7 +106,7 @@ def _sums(w: Writer, kept: Records, x: list[Word], n: Word, tile: Word, table: V
         joined = [
             w.add(w.add(*parts[4 * r : 4 * r + 2]), w.add(*parts[4 * r + 2 : 4 * r + 4])) for r in range(rows)
         ]
-        return [at + kept.nbytes, *(added(w, a, scale, b) for a, b in zip(joined, found, strict=True))]
+        return [at + kept.nbytes, *(write_fma(w, a, scale, b) for a, b in zip(joined, found, strict=True))]
 
     steps = (n + kept.step - 1) // kept.step
     return w.loop(0, steps, 1, (tile, *[w.zero_f32()] * rows), record)[1:]
@@ -205,7 +205,7 @@ def product(kept: Records) -> Kernel:
         nbytes=kept.nbytes,
         header=kept.header,
     )
-    made: Kernel = generated(f"floats_{kept.bits}_{kept.step}", source).floats_rows
+    made: Kernel = load_generated(f"floats_{kept.bits}_{kept.step}", source).floats_rows
     return made
 
 
@@ -264,11 +264,11 @@ def _codes_and_scales(weight: Weight, kept: Records, start: int, stop: int) -> t
     return codes, scale.masked_fill(damaged.unflatten(1, (-1, kept.step)).any(-1), float("nan"))
 
 
-def pack(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
+def pack(cpu: Executor, weight: Weight | CachedWeight, dtype: torch.dtype) -> PackedWeight:
     """A weight of small floats in tiles, its codes as they are. `dtype` is that of x, float32."""
-    if isinstance(weight, Kept):
+    if isinstance(weight, CachedWeight):
         known = Records(*weight.layout)
-        return Packed(weight.tiles, weight.format, *weight.shape, product(known), 0, layout=known)
+        return PackedWeight(weight.tiles, weight.format, *weight.shape, product(known), 0, layout=known)
     kept, (n_out, n_in) = records_of(weight), weight.shape
     if kept is None or n_in % kept.each:
         raise ShapeMismatch(f"a {weight.format} weight of {[n_out, n_in]} cannot be packed")
@@ -287,13 +287,13 @@ def pack(cpu: Executor, weight: Weight | Kept, dtype: torch.dtype) -> Packed:
         sizes = (codes.stride(0), n_in, stop - start, part, kept.nbytes, kept.step)
         cpu.launch(packer, codes, *sizes, rows=stop - start)
         put_plane(part.view(-1, kept.steps(n_in), kept.nbytes), Plane(kept.codes, 1, scales))
-    return Packed(data, weight.format, n_out, n_in, product(kept), 0, layout=kept)
+    return PackedWeight(data, weight.format, n_out, n_in, product(kept), 0, layout=kept)
 
 
 def apply(
     cpu: Executor,
     x: Tensor,
-    weight: Packed,
+    weight: PackedWeight,
     bias: Tensor | None,
     activations: Activations,
     out: Tensor | None = None,
@@ -302,7 +302,7 @@ def apply(
     return multiply(cpu, x, weight, bias, activations, out)
 
 
-def small_floats(facts: Facts) -> str | None:
+def small_floats(facts: OpFacts) -> str | None:
     """The `when` of eight-bit floats and of tables of sixteen, beside exact activations."""
     kind = str(facts.sizes.get("kind", "plain numbers"))
     found = _FP8.fullmatch(kind)

@@ -15,13 +15,13 @@ from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import Kernel, kernel
 from plait.kernels.cpu.codegen.vec import load_f32, mul, store_f32
 from plait.kernels.cpu.linear.layout import TILE
-from plait.kernels.cpu.linear.packed import Packed, multiply
+from plait.kernels.cpu.linear.packed import PackedWeight, multiply
 from plait.kernels.cpu.pointwise.activation import gelu, gelu_tanh, relu, relu2, silu, swiglu_oai
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.row_checks import float32_rows
 from plait.ops.glu import glu
 from plait.ops.linear import Linear
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 
 # Each takes a tile of the gate, which the result replaces, bytes between its rows, the tile of up, rows 64
 # bytes apart, and how many rows there are.
@@ -82,17 +82,17 @@ JOINS: Mapping[str, Kernel] = MappingProxyType(
 """What a map is told to join gate and up with, by activation."""
 
 
-def join_of(up: Packed, kind: str, gated: bool) -> Kernel | None:
+def join_of(up: PackedWeight, kind: str, gated: bool) -> Kernel | None:
     """What makes one launch of that map and an activation, or None if they are two."""
     whole = gated and up.joins and up.n_out % (2 * TILE) == 0
     return JOINS.get(kind) if whole else None
 
 
-def joined(facts: Facts) -> str | None:
+def why_unjoinable(facts: OpFacts) -> str | None:
     """The `when` of a map that joins: one packed map of whole tiles, and an activation that is known."""
     up, kind = facts.sizes.get("up"), facts["kind"]
     part = up.only_part if isinstance(up, Linear) else None
-    if part is None or not isinstance(part[0], Packed):
+    if part is None or not isinstance(part[0], PackedWeight):
         return "gate and up are not one packed map"
     if not part[0].joins:
         return f"the kernel of these {part[0].kind} weights does not join"
@@ -102,12 +102,16 @@ def joined(facts: Facts) -> str | None:
     return float32_rows(facts)
 
 
-@glu.variant("native", on="cpu", when=joined, native=True)
+@glu.variant("native", on="cpu", when=why_unjoinable, native=True)
 def _glu(
     cpu: Executor, x: Tensor, up: Linear, kind: str, activate: Callable[[Tensor, str, bool], Tensor]
 ) -> Tensor:
     part = up.only_part
-    if part is None or not isinstance(part[0], Packed) or (join := join_of(part[0], kind, True)) is None:
+    if (
+        part is None
+        or not isinstance(part[0], PackedWeight)
+        or (join := join_of(part[0], kind, True)) is None
+    ):
         raise ShapeMismatch(f"a map to {up.n_out} outputs cannot be joined by {kind} in one launch")
     weight, bias, rounding = part
     return multiply(cpu, x, weight, bias, rounding, join=join)

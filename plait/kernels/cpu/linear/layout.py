@@ -170,7 +170,7 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
 """By the name of a GGUF block format."""
 
 
-def grouped(bits: int, group: int, scale: str, zeros: bool) -> Layout | None:
+def grouped_layout(bits: int, group: int, scale: str, zeros: bool) -> Layout | None:
     """The layout of unsigned integers of so many bits under a scale for `group` columns; None: there is none.
 
     scale: "half", "brain" or "float"; zeros: whether groups have zero points of their own.

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.codegen.kernel import Kernel, generated
+from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
 from plait.kernels.cpu.linear.layout import BLOCK, LAYOUTS, TILE, Layout
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.tile_memory import room
@@ -213,11 +213,11 @@ def packer(name: str) -> Kernel:
     ]
     body = [*codes, *planes(layout), *_scales(layout, reader)]
     source = head + "".join(" " * 20 + line + "\n" for line in body)
-    made: Kernel = generated(f"pack_{name.lower()}", source).pack
+    made: Kernel = load_generated(f"pack_{name.lower()}", source).pack
     return made
 
 
-def packed(cpu: Executor, weight: Gguf) -> torch.Tensor:
+def pack_blocks(cpu: Executor, weight: Gguf) -> torch.Tensor:
     """The tiles of a weight, uint8. Outputs and columns that fill up a tile or a step are zeros.
 
     Raises ShapeMismatch for bytes on another device, or whose rows are not dense.

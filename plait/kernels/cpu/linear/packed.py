@@ -30,7 +30,7 @@ from plait.kernels.cpu.codegen.vec import get_i32, get_i64, put_i32, word
 from plait.kernels.cpu.linear.layout import TILE
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
-from plait.kernels.cpu.runtime.row_checks import Rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows
 from plait.ops.linear import Activations
 
 JOINED = 64 * TILE  # bytes of a thread's scratch for a tile of as many rows
@@ -38,7 +38,7 @@ ROUNDINGS: tuple[Activations, ...] = ("float32", "int8", "int8x2")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class PackedWeight:
     """A weight (n_out, n_in) in tiles. `data`: uint8, 64-byte aligned; `kind`: the layout, like "Q4_K"."""
 
     data: Tensor
@@ -92,7 +92,7 @@ def order_columns(frame: int, args: int, thread: int, threads: int) -> None:
 def multiply(
     cpu: Executor,
     x: Tensor,
-    weight: Packed,
+    weight: PackedWeight,
     bias: Tensor | None,
     activations: Activations,
     out: Tensor | None = None,
@@ -109,14 +109,14 @@ def multiply(
     shape = x.shape
     if x.dim() == 3:
         x = x.reshape(-1, shape[-1])
-    a = Rows.of(x)
+    a = TensorRows.of(x)
     if a.width != weight.n_in or (bias is not None and tuple(bias.shape) != (weight.n_out,)):
         raise ShapeMismatch(f"a map of {weight.n_in} -> {weight.n_out} numbers was given rows of {a.width}")
     width = weight.n_out // 2 if join else weight.n_out
     if join and not (weight.joins and width % TILE == 0):
         raise ShapeMismatch(f"{weight.kind} weights of {weight.n_out} outputs are not joined by their kernel")
     out = cpu.empty(a.count, width) if out is None else out.reshape(-1, width)
-    b = Rows.of(out)
+    b = TensorRows.of(out)
     if b.count != a.count:
         raise ShapeMismatch(f"{a.count} rows go in and {b.count} come out")
     if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
@@ -132,7 +132,7 @@ def multiply(
             *(x, a.row_bytes, weight.n_in, weight.order, ordered, *grouping[:2], orders),
             rows=asked,
         )
-        x, a = ordered, Rows.of(ordered)
+        x, a = ordered, TensorRows.of(ordered)
     cpu.launch(
         weight.kernel,
         *(x, a.row_bytes, weight.n_in, weight.data, weight.n_out, bias, out, b.row_bytes),

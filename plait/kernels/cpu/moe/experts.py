@@ -29,14 +29,14 @@ from plait.kernels.cpu.codegen.vec import (
     zero_f32,
 )
 from plait.kernels.cpu.linear.glu import join_of
-from plait.kernels.cpu.linear.packed import Groups, Packed, multiply
+from plait.kernels.cpu.linear.packed import Groups, PackedWeight, multiply
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import barrier, rows_of, word
-from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.ops.activation import activate
 from plait.ops.linear import Activations, Linear
 from plait.ops.moe import experts
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 
 
 @inline
@@ -145,7 +145,7 @@ def weigh_rows(frame: int, args: int, thread: int, threads: int) -> None:
 class Maps:
     """Maps of one shape and storage, one for each expert: what one grouped product goes through."""
 
-    first: Packed
+    first: PackedWeight
     rounding: Activations
     addresses: Tensor  # int64 [experts]
     biases: Tensor | None  # int64 [experts]: addresses of float32 [n_out]
@@ -157,7 +157,7 @@ class Maps:
         parts = [linear.only_part for linear in linears]
         packed, biases, kinds = [], list[Any](), set()
         for e, part in enumerate(parts):
-            if part is None or not isinstance(part[0], Packed):
+            if part is None or not isinstance(part[0], PackedWeight):
                 return f"expert {e} is not one packed map"
             weight, bias, rounding = part
             packed.append(weight)
@@ -201,7 +201,7 @@ class GroupedExperts:
 
     def __init__(self, cpu: Executor) -> None:
         self._cpu = cpu
-        self._activate = activate.bind(Facts("cpu", torch.float32, {}, cpu))[0]
+        self._activate = activate.bind(OpFacts("cpu", torch.float32, {}, cpu))[0]
         self._seen: tuple[Sequence[Linear], Sequence[Linear]] = ([], [])
         self._maps: tuple[Maps, Maps] | str = "there are none"
 
@@ -241,7 +241,7 @@ class GroupedExperts:
         activation: tuple[str, bool],
         shared: Tensor | None,
     ) -> Tensor:
-        cpu, (up, down), rows = self._cpu, maps, Rows.of(x)
+        cpu, (up, down), rows = self._cpu, maps, TensorRows.of(x)
         tokens, k, count = rows.count, index.shape[-1], len(up.addresses)
         _check(x, weight, index, maps, activation, shared)
         pair_bytes = (index.stride(0) * 8, index.stride(1) * 8)
@@ -303,7 +303,7 @@ def _check(
         raise ShapeMismatch(
             f"experts {up.n_in} -> {up.n_out}, {down.n_in} -> {down.n_out} do not fit rows of {x.shape[1]}"
         )
-    if shared is not None and (shared.shape != x.shape or Rows.of(shared).count != len(x)):
+    if shared is not None and (shared.shape != x.shape or TensorRows.of(shared).count != len(x)):
         raise ShapeMismatch(f"the shared expert gave {list(shared.shape)} beside rows of {list(x.shape)}")
 
 

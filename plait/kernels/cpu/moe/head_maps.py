@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.codegen.kernel import Kernel, generated
+from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.ops.heads import map_heads
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 
 _DOTS = '''"""Sixteen dot products at a time."""
 import numpy as np
@@ -90,11 +90,11 @@ def dots() -> str:
 @cache
 def product() -> Kernel:
     """The kernel of plain numbers."""
-    made: Kernel = generated("heads", dots() + _SOURCE).map_rows
+    made: Kernel = load_generated("heads", dots() + _SOURCE).map_rows
     return made
 
 
-def plain(facts: Facts) -> str | None:
+def plain(facts: OpFacts) -> str | None:
     """The `when` of matrices that are plain numbers."""
     kind = facts.sizes.get("kind")
     return float32_rows(facts) if kind is None else f"it reads plain numbers, {kind} stays as it is stored"
@@ -102,7 +102,7 @@ def plain(facts: Facts) -> str | None:
 
 @map_heads.variant("native", on="cpu", when=plain, native=True)
 def _map_heads(cpu: Executor, x: Tensor, weight: Tensor) -> Tensor:
-    rows = Rows.of(x)
+    rows = TensorRows.of(x)
     if weight.dtype != torch.float32 or weight.dim() != 3 or not weight.is_contiguous():
         raise ShapeMismatch(
             f"maps of heads want dense float32 [heads, m, n], got {weight.dtype} {list(weight.shape)}"

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.codegen.kernel import Kernel, generated
-from plait.kernels.cpu.embed.embed import Reader, known_format, reader
+from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
+from plait.kernels.cpu.embed.embed import RowReader, reader, why_unknown_format
 from plait.kernels.cpu.linear.dense import wide_registers
 from plait.kernels.cpu.moe.head_maps import dots
 from plait.kernels.cpu.runtime.executor import Executor, argument
-from plait.kernels.cpu.runtime.row_checks import Rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows
 from plait.ops.heads import HeadRows, map_heads
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 from plait.quant.codebook import Codebook
 from plait.quant.weight import Weight
 
@@ -137,7 +137,7 @@ def product(turned: bool) -> Kernel:
         sums="\n".join(sums), rows=rows, vectors=vectors, start=START, width=WIDTH, count=COUNT,
         head=_HEAD, tile=TILE, words=WORDS,
     )  # fmt: skip
-    module = generated("heads_stored", dots() + source)
+    module = load_generated("heads_stored", dots() + source)
     made: Kernel = module.stored_columns if turned else module.stored_rows
     return made
 
@@ -160,7 +160,7 @@ class Recipes:
     """How one weight is decoded, column piece by column piece."""
 
     words: Tensor  # int64 [pieces, WORDS]
-    readers: Sequence[Reader]
+    readers: Sequence[RowReader]
     held: Sequence[Tensor]  # all that the words point into, the rows' own numbers first
     width: int  # of the widest piece
 
@@ -199,7 +199,7 @@ class StoredHeads:
         """See `ops.heads.map_heads`."""
         if self._seen is None or self._seen[0] is not weight:
             self._seen = weight, Recipes.of(weight)
-        how, rows, (n, m) = self._seen[1], Rows.of(x), weight.widths
+        how, rows, (n, m) = self._seen[1], TensorRows.of(x), weight.widths
         if x.dim() != 3 or (rows.heads, rows.width) != (weight.heads, n):
             raise ShapeMismatch(f"{weight.heads} maps {n} -> {m} were given {list(x.shape)}")
         out = self._cpu.empty(rows.count, weight.heads, m)
@@ -211,9 +211,11 @@ class StoredHeads:
         return out
 
 
-def stored(facts: Facts) -> str | None:
+def why_unstored(facts: OpFacts) -> str | None:
     """The `when` of matrices in storages that are decoded."""
-    return known_format(facts) if "kind" in facts.sizes else "it decodes what is stored, not plain numbers"
+    return (
+        why_unknown_format(facts) if "kind" in facts.sizes else "it decodes what is stored, not plain numbers"
+    )
 
 
-map_heads.variant("native-stored", on="cpu", when=stored, native=True)(StoredHeads)
+map_heads.variant("native-stored", on="cpu", when=why_unstored, native=True)(StoredHeads)

@@ -33,9 +33,9 @@ from plait.kernels.cpu.codegen.vec import (
 )
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, word
-from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.ops.moe import route
-from plait.spec import Router
+from plait.spec import RouterSpec
 
 
 @inline
@@ -170,9 +170,9 @@ def route_rows(frame: int, args: int, thread: int, threads: int) -> None:
 
 @route.variant("native", on="cpu", when=float32_rows, native=True)
 def _route(
-    cpu: Executor, logits: Tensor, bias: Tensor | None, top_k: int, router: Router
+    cpu: Executor, logits: Tensor, bias: Tensor | None, top_k: int, router: RouterSpec
 ) -> tuple[Tensor, Tensor]:
-    rows, n = Rows.of(logits), logits.shape[-1]
+    rows, n = TensorRows.of(logits), logits.shape[-1]
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != (n,) or not bias.is_contiguous()):
         raise ShapeMismatch(f"a router of {n} experts wants {n} float32 biases, got {list(bias.shape)}")
     smallest = 2 if router.group_by == "top2" and router.groups > 1 else 1

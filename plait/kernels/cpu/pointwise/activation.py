@@ -34,9 +34,9 @@ from plait.kernels.cpu.codegen.vec import (
 )
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, word
-from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.ops.activation import activate, gate_rows
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 
 KINDS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid", "swiglu_oai")
 SILU, GELU, GELU_TANH, RELU, RELU2, SIGMOID, SWIGLU_OAI = range(len(KINDS))
@@ -215,7 +215,7 @@ def activate_rows(frame: int, args: int, thread: int, threads: int) -> None:
 
 
 @kernel
-def gated_rows(frame: int, args: int, thread: int, threads: int) -> None:
+def apply_gate_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row stride, gate, its row stride, n, out (dense)."""
     x, x_bytes, gate = word(args, 2), word(args, 3), word(args, 4)
     gate_bytes, n = word(args, 5), word(args, 6)
@@ -233,14 +233,14 @@ def gated_rows(frame: int, args: int, thread: int, threads: int) -> None:
             store_some(to + full, mul(load_some(a + full, left), factor), left)
 
 
-def known_kind(facts: Facts) -> str | None:
+def why_unknown_kind(facts: OpFacts) -> str | None:
     kind = facts.sizes.get("kind", KINDS[0])
     return float32_rows(facts) if kind in KINDS else f"it does not know the activation {kind!r}"
 
 
-@activate.variant("native", on="cpu", when=known_kind, native=True)
+@activate.variant("native", on="cpu", when=why_unknown_kind, native=True)
 def _activate(cpu: Executor, x: Tensor, kind: str, gated: bool) -> Tensor:
-    rows = Rows.of(x)
+    rows = TensorRows.of(x)
     if kind not in KINDS or (gated and rows.width % 2) or (kind == "swiglu_oai" and not gated):
         raise ShapeMismatch(f"{kind} of rows of {rows.width} numbers{', gate and up' if gated else ''}")
     n = rows.width // 2 if gated else rows.width
@@ -252,11 +252,11 @@ def _activate(cpu: Executor, x: Tensor, kind: str, gated: bool) -> Tensor:
 
 @gate_rows.variant("native", on="cpu", when=float32_rows, native=True)
 def _gate_rows(cpu: Executor, x: Tensor, gate: Tensor) -> Tensor:
-    a = Rows.of(x)
+    a = TensorRows.of(x)
     if gate.dtype != torch.float32 or x.dim() != 2 or gate.shape != (a.count, 1):
         raise ShapeMismatch(
             f"{a.count} rows want as many float32 gates [T, 1], got {gate.dtype} {list(gate.shape)}"
         )
     out = cpu.empty(*x.shape)
-    cpu.launch(gated_rows, x, a.row_bytes, gate, 4 * gate.stride(0), a.width, out, rows=a.count)
+    cpu.launch(apply_gate_rows, x, a.row_bytes, gate, 4 * gate.stride(0), a.width, out, rows=a.count)
     return out

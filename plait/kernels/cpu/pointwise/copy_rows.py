@@ -12,7 +12,7 @@ from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.vec import get_i64, load_f32, load_some, store_f32, store_some
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, word
-from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.ops.rows import join, take_rows
 
 
@@ -28,7 +28,7 @@ def _copy(source: Int, to: Int, n: Int) -> None:
 
 
 @kernel
-def taken_rows(frame: int, args: int, thread: int, threads: int) -> None:
+def gather_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row and head strides, heads, n, index (int64), out (dense)."""
     x, row_bytes, head_bytes = word(args, 2), word(args, 3), word(args, 4)
     heads, n = word(args, 5), word(args, 6)
@@ -40,7 +40,7 @@ def taken_rows(frame: int, args: int, thread: int, threads: int) -> None:
 
 
 @kernel
-def joined_rows(frame: int, args: int, thread: int, threads: int) -> None:
+def concat_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """a, its row and head strides, n, b, its row and head strides, m, heads, out (dense)."""
     a, a_row, a_head, n = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
     b, b_row, b_head, m = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
@@ -54,21 +54,21 @@ def joined_rows(frame: int, args: int, thread: int, threads: int) -> None:
 
 @take_rows.variant("native", on="cpu", when=float32_rows, native=True)
 def _take_rows(cpu: Executor, x: Tensor, index: Tensor) -> Tensor:
-    rows = Rows.of(x)
+    rows = TensorRows.of(x)
     if index.dtype != torch.int64 or index.dim() != 1 or not index.is_contiguous():
         raise ShapeMismatch(f"row numbers must be dense int64 [L], got {index.dtype} {list(index.shape)}")
     out = cpu.empty(index.shape[0], *x.shape[1:])
     where = (x, *rows.strides, rows.heads, rows.width)
-    cpu.launch(taken_rows, *where, index, out, rows=index.shape[0])
+    cpu.launch(gather_rows, *where, index, out, rows=index.shape[0])
     return out
 
 
 @join.variant("native", on="cpu", when=float32_rows, native=True)
 def _join(cpu: Executor, a: Tensor, b: Tensor) -> Tensor:
-    left, right = Rows.of(a), Rows.of(b)
+    left, right = TensorRows.of(a), TensorRows.of(b)
     if a.shape[:-1] != b.shape[:-1]:
         raise ShapeMismatch(f"rows of {list(a.shape)} and {list(b.shape)} cannot be joined")
     out = cpu.empty(*a.shape[:-1], left.width + right.width)
     parts = (a, *left.strides, left.width, b, *right.strides, right.width)
-    cpu.launch(joined_rows, *parts, left.heads, out, rows=left.count)
+    cpu.launch(concat_rows, *parts, left.heads, out, rows=left.count)
     return out

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.codegen.kernel import Kernel, generated, inline
+from plait.kernels.cpu.codegen.kernel import Kernel, inline, load_generated
 from plait.kernels.cpu.codegen.kinds import Float, Floats
 from plait.kernels.cpu.codegen.maths import sigmoid, tanh
 from plait.kernels.cpu.codegen.vec import add, div, mul, spread, where_less, zero_f32
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.ops.activation import combine, gate, rescale
 from plait.ops.elementwise import Numbers, elementwise_op
 from plait.ops.product import multiply
@@ -69,7 +69,7 @@ def kernel_of(name: str, lanes: Callable[..., Any], tensors: int, numbers: int) 
         whole=", ".join([*(f"load_f32({x}_at + at)" for x in at), *values]),
         some=", ".join([*(f"load_some({x}_at + full, left)" for x in at), *values]),
     )
-    module = generated(f"elementwise_{name}", source)
+    module = load_generated(f"elementwise_{name}", source)
     # Machine code goes by this name, and no two functions may share one.
     lanes.__name__ = lanes.__qualname__ = f"{name}_lanes"
     module.__dict__["lanes"] = inline(lanes)
@@ -92,7 +92,7 @@ def native(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Tensor]]:
         @op.variant("native", on="cpu", when=float32_rows, native=True)
         def run(cpu: Executor, *args: Any) -> Tensor:
             given, numbers = args[:tensors], [float(value or 0.0) for value in args[tensors:]]
-            x, rows = given[0], [Rows.of(tensor) for tensor in given]
+            x, rows = given[0], [TensorRows.of(tensor) for tensor in given]
             if any(tensor.shape != x.shape for tensor in given):
                 raise ShapeMismatch(f"{op.name} wants one shape, got {[list(t.shape) for t in given]}")
             out = cpu.empty(*x.shape)

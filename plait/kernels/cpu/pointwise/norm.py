@@ -28,7 +28,7 @@ from plait.kernels.cpu.codegen.vec import (
 )
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, word
-from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.ops.norm import add_rms_norm, layer_norm, rms_norm
 
 
@@ -181,7 +181,7 @@ def _check(name: str, vector: Tensor, n: int, groups: int = 1) -> None:
 
 @rms_norm.variant("native", on="cpu", when=float32_rows, native=True)
 def _rms_norm(cpu: Executor, x: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
-    rows = Rows.of(x)
+    rows = TensorRows.of(x)
     _check("weight", weight, rows.width, groups)
     out = cpu.empty(*x.shape)
     where = (x, *rows.strides, rows.heads, groups, rows.width // groups)
@@ -193,7 +193,7 @@ def _rms_norm(cpu: Executor, x: Tensor, weight: Tensor, eps: float, groups: int 
 def _add_rms_norm(
     cpu: Executor, x: Tensor, delta: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    a, b = Rows.of(x), Rows.of(delta)
+    a, b = TensorRows.of(x), TensorRows.of(delta)
     _check("weight", weight, a.width)
     if x.shape != delta.shape or x.dim() != 2:
         raise ShapeMismatch(f"[T, n] and its like are added, got {list(x.shape)} and {list(delta.shape)}")
@@ -207,7 +207,7 @@ def _add_rms_norm(
 def _layer_norm(
     cpu: Executor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, groups: int = 1
 ) -> Tensor:
-    rows = Rows.of(x)
+    rows = TensorRows.of(x)
     _check("weight", weight, rows.width, groups)
     if bias is not None:
         _check("bias", bias, rows.width)

@@ -45,9 +45,9 @@ from plait.kernels.cpu.codegen.vec import (
     zero_i32,
 )
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.frame import barrier, rows_of, scratch_of, shared_of, word
-from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
-from plait.ops import sample as ops
+from plait.kernels.cpu.runtime.frame import barrier, common_scratch, rows_of, scratch_of, word
+from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
+from plait.ops import sample
 
 BLOCK = 512  # floats whose largest is found before anybody asks where it is
 GROUP = 64  # floats that are looked at one by one only if their largest can matter
@@ -127,7 +127,7 @@ def largest_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row stride, vocab, ids (int64), values (float32): every row is shared out to all threads."""
     x, row_bytes, vocab = word(args, 2), word(args, 3), word(args, 4)
     ids, values = word(args, 5), word(args, 6)
-    rows, found = rows_of(frame, args), shared_of(frame)
+    rows, found = rows_of(frame, args), common_scratch(frame)
     first = vocab // 16 * thread // threads * 16
     last = vocab if thread == threads - 1 else vocab // 16 * (thread + 1) // threads * 16
     for r in range(rows):
@@ -160,7 +160,7 @@ def _sort(values: Int, ids: Int, spare: Int, count: Int) -> None:
     """Falling values, equal ones in the order they came in: a radix sort, which guesses no branches.
 
     Values and ids have room for as many as the vocabulary has, and so has `spare`, the other place of every
-    pass; what lies behind the ids counts 256 digits (`drawn_rows` lays it out).
+    pass; what lies behind the ids counts 256 digits (`draw_rows` lays it out).
     """
     size = ids - values
     counts = ids + size
@@ -275,7 +275,7 @@ def _mass(x: Int, vocab: Int, top: Float, temperature: Float, memory: Int) -> fl
 
 
 @inline
-def _chosen(weights: Int, count: Int, target: Float) -> Int:
+def _choose_first(weights: Int, count: Int, target: Float) -> Int:
     """The first whose weights up to it exceed `target`; else the last that has any."""
     mass = 0.0
     last: Int = np.int64(0)
@@ -310,7 +310,7 @@ def _draw_of_top(x: Int, vocab: Int, k: Int, settings: Settings, memory: Memory)
             break
         mass += weight
         kept += 1
-    return get_i32(ids + 4 * _chosen(weights, kept, uniform * mass))
+    return get_i32(ids + 4 * _choose_first(weights, kept, uniform * mass))
 
 
 @inline
@@ -345,11 +345,11 @@ def _draw_of_all(x: Int, vocab: Int, settings: Settings, memory: Memory) -> Int:
         if not cut and mass > uniform * total:
             break
     target = uniform * (mass if cut else total)
-    return get_i32(ids + 4 * _chosen(weights, kept, target))
+    return get_i32(ids + 4 * _choose_first(weights, kept, target))
 
 
 @kernel
-def drawn_rows(frame: int, args: int, thread: int, threads: int) -> None:
+def draw_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row stride, vocab, temperature, top_k, top_p, min_p, uniform, ids: float64 and int64."""
     x, row_bytes, vocab = word(args, 2), word(args, 3), word(args, 4)
     heat, top_k = word(args, 5), word(args, 6)
@@ -366,14 +366,14 @@ def drawn_rows(frame: int, args: int, thread: int, threads: int) -> None:
             put_i64(out + at, np.int64(_draw_of_all(row, vocab, settings, memory)))
 
 
-def _rows(logits: Tensor) -> Rows:
-    rows = Rows.of(logits)
+def _rows(logits: Tensor) -> TensorRows:
+    rows = TensorRows.of(logits)
     if logits.dim() != 2 or rows.width == 0:
         raise ShapeMismatch(f"logits must be [L, vocab] of at least one token, got {list(logits.shape)}")
     return rows
 
 
-@ops.largest.variant("native", on="cpu", when=float32_rows, native=True)
+@sample.largest.variant("native", on="cpu", when=float32_rows, native=True)
 def _largest(cpu: Executor, logits: Tensor) -> tuple[Tensor, Tensor]:
     rows = _rows(logits)
     ids, values = cpu.empty(rows.count, dtype=torch.int64), cpu.empty(rows.count)
@@ -382,7 +382,7 @@ def _largest(cpu: Executor, logits: Tensor) -> tuple[Tensor, Tensor]:
     return ids, values
 
 
-@ops.sample.variant("native", on="cpu", when=float32_rows, native=True)
+@sample.sample.variant("native", on="cpu", when=float32_rows, native=True)
 def _sample(
     cpu: Executor,
     logits: Tensor,
@@ -399,7 +399,7 @@ def _sample(
     settings = (temperature, top_k, top_p, min_p, uniform)
     where = (logits, rows.row_bytes, rows.width)
     scratch = -(-16 * rows.width // 64) * 64 + 1024  # whole cache lines, and the counts of a sort
-    cpu.launch(drawn_rows, *where, *settings, out, rows=rows.count, scratch=scratch)
+    cpu.launch(draw_rows, *where, *settings, out, rows=rows.count, scratch=scratch)
     return out
 
 

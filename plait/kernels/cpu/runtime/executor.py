@@ -43,10 +43,29 @@ from plait.errors import CannotRecord, EngineError
 from plait.kernels.cpu.codegen.kernel import Kernel, entry, inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.vec import atomic_add, atomic_get, atomic_put, call_kernel, get_i64, pause
-from plait.kernels.cpu.runtime import frame as layout
-from plait.kernels.cpu.runtime.frame import LEAVE, PATIENCE, WAITED, barrier
+from plait.kernels.cpu.runtime.frame import (
+    COUNTERS,
+    LEAVE,
+    LOGITS,
+    PATIENCE,
+    SCRATCH,
+    SCRATCH_SIZE,
+    SEQS,
+    SHARED,
+    SLEEPERS,
+    SPINS,
+    SYNC,
+    TOKENS,
+    TURN,
+    WAIT,
+    WAITED,
+    WAKE,
+    WORDS,
+    WORK,
+    barrier,
+)
 from plait.kernels.cpu.runtime.next_step import follow_rows
-from plait.kernels.cpu.runtime.thread_count import Pace
+from plait.kernels.cpu.runtime.thread_count import ThreadTuner
 from plait.kernels.cpu.runtime.thread_wait import (
     FUTEX,
     atomic_add_i64,
@@ -105,11 +124,11 @@ def _play(frame: Int, table: Int, count: Int, thread: Int, threads: Int, number:
 def wait_for_turn(sync: int, turn: int, _: int, __: int) -> None:
     """Sleep at a barrier until its turn is over; for how long, with the spins before, is added up."""
     began = clock()
-    while atomic_get(sync + layout.TURN) == turn:
+    while atomic_get(sync + TURN) == turn:
         if HAS_FUTEX:
-            atomic_add(sync + layout.SLEEPERS, np.int32(1))
-            futex(sync + layout.TURN, np.int32(128), np.int32(turn))
-            atomic_add(sync + layout.SLEEPERS, np.int32(-1))
+            atomic_add(sync + SLEEPERS, np.int32(1))
+            futex(sync + TURN, np.int32(128), np.int32(turn))
+            atomic_add(sync + SLEEPERS, np.int32(-1))
         else:
             give_way()
     atomic_add_i64(sync + WAITED, (clock() - began) // 1000 + SPUN_US)
@@ -119,7 +138,7 @@ def wait_for_turn(sync: int, turn: int, _: int, __: int) -> None:
 def wake_sleepers(sync: int, _: int, __: int, ___: int) -> None:
     """Wake who sleeps at a barrier; its turn has been counted up."""
     if HAS_FUTEX:
-        futex(sync + layout.TURN, np.int32(129), np.int32(1 << 20))
+        futex(sync + TURN, np.int32(129), np.int32(1 << 20))
 
 
 @inline
@@ -200,7 +219,7 @@ def _stop(mailbox: Any, threads: int) -> None:
     _ring.call(mailbox.ctypes.data, threads)
 
 
-def aligned(nbytes: int, boundary: int = LINE) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def allocate_aligned(nbytes: int, boundary: int = LINE) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Bytes that start at a multiple of `boundary`, not initialised."""
     raw = np.empty(nbytes + boundary, np.uint8)
     start = -raw.ctypes.data % boundary
@@ -208,7 +227,7 @@ def aligned(nbytes: int, boundary: int = LINE) -> np.ndarray[Any, np.dtype[np.ui
 
 
 @dataclass(slots=True)
-class Program:
+class RecordedProgram:
     """A recorded step. `table`: (kernel address, arguments address) of each launch, in order."""
 
     tokens: int  # capacities: the sizes that stand for "as many as the step has"
@@ -221,7 +240,7 @@ class Program:
     table: Any = None
     address: int = 0  # of the table
 
-    def sealed(self) -> Program:
+    def sealed(self) -> RecordedProgram:
         self.table = np.array(self.entries or [0, 0], np.int64)
         self.address = self.table.ctypes.data
         return self
@@ -243,7 +262,7 @@ class Arena:
         return view
 
     def _made(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        block = aligned(nbytes)
+        block = allocate_aligned(nbytes)
         start = int(block.ctypes.data)
         self._kept.append(block)
         self._spans.append((start, start + max(nbytes, 1)))
@@ -262,20 +281,20 @@ class Executor:
         self.threads = threads
         self.prefill = prefill  # what variants of linear maps may ask: "bf16" allows other sums in long steps
         self._lock = threading.RLock()
-        self._small, self._large = Pace(threads, 0.002 * threads), Pace(threads, 0.25 * threads)
-        self._program: Program | None = None
+        self._small, self._large = ThreadTuner(threads, 0.002 * threads), ThreadTuner(threads, 0.25 * threads)
+        self._program: RecordedProgram | None = None
         self._arena: Arena | None = None
-        self._frame = np.zeros(layout.WORDS, np.int64)
-        self._sync, self._mailbox = aligned(LINE * 8), aligned(ASLEEP + LINE * threads)
+        self._frame = np.zeros(WORDS, np.int64)
+        self._sync, self._mailbox = allocate_aligned(LINE * 8), allocate_aligned(ASLEEP + LINE * threads)
         self._sync[:], self._mailbox[:] = 0, 0
         self._waited = self._sync[WAITED : WAITED + 16].view(np.int64)  # and the patience
-        self._sync[layout.SPINS : layout.SPINS + 4].view(np.int32)[0] = BARRIER_SPINS
+        self._sync[SPINS : SPINS + 4].view(np.int32)[0] = BARRIER_SPINS
         self._mailbox[NAP : NAP + 16].view(np.int64)[:] = (0, 200_000)
-        self._frame[layout.SYNC] = self._sync.ctypes.data
-        self._frame[layout.WAIT], self._frame[layout.WAKE] = wait_for_turn.address, wake_sleepers.address
-        self._counters = int(self._sync.ctypes.data) + layout.COUNTERS
-        self._frame[layout.WORK] = self._counters
-        self._scratch, self._shared = aligned(0), aligned(0)
+        self._frame[SYNC] = self._sync.ctypes.data
+        self._frame[WAIT], self._frame[WAKE] = wait_for_turn.address, wake_sleepers.address
+        self._counters = int(self._sync.ctypes.data) + COUNTERS
+        self._frame[WORK] = self._counters
+        self._scratch, self._shared = allocate_aligned(0), allocate_aligned(0)
         self._one = np.zeros(2, np.int64)
         self._one_address = self._one.ctypes.data
         self._words = {
@@ -326,24 +345,24 @@ class Executor:
         if self._program is not None:
             self._record(self._program, kernel, words, args, rows, (scratch, shared))
             return
-        words[0], words[1] = 8 * layout.TOKENS, self._counters
+        words[0], words[1] = 8 * TOKENS, self._counters
         array = np.array(words, np.int64)
         with self._lock:
             self._grow(scratch, shared)
-            self._frame[layout.TOKENS], self._frame[layout.SEQS] = rows, seqs
+            self._frame[TOKENS], self._frame[SEQS] = rows, seqs
             self._one[:] = kernel.address, array.ctypes.data
             self._waited[:] = 0, 0  # one launch: no rest of it could be played alone
             self._play(self._one_address, 1, threads=self._small.threads if rows <= SMALL else None)
 
     def run(
         self,
-        program: Program,
+        program: RecordedProgram,
         *,
         tokens: int,
         logits: int,
         seqs: int,
         steps: int = 1,
-        between: Program | None = None,
+        between: RecordedProgram | None = None,
     ) -> None:
         """Replay a recorded step for this many tokens, rows of logits and sequences.
 
@@ -351,7 +370,7 @@ class Executor:
         """
         with self._lock:
             self._grow(program.scratch, program.shared)
-            self._frame[layout.TOKENS : layout.SEQS + 1] = tokens, logits, seqs
+            self._frame[TOKENS : SEQS + 1] = tokens, logits, seqs
             posts = steps, between.address if between else 0
             # Long steps differ in length: they are compared by token, with others of about as many.
             is_small = tokens <= SMALL
@@ -364,17 +383,17 @@ class Executor:
             waited = int(self._waited[0]) / 1e6 / max(threads - 1, 1)
             pace.observe(kind, steps if is_small else tokens, now - started, waited, now)
 
-    def following(self, tokens: int, logits: int, *args: Any) -> Program:
+    def following(self, tokens: int, logits: int, *args: Any) -> RecordedProgram:
         """What `run` takes as `between`; its arguments are those of `follow_rows`."""
         with self.recording(tokens, logits) as program:
             self.launch(follow_rows, *args, rows=logits)
         return program
 
     @contextmanager
-    def recording(self, tokens: int, logits: int) -> Iterator[Program]:
+    def recording(self, tokens: int, logits: int) -> Iterator[RecordedProgram]:
         """Keep launches instead of running them. First dimensions `tokens`, `logits` mean the step's own."""
         with self._lock:
-            program = Program(tokens, logits)
+            program = RecordedProgram(tokens, logits)
             self._program, self._arena = program, Arena(program.kept)
             try:
                 yield program
@@ -387,9 +406,15 @@ class Executor:
         return self._program is not None
 
     def _record(
-        self, program: Program, kernel: Kernel, words: list[int], args: Any, rows: int, need: tuple[int, int]
+        self,
+        program: RecordedProgram,
+        kernel: Kernel,
+        words: list[int],
+        args: Any,
+        rows: int,
+        need: tuple[int, int],
     ) -> None:
-        places: Mapping[int, int] = {program.tokens: layout.TOKENS, program.logits: layout.LOGITS}
+        places: Mapping[int, int] = {program.tokens: TOKENS, program.logits: LOGITS}
         if rows not in places:
             raise CannotRecord(
                 f"{kernel.name} works on {rows} rows, which is neither tokens nor rows of logits"
@@ -407,12 +432,12 @@ class Executor:
 
     def _grow(self, scratch: int, shared: int) -> None:
         frame, each = self._frame, -(-scratch // LINE) * LINE
-        if frame[layout.SCRATCH_SIZE] < each:
-            self._scratch = aligned(each * self.threads)
-            frame[layout.SCRATCH], frame[layout.SCRATCH_SIZE] = self._scratch.ctypes.data, each
+        if frame[SCRATCH_SIZE] < each:
+            self._scratch = allocate_aligned(each * self.threads)
+            frame[SCRATCH], frame[SCRATCH_SIZE] = self._scratch.ctypes.data, each
         if self._shared.nbytes < shared:
-            self._shared = aligned(shared)
-            frame[layout.SHARED] = self._shared.ctypes.data
+            self._shared = allocate_aligned(shared)
+            frame[SHARED] = self._shared.ctypes.data
 
     def _play(
         self, table: int, count: int, steps: tuple[int, int] = (1, 0), threads: int | None = None

@@ -65,6 +65,6 @@ def scratch_of(frame: Int, thread: Int) -> int:
 
 
 @inline
-def shared_of(frame: Int) -> int:
+def common_scratch(frame: Int) -> int:
     """The address of scratch memory that all threads share during one launch."""
     return get_i64(frame + 48)

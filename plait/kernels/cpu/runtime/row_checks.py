@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TensorRows:
     """A tensor [count, width] or [count, heads, width] whose last dimension is dense; strides in bytes."""
 
     count: int
@@ -22,7 +22,7 @@ class Rows:
     head_bytes: int
 
     @classmethod
-    def of(cls, x: Tensor, dtype: torch.dtype = torch.float32) -> Rows:
+    def of(cls, x: Tensor, dtype: torch.dtype = torch.float32) -> TensorRows:
         """Raises ShapeMismatch if a kernel would misread x."""
         if x.dtype != dtype or x.dim() not in (2, 3) or (x.shape[-1] > 1 and x.stride(-1) != 1):
             raise ShapeMismatch(
@@ -38,6 +38,6 @@ class Rows:
         return self.row_bytes, self.head_bytes
 
 
-def float32_rows(facts: Facts) -> str | None:
+def float32_rows(facts: OpFacts) -> str | None:
     """The `when` of kernels that compute in float32 and nothing else."""
     return None if facts.dtype == torch.float32 else f"it computes in float32, not in {facts.dtype}"

@@ -22,7 +22,7 @@ class Took(NamedTuple):
     at: float
 
 
-class Pace:
+class ThreadTuner:
     """The number of threads for steps of one sort, small ones or large ones.
 
     A thread that has lost its core keeps all others waiting at the next barrier, for a scheduler's slice each

@@ -13,7 +13,7 @@ from plait.kernels.cpu.runtime.executor import HUGE, LINE
 ROOM = 32 << 20  # bytes that small weights share
 
 
-def mapped(nbytes: int) -> Tensor:
+def map_memory(nbytes: int) -> Tensor:
     """Memory of the system, zeros, uint8; it starts where a large page may."""
     # Private memory: of what could be shared, systems give no large pages unless they are told to.
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -34,15 +34,15 @@ class Rooms:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._chunk, self._used = mapped(0), 0
+        self._chunk, self._used = map_memory(0), 0
 
     def take(self, nbytes: int) -> Tensor:
         """Bytes that are 0, uint8, at a multiple of LINE."""
         if nbytes > ROOM // 4:
-            return mapped(nbytes)
+            return map_memory(nbytes)
         with self._lock:
             if self._used + nbytes > self._chunk.numel():
-                self._chunk, self._used = mapped(ROOM), 0
+                self._chunk, self._used = map_memory(ROOM), 0
             start = self._used
             self._used += -(-nbytes // LINE) * LINE
             return self._chunk[start : start + nbytes]

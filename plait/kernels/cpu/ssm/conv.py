@@ -26,7 +26,7 @@ from plait.kernels.cpu.codegen.vec import (
 )
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import SEQS, scratch_of, word
-from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.ops.conv import causal_conv
 
 CHANNELS = 128  # that are done together: some lines of a row, and their taps
@@ -190,7 +190,7 @@ def _causal_conv(
     has_history: Tensor,
     activation: str | None = "silu",
 ) -> Tensor:
-    rows, (channels, width) = Rows.of(x), weight.shape
+    rows, (channels, width) = TensorRows.of(x), weight.shape
     if x.dim() != 2 or rows.width != channels or tail.shape[1:] != (width - 1, channels):
         raise ShapeMismatch(
             f"a convolution of weight {list(weight.shape)} wants x [T, {channels}] and a tail [slots, "
@@ -198,7 +198,7 @@ def _causal_conv(
         )
     if activation not in ("silu", None):
         raise ShapeMismatch(f"a convolution is followed by 'silu' or None, not by {activation!r}")
-    memory, where = Rows.of(tail), Sequences.of(slots, query_start, has_history)
+    memory, where = TensorRows.of(tail), Sequences.of(slots, query_start, has_history)
     dense("weight", weight, channels, width)
     if bias is not None:
         dense("bias", bias, channels)

@@ -35,7 +35,7 @@ from plait.kernels.cpu.codegen.vec import (
 )
 from plait.kernels.cpu.runtime.executor import LINE, Executor
 from plait.kernels.cpu.runtime.frame import SEQS, scratch_of, word
-from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.kernels.cpu.ssm.conv import Sequences, dense
 from plait.ops.delta import EPS, gated_delta_scan
 
@@ -251,15 +251,24 @@ def _gated_delta_scan(
         raise ShapeMismatch(f"a delta scan of v {list(v.shape)} wants beta [T, H], got {list(beta.shape)}")
     dense("A", A, heads)
     dense("a slot's state", state[0], heads, n, dim)
-    where, steps = Sequences.of(slots, query_start, has_history), Rows.of(step)
+    where, steps = Sequences.of(slots, query_start, has_history), TensorRows.of(step)
     step_head = steps.head_bytes if each else 4
-    strided = [word for m in (q, k, v) for word in (m, *Rows.of(m).strides)]
+    strided = [word for m in (q, k, v) for word in (m, *TensorRows.of(m).strides)]
     row = -(-4 * n // LINE) * LINE
     out = cpu.empty(count, heads, dim)
     cpu.launch(
         delta_columns,
         *(heads, heads // keys, keys, tiled, n, dim, *strided),
-        *(step, steps.row_bytes, step_head, not each, A, beta, Rows.of(beta).row_bytes, float(beta_scale)),
+        *(
+            step,
+            steps.row_bytes,
+            step_head,
+            not each,
+            A,
+            beta,
+            TensorRows.of(beta).row_bytes,
+            float(beta_scale),
+        ),
         *(state, 4 * state.stride(0), *where.words, out),
         rows=count,
         seqs=len(slots),

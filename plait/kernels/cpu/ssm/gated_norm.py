@@ -26,7 +26,7 @@ from plait.kernels.cpu.codegen.vec import (
 )
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, word
-from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.ops.activation import step_sizes
 from plait.ops.gated_norm import gated_rms_norm
 
@@ -53,7 +53,7 @@ def _gated_row(x: Int, gate: Int, weight: Int, eps: Float, n: Int, norm_first: I
 
 
 @kernel
-def gated_rows(frame: int, args: int, thread: int, threads: int) -> None:
+def norm_gated_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row stride, gate, its row stride, weight or 0, eps, groups, n of one, norm first, out (dense).
 
     Without a weight a row may be cut: groups then are pieces of any size, the last one shorter (n of all)."""
@@ -85,14 +85,14 @@ def _gated_rms_norm(
     groups: int = 1,
     norm_before_gate: bool = False,
 ) -> Tensor:
-    a, b = Rows.of(x), Rows.of(gate)
+    a, b = TensorRows.of(x), TensorRows.of(gate)
     width = a.width
     if x.dim() != 2 or x.shape != gate.shape or width % groups:
         raise ShapeMismatch(
             f"a gated norm in {groups} groups wants x and gate of one shape [T, n], n a multiple of that; "
             f"got {list(x.shape)} and {list(gate.shape)}"
         )
-    if weight is not None and Rows.of(weight[None]).width != width:
+    if weight is not None and TensorRows.of(weight[None]).width != width:
         raise ShapeMismatch(f"a gated norm of {width} wants as many weights, got {list(weight.shape)}")
     size = width // groups
     if weight is None:  # nothing is summed: a row may be cut anywhere, for all threads to have a piece
@@ -100,7 +100,7 @@ def _gated_rms_norm(
         groups = -(-width // size)
     out = cpu.empty(a.count, width)
     cpu.launch(
-        *(gated_rows, x, a.row_bytes, gate, b.row_bytes, weight, float(eps), groups, size),
+        *(norm_gated_rows, x, a.row_bytes, gate, b.row_bytes, weight, float(eps), groups, size),
         *(norm_before_gate, out, width),
         rows=a.count,
     )
@@ -150,8 +150,8 @@ def step_rows(frame: int, args: int, thread: int, threads: int) -> None:
 
 @step_sizes.variant("native", on="cpu", when=float32_rows, native=True)
 def _step_sizes(cpu: Executor, dt: Tensor, bias: Tensor | None, low: float, high: float) -> Tensor:
-    rows = Rows.of(dt)
-    if dt.dim() != 2 or (bias is not None and Rows.of(bias[None]).width != rows.width):
+    rows = TensorRows.of(dt)
+    if dt.dim() != 2 or (bias is not None and TensorRows.of(bias[None]).width != rows.width):
         raise ShapeMismatch(
             f"step sizes want dt [T, H] and a bias [H]; got {list(dt.shape)} and "
             f"{None if bias is None else list(bias.shape)}"

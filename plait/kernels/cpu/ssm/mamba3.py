@@ -27,10 +27,10 @@ from plait.kernels.cpu.codegen.vec import (
     total,
     zero_f32,
 )
-from plait.kernels.cpu.linear.packed import Groups, Packed, multiply
+from plait.kernels.cpu.linear.packed import Groups, PackedWeight, multiply
 from plait.kernels.cpu.runtime.executor import LINE, Executor
 from plait.kernels.cpu.runtime.frame import SEQS, rows_of, scratch_of, word
-from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.kernels.cpu.ssm.conv import Sequences, dense
 from plait.ops.linear import Linear
 from plait.ops.mamba3 import mamba3_scan, map_each_head, norm_for_heads
@@ -51,7 +51,7 @@ def _copy(source: Int, to: Int, n: Int) -> None:
 
 
 @inline
-def _turned(b: Int, c: Int, n: Int, theta: Int, step: Float, angle: Int, to_b: Int, to_c: Int) -> None:
+def _rotate_pairs(b: Int, c: Int, n: Int, theta: Int, step: Float, angle: Int, to_b: Int, to_c: Int) -> None:
     """Copies of B and C, their pairs turned by the angle, which moves on first.
 
     The angle is rounded and kept below a full turn at every token: how a prompt is cut changes nothing.
@@ -128,7 +128,7 @@ def mamba3_heads(frame: int, args: int, thread: int, threads: int) -> None:
             gamma, beta = share * step, (np.float32(1.0) - share) * step * get_f32(now)
             turn = theta + t * theta_bytes + head * theta_head if theta != 0 else np.int64(0)
             ub, uc = b + t * b_bytes + head * b_head, c + t * c_bytes + head * c_head
-            _turned(ub, uc, n, turn, step, turned, now_b, now_c)
+            _rotate_pairs(ub, uc, n, turn, step, turned, now_b, now_c)
             for p in range(dim):
                 u = get_f32(x + t * x_bytes + head * x_head + 4 * p)
                 v, w = spread(gamma * u), spread(beta * get_f32(old_x + 4 * p))
@@ -161,7 +161,7 @@ def _mamba3_scan(
 ) -> Tensor:
     """`num_decodes` and `chunk_size` change from step to step, and nothing here depends on them."""
     (count, heads, dim), size = x.shape, B.shape[-1]
-    rows, where = [Rows.of(m) for m in (x, B, C)], Sequences.of(slots, query_start, has_history)
+    rows, where = [TensorRows.of(m) for m in (x, B, C)], Sequences.of(slots, query_start, has_history)
     turns = theta is not None and angle is not None
     halves = (count, heads, size // 2)
     if (
@@ -183,15 +183,15 @@ def _mamba3_scan(
     turning: tuple[object, ...] = (None, 0, 0)
     if theta is not None and angle is not None:
         dense("a slot's angle", angle[0], heads, size // 2)
-        turning = (theta, *Rows.of(theta).strides)
+        turning = (theta, *TensorRows.of(theta).strides)
     out = cpu.empty(count, heads, dim)
     strided = [word for m, r in zip((x, B, C), rows, strict=True) for word in (m, *r.strides)]
     kept = (state, angle if turns else None, prev_b, prev_x)
     places = [word for m in kept for word in (m, 0 if m is None else 4 * m.stride(0))]
     cpu.launch(
         mamba3_heads,
-        *(heads, dim, size, *strided, dt, Rows.of(dt).row_bytes, blend),
-        *(Rows.of(blend).row_bytes, *turning, A, D, *places, *where.words, out),
+        *(heads, dim, size, *strided, dt, TensorRows.of(dt).row_bytes, blend),
+        *(TensorRows.of(blend).row_bytes, *turning, A, D, *places, *where.words, out),
         rows=count,
         seqs=len(slots),
         scratch=2 * (-(-4 * size // LINE) * LINE) + LINE,
@@ -200,7 +200,7 @@ def _mamba3_scan(
 
 
 @kernel
-def normed_heads(frame: int, args: int, thread: int, threads: int) -> None:
+def norm_heads(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row and group strides, groups, heads of each, n, weight, bias (dense), eps, out (dense)."""
     x, row_bytes, group_bytes, groups = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
     heads, n, weight, bias = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
@@ -222,7 +222,7 @@ def normed_heads(frame: int, args: int, thread: int, threads: int) -> None:
 
 @norm_for_heads.variant("native", on="cpu", when=float32_rows, native=True)
 def _norm_for_heads(cpu: Executor, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    rows, heads = Rows.of(x), len(bias)
+    rows, heads = TensorRows.of(x), len(bias)
     if x.dim() != 3 or heads % rows.heads:
         raise ShapeMismatch(f"{heads} heads cannot share the groups of x {list(x.shape)} evenly")
     dense("weight", weight, rows.width)
@@ -230,7 +230,7 @@ def _norm_for_heads(cpu: Executor, x: Tensor, weight: Tensor, bias: Tensor, eps:
     out = cpu.empty(rows.count, heads, rows.width)
     each = heads // rows.heads
     where = (x, *rows.strides, rows.heads, each, rows.width)
-    cpu.launch(normed_heads, *where, weight, bias, float(eps), out, rows=rows.count)
+    cpu.launch(norm_heads, *where, weight, bias, float(eps), out, rows=rows.count)
     return out
 
 
@@ -255,8 +255,8 @@ def _map_each_head(cpu: Executor, x: Tensor, linear: Linear) -> Tensor:
 
     Raises CannotRecord in a recording if the map is not a packed one.
     """
-    part, rows = linear.only_part, Rows.of(x)
-    if part is None or not isinstance(part[0], Packed):
+    part, rows = linear.only_part, TensorRows.of(x)
+    if part is None or not isinstance(part[0], PackedWeight):
         if cpu.is_recording:
             raise CannotRecord("a map that heads share is not one packed map")
         return map_each_head.reference(x, linear)  # type: ignore[no-any-return]

@@ -26,7 +26,7 @@ from plait.kernels.cpu.codegen.vec import (
 )
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import SEQS, word
-from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.kernels.cpu.ssm.conv import Sequences, dense
 from plait.ops.rg_lru import rg_lru
 
@@ -34,7 +34,7 @@ CHANNELS = 64  # of a head that one thread takes at a time
 
 
 @inline
-def _kept(log_a: Floats) -> Floats:
+def _input_scale(log_a: Floats) -> Floats:
     """√(1 - a²), a = exp(log_a): 1 - exp(-2x) = 2 tanh(x) / (1 + tanh(x)) loses no digits near 0."""
     t, one = tanh(sub(zero_f32(), log_a)), spread(np.float32(1.0))
     return root(div(add(t, t), add(one, t)))
@@ -63,7 +63,7 @@ def _channels(
         z = gates + t * gate_bytes
         u = mul(sigmoid(add(load_some(z, left), low)), load_some(x + t * x_bytes, left))
         log_a = mul(speed, sigmoid(add(load_some(z + 4 * dim, left), high)))
-        h = fma(exp(log_a), h, mul(_kept(log_a), u)) if past or t > 0 else u
+        h = fma(exp(log_a), h, mul(_input_scale(log_a), u)) if past or t > 0 else u
         store_some(out + t * out_bytes, h, left)
     store_some(state, h, left)
 
@@ -130,10 +130,10 @@ def _rg_lru(
     dense("bias", bias, heads, double)
     dense("rate", rate, width)
     dense("a slot's state", state[0], width)
-    where, rows = Sequences.of(slots, query_start, has_history), Rows.of(x)
+    where, rows = Sequences.of(slots, query_start, has_history), TensorRows.of(x)
     out = cpu.empty(count, width)
     cpu.launch(
-        *(rg_lru_channels, heads, double // 2, x, rows.row_bytes, gates, *Rows.of(gates).strides),
+        *(rg_lru_channels, heads, double // 2, x, rows.row_bytes, gates, *TensorRows.of(gates).strides),
         *(bias, rate, state, 4 * state.stride(0), *where.words, out),
         rows=count,
         seqs=len(slots),

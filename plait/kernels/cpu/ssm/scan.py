@@ -28,16 +28,16 @@ from plait.kernels.cpu.codegen.vec import (
 )
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import SEQS, word
-from plait.kernels.cpu.runtime.row_checks import Rows, float32_rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.kernels.cpu.ssm.conv import Sequences, dense
 from plait.kernels.cpu.ssm.scan_source import LARGEST, mamba2_kernel, scratch_bytes
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 from plait.ops.ssm import mamba1_scan, mamba2_scan
 
 CHANNELS = 64  # of a Mamba1 layer that one thread takes at a time
 
 
-def narrow_states(facts: Facts) -> str | None:
+def narrow_states(facts: OpFacts) -> str | None:
     """The `when` of scans whose text has a line per sixteen columns."""
     if (size := facts.sizes.get("state", 0)) > LARGEST:
         return f"its states have {size} columns, more than {LARGEST}"
@@ -63,7 +63,7 @@ def _mamba2_scan(
     """`num_decodes` and `chunk_size` change from step to step, and nothing here depends on them."""
     count, heads, dim = x.shape
     groups, size = B.shape[1:]
-    rows, steps, where = Rows.of(x), Rows.of(dt), Sequences.of(slots, query_start, has_history)
+    rows, steps, where = TensorRows.of(x), TensorRows.of(dt), Sequences.of(slots, query_start, has_history)
     if dt.shape != (count, heads) or heads % groups or B.shape[0] != count or B.shape != C.shape:
         raise ShapeMismatch(
             f"a scan of x {list(x.shape)} wants dt [T, H] and B, C [T, G, N], H a multiple of G; got "
@@ -76,7 +76,16 @@ def _mamba2_scan(
     out = cpu.empty(count, heads, dim)
     cpu.launch(
         *(mamba2_kernel(size), heads, dim, heads // groups, x, *rows.strides, dt, steps.row_bytes, A, D),
-        *(B, *Rows.of(B).strides, C, *Rows.of(C).strides, state, 4 * state.stride(0), *where.words, out),
+        *(
+            B,
+            *TensorRows.of(B).strides,
+            C,
+            *TensorRows.of(C).strides,
+            state,
+            4 * state.stride(0),
+            *where.words,
+            out,
+        ),
         rows=count,
         seqs=len(slots),
         scratch=scratch_bytes(size),
@@ -154,7 +163,7 @@ def _mamba1_scan(
     state_limit: float | None = None,
 ) -> Tensor:
     (count, inner), size = x.shape, B.shape[-1]
-    rows, where = [Rows.of(m) for m in (x, dt, B, C)], Sequences.of(slots, query_start, has_history)
+    rows, where = [TensorRows.of(m) for m in (x, dt, B, C)], Sequences.of(slots, query_start, has_history)
     if x.shape != dt.shape or B.shape != (count, size) or C.shape != B.shape:
         raise ShapeMismatch(
             f"a scan of x {list(x.shape)} wants dt of that shape and B, C [T, N]; got {list(dt.shape)}, "

@@ -13,7 +13,7 @@ from functools import cache
 from string import Template
 from typing import Any
 
-from plait.kernels.cpu.codegen.kernel import Kernel, generated
+from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.kernels.cpu.codegen.vec import F
 
@@ -205,7 +205,7 @@ def scratch_bytes(n: int) -> int:
 @cache
 def mamba2_kernel(n: int) -> Kernel:
     """The kernel for states of n columns."""
-    found: Kernel = getattr(generated(f"mamba2_{n}", _text(n)), f"mamba2_{n}")
+    found: Kernel = getattr(load_generated(f"mamba2_{n}", _text(n)), f"mamba2_{n}")
     return found
 
 
@@ -231,7 +231,7 @@ def _text(n: int) -> str:
     )
 
 
-def _left(n: int, j: int) -> int:
+def _count_left(n: int, j: int) -> int:
     """How many of a row's n columns vector j has."""
     return min(n - LANES * j, LANES)
 
@@ -252,7 +252,7 @@ def row_of(n: int) -> Any:
     """Block (at): n numbers, as vectors."""
     count = vectors(n)
     return straight(
-        lambda w, at: [_read(w, at + 64 * j, _left(n, j)) for j in range(count)],
+        lambda w, at: [_read(w, at + 64 * j, _count_left(n, j)) for j in range(count)],
         gives=count,
     )
 
@@ -263,7 +263,7 @@ def copy_row(n: int) -> Any:
 
     def write(w: Writer, source: Word, to: Word) -> None:
         for j in range(vectors(n)):
-            w.store_f32(to + 64 * j, _read(w, source + 64 * j, _left(n, j)))
+            w.store_f32(to + 64 * j, _read(w, source + 64 * j, _count_left(n, j)))
 
     return straight(write)
 
@@ -275,7 +275,7 @@ def move_row(n: int) -> Any:
     def write(w: Writer, row: Word, decay: Value, v: Value, b: list[Value], c: list[Value]) -> list[Value]:
         y = w.zero_f32()
         for j in range(vectors(n)):
-            at, left = row + 64 * j, _left(n, j)
+            at, left = row + 64 * j, _count_left(n, j)
             h = w.fma(_read(w, at, left), decay, w.mul(v, b[j]))
             _write(w, at, h, left)
             y = w.fma(h, c[j], y)

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.kernels.load import executor, load
+from plait.kernels.load import executor, load_kernels
 from plait.ops.attention import paged_attention
 from plait.ops.blocks import random_weight
 from plait.ops.linear import linear
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 from plait.quant.weight import Dense, Weight
 
-load()
+load_kernels()
 PACKING = {"dense": "dense", "floats": "float_codes", "linear": "blocks"}
 amx = import_module("plait.kernels.cpu.codegen.amx_tiles")
 check = import_module("plait.kernels.cpu.amx.check")
@@ -210,7 +210,7 @@ def test_tiles_that_are_as_documented_pass_the_check_and_others_do_not(
     monkeypatch.setattr(amx.Tiles, "bf16", wrong)
     check.product.cache_clear()
     text = check._TEXT.format(digest="a wrong one", kind="software")
-    broken = check.generated("amx_check_wrong", text).products
+    broken = check.load_generated("amx_check_wrong", text).products
     monkeypatch.setattr(check, "products", lambda kind: broken if kind == "wrong" else real)
     assert check.differs("wrong") == "its products of bfloat16 are not what is documented"
     check.product.cache_clear()
@@ -230,12 +230,12 @@ def test_rows_of_experts_are_multiplied_group_by_group(cpu: Any) -> None:
             assert torch.equal(found[first:end], alone)
 
 
-def facts(prefill: str, **sizes: Any) -> Facts:
+def facts(prefill: str, **sizes: Any) -> OpFacts:
     asked = {"n_in": 512, "n_out": 64, "kind": "Q4_1", "activations": "int8", **sizes}
-    return Facts("cpu", torch.float32, asked, SimpleNamespace(prefill=prefill, empty=None))
+    return OpFacts("cpu", torch.float32, asked, SimpleNamespace(prefill=prefill, empty=None))
 
 
-def bound(found: Facts) -> tuple[str, dict[str, str]]:
+def bound(found: OpFacts) -> tuple[str, dict[str, str]]:
     row = linear.bind(found)[1]
     return row.variant, dict(row.skipped)
 
@@ -344,7 +344,7 @@ def test_which_attention_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"kv_dtype": "bfloat16", "block_size": 16, "dim": 64}
 
     def chosen(prefill: str, **more: Any) -> str:
-        found = Facts("cpu", torch.float32, {**sizes, **more}, SimpleNamespace(prefill=prefill))
+        found = OpFacts("cpu", torch.float32, {**sizes, **more}, SimpleNamespace(prefill=prefill))
         return str(paged_attention.bind(found)[1].variant)
 
     assert chosen("bf16") == "amx-bf16"

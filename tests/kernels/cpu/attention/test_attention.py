@@ -14,7 +14,7 @@ from plait.errors import ShapeMismatch
 from plait.kernels.load import executor
 from plait.ops.attention import paged_attention, paged_latent_attention
 from plait.ops.entry import head_widths, latent_width
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Text:
 def bound(cpu: Any, shape: Shape) -> Any:
     sizes = {"kv_dtype": name_of(shape.kept), "block_size": shape.block, "dim": shape.dim}
     sizes["activations"] = "int8" if shape.rounds else "int8x2"
-    fn, row = paged_attention.bind(Facts("cpu", torch.float32, sizes, cpu))
+    fn, row = paged_attention.bind(OpFacts("cpu", torch.float32, sizes, cpu))
     assert row.variant == ("native-bf16" if shape.rounds else "native"), row
     return fn
 
@@ -260,7 +260,8 @@ def test_latents_in_any_pieces_give_the_same_bits(
     heads, rank, rope, _ = sizes
     known = {"heads": heads, "kv_rank": rank, "rope_dim": rope, "block_size": 16}
     (two, row), (one, _) = (
-        paged_latent_attention.bind(Facts("cpu", torch.float32, known, executor)) for executor in (cpu, alone)
+        paged_latent_attention.bind(OpFacts("cpu", torch.float32, known, executor))
+        for executor in (cpu, alone)
     )
     assert row.variant == "native"
     q, latent = torch.randn(300, heads, rank + rope), torch.randn(300, rank + rope)
@@ -303,7 +304,7 @@ def test_a_number_that_is_none_is_not_hidden_by_codes(cpu: Any) -> None:
 
 def test_what_it_cannot_serve_is_refused_by_name(cpu: Any) -> None:
     def reason(**sizes: Any) -> str:
-        _, row = paged_attention.bind(Facts("cpu", torch.float32, sizes, cpu))
+        _, row = paged_attention.bind(OpFacts("cpu", torch.float32, sizes, cpu))
         return dict(row.skipped)["native"]
 
     assert "not of 24" in reason(block_size=24, dim=64)

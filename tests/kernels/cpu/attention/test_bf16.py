@@ -17,7 +17,7 @@ from plait.kernels.cpu.codegen.kernel import kernel
 from plait.kernels.cpu.codegen.vec import fma, high_bf16, load_f32, load_i32, low_bf16, store_f32, store_i32
 from plait.kernels.cpu.runtime.frame import word
 from plait.ops.attention import paged_attention
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 from tests.kernels.cpu.attention.test_attention import Memory, Shape, Text, attend, bound
 
 SMALLEST = 2.0**-126  # of normal float32
@@ -170,5 +170,5 @@ def test_a_number_that_is_none_is_not_hidden(cpu: Any) -> None:
 )
 def test_it_is_bound_only_where_rounding_is_the_rule(more: dict[str, Any], why: str) -> None:
     sizes = {"kv_dtype": "bfloat16", "block_size": 16, "dim": 64, **more}
-    row = paged_attention.bind(Facts("cpu", torch.float32, sizes, SimpleNamespace(prefill="same")))[1]
+    row = paged_attention.bind(OpFacts("cpu", torch.float32, sizes, SimpleNamespace(prefill="same")))[1]
     assert why in dict(row.skipped)["native-bf16"]

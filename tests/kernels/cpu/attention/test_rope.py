@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from plait.errors import ShapeMismatch
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 from plait.ops.rope import rotate
 
 
 @pytest.fixture
 def native(cpu: Any) -> Any:
-    fn, row = rotate.bind(Facts("cpu", torch.float32, {}, cpu))
+    fn, row = rotate.bind(OpFacts("cpu", torch.float32, {}, cpu))
     assert row.variant == "native"
     return fn
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from plait.kernels.cpu.codegen.target import NEEDED, TARGETS, host_features
-from plait.kernels.load import executor, load
+from plait.kernels.load import executor, load_kernels
 from plait.ops.attention import paged_attention, paged_latent_attention
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 
 ROOT = Path(__file__).resolve().parents[4]
 ABLE = [isa for isa in TARGETS if isa != "native" and NEEDED.get(isa, set()) <= host_features()]
@@ -28,7 +28,7 @@ def digest(cpu: Any) -> str:
             rounds = "activations" in case
             if case.get("kv_dtype") != "int8" and not rounds:
                 continue
-            fn, row = op.bind(Facts("cpu", torch.float32, {**case, "block_size": 16}, cpu))
+            fn, row = op.bind(OpFacts("cpu", torch.float32, {**case, "block_size": 16}, cpu))
             assert row.variant == ("native-bf16" if rounds else "native"), row
             assert op.make
             torch.manual_seed(0)
@@ -43,7 +43,7 @@ def digest(cpu: Any) -> str:
 
 def say(isa: str, folder: str) -> None:
     """What the process of one target does."""
-    load(cache_dir=Path(folder), isa=isa)
+    load_kernels(cache_dir=Path(folder), isa=isa)
     cpu = executor(1)
     sys.stdout.write(digest(cpu))
     assert cpu is not None

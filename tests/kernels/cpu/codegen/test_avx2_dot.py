@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from plait.kernels.load import load
+from plait.kernels.load import load_kernels
 
-load()
+load_kernels()
 kernels = import_module("plait.kernels.cpu.codegen.kernel")
 straight = import_module("plait.kernels.cpu.codegen.llvm_writer")
 twos = import_module("plait.kernels.cpu.codegen.avx2_dot")
@@ -79,7 +79,7 @@ def test_sums_of_products_of_bytes_are_exact(
         u[:, :8], u[:, 8:], v[:] = largest, 0, -127
     exact = torch.einsum("qlj,qj->l", u.int() - zero, v.int())
     out, digest = torch.empty(16, dtype=torch.int32), straight.digest("twos.py")
-    kernel = kernels.generated(f"twos_{block.lower()}", BYTES.format(block=block, digest=digest)).run
+    kernel = kernels.load_generated(f"twos_{block.lower()}", BYTES.format(block=block, digest=digest)).run
     cpu.launch(kernel, u, v, start, out, rows=1)
     assert out.tolist() == (exact + (BASE if zero else start)).tolist()
 

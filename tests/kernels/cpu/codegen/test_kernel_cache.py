@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from plait.kernels.cpu.codegen import target
-from plait.kernels.cpu.codegen.kernel import SIGNATURE, Entry, Kernel, generated
+from plait.kernels.cpu.codegen.kernel import SIGNATURE, Kernel, NativeEntry, load_generated
 from plait.kernels.cpu.codegen.kernel_cache import name_of
-from plait.kernels.cpu.codegen.kernel_folder import sealed
+from plait.kernels.cpu.codegen.kernel_folder import seal
 
 ROOT = Path(__file__).resolve().parents[4]
 START = """
@@ -25,7 +25,7 @@ target.keep_in(Path(sys.argv[1]))
 from plait.kernels.cpu.runtime import next_step as following
 assert Path(following.__file__).is_relative_to(Path.cwd()), following.__file__
 following.follow_rows.address
-print(int(following.follow_rows.compile_s > 0), target.kept_files().unkept is None)
+print(int(following.follow_rows.compile_s > 0), target.cached_files().unkept is None)
 """
 TEXT = """
 from plait.kernels.cpu.codegen.kernel import inline, kernel
@@ -95,11 +95,11 @@ def text(title: str, head: str = "OFFSET = 1", number: int = 5) -> str:
 
 
 def made(title: str, source: str | None = None) -> Kernel:
-    module = generated(f"test_{title}", source or text(title))
+    module = load_generated(f"test_{title}", source or text(title))
     return Kernel(getattr(module, f"rows_{title}").function)
 
 
-@pytest.mark.parametrize("damage", [b"", b"plaitkn1", sealed("x", b"x")])
+@pytest.mark.parametrize("damage", [b"", b"plaitkn1", seal("x", b"x")])
 def test_a_damaged_kernel_is_compiled_again_and_replaced(
     folder: Path, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,7 +121,7 @@ def test_what_is_whole_and_cannot_be_loaded_is_compiled_again(
     kernel = made("unreadable")
     name = name_of(kernel.function, SIGNATURE)  # type: ignore[arg-type]
     folder.mkdir(parents=True)
-    (folder / name).write_bytes(sealed(name, b"no pickle"))
+    (folder / name).write_bytes(seal(name, b"no pickle"))
     assert kernel.address > 0
     assert kernel.compile_s > 0
     assert "cannot be loaded" in caplog.text
@@ -132,7 +132,7 @@ def test_an_entry_is_kept_too(folder: Path) -> None:
         return x * 2
 
     for _ in range(2):
-        call: Any = Entry(twice, "int64(int64)").call  # type: ignore[arg-type]
+        call: Any = NativeEntry(twice, "int64(int64)").call  # type: ignore[arg-type]
         assert call(21) == 42
     assert len(list(folder.glob("*twice*.kernel"))) == 1
 
@@ -144,18 +144,18 @@ def test_a_name_changes_with_the_text_its_helpers_and_its_numbers() -> None:
     plain = named(made("names"))
     assert named(made("names")) == plain
     assert named(made("names", text("names", number=6))) != plain
-    helpers = [generated("test_helper", text("helper", number=number)).__name__ for number in (1, 2)]
-    numbers = [generated("test_number", f"OFFSET = {offset}").__name__ for offset in ("1", "(2, 3)[1]")]
+    helpers = [load_generated("test_helper", text("helper", number=number)).__name__ for number in (1, 2)]
+    numbers = [load_generated("test_number", f"OFFSET = {offset}").__name__ for offset in ("1", "(2, 3)[1]")]
     body = text("names").replace("return x +", "return other(x) +")
     by_helper = [named(made("names", body)) for _ in range(1)]
     for helper in helpers:
-        module = generated("test_names", body)
+        module = load_generated("test_names", body)
         module.other = sys.modules[helper].helped  # type: ignore[attr-defined]
         by_helper.append(named(Kernel(module.rows_names.function)))
     assert len(set(by_helper)) == 3
     by_number = []
     for number in numbers:
-        module = generated("test_names", body)
+        module = load_generated("test_names", body)
         module.OFFSET = sys.modules[number].OFFSET  # type: ignore[attr-defined]
         by_number.append(named(Kernel(module.rows_names.function)))
     assert len(set(by_number)) == 2

@@ -21,10 +21,10 @@ from plait.kernels.cpu.codegen.kernel_folder import (
     Spare,
     refusal,
     rooms,
-    sealed,
+    seal,
     sweep,
     sweep_daily,
-    unsealed,
+    unseal,
 )
 from plait.worker.shared_status import new_memory
 
@@ -77,7 +77,7 @@ def test_a_damaged_file_is_reported_once_not_used_and_replaced(
         case "magic":
             data[0] ^= 1
         case "renamed":
-            data = bytearray(sealed("another.kernel", b"code" * 100))
+            data = bytearray(seal("another.kernel", b"code" * 100))
     path.write_bytes({"empty": b"", "cut": data[:-9], "longer": data + b"x"}.get(damage, bytes(data)))
     files = KernelFiles(room)
     assert (files.read(NAME), files.read(NAME)) == (None, None)
@@ -87,8 +87,8 @@ def test_a_damaged_file_is_reported_once_not_used_and_replaced(
 
 
 def test_a_checksum_is_bound_to_the_name() -> None:
-    assert unsealed(NAME, sealed(NAME, b"code")) == b"code"
-    assert unsealed("x", sealed(NAME, b"code")) is None
+    assert unseal(NAME, seal(NAME, b"code")) == b"code"
+    assert unseal("x", seal(NAME, b"code")) is None
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

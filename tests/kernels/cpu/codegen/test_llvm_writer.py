@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.kernels.load import executor, load
+from plait.kernels.load import executor, load_kernels
 
-load()
+load_kernels()
 straight = import_module("plait.kernels.cpu.codegen.llvm_writer")
 kernels = import_module("plait.kernels.cpu.codegen.kernel")
 vec = import_module("plait.kernels.cpu.codegen.vec")
@@ -74,7 +74,7 @@ def odd(w: Any, x: Any, to: Any, n: Any) -> None:
 
 def test_blocks_in_a_kernel(cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "test_llvm_writer", sys.modules[__name__])
-    made = kernels.generated("straight_blocks", TEXT)
+    made = kernels.load_generated("straight_blocks", TEXT)
     x, out = torch.randn(64), torch.zeros(128)
     cpu.launch(made.run, x, out, 3, rows=1)
     assert torch.equal(out[:16], x[:16] + x[:16] + x[:16])
@@ -136,10 +136,10 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def check_halves() -> None:
     """Every float16; and float32 of every exponent, at, beside and between what float16 has."""
-    load()
+    load_kernels()
     cpu = executor(1)
     assert cpu is not None
-    made = kernels.generated("straight_halves", HALVES)
+    made = kernels.load_generated("straight_halves", HALVES)
     halves = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.float16)
     out, single = torch.empty(2, 65536).unbind()
     cpu.launch(made.widen, halves, out, single, 65536, rows=1)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.kernels.load import load
+from plait.kernels.load import load_kernels
 
-load()
+load_kernels()
 kernels = import_module("plait.kernels.cpu.codegen.kernel")
 straight = import_module("plait.kernels.cpu.codegen.llvm_writer")
 plain = import_module("plait.kernels.cpu.codegen.plain_x86")
@@ -113,7 +113,7 @@ def numbers() -> tuple[Tensor, Tensor, Tensor]:
 def test_a_fused_multiply_add_has_the_bits_of_one(cpu: Any) -> None:
     x, y, z = numbers()
     out, whole = torch.empty_like(x), torch.empty_like(x)
-    kernel = kernels.generated("plain_floats", FLOATS).run
+    kernel = kernels.load_generated("plain_floats", FLOATS).run
     cpu.launch(kernel, x, y, z, out, whole, 4 * x.numel(), rows=1)
     library = ctypes.CDLL(None)
     library.fmaf.restype, library.fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
@@ -130,7 +130,7 @@ def test_halves_are_rounded_to_even_with_their_sign(cpu: Any) -> None:
     some = [0.0, -0.0, 0.5, -0.5, 1.5, 2.5, -2.5, 0.49999997, 8388607.5, 8388608.0, -1e30, float("inf"), -0.2]
     z = torch.cat([torch.tensor([*some, *([3.3] * 3)]), torch.randn(4080) * 1000])
     out, whole = torch.empty_like(z), torch.empty_like(z)
-    cpu.launch(kernels.generated("plain_floats", FLOATS).run, z, z, z, out, whole, 4 * z.numel(), rows=1)
+    cpu.launch(kernels.load_generated("plain_floats", FLOATS).run, z, z, z, out, whole, 4 * z.numel(), rows=1)
     assert torch.equal(whole.view(torch.int32), torch.round(z).view(torch.int32))
 
 
@@ -143,5 +143,5 @@ def test_sums_of_products_of_bytes_are_exact(cpu: Any, extreme: bool) -> None:
     if extreme:
         u[:, :8], u[:, 8:], v[:] = 255, 0, -128
     out = torch.empty(16, dtype=torch.int32)
-    cpu.launch(kernels.generated("plain_bytes", BYTES).run, u, v, start, out, rows=1)
+    cpu.launch(kernels.load_generated("plain_bytes", BYTES).run, u, v, start, out, rows=1)
     assert out.tolist() == (start + torch.einsum("qlj,qj->l", u.int(), v.int())).tolist()

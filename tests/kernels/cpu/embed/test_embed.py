@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.embed.embed import KERNELS, _embed, known_format
+from plait.kernels.cpu.embed.embed import KERNELS, _embed, why_unknown_format
 from plait.kernels.load import executor
 from plait.ops.blocks import random_blocks, random_weight
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 from plait.ops.rows import embed
 from plait.quant.fp4 import Fp4
 from plait.quant.fp8 import Fp8
@@ -41,9 +41,9 @@ def blocks(kind: BlockType) -> Gguf:
 
 def test_every_format_of_a_file_has_a_kernel() -> None:
     assert set(KERNELS) == {kind.name for kind in FORMATS} | {"float32", "bfloat16", "float16"}
-    assert known_format(Facts("cpu", torch.float32, {"kind": "Q4_K"})) is None
-    assert known_format(Facts("cpu", torch.float32, {"kind": "hqq"})) == "it cannot read hqq"
-    assert known_format(Facts("cpu", torch.float32, {"kind": "int4_g128"})) is None
+    assert why_unknown_format(OpFacts("cpu", torch.float32, {"kind": "Q4_K"})) is None
+    assert why_unknown_format(OpFacts("cpu", torch.float32, {"kind": "hqq"})) == "it cannot read hqq"
+    assert why_unknown_format(OpFacts("cpu", torch.float32, {"kind": "int4_g128"})) is None
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.load import executor, load
+from plait.kernels.load import executor, load_kernels
 from plait.ops.blocks import random_blocks, random_weight, with_scales
-from plait.ops.linear import KINDS, STORED, Activations, Linear, linear, rounded
-from plait.ops.registry import Facts
+from plait.ops.linear import KINDS, STORED, Activations, Linear, linear, round_activations
+from plait.ops.registry import OpFacts
 from plait.quant.fp4 import Fp4
 from plait.quant.gguf import Gguf, block_type
 from plait.quant.grouped import Grouped
 from plait.quant.weight import Dense, Weight
 
-load()
+load_kernels()
 layout = import_module("plait.kernels.cpu.linear.layout")
 kernels = import_module("plait.kernels.cpu.linear.blocks")
 packed = import_module("plait.kernels.cpu.linear.packed")
@@ -33,7 +33,7 @@ packed = import_module("plait.kernels.cpu.linear.packed")
 
 @pytest.fixture(scope="module")
 def one() -> Iterator[Any]:
-    load()
+    load_kernels()
     made = executor(1)
     assert made is not None
     yield made
@@ -49,7 +49,7 @@ def run(
 
 def check(cpu: Any, x: Tensor, weight: Weight, activations: Activations) -> None:
     """Against float64, within what float32 sums may lose of the sum of all magnitudes."""
-    inputs, w = rounded(x, activations).double(), weight.dequantize(torch.float32).double()
+    inputs, w = round_activations(x, activations).double(), weight.dequantize(torch.float32).double()
     error = (run(cpu, x, weight, activations).double() - inputs @ w.T).abs()
     assert bool((error <= 2e-6 * (inputs.abs() @ w.abs().T) + 1e-30).all())
 
@@ -168,7 +168,7 @@ def test_parts_in_several_orders(cpu: Any) -> None:
     sizes = {"device": "cpu", "dtype": torch.float32, "executor": cpu}
 
     def bind(op: Any, **facts: Any) -> Any:
-        return op.bind(Facts(sizes=facts, **sizes))[0]
+        return op.bind(OpFacts(sizes=facts, **sizes))[0]
 
     both = Linear(weights, [None, None], bind, torch.float32, None, "int8")
     x = torch.randn(3, 128)
@@ -209,7 +209,7 @@ def test_rounding_is_that_of_the_reference(cpu: Any) -> None:
     weight = Gguf(blocks.view(64, 68), block_type("Q8_0"))
     x = torch.randn(300, 64) * 10 ** (torch.rand(300, 1) * 40 - 20)
     x[7, :32] = torch.arange(32) - 15.5  # halves of a step, which go to the even side
-    assert torch.equal(run(cpu, x, weight), rounded(x, "int8"))
+    assert torch.equal(run(cpu, x, weight), round_activations(x, "int8"))
 
 
 def test_what_is_no_number_stays_none(cpu: Any) -> None:
@@ -306,15 +306,15 @@ def test_what_it_refuses(cpu: Any) -> None:
     with pytest.raises(ShapeMismatch, match="float32 weights cannot"):
         kernels.pack(cpu, Dense(torch.randn(16, 64)), torch.float32)
     sizes = {"kind": "Q8_0", "n_in": 64, "n_out": 16, "activations": "float32"}
-    _, row = linear.bind(Facts("cpu", torch.float32, sizes, cpu))
+    _, row = linear.bind(OpFacts("cpu", torch.float32, sizes, cpu))
     assert ("native", "it rounds activations to int8") in row.skipped
-    _, row = linear.bind(Facts("cpu", torch.float32, {**sizes, "activations": "int8"}, cpu))
+    _, row = linear.bind(OpFacts("cpu", torch.float32, {**sizes, "activations": "int8"}, cpu))
     assert row.variant == "native"
 
 
 def digest(kinds: list[str]) -> str:
     """The bits of some products, the same in every process."""
-    load()
+    load_kernels()
     cpu = executor(2)
     assert cpu is not None
     bits = hashlib.sha256()

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from plait.kernels.load import executor, load
+from plait.kernels.load import executor, load_kernels
 from plait.ops.linear import Linear
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 from plait.quant.weight import Dense
 
-load()
+load_kernels()
 dense = import_module("plait.kernels.cpu.linear.dense")
 codes = import_module("plait.kernels.cpu.linear.bf16_codes")
 codes_here = codes.HERE
@@ -32,7 +32,7 @@ def alone() -> Iterator[Any]:
 
 def linear_on(cpu: Any, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     def bind(op: Any, **sizes: Any) -> Any:
-        fn, row = op.bind(Facts("cpu", torch.float32, sizes, cpu))
+        fn, row = op.bind(OpFacts("cpu", torch.float32, sizes, cpu))
         assert row.variant == "native-dense"
         return fn
 
@@ -83,7 +83,7 @@ def test_parts_of_several_formats_share_one_result(cpu: Any) -> None:
     weights = [random_map(64, n, dtype) for n, dtype in zip((10, 33, 7), DTYPES, strict=True)]
 
     def bind(op: Any, **sizes: Any) -> Any:
-        return op.bind(Facts("cpu", torch.float32, sizes, cpu))[0]
+        return op.bind(OpFacts("cpu", torch.float32, sizes, cpu))[0]
 
     x = torch.randn(5, 64)
     got = Linear([Dense(w) for w in weights], [None] * 3, bind, torch.float32)(x)

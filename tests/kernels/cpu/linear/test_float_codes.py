@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.load import executor, load
+from plait.kernels.load import executor, load_kernels
 from plait.ops.blocks import random_weight
 from plait.ops.linear import FLOATS, linear
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 from plait.quant.codebook import Codebook
 from plait.quant.fp8 import Fp8
 from plait.quant.weight import Dense, Weight
 
-load()
+load_kernels()
 floats = import_module("plait.kernels.cpu.linear.float_codes")
 
 
@@ -123,7 +123,7 @@ def test_what_it_refuses(cpu: Any) -> None:
         ({"kind": "fp8", "n_in": 66}, "multiple of 8"),
         ({"kind": "fp8", "n_in": 64, "activations": "int8"}, "does not round"),
     ):
-        _, row = linear.bind(Facts("cpu", torch.float32, sizes | {"n_out": 8}, cpu))
+        _, row = linear.bind(OpFacts("cpu", torch.float32, sizes | {"n_out": 8}, cpu))
         assert row.variant == "reference"
         assert any(name == "native-floats" and why in reason for name, reason in row.skipped)
         assert any(name == "dense" and "stay as they are" in reason for name, reason in row.skipped)
@@ -131,7 +131,7 @@ def test_what_it_refuses(cpu: Any) -> None:
 
 def digest() -> str:
     """The bits of some products, the same in every process."""
-    load()
+    load_kernels()
     cpu = executor(2)
     assert cpu is not None
     bits = hashlib.sha256()

@@ -16,22 +16,22 @@ from plait.kernels.cpu.linear import glu as native
 from plait.kernels.cpu.linear.blocks import pack_on
 from plait.kernels.cpu.linear.packed import multiply
 from plait.kernels.cpu.moe import experts as native_experts
-from plait.kernels.load import executor, load
+from plait.kernels.load import executor, load_kernels
 from plait.ops.activation import activate
 from plait.ops.blocks import random_weight
 from plait.ops.glu import glu
 from plait.ops.linear import KINDS, Linear
 from plait.ops.moe import experts
-from plait.ops.registry import Facts, Op
+from plait.ops.registry import Op, OpFacts
 from plait.quant.weight import Dense
 
-load()
+load_kernels()
 ROWS = (1, 2, 3, 7, 15, 16, 17, 40, 49, 130)  # every bundle, and pieces taken one by one
 STORED = ("int4_g128", "int4_g64+zeros", "int8", "mxfp4", "nvfp4")
 
 
 def bound(op: Op, cpu: Any, **sizes: Any) -> tuple[Any, Any]:
-    return op.bind(Facts("cpu", torch.float32, sizes, cpu))
+    return op.bind(OpFacts("cpu", torch.float32, sizes, cpu))
 
 
 def map_of(

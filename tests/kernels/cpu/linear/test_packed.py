@@ -11,8 +11,8 @@ import torch
 
 from plait.ops.blocks import random_weight
 from plait.ops.linear import FLOATS, KINDS, STORED, linear
-from plait.ops.registry import Facts
-from plait.quant.packed import Kept
+from plait.ops.registry import OpFacts
+from plait.quant.packed import CachedWeight
 from plait.quant.weight import Dense
 
 PLAIN = ("float32", "bfloat16", "float16")
@@ -26,12 +26,13 @@ def test_a_kept_weight_is_the_packed_one(cpu: Any, kind: str) -> None:
         weight = random_weight(kind, 50, 512)
     rounding = "float32" if kind in (*PLAIN, *FLOATS) else "int8"
     sizes = {"n_in": 512, "n_out": 50, "kind": weight.format, "activations": rounding}
-    fn, binding = linear.bind(Facts("cpu", torch.float32, sizes, cpu), "", "auto")
+    fn, binding = linear.bind(OpFacts("cpu", torch.float32, sizes, cpu), "", "auto")
     assert binding.variant.startswith("native")
     packed = fn.pack(weight, torch.float32)
     layout = json.loads(json.dumps(astuple(packed.layout) if packed.layout else ()))
     again = fn.pack(
-        Kept(weight.format, weight.shape, rounding, tuple(layout), packed.data, packed.order), torch.float32
+        CachedWeight(weight.format, weight.shape, rounding, tuple(layout), packed.data, packed.order),
+        torch.float32,
     )
     for name in ("kind", "n_out", "n_in", "kernel", "shared_per_row", "few", "scratch", "layout", "nbytes"):
         assert getattr(again, name) == getattr(packed, name), name

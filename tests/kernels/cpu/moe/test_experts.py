@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from plait.errors import CannotRecord, ShapeMismatch
-from plait.kernels.load import executor, load
+from plait.kernels.load import executor, load_kernels
 from plait.ops.blocks import random_weight
 from plait.ops.linear import Linear
 from plait.ops.moe import experts, route
-from plait.ops.registry import Facts, Op
+from plait.ops.registry import Op, OpFacts
 from plait.quant.weight import Dense, Weight
 from plait.runner.graphs import ViewsOnly
-from plait.spec import Router
+from plait.spec import RouterSpec
 
-load()
+load_kernels()
 TOKENS, HIDDEN, SIZE = 23, 64, 48
-DEEPSEEK = Router("sigmoid", True, 1e-20, 2.5, 8, 3, "top2")
+DEEPSEEK = RouterSpec("sigmoid", True, 1e-20, 2.5, 8, 3, "top2")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def alone() -> Iterator[Any]:
 
 
 def bound(op: Op, cpu: Any, **sizes: Any) -> Any:
-    fn, row = op.bind(Facts("cpu", torch.float32, sizes, cpu))
+    fn, row = op.bind(OpFacts("cpu", torch.float32, sizes, cpu))
     assert row.variant.startswith("native")
     return fn
 
@@ -166,7 +166,7 @@ def test_experts_of_another_size_are_refused(cpu: Any) -> None:
 def test_a_recorded_mixture_serves_any_number_of_tokens(cpu: Any) -> None:
     up, down = maps(cpu, 8, HIDDEN, 2 * SIZE), maps(cpu, 8, SIZE, HIDDEN)
     logits, x, bias = torch.randn(64, 8), torch.randn(64, HIDDEN), torch.randn(8)
-    choose, fn, router = bound(route, cpu), bound(experts, cpu), Router("sigmoid", scale=2.0)
+    choose, fn, router = bound(route, cpu), bound(experts, cpu), RouterSpec("sigmoid", scale=2.0)
 
     def step() -> torch.Tensor:
         y: torch.Tensor = fn(x, *choose(logits, bias, 3, router), up, down, ("silu", True), x)
@@ -184,16 +184,16 @@ def test_a_recorded_mixture_serves_any_number_of_tokens(cpu: Any) -> None:
 @pytest.mark.parametrize(
     ("count", "k", "router"),
     [
-        (8, 2, Router()),
-        (60, 4, Router("softmax", False)),
+        (8, 2, RouterSpec()),
+        (60, 4, RouterSpec("softmax", False)),
         (64, 8, DEEPSEEK),
         (256, 8, DEEPSEEK),
-        (17, 17, Router("sigmoid", True, 1e-6)),
-        (24, 6, Router("softmax", False, 0.0, 16.0, 8, 3, "max")),
-        (1, 1, Router()),
+        (17, 17, RouterSpec("sigmoid", True, 1e-6)),
+        (24, 6, RouterSpec("softmax", False, 0.0, 16.0, 8, 3, "max")),
+        (1, 1, RouterSpec()),
     ],
 )
-def test_the_same_experts_as_torch(cpu: Any, alone: Any, count: int, k: int, router: Router) -> None:
+def test_the_same_experts_as_torch(cpu: Any, alone: Any, count: int, k: int, router: RouterSpec) -> None:
     wide = 3 * torch.randn(40, 2 * count)
     logits, fn = wide[:, :count], bound(route, cpu)
     for bias in (None, torch.randn(count)):
@@ -208,15 +208,15 @@ def test_the_same_experts_as_torch(cpu: Any, alone: Any, count: int, k: int, rou
 
 
 def test_among_equals_the_lower_number_comes_first(cpu: Any) -> None:
-    _, index = bound(route, cpu)(torch.zeros(3, 6), None, 4, Router())
+    _, index = bound(route, cpu)(torch.zeros(3, 6), None, 4, RouterSpec())
     assert index.tolist() == [[0, 1, 2, 3]] * 3
-    _, index = bound(route, cpu)(torch.zeros(1, 8), None, 2, Router("softmax", groups=4, top_groups=2))
+    _, index = bound(route, cpu)(torch.zeros(1, 8), None, 2, RouterSpec("softmax", groups=4, top_groups=2))
     assert index.tolist() == [[0, 1]]
 
 
 def test_no_number_chooses_no_expert_that_is_not_there(cpu: Any) -> None:
     logits = torch.full((2, 5), float("nan"))
-    for router in (Router(), Router("sigmoid")):
+    for router in (RouterSpec(), RouterSpec("sigmoid")):
         weight, index = bound(route, cpu)(logits, None, 3, router)
         assert bool(weight.isnan().all())
         assert bool(((index >= 0) & (index < 5)).all())

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.load import executor, load
+from plait.kernels.load import executor, load_kernels
 from plait.ops.blocks import random_weight
 from plait.ops.heads import STORED, HeadRows, facts_of, map_heads
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 from plait.quant.halves import Halves
 from plait.quant.weight import Dense
 from plait.runner.graphs import ViewsOnly
@@ -32,7 +32,7 @@ KINDS = [case["kind"] + case.get("more", "") for case in STORED if "float16" not
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Any]:
-    load()
+    load_kernels()
     made = executor(1)
     assert made is not None
     yield made
@@ -40,7 +40,7 @@ def alone() -> Iterator[Any]:
 
 
 def bound(cpu: Any, weight: Tensor | HeadRows) -> Any:
-    fn, row = map_heads.bind(Facts("cpu", torch.float32, facts_of(weight), cpu))
+    fn, row = map_heads.bind(OpFacts("cpu", torch.float32, facts_of(weight), cpu))
     assert row.variant == ("native" if isinstance(weight, Tensor) else "native-stored")
     return fn
 
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused(cpu: Any) -> None:
     for first, count in ((-1, 3), (100, 21), (0, 121)):
         with pytest.raises(ShapeMismatch, match="of each of 3 heads are no part"):
             HeadRows(key.weight, HEADS, first, count)
-    _, row = map_heads.bind(Facts("cpu", torch.float32, {"heads": 3, "kind": "hqq"}, cpu))
+    _, row = map_heads.bind(OpFacts("cpu", torch.float32, {"heads": 3, "kind": "hqq"}, cpu))
     assert row.variant == "reference"
     assert dict(row.skipped)["native-stored"] == "it cannot read hqq"
     assert "stays as it is stored" in dict(row.skipped)["native"]
@@ -184,7 +184,7 @@ def test_halves_are_the_whole_map_for_whoever_reads_it(turned: bool) -> None:
 
 def digest(kinds: list[str]) -> str:
     """The bits of some products, the same in every process."""
-    load()
+    load_kernels()
     cpu = executor(2)
     assert cpu is not None
     bits = hashlib.sha256()

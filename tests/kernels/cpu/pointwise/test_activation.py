@@ -14,7 +14,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.pointwise.activation import KINDS, _activate, _gate_rows
 from plait.kernels.cpu.pointwise.elementwise import _combine, _gate, _rescale
-from plait.kernels.load import executor, load
+from plait.kernels.load import executor, load_kernels
 from plait.ops.activation import PAIRS, activate, combine, gate, gate_rows, rescale
 
 OF_ONE = [kind for kind in KINDS if kind not in PAIRS]
@@ -25,7 +25,7 @@ close = partial(torch.testing.assert_close, rtol=2e-6, atol=1e-7)
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Any]:
     """One thread."""
-    load()
+    load_kernels()
     made = executor(1)
     assert made is not None
     yield made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from plait.kernels.cpu.runtime.thread_count import Pace, levels
+from plait.kernels.cpu.runtime.thread_count import ThreadTuner, levels
 
 Cost = Callable[[int], tuple[float, float]]  # threads -> (seconds of a step, seconds of it in long waits)
 
@@ -22,7 +22,7 @@ class Engine:
     """Steps one after the other, on a clock that they move on."""
 
     def __init__(self, threads: int = 2, patience: float = 0.5) -> None:
-        self.pace, self.now, self.counts = Pace(threads, patience), 100.0, list[int]()
+        self.pace, self.now, self.counts = ThreadTuner(threads, patience), 100.0, list[int]()
 
     def run(self, cost: Cost, seconds: float, kind: int = 1, work: int = 1) -> dict[int, float]:
         """Seconds spent on each number of threads."""
@@ -61,7 +61,7 @@ def test_late_steps_get_fewer_threads_and_trials_of_more_cost_little() -> None:
 def test_threads_come_back_soon_after_the_neighbours_have_gone() -> None:
     engine = Engine()
     engine.run(busy, 60.0)
-    engine.run(quiet, Pace.MOST_S + 0.5)
+    engine.run(quiet, ThreadTuner.MOST_S + 0.5)
     assert set(engine.run(quiet, 10.0)) == {2}
 
 
@@ -121,7 +121,7 @@ def test_after_a_long_pause_the_next_step_has_all_threads_and_a_short_one_forget
     while engine.pace.threads == 2:
         engine.run(busy, 0.01)
     assert engine.pace.begin(engine.now + 1.0) == 1
-    assert engine.pace.begin(engine.now + Pace.FORGET_S + 1.0) == 2
+    assert engine.pace.begin(engine.now + ThreadTuner.FORGET_S + 1.0) == 2
 
 
 def test_single_prompts_now_and_then_get_all_threads_back() -> None:

@@ -13,7 +13,7 @@ from plait.kernels.cpu.ssm.mamba3 import _mamba3_scan, _map_each_head, _norm_for
 from plait.kernels.load import executor
 from plait.ops.linear import Linear
 from plait.ops.mamba3 import mamba3_scan, norm_for_heads
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 from plait.quant.weight import Dense
 from plait.runner.graphs import ViewsOnly
 
@@ -162,7 +162,7 @@ def test_groups_that_heads_cannot_share_are_refused(cpu: Any) -> None:
 
 def shared_map(cpu: Any, n: int, m: int, bias: bool) -> Linear:
     def bind(op: Any, **sizes: Any) -> Any:
-        return op.bind(Facts("cpu", torch.float32, sizes, cpu))[0]
+        return op.bind(OpFacts("cpu", torch.float32, sizes, cpu))[0]
 
     weight = Dense(torch.randn(m, n) / n**0.5)
     return Linear([weight], [torch.randn(m) if bias else None], bind, torch.float32)

@@ -13,7 +13,7 @@ from plait.errors import ShapeMismatch
 from plait.kernels.cpu.ssm.scan import _mamba1_scan, _mamba2_scan
 from plait.kernels.cpu.ssm.scan_source import LARGEST
 from plait.kernels.load import executor
-from plait.ops.registry import Facts
+from plait.ops.registry import OpFacts
 from plait.ops.ssm import mamba1_scan, mamba2_scan
 
 SLOTS = 7
@@ -179,5 +179,5 @@ def test_what_a_kernel_cannot_read_is_refused(cpu: Any) -> None:
     small = mamba1(3, 16, 8)
     with pytest.raises(ShapeMismatch, match="dt of that shape"):
         small._replace(dt=small.dt[:, :4]).call(native(cpu, small), at)
-    _, row = mamba2_scan.bind(Facts("cpu", torch.float32, {"state": LARGEST + 1}, cpu))
+    _, row = mamba2_scan.bind(OpFacts("cpu", torch.float32, {"state": LARGEST + 1}, cpu))
     assert row.variant == "reference"
