@@ -76,6 +76,7 @@ def test_page_verifies_its_family(verified: str) -> None:
     assert any("native kernels, one call" in row for row in rows), "the step is not recorded"
 
 
+@pytest.mark.slow
 def test_page_runs_its_model(folder: Path, verified: str) -> None:
     _, info, generate = commands()
     said = plait(folder, *info)
@@ -116,6 +117,7 @@ def wait_until_ready(server: str) -> None:
     pytest.fail("the model is not loaded after 200 seconds")
 
 
+@pytest.mark.slow
 def test_page_serves_its_model_from_the_engine_process(server: str, folder: Path) -> None:
     body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(

@@ -203,6 +203,7 @@ def test_what_to_compare_with_is_found_by_its_form(fake: Path, tmp_path: Path) -
     assert [who.name for who in twice] == ["--cpu", "--cpu (2)"]
 
 
+@pytest.mark.slow
 def test_a_model_beside_another_engine_as_json_and_plot(
     plait: Run, nano_hybrid: Path, fake: Path, tmp_path: Path
 ) -> None:

@@ -159,6 +159,7 @@ def test_trained_model_knows_its_text(nano_hybrid: Path) -> None:
     assert loss < 4.0
 
 
+@pytest.mark.slow
 def test_training_script_writes_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tiny_text(tmp_path / "text.txt")
     out = tmp_path / "out"
