@@ -135,6 +135,11 @@ def test_a_long_file_and_a_long_function_are_named(tmp_path: Path) -> None:
     ]
 
 
+def test_a_folder_over_its_cap_is_named(tmp_path: Path) -> None:
+    write(tmp_path, {f"llm/m{n}.py": "x = 1\n" * 400 for n in range(2)})
+    assert check_sizes.too_long(tmp_path) == [f"plait/llm: 800 lines, the cap is {check_sizes.CAPS['llm']}"]
+
+
 def test_a_docstring_does_not_count_as_length(tmp_path: Path) -> None:
     text = 'def f():\n    """Long.\n' + "    words\n" * 60 + '    """\n' + "    x = 1\n" * 40
     assert check_sizes.too_long(write(tmp_path, {"ops/norm.py": text})) == []
