@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import plait.model.build_mixer  # noqa: F401  every op a model can use is registered by importing the models
-
 from plait.kernels import cpu
 from plait.kernels.load import cpu_kernels, load_kernels
+from plait.model.mixers.registry import list_mixers
 from plait.ops.registry import REGISTRY
 
+list_mixers()  # registers every op that a model can use
 ROOT = Path(cpu.__file__).parent
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import plait.model.build_mixer  # noqa: F401  every op a model can use is registered by importing the models
 import pytest
 import torch
 
 from plait.errors import ConfigError
 from plait.kernels.load import load_kernels
+from plait.model.mixers.registry import list_mixers
 from plait.ops.linear import Linear
 from plait.ops.registry import REGISTRY, Op, OpFacts, check_fused
 
+list_mixers()  # registers every op that a model can use
 load_kernels()
 FUSED = {name: op for name, op in REGISTRY.items() if op.composition}
 CASES = [

@@ -35,7 +35,7 @@ def test_registry_imports_a_module_of_its_folder_without_a_list(monkeypatch: pyt
 
 
 def test_registry_refuses_a_spec_class_with_two_mixers() -> None:
-    with pytest.raises(ValueError, match="mixer 'Mlp' is defined twice"):
+    with pytest.raises(ValueError, match="mixer 'MlpSpec' is defined twice"):
 
         @mixer(spec.MlpSpec)
         class Other:
