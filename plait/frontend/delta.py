@@ -1,4 +1,4 @@
-"""What a stream of one choice gives its reader: new text with all that came with it."""
+"""The deltas of a stream: new text of one choice, with all that came with it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class TextLogprob:
 class Delta:
     """New text of one choice; the last one of a choice carries `finish_reason`.
 
-    `logprobs` are of exactly the tokens whose text starts in this delta. `stop_reason`: the stop string or
-    the token id that ended it. `num_tokens`: output tokens so far, end-of-generation not counted.
-    `embedding`: the hidden state, in the one delta of a request that asked for it. `parts`: content, thinking
+    `logprobs` are of exactly the tokens with text that starts in this delta. `stop_reason`: the stop string
+    or the token id that ended it. `num_tokens`: output tokens so far, end-of-generation not counted.
+    `embedding`: the hidden state, in the one delta of a request for embeddings. `parts`: content, thinking
     and calls in their order, of a stream with a reader; `text` is the content. `num_reasoning_tokens`: how
     many of the output tokens so far were thinking. `prompt_progress`: the event's, of a delta without text.
     """

@@ -1,4 +1,4 @@
-"""What a reader is told at a time: the deltas of so many tokens of a choice, as `events.Pace` counts them."""
+"""Joins deltas until a number of tokens of their choice is reached, as `TokenInterval` counts them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Gathered:
-    """Deltas of one choice until they are due; then they are one, with all that each of them said."""
+    """Deltas of one choice until they are due; then they are one, with all that each of them carries."""
 
     def __init__(self, interval: int) -> None:
         self._pace = TokenInterval(interval)
@@ -25,9 +25,9 @@ class Gathered:
         self.has_told = False
 
     def push(self, event: Event, delta: Delta | None) -> list[Delta]:
-        """What is told now that this event has come, which brought this delta.
+        """The deltas that are due now that this event has come, which brought this delta.
 
-        The first that says anything does not wait: it may come with a later token than the first.
+        The first with any text or part does not wait: it may come with a later token than the first.
         """
         is_due = self._pace.is_due(event) or not self.has_told
         ready: list[Delta] = []
@@ -44,16 +44,17 @@ class Gathered:
 
 
 def _goes_on(last: Delta, delta: Delta) -> bool:
-    """A failure is raised where it is read, and would take with it what was said before.
+    """Whether two deltas may become one.
 
-    Log-probabilities and ids belong to what their delta says, so content, thinking and calls stay apart.
+    A failure is raised where it is read, and would drop the text that came before. Log-probabilities and ids
+    belong to the text of their delta, so content, thinking and calls stay apart.
     """
     kind, fails = _kind(delta), delta.finish_reason in ("error", "cancelled")
     return kind is not None and kind == _kind(last) and not fails
 
 
 def _kind(delta: Delta) -> str | None:
-    """What all of a delta is; None: it is not all of one kind."""
+    """The kind of all parts of a delta; None: they are of several kinds."""
     kinds = {
         "content" if isinstance(p, Content) else "thinking" if isinstance(p, Reasoning) else "call"
         for p in delta.parts

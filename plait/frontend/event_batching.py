@@ -1,7 +1,7 @@
-"""Events of several steps as one, and how often that is told.
+"""Joins events of several steps into one, and counts the tokens after which one is due.
 
-The engine's process, the side that wakes the reader and the reader count by the same rule: so an event is
-made of the same tokens however far one of them has fallen behind.
+The engine process, the side that wakes the reader and the reader count by the same rule. So an event is made
+of the same tokens however far one of them has fallen behind.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import replace
 from plait.request import Event
 
 AT_ONCE = 256  # events that are read as one: some milliseconds
-MOST_AT_ONCE = 64  # tokens that an engine's process keeps of a reply that nobody sees before its end
+MOST_AT_ONCE = 64  # tokens that an engine process keeps of a reply that is read only at its end
 
 
 class TokenInterval:
-    """Counts the tokens of one choice: `interval` of them are told together."""
+    """Counts the tokens of one choice: `interval` of them are emitted together."""
 
     def __init__(self, interval: int) -> None:
         self._interval, self._missing = interval, 1
 
     def is_due(self, event: Event) -> bool:
-        """Whether what has gathered is told, now that this event has come."""
+        """Whether the events gathered so far are due, now that this event has come."""
         if event.prompt_progress is not None:
             return True  # it has no tokens: nothing has gathered, and the first one still comes at once
         self._missing -= len(event.token_ids)

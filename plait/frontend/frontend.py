@@ -1,4 +1,4 @@
-"""What every door stands on: text and limits on one side, the engine's loop on the other.
+"""The frontend, which every entry point uses: text and limits on one side, the engine's loop on the other.
 
 There is one validator for the Python API, the CLI and HTTP: `Front.prepare`.
 """
@@ -48,7 +48,7 @@ class Language:
 class Parsers:
     """Names of the formats of calls and of thinking in replies; None: what the chat template shows.
 
-    `style`: how JSON is written that a schema or a tool demands, where the request does not say.
+    `style`: how JSON for a schema or a tool is written, where the request does not set it.
     """
 
     tools: str | None = None
@@ -60,7 +60,7 @@ TEMPLATES_OWN = Parsers()
 
 
 class Loop(Protocol):
-    """An engine that runs: `EngineLoop` in this process, `EngineProcess` in another. Safe from any thread."""
+    """A running engine: `EngineLoop` in this process, `EngineProcess` in another. Safe from any thread."""
 
     @property
     def healthy(self) -> bool: ...
@@ -87,10 +87,10 @@ class Loop(Protocol):
 
 
 class Front:
-    """A loaded model behind its engine. Every method is safe from any thread.
+    """A loaded model with its engine. Every method is safe from any thread.
 
-    `config`: how the engine was loaded. `parsers`: how replies are read, where the chat template is not to
-    say; raises ConfigError for names that are none.
+    `config`: how the engine was loaded. `parsers`: how replies are read, where the chat template does not
+    decide it; raises ConfigError for unknown names.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Front:
     def start(self) -> None:
         """Start the processes that try grammars out, so that the first request need not wait for them.
 
-        A start goes on without them: a request that needs one starts it, or hears why that cannot be.
+        The server starts without them too: a request that needs one starts it, or fails with the reason.
         """
         if self.grammars is None:
             return
@@ -152,7 +152,7 @@ class Front:
 
     @property
     def live(self) -> bool:
-        """Whether the engine works, or will again without a new start of this process."""
+        """Whether the engine works, or will again while this process runs."""
         return self.loop.live
 
     @property
@@ -162,7 +162,7 @@ class Front:
 
     @property
     def loading(self) -> tuple[str, int, int] | None:
-        """What an engine that takes another's place does until it is ready, and how far that is: done, of."""
+        """Progress of an engine that replaces another, until it is ready: (what it does, done, of)."""
         return self.loop.loading
 
     def follow_log_levels(self) -> None:
@@ -171,7 +171,7 @@ class Front:
 
     @property
     def max_open(self) -> int:
-        """Requests that can be there at once, running or waiting. More will never be taken together."""
+        """The most requests that can be open at once, running or waiting."""
         return self.loop.max_open
 
     def prepare(
@@ -185,9 +185,9 @@ class Front:
     ) -> Request:
         """A request the engine can take. Tokenizes, as `encode` does, resolves defaults, checks every limit.
 
-        With `best_of` the engine generates that many choices, with log-probabilities: the request's `n` is
-        `best_of`, and whoever reads its stream ranks them by `params`. Raises InvalidField (token ids the
-        model does not have, an empty prompt, text without a tokenizer), ContextTooLong with both numbers,
+        With `best_of` the engine generates that many choices, with log-probabilities. The request's `n` is
+        then `best_of`, and the reader of its stream ranks them by `params`. Raises InvalidField (token ids
+        the model does not have, an empty prompt, text without a tokenizer), ContextTooLong with both numbers,
         CapacityError for a sequence that memory never holds, and BadGrammar.
         """
         if isinstance(prompt, str):
@@ -222,7 +222,7 @@ class Front:
     def shaped(
         self, request: Request, shape: ReplyShape, wish: Grammar | None, num_thinking: int | None
     ) -> Request:
-        """The same request for a reply of this shape, whose content is what is wished for.
+        """The same request for a reply of this shape, with content as `wish` describes it.
 
         `num_thinking`: tokens of thinking at most. Raises InvalidField for tools or a choice of them that
         cannot be honoured. Grammars are not tried out yet: see `untried`.
@@ -237,7 +237,7 @@ class Front:
     def held(
         self, request: Request, grammar: Grammar | None, thinking: ThinkingBudget | None = None
     ) -> Request:
-        """The same request, every choice of which must be what `grammar` says and think no longer.
+        """The same request, constrained: every choice matches `grammar` and thinks as `thinking` allows.
 
         The grammar is not tried out yet: see `untried`. Raises BadGrammar for one that is too large.
         """
@@ -253,7 +253,7 @@ class Front:
     def untried(self, request: Request) -> list[Grammar]:
         """The grammars that must be found good before a request may go to the engine; the last is its own.
 
-        They are given to `grammars.submit` or `grammars.check`, and its own comes back with a form.
+        They go to `grammars.submit` or `grammars.check`, and the request's own comes back with a form.
         """
         if request.grammar is None or request.grammar.form:
             return []
@@ -277,9 +277,9 @@ class Front:
     ) -> Request:
         """A request for the reply to a conversation; `options` as for `render_chat`.
 
-        What `params.structured_outputs` says is meant of the reply behind the model's thinking.
+        `params.structured_outputs` describes the reply after the model's thinking.
 
-        It knows its `boundaries` if the model has state of fixed size: what other models keep can be cut
+        The request has `boundaries` if the model has recurrent state; what other models keep can be cut
         anywhere. Raises what `prepare` raises, and BadTemplate.
         """
         messages = self.speech.history(messages)
@@ -319,7 +319,7 @@ class Front:
         return tuple(self.tokenizer.encode(text, add_special=add_special, allow_special=allow_special))
 
     def check_room(self) -> None:
-        """Raises QueueFull, or EngineError, if a request that came now would be refused, whatever it asks."""
+        """Raises QueueFull, or EngineError, if a request that came now would be refused for any content."""
         self.loop.check_room()
 
     def submit(self, request: Request, interval: int | None = 1) -> OutputStream:
@@ -361,6 +361,6 @@ def _has_slots(spec: ModelSpec) -> bool:
 
 
 def _engine_params(params: SamplingParams) -> SamplingParams:
-    """What the engine is asked: every choice that may be returned, with what they are ranked by."""
+    """The parameters for the engine: every choice that may be returned, with what they are ranked by."""
     logprobs = 0 if params.is_ranked and params.logprobs is None else params.logprobs
     return replace(params, n=params.num_sequences, best_of=None, logprobs=logprobs)

@@ -1,4 +1,4 @@
-"""Events from the engine's thread to an event loop: all that come together wake it once.
+"""The event-loop bridge: passes events from the engine's thread to an event loop, and wakes it once for all.
 
 Waking a loop is a call of the system, and a step of sixty-four streams would make sixty-four.
 """
@@ -40,18 +40,18 @@ class Courier:
 
 
 class Couriers:
-    """One courier for each event loop that asks, until the loop is closed."""
+    """One event-loop bridge for each event loop that needs one, until the loop is closed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_loop: dict[asyncio.AbstractEventLoop, Courier] = {}
 
     def of(self, loop: asyncio.AbstractEventLoop) -> Courier:
-        """The courier of this loop."""
+        """The bridge of this loop."""
         with self._lock:
             found = self._by_loop.get(loop)
             if found is None:
-                # A courier knows its loop, so no loop would ever go away by itself.
+                # A bridge holds its loop, so no loop would ever be freed by itself.
                 self._by_loop = {one: its for one, its in self._by_loop.items() if not one.is_closed()}
                 found = self._by_loop[loop] = Courier(loop)
             return found

@@ -1,6 +1,6 @@
-"""From the engine's events to text: detokenization and stop strings, one choice at a time.
+"""Turns the engine's events into text: detokenization and stop strings, one choice at a time.
 
-Runs on whoever reads the stream, never on the engine's thread.
+Runs on the thread or loop that reads the stream, never on the engine's thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from plait.text.reply_format import ReplyReader
 from plait.text.tokenizers.detokenize import StreamDecoder
 from plait.text.tokenizers.tokenizer import Tokenizer
 
-LAST_WORD_S = 60.0  # how long to wait for the engine to say how a choice went that a stop string ended
+LAST_WORD_S = 60.0  # how long to wait for the engine's trace of a choice that a stop string ended
 
 
 class ChoiceText:
@@ -128,11 +128,11 @@ def _rest(events: SimpleQueue[Event] | asyncio.Queue[Event]) -> Iterator[Event]:
 class OutputStream:
     """The text of one request while it is generated; iterate it, plainly or with `async for`, once.
 
-    A delta has the tokens of one plan, which is mostly one. A plain reader, and a patient one, is given those
-    of all the plans that it has fallen behind at once.
-    Leaving early, or `cancel()`, frees what the request holds before the next one. `reader` tells content,
-    thinking and calls apart. `couriers`: who brings events to event loops, shared by streams that are read
-    there together.
+    A delta has the tokens of one plan, which is mostly one. A plain reader, and a patient one, receives the
+    tokens of all the plans behind which it has fallen at once.
+    Leaving early, or `cancel()`, frees what the request holds before the next plan. `reader` separates
+    content, thinking and calls. `couriers`: the event-loop bridges, shared by streams that are read on the
+    same loops.
     """
 
     def __init__(
@@ -154,11 +154,11 @@ class OutputStream:
         self._is_read = bool(request.params.stop) or reader is not None
         self._ends_early = bool(request.params.stop) or (reader is not None and reader.ends_early)
         self._paces: list[TokenInterval] = []  # by choice; none: every event wakes the reader
-        self._gathered: list[Gathered] = []  # by choice; none: every delta is told
+        self._gathered: list[Gathered] = []  # by choice; none: every delta is emitted
         self._traces: dict[int, RequestTrace | None] = {}  # by choice; there once the engine is done with it
 
     def on_event(self, event: Event) -> None:
-        """Called by the engine's thread; only hands over."""
+        """Called by the engine's thread; only passes the event on."""
         with self._mutex:
             if event.finish_reason is not None:
                 self._traces[event.index] = event.trace
@@ -168,9 +168,9 @@ class OutputStream:
                 self._bring(self._sink)
 
     def be_patient(self) -> None:
-        """For who needs the end alone: it is woken when a choice has ended, not by every step.
+        """For readers that need the end alone: they are woken when a choice has ended, not by every step.
 
-        Without effect where text ends a choice, so that somebody has to read it: stop strings, a reader.
+        Without effect where text ends a choice, because a reader must then look for stop strings or calls.
         """
         self._is_patient = not self._is_read
 
@@ -195,7 +195,7 @@ class OutputStream:
     def trace(self, index: int) -> RequestTrace | None:
         """Where the time of a choice that has ended went; None if the engine never took it.
 
-        Of a choice that a stop string ended the engine tells a step later: this waits for it.
+        The engine reports a choice that a stop string ended one step later: this waits for it.
         """
         with self._lock:
             self._lock.wait_for(lambda: index in self._traces, LAST_WORD_S)
@@ -203,7 +203,7 @@ class OutputStream:
 
     @property
     def traces(self) -> Mapping[int, RequestTrace | None]:
-        """What `trace` knows already, by choice."""
+        """The traces that have arrived already, by choice."""
         with self._lock:
             return {**self._traces}
 
@@ -227,7 +227,7 @@ class OutputStream:
         self._connect(lambda event: courier.put(events, event))
         try:
             while not self.done:
-                # A client that reads slowly is not sent in one piece what has piled up.
+                # A client that reads slowly does not get all that has piled up at once.
                 rest = _rest(events) if self._is_patient else ()
                 for i, event in enumerate(join_events([await events.get(), *rest])):
                     if i:

@@ -1,4 +1,4 @@
-"""A reply's text on its way to its reader: told apart by a parser, and watched for stop strings.
+"""Reads a reply's text: a parser separates its parts, and content is searched for stop strings.
 
 Stop strings are looked for in content alone: they end neither thinking nor the arguments of a call.
 """
@@ -11,10 +11,10 @@ from plait.text.output.stop_strings import StopMatcher
 
 
 class Reading:
-    """Of one choice. `parser` None: all of it is content.
+    """Reads the text of one choice. `parser` None: all of it is content.
 
-    `matched`: the stop string that ended it; `has_ended`: that, or as many calls as were allowed. What comes
-    after is nowhere.
+    `matched`: the stop string that ended it; `has_ended`: that, or as many calls as were allowed. Text after
+    that is dropped.
     """
 
     def __init__(self, params: SamplingParams, parser: OutputParser | None) -> None:
@@ -41,7 +41,7 @@ class Reading:
         return waiting + self._content_in - self._content_out
 
     def push(self, text: str) -> list[OutputDelta]:
-        """The text of one more token, and what can be told now."""
+        """The text of one more token; returns what can be emitted now."""
         self._num_tokens += 1
         return self._told(self._parser.push(text) if self._parser else [Content(text)])
 

@@ -1,6 +1,6 @@
-"""On what terms a request is served: who shares with it, who goes first, how long it may take.
+"""Terms on which a request is served: shared cache, priority and time limit.
 
-Apart from `SamplingParams`, which says how tokens are chosen.
+Apart from `SamplingParams`, which describes how tokens are chosen.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Terms:
 
 
 def _check_salt(salt: str | None) -> None:
-    # An empty salt is a tenant's id that somebody forgot to fill in: it must not mean sharing with everybody.
+    # An empty salt is a tenant's id that was not filled in: it must not mean sharing with every tenant.
     if salt is None:
         return
     if not isinstance(salt, str):

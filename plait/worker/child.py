@@ -1,7 +1,7 @@
-"""The other side of `plait.worker.supervisor`: a process with an engine, which ends when the front does.
+"""The engine process: runs an engine for the front process, and ends when that does.
 
-One thread does everything: it takes messages between two steps, steps while there is work, and sends what a
-step brought in one frame. A second one only shows that the process runs.
+One thread does everything: it takes messages between two steps, steps while there is work, and sends the
+events of a step in one frame. A second thread only shows that the process runs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Report = Callable[[str, int, int], None]
 
 
 class Housed(NamedTuple):
-    """What a builder makes: an engine nobody runs, the spec of its model, and how to let it go."""
+    """What a builder makes: an engine that no thread runs yet, its model's spec, and how to release it."""
 
     engine: Engine
     spec: ModelSpec
@@ -110,7 +110,7 @@ class Link:
 
 
 class WireLog(logging.Handler):
-    """Records of this process, to appear in the front's log."""
+    """A log handler that sends the records of this process to the front's log."""
 
     def __init__(self, link: Link) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class WireLog(logging.Handler):
 
 
 class Watched:
-    """A runner that says whose step it begins, where the front can read it after any end."""
+    """A runner that records, before each step, the requests in it: the front can read them after any end."""
 
     def __init__(self, child: EngineChild, inner: StepRunner) -> None:
         self._child, self._inner = child, inner
@@ -157,17 +157,17 @@ class EngineChild:
             self.flush()
 
     def note_plan(self, plan: StepPlan) -> None:
-        """A step begins."""
+        """A step begins: write its requests to the shared status block."""
         self._page.planned = [self._keys[i] for i in self._engine.requests_in(plan) if i in self._keys]
 
     def say(self, key: int, event: Event) -> None:
-        """Have an event sent, with all others of its step."""
+        """Send an event, together with all others of its step."""
         self._spoken.append(encode_event(key, event))
         if event.prompt_logprobs:  # megabytes
             self.flush()
 
     def flush(self) -> None:
-        """Send the events that wait; before that, now and then and at the end, show the numbers with them."""
+        """Send the events that wait. Now and then, and at the end, update the shared numbers before that."""
         if not self._engine.has_work or time.monotonic() - self._counted_s > STATS_S:
             self._show_stats()
         if self._spoken:
@@ -236,7 +236,7 @@ class EngineChild:
 class _Reader:
     """Passes the events of one request on, those of `interval` tokens as one.
 
-    Its choices that ended elsewhere are not awaited.
+    It does not wait for choices that ended elsewhere.
     """
 
     def __init__(self, child: EngineChild, key: int, request: Request) -> None:
@@ -285,7 +285,7 @@ def serve_link(link: Link, page: Page, hello: Hello) -> None:
         lambda text, done, total: link.send(ProgressReport(text, done, total)),
         lambda source: link.send(Headers(to_json(source))),
     )
-    gc.freeze()  # what is there now stays: to look at it takes a quarter of a second, and finds nothing
+    gc.freeze()  # what exists now stays; looking at it would take a quarter of a second, and find nothing
     gc.enable()
     engine = housed.engine
     child = EngineChild(link, page, engine)
@@ -306,8 +306,9 @@ def load_builder(builder: str) -> Builder:
 
 
 def main(torch: TorchStart | None = None) -> None:
-    """The process. Its arguments, after the path: descriptors of socket and page, the page's size; see
-    `plait.worker.child_process` for the others. `torch`: its import, begun.
+    """Run the engine process. Its arguments, after the path: descriptors of the socket and of the shared
+    status block, and the size of that block; see `plait.worker.child_process` for the others. `torch`: its
+    import, begun.
     """
     gc.disable()  # while it loads: looking for cycles in what libraries define is a twentieth of the time
     fd, page_fd, max_planned = map(int, sys.argv[2:5])
@@ -325,7 +326,7 @@ def main(torch: TorchStart | None = None) -> None:
             torch.finish()
         serve_link(link, page, hello)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        os._exit(0)  # the front has gone, and nobody is there who could be told anything
+        os._exit(0)  # the front has gone, so nothing reads a report
     except BaseException as error:
         _tell(link, error)
         os._exit(1)  # whatever state things are in, there is nothing left to do

@@ -1,4 +1,4 @@
-"""A child process with an engine in it, as the front process holds it: started, spoken to, ended for good."""
+"""The engine's child process, as the front process holds it: start it, exchange messages, end it for good."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class End(NamedTuple):
 
 
 class Spawned:
-    """One process, its socket and its page. Everything from the thread that made it: when that ends, so does
-    the process. Raises OSError if the system cannot start it.
+    """One process, its socket and its shared status block. Call everything from the thread that made it: when
+    that thread ends, so does the process. Raises OSError if the system cannot start it.
     """
 
     def __init__(self, hello: Hello, max_planned: int, spare: int = -1) -> None:
-        """`spare`: the descriptor of memory for kernels that no folder takes, -1 without; it stays ours."""
+        """`spare`: descriptor of memory for kernels that no folder can take, or -1; the caller keeps it."""
         self._frames: Frames[FromChild] = Frames(FromChild)
         self._outbox: deque[memoryview] = deque()
         self._num_oom_kills = oom.num_killed()
@@ -135,7 +135,7 @@ class Spawned:
         return End(f"it exited with code {code}")
 
     def _killed(self) -> End:
-        """By SIGKILL: what is known of who sent it."""
+        """How a process ended that SIGKILL ended: by another process, or for want of memory."""
         before, now = self._num_oom_kills, oom.num_killed()
         is_oom = None if before is None or now is None else now > before
         known = {
@@ -149,7 +149,7 @@ class Spawned:
 
 
 def _relay(output: int) -> None:
-    """Log what a process writes, by lines, until nobody holds its pipe."""
+    """Log what a process writes, line by line, until no process holds its pipe."""
     with os.fdopen(output, "rb") as lines:
         while line := lines.readline(MAX_LINE):
             if text := line.decode(errors="replace").rstrip():

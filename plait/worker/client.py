@@ -1,6 +1,6 @@
-"""An engine in a process of its own: what `EngineLoop` is for one in this process, and it may die.
+"""An engine in a process of its own, with the interface of `EngineLoop`, which runs one in this process.
 
-The process is replaced when it does, and open requests go on with the very tokens they would have had.
+A process that dies is replaced, and open requests go on with the very tokens they would have had.
 Nothing here imports torch.
 """
 
@@ -39,7 +39,7 @@ from plait.worker.remote_metrics import Collected
 from plait.worker.supervisor import FAREWELL_S, Patience, Supervisor
 
 SUMS = ("num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_swaps")
-ASK_AGAIN_S = 0.5  # whether anybody still waits for a model that is loading
+ASK_AGAIN_S = 0.5  # between two checks whether a caller still waits for a model that is loading
 Report = Callable[[str, int, int], None]
 T = TypeVar("T")
 
@@ -80,25 +80,25 @@ class EngineProcess:
     # While it loads
 
     def source(self, report: Report) -> TextSource:
-        """Where the model's text side lies; `report` is told how loading gets on, until that is known.
+        """Where the files of the model's text side are; waits until that is known, and reports progress.
 
-        Raises what loading raises, and what `report` does.
+        `report` is called with the progress of loading. Raises what loading raises, and what `report` does.
         """
         return self._wait_for(lambda: self._source, report)
 
     def ready(self, report: Report) -> tuple[ModelSpec, int]:
-        """The model and its longest sequence, once requests are taken. Raises as `source` does."""
+        """The model and its longest sequence, once requests are accepted. Raises as `source` does."""
         ready = self._wait_for(lambda: self._ready, report)
         return decode_spec(ready.spec), ready.max_model_len
 
     @property
     def fingerprint(self) -> str:
-        """What decides the numbers of a reply, as a hash; "" until requests are taken."""
+        """A hash of what decides the numbers of a reply; "" until requests are accepted."""
         return self._ready.fingerprint if self._ready else ""
 
     @property
     def longest(self) -> int | None:
-        """The most tokens of one sequence that memory holds; None until requests are taken."""
+        """The most tokens of one sequence that memory holds; None until requests are accepted."""
         return self._ready.longest if self._ready else None
 
     # As `EngineLoop`
@@ -119,7 +119,7 @@ class EngineProcess:
             raise EngineError("the engine is closing and takes no more requests")
 
     def check_room(self) -> None:
-        """Raises QueueFull or EngineError if a request that came now would be refused, whatever it asks."""
+        """Raises QueueFull or EngineError if a request that came now would be refused, whatever is in it."""
         self._check_open()
         config = self.config
         if self._num_open >= self.max_open:
@@ -165,7 +165,7 @@ class EngineProcess:
 
     @property
     def loading(self) -> tuple[str, int, int] | None:
-        """What an engine that takes another's place does now, done, of; None: one is up, or none will be."""
+        """Progress of an engine that replaces another: (what it does, done, of). None: none is loading."""
         with self._changed:
             if self._engine is not None or self._ready is None or self._closing:
                 return None
@@ -215,7 +215,7 @@ class EngineProcess:
     # As `Watcher`, on the supervisor's thread
 
     def on_message(self, message: ProgressReport | Headers | MetricsReport) -> None:
-        """The process says how it is."""
+        """The process has sent its progress, its headers or its metrics."""
         if isinstance(message, MetricsReport):
             self._collected.arrive(message)
             return
@@ -227,13 +227,13 @@ class EngineProcess:
             self._changed.notify_all()
 
     def on_up(self, engine: Spawned, ready: Ready) -> None:
-        """It takes requests."""
+        """The engine accepts requests."""
         with self._changed:
             self._engine, self._ready, self._lost = engine, ready, None
             self._changed.notify_all()
 
     def on_down(self) -> None:
-        """It has ended, and its numbers stay."""
+        """The engine has ended; its numbers are kept."""
         self._collected.keep()
         with self._changed:
             last, self._engine = self._stats(), None
@@ -242,12 +242,12 @@ class EngineProcess:
                 self._past_sums[name] += last.get(name, 0)
 
     def on_lost(self, error: EngineLost) -> None:
-        """No engine stays up; requests are refused until one is."""
+        """No engine stays up: requests are refused until one does."""
         with self._changed:
             self._lost = error
 
     def on_end(self, error: PlaitError | None) -> None:
-        """There will be no other."""
+        """The supervisor ends: no other engine will be started."""
         with self._changed:
             self.fault, self._has_ended = error, True
             self._changed.notify_all()
@@ -300,7 +300,7 @@ class EngineProcess:
         return {"restarts": self.num_restarts, "up": float(self.healthy)}
 
     def _abandon(self) -> None:
-        """At the end of the process: nobody closed it."""
+        """Stop the engine at the exit of this process, if it was not closed before."""
         self.close(drain=False)
 
 

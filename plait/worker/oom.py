@@ -1,4 +1,4 @@
-"""What the system says of processes that it killed for want of memory."""
+"""What the system reports about processes that it killed because memory was short."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def num_killed() -> int | None:
-    """How many, of this process's control group or else of the machine. None: the system does not say."""
+    """The number of such processes, of this control group or else of the machine. None: not reported."""
     for file in (*_group_files(), PROC / "vmstat"):
         if found := _KILLS.search(_text(file)):
             return int(found[1])

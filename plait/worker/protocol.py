@@ -1,7 +1,7 @@
-"""What the front process and the engine's child say to each other: msgpack in frames with a length.
+"""The messages between the front process and the engine process: msgpack in frames with a length.
 
-Nothing that arrives is code. A frame is four bytes of length, big-endian, and one message; what is longer
-than `MAX_FRAME_NBYTES` or no message of the other side is a `BadFrame`, and the sender's end.
+Nothing that arrives is code. A frame is four bytes of length, big-endian, and one message. A frame that is
+longer than `MAX_FRAME_NBYTES`, or holds no message of the other side, is a `BadFrame` and ends the sender.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WireMessage(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(WireMessage, frozen=True, tag=1):
-    """The first word to a child: what to load, with whose function, and how much to log."""
+    """The first message to a child: what to load, with which function, and how much to log."""
 
     builder: str
     model: str
@@ -60,23 +60,23 @@ class Cancel(WireMessage, frozen=True, tag=3):
 
 
 class Count(WireMessage, frozen=True, tag=4):
-    """Asks for the engine's metrics: `MetricsReport` with the same number answers."""
+    """Requests the engine's metrics: `MetricsReport` with the same number answers."""
 
     number: int
 
 
 class Close(WireMessage, frozen=True, tag=5):
-    """End what is open, say so, and exit."""
+    """End the open requests, report that, and exit."""
 
 
 class LogLevels(WireMessage, frozen=True, tag=6):
-    """What is worth a line of the log from now on: levels by logger."""
+    """Which records are worth a line of the log from now on: levels by logger."""
 
     levels: dict[str, int]
 
 
 class ProgressReport(WireMessage, frozen=True, tag=1):
-    """How far loading is: `done` of `total` of what `text` says."""
+    """How far loading is: `done` of `total` of what `text` names."""
 
     text: str
     done: int
@@ -90,7 +90,7 @@ class Headers(WireMessage, frozen=True, tag=2):
 
 
 class Ready(WireMessage, frozen=True, tag=3):
-    """Requests are taken. `spec`: see `encode_spec_value`; `longest`: tokens of the longest that fits."""
+    """Requests are accepted. `spec`: see `encode_spec_value`; `longest`: tokens of the longest that fits."""
 
     spec: Any
     max_model_len: int
@@ -110,7 +110,7 @@ class Spoken(WireMessage, frozen=True, gc=False):
 
 
 class Events(WireMessage, frozen=True, tag=4):
-    """All that a step brought."""
+    """All events of one step."""
 
     spoken: tuple[Spoken, ...]
 
@@ -198,7 +198,7 @@ def decode_event(request_id: str, said: Spoken) -> Event:
 
 
 def encode_error(error: BaseException) -> tuple[str, str, str | None]:
-    """(class, message, param) of an exception; what is not ours is told in the words of ours."""
+    """(class, message, param) of an exception; one that is not Plait's is reported as one that is."""
     text = " ".join(str(error).split())
     match error:
         case PlaitError():
@@ -223,7 +223,7 @@ def decode_error(kind: str, message: str, param: str | None) -> PlaitError:
 
 
 def _public(cls: type) -> type:
-    """The nearest class that both sides know: `plait.errors` has it."""
+    """The nearest base class that both sides know, because `plait.errors` has it."""
     known: type = next(c for c in cls.__mro__ if getattr(errors, c.__name__, None) is c)
     return known
 
@@ -241,10 +241,10 @@ def _read_error(kind: type, value: Any) -> PlaitError:
 
 
 def encode_spec_value(value: Any) -> Any:
-    """A spec as plain values: a dataclass is a map of its fields, with its class under "".
+    """A spec as plain values: a dataclass becomes a dict of its fields, with its class under "".
 
-    A mixer's spec that a plug-in defines crosses as the class of `plait.spec` it is derived from: the front
-    loads no plug-ins.
+    A mixer's spec that a plug-in defines is sent as the class of `plait.spec` from which it is derived,
+    because the front loads no plug-ins.
     """
     if is_dataclass(value) and not isinstance(value, type):
         cls = next(c for c in type(value).__mro__ if getattr(spec, c.__name__, None) is c)
@@ -283,5 +283,5 @@ def decode_spec(value: Any) -> ModelSpec:
 
 
 def to_json(value: Any) -> bytes:
-    """The JSON of a dataclass of plain values. Strings of files need not be Unicode; JSON can say those."""
+    """The JSON of a dataclass of plain values. Strings in files may not be Unicode; JSON can escape those."""
     return json.dumps({f.name: getattr(value, f.name) for f in fields(value)}, default=list).encode()

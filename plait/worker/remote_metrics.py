@@ -17,10 +17,10 @@ Sample = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class Collected(Collector):
-    """Families as the engine last told of them. Totals go on when it is replaced.
+    """Families as the engine last reported them. Totals go on when the engine is replaced.
 
-    `ask(number)` has the engine tell; False: there is none. `of_front`: how often it was replaced, and
-    whether it is up.
+    `ask(number)` requests a report from the engine; False: there is no engine. `of_front`: how often the
+    engine was replaced, and whether it is up.
     """
 
     def __init__(self, ask: Callable[[int], bool], of_front: Callable[[], Mapping[str, float]]) -> None:
@@ -28,19 +28,19 @@ class Collected(Collector):
         self._arrived = threading.Condition()
         self._last: MetricsReport | None = None
         self._past: dict[Sample, float] = {}  # totals of engines that have ended
-        self._is_past = False  # the last one told of has ended, and is in `_past`
+        self._is_past = False  # the engine of the last report has ended, and is in `_past`
         self._number = 0
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
     def arrive(self, counted: MetricsReport) -> None:
-        """The engine has answered."""
+        """The engine has answered: keep its report."""
         with self._arrived:
             self._last, self._is_past = counted, False
             self._arrived.notify_all()
 
     def keep(self) -> None:
-        """The engine has ended."""
+        """The engine has ended: add its totals to those of earlier engines."""
         with self._arrived:
             if self._last is None or self._is_past:
                 return

@@ -1,7 +1,7 @@
-"""The open requests of an engine that can end at any moment: what they have got, and how they go on.
+"""The request table: the open requests of an engine that can end at any moment, and how they go on.
 
-What was delivered is written down here, so that a new engine can be asked for the rest. Those that may have
-ended an engine are tried one after the other at first, until each is past the place. Not thread-safe.
+It records what was delivered, so that a new engine can go on with the rest. Requests that may have ended an
+engine are tried one after the other at first, until each is past the place. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ log = logging.getLogger("plait.engine")
 
 @dataclass(slots=True)
 class ChoiceEntry:
-    """One choice that has not ended: its output tokens so far, and what its reader was told beside them."""
+    """One choice that has not ended: its output tokens so far, and what else its reader has received."""
 
     token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     first_token_s: float | None = None
     is_cancelled: bool = False
-    num_on_trial: int = 0  # tokens since it was last asked for
+    num_on_trial: int = 0  # tokens since the engine last received its request
     num_to_pass: int = TRIAL_TOKENS  # such tokens after which it is past the place where an engine ended
 
 
@@ -51,7 +51,7 @@ class RequestEntry:
     num_deaths: int = 0
 
     def so_far(self) -> Request:
-        """The request for what is missing."""
+        """The request for the tokens that are missing."""
         if not self.is_resumed:
             return self.request
         parts = (self.parts.get(i) for i in range(self.request.params.n))
@@ -75,13 +75,13 @@ class Ledger:
         self._keys: dict[str, int] = {}
         self._on_trial: RequestEntry | None = None
         self._num_added = 0
-        self.unread: list[int] = []  # keys of requests whose readers have failed: the engine must be told
+        self.unread: list[int] = []  # keys of requests with failed readers: the engine must end them
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, request: Request, on_event: OnEvent, arrival_s: float) -> None:
-        """Write a new request down; one with the id of an open one is refused, by events."""
+        """Record a new request. One with the id of an open request is refused, by events."""
         self._num_added += 1
         parts = {i: ChoiceEntry() for i in range(request.params.n)}
         entry = RequestEntry(self._num_added, request, on_event, arrival_s, parts)
@@ -94,7 +94,7 @@ class Ledger:
         self._keys[request.id] = entry.key
 
     def due(self) -> Iterator[RequestEntry]:
-        """Requests that the engine should be given now: suspects one at a time, then all others.
+        """Requests that the engine should receive now: suspects one at a time, then all others.
 
         A suspect's trial is over after some tokens; from the second one on, those acquitted run as well.
         """
@@ -109,7 +109,7 @@ class Ledger:
             yield entry
 
     def deliver(self, said: Spoken, now: float) -> None:
-        """Pass an event of the engine on, and write down what it brought. `now`: on the common clock."""
+        """Pass an event of the engine on, and record what it brought. `now`: on the common clock."""
         entry = self._entries.get(said.key)
         if entry is None or said.index not in entry.parts:  # ended here, while this was on its way
             return
@@ -130,9 +130,9 @@ class Ledger:
             self._acquit(entry)
 
     def cancel(self, request_id: str, index: int | None) -> int | None:
-        """The key by which the engine must be asked to end a request or its choice; None: it has none.
+        """The key that the engine needs to end a request or its choice; None: no engine has it.
 
-        What no engine runs ends at once.
+        A request that no engine runs ends at once.
         """
         entry = self._entries.get(self._keys.get(request_id, 0))
         if entry is None:
@@ -145,12 +145,11 @@ class Ledger:
         return entry.key if entry.is_sent else None
 
     def bury(self, planned: Collection[int], arriving: int, *, is_foreign: bool = False) -> bool:
-        """The engine has ended. `planned` and `arriving`: what it was doing, see `Page`. `is_foreign`: it was
-        killed from outside.
+        """Record that the engine has ended. `planned` and `arriving`: what it was doing, see `Page`.
 
-        Every request must be given to the next one; those it was working on are suspects. Returns whether
-        there were any. One is failed that was in two of these steps, alone in this one; who was never alone
-        may be innocent and is tried again, until `MAX_DEATHS`.
+        `is_foreign`: it was killed from outside. Every request must go to the next engine; those in the last
+        step are suspects. Returns whether there were any. A request fails that was in two of these steps, and
+        alone in this one. One that was never alone may be innocent and is tried again, until `MAX_DEATHS`.
         """
         charged = self._charged(planned, arriving)
         is_alone = len(charged) == 1 and not is_foreign and (bool(arriving) or len({*planned}) == 1)
@@ -159,7 +158,7 @@ class Ledger:
             kept = entry.request.interval - 1 if entry.is_sent and not entry.is_resumed else 0
             entry.is_sent, entry.is_resumed = False, entry.is_resumed or entry.is_sent
             for i, part in [*entry.parts.items()]:
-                # Behind its first token an engine may have had so many that it had not told of.
+                # After its first token an engine may have had this many that it had not reported.
                 part.num_on_trial, part.num_to_pass = 0, TRIAL_TOKENS + (kept if part.token_ids else 0)
                 if part.is_cancelled:
                     self._pass(entry, Event(entry.request.id, i, finish_reason="cancelled"))
@@ -171,7 +170,7 @@ class Ledger:
         return bool(charged)
 
     def expire(self, now: float) -> None:
-        """End requests that wait for an engine and have no more time; those that one has are its own."""
+        """End requests that wait for an engine past their time limit; the engine ends those that it has."""
         for entry in [*self._unsent.values()]:
             timeout_s = entry.request.timeout_s
             if timeout_s is not None and now >= entry.arrival_s + timeout_s:
@@ -191,7 +190,7 @@ class Ledger:
                 self._pass(entry, Event(entry.request.id, i, finish_reason="cancelled"))
 
     def _charged(self, planned: Collection[int], arriving: int) -> list[RequestEntry]:
-        """Who may have ended the engine: one that it was taking, one on trial, all that it worked on."""
+        """Requests that may have ended the engine: one arriving, one on trial, or all of the last step."""
         keys = (arriving,) if arriving else planned
         found = [self._entries[key] for key in keys if key in self._entries]
         return [self._on_trial] if self._on_trial in found and self._on_trial else found
@@ -219,7 +218,7 @@ class Ledger:
         try:
             entry.on_event(event)
         except Exception:
-            # Its reader is broken and cannot be told; nobody else may suffer, and the fault must be seen.
+            # Its reader is broken and gets no event. No other request may suffer, and the fault must be seen.
             log.exception("the reader of %s failed, and its request is ended", entry.request.id)
             entry.on_event = _nobody
             self.unread.append(entry.key)
@@ -247,4 +246,4 @@ def _death_text(num_deaths: int) -> str:
 
 
 def _nobody(event: Event) -> None:
-    """Where the events of a request go whose reader is broken."""
+    """Drops an event: what a request with a broken reader has as its callback."""

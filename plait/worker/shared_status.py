@@ -1,6 +1,6 @@
-"""A page of memory that an engine's process shares with the front: what it is doing, readable after its end.
+"""The shared status block: what an engine process is doing, in memory that the front can read after its end.
 
-Written by one thread of the child (the signs of life by a second one), read by the front at any time. Every
+One thread of the child writes it (a second one the signs of life), and the front reads it at any time. Every
 value is eight bytes, stored at once. Shared memory outlives any way to die and costs nothing to write.
 """
 
@@ -22,10 +22,10 @@ PLANNED = STATS + NUM_STATS
 class Page:
     """Times are seconds on the clock that all processes share (`time.monotonic`).
 
-    `alive_s`: when a thread of the child last ran, 0 before it has begun; frozen and dying processes let it
-    stand. `busy_since_s`: since when the engine's thread is at its present round; 0: it waits for something
-    to do. `arriving`: the key of the request it is taking. `planned`: keys of the requests in the last step
-    that began.
+    `alive_s`: when a thread of the child last ran, 0 before it has begun; in a frozen or dying process it
+    does not change. `busy_since_s`: since when the engine's thread is at its present round; 0: it waits for
+    work. `arriving`: the key of the request that the engine is taking. `planned`: keys of the requests in
+    the last step that began.
     """
 
     def __init__(self, fd: int, max_planned: int) -> None:
@@ -41,7 +41,7 @@ class Page:
         return self._times[ALIVE]
 
     def beat(self) -> None:
-        """The process runs."""
+        """Show that the process runs."""
         self._times[ALIVE] = time.monotonic()
 
     @property
@@ -49,11 +49,11 @@ class Page:
         return self._times[BUSY]
 
     def begin(self) -> None:
-        """A round begins: something is to be done."""
+        """A round begins: there is work."""
         self._times[BUSY] = time.monotonic()
 
     def rest(self) -> None:
-        """There is nothing to do."""
+        """There is no work."""
         self._times[BUSY] = 0.0
 
     @property
@@ -71,7 +71,7 @@ class Page:
 
     @planned.setter
     def planned(self, keys: Collection[int]) -> None:
-        # Nobody is blamed for a list that is half written.
+        # No request is blamed because of a list that is half written.
         self._numbers[NUM_PLANNED] = 0
         self._numbers[PLANNED : PLANNED + len(keys)] = memoryview(array("q", keys))
         self._numbers[NUM_PLANNED] = len(keys)
@@ -86,14 +86,14 @@ class Page:
             self._numbers[STATS + i] = value
 
     def close(self) -> None:
-        """Give the memory back. May be called twice."""
+        """Release the memory. May be called twice."""
         self._times.release()
         self._numbers.release()
         self._memory.close()
 
 
 def nbytes(max_planned: int) -> int:
-    """Bytes of a page for steps of at most so many requests."""
+    """Bytes of a shared status block for steps of at most so many requests."""
     return 8 * (PLANNED + max_planned)
 
 

@@ -1,4 +1,4 @@
-"""The thread that keeps an engine's process running: starts it, listens to it, replaces it when it ends.
+"""The thread that keeps an engine process running: starts it, reads its messages, replaces it when it ends.
 
 Everything about a process happens on this thread; others leave commands in its `Mailbox`.
 """
@@ -46,8 +46,8 @@ NOT_STARTED = "it could not be started"
 MAX_DEATHS = 6  # of engines in a row, with no token between them and no request to blame
 BACKOFF_S = 0.5  # before the third start; twice as long before each further one
 LONGEST_BACKOFF_S = 10.0
-LOST_BACKOFF_S = 60.0  # where an engine that was lost is tried for ever
-STABLE_S = 60.0  # an engine that has run so long, or has said a token, begins a new row
+LOST_BACKOFF_S = 60.0  # between attempts, where an engine that was lost is tried for ever
+STABLE_S = 60.0  # an engine that has run so long, or has emitted a token, begins a new row
 COUNTS_S = 5.0  # what was counted since is lost with an engine
 FAREWELL_S = 5.0  # a last step may still be running when the time to drain is over
 LOGGERS = ("plait", "plait.engine", "plait.step", "plait.trace")
@@ -61,8 +61,8 @@ class Patience:
     """When a process is taken for dead, in seconds. Generous: a wrong death costs what it has computed.
 
     `stalled_s`: at one round, a step of a large model on a slow CPU. `frozen_s`: since any thread of it ran.
-    `loading_s`: since loading last got on; kernels are compiled without a word. `goes_on`: an engine that
-    ended `MAX_DEATHS` times is tried again and again, with pauses, instead of being given up.
+    `loading_s`: since loading last made progress; kernels are compiled without a report. `goes_on`: an engine
+    that ended `MAX_DEATHS` times is tried again and again, with pauses, instead of being given up.
     """
 
     stalled_s: float = 300.0
@@ -72,7 +72,7 @@ class Patience:
 
 
 class Watcher(Protocol):
-    """Who wants to know how things stand; called on the supervisor's thread."""
+    """Receives changes of the engine's state; called on the supervisor's thread."""
 
     def on_message(self, message: ProgressReport | Headers | MetricsReport) -> None: ...
     def on_up(self, engine: Spawned, ready: Ready) -> None: ...
@@ -92,7 +92,7 @@ class Mailbox:
         self._commands: deque[Command] | None = deque()
 
     def put(self, command: Command) -> bool:
-        """From any thread. False: nobody takes commands any more."""
+        """Add a command, from any thread. False: commands are not taken any more."""
         with self._lock:
             if self._commands is None:
                 return False
@@ -119,7 +119,7 @@ class Mailbox:
 
 
 class Supervisor:
-    """`run` it on a thread of its own. It ends when told to by `close`, or when the engine is given up."""
+    """`run` it on a thread of its own. It ends after a call of `close`, or when the engine is given up."""
 
     def __init__(self, hello: Hello, watcher: Watcher, patience: Patience) -> None:
         self._hello, self._watcher, self._patience = hello, watcher, patience
@@ -169,14 +169,14 @@ class Supervisor:
         self._close_at = at if self._close_at is None else min(at, self._close_at)
 
     def tell_log_levels(self) -> None:
-        """Levels of loggers may have changed; one that is not up yet is told when it is."""
+        """Send the levels of loggers, which may have changed. An engine that loads gets them once up."""
         if self.engine is not None and self.is_up:
             self.engine.send(LogLevels(_log_levels()))
 
     # One process
 
     def _live(self) -> str | None:
-        """One process from its start to its end. Why it ended, if nobody asked it to; else None."""
+        """One process from its start to its end. Returns why it ended, or None if it was closed."""
         self._reported, self._has_spoken, self._up_since = None, False, None
         try:
             hello = Hello(self._hello.builder, self._hello.model, self._hello.config, _log_levels())
@@ -225,7 +225,7 @@ class Supervisor:
                 return overdue
 
     def _give(self, engine: Spawned) -> None:
-        """Send every request that is due, and end those that nobody reads."""
+        """Send every request that is due, and end those with readers that have failed."""
         for entry in self.ledger.due():
             try:
                 engine.send(Submit(entry.key, entry.so_far(), entry.arrival_s))
@@ -287,7 +287,7 @@ class Supervisor:
         return None
 
     def _part(self, engine: Spawned) -> None:
-        """Tell it to end, and hear what it still has to say."""
+        """Close an engine, and deliver the events that it still sends."""
         if not self.is_up:
             return
         until = time.monotonic() + FAREWELL_S
@@ -314,7 +314,7 @@ class Supervisor:
             self._num_unexplained = 1 if stood else self._num_unexplained + 1
 
     def _after(self, death: str) -> PlaitError | None:
-        """What is to be done about it: None: start another process; else why nothing more is done."""
+        """What follows the end of a process. None: start another; else why nothing more is done."""
         reported = self._reported
         why = f"{reported} ({death})" if reported else death
         if not self._was_up:
@@ -375,7 +375,7 @@ class Supervisor:
 
 
 def _spare() -> int:
-    """Memory for compiled kernels that no folder takes, from one engine to the next; -1: there is none."""
+    """Memory for compiled kernels that no folder can take, kept from one engine to the next; -1: none."""
     try:
         return new_memory("plait-kernels")
     except OSError:
@@ -387,7 +387,7 @@ def _log_levels() -> dict[str, int]:
 
 
 def _first_death(end: End) -> PlaitError:
-    """Why a model could not be loaded by a process that said nothing at its end."""
+    """Why a model could not be loaded by a process that reported nothing at its end."""
     text = f"the engine's process ended while the model was loading: {end.how}"
     if end.is_oom:
         return OutOfMemory(f"{text}; choose a smaller --max-model-len, --max-num-seqs or model")

@@ -1,10 +1,10 @@
-"""torch, as the command line and an engine's process import it: half of a start is nothing else.
+"""Imports torch for the command line and an engine process: half of the time of startup is nothing else.
 
-Mapping its largest library takes the system 0.17 s: that is begun on a thread of its own, and modules that
-need no torch are imported meanwhile. Another 0.2 s is what only tensors of the meta device need, which no
-engine has: it is left out until somebody asks for it.
+The system takes 0.17 s to map its largest library. That is begun on a thread of its own, and modules that
+need no torch are imported meanwhile. Only tensors of the meta device need another 0.2 s of imports. No engine
+has such tensors, so these are left out until they are needed.
 
-For processes that are Plait's own; `from plait import LLM` imports torch as everybody does.
+For processes that are Plait's own; `from plait import LLM` imports torch in the usual way.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Libraries are mapped one at a time: whoever wants one waits for torch's. So these come before it: all that
-# the modules below bring. One that a Python does not have is missing here, and nothing else.
+# Libraries are mapped one at a time: an import that needs one waits for torch's. So these come before it: all
+# that the modules below bring. One that a Python does not have is missing here, and nothing else.
 NATIVE = (
     *(
         "_asyncio",
@@ -70,7 +70,7 @@ class TorchStart:
 
 
 class Absent(ModuleType):
-    """Stands for a module while another one is imported, and brings it when something of it is wanted."""
+    """Replaces a module while another one is imported, and imports it when an attribute of it is read."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python's own questions
@@ -86,11 +86,11 @@ def _import_without_meta() -> None:
         import torch  # noqa: F401
     finally:
         if sys.modules.get(META) is absent:
-            del sys.modules[META]  # whoever imports it from here on gets it
+            del sys.modules[META]  # an import from here on gets the module itself
 
 
 def _import_some(names: tuple[str, ...]) -> None:
-    """Import those of them that are there: who needs another one will say so."""
+    """Import those of them that exist. A module that needs a missing one reports that itself."""
     for name in names:
         with suppress(ImportError):
             import_module(name)
@@ -109,7 +109,7 @@ def _library() -> Path | None:
 
 
 def _map(library: Path) -> None:
-    """Map it, in the order in which torch does. What cannot be mapped is for torch's own import to tell."""
+    """Map it, in the order in which torch does. torch's own import reports what cannot be mapped."""
     # `ctypes.CDLL` keeps Python's lock meanwhile; a call of the system's function does not.
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.restype, dlopen.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_int]
