@@ -28,7 +28,7 @@ _UNREADABLE = {
     "tekken.json": "tekken.json",
 }
 
-# What goes wrong when a value in a file is of another kind than its readers take it for.
+# What is raised when a value in a file is of another kind than its readers expect.
 _FAULTS = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError)
 _WRITE = "write a tokenizer.json (transformers: AutoTokenizer.from_pretrained(...).save_pretrained)"
 
@@ -42,11 +42,11 @@ def load_tokenizer(
     config: Mapping[str, Any] | None = None,
     oxidizr: bool = False,
 ) -> TextTokenizer | None:
-    """The tokenizer of a model; None when there is none to be found (token ids still work everywhere).
+    """The tokenizer of a model; None when none is found (token ids still work everywhere).
 
     In this order: `vocab` (`--vocab`: a built-in name, a tokenizer.json, tokenizer.model, .tiktoken or
     directory), tokenizer.json, the GGUF file's own (`metadata`), tokenizer.model, the config's
-    `tokenizer_vocab`, the built-in vocabulary whose size `vocab_size` is. Its `name` says which it was.
+    `tokenizer_vocab`, the built-in vocabulary of the size `vocab_size`. Its `name` shows which it was.
     """
     with _blame_files("tokenizer", directory):
         return _load_tokenizer(directory, metadata, vocab, vocab_size, config or {}, oxidizr)
@@ -72,7 +72,7 @@ def _load_tokenizer(
 
 @contextmanager
 def _blame_files(what: str, directory: Path | None) -> Iterator[None]:
-    """A fault over values of a wrong kind is the file's, and is told so, as BadFile."""
+    """Raises BadFile for values of a wrong kind, because the file is at fault."""
     try:
         yield
     except _FAULTS as error:
@@ -103,7 +103,7 @@ def _load_carried(metadata: Mapping[str, Any]) -> TextTokenizer | None:
 
 
 def _read_told(metadata: Mapping[str, Any]) -> TokenizerFiles:
-    """What the files say that stood beside it."""
+    """The tokenizer's JSON files that a GGUF file has in its metadata."""
     config, special = (_json_in(metadata, key) for key in (gguf_files.CONFIG, gguf_files.SPECIAL))
     return TokenizerFiles(config, special)
 
@@ -148,7 +148,7 @@ def _from_files(directory: Path) -> TextTokenizer | None:
 
 
 def _sentencepiece(path: Path) -> TextTokenizer:
-    """A tokenizer.model with what tokenizer_config.json beside it says about BOS and EOS."""
+    """A tokenizer.model, with BOS and EOS as tokenizer_config.json next to it sets them."""
     added = path.parent / "added_tokens.json"
     if added.exists():
         raise UnsupportedFormat(f"{added}: tokens added to a tokenizer.model are not supported; {_WRITE}")
@@ -163,7 +163,7 @@ def _sentencepiece(path: Path) -> TextTokenizer:
 
 
 def _plamo(path: Path) -> TextTokenizer:
-    """PLaMo 2's tokenizer.jsonl with what tokenizer_config.json beside it says about BOS and EOS."""
+    """PLaMo 2's tokenizer.jsonl, with BOS and EOS as tokenizer_config.json next to it sets them."""
     tokenizer = gguf_tokenizer(plamo_metadata(path, _json(path.parent / "tokenizer_config.json")))
     if tokenizer is None:
         raise BadFile(f"{path}: a vocabulary without a piece")

@@ -1,4 +1,4 @@
-"""How a model speaks: where its thinking stands, how it calls tools, and what can be shape of both.
+"""The format of a model's replies: where thinking is, how tools are called, and how both are constrained.
 
 One object for each model, made of its chat template and its vocabulary.
 """
@@ -30,8 +30,8 @@ from plait.text.output.call_grammar import (
 from plait.text.output.reasoning import HARMONY_TURN, ReasoningFormat, reasoning_format
 from plait.text.tokenizers.tokenizer import Tokenizer
 
-SWITCHES = ("enable_thinking", "thinking")  # what templates call it
-_TAIL = 64  # tokens of a prompt in which a marker of thinking may stand
+SWITCHES = ("enable_thinking", "thinking")  # names of the switch in templates
+_TAIL = 64  # tokens of a prompt in which a marker of thinking may be
 Tool = Mapping[str, Any]
 
 
@@ -39,7 +39,7 @@ Tool = Mapping[str, Any]
 class ReplyReader:
     """How the replies to one request are read. `parser` makes one for each choice.
 
-    `shown`: control tokens that must stand in the text. `ends_early`: a call may end a choice.
+    `shown`: control tokens that must appear in the text. `ends_early`: a call may end a choice.
     """
 
     parser: Callable[[], OutputParser]
@@ -48,7 +48,7 @@ class ReplyReader:
 
 
 class Speech:
-    """Of one model. Without a template or a vocabulary it knows of neither tools nor thinking."""
+    """The reply format of one model. Without a template or a vocabulary: neither tools nor thinking."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Speech:
         reasoning: str | None = None,
         style: JsonStyle = USUAL_STYLE,
     ) -> None:
-        """`tools`, `reasoning`: names of formats, where the template is not to say. Raises ConfigError.
+        """`tools`, `reasoning`: names of formats, to use instead of the template's. Raises ConfigError.
 
         `style`: of JSON in calls.
         """
@@ -123,7 +123,7 @@ class Speech:
         return self.reasoning.starts_open(tail)
 
     def has_begun(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends inside of content, for a model whose content begins with a marker."""
+        """Whether a prompt ends inside of content, for a model with a marker before its content."""
         if self.reasoning is None or self._tokenizer is None or self.is_open(prompt_ids):
             return False
         tail = self._tokenizer.decode(prompt_ids[-_TAIL:], skip_special=False)
@@ -158,10 +158,10 @@ class Speech:
         return ReplyReader(parser, frozenset(self._special[text] for text in shown), ends_early)
 
     def grammar(self, wish: Grammar | None, shape: ReplyShape) -> Grammar | None:
-        """What the whole reply must be: thinking, then a call that is demanded, or what is wished for.
+        """The grammar of the whole reply: thinking, then a demanded call, or content as `wish` describes it.
 
-        Where calls are possible and not demanded, they may stand in place of what is wished for; if a tool is
-        `strict`, they are held to their schemas once they begin.
+        Where calls are possible and not demanded, they may replace that content. If a tool is `strict`, calls
+        are held to their schemas once they begin.
         """
         lead = self._lark(self._thinking(shape))
         forced = self._call(shape, shape.choice)
@@ -186,7 +186,7 @@ class Speech:
         return found
 
     def budget(self, num_tokens: int | None, shape: ReplyShape) -> ThinkingBudget | None:
-        """`num_tokens` of thinking at most (None: no limit); none at all for a model that was told not to."""
+        """`num_tokens` of thinking at most (None: no limit); none at all for a reply that may not think."""
         num_tokens = num_tokens if shape.thinks else 0
         if num_tokens is None or self.reasoning is None or self._tokenizer is None:
             return None
@@ -228,7 +228,7 @@ class Speech:
         return None if found is None else _generable(found, self._ends, self._style)
 
     def _held(self, shape: ReplyShape) -> Structure | None:
-        """Text or calls that are as their schemas say; None where nobody asked for that."""
+        """Text or calls that are as their schemas demand; None where the request sets no constraint."""
         form = self._calls(shape)
         demanded = self._call(shape, "required")
         if form is None or demanded is None or not any(_is_strict(tool) for tool in shape.tools):
@@ -262,7 +262,7 @@ def _new_id() -> str:
 def _generable(structure: Structure, ends: Collection[str], style: JsonStyle) -> Structure:
     """The same, with schemas in a style, so that no reply gets lost in white space or in keys.
 
-    Markers that end every reply are left out: where one stood the reply may end, with that or another.
+    Markers that end every reply are left out: at such a place the reply may end, with that marker or another.
     """
     found: list[Part] = []
     for part in structure:

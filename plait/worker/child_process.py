@@ -117,7 +117,7 @@ class Spawned:
         yield from self._frames.feed(piece)
 
     def end(self, timeout_s: float = 0.0) -> End:
-        """How it ended; it is killed unless it ends by itself within `timeout_s`. Frees the socket."""
+        """Kill the process unless it ends by itself within `timeout_s`; how it ended. Frees the socket."""
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -1,9 +1,9 @@
-"""Chat templates in Jinja, and how what users write stays text.
+"""Chat templates in Jinja, and how text that users write stays text.
 
-A template writes one string in which its own `<|im_end|>` and a user's look the same. They are told apart in
-two renderings. In the first, each control token's text inside a user's string is *broken* by a private
-character after its first one: the template's logic sees the text almost as it is, and what still matches a
-control token is the template's, unless the template glued pieces of user strings together. In the second,
+A template writes one string in which its own `<|im_end|>` and a user's look the same. Two renderings
+distinguish them. In the first, each control token's text inside a user's string is *broken* by a private
+character after its first one. The template's logic then sees the text almost as it is, and what still matches
+a control token is the template's, unless the template glued parts of user strings together. In the second,
 every character that could begin a control token is *veiled* in user strings: no user text can match at all.
 If both show the same control tokens, the first is right; if not, the second is used, which is always safe.
 """
@@ -80,7 +80,7 @@ class JinjaTemplate:
         return self._calls
 
     def start(self, *, is_chosen: bool = False) -> None:
-        """Reads it now, so that one that cannot be used is known, and said, before anybody asks.
+        """Reads the template now, so that an unusable one is known and reported before the first request.
 
         Chats are refused then, and nothing else is. `is_chosen`: the user named it, so ConfigError is raised.
         """
@@ -249,7 +249,7 @@ def _change_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _free_marks(written: str) -> Iterator[str]:
-    """Private characters that stand in no user string. Raises BadTemplate where there are no more."""
+    """Private characters that occur in no user string. Raises BadTemplate when there are no more."""
     used = set(written)
     yield from (chr(c) for c in chain(*_PRIVATE) if chr(c) not in used)
     raise BadTemplate("the conversation holds every private character; leave some out")

@@ -1,9 +1,9 @@
 """Reads and renders Jinja templates in child processes that may be killed.
 
 A template is a program from the model's author: no other process so much as parses one. It gets no files, no
-network, no imports, bounded memory, time and output (`{% set ns.s = ns.s ~ ns.s %}` forty times wants a
-terabyte); a child that overruns is killed and replaced, and only its request fails. Whoever asks has one
-child at a time, so that another's costly conversations leave one free.
+network, no imports, bounded memory, time and output (`{% set ns.s = ns.s ~ ns.s %}` forty times takes a
+terabyte). A child that overruns is killed and replaced, and only its request fails. A client has one child at
+a time, so that another's costly conversations leave one free.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SandboxLimits:
     """What one rendering may take.
 
     `timeout_s`: of the processor; `clock_s`: by the clock, on a busy machine. `start_s` is for a child to
-    come up, which is nobody's fault; `wait_s`: how long a rendering waits for its turn. `children`: how many
+    start, which no template can help; `wait_s`: how long a rendering waits for its turn. `children`: how many
     there are at most.
     """
 
@@ -61,7 +61,7 @@ class Sandbox:
 
     @property
     def wait_s(self) -> float:
-        """How long anybody waits for a turn."""
+        """The longest wait of a rendering for its turn."""
         return self._limits.wait_s
 
     def start(self) -> list[str]:
@@ -91,7 +91,7 @@ class Sandbox:
         for place, lock in enumerate(self._locks):
             while not lock.acquire(timeout=0.02):
                 if child := self._children.get(place):
-                    child.kill()  # whoever waits for it is told at once, and then its pipes may go
+                    child.kill()  # the thread that waits for it fails at once, and then its pipes may go
             self._drop(place)
             lock.release()
 

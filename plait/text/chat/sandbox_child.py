@@ -1,4 +1,4 @@
-"""The process that reads and renders chat templates: walled in, with limits, and nothing worth stealing.
+"""The process that reads and renders chat templates: sandboxed, with limits, and nothing worth stealing.
 
 Only the standard library, jinja2 and `confine` are imported. It says in its first line which walls it has,
 as a list of JSON. Then it reads one JSON request a line on standard input, and answers each with one JSON

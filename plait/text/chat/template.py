@@ -47,7 +47,7 @@ class ChatTemplate(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation, with the opening of the model's reply if that is asked for.
+        """Token ids of a conversation, with the opening of the model's reply if that is requested.
 
         With `continue_final_message` they end with the last message's text, which a reply goes on from.
         Raises BadTemplate with the template's own message, InvalidField for what it cannot take.
@@ -81,7 +81,7 @@ def num_chars(*found: Any) -> int:
 def boundaries(
     template: ChatTemplate, messages: Sequence[Message], ids: Sequence[int], options: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Where in a prompt other requests are likely to part ways: rising positions, at most three, inside it.
+    """Where in a prompt other requests are likely to diverge: rising positions, at most three, inside it.
 
     After the system messages and tools, where the first user's words begin; after everything before the last
     user message, where its words begin; and before the opening of the reply. `ids` is the conversation as
@@ -95,13 +95,13 @@ def boundaries(
         except (TemplateEnded, CapacityError):
             break  # each further one could take as long
         except (BadTemplate, InvalidField):
-            continue  # nobody asked for this conversation, so nobody is told
+            continue  # no client sent this conversation, so no error is reported
         found.add(_common_len(ids, rendered))
     return tuple(sorted(at for at in found if 0 < at < len(ids)))
 
 
 def _others(messages: Sequence[Message], options: Mapping[str, Any]) -> Iterator[Sequence[Message]]:
-    """The conversations that part ways with this one at its boundaries."""
+    """The conversations that diverge from this one at its boundaries."""
     head = next((i for i, m in enumerate(messages) if m["role"] not in _HEAD_ROLES), len(messages))
     last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=head)
     if (head or options.get("tools")) and head < len(messages):
@@ -113,7 +113,7 @@ def _others(messages: Sequence[Message], options: Mapping[str, Any]) -> Iterator
 
 
 def _another(message: Message) -> Message:
-    """A user message whose first character is another one: the template's own words around it stay shared."""
+    """A user message with another first character: the template's own words around it stay shared."""
     text = _content(message.get("content"), "content") or ""
     return {"role": "user", "content": "b" if text.lstrip().startswith("a") else "a"}
 
@@ -202,7 +202,7 @@ def _members(value: Any) -> Iterable[Any]:
 
 
 def cut_at_mark(parts: Sequence[int | str], mark: str) -> list[int | str]:
-    """A rendered conversation up to `mark`, which stood at the end of its last message's text.
+    """A rendered conversation up to `mark`, which was put at the end of its last message's text.
 
     Raises InvalidField if the template did not write it.
     """

@@ -1,4 +1,4 @@
-"""What a chat template makes of calls of tools, found by showing it some."""
+"""How a chat template takes tool calls, found by rendering some with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The structure of a demanded call in llguidance's grammar notation."""
+"""Lark source, in llguidance's notation, for the structure of a demanded call."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _REGEX_MARKS = re.compile(r"[\\^$.|?*+()\[\]{}/]")
 
 
 def as_lark(structure: Structure, special_ids: Mapping[str, int]) -> str:
-    """Lark source whose `start` is the structure.
+    """Lark source with the structure as its `start`.
 
-    `special_ids`: text → id of the vocabulary's control tokens; what else stands in a marker is text.
+    `special_ids`: text → id of the vocabulary's control tokens; all else in a marker is text.
     """
     rules: Rules = {}
     start = _sequence(structure, special_ids, rules)

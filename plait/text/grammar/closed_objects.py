@@ -1,9 +1,9 @@
-"""JSON schemas whose objects have no other properties than they name.
+"""Closes the objects of JSON schemas: they get no other properties than they name.
 
-JSON Schema lets any property stand in an object that does not say `additionalProperties: false`. Who writes
+JSON Schema allows any property in an object that does not set `additionalProperties: false`. The author of
 `properties` does not mean that, and a small model that may go on writing keys does. So objects with
 `properties` are closed where the key is absent; names that only `required` lists are allowed too. Schemas
-that are combined (`allOf`, `$ref` with other keywords) describe one object together: that is closed once, for
+that are combined (`allOf`, `$ref` with other keywords) describe one object together. That is closed once, for
 the names of all, and its parts stay open. Where more than one of them describes the same property or the
 items of a list, everything in there stays open, as each would forbid what another requires.
 """
@@ -20,7 +20,7 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _COMBINED = ("allOf", "anyOf", "oneOf")
 _ITEMS = ("items", "prefixItems", "additionalItems")
 _SAYS = ("additionalProperties", "unevaluatedProperties")
-_OWN = (*_MAPS[:2], *_ITEMS, *_SAYS, "required")  # what a schema says itself of an object or a list
+_OWN = (*_MAPS[:2], *_ITEMS, *_SAYS, "required")  # what a schema itself defines of an object or a list
 _MOST_STEPS = 20_000  # schemas that are looked at: references could make it a square of the text
 _MOST_ADDED = 1 << 20  # characters of copies and names: a reference's path may lead through all of the text
 
@@ -51,7 +51,7 @@ _CLOSED, _OPEN = _Mode(), _Mode(True, all_properties=True, items=True)
 
 @dataclass(slots=True)
 class _Names:
-    """What schemas say of an object's properties. `is_said`: whether others may be there."""
+    """What schemas define of an object's properties. `is_said`: whether others may be there."""
 
     names: dict[str, None] = field(default_factory=dict)  # in their order
     patterns: dict[str, None] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class _Names:
     is_said: bool = False
     has_properties: bool = False
     # How many schemas that must hold together:
-    speaking: int = 0  # say something of the object
+    speaking: int = 0  # define something of the object
     describing: int = 0  # describe its properties
     unlisted: int = 0  # of these: some by pattern, or all others
     lists: int = 0  # describe the items of a list
@@ -223,7 +223,7 @@ class _Closing:
 
 
 def _close(schema: dict[str, Any], said: _Names) -> None:
-    """No properties but the schema's own and those named; what is said of these stands elsewhere."""
+    """Allow the schema's own properties and those named, and no others; these are described elsewhere."""
     for key, names in (("properties", said.names | said.required), ("patternProperties", said.patterns)):
         if names:
             schema[key] = {**dict.fromkeys(names, True), **_mapping(schema.get(key))}

@@ -1,4 +1,4 @@
-"""What a reply must look like: `Grammar`, as a client describes it, and the limits on one."""
+"""`Grammar`: the form of a reply, as a client describes it, and the limits on one."""
 
 from __future__ import annotations
 

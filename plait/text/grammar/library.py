@@ -1,4 +1,4 @@
-"""llguidance, as Plait uses it: a table of tokens, a compiled grammar, and its complaints made readable."""
+"""llguidance, as Plait uses it: a table of tokens, a compiled grammar, and its errors made readable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LINE, _SHOWN = 120, 260
 
 
 class _Words:
-    """What the library asks of a tokenizer."""
+    """The interface of a tokenizer that the library needs."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -26,7 +26,7 @@ class _Words:
         self.eos_token_id = eos
 
     def __call__(self, text: str) -> list[int]:
-        """Never asked: the grammars that we compile force nothing."""
+        """Never called: the grammars that we compile force nothing."""
         raise NotImplementedError("no grammar may depend on how a text is cut into tokens")
 
 
@@ -66,10 +66,10 @@ PARTS = ("lead", "opening", "instead")
 
 
 def with_parts(form: str, **beside: str) -> str:
-    """A serialized grammar of two, the outer of which asks for `@reply`, with Lark sources beside it.
+    """A serialized grammar of two, the outer of which refers to `@reply`, with Lark sources for its parts.
 
     `beside`: those of `PARTS`, "" for none. `lead` and `opening` come before the reply, and `instead` may
-    stand in the place of the reply with its opening.
+    replace the reply with its opening.
     """
     parts = [{"name": name, "lark_grammar": beside[name]} for name in PARTS if beside.get(name)]
     if not parts:
@@ -82,7 +82,7 @@ def with_parts(form: str, **beside: str) -> str:
     return json.dumps({"grammars": [outer, reply, *parts]}, ensure_ascii=False)
 
 
-# Advice for who calls the library is none for who asks a server: (what it says, what is true here).
+# Advice for the library's callers does not help a server's clients: (what it writes, what is true here).
 _ADVICE = (
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf",
     "oneOf is not supported where two of its schemas may both hold; send anyOf, or schemas that do not",

@@ -1,4 +1,4 @@
-"""A grammar in the form that llguidance compiles, or why it cannot be honoured.
+"""Converts a grammar to the form that llguidance compiles, or reports why it cannot be honoured.
 
 Runs in the trial process: what follows is pure Python over a stranger's text, some of it quadratic.
 """
@@ -104,7 +104,7 @@ def _schema(source: str, style: JsonStyle) -> dict[str, Any]:
 
 
 def in_style(schema: Mapping[str, Any], style: JsonStyle) -> dict[str, Any]:
-    """A schema whose texts are written in that style. Raises ValueError if it is nested too deeply."""
+    """A schema with its texts written in that style. Raises ValueError if it is nested too deeply."""
     found = schema if style.open_objects else with_closed_objects(schema)
     return {**found, "x-guidance": _SPACE[style.space]}
 

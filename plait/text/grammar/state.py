@@ -133,7 +133,7 @@ class GrammarState:
         """
         if self._ended or self._matcher.is_stopped():
             return ()
-        # A copy is asked: the library takes the forced text for written, and then masks no control token.
+        # A copy is used: the library takes the forced text for written, and then masks no control token.
         forced = self._matcher.deep_copy().compute_ff_bytes()
         try:
             text = forced.partition(CONTROL_MARKER)[0].decode()
@@ -151,7 +151,7 @@ class GrammarState:
         if self._matcher.is_error():
             reason = readable(self._matcher.get_error())
             raise BadGrammar(f"the grammar cannot be followed any further: {reason}", self._param)
-        if self._left_s < 0:  # an ambiguous grammar costs more with every token, and everybody waits for it
+        if self._left_s < 0:  # an ambiguous grammar costs more with every token, and the batch waits for it
             raise BadGrammar(
                 f"the grammar takes more than {self._limits.token_s * 1e3:g} ms for a token, and "
                 f"{self._limits.reply_s:g} s in all; make it less ambiguous",

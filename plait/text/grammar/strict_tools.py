@@ -1,4 +1,4 @@
-"""A reply that may call and need not (`tool_choice` auto), held to its tools' schemas if it calls.
+"""Holds calls to their tools' schemas in a reply that may call and need not (`tool_choice` auto).
 
 Where a marker of its own begins each call, text is free up to the marker. Where none does (JSON, Python
 lists), a reply is read as a call for how it begins and for the tool it names: text may not do both.
@@ -47,7 +47,7 @@ def hold_calls(
     special: Collection[str],
     reasoning: ReasoningFormat | None = None,
 ) -> Structure | None:
-    """Text, and then perhaps `calls`, which begin with one of the markers `starts`: whoever writes it, calls.
+    """Text, and then perhaps `calls`, which begin with one of the markers `starts`: to write it is to call.
 
     `special`: the vocabulary's control tokens. No thinking begins within text: a call in it would be a
     thought. None where calls begin with no marker of their own, or with one that text may hold.
@@ -97,7 +97,7 @@ def hold_by_name(
     *,
     parallel: bool = True,
 ) -> Structure:
-    """Text, or calls of these tools, for a syntax whose calls may begin without a marker of their own.
+    """Text, or calls of these tools, for a syntax in which calls may begin without a marker of their own.
 
     A marker that is a word (`functools`) begins a call with the bracket behind it, whatever tool it names.
     Of many tools, none can be called behind text and a marker that is text itself, only at the beginning.
@@ -212,7 +212,7 @@ def _bare_calls(bare: str, start: str, behind: str, names: Collection[str]) -> I
 
 
 def _spell_in_json(text: str) -> str:
-    """The text as it may stand in a JSON string: a character or its escape."""
+    """The text as it may appear in a JSON string: a character or its escape."""
     return "".join(
         f"({_quote_regex(char)}|\\\\u{_hex(ord(char))})" if ord(char) < 0x10000 else _quote_regex(char)
         for char in text

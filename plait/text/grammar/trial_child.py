@@ -2,8 +2,8 @@
 
 The library that compiles them ends its process on a chain of a few thousand `$ref`s, asks for gigabytes for
 a thousand regular expressions at once, and compares a thousand `patternProperties` for minutes. Here that
-costs nobody anything. Requests and answers are one JSON object a line on standard input and output:
-`{"size", "special", "ends", "limits"}` comes first; then the fields of a `Grammar` that say what is described
+harms no other request. Requests and answers are one JSON object a line on standard input and output:
+`{"size", "special", "ends", "limits"}` comes first; then the fields of a `Grammar` that describe the reply
 → `{"form"}`, which is what the library compiles, or `{"error"}`.
 """
 
@@ -42,7 +42,7 @@ class Trials:
         self._limits = limits
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, str]:
-        """What the parent hears about one grammar.
+        """The answer to the parent about one grammar.
 
         A reply is tried without the server's own parts: no trial would get through its thinking.
         """
@@ -61,7 +61,7 @@ class Trials:
         return {"error": matcher.get_error()} if whole != form and matcher.is_error() else {"form": whole}
 
     def _walk(self, matcher: Any) -> str:
-        """Writes the beginning of some reply, always the same; what the library complains of, or ""."""
+        """Writes the beginning of some reply, always the same; returns the library's error, or ""."""
         choose = random.Random(0)
         for step in range(self._limits.trial_steps):
             mask = matcher.compute_bitmask()

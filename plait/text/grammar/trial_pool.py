@@ -27,7 +27,7 @@ _ASKED = ("kind", "source", "open_objects", "space", *PARTS)
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One grammar, and everybody who waits for its verdict: futures with their keys."""
+    """One grammar, and all callers that wait for its verdict: futures with their keys."""
 
     line: str
     name: bytes
@@ -110,7 +110,7 @@ class TrialPool:
             child.stop()
 
     def _leave(self, name: bytes, future: Future[Verdict]) -> None:
-        """Nobody waits for this future any more."""
+        """The caller does not wait for this future any more."""
         with self._lock:
             job = self._jobs.get(name)
             key = job.waiters.pop(future, None) if job is not None else None
@@ -139,7 +139,7 @@ class TrialPool:
                     thread.start()
                 except RuntimeError as error:  # the system gives no thread
                     del self._running[place]
-                    if self._running:  # who works goes on with it
+                    if self._running:  # runners at work go on with it
                         self._put_back(job)
                         return
                     del self._jobs[job.name]
@@ -170,7 +170,7 @@ class TrialPool:
             result: Verdict | PlaitError
             try:
                 result = self._try(place, job.line)
-            except Exception as error:  # whoever waits must hear of it, and the next one is tried
+            except Exception as error:  # the callers that wait must get it, and the next one is tried
                 result = EngineError(f"a grammar could not be tried out: {error!r}")
             with self._lock:
                 del self._jobs[job.name]

@@ -1,4 +1,4 @@
-"""What is known of grammars that were tried out."""
+"""Verdicts on grammars that were tried out, and a cache of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def apply_verdict(grammar: Grammar, verdict: Verdict) -> Grammar:
 
 
 def too_late(waited_s: float) -> CapacityError:
-    """What a request gets whose grammar's turn did not come."""
+    """The error for a request with a grammar that did not get its turn in time."""
     return CapacityError(
         f"the grammar was not tried out within {waited_s:g} s, as others are before it; try again later"
     )

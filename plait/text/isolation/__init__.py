@@ -1,1 +1,1 @@
-"""Child processes that run what strangers wrote."""
+"""Child processes that run code which strangers wrote."""

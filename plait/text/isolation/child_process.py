@@ -1,4 +1,4 @@
-"""How the child processes start that run what strangers wrote, and what their ends say. See `confine`."""
+"""Starts the child processes that run code of strangers, and explains their exit status. See `confine`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Walls around a child process that runs what a stranger wrote: no files, no network, no other processes.
+"""Sandboxes a child process that runs what a stranger wrote: no files, no network, no other processes.
 
 `confine` is called once in the child, after it imported and opened all that it needs; nothing takes a wall
-down again. Each wall stands by itself, and one that the system does not offer is left out of what is
-reported: limits everywhere, Landlock from Linux 5.13 on, a seccomp filter on x86-64 and 64-bit ARM. The
-filter names what an interpreter without files needs; every other system call fails with EPERM. Only the
-standard library is used. Packages for Landlock and seccomp are alphas or want a library of the system.
+down again. Each wall is independent, and one that the system does not offer is left out of the report. They
+are limits everywhere, Landlock from Linux 5.13 on, a seccomp filter on x86-64 and 64-bit ARM. The filter
+names what an interpreter without files needs; every other system call fails with EPERM. Only the standard
+library is used. Packages for Landlock and seccomp are alphas or need a library of the system.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tool calls and thinking in a reply: `tool_format` finds a model's way, `ToolFormat.parser` reads it."""
+"""Tool calls and thinking in a reply: `tool_format` finds a model's format, `ToolFormat.parser` reads it."""
 
 from plait.text.output.deltas import Arguments, CallEnd, CallStart, Content, OutputDelta, Reasoning
 from plait.text.output.formats import FORMATS, ToolFormat, call_grammar, tool_format, tool_schemas

@@ -1,7 +1,7 @@
-"""What a reply must look like when a call is demanded (`tool_choice`), as plain data.
+"""The form of a reply in which a call is demanded (`tool_choice`), as plain data.
 
-A structure is a tuple of parts, one after the other. It says nothing of how it is enforced; `lark` writes it
-for llguidance.
+A structure is a tuple of parts, one after the other. It does not define how it is enforced; `call_lark`
+writes it for llguidance.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Json:
 class FreeUntil:
     """Any text up to and with the first occurrence of `end`, which may be a marker.
 
-    None of `without` may stand before an `end` that is text.
+    None of `without` may come before an `end` that is text.
     """
 
     end: FormatMarker | Text
@@ -56,7 +56,7 @@ class FreeUntil:
 class Value:
     """Text that each of `patterns` matches in whole, up to and with the first `end`.
 
-    `closing`: what must not stand before that, if a pattern may pass over an `end` that comes too early.
+    `closing`: what must not come before that, if a pattern may pass over an `end` that comes too early.
     """
 
     end: FormatMarker | Text
@@ -66,7 +66,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class FreeWithout:
-    """Any text in which none of these markers stands."""
+    """Any text in which none of these markers occurs."""
 
     markers: tuple[str, ...]
 
@@ -82,7 +82,7 @@ class Unlike:
 class RegexPiece:
     """What a regular expression matches, taken as one piece: `Unlike` that gives way to it does so within it.
 
-    It may stand after `text` and one of `markers`; with `bare` or no markers it may stand alone.
+    It may come after `text` and one of `markers`; with `bare` or no markers it may come alone.
     """
 
     pattern: str
@@ -119,7 +119,7 @@ class Frame:
     """How a format writes calls: `opening`, then calls with `separator` between them, then `closing`.
 
     A call is `before`, its name, `between`, its arguments written as `style`, `after`; `NUMBER` in one of
-    these is the call's number. `name_in_json`: the name stands inside a JSON string.
+    these is the call's number. `name_in_json`: the name is inside a JSON string.
     """
 
     before: str
@@ -213,7 +213,7 @@ def frame_call(
 
 
 def begin_thinking(reasoning: ReasoningFormat | None, starts_open: bool, *, again: bool = True) -> Structure:
-    """Thinking that may stand before what is demanded, opened by the prompt or not.
+    """Thinking that may come before what is demanded, opened by the prompt or not.
 
     `again`: in several blocks; not in any number, or a reply could think for ever.
     """
@@ -320,8 +320,8 @@ def _bare(schema: Any, closing: FormatMarker | Text, pad: str = "") -> Structure
 def _text(schema: Mapping[str, Any], closing: FormatMarker | Text, pad: str) -> Value:
     """A string and what closes it, in a form that is cheap to follow: long ones need not be counted twice.
 
-    The first `closing` ends what is free to its end, and `pad` before it is nobody's. What must have some
-    length or form could run over that, so that it must be kept out.
+    The first `closing` ends what is free to its end, and `pad` before it belongs to no value. A string with a
+    set length or form could run over `closing`, so that must be kept out of it.
     """
     (least, most), forms = lengths(schema), patterns(schema)
     many = f"(?s:.{{0,{most}}})" if most is not None else "(?s:.*)"

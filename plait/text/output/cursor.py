@@ -1,4 +1,4 @@
-"""Text that arrives in pieces, for readers that are written as if all of it were there.
+"""A cursor over text that arrives in parts, for readers that are written as if all of it were there.
 
 A reader is a generator: it yields when it needs more text, and is resumed when some has come or the end has.
 What a reader takes is never looked at again, so the whole costs one step per character.

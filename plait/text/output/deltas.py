@@ -1,4 +1,4 @@
-"""What a model's reply turns into, piece by piece, and the state that the readers of calls share."""
+"""The deltas of a reply (content, thinking, calls), and the state that the readers of calls share."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def merge_deltas(deltas: Iterable[OutputDelta]) -> list[OutputDelta]:
 
 
 def _stream(delta: OutputDelta) -> tuple[type, int]:
-    """What a delta goes on with; every start and end of a call is one of its own."""
+    """A key: neighbours with equal keys are joined. Starts and ends of calls differ from all others."""
     number = delta.part if isinstance(delta, Reasoning) else 0 if isinstance(delta, Content) else delta.index
     return type(delta), number
 
@@ -76,8 +76,8 @@ class ReplyBuilder:
     """Where readers of calls take text from (`cursor`) and write what they found.
 
     `tools`: name → JSON schema of the arguments, of the tools that may be called. `most_calls`: further calls
-    are read but not told. `num_calls`: how many have ended; `num_whole`: how many of them are whole. A call
-    is begun before it is argued, and ended before the next begins.
+    are read but not emitted. `num_calls`: how many have ended; `num_whole`: how many of them are whole. A
+    call goes through `begin`, `argue` and `end`, in this order, before the next begins.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class ReplyBuilder:
 
     @property
     def has_content(self) -> bool:
-        """Whether any text but white space was said."""
+        """Whether there was any content but white space."""
         return self._said
 
     @property
     def num_held(self) -> int:
-        """Characters that have come and are nothing yet."""
+        """Characters that have arrived and belong to no delta yet."""
         return self.cursor.num_left + sum(map(len, (*self._blank, *self._pause)))
 
     def collect(self) -> list[OutputDelta]:
@@ -130,7 +130,7 @@ class ReplyBuilder:
             self._out.append(Content("".join(self._blank)))
 
     def think(self, text: str) -> int:
-        """A piece of the present block of thinking; returns how many characters were told.
+        """Emit text of the present block of thinking; returns how many characters were emitted.
 
         White space at the end of a block is not.
         """
@@ -143,7 +143,7 @@ class ReplyBuilder:
         return len(told)
 
     def end_thinking(self, cut: bool) -> int:
-        """The next thinking belongs to another block. `cut`: this one never ended; see `think`."""
+        """The block of thinking is over; more thinking is another. `cut`: it never ended; see `think`."""
         told, self._pause = "".join(self._pause) if cut else "", []
         self._out.append(Reasoning(told, self._parts))
         self._parts += 1

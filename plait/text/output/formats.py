@@ -1,6 +1,6 @@
-"""The ways in which models write tool calls: one table, and how a model's own way is found.
+"""The formats in which models write tool calls: one table, and how a model's own format is found.
 
-A new way is one entry here; if it is of a new kind, one reader beside the others. Order matters: the first
+A new format is one entry here; if it is of a new kind, it needs one more reader. Order matters: the first
 entry that a template fits is taken, so the particular come before the general.
 """
 
@@ -46,13 +46,13 @@ Tool = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One way of writing tool calls.
+    """One format of tool calls.
 
     `syntax` is how its calls are read, `frame` how one that is demanded is written. `signs`: groups of texts;
     a chat template that holds all of a group is of this kind. `tokens`: control tokens that mean this kind
-    where no template says more. `id_length`: of the ids that its templates take; `plan`: the key under which
+    where no template decides it. `id_length`: of the ids that its templates take; `plan`: the key under which
     they take what was thought before calls. `asides` (opening, closing), `final` and `final_end`: the markers
-    of what is said beside calls, where that has markers.
+    of text next to calls, where that has markers.
     """
 
     name: str
@@ -68,7 +68,7 @@ class ToolFormat:
 
     @property
     def markers(self) -> frozenset[str]:
-        """Every marker that must stand in the text: see `OutputParser.shown`."""
+        """Every marker that must appear in the text: see `OutputParser.shown`."""
         return frozenset(self.syntax.markers)
 
     def parser(
@@ -83,7 +83,7 @@ class ToolFormat:
     ) -> OutputParser:
         """A reader for one reply. `tools` are the request's; `make_id` gives a new id for each call.
 
-        `parallel=False`: at most one call is told. See `OutputParser` for the rest.
+        `parallel=False`: at most one call is emitted. See `OutputParser` for the rest.
         """
         return OutputParser(
             calls=self.syntax,
@@ -351,10 +351,10 @@ FORMATS: Mapping[str, ToolFormat] = {
 def tool_format(
     template: str, special_tokens: Collection[str] = (), name: str | None = None
 ) -> ToolFormat | None:
-    """The way a model writes tool calls, or None. `name` chooses one; "none" chooses none.
+    """The format in which a model writes tool calls, or None. `name` chooses one; "none" chooses none.
 
     Found in the text of its chat template; failing that, by the control tokens of its vocabulary; failing
-    that, a template that speaks of tools at all gets "json". Raises ConfigError for an unknown name.
+    that, a template that mentions tools at all gets "json". Raises ConfigError for an unknown name.
     """
     if name == "none":
         return None

@@ -1,4 +1,4 @@
-"""Calls of earlier turns, as a family's template takes them back."""
+"""Tool calls of earlier turns, as a family's template takes them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def with_short_ids(messages: Sequence[Message], length: int) -> list[Message]:
     """The same messages, every call's id `length` letters and digits long.
 
     Equal ids stay equal, in calls and in the answers to them; ids that fit already stay as they are. What is
-    not a list of calls is left for `normalized` to refuse.
+    not a list of calls is left for `normalize_messages` to refuse.
     """
     return [_message(m, length) if isinstance(m, Mapping) else m for m in messages]
 
 
 def with_plans(messages: Sequence[Message], key: str) -> list[Message]:
-    """The same messages, those with calls having what was thought or said before them under `key`, too."""
+    """The same messages; those with calls also have the thinking or text before the calls under `key`."""
     return [_set_plan(m, key) if isinstance(m, Mapping) and m.get("tool_calls") else m for m in messages]
 
 

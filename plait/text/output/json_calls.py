@@ -47,9 +47,9 @@ def call_object(reply: ReplyBuilder, known_only: bool = False) -> Reading[bool]:
 
 
 def call_arguments(reply: ReplyBuilder, name: str) -> Reading[bool]:
-    """The call `name`, whose arguments come next. False: they are no JSON object, or broke off.
+    """Read the arguments of the call `name`, which come next. False: they are no JSON object, or broke off.
 
-    An object is told as it comes. A string that holds one, and null, are told when they are whole.
+    An object is emitted as it comes. A string that holds one, and null, are emitted when they are whole.
     """
     if (yield from reply.cursor.peek()) != "{":
         whole = _as_object((yield from json_text(reply.cursor)))
@@ -69,7 +69,7 @@ def tell(reply: ReplyBuilder, name: str, arguments: str) -> bool:
 
 
 def one_or_list(known_only: bool = False) -> Body:
-    """One object or a list of them; an empty list is no call, said in the right way."""
+    """One object or a list of them; an empty list is no call, written in the right form."""
 
     def body(reply: ReplyBuilder) -> Reading[bool]:
         cursor = reply.cursor

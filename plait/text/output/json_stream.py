@@ -145,4 +145,4 @@ def is_json(text: str) -> bool:
 
 
 def ignore(_: str) -> None:
-    """A sink for text that nobody wants."""
+    """A sink that drops its text."""

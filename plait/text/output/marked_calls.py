@@ -1,4 +1,4 @@
-"""Readers of calls in which markers, not JSON, tell the name: Mistral, DeepSeek, and XML-like ones."""
+"""Readers of calls in which markers, not JSON, give the name: Mistral, DeepSeek, and XML-like ones."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ _QWEN = _Tags("<parameter=", ">", "", ("\n</parameter>", "</parameter>"), pads=T
 
 
 def tool_call(reply: ReplyBuilder) -> Reading[bool]:
-    """What stands in `<tool_call>`: JSON, `<function=name>` with parameters, or GLM's name and pairs."""
+    """The text in `<tool_call>`: JSON, `<function=name>` with parameters, or GLM's name and pairs."""
     cursor = reply.cursor
     yield from cursor.space()
     if (yield from cursor.skip("<function=")):
@@ -179,7 +179,7 @@ def function_tag(reply: ReplyBuilder) -> Reading[bool]:
 
 
 def _arguments(reply: ReplyBuilder, name: str, tags: _Tags) -> Reading[bool]:
-    """The call `name`, whose first argument comes next."""
+    """Read the call `name`; its first argument comes next."""
     key = yield from _key(reply.cursor, tags)
     if not key:
         return False
@@ -205,7 +205,7 @@ def _pairs(reply: ReplyBuilder, schema: Mapping[str, Any], key: str, tags: _Tags
 
 
 def _key(cursor: TextCursor, tags: _Tags) -> Reading[str]:
-    """An argument's name, with all that stands before its value; "" if that is not what comes."""
+    """An argument's name, with all that comes before its value; "" if that is not what comes."""
     yield from cursor.skip(tags.key)
     name = (yield from cursor.word(_KEY)).strip(SPACE)
     if not (yield from cursor.skip(tags.named)):

@@ -1,4 +1,4 @@
-"""What a tool's schema says of one parameter whose value is written as bare text, not as JSON."""
+"""Reads a tool's schema for one parameter that is written as bare text, not as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORMATS["date-time"] = f"{_FORMATS['date']}[tT]{_FORMATS['time']}"
 
 
 def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The schemas of which one must hold. What is no schema, or refers too far, says nothing: `{}`.
+    """The schemas of which one must hold. What is no schema, or refers too far, becomes `{}`: any value.
 
     `anyOf` and `oneOf` are taken apart, the parts of `allOf` are joined, references are followed.
     """

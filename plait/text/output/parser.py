@@ -1,12 +1,12 @@
-"""A model's reply, read while it is written: content, thinking and tool calls told apart.
+"""Parses a model's reply while it is written: separates content, thinking and tool calls.
 
-What holds for every way of cutting the text into pieces:
+What holds for every way of cutting the text into parts:
 
 - The joined content, reasoning and arguments are those of the uncut text, and so are the calls.
 - Joined arguments are at every moment the beginning of a valid JSON text, and a whole one when the call ended
   complete. They are the model's own characters where it wrote JSON.
 - No marker of a call that was found is in the content. White space that touches a call or a block of
-  thinking is content only between two other pieces of content.
+  thinking is content only between two other parts of content.
 - Text that began like a call and is none is content in full, its marker included. So is a call that is cut
   off or malformed before its arguments began.
 - A call that is cut off or malformed *inside* its arguments has begun, and ends with `complete=False`; what
@@ -49,7 +49,7 @@ class CallSyntax:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Every marker that must stand in the text."""
+        """Every marker that must appear in the text."""
         return (*self.opens, *self.inner, *self.closes)
 
 
@@ -130,16 +130,16 @@ class OutputParser:
 
     @property
     def has_enough(self) -> bool:
-        """Whether as many calls as were allowed are whole, so that the rest will not be told."""
+        """Whether as many calls as were allowed are whole, so that the rest will not be emitted."""
         return self._most is not None and self._reply.num_whole >= self._most
 
     @property
     def num_held(self) -> int:
-        """Characters at the end of the text so far that were not told as anything yet."""
+        """Characters at the end of the text so far that were not emitted as anything yet."""
         return self._reply.num_held
 
     def shown(self, special_tokens: Iterable[str]) -> frozenset[str]:
-        """The control tokens, of these, that must stand in the text."""
+        """The control tokens, of these, that must appear in the text."""
         return frozenset(token for token in special_tokens if any(token in marker for marker in self.markers))
 
     def push(self, text: str, num_tokens: int = 1) -> list[OutputDelta]:
@@ -176,7 +176,7 @@ class OutputParser:
         self._reply.close()
 
     def _content(self) -> Reading[str]:
-        """Says content up to a marker, which is returned (not taken), or a bare call's first character."""
+        """Emits content up to a marker, which is returned (not taken), or a bare call's first character."""
         cursor, reply = self._reply.cursor, self._reply
         while True:
             if self._thinks_first:
@@ -202,7 +202,7 @@ class OutputParser:
                 yield
 
     def _space(self) -> Reading[None]:
-        """Says the white space that comes next, if any does."""
+        """Emits the white space that comes next, if any does."""
         while (yield from self._reply.cursor.peek()) in tuple(SPACE):
             self._reply.say(self._reply.cursor.run(SPACES))
 

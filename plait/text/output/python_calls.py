@@ -1,4 +1,4 @@
-"""Readers of calls written as Python, `[f(a=1, b="x"), g()]`, whose literals become JSON as they come.
+"""Readers of calls written as Python, `[f(a=1, b="x"), g()]`, with literals that become JSON as they come.
 
 Nothing is evaluated. Strings (with Python's escapes), numbers, True, False, None, lists, tuples and dicts are
 turned into JSON one character run at a time, always the same way: `, ` and `: ` between items.
@@ -119,7 +119,7 @@ def _keyword(cursor: TextCursor) -> Reading[str]:
 def python_value(cursor: TextCursor, sink: Sink) -> Reading[bool]:
     """Reads one literal and passes it on as JSON; False: it is none, from the next character on."""
     closers: list[str] = []
-    fresh = True  # nothing stands in the innermost bracket yet
+    fresh = True  # nothing is in the innermost bracket yet
     while True:
         yield from cursor.space()
         char = yield from cursor.peek()
@@ -128,7 +128,7 @@ def python_value(cursor: TextCursor, sink: Sink) -> Reading[bool]:
         elif closers and not fresh and not (yield from _comma(cursor)):
             return False
         elif closers and (yield from cursor.peek()) == closers[-1]:
-            continue  # a comma may stand before the closing bracket
+            continue  # a comma may come before the closing bracket
         else:
             if closers and not fresh:
                 sink(", ")
@@ -233,6 +233,6 @@ def _escape(cursor: TextCursor, sink: Sink) -> Reading[bool]:
 
 
 def _escape_text(text: str) -> str:
-    """`text` as it stands inside a JSON string; half a surrogate pair, which UTF-8 cannot write, as \\u…"""
+    """`text` as written inside a JSON string; half a surrogate pair, which UTF-8 cannot write, as \\u…"""
     plain = not any("\ud800" <= char <= "\udfff" for char in text)
     return json.dumps(text, ensure_ascii=not plain)[1:-1]

@@ -1,4 +1,4 @@
-"""How models mark their thinking, and which way a model does."""
+"""The markers of thinking in replies, and how a model's own are found."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class ReasoningFormat:
     """The markers of one family. The first pair is the one that a template may open by itself.
 
     `signs`: a chat template that holds all of them is of this kind; `tokens`: control tokens that mean it
-    where no template does. `wrappers` stand around content and are passed over. `between`: what a model may
-    write after its thinking. `final`: what must stand before content, where it has a marker of its own.
+    where no template does. `wrappers` enclose content and are passed over. `between`: what a model may
+    write after its thinking. `final`: what must come before content, where it has a marker of its own.
     `before`: what a prompt for a new reply ends with then, if not with what is `between`.
     `anywhere`: thinking may also begin behind content, as every part of a reply has a marker.
     """
@@ -39,7 +39,7 @@ class ReasoningFormat:
 
     @property
     def markers(self) -> frozenset[str]:
-        """Every marker that must stand in the text: see `OutputParser.shown`."""
+        """Every marker that must appear in the text: see `OutputParser.shown`."""
         return frozenset(self.wrappers) | {
             text for pair in self.pairs for text in (pair.opening, pair.closing)
         }
@@ -54,7 +54,7 @@ class ReasoningFormat:
     def has_begun(self, prompt: str) -> bool:
         """Whether a prompt ends where content may follow at once: behind its marker, or within a message.
 
-        Where content has a marker, a prompt for a new reply ends with what stands between messages.
+        Where content has a marker, a prompt for a new reply ends with the text between messages.
         """
         before = self.before or self.between
         return not self.final or not any(prompt.rstrip().endswith(turn) for turn in before)
@@ -141,7 +141,7 @@ and `said` 3.2; `harmony`: gpt-oss, as the tool format of that name."""
 def reasoning_format(
     template: str, special_tokens: Collection[str] = (), name: str | None = None
 ) -> ReasoningFormat | None:
-    """The way a model marks its thinking, or None. `name` chooses one; "none" chooses none.
+    """The markers of a model's thinking, or None. `name` chooses a format; "none" chooses none.
 
     Found in the chat template's text; failing that by the control tokens of the vocabulary. Raises
     ConfigError for an unknown name.

@@ -1,4 +1,4 @@
-"""How long a reply may think: its tokens watched, and the end of thinking demanded when the time has come."""
+"""The thinking budget: counts a reply's tokens of thinking, and forces their end when it is used up."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _special_tokens(ids: Mapping[str, int]) -> SpecialTokens:
 def tiktoken_tokenizer(path: Path, pattern: str | None = None, oxidizr: bool = False) -> TextTokenizer:
     """A `.tiktoken` file: base64 tokens with their ranks, one a line.
 
-    `pattern` names the built-in vocabulary whose split pattern it was made with. A file with the ranks of a
+    `pattern` names the built-in vocabulary that has the file's split pattern. A file with the ranks of a
     built-in vocabulary has its control tokens too; any other gets `<|endoftext|>` after its last rank.
     Raises BadFile, or ConfigError when the pattern must be named.
     """

@@ -15,7 +15,7 @@ class StreamDecoder:
 
     The law: `decode(prefix + ids) == decode(prefix) + push(ids[0]) + … + flush()`, for a prefix that ends
     with a whole character. A prefix that ends inside one hands its bytes on, so the character appears.
-    `shown`: control tokens whose text appears although the others' does not.
+    `shown`: control tokens with text that appears, although that of the others does not.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ _NO_WAY = "give another vocabulary with --vocab (a tokenizer.json of the model)"
 
 @dataclass(frozen=True, slots=True)
 class _Defaults:
-    """What a file means that leaves a key out."""
+    """The defaults for keys that a file leaves out."""
 
     add_bos: bool
     add_eos: bool = False
@@ -58,7 +58,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> TextTokenizer | None:
 
 
 def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
-    """Texts and kinds of all tokens. Raises BadFile when their numbers differ or a text stands twice."""
+    """Texts and kinds of all tokens. Raises BadFile when their numbers differ or a text occurs twice."""
     tokens = [str(t) for t in metadata[f"{_KEY}tokens"]]
     kinds = [int(k) for k in metadata.get(f"{_KEY}token_type") or [NORMAL] * len(tokens)]
     if len(kinds) != len(tokens):
@@ -70,7 +70,7 @@ def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
 
 
 def _odd(kinds: Sequence[int]) -> list[int]:
-    """The few ids that are not ordinary tokens."""
+    """The ids that are not ordinary tokens, which are few."""
     return [i for i, kind in enumerate(kinds) if kind != NORMAL]
 
 

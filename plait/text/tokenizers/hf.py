@@ -33,10 +33,10 @@ def sentencepiece_bytes(piece: str) -> bytes:
 
 
 class HfEngine:
-    """Ordinary text by a `tokenizers.Tokenizer`, whose control tokens are switched off for good.
+    """Ordinary text by a `tokenizers.Tokenizer`, with its control tokens switched off for good.
 
-    `unused`: ids that the file lists without giving them a meaning; they are holes. `ids`: all that there
-    are, where somebody knows: the library makes a copy of its vocabulary to tell.
+    `unused`: ids that the file lists without giving them a meaning; they are holes. `ids`: all ids that
+    exist, where the caller knows them, because the library copies its vocabulary to list them.
     Raises UnsupportedFormat for a decoder that is neither byte-level nor SentencePiece's.
     """
 
@@ -74,7 +74,7 @@ class HfEngine:
         return token_id in self._ids and token_id not in self._unused
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        # Asked of the library, which holds them anyway: a second copy is megabytes.
+        # Taken from the library, which holds them anyway: a second copy is megabytes.
         piece = self._first.id_to_token(token_id) if self.has_token(token_id) else None
         if piece is None:
             return None
@@ -139,14 +139,14 @@ def _without_first_space(
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The JSON files beside a `tokenizer.json`, parsed; {} for one that is not there."""
+    """The JSON files next to a `tokenizer.json`, parsed; {} for one that is not there."""
 
     config: Mapping[str, Any]
     special_map: Mapping[str, Any]
 
 
 def load_hf_tokenizer(path: Path, files: TokenizerFiles | None = None) -> TextTokenizer:
-    """A tokenizer from `tokenizer.json` at `path`, with what the files beside it say about control tokens.
+    """A tokenizer from `tokenizer.json` at `path`, with control tokens as the files next to it describe them.
 
     Raises BadFile when it cannot be read, UnsupportedFormat when it cannot be honoured.
     """

@@ -2,7 +2,7 @@
 
 Each entry is the sequence of regular expressions of the model's own tokenizer.json (Oniguruma's dialect),
 applied one after the other. A wrong pattern gives ids that look right and are not, so an unknown name is
-refused, never guessed.
+refused, and no pattern is assumed for it.
 """
 
 from __future__ import annotations

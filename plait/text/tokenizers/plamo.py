@@ -1,9 +1,9 @@
-"""PLaMo 2's vocabulary: the likeliest way of cutting a text into pieces (Kudo 2018), bytes where none fits.
+"""PLaMo 2's vocabulary: the likeliest segmentation of a text (Kudo 2018), with bytes where no piece fits.
 
 The `tokenizers` library finds it among the pieces that text may become. Where none fits it charges 10 more
-than for the worst piece, so the worst is one of a character that means nothing. Of ways equally likely it
-takes the one whose last piece is longest, and PLaMo the one whose first is: text and pieces are reversed.
-Scores are whole numbers, as PLaMo's are, so that what is equal stays so.
+than for the worst piece, so the worst is one of a character that means nothing. Of equally likely ways, the
+library takes the one with the longest last piece, and PLaMo the one with the longest first piece. So text and
+pieces are reversed. Scores are whole numbers, as PLaMo's are, so that what is equal stays so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KINDS = {
     "BYTE": BYTE,
 }
 _LONG_CHARS = 10_000
-_PRIVATE = range(0x10FFFD, 0x100000, -1)  # characters that nobody has given a meaning
+_PRIVATE = range(0x10FFFD, 0x100000, -1)  # characters without an assigned meaning
 
 
 class PlamoEngine:
@@ -81,7 +81,7 @@ class PlamoEngine:
 def plamo_metadata(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """A tokenizer.jsonl ([text, score, kind, ...] a line) as GGUF's metadata would have it.
 
-    config: tokenizer_config.json beside it, which names the control tokens. Raises BadFile.
+    config: tokenizer_config.json next to it, which names the control tokens. Raises BadFile.
     """
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

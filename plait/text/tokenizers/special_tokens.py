@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """A control token. `lstrip`, `rstrip`: it takes the white space beside it.
+    """A control token. `lstrip`, `rstrip`: it takes the white space on that side.
 
     `single_word`: it is not found inside a word.
     """
@@ -72,7 +72,7 @@ class SpecialTokens:
         self._literals = Literals(self.by_text)
 
     def occur(self, text: str) -> bool:
-        """Whether the text of any control token stands in `text`."""
+        """Whether the text of any control token occurs in `text`."""
         return next(self._literals.find(text), None) is not None
 
     def split(self, text: str) -> list[int | str]:
@@ -93,7 +93,7 @@ class SpecialTokens:
         return [part for part in parts if part != ""]
 
     def cut(self, text: str) -> list[str]:
-        """`text` in pieces such that no piece holds the text of a control token."""
+        """`text` cut into strings such that none holds the text of a control token."""
         cuts = [start + 1 for start, _ in self._literals.find(text)]
         return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True) if a < b]
 

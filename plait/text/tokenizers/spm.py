@@ -78,7 +78,7 @@ class SpmEngine:
         return len(self._pieces.texts)
 
     def encode(self, text: str, first: bool) -> list[int]:
-        """Ids of `text`; a space is prepended if this is the first text and the model wants it."""
+        """Ids of `text`; a space is prepended if this is the first text and the model has it so."""
         if not text:
             return []
         ids: list[int] = []

@@ -1,8 +1,8 @@
 """Strings to token ids and back: the one interface that everything above uses, and its one implementation.
 
-Three engines do the arithmetic (`hf_tokenizer`, `builtin_tokenizer`, `spm`); what must hold for every model
-lives here: text never becomes a control token unless the caller says so, decoding never raises, and an id
-without a token is a hole that decodes to nothing.
+Engines do the arithmetic (in `hf`, `builtin`, `spm` and `plamo`). What must hold for every model is here:
+text never becomes a control token unless the caller allows it, decoding never raises, and an id without a
+token is a hole that decodes to nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TokenizerBackend(Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str, first: bool) -> list[int]:
-        """Ids of ordinary text. `first`: nothing stands before it, so a space may be prepended."""
+        """Ids of ordinary text. `first`: nothing comes before it, so a space may be prepended."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes | None:
@@ -182,7 +182,7 @@ class TextTokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_id(self, text: str) -> int | None:
-        """The control or ordinary token whose whole text is `text`, if there is one."""
+        """The control or ordinary token with exactly this text, if there is one."""
         special = self.specials.by_text.get(text)
         if special is not None:
             return special.id

@@ -1,7 +1,7 @@
 """The four built-in vocabularies of hybrid checkpoints: their ids, control tokens and holes.
 
 The tables are the trained models' contract: an id never moves. The text of ordinary tokens comes compiled
-into splintr; everything said here is checked against it by the tests.
+into splintr; the tests check everything in these tables against it.
 """
 
 from __future__ import annotations
