@@ -2,8 +2,8 @@
 
 A template writes one string in which its own `<|im_end|>` and a user's look the same. Two renderings
 distinguish them. In the first, each control token's text inside a user's string is *broken* by a private
-character after its first one. The template's logic then sees the text almost as it is, and what still matches
-a control token is the template's, unless the template glued parts of user strings together. In the second,
+character after its first one. The template's logic then sees the text almost as it is. What still matches a
+control token is the template's, unless the template glued parts of user strings together. In the second,
 every character that could begin a control token is *veiled* in user strings: no user text can match at all.
 If both show the same control tokens, the first is right; if not, the second is used, which is always safe.
 """

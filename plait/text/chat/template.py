@@ -86,7 +86,7 @@ def boundaries(
     After the system messages and tools, where the first user's words begin; after everything before the last
     user message, where its words begin; and before the opening of the reply. `ids` is the conversation as
     `template` renders it with `options`. Each place is found by rendering another conversation, and is as far
-    as the two have the same tokens; one that the template refuses has none.
+    as the two have the same tokens. A conversation that the template refuses has none.
     """
     found = set()
     for other in _others(messages, options):

@@ -81,8 +81,8 @@ def _until(part: FreeUntil | Value, special_ids: Mapping[str, int], rules: Rules
 def _without(markers: Iterable[str], special_ids: Mapping[str, int]) -> str:
     """Anything without these: no text matches a control token, so that only markers that are text count.
 
-    What is no UTF-8 matches no expression, and so every complement of one: the caller adds one that it must
-    match as well, or a lexer would go on behind a marker, waiting for bytes that are no text.
+    What is no UTF-8 matches no expression, and so every complement of one. So the caller adds one that it
+    must match as well. Otherwise a lexer would go on behind a marker, waiting for bytes that are no text.
     """
     texts = "|".join(_regex(text) for text in markers if text not in special_ids)
     return f"~/(?s:.*)({texts})(?s:.*)/" if texts else ""

@@ -4,8 +4,8 @@ JSON Schema allows any property in an object that does not set `additionalProper
 `properties` does not mean that, and a small model that may go on writing keys does. So objects with
 `properties` are closed where the key is absent; names that only `required` lists are allowed too. Schemas
 that are combined (`allOf`, `$ref` with other keywords) describe one object together. That is closed once, for
-the names of all, and its parts stay open. Where more than one of them describes the same property or the
-items of a list, everything in there stays open, as each would forbid what another requires.
+the names of all, and its parts stay open. Where several of them describe the same property or the items of a
+list, everything in there stays open, because each would forbid what another requires.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """llama.cpp's grammar notation (GBNF) in Lark's, read by llguidance's own converter.
 
 The converter makes words of whatever it can, and a word takes all the text it can get: `ws ::= [ \\n]*` would
-leave nothing to a line's end after it. llama.cpp goes by single characters, so here every word is one, which
+leave nothing to a line's end after it. llama.cpp matches single characters, so here every word is one. That
 costs milliseconds for a mask in a long string rather than microseconds. The converter also writes `.` as one
-that stops at a line's end, cuts the zeros off `\\u0041`, and hands a class to a regular expression where `&&`
-and `~~` would mean sets; these are spelled differently before it reads them.
+that stops at a line's end, and cuts the zeros off `\\u0041`. It hands a class to a regular expression, where
+`&&` and `~~` would mean sets. All these are spelled differently before it reads them.
 """
 
 from __future__ import annotations

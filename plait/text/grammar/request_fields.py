@@ -23,7 +23,7 @@ def grammar_from(body: Mapping[str, Any]) -> Grammar | None:
 
     Read are OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_json`, `guided_regex`,
     `guided_choice`, `guided_grammar`, llama.cpp's `grammar` and `json_schema`, and Ollama's `format`. Raises
-    InvalidField, naming the field, for a field of the wrong shape and for two that both ask for something,
+    InvalidField, naming the field, for a field of the wrong shape and for two that both constrain the reply,
     BadGrammar for a schema that cannot be written as JSON.
     """
     found = list(_read_grammars(body))

@@ -22,8 +22,8 @@ _SPACE: dict[str, dict[str, Any]] = {
     "any": {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"},
     "none": {"whitespace_flexible": False},
 }
-# The outer grammar is ours, so that no inner one can switch forcing on: with it a mask would depend on how a
-# text is cut into tokens, and the library would call Python back from threads of its own.
+# The outer grammar is ours, so that no inner one can switch forcing on. With forcing, a mask would depend on
+# how a text is cut into tokens, and the library would call Python back from threads of its own.
 _OUTER = '%llguidance {"no_forcing": true}\nstart: @reply'
 _LARK_NOISE = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*')
 _LARK_REFUSED = re.compile(r"\b(temperature|stop|max_tokens)\s*=")

@@ -34,7 +34,7 @@ class CompiledGrammar:
 class GrammarState:
     """One reply. Not for two threads at once; different states, of the same grammar too, do not meet.
 
-    A method raises BadGrammar once the grammar has become too complex or too slow to follow; the reply must
+    A method raises BadGrammar once the grammar has become too complex or too slow to follow. The reply must
     then fail, and never go on without its grammar.
     """
 

@@ -1,7 +1,7 @@
 """Holds calls to their tools' schemas in a reply that may call and need not (`tool_choice` auto).
 
 Where a marker of its own begins each call, text is free up to the marker. Where none does (JSON, Python
-lists), a reply is read as a call for how it begins and for the tool it names: text may not do both.
+lists), a reply is read as a call because of how it begins and which tool it names. Text may not do both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The process that tries grammars out: limited in time, memory and stack, and nothing worth stealing.
 
-The library that compiles them ends its process on a chain of a few thousand `$ref`s, asks for gigabytes for
-a thousand regular expressions at once, and compares a thousand `patternProperties` for minutes. Here that
+The library that compiles them ends its process on a chain of a few thousand `$ref`s. It allocates gigabytes
+for a thousand regular expressions at once, and compares a thousand `patternProperties` for minutes. Here that
 harms no other request. Requests and answers are one JSON object a line on standard input and output:
 `{"size", "special", "ends", "limits"}` comes first; then the fields of a `Grammar` that describe the reply
 → `{"form"}`, which is what the library compiles, or `{"error"}`.

@@ -73,8 +73,8 @@ class TrialPool:
     def submit(self, grammar: Grammar, key: str = "") -> Future[Verdict]:
         """The verdict on a grammar, tried for `key`. Cancelling the future takes it out of the queue.
 
-        Raises CapacityError, as the future may, when that is no fault of the grammar: too many of the key's
-        wait, the machine is too busy to try it, or the pool is closed.
+        Raises CapacityError, as the future may, for reasons outside the grammar: too many of the key's wait,
+        the machine is too busy to try it, or the pool is closed.
         """
         name, future = digest(grammar), Future[Verdict]()
         with self._lock:

@@ -247,8 +247,8 @@ def _raw(cursor: TextCursor, sink: Sink, tags: _Tags) -> Reading[bool]:
 def convert_value(text: str, types: frozenset[str]) -> str:
     """The JSON of a bare value for a parameter that may have these JSON types (none: not known).
 
-    What reads as JSON is JSON, what reads as Python becomes JSON, all else is a string; a parameter that may
-    be a string is one, unless it may also be null and says so.
+    What reads as JSON is JSON, what reads as Python becomes JSON, all else is a string. A parameter that may
+    be a string is one, unless it may also be null and the value is null.
     """
     bare = text.strip(SPACE)
     if "string" in types and not (bare in ("null", "None") and "null" in types):

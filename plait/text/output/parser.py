@@ -9,14 +9,14 @@ What holds for every way of cutting the text into parts:
   thinking is content only between two other parts of content.
 - Text that began like a call and is none is content in full, its marker included. So is a call that is cut
   off or malformed before its arguments began.
-- A call that is cut off or malformed *inside* its arguments has begun, and ends with `complete=False`; what
+- A call that is cut off or malformed *inside* its arguments has begun, and ends with `complete=False`. What
   the model wrote from the first wrong character on is content, without the closing marker.
 - Thinking begins where a reply begins, also once more behind thinking, and nowhere else: its markers behind
   content or a call are content. Formats of which every part has a marker (`anywhere`) are the exception.
 - Nothing raises, and the time is linear in the text.
 
 The text must hold the markers. Detokenizers leave control tokens out, and markers often are control tokens or
-hold some: the caller must show those that `OutputParser.shown` names (and only those) when it detokenizes.
+hold some. So the caller must show those that `OutputParser.shown` names (and only those) when it detokenizes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stop strings in a stream of text: found across token borders, with nothing of them shown.
 
 The automaton of Aho and Corasick (1975): its state's depth is the longest end of the text so far that may
-still become a stop string, which is exactly what must be held back. One step per character.
+still become a stop string. Exactly that must be held back. One step per character.
 """
 
 from __future__ import annotations

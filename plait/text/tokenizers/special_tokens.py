@@ -1,7 +1,7 @@
 """Control tokens in text: finding them, and keeping them out of what a user wrote.
 
 A control token (`<|im_end|>`, `<s>`) is one id with a text. Whether that text means the token or just these
-characters is decided by where it came from, never by what it looks like; this module only finds the places.
+characters is decided by where it came from, never by what it looks like. This module only finds the places.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Literals:
     """Finds any of many fixed strings in a text, leftmost and longest first, in linear time.
 
     An alternation of thousands of literals (Gemma has 6,249 control tokens) would be tried one by one at
-    every `<`; here a candidate costs one set lookup for each length that starts with its two characters.
+    every `<`. Here a candidate costs one set lookup for each length that starts with its two characters.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:

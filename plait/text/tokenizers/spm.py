@@ -1,8 +1,8 @@
 """SentencePiece vocabularies of the BPE kind: pieces with scores (Kudo & Richardson 2018), run by splintr.
 
 splintr merges as SentencePiece does but always prepends a space. Here `▁` is renamed in every piece to a
-character that no piece has, so what splintr prepends is a foreign character that merges with nothing and is
-cut off again; the spaces, prepended or not, are ours to place.
+character that no piece has. So what splintr prepends is a foreign character that merges with nothing and is
+cut off again. The spaces, prepended or not, are ours to place.
 """
 
 from __future__ import annotations

@@ -148,8 +148,8 @@ BUILTIN: Mapping[str, BuiltinVocabulary] = {
 def detect_vocabulary(vocab_size: int) -> str | None:
     """The built-in vocabulary that a model of this size was trained with; None if none fits for certain.
 
-    Exact windows around the four known sizes: a size outside them (GPT-2's 50,257, Qwen's 151,936) belongs
-    to another vocabulary, and the nearest of ours would print garbage.
+    The windows around the four known sizes are exact. A size outside them (GPT-2's 50,257, Qwen's 151,936)
+    belongs to another vocabulary, and the nearest of ours would print garbage.
     """
     for vocabulary in BUILTIN.values():
         low, high = vocabulary.window
