@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from plait.errors import EngineError
 from plait.request import Pooling, SamplingParams
 
-if TYPE_CHECKING:  # a server answers before it has read what a model needs
+if TYPE_CHECKING:  # a server answers before it has loaded torch and the rest
     from plait.frontend.frontend import Front
     from plait.frontend.output_stream import OutputStream
 
-NOTHING = SamplingParams(max_tokens=0)  # to be generated
+NOTHING = SamplingParams(max_tokens=0)  # tokens to generate: none
 
 
 def embed_prompts(

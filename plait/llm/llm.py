@@ -1,4 +1,4 @@
-"""The Python door: a model in this process, with vLLM-shaped results."""
+"""The Python entry point: a model in this process, with results in vLLM's shape."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
-Asked = tuple[Request, str | None, SamplingParams]  # as the engine is asked, the prompt's text, as we were
+Asked = tuple[Request, str | None, SamplingParams]  # for the engine, the prompt, the caller's
 CHAT_PARAMS = SamplingParams(max_tokens=None)
 
 
@@ -34,7 +34,7 @@ class LLM:
     """A model, loaded and ready. Use it as a context manager, or call `close()`.
 
     model: a directory, a .safetensors or .gguf file, or a Hub id. `options` are the fields of `EngineConfig`
-    (`dtype`, `device`, `max_model_len`, …). `on_progress(text, done, total)` is told what loading does.
+    (`dtype`, `device`, `max_model_len`, …). Loading calls `on_progress(text, done, total)` to report.
     Raises ConfigError, CheckpointError, UnsupportedModel or OutOfMemory.
     """
 
@@ -130,7 +130,7 @@ class LLM:
         )
 
     def keep_packed(self, limit: int) -> str:
-        """Write its packed weights to the disk, so that the next start maps them; what came of it.
+        """Write its packed weights to the disk, so that the next run maps them. Returns the outcome in words.
 
         limit: bytes that their folder may hold in all. `EngineConfig.packed_cache` says where it is.
         """
@@ -140,9 +140,9 @@ class LLM:
         return keep(target.shelf, opened, target, limit)
 
     def drop_damaged(self) -> bool:
-        """Remove the packed weights it runs on if they are damaged, and say so. Reads all of them.
+        """Remove the packed weights it runs on if they are damaged; True if they were. Reads all of them.
 
-        Raises BadFile if they cannot be removed: every start would go on to use them.
+        Raises BadFile if they cannot be removed, because every later run would use them.
         """
         shelf = self._loaded.target.shelf
         if shelf is None or not shelf.is_full or shelf.is_sound():
@@ -163,7 +163,7 @@ class LLM:
 
     @property
     def unkept(self) -> str | None:
-        """Why the next start compiles again what this one compiled; None: it loads it."""
+        """Why the next run must compile the same kernels again; None: it loads them."""
         return why_not_cached()
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class LLM:
         self.close()
 
     def _run(self, asked: Sequence[Asked]) -> list[RequestOutput]:
-        """The results in order. What the queue has no room for is submitted as earlier ones finish."""
+        """The results in order. What a full queue does not take is submitted as earlier requests finish."""
         config = self._loaded.config
         most = max(config.max_waiting, config.max_num_seqs)
         open_streams: deque[tuple[OutputStream, str | None, SamplingParams]] = deque()
@@ -197,7 +197,7 @@ class LLM:
             raise
 
     def _submitted(self, request: Request, others: Collection[object]) -> OutputStream | None:
-        """None if the queue is full now, and `others` of ours will make room."""
+        """Submit a request; None if the queue is full until `others` of ours finish."""
         try:
             return self.front.submit(request, None)
         except QueueFull:

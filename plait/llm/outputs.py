@@ -14,7 +14,7 @@ from plait.request import RequestTrace, SamplingParams
 class Logprob:
     """Natural-log probability of one token, raw from the model. `rank`: 1 is the most likely.
 
-    `rank` None: the token is not among the alternatives that were asked for.
+    `rank` None: the token is not among the requested alternatives.
     """
 
     logprob: float
@@ -27,9 +27,9 @@ TokenLogprobs = dict[int, Logprob]  # by token id; the token itself is always th
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice of a finished request. `logprobs`: one entry per token of `token_ids`, if asked for.
+    """One choice of a finished request. `logprobs`: one entry per token of `token_ids`, if requested.
 
-    `trace`: where its time went; None if the engine never took it. Equal choices say the same, whenever.
+    `trace`: where its time went; None if the engine never took it. A comparison of choices ignores it.
     """
 
     index: int
@@ -45,9 +45,9 @@ class CompletionOutput:
 class RequestOutput:
     """A finished request. `prompt` is None when token ids or messages were given.
 
-    `prompt_logprobs`: one entry per prompt token, None for the first, which nothing stands before.
-    `num_cached_tokens` of the prompt were there already. `metrics`: the trace of the choice that was
-    generated first, which computed the prompt.
+    `prompt_logprobs`: one entry per prompt token, None for the first, because nothing precedes it.
+    `num_cached_tokens`: how many of the prompt's tokens came from the prefix cache. `metrics`: the trace of
+    the choice that was generated first, which computed the prompt.
     """
 
     request_id: str
@@ -61,7 +61,7 @@ class RequestOutput:
 
 
 def collect(stream: OutputStream, prompt: str | None, params: SamplingParams) -> RequestOutput:
-    """Read a stream to its end; `params` are those that were asked for, before the engine's additions.
+    """Read a stream to its end; `params` are the caller's, before the engine's additions.
 
     Raises the error that ended it, if one did.
     """

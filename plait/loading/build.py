@@ -1,4 +1,4 @@
-"""From what a user points at to a model that answers: weights, memory, the engine and its thread."""
+"""Build a runnable engine from a model's path or name: weights, memory, the engine and its thread."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ from plait.text.tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
 step_log = logging.getLogger("plait.step")
-# Ops that sum over more than one row's own numbers, in an order that a library may choose by the batch.
 TEXT_BYTES = 192 << 20  # of memory for a tokenizer, its table and the thread that makes them
+# Ops that sum over more than one row's own numbers, in an order that a library may choose by the batch.
 MIXING = {"linear", "paged_attention", "paged_latent_attention", "map_heads", "experts"}
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model with its engine, which nobody runs yet."""
+    """A model with its engine, before a thread runs it."""
 
     opened: Opened
     runner: ModelRunner
@@ -76,7 +76,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that answers, and what it was made of."""
+    """A model with a running engine, and what it was built from."""
 
     opened: Opened
     config: EngineConfig
@@ -87,7 +87,7 @@ class Loaded:
 
 
 def load(model: str, config: EngineConfig, on_progress: Progress | None = None) -> Loaded:
-    """Everything, until the first request can be answered. Raises what `build` and `Opened.language` do."""
+    """Load a model and start its engine. Raises what `build` and `Opened.language` raise."""
     found: list[Language] = []
 
     def on_open(opened: Opened) -> Tokenizer | None:
@@ -107,7 +107,7 @@ def load(model: str, config: EngineConfig, on_progress: Progress | None = None) 
 def build(
     model: str, config: EngineConfig, report: Progress, on_open: Callable[[Opened], Tokenizer | None]
 ) -> Built:
-    """A model and an engine over it. `on_open` is told of the headers and finds the tokenizer.
+    """Load a model and make an engine over it. `on_open` receives the headers and finds the tokenizer.
 
     Raises what `open_settled` and `on_open` raise, ConfigError and OutOfMemory.
     """
@@ -160,7 +160,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     )
     if config.deterministic:
         _check_deterministic(target)
-    report("ready", 1, 1)  # before there is a thread: who is told may raise, to say that nobody waits
+    report("ready", 1, 1)  # before there is a thread, because `report` may raise to cancel the loading
     return Built(opened, runner, engine, sizing, target, guides)
 
 
@@ -201,7 +201,7 @@ def engine_over(
 ) -> tuple[ModelRunner, Engine]:
     """An engine over weights that are there already, with memory of its own: several can share one model.
 
-    `records` False: every step runs op by op. `proposer`: who guesses tokens. Raises OutOfMemory.
+    `records` False: every step runs op by op. `proposer`: proposes draft tokens. Raises OutOfMemory.
     """
     with out_of_memory(f"making room for sequences ({gib(sizing.nbytes)})"):
         store = _store(decoder, sizing, target)
@@ -220,7 +220,7 @@ def engine_over(
         executor=target.executor,
         capacity=capacity if records else None,
     )
-    can_follow = runner.is_recorded and proposer is None  # who guesses has to see every step
+    can_follow = runner.is_recorded and proposer is None  # a proposer has to see every step
     num_steps = MOST_STEPS if can_follow else 1
     scheduler = sizing.scheduler(config, causal=decoder.spec.causal, num_steps=num_steps)
     speculation = None
@@ -234,9 +234,9 @@ def engine_over(
 
 
 def draft_headers(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | None) -> Opened | None:
-    """The draft model's headers, if one is asked for: refused before anything large is loaded.
+    """The draft model's headers, if one is requested: refused before anything large is loaded.
 
-    Raises what `open_draft` does, and ConfigError if nobody can guess for a model of this spec.
+    Raises what `open_draft` does, and ConfigError if no draft can be made for a model of this spec.
     """
     if config.speculate != "off" and not spec.causal:
         raise ConfigError(
@@ -258,7 +258,7 @@ def _proposer(
     tokenizer: Tokenizer | None,
     report: Progress,
 ) -> Proposer | None:
-    """Who guesses tokens, if anybody does."""
+    """The proposer of draft tokens: prompt lookup or a draft model; None without speculation."""
     config = opened.config
     if config.speculate == "off":
         return None
@@ -298,12 +298,12 @@ def _target(opened: Opened, device: torch.device) -> Target:
 
 
 def loose_ops(target: Target) -> dict[str, str]:
-    """Ops whose rounding may depend on the batch, with the variant that was bound for each."""
+    """Ops with rounding that may depend on the batch, and the variant that was bound for each."""
     return {b.op: b.variant for b in target.bound if b.op in MIXING and not b.variant.startswith("native")}
 
 
 def _check_deterministic(target: Target) -> None:
-    """Raises ConfigError if an op is bound to something whose rounding may depend on the batch."""
+    """Raises ConfigError if an op is bound to a variant with rounding that may depend on the batch."""
     if loose := loose_ops(target):
         shown = ", ".join(f"{op} ({variant})" for op, variant in sorted(loose.items()))
         raise ConfigError(
@@ -313,7 +313,7 @@ def _check_deterministic(target: Target) -> None:
 
 
 def describe_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
-    """What `size_state` must know about a model that is loaded."""
+    """What `size_state` must know about a loaded model to divide the memory."""
     return ModelFacts(
         states=decoder.states,
         max_len=decoder.spec.max_len,
@@ -344,7 +344,7 @@ def _store(decoder: Decoder, sizing: Sizing, target: Target) -> StateStore:
 
 
 def _check_vocabulary(asked: str | None, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-    """A vocabulary that was named and has more tokens than the model is probably another model's."""
+    """Raises ConfigError for a named vocabulary with more tokens than the model: it is probably another's."""
     if asked and tokenizer and tokenizer.vocab_size > vocab_size:
         log.warning(
             "the vocabulary %s has %d tokens and the model only %d: its text may make no sense",
@@ -355,4 +355,4 @@ def _check_vocabulary(asked: str | None, tokenizer: Tokenizer | None, vocab_size
 
 
 def _silent(what: str, done: int, total: int) -> None:
-    """Nobody wants to know."""
+    """Report no progress."""

@@ -1,4 +1,4 @@
-"""A draft model beside the one that answers: loaded like it, on the same threads, in memory of its own."""
+"""Load a draft model for speculation: like the model it drafts for, on its threads, in memory of its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger("plait")
 step_log = logging.getLogger("plait.step")
 SHARE = 4  # the state of drafts takes at most this part of what the state of sequences may
 PROBE_TEXT = "It's 12:34:56 now…\n\n\tdef naïve(x): return {'Ω': x**2, \"日本\": -0.5}  # ABC_def 🙂\r\n"
-PROBE_IDS = 499  # tokens, spread over the vocabulary, whose texts are compared; a prime
+PROBE_IDS = 499  # tokens, spread over the vocabulary, of which the texts are compared; a prime
 
 
 def load_draft(
@@ -45,9 +45,9 @@ def load_draft(
     tokenizer: Tokenizer | None,
     report: Progress,
 ) -> DraftModel:
-    """The model `opened` (see `open_draft`), with memory and kernels, ready to guess.
+    """The model `opened` (see `open_draft`), with memory and kernels, ready to propose drafts.
 
-    `config`, `target`, `max_model_len`, `tokenizer` are those of the model that it guesses for: it runs on
+    `config`, `target`, `max_model_len`, `tokenizer` are those of the model that it drafts for: it runs on
     the same device and threads, which it never closes. Raises CheckpointError, ConfigError, OutOfMemory.
     """
     spec = opened.resolved.spec
@@ -61,7 +61,7 @@ def load_draft(
     with out_of_memory(f"loading the weights of the draft model {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, own, report)
     if not any(isinstance(state, PagedState) for state in decoder.states.values()):
-        longest = max_model_len  # state of fixed size has no longest sequence
+        longest = max_model_len  # recurrent state has no longest sequence
     memory = _memory(decoder, config, own, longest)
     with out_of_memory(f"making room for drafts of {memory.num_places} sequences"):
         store = StateStore(
@@ -84,10 +84,10 @@ def load_draft(
 def open_draft(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | None) -> Opened:
     """The headers of `config.speculate`, as a draft model for a model of this spec and vocabulary.
 
-    Raises what `open_model` does, and ConfigError if the two do not speak of the same tokens.
+    Raises what `open_model` does, and ConfigError if the two vocabularies differ.
     """
     name = config.speculate
-    # What was said about the one model's files is not about the other's.
+    # Options about the one model's files do not hold for the other's.
     own = replace(
         config, set=(), vocab=None, chat_template=None, max_model_len=None, ssm_mode="ssd", a_source="auto"
     )
@@ -110,7 +110,7 @@ def open_draft(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | Non
 
 
 def _difference(draft: Tokenizer | None, model: Tokenizer | None) -> str | None:
-    """How two vocabularies differ, as far as a probe shows; models without any say nothing."""
+    """How two vocabularies differ, as far as some tokens show; None if they do not, or one is missing."""
     if draft is None or model is None:
         return None
     ids, wanted = (t.encode(PROBE_TEXT, add_special=False) for t in (draft, model))
@@ -126,7 +126,7 @@ def _difference(draft: Tokenizer | None, model: Tokenizer | None) -> str | None:
 
 
 def _memory(decoder: Decoder, config: EngineConfig, own: Target, longest: int) -> DraftMemory:
-    """A place for as many sequences as run, or for as many as fit. Raises OutOfMemory if not one does."""
+    """A place for each running sequence, or for as many as fit. Raises OutOfMemory if not one does."""
     memory = DraftMemory(
         groups=block_groups(decoder.states),
         has_slots=has_slots(decoder.states),

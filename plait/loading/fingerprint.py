@@ -1,4 +1,4 @@
-"""OpenAI's `system_fingerprint`: a hash of all that decides the numbers of a reply beside the request."""
+"""OpenAI's `system_fingerprint`: a hash of all but the request that decides the numbers of a reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model would remember and bind, from headers alone: no tensor is read.
+"""A model's states and bound ops from its headers alone: no tensor is read.
 
 The decoder is built on torch's meta device over tensors that have a shape and no content. So a missing or odd
 tensor is found here too, before anything large is loaded.
@@ -34,20 +34,20 @@ class Outline:
         return self._checkpoint.shape(name)
 
     def read(self, name: str) -> Tensor:
-        """A stack whose storage only knows matrices is one of all its rows, as when it is read."""
+        """An empty tensor of the shape that a read gives: a quantized stack is one matrix of all its rows."""
         shape = self.shape(name)
         if len(shape) > 2 and not self._is_plain(name):
             shape = (prod(shape[:-1]), shape[-1])
         return torch.empty(shape, device="meta")
 
     def _is_plain(self, name: str) -> bool:
-        """Files tell how a tensor is stored; what has no files has plain tensors."""
+        """Whether a tensor is stored as plain numbers; a checkpoint without files has only such tensors."""
         format_of = getattr(self._checkpoint, "format_of", None)
         return format_of is None or isinstance(getattr(torch, format_of(name), None), torch.dtype)
 
 
 def model_states(resolved: Resolved, checkpoint: Checkpoint, kv_dtype: str = "model") -> Mapping[str, State]:
-    """What every mixer remembers, by mixer name; `kv_dtype`: of keys, values and latents.
+    """The state of every mixer, by mixer name; `kv_dtype`: of keys, values and latents.
 
     Raises MissingTensor, ShapeMismatch.
     """

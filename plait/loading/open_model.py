@@ -1,4 +1,4 @@
-"""A model's files, read and understood, and its weights: what stands before there is an engine."""
+"""Open a model before there is an engine: find its files, resolve its headers to a spec, load its weights."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Opened:
 
     @property
     def text_directory(self) -> Path | None:
-        """Where files of text lie. A GGUF file brings its own: what lies beside it may be another model's."""
+        """Where files of text lie. A GGUF file brings its own: files next to it may be another model's."""
         return None if self.metadata and "tokenizer.ggml.model" in self.metadata else self.files.directory
 
     @property
@@ -88,7 +88,7 @@ class Opened:
 
 
 def open_model(model: str, config: EngineConfig, *, probed: bool = True) -> Opened:
-    """Find a model's files and understand their headers. `probed` False: as if nobody had probed it.
+    """Find a model's files and understand their headers. `probed` False: without findings of earlier probes.
 
     Raises ConfigError, CheckpointError or UnsupportedModel.
     """
@@ -112,7 +112,7 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True) -> Open
 def with_values(
     opened: Opened, values: Mapping[str, Any], source: Callable[[str], str] = lambda _: "probed"
 ) -> Resolved:
-    """What the model is if these keys of a config were said. --set wins. Raises as `open_model` does."""
+    """The model as resolved with these keys in its config. --set wins. Raises as `open_model` does."""
     raw = read_json(opened.files.config, "config.json") if opened.files.config else None
     said = tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
     config = replace(opened.config, set=(*said, *opened.config.set))
@@ -122,7 +122,7 @@ def with_values(
 
 
 def with_findings(opened: Opened, found: Findings) -> Resolved:
-    """What the model is by an earlier probe, where neither its config nor --set nor a tensor says it.
+    """The model as resolved with an earlier probe's values, where no config, --set or tensor has them.
 
     Raises BadFile.
     """
@@ -151,9 +151,9 @@ def load_decoder(opened: Opened, target: Target, report: Progress) -> Decoder:
 
 
 def release_pages(opened: Opened, report: Progress) -> Callable[[str, int], None]:
-    """To be told what is read: it says how far that is, and lets go of the file's pages from time to time.
+    """A callback for each tensor that is read: it reports progress, and at times releases the file's pages.
 
-    What was read is packed by then: the pages beside it would double the memory.
+    The tensors that were read are packed by then: with their pages they would take twice the memory.
     """
     total, done, held = opened.nbytes, 0, 0
 

@@ -1,4 +1,4 @@
-"""Which packed weights belong to a model and its options, and when they are written to the disk."""
+"""The packed-weight cache: which packed weights belong to a model and its options, and when to write."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def folder_of(config: EngineConfig) -> Path | None:
 
 
 def shelf_of(opened: Opened, target: Target) -> Shelf | None:
-    """The shelf of a model, with what is on it; None where nothing is packed or there is no such folder."""
+    """A model's entry of the packed-weight cache; None where nothing is packed or there is no folder."""
     folder = folder_of(opened.config)
     if folder is None or target.executor is None:
         return None
@@ -93,7 +93,7 @@ def key_of(opened: Opened, target: Target) -> dict[str, Any]:
 
 
 def identity(path: Path) -> list[Any]:
-    """A file's size and time, and a hash of pieces of it: both ends, and some between them. Raises BadFile.
+    """A file's size and time, and a hash of parts of it: both ends, and some between them. Raises BadFile.
 
     Not its place nor its inode: a copy that keeps the time, as in an image of a container, is the same file.
     """
@@ -124,7 +124,7 @@ def _digest(raw: bytes) -> str:
 
 
 def keep(shelf: Shelf, opened: Opened, target: Target, limit: int) -> str:
-    """Write what was packed, if folder and disk have room for it; what came of it, as a sentence.
+    """Write what was packed, if folder and disk have space for it. Returns the outcome as a sentence.
 
     limit: bytes that the folder may hold in all.
     """
@@ -164,7 +164,7 @@ def _no_room(shelf: Shelf, needed: int, limit: int) -> str | None:
 
 
 def _drop_outdated(shelf: Shelf) -> None:
-    """Remove what no start can use any more: of these files as they were before, or by other code."""
+    """Remove entries that no later run can use: of older versions of these files, or by other code."""
     for item in list_packed(shelf.path.parent):
         found = read_key(item.path)
         if found is None:

@@ -76,7 +76,7 @@ def _import_plugin(name: str) -> ModuleType:
             return import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # a module that the plug-in wants
+                raise  # a module that the plug-in imports
             raise PluginError(
                 f"plug-in {name}: there is no such module; name a FILE.py, a folder with an __init__.py, "
                 "or a module that this Python finds"

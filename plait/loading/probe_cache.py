@@ -1,9 +1,9 @@
-"""What a probe found about a model, in a file beside it: later starts use it at once.
+"""What a probe found about a model, in a file beside the weights: later runs use it at once.
 
 The file is JSON, `plait.json` (beside one of several files of weights, `NAME.plait.json`), or lies under the
 cache folder where the model's own cannot be written. It is bound to the names, shapes and formats of the
-model's tensors: beside another model it is left aside, with a line in the log. A damaged one is an error,
-because a model must not change its mind in silence.
+model's tensors: next to another model it is ignored, with a line in the log. A damaged one is an error,
+because a model's replies must not change in silence.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TensorHeaders(Protocol):
 class Findings:
     """`values`: keys of a config; `margins`: for each, by how many nats the next best value is worse.
 
-    A margin of 0: the text does not tell. `loss`: nats per token with all of them, on `tokens` tokens.
+    A margin of 0: the text does not show it. `loss`: nats per token with all of them, on `tokens` tokens.
     """
 
     values: Mapping[str, Any]
@@ -60,7 +60,7 @@ def fingerprint(tensors: TensorHeaders) -> str:
 
 
 def places(files: ModelFiles, bound_to: str, cache_dir: str | None) -> tuple[Path, ...]:
-    """Next to the model, and in the cache if there is a folder for one."""
+    """Paths of the findings: next to the model, and in the cache if there is a folder for one."""
     first = files.weights[0]
     is_only = first.name == "model.safetensors" or len(files.weights) > 1
     base = cache_base(cache_dir)
@@ -79,7 +79,7 @@ def read_findings(files: ModelFiles, tensors: TensorHeaders, cache_dir: str | No
 
 
 def _read(path: Path, bound_to: str) -> Findings | None:
-    """None: it is another model's."""
+    """The findings in a file; None if they are another model's. Raises BadFile."""
     try:
         record = read_json(path, "what a probe found")
     except BadFile as error:
@@ -103,7 +103,7 @@ def _read(path: Path, bound_to: str) -> Findings | None:
 def write_findings(
     files: ModelFiles, tensors: TensorHeaders, cache_dir: str | None, found: Findings
 ) -> Path | None:
-    """Keep them; where, or None if neither folder can be written."""
+    """Write the findings to a file. Returns its path, or None if neither folder can be written."""
     bound_to = fingerprint(tensors)
     record = {"kind": KIND, "version": VERSION, "tensors": bound_to, **asdict(found)}
     record["tokens_read"] = record.pop("tokens")
@@ -115,7 +115,7 @@ def write_findings(
                 part.write_text(json.dumps(record, indent=2) + "\n", "utf-8")
                 part.replace(path)
             finally:
-                part.unlink(missing_ok=True)  # of a disk that is full
+                part.unlink(missing_ok=True)  # what a full disk left of it
         except OSError as error:
             log.info("%s cannot be written: %s", path, error.strerror)
         else:

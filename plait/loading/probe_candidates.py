@@ -1,7 +1,7 @@
 """What names and shapes leave open, and which values it may have: likeliest first, most important first.
 
-`plait.loading.probe_search` tries them on a text. Here is only what can be told apart by trying: windows and
-norm epsilons, for example, change nothing that a few hundred tokens show.
+`plait.loading.probe_search` tries them on a text. Only values that a trial can distinguish are here: windows
+and norm epsilons, for example, change nothing that a few hundred tokens show.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ GRANITE = ("embedding_multiplier", "attention_multiplier", "residual_multiplier"
 class Quantity:
     """Something to be tried. `options`: config keys with their values, what holds now first.
 
-    `is_long`: only a longer text tells (the base of the rope, because what is far away turns slowly; how many
-    experts, because one too many costs little).
+    `is_long`: only a longer text shows the difference. The rope's base is one, because distant tokens turn
+    slowly; the number of experts is another, because one too many costs little.
     """
 
     name: str
@@ -84,7 +84,7 @@ def _rope(found: Resolved) -> RopeSpec | None:
 
 
 def _architectures(found: Resolved) -> Iterator[Quantity]:
-    """Those whose tensors have the same names and shapes."""
+    """Architectures with the same names and shapes of tensors."""
     now = (found.config.get("architectures") or [""])[0]
     twins = next((names for names in TWINS if now in names), ())
     if twins and is_open(found, "architectures"):
@@ -93,13 +93,13 @@ def _architectures(found: Resolved) -> Iterator[Quantity]:
 
 
 def _name_family(name: str, found: Resolved) -> Values:
-    """Another family: with what it cannot be without, and without what was for this one."""
+    """The config of another family: with the keys that it needs, and without those that were for this one."""
     left = dict.fromkeys(GRANITE) if found.family.startswith("granite") else {}
     return {"architectures": [name], **left, **(_granite_usual(found) if name.startswith("Granite") else {})}
 
 
 def _head_dim(found: Resolved) -> Iterator[Quantity]:
-    """Only heads × head size can be seen."""
+    """The head size: shapes show only its product with the number of heads."""
     c, source = found.config, found.provenance.get("head_dim", "")
     if _first(found, AttentionSpec) is None or not source.startswith(("default", "probed")):
         return
@@ -144,7 +144,7 @@ def _activation(found: Resolved) -> Iterator[Quantity]:
 
 
 def _states(found: Resolved) -> Iterator[Quantity]:
-    """Groups × states are the rows of a tensor."""
+    """The groups and states of a Mamba mixer: a tensor's rows show only their product."""
     mamba = _first(found, Mamba2Spec) or _first(found, Mamba3Spec)
     own = found.family == "oxidizr"
     groups = "mamba2_n_groups" if own else "mamba_n_groups"
@@ -170,7 +170,7 @@ def _granite_usual(found: Resolved) -> Values:
 
 
 def _granite(found: Resolved) -> Iterator[Quantity]:
-    """All four at first, for one alone helps nothing; then each."""
+    """Granite's four multipliers: all at first, because one alone helps nothing; then each."""
     if not found.family.startswith("granite") or "head_dim" not in found.config:
         return
     c, dim = found.config, found.config["head_dim"]

@@ -1,4 +1,4 @@
-"""The model of a probe: packed once, run under one spec after another."""
+"""Score a text under candidate specs of a model: its weights are packed once, for all specs."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ Kept = dict[Any, Linear]
 
 
 class KeptWeights(Weights):
-    """Weights whose linear maps are packed once, for all the decoders that are built over them.
+    """Weights that pack each linear layer once, for all the decoders that are built over them.
 
-    A map is the same when its names, sizes and sources are. `kept`: those of the last decoder; `made`: those
-    of this one.
+    A layer is the same when its names, sizes and sources are. `kept`: those of the last decoder; `made`:
+    those of this one.
     """
 
     def __init__(self, checkpoint: Checkpoint, names: NameMap, target: Target, kept: Kept) -> None:
@@ -64,7 +64,7 @@ class KeptWeights(Weights):
     def linear(
         self, *names: str, in_size: int, out_sizes: tuple[int, ...], split: Split | None = None
     ) -> Linear:
-        """As of any weights, but not packed again."""
+        """A linear layer as of any weights, but not packed again."""
         ours = [f"{name}.{end}" for name in names for end in ("weight", "bias")]
         sources = [found for name in ours if (found := self._source(name)) is not None]
         recipes = tuple((recipe(source), tuple(found.items())) for source, found in sources)
@@ -77,7 +77,7 @@ class KeptWeights(Weights):
         return self.kept[key]
 
     def _source(self, name: str) -> tuple[Source, dict[str, str]] | None:
-        """None: there is no such tensor in this family."""
+        """Where a tensor comes from; None: there is no such tensor in this family."""
         try:
             return self.names.resolve(self._full(name), self.checkpoint)
         except UnknownName:
@@ -102,7 +102,7 @@ class ModelScorer:
         self._opened, self._ids, self._kept = opened, tuple(ids), Kept()
         self._built = False
         self._target = _target(opened)
-        # Later models read no more than their norms, which is nothing to be told.
+        # Later models read no more than their norms, which is too little to report.
         self._target.on_read = release_pages(opened, lambda *row: None if self._built else report(*row))
 
     def __enter__(self) -> Self:
@@ -119,7 +119,7 @@ class ModelScorer:
         return quantities(self._resolved(values))
 
     def identity(self, values: Mapping[str, Any]) -> str:
-        """The spec, and what of the config is no part of it."""
+        """A text that is equal for equal models: the spec, and what of the config is no part of it."""
         found = self._resolved(values)
         return f"{found.spec!r} {found.config.get('norm_offset') or 0.0}"
 
@@ -140,7 +140,7 @@ class ModelScorer:
         with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
             decoder = Decoder(found.spec, weights)
         weights.check_all_used()
-        self._kept, self._built = weights.built, True  # what this model has no use for may go
+        self._kept, self._built = weights.built, True  # what this model does not use is freed
         opened.checkpoint.release()
         blocks = {group.name: 2 for group in block_groups(decoder.states)}
         slots = 2 if has_slots(decoder.states) else 0
@@ -202,7 +202,7 @@ def keep(opened: Opened, found: Probed) -> Opened:
 
 
 def open_settled(model: str, config: EngineConfig, report: Progress) -> Opened:
-    """`open_model`, and with `--probe` what no file tells is tried, unless that has been done before."""
+    """`open_model`; with `--probe` values that no file has are tried, unless an earlier probe did so."""
     opened = open_model(model, config)
     if not config.probe:
         return opened

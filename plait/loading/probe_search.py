@@ -1,4 +1,4 @@
-"""What no config and no shape tells, found by trying: the value under which a text is least surprising.
+"""Search the values that no config and no shape shows: those under which a text has the lowest loss.
 
 One quantity at a time, in the order of `loading.probe_candidates`, and all of them once more if something
 changed. The weights are packed once: a candidate is another spec around them. `probe_cache` keeps the result.
@@ -21,7 +21,7 @@ from plait.loading.probe_candidates import Quantity, Values
 log = logging.getLogger("plait")
 TEXT = Path(__file__).with_suffix(".txt")  # English and Python
 SHORT, LONG = 128, 256  # tokens of it
-LEAST = 64  # of any text: over fewer, what is chance and what is not cannot be told
+LEAST = 64  # of any text: over fewer, chance and difference look alike
 ROUNDS, MOST = 3, 80  # through all quantities, as long as something changes; forward passes in all
 MOST_LOSS = 7.0  # nats per token; beyond, the model does not understand the text, or we the model
 OF_UNIFORM = 0.85  # the same, for small vocabularies: this part of what knowing nothing costs
@@ -30,7 +30,7 @@ Losses = Sequence[float]  # of each token but the first, in nats
 
 
 class Scorer(Protocol):
-    """A model under some values of its config. All raise PlaitError for values that cannot be.
+    """A model under some values of its config. All raise PlaitError for impossible values.
 
     `identity`: equal for values that make the same model.
     """
@@ -42,7 +42,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One option tried: its loss in nats per token, or why it cannot be."""
+    """One option tried: its loss in nats per token, or why it is impossible."""
 
     quantity: str
     values: Mapping[str, Any]
@@ -62,7 +62,7 @@ class ProbeDecision:
 
 
 class Exhausted(Exception):
-    """As many passes as there may be."""
+    """Raised when the search has used all its forward passes."""
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class Search:
         return changed
 
     def _next(self, tried: set[str]) -> Quantity | None:
-        """Of what is open now: another architecture, for example, leaves other things open."""
+        """The next open quantity: another architecture, for example, leaves other things open."""
         return next((q for q in self.scorer.quantities(self.values) if q.name not in tried), None)
 
     def _decide(self, quantity: Quantity) -> bool:
@@ -128,7 +128,7 @@ class Search:
         return bool(best)
 
     def _is_confirmed(self, option: Values, held: Values) -> bool:
-        """What held goes only if the whole text says so."""
+        """Whether an option is better than the current value on the whole text, too."""
         one, other = (self.losses({**self.values, **values}, LONG) for values in (option, held))
         return is_better(one, other)
 
@@ -138,7 +138,7 @@ class Search:
         self.values |= option
 
     def losses(self, values: Mapping[str, Any], tokens: int) -> Losses:
-        """Of a model, which is run for them once. Raises Exhausted, and what the scorer does."""
+        """The losses of a model, which is run for them once. Raises Exhausted, and what the scorer does."""
         key = f"{tokens} {self.scorer.identity(values)}"
         if key not in self._known:
             if self.passes >= self.most:
@@ -165,7 +165,7 @@ def is_better(losses: Losses, others: Losses) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What came out. `loss`: of the whole text, with what was chosen; `limit`: the most that makes sense."""
+    """The result of a probe. `loss`: of the whole text, with the chosen values; `limit`: the most allowed."""
 
     trials: Mapping[str, Sequence[Trial]]
     choices: Mapping[str, ProbeDecision]
@@ -182,7 +182,7 @@ class Probed:
 
     @property
     def findings(self) -> Findings:
-        """To be kept: each key with its margin, 0 if it is within chance."""
+        """The findings to keep: each key with its margin, 0 if it is within chance."""
         sure = {name: c.margin if c.is_sure else 0.0 for name, c in self.choices.items()}
         margins = {key: sure[name] for name, c in self.choices.items() for key in c.values}
         values = {key: value for key, value in self.values.items() if key in margins}
@@ -190,7 +190,7 @@ class Probed:
 
     @property
     def verdict(self) -> str:
-        """One sentence: good, or loud."""
+        """One sentence: the model understands the text, or a warning that it does not."""
         told = f"{self.loss:.2f} nats per token on {self.tokens} tokens, after {self.passes} passes"
         if self.is_understood:
             return told

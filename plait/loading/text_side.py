@@ -16,10 +16,10 @@ from plait.text.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSource:
-    """What the readers of tokenizers and templates ask for.
+    """What the readers of tokenizers and templates need.
 
-    `directory`: where files of text lie, None if there are none. `metadata`: of a GGUF file, the keys that
-    speak of text. `config`: the model's, those that speak of tokens. `vocab`, `chat_template`: the user's.
+    `directory`: where files of text lie, None if there are none. `metadata`: of a GGUF file, the keys about
+    text. `config`: of the model's, the keys about tokens. `vocab`, `chat_template`: the user's.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and what is common to all of them."""
+"""The HTTP application: its routes, and the handling that all of them share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from plait.version import __version__
 if TYPE_CHECKING:
     from plait.frontend.frontend import Front
 
-# To pages of other origins.
+# Sent to pages of other origins.
 EXPOSED_HEADERS = (
     REQUEST_ID_HEADER,
     validate.IGNORED_HEADER,
@@ -95,7 +95,7 @@ def create_app(
     generating = [e.path for e in ENDPOINTS if e.answer is None]
     door = Door(traffic, loading, routes, refusals, generating)
     app.add_middleware(Edge, door=door, traffic=traffic, loading=loading)
-    app.state.turned_away = door.turned_away  # for a server that can ask before it starts a task
+    app.state.turned_away = door.turned_away  # for a server that can reject before it starts a task
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,
@@ -108,7 +108,7 @@ def create_app(
 
 
 class Service:
-    """What the handlers share: the model, once it is there, and the server's limits."""
+    """What the handlers share: the model, once it is loaded, and the server's limits."""
 
     def __init__(self, loading: LoadingState, config: ServerConfig, traffic: Traffic) -> None:
         self._loading, self._config, self._traffic = loading, config, traffic
@@ -116,13 +116,13 @@ class Service:
         self._threads = FairThreads(PLAN_THREADS, PLAN_THREADS - 2, "plait-plan")
 
     def served(self, front: Front) -> str:
-        """The name clients ask for."""
+        """The model's name, which clients send and replies carry."""
         return self._config.served_model_name or front.name
 
     async def health(self, request: Request) -> Response:
         status, body = self._loading.health()
         if self._traffic.keyring.find(request.headers) is None:
-            body = Health(status=body.status)  # how busy the engine is, is for those who have a key
+            body = Health(status=body.status)  # without a key, no numbers of the engine's load
         return json_response(body, status, {"Cache-Control": "no-store"})
 
     async def ready(self, request: Request) -> Response:
@@ -151,7 +151,7 @@ class Service:
         return json_response(await asyncio.to_thread(tokenize.tokenizer_info, self._loading.ready()))
 
     def serves(self, endpoint: Endpoint) -> Handler:
-        """A handler of what `plan` makes of the body, or of `answer`, computed in a thread."""
+        """The handler of an endpoint: a reply by its `plan`, or its `answer` computed in a thread."""
 
         async def handle(request: Request) -> Response:
             context, body = await self._read(request)
@@ -171,7 +171,7 @@ class Service:
         return handle
 
     def _named(self, front: Front, asked: object) -> str:
-        """What a reply calls the model. Raises InvalidField and ModelNotFound."""
+        """The model's name for a reply to this request. Raises InvalidField and ModelNotFound."""
         if self._config.any_model_name:
             return models.any_name(asked) or self.served(front)
         models.check(asked, self.served(front))
@@ -187,7 +187,7 @@ class Service:
 
 
 class _Endpoint:
-    """An ASGI endpoint: a handler whose every exception becomes the error object."""
+    """An ASGI endpoint: a handler, with every exception turned into the error object."""
 
     def __init__(self, handler: Handler, refusal: Refusal | None) -> None:
         self._handler, self._refusal = handler, refusal

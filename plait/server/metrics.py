@@ -12,9 +12,9 @@ from plait.server.http.errors import NotReady
 
 
 def exposition(loading: LoadingState, traffic: Traffic) -> Response:
-    """The numbers as they are now; also while the server stops, for requests still run then.
+    """The metrics as they are now; also while the server stops, because requests still run then.
 
-    Raises NotReady while the model loads: there is no engine that could have any.
+    Raises NotReady while the model loads, because there is no engine yet.
     """
     if loading.front is None:
         raise NotReady("the model is loading, and has no metrics yet; /health says how far it is")

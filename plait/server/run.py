@@ -1,4 +1,4 @@
-"""`plait serve`: HTTP first, the model behind it as soon as it is loaded, and an orderly end."""
+"""`plait serve`: listen first, load the model in a thread meanwhile, and shut down in order."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from plait.frontend.frontend import Front
 
 logger = logging.getLogger("plait.server")
-KEEP_ALIVE_S = 5  # an idle connection's; a client that asks again opens another in a millisecond
+KEEP_ALIVE_S = 5  # of an idle connection; a client that returns opens another in a millisecond
 CERTIFICATE_TICKS = 20  # of 0.1 s, between looks at the certificate's files
 BACKLOG = 2048
 LOADING_ENDS_S = 20.0  # a thread inside torch when Python ends would abort the process
 SPARE_FILES = 512  # weights, kernels, sockets of the engine
-CLOSING_S = 5.0  # after the time to finish: to tell open streams that the server stops
+CLOSING_S = 5.0  # after the time to finish: to report to open streams that the server stops
 Report = Callable[[str, int, int], None]
 Load = Callable[[Report], "Front"]
 Reread = Callable[[], ServerConfig]
@@ -128,7 +128,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with our own end: what runs gets its time, then is told; a second signal hurries.
+    """uvicorn with our shutdown: open requests get time, then an error; a second signal ends them at once.
 
     SIGHUP has it take the options of `reread()` that can change while it runs, the keys and the certificate.
     """
@@ -171,7 +171,7 @@ class Server(uvicorn.Server):
         super().__init__(uvicorn.Config(app, **settings))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen. As uvicorn does, which has no option for the time of a TLS handshake."""
+        """Listen, as uvicorn does: it has no option for the time of a TLS handshake."""
         await self.lifespan.startup()
 
         room = memoryview(bytearray(READ_BYTES))
@@ -206,7 +206,7 @@ class Server(uvicorn.Server):
             front.close(drain=False)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal asks to finish, the second not to wait; the exit code stays 0."""
+        """The first signal lets open requests finish, the second does not; the exit code stays 0."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -230,8 +230,8 @@ class Server(uvicorn.Server):
         self._should_reload = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: reload when asked to, take a new certificate when its files changed, and end
-        when the engine is given up.
+        """Ten times a second: reload if requested, load a certificate of which the files changed, and end if
+        the engine is given up.
         """
         if self._should_reload:
             self._should_reload = False
@@ -282,9 +282,9 @@ class Server(uvicorn.Server):
             self.traffic.flush()
 
     async def _finish(self) -> None:
-        """Until no request works, or a second signal came, or time is over.
+        """Wait until no request is in work, a second signal came, or time is over.
 
-        Connections stay open: what is asked on them is answered, and they are closed with that answer.
+        Connections stay open: a request on one of them is answered, and the connection is closed after that.
         """
         deadline = time.monotonic() + self._timeout_s + CLOSING_S
         while self.traffic.num_working and not self.force_exit and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""What stands in for parts of an engine that is being verified: steps that fail, costs, guesses."""
+"""Substitutes for parts of an engine under verification: steps that fail, costs, draft tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
 from plait.schedule.speculate import DraftRequest
 
 FAILS_EVERY = 5  # steps, where steps fail on purpose
-WRONG_EVERY = 4  # tokens, of guesses that are often right
+WRONG_EVERY = 4  # tokens, of drafts that are often right
 
 
 class FailingRunner:
-    """Every few steps that several sequences share fail after they ran."""
+    """A runner with failures: of the steps that several sequences share, one in a few fails after it ran."""
 
     def __init__(self, engine: Engine) -> None:
         self._runner, self._num_shared, self.num_failed = engine.runner, 0, 0
@@ -37,7 +37,7 @@ class CheapMoves(StepCosts):
 
 
 class CheapRows(StepCosts):
-    """Every step takes as long as any other, so guessing always pays."""
+    """Every step takes as long as any other, so speculation always pays."""
 
     def step_s(self, num_tokens: float) -> float | None:
         return 1.0
@@ -51,7 +51,7 @@ class CheapSteps(StepCosts):
 
 
 class KnownReplies:
-    """Guesses what the plain replies say, now and then with a wrong token (a `Proposer`)."""
+    """Proposes the tokens of the plain replies, now and then with a wrong one (a `Proposer`)."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], vocab_size: int) -> None:
         self._sequences, self._vocab_size = [list(ids) for ids in sequences], vocab_size

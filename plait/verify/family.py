@@ -1,4 +1,4 @@
-"""Is a family sound? What every family of Plait is tested for, on a small random model of one."""
+"""Check that a family is sound: what every family of Plait is tested for, on a small random model of one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CheckResult:
 
 
 def check_plugin(name: str, config: EngineConfig, keep: Path | None = None) -> Iterator[CheckResult]:
-    """All checks of the family of that name, or of what a plug-in of that name registers, as they are done.
+    """Check the family of that name, or what a plug-in of that name registers; each result as it is done.
 
     keep: a folder for the small model; of several families each has one of its own in it.
     Raises ConfigError, PluginError, and what loading the small models does.

@@ -1,4 +1,4 @@
-"""What must not change a reply: the ways in which `plait verify` runs the same requests. Plain data."""
+"""The matrix of `plait verify`: ways to run the same requests that must not change a reply. Plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from plait.config import GIB
 
-FEW = 7  # tokens: a piece of a prompt that is no multiple of anything
+FEW = 7  # tokens: a prompt's chunk that is no multiple of anything
 SHORT = 2  # how many prompts are computed one token at a time
 
 
@@ -16,15 +16,15 @@ SHORT = 2  # how many prompts are computed one token at a time
 class Cell:
     """One way to run the requests.
 
-    `options`: what differs in EngineConfig from a plain run, where sequences run alone, each prompt in one
-    piece, nothing is kept and nothing guessed. `waves`: requests that arrive together; 1 stands for the first
-    turn of every conversation, 2 for its second. `only`: that many shortest prompts. `spared`: memory for
-    the longest sequence and no more than so many blocks beside it. `swaps`: moving memory counts as cheap, so
-    that what must make room is moved and not computed again. `fails`: some steps fail after they ran.
-    `guesses`: who guesses tokens ahead: prompt lookup, or one who knows the plain replies and is often right
-    and often wrong. `unseen`: nobody looks at a reply before its end, so that steps may share a plan.
+    `options`: what differs in EngineConfig from a plain run, where each sequence runs alone with its prompt
+    in one chunk, no cache and no drafts. `waves`: requests that arrive together; 1 is the first turn of every
+    conversation, 2 its second. `only`: that many shortest prompts. `spared`: memory for the longest sequence
+    and for no more than so many blocks in addition. `swaps`: moving memory counts as cheap, so that preempted
+    sequences are swapped and not computed again. `fails`: some steps fail after they ran. `guesses`: the
+    proposer of drafts: prompt lookup, or one with the plain replies, which is often right and often wrong.
+    `unseen`: replies are not streamed, so that steps may share a plan.
     `is_quick`: `plait verify --quick` runs it.
-    `proof`: a number of `Ran.counts` that is above zero if what the cell is there for has happened.
+    `proof`: a number of `Ran.counts` that is above zero if the cell's effect has happened.
     """
 
     name: str
@@ -51,7 +51,7 @@ PLAIN = Cell("alone, each prompt in one piece", waves=(1, 2))
 def cells(batch: int, block_size: int, *, causal: bool = True, follows: bool = True) -> Iterator[Cell]:
     """The matrix for batches of up to `batch`. `follows`: whether several decode steps can share a plan.
 
-    A model that is not causal computes a sequence in one piece and keeps nothing: only batches are left.
+    A model that is not causal computes a sequence in one chunk and caches nothing: only batches are left.
     """
     yield Cell("alone, once more")
     sizes = range(2, batch + 1)
@@ -76,7 +76,7 @@ def cells(batch: int, block_size: int, *, causal: bool = True, follows: bool = T
 
 
 def _cut(batch: int, block_size: int) -> Iterator[Cell]:
-    """Prompts in pieces."""
+    """Cells with prompts in chunks."""
     for size in sorted({1, FEW, block_size - 1, block_size, block_size + 1} - {0}):
         only = SHORT if size == 1 else None
         yield Cell(f"pieces of {size}", {"max_num_batched_tokens": size}, only=only)
@@ -86,7 +86,7 @@ def _cut(batch: int, block_size: int) -> Iterator[Cell]:
 
 
 def _prefix_cache_cells(batch: int, block_size: int) -> Iterator[Cell]:
-    """The prefix cache: empty at first, then full; and conversations that go on."""
+    """Cells of the prefix cache: empty at first, then full; and conversations that go on."""
     keeps = {"prefix_cache": True, "snapshot_interval": block_size}
     yield Cell("prefix cache, cold then hot", keeps, (1, 1), proof="hit_tokens")
     name = "prefix cache, longer conversation"
@@ -98,7 +98,7 @@ def _prefix_cache_cells(batch: int, block_size: int) -> Iterator[Cell]:
 
 
 def _eviction_cells(batch: int, block_size: int) -> Iterator[Cell]:
-    """Memory for little more than one sequence, and steps that fail."""
+    """Cells with memory for little more than one sequence, and with steps that fail."""
     seqs = {"max_num_seqs": batch}
     keeps = {"prefix_cache": True, "snapshot_interval": block_size}
     again = seqs | {"swap_memory": 0}
@@ -111,7 +111,7 @@ def _eviction_cells(batch: int, block_size: int) -> Iterator[Cell]:
 
 
 def _draft_cells(batch: int, block_size: int) -> Iterator[Cell]:
-    """Tokens guessed ahead and checked."""
+    """Cells with draft tokens that the model checks."""
     yield Cell("prompt lookup, alone", guesses="ngram", proof="drafted")
     yield Cell("right and wrong guesses, alone", guesses="known", proof="accepted")
     together = {"max_num_seqs": batch}

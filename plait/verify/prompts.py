@@ -1,4 +1,4 @@
-"""What `plait verify` asks: a few short prompts, some with the same beginning, greedy and drawn."""
+"""The requests of `plait verify`: a few short prompts, some with the same beginning, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXTS = (
 )
 LENGTHS = (3, 40, 45, 30)  # in tokens, where there is no text
 NUM_SHARED = 35
-SEED = 20240  # of the drawn replies; each prompt has one of its own
+SEED = 20240  # of the sampled replies; each prompt has one of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class VerifyRequest:
 
 
 def default_prompts(front: Front, max_tokens: int) -> list[Prompt]:
-    """Texts, or token ids for a model without a tokenizer; cut to what leaves room for two replies."""
+    """Texts, or token ids for a model without a tokenizer, cut so that two replies fit after them."""
     if front.tokenizer is None:
         prompts = _ids(front.spec.vocab_size)
     else:
@@ -59,7 +59,7 @@ def _ids(vocab_size: int) -> list[tuple[int, ...]]:
 
 
 def first_turns(front: Front, prompts: Sequence[Prompt], max_tokens: int, batch: int) -> list[VerifyRequest]:
-    """Each prompt greedily and drawn with a seed, and drawn again until a batch can be full.
+    """Each prompt greedily and sampled with a seed, and sampled again until a batch can be full.
 
     Raises InvalidField and ContextTooLong for a prompt that the model cannot take with its whole reply.
     """
@@ -74,7 +74,7 @@ def first_turns(front: Front, prompts: Sequence[Prompt], max_tokens: int, batch:
 
 
 def _first(front: Front, number: int, prompt: Prompt, max_tokens: int, seed: int | None) -> VerifyRequest:
-    # Two alternatives beside each token: the gap between the best two says how near they were.
+    # Two alternatives with each token: the gap between the best two shows how near they were.
     wanted = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
     if seed is not None:
         wanted = replace(wanted, temperature=0.9, top_p=0.95, seed=seed)
@@ -91,7 +91,7 @@ def _first(front: Front, number: int, prompt: Prompt, max_tokens: int, seed: int
 def second_turns(
     asked: Sequence[VerifyRequest], replies: Sequence[Sequence[int]], max_model_len: int
 ) -> list[VerifyRequest]:
-    """The conversations that have room for it, gone on: the prompt, its reply, and the shortest prompt."""
+    """Continue each conversation that fits the context: the prompt, its reply, and the shortest prompt."""
     more = min((a.request.prompt_token_ids for a in asked), key=len)
     found = []
     for one, reply in zip(asked, replies, strict=True):

@@ -1,4 +1,4 @@
-"""A small random checkpoint of a family, from its config alone: what its mixers ask for, as it is stored."""
+"""Write a small random checkpoint of a family from its config alone: all tensors that its mixers read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 
 class NoFile:
-    """A checkpoint without a tensor; `shapes`: what was asked for, under our names."""
+    """A checkpoint without a tensor; `shapes`: those of the requested tensors, under our names."""
 
     def __init__(self) -> None:
         self.shapes: dict[str, Shape] = {}
@@ -43,9 +43,9 @@ class NoFile:
 
 
 class AskedWeights(Weights):
-    """Has every weight that a mixer cannot be without, of the shape it asks for, and no number of it.
+    """Weights without numbers: each that a mixer requires, in the shape that it requests.
 
-    What is optional, as a bias is, it has not.
+    Optional ones, such as a bias, are missing.
     """
 
     def read(self, name: str) -> Tensor:
@@ -71,7 +71,7 @@ class AskedWeights(Weights):
 
 
 def write_tiny_model(entry: Family, folder: Path, seed: int = 0) -> None:
-    """config.json and model.safetensors of the family's `tiny` config.
+    """Write config.json and model.safetensors of the family's `tiny` config.
 
     Raises ConfigError for a family without one, and UnsupportedFormat where a recipe has no way back.
     """

@@ -1,7 +1,7 @@
-"""Where two ways of computing the same tokens part: every op of every layer watched, bit for bit.
+"""Find the first op at which two ways of computing the same tokens diverge, bit for bit.
 
-Nothing is watched unless somebody asks. Then what is bound on a decoder is replaced for a while by what
-calls it and looks at the result, and put back.
+A trace wraps the ops that are bound on a decoder: a wrapper calls its op and looks at the result. The ops
+are put back at the end, so nothing is traced unless requested.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from plait.schedule.plan import Chunk, Sampled, SamplingBatch, StepPlan
 Watch = Callable[[str, str, Any], None]  # where an op is bound, its name, what it returned
 Key = tuple[int, int]  # a position of the sequence, an op's place in the order of calls
 OWNERS = ("plait.model.", "plait.ops.linear")  # modules of the objects that hold bound ops
-AFTER_ROWS = ("_take_rows", "head")  # places whose rows are those with logits, not all tokens
+AFTER_ROWS = ("_take_rows", "head")  # places with the rows of logits only, not of all tokens
 
 
 @dataclass(frozen=True, slots=True)
 class FirstDifference:
-    """The first op whose result differs, and by how much (`largest`, infinite if it is no number).
+    """The first op with another result, and by how much it differs (`largest`, infinite if it is no number).
 
     `where`: a branch, or an end of the model; `part`: which of its ops; `rows`: tokens in that step.
     """
@@ -64,7 +64,7 @@ def op_of(value: Any, names: Mapping[Any, str]) -> str | None:
         value = value.func
     if not callable(value) or type(value).__hash__ is None:
         return None
-    return names.get(value) or names.get(type(value))  # itself, or its class: a variant with a memory
+    return names.get(value) or names.get(type(value))  # itself, or its class: a variant with state
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def watch_ops(decoder: Decoder, watch: Watch) -> Iterator[None]:
 
 
 class _Replacing:
-    """Walks what holds bound ops, puts a watching one in the place of each, and remembers what was there."""
+    """Replaces each bound op in a tree of objects with a wrapper, and remembers the op to put it back."""
 
     def __init__(self, watch: Watch, names: Mapping[Any, str]) -> None:
         self._watch, self._names = watch, names
@@ -120,7 +120,7 @@ class _Replacing:
         return value
 
     def _watching(self, fn: Callable[..., Any], path: str, op: str) -> Callable[..., Any]:
-        """Ops that another op calls are not seen: which, and how often, may hang on numbers (experts)."""
+        """A wrapper of an op. It skips calls by other ops: their number may depend on data (experts)."""
 
         @functools.wraps(fn, assigned=())
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ class WrappedRunner(Protocol):
 
 @dataclass(slots=True)
 class Trace:
-    """What the ops gave at each position of one sequence, watched while plans run (`TracedRunner`).
+    """The results of ops at each position of one sequence, observed while plans run (`TracedRunner`).
 
     `token_ids`: the sequence as both forms agree on it; what was computed from other tokens (a draft that
     was not accepted) is left out. `visit(key, path, op, row, rows)` gets every row of a result that belongs
@@ -192,7 +192,7 @@ class Trace:
 
 @dataclass(slots=True)
 class TracedRunner:
-    """A runner whose steps a trace watches."""
+    """A runner with a trace that observes its steps."""
 
     runner: WrappedRunner
     trace: Trace
@@ -204,7 +204,7 @@ class TracedRunner:
 
 @dataclass(slots=True)
 class Digests:
-    """A form as it should be: a digest of every row, small enough to keep them all."""
+    """Digests of every row of the plain run, small enough to keep them all."""
 
     rows: dict[Key, bytes] = field(default_factory=dict)
 
@@ -214,7 +214,7 @@ class Digests:
 
 @dataclass(slots=True)
 class Parting:
-    """Compares another form with it: the first row, by position and then by op, that is not the same."""
+    """Compares another run with the digests: the first row that differs, by position and then by op."""
 
     expected: Digests
     first: Key | None = None
@@ -243,13 +243,13 @@ class OneRow:
 
 
 def digest(row: Tensor) -> bytes:
-    """Of a tensor's bits."""
+    """A hash of a tensor's bits."""
     bits = row.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
     return hashlib.blake2b(bits.tobytes(), digest_size=12).digest()
 
 
 def place_of(parting: Parting, plain: Tensor) -> FirstDifference:
-    """Words and numbers for a parting that was found; `plain`: the row as it should be."""
+    """Describe the first difference in words and numbers; `plain`: the row as it should be."""
     assert parting.first is not None
     assert parting.found is not None
     path, op, row, rows = parting.found

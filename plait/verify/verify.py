@@ -1,8 +1,8 @@
-"""Determinism as a contract, checked: the same requests under many settings of the engine, token by token.
+"""Check determinism: run the same requests under many settings of the engine, and compare token by token.
 
 The weights are loaded once; every cell of the matrix gets a scheduler, a store and a runner of its own over
-the same decoder. What it must agree with is the plain run: a sequence alone, its prompt in one piece, nothing
-kept, nothing guessed.
+the same decoder. It must agree with the plain run: a sequence alone, its prompt in one chunk, no cache, no
+drafts.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from plait.verify.trace import (
 Value = TypeVar("Value")
 # Differences that are followed down to an op, of tokens and of rounding each: it runs a cell again, slowly.
 MOST_TRACED = 2
-SPARED = (0, 2, 3, 4)  # blocks beside those of the longest sequence, tried until something must make room
+SPARED = (0, 2, 3, 4)  # blocks in addition to the longest sequence's, tried until one is preempted or evicted
 
 
 @dataclass(slots=True)
 class VerifyReply:
-    """What came back for one request."""
+    """The reply to one request: its tokens and their log-probabilities."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -64,11 +64,11 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first token of a reply that is not as in the plain run, or whose log-probability is not.
+    """The first token of a reply that differs from the plain run, in itself or in its log-probability.
 
     `index`: in the reply; `position`: in the sequence. `gap`: between the two best log-probabilities of the
-    plain run there, which is the gap between their logits. `place`: the first op whose numbers part; without
-    one `note` says why.
+    plain run there, which is the gap between their logits. `place`: the first op with numbers that diverge;
+    without one `note` says why.
     """
 
     cell: str
@@ -79,7 +79,7 @@ class Difference:
     expected: int | None
     found: int | None
     gap: float | None = None
-    off_by: float | None = None  # the log-probabilities of the same token, or of those beside it
+    off_by: float | None = None  # the log-probabilities of the same token, or of its alternatives
     place: FirstDifference | None = None
     note: str = ""
 
@@ -101,7 +101,7 @@ class CellResult:
 
     @property
     def happened(self) -> bool:
-        """Whether what the cell is there for came about."""
+        """Whether the effect that the cell tests came about."""
         return self.proof is None or bool(self.counts.get(self.proof))
 
     @property
@@ -111,13 +111,13 @@ class CellResult:
 
     @property
     def num_rounded(self) -> int:
-        """Replies with the same tokens whose log-probabilities are not the same to the bit."""
+        """Replies with the same tokens, but with log-probabilities that differ in some bit."""
         return len(self.differences) - self.num_different
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """What computes, and what follows from it. `loose`: ops whose rounding may depend on the batch."""
+    """The device and format that compute, and what they promise. `loose`: ops that may round by the batch."""
 
     device: str
     dtype: str
@@ -197,7 +197,7 @@ class Verification:
             )
 
     def _shown(self, cell: Cell) -> tuple[Cell, Ran]:
-        """Run a cell so that it shows something; how little memory that takes depends on the prompts."""
+        """Run a cell with so little memory that it shows something; how little depends on the prompts."""
         waves = self._waves(cell)
         ran = self._ran(cell, waves)
         states = self.loaded.runner.decoder.states.values()
@@ -222,7 +222,7 @@ class Verification:
         return [wave for wave in found if wave]
 
     def _ran(self, cell: Cell, waves: Sequence[Sequence[VerifyRequest]], trace: Traced | None = None) -> Ran:
-        """Run a cell. With a trace, op by op, watching one request of it."""
+        """Run a cell. With a trace it runs op by op, and the trace observes one request of it."""
         config, sizing = self._settings(cell, waves)
         runner, sampler = self.loaded.runner, self.loaded.runner.sampler
         target, decoder = self.loaded.target, runner.decoder
@@ -246,7 +246,7 @@ class Verification:
         return Ran(replies, counts)
 
     def _speculation(self, cell: Cell) -> Speculation:
-        """Guesses wherever it can, whether it pays or not."""
+        """A cell's speculation, which drafts wherever it can, whether it pays or not."""
         decoder = self.loaded.runner.decoder
         proposer: Proposer = NgramProposer()
         if cell.guesses == "known":
@@ -269,13 +269,13 @@ class Verification:
             "max_step_ms": 0,
             "prefix_cache": False,
             "swap_memory": 0,
-            "speculate": "ngram" if cell.guesses else "off",  # room for rows of logits
+            "speculate": "ngram" if cell.guesses else "off",  # memory for rows of logits
         }
         config = replace(self.loaded.config, **plain | dict(cell.options))
         facts = describe_for_sizing(self.loaded.runner.decoder, self.loaded.target)
         free = free_memory(self.loaded.target.device)
         sizing = size_state(facts, config, free_memory=free)
-        if config.prefix_cache and cell.spared is None:  # room for what everybody leaves
+        if config.prefix_cache and cell.spared is None:  # memory for the cached blocks of all sequences
             most = max(len(waves[0]), config.max_num_seqs)
             tokens = max(most, config.max_num_batched_tokens)
             roomy = replace(config, max_num_seqs=most, max_num_batched_tokens=tokens)
@@ -290,7 +290,7 @@ class Verification:
         return config, sizing
 
     def _difference(self, cell: Cell, wave: int, name: str, reply: VerifyReply) -> Difference | None:
-        """Where a reply parts from the plain one, if it does."""
+        """Where a reply diverges from the plain one, if it does."""
         asked, plain = self.asked[name], self.plain[name]
         i = _first_other(plain.token_ids, reply.token_ids)
         if i is None and not cell.unseen:  # the same tokens: but perhaps not the same numbers behind them
@@ -305,7 +305,7 @@ class Verification:
         return Difference(cell.name, name, wave, i, position, expected, found, _gap(want), off_by, note=note)
 
     def _followed(self, cell: Cell, found: Difference) -> Difference:
-        """With the op where the numbers part, for the first differences of a run."""
+        """Add the op at which the numbers diverge, for the first differences of a run."""
         if self._num_traced[found.is_token] >= MOST_TRACED or found.found is None:
             return found
         self._num_traced[found.is_token] += 1
@@ -328,7 +328,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A trace and whom it watches: a request of a wave."""
+    """A trace and the request that it observes, of one wave."""
 
     trace: Trace
     wave: int
@@ -357,7 +357,7 @@ def _drive(
 
 
 def _unseen(asked: VerifyRequest) -> VerifyRequest:
-    """The same for somebody who wants the whole reply, and nothing but its tokens."""
+    """The same request without a stream and without log-probabilities: the whole reply, tokens only."""
     params = replace(asked.request.params, logprobs=None)
     return replace(asked, request=replace(asked.request, params=params, watched=False))
 

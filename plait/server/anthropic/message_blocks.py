@@ -50,7 +50,7 @@ def conversation(messages: Sequence[Any], system: str | Sequence[Any] | None) ->
 
 
 def _add_user(chat: MessageConversation, blocks: Sequence[Any], at: str) -> None:
-    """Results of tools are messages of their own, before what the user says."""
+    """Add a user's message. Results of tools become messages of their own, before the user's text."""
     said = []
     for i, block in enumerate(blocks):
         place = f"{at}.content[{i}]"

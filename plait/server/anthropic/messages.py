@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's way to ask for a chat.
+"""POST /v1/messages and /v1/messages/count_tokens: chat in Anthropic's format.
 
 The request becomes a chat, and the chat's reply becomes content blocks and named events, so tools and
 reasoning are those of /v1/chat/completions. Errors have Anthropic's shape here.
@@ -54,7 +54,7 @@ class CountRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class MessagesRequest(CountRequest, SamplingFields, Terms):
-    """POST /v1/messages. What a chat takes beside this (`seed`, `min_p`, …) is taken here too."""
+    """POST /v1/messages. The other fields of a chat (`seed`, `min_p`, …) are accepted here too."""
 
     max_tokens: int
     stop_sequences: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
-    """Tokens that were found computed already are not among `input_tokens`."""
+    """Tokens that were in the prefix cache are not among `input_tokens`."""
 
     input_tokens: Count
     output_tokens: Count = 0
@@ -106,7 +106,7 @@ class MessageReply(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class BlockDelta(msgspec.Struct, frozen=True):
-    """What a block grew by."""
+    """The next part of a block."""
 
     type: Literal["text_delta", "thinking_delta", "input_json_delta"]
     text: str | UnsetType = UNSET
@@ -144,7 +144,7 @@ class MessageError(msgspec.Struct, frozen=True):
     error: ErrorText
 
 
-# What is the chat's own matter, and said differently here.
+# Fields of a chat that have other names or values here.
 _TRANSLATED = frozenset(
     {
         *("messages", "tools", "tool_choice", "parallel_tool_calls", "n", "best_of", "stop", "stream"),
@@ -183,7 +183,7 @@ _KINDS = {
 
 
 def plan(context: RequestContext, body: Mapping[str, Any]) -> MessagesReply:
-    """Everything that can be refused before the engine is asked. Renders, tokenizes. Raises RequestErrors."""
+    """Validate, render and tokenize a request, before the engine gets it. Raises RequestErrors."""
     refuse_words_of_a_chat(body, _UNREAD, _NAMES)
     _refuse(body, FIELDS)
     asked = parse_as(body, MessagesRequest)
@@ -200,7 +200,7 @@ def plan(context: RequestContext, body: Mapping[str, Any]) -> MessagesReply:
 
 
 def count(context: RequestContext, body: Mapping[str, Any]) -> InputTokens:
-    """How long a prompt would be. Raises RequestErrors."""
+    """Count the tokens of a prompt. Raises RequestErrors."""
     _refuse(body, COUNT_FIELDS)
     asked = parse_as(body, CountRequest)
     found, sent = conversation(asked.messages, asked.system), _translate_fields(asked)
@@ -228,12 +228,12 @@ def _refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
 
 
 def _continuation(found: MessageConversation) -> dict[str, Any]:
-    """A reply goes on from the assistant's words if the conversation ends with them."""
+    """A reply continues the assistant's message if the conversation ends with one."""
     return {"continue_final_message": True} if found.messages[-1]["role"] == "assistant" else {}
 
 
 def _translate_fields(asked: CountRequest) -> dict[str, Any]:
-    """The fields that a chat calls otherwise."""
+    """The fields that have other names in a chat."""
     sent: dict[str, Any] = {}
     if asked.tools:
         sent |= {"tools": chat_tools(asked.tools), **chat_tool_choice(asked.tool_choice or {"type": "auto"})}
@@ -275,7 +275,7 @@ class MessagesReply(BlockReply):
         return (refusal(problem),)
 
     def _end(self) -> MessageEnd:
-        """Why it ended: whole calls are calls if nothing cut the reply, and a stop sequence is named."""
+        """Why it ended: "tool_use" for whole calls if nothing cut the reply; a stop sequence is named."""
         if self.blocks.finish_reason == "length":
             return MessageEnd("max_tokens")
         if any(block.kind == "call" for block in self.blocks.kept):
@@ -287,7 +287,7 @@ class MessagesReply(BlockReply):
 def _event(step: BlockStep) -> MessageEvent:
     block = step.block
     match step.what:
-        case "open":  # a call's input comes in pieces of JSON after an empty object
+        case "open":  # a call's input comes as parts of JSON text after an empty object
             return MessageEvent("content_block_start", index=block.index, content_block=_content(block))
         case "close":
             return MessageEvent("content_block_stop", index=block.index)
@@ -312,7 +312,7 @@ def _content(block: ReplyBlock) -> ContentBlock:
 
 
 def _usage(found: Usage) -> MessageUsage:
-    """Tokens that were found computed are counted apart from the input."""
+    """Usage in Anthropic's fields: cached tokens are counted apart from the input."""
     cached = found.prompt_tokens_details.cached_tokens
     return MessageUsage(found.prompt_tokens - cached, found.completion_tokens, cached)
 

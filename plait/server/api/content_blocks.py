@@ -1,4 +1,4 @@
-"""A chat's reply as it grows: what every API that answers a chat reads from the same typed deltas.
+"""A chat's reply as it grows: every API that answers a chat reads the same typed deltas.
 
 Chat shows the deltas themselves; Responses and Messages show blocks, one after the other.
 """
@@ -55,7 +55,7 @@ def is_hidden(delta: Delta) -> bool:
 
 
 class ChoiceCourse:
-    """How far one choice is. `says_something`: more than thinking; `num_calls`: those that ended whole."""
+    """Progress of one choice. `says_something`: more than thinking; `num_calls`: those that ended whole."""
 
     def __init__(self, chat: ChatPlan) -> None:
         grammar = chat.request.grammar
@@ -68,12 +68,12 @@ class ChoiceCourse:
 
     @property
     def warning(self) -> str:
-        """What is wrong with a choice that has ended; ""."""
+        """What is wrong with a choice that has ended; "" if nothing is."""
         is_cut = self.finish_reason == "length" and self.has_thought and not self.says_something
         return NO_FORM if is_cut and self._is_demanded else ""
 
     def note(self, delta: Delta) -> None:
-        """Count what this delta of the choice says."""
+        """Update the progress by this delta of the choice."""
         self.has_begun = True
         for part in parts_of(delta):
             match part:
@@ -129,15 +129,15 @@ class ReplyBlocks(ChoiceCourse):
 
     @property
     def kept(self) -> list[ReplyBlock]:
-        """All but calls that are not whole: those are none."""
+        """All blocks, but no incomplete calls."""
         return [b for b in self.all if b.kind != "call" or (b.is_whole and _is_object(b.text))]
 
     def text(self, kind: BlockKind) -> str:
-        """That of all blocks of a kind."""
+        """The text of all blocks of a kind."""
         return "".join(block.text for block in self.all if block.kind == kind)
 
     def push(self, delta: Delta, logprobs: Sequence[ChosenToken] = ()) -> list[BlockStep]:
-        """What one delta brings. Log-probabilities go with the first thing that it shows, if that is text."""
+        """The steps of one delta. Log-probabilities go with the first part that it shows, if that is text."""
         self.note(delta)
         steps: list[BlockStep] = []
         for part in parts_of(delta):
@@ -181,7 +181,7 @@ class ReplyBlocks(ChoiceCourse):
         steps.append(BlockStep("open", replace(block, pieces=[], logprobs=[])))
 
     def _close(self, steps: list[BlockStep], *, is_whole: bool, is_call: bool = False) -> None:
-        """`is_call`: it was the end of a call, without which no call is whole."""
+        """Close the open block. `is_call`: by the end of a call, without which no call is whole."""
         if self._open is not None:
             block, self._open = self._open, None
             block.is_whole = is_whole and is_call == (block.kind == "call")
@@ -211,7 +211,7 @@ class BlockReply(ApiReply):
         self.push(delta)
 
     def push(self, delta: Delta) -> list[BlockStep]:
-        """What this delta brings."""
+        """The steps of this delta."""
         return self.blocks.push(delta, self.chat.logprobs(delta) or ())
 
 

@@ -20,7 +20,7 @@ Answer = Callable[[RequestContext, Mapping[str, Any]], Body | Slices[Body]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """`POST path`, whose known body fields are `fields`: others are accepted, and reported as ignored.
+    """`POST path`, with the known body fields `fields`: others are accepted, and reported as ignored.
 
     Called with the context of the request, and its body without its nulls. `plan` makes a reply that is
     generated, whole or streamed; `answer` computes a body in a thread, in slices if it is a generator

@@ -1,4 +1,4 @@
-"""Refusals in the words of the API that was asked: a chat's `messages[2]` may be another one's `input[3]`."""
+"""Errors in the words of the requested API: a chat's `messages[2]` may be another one's `input[3]`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from plait.errors import InvalidField, RequestError
 
-# Fields of a chat that another API says otherwise, with the values that say nothing.
+# Fields of a chat that another API names otherwise, with the values that change nothing.
 _SAYS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "stop": ("", []),
-    "stream_options": ({}, {"include_usage": True}, {"include_usage": False}),  # usage is always told
+    "stream_options": ({}, {"include_usage": True}, {"include_usage": False}),  # usage is always reported
     "logprobs": (False,),
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
@@ -33,7 +33,7 @@ _PARAMETERS = re.compile(r"^(tools\[\d+\])\.function\.parameters")
 
 
 def refuse_words_of_a_chat(body: Mapping[str, Any], words: frozenset[str], names: Mapping[str, str]) -> None:
-    """Raises InvalidField for a field of a chat that this API does not read, and that says something.
+    """Raises InvalidField for a field of a chat that this API does not read, unless it changes nothing.
 
     `words`: those fields; `names`: what they are called here.
     """
@@ -65,7 +65,7 @@ def in_words_of(names: Mapping[str, str], places: Sequence[str]) -> Iterator[Non
 def _rename_param(param: str, names: Mapping[str, str], places: Sequence[str]) -> str:
     if (schema := names.get("parameters")) is not None:
         param = _PARAMETERS.sub(rf"\1.{schema}", param)
-    if "response_format" in names:  # elsewhere a schema stands in the format itself
+    if "response_format" in names:  # elsewhere the schema is in the format itself
         param = param.replace("response_format.json_schema.", "response_format.")
     head, bracket, rest = param.partition("[")
     number, closing, tail = rest.partition("]")

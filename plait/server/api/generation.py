@@ -1,4 +1,4 @@
-"""One HTTP call's requests while the engine works on them: merged, watched, and cancelled as one."""
+"""One HTTP call's requests while the engine works on them: merged, streamed, and cancelled as one."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from plait.server.gateway.request_context import RequestContext
 
 FIRST_WAIT_S = 0.05  # a refusal that only the engine can decide comes within this, and is an HTTP error then
-RETRY_S = 0.05  # between looks for room
-PATIENCE_S = 60.0  # for room that does not come: then the client is told, and may come again
+RETRY_S = 0.05  # between attempts to submit to a full queue
+PATIENCE_S = 60.0  # in a full queue: then the client gets an error, and may retry
 T = TypeVar("T")
 
 
@@ -54,7 +54,7 @@ class Generation:
         """Submit every request or none. Raises BadGrammar, QueueFull and other CapacityErrors.
 
         `interval`: tokens that a delta has, None where only the end matters, see `Front.submit`. `waits`:
-        where there is no room, it is waited for, so long at most for each request.
+        wait while the queue is full, `PATIENCE_S` at most for each request.
         """
         streams: list[OutputStream] = []
         requests = [*requests]
@@ -84,7 +84,7 @@ class Generation:
         self._finished = True
 
     def traces(self) -> Iterator[RequestTrace | None]:
-        """How the choices went that have ended, as far as the engine has said so."""
+        """The traces of the choices that have ended, as far as the engine has reported them."""
         for stream in self._streams:
             yield from stream.traces.values()
 
@@ -103,7 +103,7 @@ class Generation:
 async def _try_grammars(context: RequestContext, request: Request) -> Request:
     """The same request, its grammars tried out; other requests have their turn meanwhile.
 
-    Raises BadGrammar, DeadlineExceeded for a request whose time is over, and CapacityError.
+    Raises BadGrammar, DeadlineExceeded for a request past its timeout, and CapacityError.
     """
     front = context.front
     for grammar in front.untried(request):

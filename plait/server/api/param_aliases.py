@@ -1,8 +1,8 @@
-"""Other servers' names for what we take: llama.cpp's, Ollama's, SGLang's and Mistral's, in one table.
+"""Aliases of parameters: the names of llama.cpp, Ollama, SGLang and Mistral for ours, in one table.
 
-Applied to every body before it is validated. A name stands for ours, or is refused because nothing here does
-what it asks, or stays where it changes no reply and is reported as ignored; a value that changes nothing is
-taken and forgotten.
+The table is applied to every body before it is validated. A name is an alias of ours, or it is refused
+because nothing here does what it requests. A name that changes no reply stays, and is reported as ignored.
+A value that changes nothing is accepted and dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from plait.errors import InvalidField
 from plait.request import SAMPLING, shorten
 
-AS_MANY_AS_FIT = 2**31 - 1  # a limit that the room for a reply makes smaller
+AS_MANY_AS_FIT = 2**31 - 1  # a limit that the free context makes smaller
 _THINK = ("think", "enable_thinking")  # of a chat
 NO_LIMIT = (-1, -2)  # llama.cpp's and Ollama's words for as many tokens as fit
 
@@ -90,7 +90,7 @@ REFUSED: Mapping[str, tuple[Harmless, str]] = {
     "stop_regex": (_empty, "; send stop"),
     "custom_logit_processor": (_empty, "; no code is taken from clients"),
 }
-# What asks for no other reply, and is reported as ignored unless it says what is so anyway: sequences have no
+# These change no reply, and are reported as ignored unless they request what is so anyway: sequences have no
 # fixed place here, and the model stays as long as the server runs.
 REPORTED: Mapping[str, Harmless] = {
     "id_slot": _is(-1),
@@ -119,7 +119,7 @@ def rename_params(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With Ollama's `options` beside the other fields."""
+    """The body with the fields of Ollama's `options` moved up to the other fields."""
     options = body.get("options")
     if options is None:
         return body
@@ -133,7 +133,7 @@ def _flat(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _translate_field(name: str, value: Any, body: Mapping[str, Any]) -> dict[str, Any]:
-    """What a field says under our names."""
+    """A field under our names. Raises InvalidField."""
     if name == "n_probs":
         return _n_probs(value, is_chat="messages" in body)
     if name == "logit_bias":
@@ -155,7 +155,7 @@ def _n_probs(value: Any, *, is_chat: bool) -> dict[str, Any]:
 
 
 def _thinking(name: str, value: Any) -> dict[str, Any]:
-    """Ollama's switch, which may say how much, too."""
+    """Ollama's switch of thinking, which may be a level, too."""
     if isinstance(value, str):
         return {"reasoning_effort": value}
     if not isinstance(value, bool):
@@ -171,7 +171,7 @@ def _bias_by_id(value: dict[str, Any]) -> dict[int, Any]:
 
 
 def _bias(value: Any) -> dict[int, Any]:
-    """llama.cpp's pairs as OpenAI's object; false is none."""
+    """A logit bias: llama.cpp's pairs as OpenAI's object; false is none."""
     if value is False:
         return {}
     pairs = value if isinstance(value, list) else [value]

@@ -1,4 +1,4 @@
-"""One way for every generated reply: deltas in, the Structs of an API out, whole or as events."""
+"""The base of every generated reply: deltas in, the Structs of an API out, whole or as events."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
-    """`reasoning_tokens` of the generated ones were thinking."""
+    """`reasoning_tokens`: how many of the generated tokens were thinking."""
 
     reasoning_tokens: Count
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
-    """`cached_tokens`: how many of the prompt's tokens were found computed already."""
+    """`cached_tokens`: how many of the prompt's tokens were in the prefix cache."""
 
     cached_tokens: Count
 
 
 class Usage(msgspec.Struct, kw_only=True, frozen=True):
-    """Each prompt counts once, every generated choice counts."""
+    """Numbers of tokens. Each prompt counts once, every generated choice counts."""
 
     prompt_tokens: Count
     completion_tokens: Count
@@ -55,14 +55,14 @@ class Usage(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class PromptUsage(msgspec.Struct, kw_only=True, frozen=True):
-    """Tokens where nothing is generated."""
+    """Numbers of tokens where nothing is generated."""
 
     prompt_tokens: Count
     total_tokens: Count
 
 
 class Timings(msgspec.Struct, kw_only=True, frozen=True):
-    """llama.cpp's, with `timings_per_token`: `cache_n` tokens of the prompt were found computed already."""
+    """llama.cpp's, with `timings_per_token`: `cache_n` tokens of the prompt were in the prefix cache."""
 
     cache_n: Count
     prompt_n: Count
@@ -76,7 +76,7 @@ class Timings(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class PromptProgress(msgspec.Struct, kw_only=True, frozen=True):
-    """llama.cpp's, with `return_progress`: `processed` of `total` tokens are done, `cache` of them were."""
+    """llama.cpp's, with `return_progress`: `processed` of `total` tokens are done, `cache` of them cached."""
 
     total: Count
     cache: Count
@@ -128,7 +128,7 @@ class TokenCount:
         )
 
     def prompt_usage(self) -> PromptUsage:
-        """What was computed, as OpenAI counts it where nothing is generated."""
+        """Usage as OpenAI counts it where nothing is generated."""
         return PromptUsage(prompt_tokens=sum(self._num_prompt), total_tokens=sum(self._num_prompt))
 
     def progress(self, i: int, delta: Delta) -> PromptProgress:
@@ -138,12 +138,12 @@ class TokenCount:
         return PromptProgress(total=total, cache=cache, processed=processed, time_ms=round(seconds * MS))
 
     def timings(self) -> Timings:
-        """So far, by when tokens arrived here: waiting counts as reading the prompt."""
+        """Timings so far, by when tokens arrived here: waiting counts as reading the prompt."""
         first = self._last_s if self._first_s is None else self._first_s
         return self._timings(first - self._began_s, self._last_s - first)
 
     def engine_timings(self, traces: Iterable[RequestTrace | None]) -> Timings:
-        """Of the whole reply, by the engine's clock. `traces`: of its choices, None where there is none."""
+        """Timings of the whole reply, by the engine's clock. `traces`: of its choices, None where missing."""
         begun = [t for t in traces if t and t.first_scheduled_s is not None and t.first_token_s is not None]
         began = min((t.first_scheduled_s or 0.0 for t in begun), default=self._began_s)
         first = min((t.first_token_s or 0.0 for t in begun), default=self._first_s or self._last_s)
@@ -183,11 +183,11 @@ class ApiReply(ABC):
 
     @property
     def warning(self) -> str:
-        """What went wrong although the request was answered; "". Of a whole reply, known with it."""
+        """What went wrong although the request was answered; "" if nothing. Known when the reply is whole."""
         return ""
 
     def in_words(self) -> AbstractContextManager[None]:
-        """In which refusals name the fields that the client sent."""
+        """A context in which errors name the fields that the client sent."""
         return nullcontext()
 
     @abstractmethod
@@ -196,7 +196,7 @@ class ApiReply(ABC):
 
     @abstractmethod
     def whole(self, traces: Iterable[RequestTrace | None]) -> msgspec.Struct:
-        """The whole reply. `traces`: how its choices went, None where the engine has not reported yet."""
+        """The whole reply. `traces`: of its choices, None where the engine has not reported yet."""
 
     def begin(self) -> Iterable[msgspec.Struct]:
         """The events before the first delta."""
@@ -216,7 +216,7 @@ class ApiReply(ABC):
 
 
 def head(context: RequestContext, prefix: str, kind: str) -> dict[str, Any]:
-    """What every body of one reply of chat or completions begins with. `kind`: its `object`."""
+    """The first fields of every body of one reply of chat or completions. `kind`: its `object`."""
     return {
         "id": new_id(prefix),
         "object": kind,
@@ -248,7 +248,7 @@ class ChoicesReply(ApiReply):
             yield self._chunk(**self.head, choices=[], usage=self.count.usage())
 
     def fields_of_chunk(self, i: int, delta: Delta) -> dict[str, Any]:
-        """What every chunk that this delta brings has beside its choice."""
+        """The fields of every chunk of this delta, without its choice."""
         found: dict[str, Any] = {}
         if self._told.include_usage:
             found["usage"] = self.count.usage() if self._told.continuous_usage_stats else None
@@ -259,7 +259,7 @@ class ChoicesReply(ApiReply):
         return found
 
     def fields_of_whole(self, traces: Iterable[RequestTrace | None]) -> dict[str, Any]:
-        """What the whole reply has beside its choices."""
+        """The fields of the whole reply, without its choices."""
         timings = {"timings": self.count.engine_timings(traces)} if self._has_timings else {}
         return {**self.head, "usage": self.count.usage(), **timings}
 
@@ -271,7 +271,7 @@ async def respond(
     threads: Executor | None = None,
     interval: int = 1,
 ) -> Response:
-    """Run what `plan` (called in one of `threads`: it tokenizes) asks for.
+    """Run the reply that `plan` makes, and answer with it. `plan` tokenizes, so one of `threads` calls it.
 
     `interval`: tokens that a stream emits together. Raises Cancelled if the client leaves.
     """
@@ -289,7 +289,7 @@ async def _respond(
     size = max(min(reply.at_once, num_open // 2), 1) if reply.at_once else num_open
     for first in range(0, len(reply.requests), size):
         requests = reply.requests[first : first + size]
-        # What was computed for the first of a list is not thrown away because others came meanwhile.
+        # Later requests of a list wait for the queue, so that the results of the first are not lost.
         with reply.in_words():
             generation = await Generation.start(context, requests, None, waits=bool(first))
         try:
@@ -352,7 +352,7 @@ def _show_token(lp: TextLogprob) -> tuple[str, float, list[int]]:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can carry. NaN and -inf become the floor."""
+    """A log-probability that JSON can carry. NaN and -inf become -9999."""
     return min(logprob, 0.0) if logprob > LOGPROB_FLOOR else LOGPROB_FLOOR
 
 

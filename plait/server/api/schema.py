@@ -15,7 +15,7 @@ from plait.server.api.param_aliases import rename_params
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
-    """`continuous_usage_stats`, vLLM's: every chunk tells the usage so far, not only the last one."""
+    """`continuous_usage_stats`, vLLM's: every chunk has the usage so far, not only the last one."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -26,12 +26,12 @@ Objects = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema={"defau
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(ChoiceFields, Terms):
-    """What both kinds of generation take. Defaults are what absence means; None: the model decides.
+    """Fields of both kinds of generation. An absent field has its default; None: the model decides.
 
     `cache_salt` and `priority` are vLLM's. `timeout_s`, in seconds, is ours: servers have no common field for
     it, and the `timeout` of OpenAI's clients never leaves the client. `timings_per_token` (of a stream: with
-    every chunk) and `return_progress` (of a stream alone) are llama.cpp's. What the reply must be is said in
-    one of the fields from `response_format` on: OpenAI's, vLLM's, llama.cpp's, Ollama's
+    every chunk) and `return_progress` (of a stream alone) are llama.cpp's. One of the fields from
+    `response_format` on sets the format of the reply: OpenAI's, vLLM's, llama.cpp's, Ollama's
     (`text.grammar.request_fields`).
     """
 
@@ -76,7 +76,7 @@ class ChatRequest(Sampling):
     `thinking_token_budget`: tokens of thinking, after which its end is written; -1: no limit.
     `include_reasoning` False: thinking is left out of the answer; `reasoning_field`: its only name there,
     None: both names. `continue_final_message`: the reply goes on from the last message, the assistant's;
-    without it `add_generation_prompt` is true unless said otherwise.
+    without it `add_generation_prompt` is true unless set otherwise.
     """
 
     messages: list[dict[str, Any]]

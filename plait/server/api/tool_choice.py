@@ -18,8 +18,8 @@ AT = "tool_choice.allowed_tools"
 def allow_tools(tools: Sequence[Tool], choice: Any) -> tuple[list[Any], Any]:
     """The tools that may be called, and the choice among them: any other choice leaves both as they are.
 
-    The model is told of those tools alone. Raises InvalidField for an unknown mode, and for a tool that is
-    not there.
+    The template gets those tools alone. Raises InvalidField for an unknown mode, and for a tool that is not
+    there.
     """
     if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
         return [*tools], choice
@@ -43,8 +43,8 @@ def from_template_kwargs(
 ) -> tuple[Sequence[Tool], Mapping[str, Any]]:
     """Tools, and the template's arguments without those of SmolLM3 that are tools.
 
-    They reach the template and the reader of calls as tools of the request do. A function may stand there by
-    itself, as in that model's own examples. Raises InvalidField.
+    They reach the template and the parser of calls as tools of the request do. A bare function is accepted,
+    as in that model's own examples. Raises InvalidField.
     """
     found, at = kwargs.get(XML_TOOLS), f"chat_template_kwargs.{XML_TOOLS}"
     if found is None or XML_TOOLS not in speech.variables:

@@ -1,7 +1,7 @@
 """Parameters that other servers know and an endpoint may not read, with the values that change nothing.
 
-A name here is refused where nobody reads it, unless it says nothing; a name that is not here is nobody's, and
-is reported. Names that stand for ours are in `aliases`.
+A name here is refused at an endpoint that does not read it, unless its value changes nothing. A name that is
+not here is unknown, and is reported as ignored. Aliases of our names are in `param_aliases`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ UNREAD: Mapping[str, Harmless] = {
     "t_max_prompt_ms": _only(0, -1),
     "input_prefix": _empty,
     "input_suffix": _empty,
-    "backend_sampling": _always,  # changes no text, like how far ahead is guessed:
+    "backend_sampling": _always,  # changes no text, like the length of drafts:
     "draft_num_predict": _always,
     "speculative.n_max": _always,
     "speculative.n_min": _always,

@@ -1,7 +1,7 @@
-"""From what a client sent to what the engine is asked, or to a refusal that names the field.
+"""Validate a client's fields and turn them into the engine's parameters, or refuse and name the field.
 
-A parameter that is known and cannot be honoured is refused unless its value changes nothing. A field nobody
-knows is accepted, and reported.
+A parameter that is known and cannot be honoured is refused unless its value changes nothing. An unknown
+field is accepted, and reported.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1024
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default, and vLLM's: clients that want more say so
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default, and vLLM's: clients that need more set it
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TEXT_FIELDS = frozenset({"name", "tool_call_id", "refusal", *THOUGHTS})
 IGNORED_HEADER = "x-plait-ignored"
 MAX_REPORTED, MAX_REPORTED_CHARS = 16, 64
-# It stands between markers, quotes or brackets in what a model writes, and must end nowhere but there.
+# A model writes it between markers, quotes or brackets, so it must not contain one of them.
 _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 _KNOWN_STREAM_OPTIONS = frozenset({"include_usage", "continuous_usage_stats"})
 _RESERVED_KWARGS = frozenset(
@@ -52,9 +52,9 @@ def refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
 
 
 def list_ignored(body: Mapping[str, Any], read: frozenset[str], unread: Sequence[str] = ()) -> str:
-    """The fields that nobody reads, for the header that reports them; made safe to print.
+    """The fields that the endpoint ignores, for the header that reports them; made safe to print.
 
-    `unread`: those that the endpoint knows and the model has no use for.
+    `unread`: those that the endpoint knows and the model does not use.
     """
     unknown = [name for name in body if name not in read and name not in UNREAD]
     unknown += dict.fromkeys(unread)

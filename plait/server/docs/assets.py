@@ -29,7 +29,7 @@ KINDS = {
 
 
 class Asset:
-    """One file, as an ASGI endpoint. A browser that has it already is told so (304)."""
+    """One file, as an ASGI endpoint. A browser that has it already gets 304."""
 
     def __init__(self, body: bytes, kind: str, policy: str = POLICY) -> None:
         self._body, self._kind, self._policy = body, kind, policy

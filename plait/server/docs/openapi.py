@@ -1,4 +1,4 @@
-"""The API as an OpenAPI 3.1 document, made of the types that requests and replies have, and a page of it.
+"""The API as an OpenAPI 3.1 document, made from the types of requests and replies, and as a page.
 
 `tools/print_openapi.py` prints the document; `docs/openapi.json` is that output. An endpoint that is not in
 the tables below is in the document all the same, with the fields it reads.
@@ -50,7 +50,7 @@ class Version(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What the document says of one path. `stream`: what the events of its stream are, if it has one."""
+    """One path of the document. `stream`: the type of its stream's events, if it has one."""
 
     summary: str
     reply: Struct | None = None
@@ -141,7 +141,7 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
 
 
 def routes(endpoints: Iterable[Endpoint]) -> list[Route]:
-    """GET /openapi.json, and GET /docs: the same to read, in one page that loads nothing."""
+    """GET /openapi.json, and GET /docs: the same document as an HTML page that loads nothing."""
     found = document(endpoints)
     return [
         Route("/openapi.json", Asset(encode_document(found), "application/json"), methods=["GET"]),

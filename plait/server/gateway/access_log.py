@@ -16,8 +16,8 @@ from plait.config import ServerConfig
 from plait.server.gateway.log_writer import LogWriter
 
 access = logging.getLogger("plait.access")
-_OTHERS = (("", "WARNING"), ("uvicorn", "WARNING"), ("opentelemetry", "ERROR"))  # "": all that have no own
-QUIET_ROUTES = frozenset({"/health", "/ready", "/live", "/metrics", "/", "/page"})  # asked for every second
+_OTHERS = (("", "WARNING"), ("uvicorn", "WARNING"), ("opentelemetry", "ERROR"))  # "": all others
+QUIET_ROUTES = frozenset({"/health", "/ready", "/live", "/metrics", "/", "/page"})  # polled every second
 _PLAIN = re.compile(r"[!#-<>-\[\]-~]+")  # printable ASCII without space, quotes, = and backslash
 _CONTROLS = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0))} | {
     i: f"\\u{i:04x}" for i in (0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -54,7 +54,7 @@ class JsonFormat(logging.Formatter):
 
 
 def start_log(config: ServerConfig) -> LogWriter:
-    """Have everything written that is logged in this process. Raises ConfigError for its file."""
+    """Write all log records of this process from now on. Raises ConfigError for its file."""
     writer = LogWriter(config.log_file)
     logging.captureWarnings(True)
     follow(config, writer)
@@ -62,7 +62,7 @@ def start_log(config: ServerConfig) -> LogWriter:
 
 
 def follow(config: ServerConfig, writer: LogWriter) -> None:
-    """Our own messages from `log_level` on, and others' complaints, in the format asked for."""
+    """Log our own messages from `log_level` on, and others' warnings, in the requested format."""
     writer.setFormatter(JsonFormat() if config.log_format == "json" else TextFormat())
     for name, level in (*_OTHERS, ("plait", config.log_level.upper())):
         log = logging.getLogger(name)
@@ -72,17 +72,17 @@ def follow(config: ServerConfig, writer: LogWriter) -> None:
 
 
 def escape_controls(text: str) -> str:
-    """Without control characters: each as its escape."""
+    """The text with each control character as its escape."""
     return text.translate(_CONTROLS)
 
 
 def shows_requests(route: str, *, is_quiet: bool = False) -> bool:
-    """Whether a request of this route has a line: those that are quiet have one at `debug` only."""
+    """Whether a request of this route has a line in the log: quiet routes have one at `debug` only."""
     return access.isEnabledFor(_level(route, is_quiet))
 
 
 def log_request(fields: Mapping[str, Any], route: str, *, is_quiet: bool = False) -> None:
-    """One line for one request: what has no value is left out."""
+    """Write the line of one request; fields without a value are left out."""
     level = _level(route, is_quiet)
     if access.isEnabledFor(level):
         shown = {name: value for name, value in fields.items() if value not in (None, "", ())}
@@ -103,5 +103,5 @@ def _value(value: Any) -> str:
 
 
 def _when(record: logging.LogRecord) -> str:
-    """UTC, to the millisecond."""
+    """The time of a record: UTC, to the millisecond."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"

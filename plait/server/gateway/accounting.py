@@ -1,4 +1,4 @@
-"""All HTTP traffic of a server: who is admitted, what is open, what is told of a request at its end."""
+"""All HTTP traffic of a server: admission of clients, open requests, and what is logged at their end."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from plait.server.gateway.vllm_metrics import PerRequest
 from plait.server.http.errors import InvalidKey
 
 logger = logging.getLogger("plait.server")
-CROWD_S = 1.0  # those whom a full queue turned away in this time are one line of the log
-SETTLE_S, SETTLE_EVERY_S = 2.0, 0.02  # the engine tells of a choice that a stop string ended a step later
+CROWD_S = 1.0  # all requests that a full queue rejected in this time are one line of the log
+SETTLE_S, SETTLE_EVERY_S = 2.0, 0.02  # the engine reports a choice that a stop string ended a step later
 LATENCIES_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 RELOADED = (
     *("api_key", "api_key_file", "requests_per_minute", "tokens_per_minute", "max_requests_per_key"),
@@ -34,13 +34,13 @@ METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"}
 
 
 class Recorder(Protocol):
-    """Who else is told of requests that ended."""
+    """Receives each request that has ended, for traces."""
 
     def record(self, exchange: Exchange, ended_ns: int) -> None: ...
 
 
 class Traffic:
-    """Shared by the edge and the server. Everything here runs on the event loop's thread."""
+    """Admission, metrics and log of all requests. Everything here runs on the event loop's thread."""
 
     def __init__(
         self, config: ServerConfig, recorder: Recorder | None = None, log: LogWriter | None = None
@@ -70,7 +70,7 @@ class Traffic:
         self.registry.register(Dropped(log))
 
     def reload(self, config: ServerConfig) -> None:
-        """Take the options in `RELOADED` as they are now. Raises ConfigError, and keeps those of before."""
+        """Apply the options in `RELOADED` as they are now. Raises ConfigError, and keeps the old ones."""
         config = replace(self.config, **{name: getattr(config, name) for name in RELOADED})
         keyring = read_keys(config)
         if bool(keyring) != bool(self.keyring):
@@ -79,7 +79,7 @@ class Traffic:
         self.limits.change(_all(keyring))
 
     def recognize(self, exchange: Exchange, headers: Mapping[str, str]) -> None:
-        """Say whose request it is. Raises InvalidKey."""
+        """Find the API key of a request. Raises InvalidKey."""
         key = self.keyring.find(headers)
         if key is None:
             sent = "authorization" in headers or "x-api-key" in headers
@@ -94,14 +94,14 @@ class Traffic:
         exchange.account = account
 
     def turn_away(self, exchange: Exchange) -> None:
-        """The queue is full. A line of the log for each would cost more than the refusal."""
+        """Count a request that the full queue rejects: a line of the log for each would cost more."""
         exchange.is_turned_away = True
         self._num_turned_away += 1
         if self._num_turned_away == 1:
             asyncio.get_running_loop().call_later(CROWD_S, self._tell_of_crowd)
 
     def work(self, exchange: Exchange) -> None:
-        """It was let in, and the server waits for it when it stops."""
+        """Count an admitted request: the server waits for it when it stops."""
         exchange.is_working = True
         self.num_working += 1
 
@@ -110,7 +110,7 @@ class Traffic:
         self._in_flight.inc()
 
     def end(self, exchange: Exchange) -> None:
-        """The answer is sent, or nobody is there to read it."""
+        """Account for a request that has ended: its answer is sent, or the client has left."""
         self.num_open -= 1
         self.num_working -= exchange.is_working
         self._in_flight.dec()
@@ -124,7 +124,7 @@ class Traffic:
         self._settle(exchange, time.monotonic() + SETTLE_S)
 
     def flush(self) -> None:
-        """Tell of what has ended, although the engine has not said all of it."""
+        """Log the requests that have ended, although the engine has not reported all of their choices."""
         for exchange, _, _ in [*self._settling.values()]:
             self._tell(exchange)
         self._tell_of_crowd()
@@ -155,7 +155,7 @@ class Traffic:
 
 
 class Dropped(Collector):
-    """The lines that a log could not take."""
+    """A metric: the lines that a log could not take."""
 
     def __init__(self, log: LogWriter | None) -> None:
         self._log = log
@@ -166,7 +166,7 @@ class Dropped(Collector):
 
 
 def log_fields(exchange: Exchange, seconds: float) -> dict[str, Any]:
-    """What the log says of a request; times in milliseconds."""
+    """The fields of a request's line in the log; times in milliseconds."""
     traces = [*exchange.traces()]
     starts = [t.first_scheduled_s - t.arrival_s for t in traces if t.first_scheduled_s is not None]
     firsts = [t.first_token_s - t.arrival_s for t in traces if t.first_token_s is not None]

@@ -1,4 +1,4 @@
-"""API keys: who may ask, under what name, with what limits.
+"""API keys: which clients may use the server, under what name, with what limits.
 
 A key is kept as its SHA-256 and compared in constant time. Its name, no secret, is what logs show and
 what keeps one key's cached prompts from another's.
@@ -25,7 +25,7 @@ _WORDS = {"rpm": "requests_per_minute", "tpm": "tokens_per_minute", "open": "max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
-    """What one key may use; None: as much as it likes. A request is a POST; tokens are prompt and output."""
+    """The limits of one key; None: no limit. A request is a POST; tokens are prompt and output."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -41,11 +41,11 @@ class Key:
     allowance: Allowance = Allowance()
 
 
-ANYBODY = Key("", b"")  # who asks where no keys are wanted: they share one allowance
+ANYBODY = Key("", b"")  # all clients of a server without keys: they share one allowance
 
 
 class Keyring:
-    """The keys that are taken. None: whoever asks is served, with `everybody`'s allowance."""
+    """The accepted keys. Without any, every client is served, with the allowance of `everybody`."""
 
     def __init__(self, keys: Iterable[Key] = (), everybody: Allowance | None = None) -> None:
         self.keys = tuple(keys)
@@ -55,7 +55,7 @@ class Keyring:
         return bool(self.keys)
 
     def find(self, headers: Mapping[str, str]) -> Key | None:
-        """Whose key a request carries, in `Authorization: Bearer` or `x-api-key`; None: nobody's."""
+        """The key that a request carries, in `Authorization: Bearer` or `x-api-key`; None: none of ours."""
         if not self.keys:
             return self.anybody
         found = None

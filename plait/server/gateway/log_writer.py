@@ -1,9 +1,9 @@
-"""The thread that writes the log: who logs never waits for who reads.
+"""The thread that writes the log, so that no other thread waits for a reader of the log.
 
     any thread ──emit──▶ lines (bounded) ──one thread──▶ stderr or a file
                  full: dropped and counted
 
-A pipe that is not read, a slow disk or a full one keep that one thread, and nothing else.
+A pipe that is not read, a slow disk or a full one blocks that one thread, and nothing else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LogWriter(logging.Handler):
         super().__init__()
         self.num_dropped = 0
         self._fd = _open_log(path)
-        self._next_fd: int | None = None  # what `reopen` wants; the thread changes over between two writes
+        self._next_fd: int | None = None  # set by `reopen`; the thread changes over between two writes
         self._lines: deque[bytes] = deque()
         self._size = self._num_unreported = 0
         self._is_writing = self._is_stuck = False
@@ -129,7 +129,7 @@ def _write(fd: int, data: bytes) -> bool:
             poll = select.poll()
             poll.register(fd, select.POLLOUT)
             poll.poll(RETRY_MS)
-        except OSError:  # nobody reads it, no space is left
+        except OSError:  # the pipe has no reader, or the disk no space
             time.sleep(0.01)
             return False
     return True

@@ -1,4 +1,4 @@
-"""The outermost layer: paths in one spelling, request ids, hosts, keys, bounds; and an end for each request.
+"""The outermost layer: path spelling, request ids, hosts, keys, bounds; and an end for each request.
 
 `//` counts as `/`, and a trailing slash is as good as none: never a redirect that loses a body.
 """
@@ -40,21 +40,21 @@ Refusal = Callable[[Problem], msgspec.Struct]
 REQUEST_ID_HEADER = "x-request-id"
 PUBLIC = frozenset(
     {"/health", "/ready", "/live", "/", "/docs", "/openapi.json"}
-)  # and /page/…: the same for everybody
+)  # and /page/…: the same for every client
 WATCHED = frozenset(
     {"/health", "/ready", "/live", "/metrics"}
-)  # told also by a server that is full or stopping
-HAS_ROOM = "plait.has_room"  # in a scope: `turned_away` has looked, and only the engine's queue looks again
+)  # answered also by a server that is full or stopping
+HAS_ROOM = "plait.has_room"  # in a scope: `turned_away` has checked, and only the engine's queue checks again
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LOCAL_NAMES = frozenset({"localhost", "testserver"})
 
 
 class Door:
-    """Who is let in, and with what answer others are sent away.
+    """Admits requests, and makes the error of those that it refuses.
 
     The application's `routes` are known. `refusals`: errors of other shapes, by path. `generating`: paths
-    that need room in the engine. While there is none they are refused before their bodies are read: what is
-    refused must cost little, or it takes from what is served.
+    that need a place in the engine's queue. While it is full they are rejected before their bodies are read,
+    because a rejection must cost little, or it takes from the requests that are served.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Door:
         self._exact = {route.path for route in self._routes}
 
     def turned_away(self, scope: Scope) -> Response | None:
-        """The answer to a request that the engine has no room for; None: it takes the usual way.
+        """The answer to a request that the engine's full queue rejects; None: it takes the usual way.
 
-        The same as that way would have given, but without a task and without layers.
+        The answer is the same as that way would give, but it needs no task and no layers.
         """
         if scope["method"] != "POST":
             return None
@@ -121,7 +121,7 @@ class Door:
         )
 
     def check(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
-        """Raises what a request is refused with that nobody needs to look into."""
+        """Raises the error of a request that can be refused by its headers alone."""
         self._check_caller(scope, headers, exchange)
         path = scope["path"]
         if exchange.method == "POST" and not self._is_public(path, exchange.method):
@@ -134,7 +134,7 @@ class Door:
         return problem(error).response(self._refusals.get(path))
 
     def _check_caller(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
-        """Raises what has nothing to do with how busy the engine is."""
+        """Raises the errors that do not depend on the engine's load."""
         self._check_host(_host(scope))
         _check_head(scope)
         path = scope["path"]
@@ -146,7 +146,7 @@ class Door:
             self._traffic.recognize(exchange, headers)
 
     def _check_room(self, exchange: Exchange) -> None:
-        """Raises QueueFull, which costs the key nothing."""
+        """Raises QueueFull, which does not count against the key's limits."""
         try:
             self._loading.check_room()
         except QueueFull:
@@ -175,7 +175,7 @@ class Door:
         )
 
     def _route(self, path: str) -> str:
-        """One of few names, for metrics."""
+        """The route of a path: one of few names, for metrics."""
         if path.startswith("/page/"):
             return "/page"
         if path in self._exact:
@@ -185,7 +185,7 @@ class Door:
 
 
 class Edge:
-    """Wraps the application: what its `door` lets in has an id, and an end that is told."""
+    """Wraps the application: each request that its `door` admits has an id, and its end is reported."""
 
     def __init__(self, app: ASGIApp, door: Door, traffic: Traffic, loading: LoadingState) -> None:
         self._app, self._door, self._traffic, self._loading = app, door, traffic, loading

@@ -1,8 +1,8 @@
-"""What each key may still use: requests and tokens a minute, in buckets that refill, and open requests.
+"""Rate limits of each key: requests and tokens a minute, in buckets that refill, and open requests.
 
 A request is let in while its key has tokens left, and pays what it used: its prompt when it is submitted, its
-output when it ends. So a bucket may go below zero, and who overdrew waits longer. There is one `Account` for
-each key, so memory is bounded by the number of keys.
+output when it ends. So a bucket may go below zero, and a key that overdrew waits longer. There is one
+`Account` for each key, so memory is bounded by the number of keys.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Bucket:
         self.capacity, self._level = capacity, capacity - used
 
     def wait_s(self, wanted: float, now: float) -> float:
-        """Until it holds `wanted`."""
+        """Seconds until it holds `wanted`."""
         return max(0.0, wanted - self.level(now)) * MINUTE_S / self.capacity
 
 
 class Account:
-    """What one key uses. All of it on the event loop's thread."""
+    """What one key has used. Only for the event loop's thread."""
 
     def __init__(self, allowance: Allowance, clock: Clock) -> None:
         self.num_open = 0
@@ -61,7 +61,7 @@ class Account:
         self._tokens = _bucket(allowance.tokens_per_minute, now)
 
     def admit(self) -> None:
-        """Count one more request, which `leave` ends. Raises RateLimited, which says when to come again."""
+        """Count one more request, which `leave` ends. Raises RateLimited, which has the time to retry."""
         now = self._clock()
         if self._max_open is not None and self.num_open >= self._max_open:
             text = f"this key has {self.num_open} requests open and may have {self._max_open}"
@@ -112,7 +112,7 @@ class RateLimits:
         return self._accounts[key.name]
 
     def change(self, keys: Iterable[Key]) -> None:
-        """Take other keys: who stays goes on with what was used; requests of those who go are let end."""
+        """Replace the keys: those that stay keep their usage; open requests of removed keys may end."""
         kept = self._accounts
         self._accounts = {}
         for key in keys:
@@ -136,7 +136,7 @@ def _resize_bucket(bucket: Bucket | None, capacity: int | None, now: float) -> B
 
 
 def _span(seconds: float) -> str:
-    """As OpenAI writes it: 20ms, 1.5s, 6m0s."""
+    """A duration as OpenAI writes it: 20ms, 1.5s, 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(seconds, 60)

@@ -1,4 +1,4 @@
-"""The place of a model that may still be on its way: HTTP answers from the first moment, and says so."""
+"""The loading state of the model: HTTP answers from the first moment, and reports how far loading is."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LoadingProgress:
 
 
 class Health(msgspec.Struct, kw_only=True, frozen=True):
-    """`engine`: numbers as they are now; `totals`: numbers that only grow; `progress`: while it loads."""
+    """The body of /health. `engine`: current values; `totals`: counters; `progress`: while it loads."""
 
     status: Literal["ok", "loading", "unhealthy", "stopping"]
     progress: LoadingProgress | UnsetType = UNSET
@@ -40,7 +40,7 @@ class Health(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """Whether new requests are taken, or why not."""
+    """The body of /ready and /live: whether new requests are accepted, or why not."""
 
     status: str
 
@@ -48,7 +48,7 @@ class Readiness(msgspec.Struct, frozen=True):
 class LoadingState:
     """Holds the Front once it is there. Written by the loading thread, read by the event loop.
 
-    `timeout_s`: loading that makes no progress for so long hangs.
+    `timeout_s`: loading without progress for so long counts as stuck.
     """
 
     def __init__(self, front: Front | None = None, timeout_s: float = math.inf) -> None:
@@ -57,7 +57,7 @@ class LoadingState:
         self._lock = threading.Lock()
 
     def report(self, text: str, done: int, total: int) -> None:
-        """Say how far loading is; from any thread. Raises NotReady when the server stops: nobody waits."""
+        """Report how far loading is; from any thread. Raises NotReady when the server stops, to cancel it."""
         if self.stopping:
             raise NotReady("the server is stopping, and the model is loaded no further")
         progress = LoadingProgress(text, done, total)
@@ -72,7 +72,7 @@ class LoadingState:
             return not self.stopping
 
     def stop(self) -> None:
-        """Take nothing new from now on; what runs goes on."""
+        """Accept no new requests from now on; running ones go on."""
         with self._lock:
             self.stopping = True
 
@@ -85,7 +85,7 @@ class LoadingState:
         return self.front
 
     def check_room(self) -> None:
-        """Raises QueueFull or EngineError if a request that came now would be refused, whatever it asks."""
+        """Raises QueueFull or EngineError if any request that came now would be refused."""
         if self.front is not None and not self.stopping:
             self.front.check_room()
 
@@ -100,7 +100,7 @@ class LoadingState:
         return 503, "unhealthy" if self.front.loading is None else "loading"
 
     def liveness(self) -> tuple[int, str]:
-        """The HTTP status of /live and why: 503 if only a new start of the server could help."""
+        """The HTTP status of /live and why: 503 if only restarting the server could help."""
         if self.stopping:
             return 200, "stopping"
         if self.front is None:

@@ -1,4 +1,4 @@
-"""One HTTP request and its answer: who asks, what it used, and its way to the model."""
+"""The context of one HTTP request: its client and key, what it used, and its way to the engine."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MAX_OUTPUT_TOKENS = 1 << 22
 
 @dataclass(slots=True)
 class Exchange:
-    """What is known of one HTTP request, for limits, logs, metrics and traces. Holds no text of anybody.
+    """Facts about one HTTP request, for limits, logs, metrics and traces. Holds no prompt and no reply.
 
-    `route`: the path as the server knows it, one of few; `path`: as it was asked for.
+    `route`: the path as the server knows it, one of few; `path`: as the client sent it.
     """
 
     id: str
@@ -34,7 +34,7 @@ class Exchange:
     path: str
     traceparent: str = ""
     key: Key = ANYBODY
-    account: Account | None = None  # whoever is admitted has one
+    account: Account | None = None  # each admitted request has one
     route: str = "other"
     is_working: bool = False
     is_turned_away: bool = False  # the queue was full, and nothing of it was read
@@ -49,20 +49,20 @@ class Exchange:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the engine has told how every choice went."""
+        """Whether the engine has reported the end of every choice."""
         return all(len(stream.traces) == stream.request.params.n for stream in self.streams)
 
     def traces(self) -> Iterator[RequestTrace]:
-        """How the choices went that have ended and that the engine had taken."""
+        """The traces of the choices that have ended and that the engine had taken."""
         for stream in self.streams:
             yield from (trace for trace in stream.traces.values() if trace is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """One request on its way to the engine: the model, the name it has in the reply, and who asks.
+    """One request on its way to the engine: the model, its name in the reply, and the client.
 
-    It keeps one key's cached prompts from others', counts and bounds. Safe from any thread, like the Front.
+    It separates the cached prompts of keys, counts and bounds. Safe from any thread, like the Front.
     """
 
     front: Front
@@ -71,7 +71,7 @@ class RequestContext:
 
     @property
     def tenant(self) -> str:
-        """Who shares fairly with others: the API key's name, else the client's address."""
+        """The unit of fair sharing: the API key's name, else the client's address."""
         return self.exchange.key.name or asker.get()
 
     def prepare(self, prompt: str | Sequence[int], params: SamplingParams, **more: Any) -> Request:

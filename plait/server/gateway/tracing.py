@@ -36,7 +36,7 @@ SUMS = ("num_preemptions", "num_steps", "num_drafted_tokens", "num_accepted_toke
 
 
 class Tracing:
-    """Makes the spans. `traceparent` (W3C) of a request is the parent of its span."""
+    """Makes the spans of OpenTelemetry. `traceparent` (W3C) of a request is the parent of its span."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -51,7 +51,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def record(self, exchange: Exchange, ended_ns: int) -> None:
-        """One span for a request that has ended; it is sent from a thread of its own."""
+        """Make the trace's span of a request that has ended; it is sent from a thread of its own."""
         from opentelemetry.trace import SpanKind, StatusCode
 
         span = self._tracer.start_span(
@@ -67,7 +67,7 @@ class Tracing:
 
 
 def recorder(config: ServerConfig) -> Tracing | None:
-    """None: no traces are asked for. Raises ConfigError if what sends them is not installed."""
+    """The recorder of traces; None if no traces are requested. Raises ConfigError without its packages."""
     if config.otlp_endpoint is None:
         return None
     try:

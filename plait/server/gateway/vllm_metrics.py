@@ -1,4 +1,4 @@
-"""The names that vLLM's metrics have, for the numbers we have: dashboards made for them work as they are.
+"""Our metrics under vLLM's names, so that dashboards made for vLLM work as they are.
 
 Only what means the same is there. `docs/operations.md` lists them, and what is not.
 """
@@ -101,7 +101,7 @@ _MADE: Mapping[str, Callable[[Aliases, Metric], Metric]] = {
 
 
 class PerRequest:
-    """vLLM's histograms of whole requests, from what the engine tells of each choice at its end."""
+    """vLLM's histograms of whole requests, from the trace that the engine reports at each choice's end."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -113,7 +113,7 @@ class PerRequest:
         }
 
     def record(self, exchange: Exchange, ended_ns: int) -> None:
-        """A request has ended. Times of what broke off would say nothing."""
+        """Record a request that has ended. The times of cancelled choices are left out: they mean nothing."""
         for stream in exchange.streams:
             params = stream.request.params
             self._observe(exchange.model, "request_params_n", params.n)

@@ -1,4 +1,4 @@
-"""One client's connection: what it may take in number, time and buffers is bounded, and errors are ours."""
+"""One client's connection: its requests, time and buffers are bounded, and errors have our shape."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ HEAD_TIMEOUT_S = 20.0  # from the connection, or from the last response, to the 
 READ_TIMEOUT_S = 60.0  # for a client to read enough that more can be sent: 48 KiB
 FLUSH_S = 10.0  # for a client to read the last of an answer before its connection is cut
 WRITE_BUFFER_BYTES = 64 * 1024  # what is kept for a client that reads slowly; its stream waits then
-LAST_S = 0.5  # for a client that has connected to ask, when the server stops
+LAST_S = 0.5  # for a client that has connected to send its request, when the server stops
 MAX_PIPELINED = 16  # requests sent ahead of the answer to the first
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection, closed when a client takes its time to say what it wants or to read."""
+    """uvicorn's connection, closed when a client takes too long to send a request or to read."""
 
     _deadline: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
@@ -68,7 +68,7 @@ class Connection(HttpToolsProtocol):
         _stop(self._unread)
         self._turns.closed()
         super().connection_lost(exc)
-        if running := self._answering():  # uvicorn tells the last of several, which only waits
+        if running := self._answering():  # uvicorn notifies the last of several, which only waits
             running.disconnected = True
             running.message_event.set()
         self._asked.clear()
@@ -79,7 +79,7 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
 
     def shutdown(self) -> None:
-        """The server stops: what is asked is answered, also by who has connected and has not asked yet."""
+        """The server stops: open requests are answered, and a client that has just connected may send one."""
         if self._answering():
             super().shutdown()
         else:
@@ -141,7 +141,7 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """uvicorn's; who is turned away is answered at once, and what he sends of a body is passed over."""
+        """uvicorn's, but a rejected request is answered at once, and its body is skipped."""
         answer = None if self.flow.write_paused else self._turned_away(cycle.scope)
         if answer is None:
             super()._start_asgi_task(cycle, app)
@@ -159,12 +159,12 @@ class Connection(HttpToolsProtocol):
         cycle.on_response()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """An offer to speak another protocol is passed over (RFC 9110, 7.8); Java's client always makes one.
+        """Ignore an offer to upgrade to another protocol (RFC 9110, 7.8); Java's client always makes one.
 
         The parser takes what follows the head to be of that protocol: a new one reads the head without it.
         """
         if len(self.pipeline) > MAX_PIPELINED:
-            return  # `data_received` ends the connection
+            return  # because `data_received` ends the connection
         offer = sys.exception()  # uvicorn calls this while it handles the parser's
         rest = self._piece[offer.args[0] :] if offer else b""
         old, self.parser = self.parser, HttpRequestParser(self)
@@ -207,7 +207,7 @@ class Connection(HttpToolsProtocol):
         self._end()
 
     def _read_ahead(self) -> None:
-        """Go on reading behind requests that wait: who reads nothing does not learn that a client left."""
+        """Go on reading behind requests that wait, because only a read shows that a client left."""
         waiting = sum(len(cycle.body) for cycle, _ in self.pipeline)
         if len(self.pipeline) < MAX_PIPELINED and waiting <= HIGH_WATER_LIMIT:
             self.flow.resume_reading()

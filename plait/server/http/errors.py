@@ -57,7 +57,7 @@ class UnsupportedMedia(RequestError):
 
 
 class BadHost(RequestError):
-    """Not one Host: two readers of the request could take it for two servers'."""
+    """The request has not exactly one Host: two readers could take it for requests to two servers."""
 
     code = "invalid_host"
 
@@ -83,7 +83,7 @@ class InvalidKey(RequestError):
 
 
 class RateLimited(CapacityError):
-    """A key has used what it may use. `wait_s`: when to come again; `headers`: what it may use."""
+    """A key has reached its limits. `wait_s`: when to retry; `headers`: the limits."""
 
     status = 429
     code = "rate_limit_exceeded"
@@ -130,7 +130,7 @@ class ErrorBody(msgspec.Struct, kw_only=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a client is told: `body` is OpenAI's error object, with all four keys.
+    """An error as a client gets it: `body` is OpenAI's error object, with all four keys.
 
     `more`: keys of other servers, which may have another `type`, too.
     """
@@ -149,7 +149,7 @@ class Problem:
 
     @property
     def reason(self) -> str:
-        """Why, for the log: without what a client sent (it is in quotes) and without words of templates."""
+        """The reason, for the log: without a client's text (it is in quotes) and without a template's."""
         where = f"{self.code or 'refused'}{f' ({self.param})' if self.param else ''}"
         if self.code in _WORDS_OF_OTHERS:
             return where
@@ -161,7 +161,7 @@ class Problem:
 
 
 def problem(error: BaseException) -> Problem:
-    """The answer to an exception. What is not ours to tell a client is logged and named an internal error.
+    """The answer to an exception. One that is not for clients is logged and named an internal error.
 
     Texts are cut by `clip_text`: a client's own words may be in them.
     """

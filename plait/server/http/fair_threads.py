@@ -1,4 +1,4 @@
-"""Threads for what a request costs before the engine sees it, shared fairly among those who ask."""
+"""Threads for work that a request needs before the engine sees it, shared fairly among clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def capture_call(call: Callable[[], T]) -> T:
 
 
 class FairThreads(Executor):
-    """An executor in which those who ask take turns: nobody waits behind all that another has sent.
+    """An executor in which clients take turns: none waits behind all that another has sent.
 
     `num_threads`, of which one `asker` has at most `each` at once; what waits holds no thread.
     """
@@ -44,7 +44,7 @@ class FairThreads(Executor):
         self._pool.shutdown(wait, cancel_futures=cancel_futures)
 
     def _work(self) -> None:
-        """Does what may be done. What is left belongs to askers with enough in work, and follows that."""
+        """Run the calls that may run now. The others are of clients with enough in work, and follow later."""
         while found := self._next():
             who, (future, call) = found
             if future.set_running_or_notify_cancel():
@@ -54,7 +54,7 @@ class FairThreads(Executor):
                     future.set_exception(error)
             with self._lock:
                 self._queue.done(who)
-            del found, future, call  # an idle thread holds nobody's request
+            del found, future, call  # an idle thread must hold no request
 
     def _next(self) -> tuple[str, tuple[Future[Any], Callable[[], Any]]] | None:
         with self._lock:

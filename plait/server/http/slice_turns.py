@@ -1,4 +1,4 @@
-"""Answers that are computed here, in slices: a few threads, which serve the keys by turns.
+"""Compute answers in slices, on a few threads that serve the API keys by turns.
 
 Such work holds Python's interpreter, and with it the event loop of every stream. So there are few threads, a
 key has one of them at a time, and work of many tokens gives its thread back after each slice.

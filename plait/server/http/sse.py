@@ -17,7 +17,7 @@ from plait.server.http.tasks import cancel_tasks, wait_disconnect
 
 logger = logging.getLogger("plait.server")
 PING_S = 15.0  # silence after which a comment keeps proxies from closing the connection
-SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long is given up
+SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long is disconnected
 _ENCODE = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 
@@ -95,7 +95,7 @@ class EventStream(Response):
                 await asyncio.sleep(SEND_TIMEOUT_S / 4)
             elif silence >= PING_S:
                 try:
-                    async with asyncio.timeout(SEND_TIMEOUT_S):  # nobody else watches over this one
+                    async with asyncio.timeout(SEND_TIMEOUT_S):  # no other timer limits this send
                         await self._send(send, b": ping\n\n")
                 except TimeoutError:
                     break

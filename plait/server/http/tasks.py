@@ -1,4 +1,4 @@
-"""Work for a client that may leave: cancelled then, and awaited to its end. Ids of requests."""
+"""Tasks for a client that may disconnect: they are cancelled then, and awaited. Ids of requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client goes away. Raises Cancelled then.
 
-    The body must have been read: until the client leaves, `receive` has nothing more to say.
+    The body must have been read, so that `receive` returns only when the client leaves.
     """
     running = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(wait_disconnect(receive))

@@ -1,4 +1,4 @@
-"""What is read from and written to a client in one turn of the event loop.
+"""Bound the reads and join the writes of a connection within one turn of the event loop.
 
 An answer's head, its body and its end are written one after the other, and each would be a call of the
 system and a packet of its own. Nothing is kept longer than the turn.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-READ_BYTES = 32 * 1024  # parsed in one turn: a hundred thousand tiny pieces would hold up everybody
+READ_BYTES = 32 * 1024  # parsed in one turn: a hundred thousand tiny chunks would delay all connections
 LINGER_S = 2.0  # for a client to send the rest of what it had begun before its connection ends
 MOST_BYTES = 16 * 1024  # what a turn may gather before it is handed on: buffers and their limits are below
 
@@ -17,7 +17,7 @@ MOST_BYTES = 16 * 1024  # what a turn may gather before it is handed on: buffers
 class Reads(asyncio.BufferedProtocol):
     """A protocol that is given at most READ_BYTES at a time, by any loop and through TLS.
 
-    `room`: so many bytes, which all connections of a loop read into: what is read is parsed before the next.
+    `room`: a buffer of so many bytes, which all connections of a loop share: each read is parsed at once.
     """
 
     def __init__(self, inner: asyncio.Protocol, room: memoryview) -> None:
@@ -58,7 +58,7 @@ class TurnTransport:
         return getattr(self._inner, name)
 
     def write(self, piece: bytes) -> None:
-        """Sent at the end of this turn at the latest."""
+        """Send it at the end of this turn at the latest."""
         if not piece or self.is_closing():
             return
         self._pieces.append(piece)

@@ -2,7 +2,7 @@
 
 A line of the input is `{"custom_id", "method", "url", "body"}`, a line of the output `{"id", "custom_id",
 "response": {"status_code", "request_id", "body"}, "error"}`; they come in the order in which they are done.
-A response whose request had fields that nobody reads has their names, too: `ignored_fields`.
+A response lists fields of its request that the endpoint ignored, if there were any: `ignored_fields`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from plait.server.http.tasks import new_id
 METHOD = "POST"
 MAX_ID_CHARS = 512
 BUSY = frozenset({429, 503})
-PAUSES_S = (0.1, 0.5, 1.0, 5.0, 10.0)  # before a request that found no room is tried again
+PAUSES_S = (0.1, 0.5, 1.0, 5.0, 10.0)  # before a request that was rejected because of load is retried
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request of the file; `fault`: why it is none."""
+    """One request of the file; `fault`: why the line is no request."""
 
     number: int
     custom_id: str | None
@@ -41,7 +41,7 @@ class Line:
 
 @dataclass(slots=True)
 class Counts:
-    """How far a batch is."""
+    """The progress of a batch."""
 
     done: int = 0
     failed: int = 0
@@ -93,8 +93,8 @@ async def run(
 ) -> Counts:
     """Answer every request, at most `at_once` at a time. `write` gets one line for each, as it is done.
 
-    Raises what `write` raises, and what `fault` gives: why nothing can be answered any more. What goes wrong
-    with a request is its own line's.
+    Raises what `write` raises, and what `fault` gives: why nothing can be answered any more. An error of one
+    request is in its own line.
     """
     counts, source = Counts(), iter(requests)
 
@@ -157,11 +157,11 @@ async def post_json(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[byt
 
 async def _receive_body(body: bytes) -> AsyncIterator[Message]:
     yield {"type": "http.request", "body": body, "more_body": False}
-    await asyncio.Event().wait()  # nobody leaves before the answer is there
+    await asyncio.Event().wait()  # the client never disconnects
 
 
 def _scope(path: str, length: int) -> dict[str, Any]:
-    """As a client on this machine would ask. `state` is what servers give an application."""
+    """An ASGI scope as of a client on this machine. `state` is what servers give an application."""
     headers = [
         (b"host", b"127.0.0.1"),
         (b"content-type", b"application/json"),

@@ -140,9 +140,9 @@ def plan(context: RequestContext, body: Mapping[str, Any]) -> ChatReply:
 
 
 def plan_chat(context: RequestContext, body: Mapping[str, Any], words: Mapping[str, str] = {}) -> ChatPlan:
-    """Everything that can be refused before the engine is asked: renders, tokenizes. Raises RequestErrors.
+    """Validate, render and tokenize a chat, before the engine gets it. Raises RequestErrors.
 
-    `words`: what fields are called in the API that was asked, where that is another one.
+    `words`: the names of fields in the requested API, where that is another one.
     """
     front = context.front
     validate.refuse(body, FIELDS)
@@ -157,7 +157,7 @@ def plan_chat(context: RequestContext, body: Mapping[str, Any], words: Mapping[s
     validate.check_tools(asked.tools, asked.tool_choice)
     kwargs, thinks, unread = front.speech.switched(asked.chat_template_kwargs, asked.reasoning_effort)
     context.report_unread(unread, words)
-    # Told that it may call nothing, a model had better not know of what it could call.
+    # With tool_choice "none" the template gets no tools, so that the model does not try to call one.
     tools = () if asked.tool_choice == "none" else tuple(asked.tools)
     options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}
     request = context.prepare_chat(asked.messages, params, asked, **options)
@@ -203,7 +203,7 @@ class ChatReply(ChoicesReply):
         return chunks
 
     def _taken(self) -> dict[str, Any]:
-        """What only the first chunk of all has."""
+        """The fields that only the first chunk of all has."""
         found, self._once = self._once, {}
         return found
 
@@ -272,14 +272,14 @@ class ChatReply(ChoicesReply):
         return None if found is None or not self._chat.asked.logprobs else ChatLogprobs(found)
 
     def _end_reason(self, choice: ChoiceCourse) -> EndReason:
-        """OpenAI says "stop" when the call was the one that was named."""
+        """Why a choice ended; OpenAI has "stop" where `tool_choice` named the function that was called."""
         if choice.finish_reason == "length":
             return "length"
         return "tool_calls" if choice.num_calls and not self._is_named else "stop"
 
 
 class _Choice(ReplyBlocks):
-    """One choice, collected."""
+    """One choice of a whole reply, collected from its deltas."""
 
     def __init__(self, chat: ChatPlan) -> None:
         super().__init__(chat)
@@ -297,7 +297,7 @@ class _Choice(ReplyBlocks):
             self.token_ids += delta.token_ids
 
     def message(self, thoughts: Sequence[str]) -> ChatMessage:
-        """Without calls there is no `tool_calls`, without thinking none of the fields `thoughts`."""
+        """The message. Without calls it has no `tool_calls`, without thinking no field of `thoughts`."""
         text, reasoning = self.text("text"), self.text("reasoning")
         whole = [block for block in self.all if block.kind == "call" and block.is_whole]
         calls = [ToolCall(call.id, "function", FunctionCall(call.name, call.text)) for call in whole]

@@ -78,7 +78,7 @@ class Completion(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def plan(context: RequestContext, body: Mapping[str, Any]) -> CompletionReply:
-    """Everything that can be refused before the engine is asked. Tokenizes. Raises RequestErrors."""
+    """Validate and tokenize a request, before the engine gets it. Raises RequestErrors."""
     front = context.front
     validate.refuse(body, FIELDS)
     asked = parse_as(body, CompletionRequest)
@@ -184,7 +184,7 @@ class _Prompt:
 
 
 class _Choice:
-    """One choice as it grows; the echo is its first piece."""
+    """One choice as it grows; the echo is its first chunk."""
 
     def __init__(
         self, prompt: _Prompt, tokenizer: Tokenizer | None, request: Request, with_ids: bool
@@ -256,7 +256,7 @@ class _Choice:
 
 
 def _append(lists: CompletionLogprobs, lp: TextLogprob) -> None:
-    """The chosen token is in its own alternatives with the very same float: lm-eval compares them."""
+    """Append a token. Its alternatives include it with the very same float, because lm-eval compares them."""
     chosen, value = _logprob_text(lp), finite(lp.logprob)
     lists.tokens.append(chosen)
     lists.token_logprobs.append(value)

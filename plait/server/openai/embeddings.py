@@ -1,7 +1,7 @@
 """POST /v1/embeddings: text as a vector, which is a hidden state of the model.
 
-The state after the last norm, of the last token of the text (or the mean of all, if asked), with length 1.
-A model that was not trained for it gives vectors all the same; how much they mean is its own matter.
+It is the state after the last norm, of the text's last token (or the mean of all, if requested), of length 1.
+A model that was not trained for it gives vectors all the same, but they may mean little.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ AT_ONCE = 64  # requests of one call that the engine has at a time: a list of in
 class EmbeddingRequest(Terms):
     """POST /v1/embeddings. `input`: text, token ids, or a list of either.
 
-    `pooling` and `normalize` are ours: whose hidden state, and whether the vector is made as long as 1.
-    `dimensions` keeps the first so many, which means something for models that were trained for it.
+    `pooling` and `normalize` are ours: the hidden state of which tokens, and whether the vector has length 1.
+    `dimensions` keeps the first so many, which is useful with models that were trained for it.
     """
 
     model: str | None = None
@@ -69,7 +69,7 @@ class Embeddings(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def plan(context: RequestContext, body: Mapping[str, Any]) -> EmbeddingsReply:
-    """Everything that can be refused before the engine is asked. Tokenizes. Raises RequestErrors."""
+    """Validate and tokenize a request, before the engine gets it. Raises RequestErrors."""
     validate.refuse(body, FIELDS)
     asked = parse_as(body, EmbeddingRequest)
     size = context.front.spec.hidden_size

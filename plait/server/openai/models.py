@@ -79,7 +79,7 @@ def check(asked: object, served: str) -> None:
 
 
 def any_name(asked: object) -> str:
-    """The name of a request whose model may be called anything; "": the served one. Raises InvalidField."""
+    """The model's name in a request that may use any name; "": the served one. Raises InvalidField."""
     if asked is None or asked == DEFAULT:
         return ""
     if not (isinstance(asked, str) and len(asked) <= MAX_NAME):
@@ -124,7 +124,7 @@ def detokenize(context: RequestContext, body: Mapping[str, Any]) -> Slices[Detok
     front = context.front
     validate.refuse(body, DETOKENIZE_FIELDS)
     if isinstance(sent := body.get("tokens"), list):
-        front.limits.check_count(len(sent), "tokens")  # before each of them is looked at
+        front.limits.check_count(len(sent), "tokens")  # before the check of each id
     asked = parse_as(body, DetokenizeRequest)
     front.limits.check_ids("tokens", asked.tokens)
     tokenizer = tokenizer_of(front)
@@ -134,7 +134,7 @@ def detokenize(context: RequestContext, body: Mapping[str, Any]) -> Slices[Detok
 
 
 def _text_ids(front: Front, asked: TokenizeRequest) -> list[int]:
-    """Of a prompt, in vLLM's words or llama.cpp's, which differ in the tokens that are put around it."""
+    """Token ids of a prompt in vLLM's fields or llama.cpp's, which differ in the special tokens around it."""
     around = asked.content is None if asked.add_special_tokens is None else asked.add_special_tokens
     text = asked.content if asked.prompt is None else asked.prompt
     read = {"add_special": around, "allow_special": asked.parse_special is not False}

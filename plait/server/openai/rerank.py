@@ -1,7 +1,7 @@
-"""How near texts are to each other: /v1/score, and /v1/rerank in the shape of Jina and Cohere.
+"""Similarity of texts: /v1/score, and /v1/rerank in the shape of Jina and Cohere.
 
-A score is the cosine of the two texts' embeddings (see `embeddings`), from -1 to 1, and every response says
-so: `"method": "cosine"`. It is no probability, and models that were not trained for it rank accordingly.
+A score is the cosine of the two texts' embeddings (see `embeddings`), from -1 to 1. Every response has
+`"method": "cosine"`. It is no probability, and models that were not trained for it may rank badly.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Ranking(msgspec.Struct, kw_only=True, frozen=True):
     usage: PromptUsage
 
 
-# Names that vLLM takes for the two sides, beside its first ones.
+# Further names of vLLM for the two sides.
 _SIDES = {"queries": "text_1", "documents": "text_2", "data_1": "text_1", "data_2": "text_2"}
 SCORE_FIELDS = field_names(ScoreRequest) | frozenset(_SIDES)
 RERANK_FIELDS = field_names(RerankRequest)
@@ -124,7 +124,7 @@ def rerank(context: RequestContext, body: Mapping[str, Any]) -> RankingReply:
 
 
 class ScoresReply(VectorsReply):
-    """One reply of /v1/score: the requests are `num_left` texts and those they are held against."""
+    """One reply of /v1/score: the requests are `num_left` texts and those they are compared with."""
 
     def __init__(self, model: str, requests: Sequence[Request], num_left: int) -> None:
         super().__init__(model, requests)
@@ -160,7 +160,7 @@ class RankingReply(VectorsReply):
 
 
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
-    """Of the angle between two vectors; 0 if one is all zeros."""
+    """The cosine of the angle between two vectors; 0 if one is all zeros."""
     return max(-1.0, min(1.0, sum(x * y for x, y in zip(unit(a), unit(b), strict=True))))
 
 

@@ -37,11 +37,11 @@ class ResponseConversation:
         self.places.append(place)
 
     def think(self, text: str) -> None:
-        """Reasoning that came before the assistant's next words."""
+        """Add reasoning that came before the assistant's next message."""
         self._reasoning += text
 
     def call(self, call: Mapping[str, Any], place: str) -> None:
-        """A call of a tool: the assistant's last words, or words of its own."""
+        """Add a call of a tool to the assistant's last message, or as a message of its own."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or self._reasoning:
             self.add({"role": "assistant", "content": None, "tool_calls": [call]}, place)
@@ -49,7 +49,7 @@ class ResponseConversation:
             last.setdefault("tool_calls", []).append(call)
 
     def instruct(self, text: str) -> None:
-        """Instructions before everything; templates know one system message, so an old one is joined."""
+        """Add instructions at the front. Templates know one system message, so an old one is joined."""
         first = self.messages[0] if self.messages else {}
         if first.get("role") in HEAD and isinstance(first["content"], str):
             first["content"] = f"{text}\n\n{first['content']}"
@@ -140,7 +140,7 @@ def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def chat_tool_choice(choice: str | Mapping[str, Any]) -> Any:
-    """As a chat says it. Raises InvalidField."""
+    """`tool_choice` as a chat has it. Raises InvalidField."""
     if isinstance(choice, str):
         return choice
     if choice.get("type") == "function" and isinstance(choice.get("name"), str):

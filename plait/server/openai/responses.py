@@ -1,7 +1,7 @@
-"""POST /v1/responses: OpenAI's other way to ask for a chat, without memory of earlier ones.
+"""POST /v1/responses: OpenAI's Responses API, without stored responses.
 
 The request becomes a chat, and the chat's reply becomes items and named events, so tools, reasoning and
-structured output are those of /v1/chat/completions. Nothing is stored, and every response says so.
+structured output are those of /v1/chat/completions. Nothing is stored: every response has `store` false.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class NotStored(InvalidField):
-    """A response of earlier is referred to, and none is kept."""
+    """The request refers to an earlier response, but none is stored."""
 
     code = "previous_response_not_found"
 
@@ -79,7 +79,7 @@ PLAIN_TEXT, USUAL_REASONING = TextOptions(), ReasoningOptions()
 
 @dataclass(frozen=True, kw_only=True)
 class ResponsesRequest(SamplingFields, Terms):
-    """POST /v1/responses. What a chat takes beside this (`seed`, `top_k`, `stop`, …) is taken here too."""
+    """POST /v1/responses. The other fields of a chat (`seed`, `top_k`, `stop`, …) are accepted here too."""
 
     model: str | None = None
     input: str | list[dict[str, Any]]
@@ -109,7 +109,7 @@ class ResponseInputTokens(msgspec.Struct, kw_only=True, frozen=True):
 
 
 LOGPROBS = "message.output_text.logprobs"
-# What is the chat's own matter, and said differently here.
+# Fields of a chat that have other names or values here.
 _TRANSLATED = frozenset(
     {
         *("messages", "n", "best_of", "stream", "stream_options", "max_tokens", "max_completion_tokens"),
@@ -134,7 +134,7 @@ _REFUSED = ("conversation", "prompt", "max_tool_calls", "context_management", "m
 
 
 def plan(context: RequestContext, body: Mapping[str, Any]) -> ResponsesReply:
-    """Everything that can be refused before the engine is asked. Renders, tokenizes. Raises RequestErrors."""
+    """Validate, render and tokenize a request, before the engine gets it. Raises RequestErrors."""
     asked, found, sent = _read(body)
     with in_words_of(_NAMES, found.places):
         asking = {**sent, "messages": found.messages, "stream": asked.stream}
@@ -143,7 +143,7 @@ def plan(context: RequestContext, body: Mapping[str, Any]) -> ResponsesReply:
 
 
 def count(context: RequestContext, body: Mapping[str, Any]) -> ResponseInputTokens:
-    """How long the prompt of a response would be. Raises RequestErrors."""
+    """Count the tokens of a response's prompt. Raises RequestErrors."""
     _, found, sent = _read(body)
     seen = {name: value for name, value in sent.items() if name in tokenize.FIELDS}
     with in_words_of(_NAMES, found.places):
@@ -152,7 +152,7 @@ def count(context: RequestContext, body: Mapping[str, Any]) -> ResponseInputToke
 
 
 def _read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, ResponseConversation, dict[str, Any]]:
-    """What is asked, the conversation in it, and the other fields as a chat says them."""
+    """The request, the conversation in it, and the other fields as a chat has them."""
     for name in _REFUSED:
         if body.get(name):
             raise InvalidField(f"{name}: this server cannot honour it; leave it out", name)
@@ -168,7 +168,7 @@ def _read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, ResponseConversati
 
 
 def _translate_fields(asked: ResponsesRequest) -> dict[str, Any]:
-    """The fields that a chat calls otherwise."""
+    """The fields that have other names in a chat."""
     sent: dict[str, Any] = {}
     if asked.max_output_tokens is not None:
         sent["max_completion_tokens"] = asked.max_output_tokens
@@ -191,7 +191,7 @@ def _translate_fields(asked: ResponsesRequest) -> dict[str, Any]:
 class ResponsesReply(BlockReply):
     """One reply of /v1/responses, whole or as events; both are the same items in the end.
 
-    A call that was cut is an incomplete item, as its events said.
+    A call that was cut is an incomplete item, as in its events.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ def _part(block: ReplyBlock) -> OutputPart:
 
 
 def _head(model: str, asked: ResponsesRequest, request: Request) -> Response:
-    """What a response says of its request, before there is any output."""
+    """The fields of a response that come from its request, before there is any output."""
     return Response(
         id=new_id("resp", "_"),
         created_at=int(time.time()),

@@ -1,4 +1,4 @@
-"""What a model is given, without a reply: conversations as its template writes them, and its vocabulary.
+"""Prompts and vocabulary without a reply: conversations as the chat template renders them.
 
 `/apply-template` is llama.cpp's, `/tokenizer_info` vLLM's: clients that build their prompts themselves, such
 as lm-eval, read it.
