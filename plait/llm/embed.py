@@ -1,4 +1,4 @@
-"""Texts as vectors in Python: pooled hidden states of the model, as /v1/embeddings gives them."""
+"""Embeddings in Python: pooled hidden states of the model, as /v1/embeddings returns them."""
 
 from __future__ import annotations
 

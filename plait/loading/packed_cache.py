@@ -111,7 +111,7 @@ def identity(path: Path) -> list[Any]:
 
 
 def code() -> str:
-    """A hash of every line of ours that has to do with packing."""
+    """A hash of our source code that packs weights."""
     root, digest = PACKAGE, hashlib.blake2b(digest_size=16)
     for room in ROOMS:
         for path in sorted([root / room] if room.endswith(".py") else (root / room).rglob("*.py")):
@@ -146,7 +146,7 @@ def keep(shelf: Shelf, opened: Opened, target: Target, limit: int) -> str:
 
 
 def _no_room(shelf: Shelf, needed: int, limit: int) -> str | None:
-    """Why so many bytes more cannot be kept, if they cannot."""
+    """Why there is no space for so many more bytes; None if there is."""
     folder = shelf.path.parent
     held = sum(item.nbytes for item in list_packed(folder) if item.path != shelf.path)
     if held + needed > limit:
@@ -178,6 +178,6 @@ def _drop_outdated(shelf: Shelf) -> None:
 
 
 def _versions(key: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of what made them, without the processor: machines of several kinds may share a folder."""
+    """The versions in a key, without the processor: machines of several kinds may share a folder."""
     ours, torch_version, room = key.get("made by", ("", "", ""))
     return ours, torch_version, room.rpartition("-")[2]

@@ -1,8 +1,8 @@
 """Plug-ins: code of others that registers families, mixers, ops and kernels when it is imported.
 
-Only what was installed for it (the entry points `plait.plugins`) or named (`--plugin`) is loaded, never what
-lies in a model's folder: it runs with all rights of the process. It is loaded where models are opened, so
-that the front process of a server has none of it.
+Only installed plug-ins (the entry points `plait.plugins`) and named ones (`--plugin`) are loaded. Code in a
+model's folder never is, because it would run with all rights of the process. Plug-ins are loaded where models
+are opened, so the front process of a server has none.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _report_failure(name: str) -> Iterator[None]:
 
 
 def _plugin(name: str, module: ModuleType) -> Plugin:
-    """With a digest of the whole package that the module is in."""
+    """The record of a loaded plug-in, with a digest of the whole package that its module is in."""
     top = sys.modules[module.__name__.partition(".")[0]]
     source = Path(top.__file__) if top.__file__ else None
     if source is not None and source.name == "__init__.py":
@@ -125,7 +125,7 @@ def _plugin(name: str, module: ModuleType) -> Plugin:
 
 
 def _digest(source: Path) -> str:
-    """Of a file, or of all Python files of a folder."""
+    """The SHA-256 of a file, or of all Python files of a folder."""
     digest = hashlib.sha256()
     for path in sorted(source.rglob("*.py")) if source.is_dir() else [source]:
         data = path.read_bytes()

@@ -1,8 +1,8 @@
 """What a probe found about a model, in a file beside the weights: later runs use it at once.
 
-The file is JSON, `plait.json` (beside one of several files of weights, `NAME.plait.json`), or lies under the
+The file is JSON, `plait.json` (beside one of several files of weights, `NAME.plait.json`). It lies under the
 cache folder where the model's own cannot be written. It is bound to the names, shapes and formats of the
-model's tensors: next to another model it is ignored, with a line in the log. A damaged one is an error,
+model's tensors. Next to another model it is ignored, with a line in the log. A damaged one is an error,
 because a model's replies must not change in silence.
 """
 

@@ -75,7 +75,7 @@ def _first(found: Resolved, kind: type[Part]) -> Part | None:
 
 
 def _rope(found: Resolved) -> RopeSpec | None:
-    """Of the first layer that rotates anything."""
+    """The rope of the first layer that has one; None if no layer has."""
     asides = [branch.aside for _, branch in found.spec.branches()]
     for part in [*(mixer for _, mixer in found.spec.mixers()), *asides]:
         if (rope := getattr(part, "rope", None)) is not None:
@@ -225,7 +225,7 @@ def _part_of_a_head(found: Resolved) -> Iterator[Quantity]:
 
 
 def _is_unscaled(found: Resolved) -> bool:
-    """Whether a config says nothing of how positions are turned."""
+    """Whether a config has no scaling of its rope."""
     return all(is_open(found, key) for key in ("rope_parameters", "rope_scaling"))
 
 

@@ -60,7 +60,7 @@ class KnownReplies:
         return {one.seq_id: self._guess(list(one.token_ids), one.limit) for one in wanted}
 
     def forget(self, seq_id: int) -> None:
-        """Nothing is remembered about a sequence."""
+        """Nothing to forget: it has no state of a sequence."""
 
     def _guess(self, token_ids: list[int], limit: int) -> tuple[int, ...]:
         start = len(token_ids)

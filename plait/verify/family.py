@@ -142,5 +142,5 @@ def _check_variant(op: Op, variant: Variant, on: Any) -> CheckResult:
 
 
 def _size(number: float) -> float:
-    """A NaN is the largest."""
+    """The size of a difference; a NaN is the largest."""
     return math.inf if math.isnan(number) else number

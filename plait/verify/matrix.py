@@ -41,7 +41,7 @@ class Cell:
 
     @property
     def batch(self) -> int:
-        """Sequences at the same time."""
+        """How many sequences run at the same time."""
         return int(self.options.get("max_num_seqs", 1))
 
 

@@ -106,18 +106,18 @@ class CellResult:
 
     @property
     def num_different(self) -> int:
-        """Replies with another token."""
+        """How many replies have another token."""
         return sum(d.is_token for d in self.differences)
 
     @property
     def num_rounded(self) -> int:
-        """Replies with the same tokens, but with log-probabilities that differ in some bit."""
+        """How many replies have the same tokens, but log-probabilities that differ in some bit."""
         return len(self.differences) - self.num_different
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The device and format that compute, and what they promise. `loose`: ops that may round by the batch."""
+    """The device and the formats of a run. `loose`: ops with rounding that may depend on the batch."""
 
     device: str
     dtype: str

@@ -1,4 +1,4 @@
-"""A route that takes a JSON object: what a module of endpoints hands to the application."""
+"""A route that takes a JSON object, as a module of endpoints describes it to the application."""
 
 from __future__ import annotations
 

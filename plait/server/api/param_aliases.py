@@ -90,8 +90,8 @@ REFUSED: Mapping[str, tuple[Harmless, str]] = {
     "stop_regex": (_empty, "; send stop"),
     "custom_logit_processor": (_empty, "; no code is taken from clients"),
 }
-# These change no reply, and are reported as ignored unless they request what is so anyway: sequences have no
-# fixed place here, and the model stays as long as the server runs.
+# These change no reply, and are reported as ignored unless they request what holds anyway. Sequences have no
+# fixed slot here, and the model stays as long as the server runs.
 REPORTED: Mapping[str, Harmless] = {
     "id_slot": _is(-1),
     "slot_id": _is(-1),

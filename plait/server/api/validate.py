@@ -134,7 +134,7 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> None:
-    """Raises InvalidField for too many tools, for what is no named function, and for a wrong choice."""
+    """Raises InvalidField for too many tools, a tool that is no named function, and a wrong choice."""
     if len(tools) > MAX_TOOLS:
         raise InvalidField(f"tools: {len(tools)} are more than {MAX_TOOLS}", "tools")
     for i, tool in enumerate(tools):
@@ -180,7 +180,7 @@ class ContinuableRequest(Protocol):
 
 
 def turn_options(asked: ContinuableRequest) -> dict[str, Any]:
-    """How a template is to end the conversation. Raises InvalidField for what cannot go on."""
+    """How a template is to end the conversation. Raises InvalidField for a turn that cannot be continued."""
     if not asked.continue_final_message:
         return {"add_generation_prompt": asked.add_generation_prompt is not False}
     if asked.add_generation_prompt:

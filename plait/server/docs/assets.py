@@ -1,7 +1,8 @@
 """The page at `/`: a chat with the model and a live view of the engine, as static files of the package.
 
-The page is one more client of the API. It needs no build step and loads nothing from anywhere else, which its
-Content-Security-Policy makes browsers enforce; Trusted Types forbid text from becoming markup in its scripts.
+The page is one more client of the API. It needs no build step and loads nothing from anywhere else: its
+Content-Security-Policy makes browsers enforce that. Trusted Types keep its scripts from turning text into
+markup.
 """
 
 from __future__ import annotations

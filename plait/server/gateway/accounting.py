@@ -88,7 +88,7 @@ class Traffic:
         exchange.key = key
 
     def admit(self, exchange: Exchange) -> None:
-        """Count it against its key's limits. Raises RateLimited."""
+        """Count a request against its key's limits. Raises RateLimited."""
         account = self.limits.account(exchange.key)
         account.admit()
         exchange.account = account

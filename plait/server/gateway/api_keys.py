@@ -34,7 +34,7 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """`digest`: SHA-256 of the secret."""
+    """An API key. `digest`: SHA-256 of the secret."""
 
     name: str
     digest: bytes
@@ -97,7 +97,7 @@ def _from_file(path: str, default: Allowance) -> Iterator[Key]:
 
 
 def _key(text: str, default: Allowance, where: str) -> Key:
-    """`[NAME:] KEY | sha256:HEX [rpm=N] [tpm=N] [open=N]`."""
+    """Parse the line of a key: `[NAME:] KEY | sha256:HEX [rpm=N] [tpm=N] [open=N]`."""
     words = text.split()
     joined = " ".join(word for word in words if "=" not in word or word.partition("=")[0] not in _WORDS)
     allowance = replace(default, **dict(_limit(word, where) for word in words if _is_limit(word)))

@@ -71,7 +71,7 @@ class LogWriter(logging.Handler):
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait until all is written, `FLUSH_S` seconds at most, and not again for one that did not get on."""
+        """Wait until all is written, `FLUSH_S` seconds at most, and once only for a stuck reader."""
         with self._changed:
             if not self._is_stuck:
                 self._is_stuck = not self._changed.wait_for(self._is_idle, FLUSH_S)

@@ -53,8 +53,8 @@ class Door:
     """Admits requests, and makes the error of those that it refuses.
 
     The application's `routes` are known. `refusals`: errors of other shapes, by path. `generating`: paths
-    that need a place in the engine's queue. While it is full they are rejected before their bodies are read,
-    because a rejection must cost little, or it takes from the requests that are served.
+    that need a place in the engine's queue. While it is full they are rejected before their bodies are read.
+    A rejection must cost little, because its cost is taken from the requests that are served.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Edge:
             self._traffic.end(exchange)
 
     def _named(self, exchange: Exchange, send: Send) -> Send:
-        """`send` with what every answer's headers have."""
+        """`send` with the headers that every answer has."""
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

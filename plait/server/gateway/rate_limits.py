@@ -1,6 +1,6 @@
 """Rate limits of each key: requests and tokens a minute, in buckets that refill, and open requests.
 
-A request is let in while its key has tokens left, and pays what it used: its prompt when it is submitted, its
+A request is admitted while its key has tokens left. It pays for its prompt when it is submitted, and for its
 output when it ends. So a bucket may go below zero, and a key that overdrew waits longer. There is one
 `Account` for each key, so memory is bounded by the number of keys.
 """
@@ -31,17 +31,17 @@ class Bucket:
         self._level, self._at = float(capacity), now
 
     def level(self, now: float) -> float:
-        """What is in it; below zero: what is owed."""
+        """The amount in it; below zero: what is owed."""
         filled = self._level + (now - self._at) * self.capacity / MINUTE_S
         self._level, self._at = min(filled, float(self.capacity)), now
         return self._level
 
     def take(self, amount: float, now: float) -> None:
-        """Take it, whether it is there or not."""
+        """Take an amount, also below zero."""
         self._level = self.level(now) - amount
 
     def resize(self, capacity: int, now: float) -> None:
-        """Another capacity from now on; what was used stays used."""
+        """Change the capacity; what was used stays used."""
         used = self.capacity - self.level(now)
         self.capacity, self._level = capacity, capacity - used
 
@@ -85,7 +85,7 @@ class Account:
             self._tokens.take(num_tokens, self._clock())
 
     def change(self, allowance: Allowance) -> None:
-        """Another allowance from now on."""
+        """Change the allowance."""
         now, self._max_open = self._clock(), allowance.max_requests
         self._requests = _resize_bucket(self._requests, allowance.requests_per_minute, now)
         self._tokens = _resize_bucket(self._tokens, allowance.tokens_per_minute, now)

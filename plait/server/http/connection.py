@@ -54,8 +54,8 @@ class Connection(HttpToolsProtocol):
         turns: Any = TurnTransport(transport, self.loop)
         self._turns: TurnTransport = turns
         super().connection_made(turns)
-        # asyncio does this only for sockets that name their protocol, which accepted ones may not; without it
-        # a token waits until the client has acknowledged the one before, 40 ms where it takes its time.
+        # asyncio sets TCP_NODELAY only for sockets that name their protocol, and accepted ones may not.
+        # Without it a token waits until the client has acknowledged the one before, which may take 40 ms.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         if len(self.connections) > self._max_connections:
@@ -175,7 +175,7 @@ class Connection(HttpToolsProtocol):
         super().data_received(self._piece)
 
     def send_400_response(self, msg: str) -> None:
-        """The answer to what is not HTTP."""
+        """Answer input that is not HTTP."""
         error = sys.exception()  # uvicorn calls this while it handles the parser's
         cause = error.__context__ if error else None
         if isinstance(error, HttpParserError) and not isinstance(cause, Exception):
@@ -183,9 +183,9 @@ class Connection(HttpToolsProtocol):
         self._refuse(400, msg)
 
     def _refuse(self, status: int, msg: str) -> None:
-        """Answer what is no request, and end the connection.
+        """Answer input that is no request, and end the connection.
 
-        Where another answer has begun, there is no place for this one: that is cut.
+        Where another answer has begun, there is no place for this one, so that answer is cut.
         """
         self._is_refused = True
         answering = self._answering()
@@ -199,7 +199,7 @@ class Connection(HttpToolsProtocol):
             self._answer(Problem(status, msg, None, "invalid_http", {}))
 
     def _answer(self, found: Problem) -> None:
-        """Answer what reached no handler, and end the connection."""
+        """Answer input that reached no handler, and end the connection."""
         answer: Response = found.response()
         headers = [*answer.raw_headers, (b"connection", b"close"), (b"x-request-id", new_id("req").encode())]
         lines = b"".join(name + b": " + value + b"\r\n" for name, value in dict(headers).items())
@@ -235,7 +235,7 @@ class Connection(HttpToolsProtocol):
             self._give_up()
 
     def _end(self) -> None:
-        """Close, which waits until what is written has been read: not for ever."""
+        """Close the connection when the client has read all that is written, or after `FLUSH_S` seconds."""
         self.transport.close()
         _stop(self._deadline)
         self._deadline = self.loop.call_later(FLUSH_S, self.transport.abort)

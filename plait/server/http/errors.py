@@ -36,7 +36,7 @@ LOST_RETRY_S = 10  # an engine that was lost is started again with long pauses, 
 
 
 class BadBody(RequestError):
-    """The body is not a JSON object, or not one that can be read."""
+    """The body is not a JSON object, or it cannot be decoded."""
 
     code = "invalid_body"
 
@@ -199,7 +199,7 @@ def _problem(error: BaseException) -> Problem:
 
 
 def http_problem(status: int, message: str, headers: Mapping[str, str] | None = None) -> Problem:
-    """The answer to what never reached a handler: unknown paths and wrong methods."""
+    """The error of a request that never reached a handler: unknown paths and wrong methods."""
     return Problem(status, message, None, _BY_STATUS.get(status), headers or {})
 
 

@@ -1,4 +1,4 @@
-"""A listening socket's end without a reset: connections that the kernel has taken are accepted first."""
+"""Close a listening socket without resets: connections that the kernel has taken are accepted first."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 HANDSHAKE_S = 0.2  # from the kernel's answer to a connection to the client's, over a long way
-MAX_TURNS = 1000  # of the loop, where new connections cannot be kept out meanwhile
+MAX_TURNS = 1000  # of the loop, where new connections cannot be refused meanwhile
 SO_ATTACH_FILTER = 26  # asm-generic/socket.h
-# For a TCP socket a packet begins with its TCP header. Passed over: those with SYN and without ACK.
+# For a TCP socket a packet begins with its TCP header. The filter drops those with SYN and without ACK.
 _NO_SYN = (
     (0x30, 0, 0, 13),  # load the byte of flags
     (0x54, 0, 0, 0x12),  # keep SYN and ACK
@@ -27,8 +27,8 @@ _NO_SYN = (
 async def drain(sockets: Iterable[socket.socket]) -> None:
     """Let the event loop accept every connection that is complete; on Linux no further one begins.
 
-    Then the sockets can be closed. A client of which the first packet was passed over sends it again after a
-    second: the next server answers it, or it is refused, which is no reset.
+    Then the sockets can be closed. A client of which the first packet was dropped sends it again after a
+    second. Then the next server answers it, or it is refused, which is no reset.
     """
     listening = [sock for sock in sockets if sock.fileno() >= 0]
     for sock in listening:

@@ -15,7 +15,7 @@ from plait.server.http.errors import BadBody, BodyTimeout, BodyTooLarge, Unsuppo
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 100_000  # objects and lists: as many messages as may be, of ten each
-BODY_TIMEOUT_S = 30.0  # between two pieces of a body, and before it must have come at least so fast:
+BODY_TIMEOUT_S = 30.0  # between two parts of a body, and beyond the time that all of it takes at this rate:
 MIN_BODY_RATE = 1024  # bytes per second
 INLINE_BYTES = 64 * 1024  # larger bodies are decoded in a thread
 LINGER_S, LINGER_BYTES = 1.0, 64 * 1024 * 1024
@@ -30,7 +30,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in a request's body.
+    """Read the JSON object in a request's body.
 
     Raises UnsupportedMedia (415), BodyTooLarge (413), BodyTimeout (408), BadBody (400) and Cancelled.
     """
@@ -61,7 +61,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 async def linger(request: Request) -> None:
-    """Read and forget what is left of a refused body for a moment, so that its sender gets the answer."""
+    """Read and drop the rest of a refused body for a moment, so that its sender gets the answer."""
     left = LINGER_BYTES
     try:
         async with asyncio.timeout(LINGER_S):
@@ -114,7 +114,7 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
 
 
 def _check_structure(body: bytes) -> None:
-    """Raises BadBody for JSON that is costly to read, before it is; what is no JSON, the decoder finds."""
+    """Raises BadBody for JSON that is costly to decode, before it is. The decoder finds invalid JSON."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
     left, at = b"", 0

@@ -1,7 +1,7 @@
 """Compute answers in slices, on a few threads that serve the API keys by turns.
 
-Such work holds Python's interpreter, and with it the event loop of every stream. So there are few threads, a
-key has one of them at a time, and work of many tokens gives its thread back after each slice.
+Such work holds Python's interpreter, and with it the event loop of every stream. So there are few threads,
+and a key has one of them at a time. Work of many tokens gives its thread back after each slice.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SliceTurns:
         return result
 
     def _add_thread(self) -> None:
-        """Start another unless there are enough. With the lock."""
+        """Start another thread unless there are enough. The caller holds the lock."""
         if len(self._threads) >= self._num_threads:
             return
         thread = threading.Thread(target=self._serve, name="plait-turns", daemon=True)

@@ -16,7 +16,7 @@ from plait.server.http.errors import Problem, problem
 from plait.server.http.tasks import cancel_tasks, wait_disconnect
 
 logger = logging.getLogger("plait.server")
-PING_S = 15.0  # silence after which a comment keeps proxies from closing the connection
+PING_S = 15.0  # silence after which a comment is sent, so that proxies keep the connection open
 SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long is disconnected
 _ENCODE = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -33,7 +33,7 @@ def event_frame(body: Any) -> bytes:
 
 
 class EventStream(Response):
-    """A response of events. `close` is awaited at its end, however it ends: done, failed, client gone.
+    """A streamed response of events. `close` is awaited at its end: done, failed or disconnected.
 
     `failed`: the events that report a failure, if they are not OpenAI's error object. `named`: events have
     their own names, and no `[DONE]` at the end.

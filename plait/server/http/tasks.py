@@ -31,7 +31,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def wait_disconnect(receive: Receive) -> None:
-    """Returns when the client has gone."""
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -1,7 +1,7 @@
 """Bound the reads and join the writes of a connection within one turn of the event loop.
 
-An answer's head, its body and its end are written one after the other, and each would be a call of the
-system and a packet of its own. Nothing is kept longer than the turn.
+An answer's head, its body and its end are written one after the other. Each would be a system call and a
+packet of its own. Nothing is kept longer than the turn.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class TurnTransport:
             self._loop.call_soon(self._flush)
 
     def is_closing(self) -> bool:
-        """Whether nothing is written any more; what is read is to be passed over."""
+        """Whether nothing is written any more; input is to be ignored."""
         return self._end is not None or self._inner.is_closing()
 
     def close(self) -> None:

@@ -289,7 +289,7 @@ class _Choice(ReplyBlocks):
         self.token_ids: list[int] = []
 
     def add(self, delta: Delta, *, shows: bool) -> None:
-        """Keep this delta. `shows`: its tokens may be seen, not only what they say."""
+        """Keep this delta. `shows`: the reply may show its tokens, not only their text."""
         self.push(delta)
         self.score.add(delta.logprobs)
         if shows:

@@ -1,6 +1,6 @@
-"""POST /v1/embeddings: text as a vector, which is a hidden state of the model.
+"""POST /v1/embeddings: texts as embedding vectors, which are hidden states of the model.
 
-It is the state after the last norm, of the text's last token (or the mean of all, if requested), of length 1.
+A vector is the state after the last norm of the last token (or the mean of all, if requested), of length 1.
 A model that was not trained for it gives vectors all the same, but they may mean little.
 """
 

@@ -67,7 +67,7 @@ class DetokenizeReply(msgspec.Struct, frozen=True):
 
 
 def check(asked: object, served: str) -> None:
-    """Raises InvalidField for what is no name, ModelNotFound for a model that is not served.
+    """Check a request's model. Raises InvalidField for no string, ModelNotFound for one that is not served.
 
     Null and "default" always mean the served one.
     """
