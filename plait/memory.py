@@ -1,4 +1,4 @@
-"""What a mixer asks to be remembered between steps. Two shapes of memory cover every mixer.
+"""The memory that a mixer needs between steps. Two shapes of memory cover every mixer.
 
 Plain data: the scheduler and the memory tables are computed from it without torch.
 """

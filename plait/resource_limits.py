@@ -1,7 +1,7 @@
 """What this process may use of its machine: cores, CPU time, memory, within its control groups' limits.
 
-A container's limits are not those of the machine. They stand in files of cgroup v1 or v2, and the limit of
-every group above the process's own holds too, so that the tightest one counts.
+A container's limits are not those of the machine. They are in files of cgroup v1 or v2. The limit of
+every group above the process's own holds too, so the tightest one counts.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def cores() -> int:
 
 
 def describe() -> dict[str, Any]:
-    """CPU, memory and versions: enough to know which other numbers these can be held against."""
+    """CPU, memory and versions: enough to know which other numbers these can be compared with."""
     flags = set(_field(CPUINFO, r"^(?:flags|Features)\s*:\s*(.*)$").split())
     kib = _field(MEMINFO, r"^MemTotal:\s*(\d+) kB$")
     return {
@@ -77,7 +77,7 @@ def _machine_ticks() -> tuple[int, int]:
 
 
 def _process_ticks(pid: int) -> int:
-    """Clock ticks a process has used, 0 when it cannot be asked."""
+    """Clock ticks a process has used, 0 when it cannot be read."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])

@@ -56,8 +56,8 @@ _PICKLE_ADVICE = (
 class ModelFiles:
     """The files of one model.
 
-    `weights`: one file, or all shards or parts in order. `config`: the config.json beside safetensors; a GGUF
-    file has its config in its metadata. `index`: tensor name -> file name, if the shards have an index.
+    `weights`: one file, or all shards or parts in order. `config`: the config.json of a safetensors model; a
+    GGUF file has its config in its metadata. `index`: tensor name -> file name, if the shards have an index.
     `side_files`: tokenizer and template files beside the weights, by name. `name`: what to call the model.
     """
 
@@ -94,7 +94,7 @@ def find_model(path_or_id: str | Path, *, offline: bool = False) -> ModelFiles:
     /file.gguf to choose), its address, or that of a GGUF file anywhere. `offline`: only what is on this disk.
 
     Raises ConfigError when nothing is there or the choice is not clear, UnsupportedFormat for pickle files,
-    BadFile for unreadable ones, CheckpointError when the Hub cannot be asked.
+    BadFile for unreadable ones, CheckpointError when the Hub does not answer.
     """
     text = str(path_or_id)
     if not text or "\0" in text:
@@ -170,7 +170,7 @@ def _on_hub(name: HubName, offline: bool) -> ModelFiles:
 
 
 def _in_snapshot(name: HubName, folder: Path) -> ModelFiles:
-    """The model in a fetched revision. Weights arrive last: one whose weights are there is whole."""
+    """The model in a fetched revision. Weights arrive last, so a revision that has them is whole."""
     if name.file or name.quant:
         return _of_file(folder / name_files(name, list(cached_names(folder)))[0], str(name))
     try:
@@ -245,7 +245,7 @@ def _in_directory(directory: Path, name: str | None = None) -> ModelFiles:
 
 
 def _of_file(path: Path, name: str | None = None) -> ModelFiles:
-    """By what is in the file; its name decides only when the content says nothing."""
+    """The model in one file, by its content; its name decides only when the content says nothing."""
     start = read_start(path, 16)
     if start.startswith(b"GGUF"):
         match = re.fullmatch(r"(.+?)(-\d{5}-of-\d{5})?\.gguf", path.name)
@@ -310,7 +310,10 @@ def _make_files(
     index: Mapping[str, str] | None = None,
     alone: bool = False,
 ) -> ModelFiles:
-    """`alone`: the user named one GGUF file, so what lies beside it may belong to another model."""
+    """Weights with their config and side files; none of them if `alone`.
+
+    alone: the user named one GGUF file, so the files next to it may belong to another model.
+    """
     weights = _shards(weights[0]) if kind == "safetensors" and index is None else weights
     directory = weights[0].parent
     if missing := [path.name for path in weights if not path.exists()]:

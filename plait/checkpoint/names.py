@@ -1,6 +1,6 @@
 """Our dotted names to a checkpoint's. A family is data: one table from ours to theirs.
 
-A pattern like `layers.{i}.attn.{x}` matches one component per field; the last component of what was asked
+A pattern like `layers.{i}.attn.{x}` matches one component per field. The last component of the requested name
 (`.weight`, `.bias`) is carried over when the target is a plain name. First matching rule wins. A target that
 is a tuple lists alternatives, the ways in which one model is stored: the first that is there is meant.
 """
@@ -35,7 +35,7 @@ class Derived:
     """A tensor made of others: fn(*sources, **fields), fields being the pattern's, as strings.
 
     `fn` receives what the checkpoint returned (a tensor, or a `Weight` of some format) and returns either.
-    `back`: for each source the way back; empty where nobody has written it.
+    `back`: for each source the way back; empty where no recipe has written it.
     """
 
     fn: Callable[..., Any]
@@ -52,7 +52,7 @@ class UnknownName(KeyError):
 
 
 class NameMap:
-    """Our name -> theirs. `ignored`: regular expressions of their tensors that nobody needs to use."""
+    """Our name -> theirs. `ignored`: regular expressions of their tensors that may stay unused."""
 
     def __init__(self, *rules: Rules, ignored: tuple[str, ...] = ()) -> None:
         self._rules = [

@@ -1,6 +1,6 @@
 """Modules pull what they want by our names; nothing stays unused, nothing is missing silently.
 
-A linear has a bias if and only if the checkpoint has one for it: one flag less per projection, and the
+A linear layer has a bias if and only if the checkpoint has one for it: one flag less per projection, and the
 unused-tensor check keeps it honest.
 """
 
@@ -27,7 +27,7 @@ from plait.quant.weight import Dense, Weight, as_tensor, as_weight
 
 log = logging.getLogger("plait")
 Split = Literal["out", "in"]
-PLAIN = {"router", "shared_gate"}  # small maps that choose: they are never encoded
+PLAIN = {"router", "shared_gate"}  # small weight matrices that choose: they are never encoded
 
 
 class Checkpoint(Protocol):
@@ -56,13 +56,13 @@ class Target:
     bound: list[Binding] = field(default_factory=list)
     on_read: Callable[[str, int], None] | None = None  # progress: (their name, bytes)
     executor: Any = None  # of native kernels (`kernels.cpu`), if there is one
-    activations: Activations = "float32"  # what inputs of linear maps are rounded to beside block formats
+    activations: Activations = "float32"  # what inputs of layers in block formats are rounded to
     kv_dtype: str = "model"  # of keys, values and latents
     block_size: int = 16  # tokens in a block of paged state
-    quantize: str | None = None  # the block format that plain weights of linear maps are encoded in
+    quantize: str | None = None  # the block format that plain weights of linear layers are encoded in
     encoded: Counter[str] = field(default_factory=Counter)  # how many linear weights were kept in what
     weights_nbytes: int = 0  # what the model keeps in memory, in the form it keeps it
-    shelf: Shelf | None = None  # what was packed at an earlier start
+    shelf: Shelf | None = None  # what was packed at an earlier startup
     no_fuse: tuple[str, ...] = ()  # fused ops that are left out: their compositions run
 
 
@@ -165,7 +165,7 @@ class Weights:
     def linear(
         self, *names: str, in_size: int, out_sizes: tuple[int, ...], split: Split | None = None
     ) -> Linear:
-        """One linear map of several fused row-wise: names ("q", "k", "v") under this scope.
+        """One linear layer of several fused row-wise: names ("q", "k", "v") under this scope.
 
         in_size, out_sizes: the widths the model wants of each part; ShapeMismatch says which is off.
         `split` is how tensor parallelism divides it: rows ("out", column-parallel) or columns ("in").
@@ -202,7 +202,7 @@ class Weights:
         return [kept for kept, _ in parts], joined
 
     def _encoded(self, name: str, weight: Weight) -> Weight:
-        """A plain weight of a linear map in the blocks asked for, where its rows are whole blocks."""
+        """A plain weight of a linear layer in the requested blocks, where its rows are whole blocks."""
         target = self.target
         if target.quantize is None:
             return weight
@@ -240,7 +240,7 @@ class Weights:
         return {"block_size": self.target.block_size, "kv_dtype": self.target.kv_dtype}
 
     def unused(self) -> list[str]:
-        """Their tensors that nobody asked for and the family does not ignore."""
+        """Their tensors that no mixer read and the family does not ignore."""
         ignored = self.names.ignored
         left = (n for n in self.checkpoint.names() if n not in self._used)
         return sorted(n for n in left if not (ignored and ignored.search(n)))

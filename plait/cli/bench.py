@@ -1,4 +1,4 @@
-"""`plait bench`: how fast a model and its ops are here, checked before it is said."""
+"""`plait bench`: how fast a model and its ops are here, checked before it is reported."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class CachedItem:
-    """A thing that is kept. `used`: when a start last used it, or when it was made, in seconds since 1970."""
+    """An item of the cache. `used`: when it was last used at a startup, or made, in seconds since 1970."""
 
     kind: str
     name: str
@@ -110,7 +110,7 @@ def list_cached(base: Path) -> list[CachedItem]:
 
 
 def findings(base: Path) -> list[CachedItem]:
-    """What probes found about models whose own folder could not be written."""
+    """What probes found about models in folders that could not be written to."""
     found = []
     for path in sorted((base / "probes").glob("*.json")):
         status = path.stat()

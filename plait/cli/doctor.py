@@ -1,4 +1,4 @@
-"""`plait doctor`: what this machine has, what of it is used, and what stands in the way."""
+"""`plait doctor`: what this machine has, what of it is used, and what prevents more."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def doctor(
 
 
 def format_rows() -> list[dict[str, str]]:
-    """Every storage of a linear map: the variant that serves it on this CPU, or why none does."""
+    """Every storage of a linear layer: the variant that serves it on this CPU, or why none does."""
     import torch
 
     from plait.kernels.load import has_numba, load_kernels

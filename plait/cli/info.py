@@ -229,7 +229,7 @@ def source_lines(sources: Mapping[str, Facts]) -> list[str]:
 
 
 def shorten(value: Any, limit: int = 28) -> str:
-    """A value in one short line; what is cut is said."""
+    """A value in one short line, with a sign of what is cut."""
     text = f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
     if len(text) <= limit:
         return text

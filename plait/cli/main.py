@@ -50,7 +50,7 @@ COMMANDS = {
 ALSO = {"run": "chat", "start": "serve", "server": "serve", "complete": "generate", "quantize": "convert"}
 ALSO |= {"download": "pull", "fetch": "pull", "ls": "list", "models": "list", "remove": "rm", "delete": "rm"}
 EXIT_USAGE, EXIT_MODEL, EXIT_MEMORY, EXIT_UNWRITTEN, EXIT_INTERRUPTED = 2, 3, 4, 120, 130
-UNREAD_S = 2.0  # for whoever reads stderr to make room for the last line
+UNREAD_S = 2.0  # for the reader of stderr to take the last line
 
 
 class LazyGroup(click.Group):
@@ -126,7 +126,7 @@ def report(error: BaseException, session: Session) -> int:
             print(error.format_message(), file=sys.stderr)
             return EXIT_USAGE
         case BrokenPipeError():
-            # The reader has gone (`| head`): nobody wants the rest, nor a word about it.
+            # The reader has gone (`| head`), so neither the rest nor an error message is of use.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         case KeyboardInterrupt() | click.Abort():
@@ -170,8 +170,8 @@ def explain(error: BaseException) -> tuple[str, int]:
 def leave(code: int) -> NoReturn:
     """End the process, with everything that Python promises to do at its end.
 
-    Where torch was loaded, memory and modules are left to the system then: to take them apart piece by piece
-    takes a tenth of a second, in which a caller would wait for nothing.
+    Where torch was loaded, memory and modules are left to the system then. Taking them apart one by one would
+    let a caller wait a tenth of a second for nothing.
     """
     is_watched = sys.gettrace() or sys.getprofile()  # by a debugger or profiler that wants to go on behind it
     if "torch" not in sys.modules or is_watched:
@@ -182,7 +182,7 @@ def leave(code: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
-    except OSError:  # nobody reads it any more; Python's own end has this code for it
+    except OSError:  # its reader has gone; Python's own end has this code for it
         code = code or EXIT_UNWRITTEN
     os._exit(code)
 

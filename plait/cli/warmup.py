@@ -1,4 +1,4 @@
-"""`plait warmup`: what a start needs is made before anybody waits for it: kernels, and packed weights."""
+"""`plait warmup`: makes kernels and packed weights ahead, so that no user waits for them at startup."""
 
 from __future__ import annotations
 

@@ -65,12 +65,12 @@ Progress = Callable[[str, int, int], None]  # what is being done, how much of it
 SHARD_NBYTES = 5_000_000_000  # a file of safetensors; larger models get several
 HELD_NBYTES = 32 << 20  # of the source's pages, before they are let go of
 SPLIT = "split."
-PROBED = "probed"  # how a value's source begins that a probe found
+PROBED = "probed"  # how the source of a value that a probe found begins
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What is asked for. `to` None: by the name of `out`. `set`, `plugins`: of the source (EngineConfig)."""
+    """What is requested. `to` None: by the name of `out`. `set`, `plugins`: of the source (EngineConfig)."""
 
     model: str
     out: Path
@@ -91,7 +91,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class ConversionResult:
-    """What was written: `storages` counts linear maps by their storage; `notes` say who cannot read it."""
+    """What was written: `storages` counts linear layers by storage; `notes` say what cannot read it."""
 
     out: Path
     form: Form
@@ -150,7 +150,7 @@ def convert_model(order: Order, progress: Progress) -> ConversionResult:
 
 
 def choose_form(order: Order) -> Form:
-    """GGUF or safetensors: as asked for, else by the name of the output. Raises ConfigError."""
+    """GGUF or safetensors: as requested, else by the name of the output. Raises ConfigError."""
     by_name: Form = "gguf" if order.out.suffix == ".gguf" else "safetensors"
     if order.to == "safetensors" and by_name == "gguf":
         raise ConfigError(f"{order.out}: a name for GGUF, and --to safetensors writes a directory; name one")
@@ -275,7 +275,7 @@ def _is_read(made: Sequence[Made], config: Mapping[str, Any] | None) -> bool:
 
 
 def _find_published(choice: StorageChoice, model: Model, made: Made) -> StorageForm | None:
-    """Experts of gpt-oss in MXFP4 as they were published, where nothing else is asked for."""
+    """Experts of gpt-oss in MXFP4 as they were published, where nothing else is requested."""
     if (
         choice.quantize is not None
         or model.spec.family != "gpt_oss"

@@ -59,7 +59,7 @@ def _cohere(c: Config, name: str, mixers: list[AttentionSpec]) -> tuple[ModelSpe
         f"{MIX}.ffn.{{x}}": f"{L}.mlp.{{x}}_proj",
     }
     spec = model(c, name, layers, norm=each, logit_scale=float(c["logit_scale"]))
-    # Command R's config has a short `max_position_embeddings`, and beside it what it was trained for.
+    # Command R's config has a short `max_position_embeddings`, and next to it the length it was trained for.
     spec = replace(spec, max_len=max(spec.max_len, c.get("model_max_length") or 0))
     return spec, NameMap(names, ignored=unused_patterns(c))
 

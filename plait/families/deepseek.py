@@ -102,7 +102,7 @@ def _expert_names(count: int) -> Rules:
 
 
 def latent_sizes(m: Metadata) -> None:
-    """The widths of a latent attention's heads, as GGUF tells them."""
+    """The widths of a latent attention's heads, from GGUF's metadata."""
     rope_dim = m.values["rope.dimension_count"]
     key = m.values.get("attention.key_length_mla", m.values.get("attention.key_length"))
     m.put("qk_rope_head_dim", rope_dim, f"{FILE} {m.prefix}rope.dimension_count")

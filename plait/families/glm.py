@@ -1,4 +1,4 @@
-"""GLM-4 and GLM-4.5: positions on half of each head; dense with fused maps, or experts as in DeepSeek-V3."""
+"""GLM-4 and GLM-4.5: positions on half of each head; dense and fused, or experts as in DeepSeek-V3."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _every_other_bias(first: int, count: int, source: str) -> Derived:
 
 
 def _in_turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """[out, in] each, or [out] -> [in, 2 out], or [2 out]: in a plain stack a map lies turned."""
+    """[out, in] each, or [out] -> [in, 2 out], or [2 out]: a plain stack has its matrices turned."""
     both = torch.stack((gate, up), 1).flatten(0, 1)
     return both.T if both.ndim == 2 else both
 

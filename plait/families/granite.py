@@ -47,7 +47,7 @@ def _granite(c: Config, name: str, ffn: MlpSpec | MoeSpec, names: Rules) -> tupl
 
 
 def granite_ffn(c: Config) -> MlpSpec | MoeSpec:
-    """Experts beside a shared feed-forward, or one of the two alone."""
+    """Experts next to a shared feed-forward, or one of the two alone."""
     if not c.get("num_experts"):
         return mlp(c, c["shared_intermediate_size"])
     shared, each = c.get("shared_intermediate_size"), mlp(c, c["moe_intermediate_size"])

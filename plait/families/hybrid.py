@@ -74,7 +74,7 @@ def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
     ),
 )
 def granite_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Granite 4: no positions as a rule; a shared feed-forward, with or without experts beside it."""
+    """Granite 4: no positions as a rule; a shared feed-forward, with or without experts next to it."""
     each, scale = norm(c), c["residual_multiplier"]
     ssm = BranchSpec("ssm", mamba2(c), each, scale=scale)
     ffn = BranchSpec("ffn", granite_ffn(c), each, scale=scale)
@@ -137,7 +137,7 @@ def nemotron_h(c: Config) -> tuple[ModelSpec, NameMap]:
     names = either(*(_nemotron_names(p, c.get("num_experts") or 0) for p in prefixes))
     ignored = unused_patterns(
         c, r"^mtp\."
-    )  # layers that guess a second token; the model is whole without them
+    )  # layers that draft a second token; the model is whole without them
     return model(c, "nemotron_h", layers), NameMap(names, ignored=ignored)
 
 
@@ -209,7 +209,7 @@ MULTIPLIERS = {
 def falcon_h1(c: Config) -> tuple[ModelSpec, NameMap]:
     """Falcon-H1: attention and Mamba2 side by side in every layer.
 
-    Every muP multiplier is a constant on a linear map, so all of them fold into scales and weights here.
+    Every muP multiplier is a constant on a linear layer, so all of them fold into scales and weights here.
     """
     if c.get("attention_bias"):
         raise UnsupportedModel(

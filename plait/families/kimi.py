@@ -144,7 +144,7 @@ def _names(count: int, widths: Sequence[int]) -> Rules:
 
 
 def _decay_names(theirs: str) -> Rules:
-    """As published, beside the mixer's maps, or as transformers 5 has it in memory, a module of its own."""
+    """As published, next to the mixer's weights, or in a module of its own, as transformers 5 has it."""
     return {
         f"{KDA}.A": negative_exp_flat(f"{theirs}.A_log"),
         f"{KDA}.dt_bias": f"{theirs}.dt_bias",

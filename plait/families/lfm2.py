@@ -31,7 +31,7 @@ PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
     },
 )
 def lfm2(c: Config) -> tuple[ModelSpec, NameMap]:
-    """LFM2: dense feed-forwards, whose width follows from the config's by LLaMA's rule."""
+    """LFM2: dense feed-forwards. Their width follows from the config's by LLaMA's rule."""
     ffn = BranchSpec("ffn", MlpSpec(_ffn_size(c)), norm(c))
     spec = model(c, "lfm2", [(_mixer(c, kind), ffn) for kind in c["layer_types"]])
     return spec, NameMap(_names(c), ends(), ignored=unused_patterns(c, POSITIONS))

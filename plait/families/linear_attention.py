@@ -55,23 +55,23 @@ def check_silu(c: Config) -> None:
 
 
 def rows(start: int, stop: int, source: str) -> Derived:
-    """Some neighbouring rows of a map, in its own storage."""
+    """Some neighbouring rows of a weight matrix, in its own storage."""
     return Derived(lambda w, **_: take_rows(w, start, stop), (source,))
 
 
 def select_rows(index: Tensor, source: str) -> Derived:
-    """Rows of a map that do not lie together, in its own storage."""
+    """Rows of a weight matrix that do not lie together, in its own storage."""
     return Derived(lambda w, **_: pick_rows(w, index), (source,))
 
 
 def per_head(heads: int, widths: Sequence[int]) -> list[Tensor]:
-    """Which rows are whose in a map that has, head after head, so many rows of each part."""
+    """The rows of each part in a weight matrix that has, head after head, `widths` rows of the parts."""
     every = torch.arange(heads * sum(widths)).view(heads, -1)
     return [part.flatten() for part in every.split(list(widths), 1)]
 
 
 def gated_q(c: Config, ours: str, theirs: str, last: Sequence[str] = ("weight", "bias")) -> dict[str, Source]:
-    """q and the gate of its attention, which a file has in one map, head after head."""
+    """q and the gate of its attention, which a file has in one weight matrix, head after head."""
     parts = per_head(c["num_attention_heads"], (c["head_dim"], c["head_dim"]))
     pairs = zip(("q", "gate"), parts, strict=True)
     return {f"{ours}.{x}.{end}": select_rows(index, f"{theirs}.{end}") for x, index in pairs for end in last}
@@ -110,7 +110,7 @@ def gguf_delta_tensors(ours: str, theirs: str) -> dict[str, Source]:
 
 
 def delta_sizes(m: Metadata) -> None:
-    """A gated DeltaNet's sizes and layers, as GGUF tells them."""
+    """A gated DeltaNet's sizes and layers, from GGUF's metadata."""
     heads = m.config["mamba_n_heads"]
     told = {
         "linear_num_value_heads": (heads, "ssm.time_step_rank"),

@@ -18,7 +18,7 @@ from plait.spec import BranchSpec, ModelSpec, NormSpec
     honours=("sliding_window",),
 )
 def llama(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Llama 2 and 3, CodeLlama, SmolLM2; Mistral and Ministral, whose windows the layer types tell."""
+    """Llama 2 and 3, CodeLlama, SmolLM2; Mistral and Ministral, with windows by layer types."""
     return _dense(c, "llama")
 
 

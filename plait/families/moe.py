@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE: Llama whose feed-forward is a mixture of experts."""
+"""Mixtral, Qwen2-MoE, Qwen3-MoE: Llama with a mixture of experts as its feed-forward."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def olmo2(c: Config) -> tuple[ModelSpec, NameMap]:
     honours=("sliding_window",),
 )
 def olmo3(c: Config) -> tuple[ModelSpec, NameMap]:
-    """OLMo 3: windows in three layers of four, whose positions are never stretched."""
+    """OLMo 3: windows in three layers of four, with positions that are never stretched."""
     return _olmo(c, "olmo3")
 
 
@@ -58,7 +58,7 @@ def _rope(c: Config, kind: str) -> RopeSpec:
 
 @gguf_arch("olmo2", "Olmo2ForCausalLM")
 def _olmo2(m: Metadata) -> None:
-    """OLMo 3 has the same name there; its window tells."""
+    """OLMo 3 has the same name there; its window shows which it is."""
     if m.config.get("sliding_window"):
         m.put("architectures", ["Olmo3ForCausalLM"], f"{m.prefix}attention.sliding_window")
         windows(m, 4)

@@ -1,4 +1,4 @@
-"""OLMo-Hybrid: gated DeltaNet behind norms, and OLMo-3's attention, whose norms come after."""
+"""OLMo-Hybrid: gated DeltaNet behind norms, and OLMo-3's attention with norms after it."""
 
 from __future__ import annotations
 

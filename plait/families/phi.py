@@ -1,4 +1,4 @@
-"""Phi 3, 3.5, 4 and 4-mini: Llama whose q, k and v are one tensor, and gate and up another."""
+"""Phi 3, 3.5, 4 and 4-mini: Llama with q, k and v as one tensor, and gate and up as another."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ OTHERS = (r"^(model\.)?mtp\.", r"^(model\.)?visual\.")  # a second token's predi
 
 @family("Qwen3NextForCausalLM", model_types=("qwen3_next",), defaults={**SHARED, **SPARSE}, honours=HONOURS)
 def qwen3_next(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Qwen3-Next: experts with a gated shared one; what belongs to one key head lies together in a map."""
+    """Qwen3-Next: experts with a gated shared one. Rows of one key head lie together in a weight matrix."""
     return _qwen(c, "qwen3_next", _group_rules)
 
 

@@ -91,7 +91,7 @@ def _parameter(rate: Tensor) -> Tensor:
 
 
 def _half(at: int, *, turned: bool) -> Back:
-    """The way back to one of two gates; a map is turned round."""
+    """The way back to one of two gates; a weight matrix is transposed."""
 
     def half(w: Tensor) -> Tensor:
         part = w.chunk(2, 1)[at]

@@ -43,7 +43,7 @@ PACKED = (
     ".SCB",
 )
 STATES = (LINEAR, "conv")  # words of layer_types
-# Keys that a config may hold beside the aliases and the family's defaults, and that --set may therefore name.
+# Keys that a config may hold besides the aliases and the family's defaults. So --set may name them.
 KEYS = {
     *("architectures", "model_type", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor"),
@@ -71,9 +71,9 @@ def resolve(
 ) -> Resolved:
     """What a checkpoint is. Raises UnsupportedModel, CheckpointError or ConfigError.
 
-    config: its config.json, if any; shapes: every tensor, rows first; read: one tensor's numbers, asked only
-    where a number is part of what the model is; gguf: the metadata of a GGUF file; overrides: `key=value`
-    with JSON values, which win over everything; ssm_mode and a_source: for oxidizr's checkpoints alone.
+    config: its config.json, if any. shapes: every tensor, rows first. read: one tensor's numbers, called only
+    where a number is part of what the model is. gguf: the metadata of a GGUF file. overrides: `key=value`
+    with JSON values, which win over everything. ssm_mode and a_source: for oxidizr's checkpoints alone.
     """
     oxidizr = gguf is None and is_oxidizr(config, shapes.keys())
     if not oxidizr and (ssm_mode, a_source) != ("ssd", "auto"):
@@ -137,7 +137,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def _check_keys(given: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
-    """A key that nobody reads would be ignored in silence."""
+    """Refuse keys that nothing reads, because they would be ignored in silence."""
     aliases = {name for others in ALIASES.values() for name in others}
     known = {*KEYS, *ALIASES, *aliases, *NEUTRAL, *(set(flat) - set(given))}
     families = [find(flat)] if _is_known(flat) else families_by_name().values()

@@ -1,4 +1,4 @@
-"""Zamba2: Mamba2 layers, beside some of which a transformer block is consulted that several of them share."""
+"""Zamba2: Mamba2 layers; some have a transformer block next to them, which several layers share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.families.config.normalize import LINEAR, Config
 from plait.spec import UNLIMITED, AsideSpec, BranchSpec, ModelSpec, NormSpec
 
 L, BLOCK = "model.layers", "shared_transformer"
-# Which of the 54 layers of a config that does not say it have a block beside them.
+# Which of the 54 layers of a config that does not say it have a block next to them.
 USUAL = ["hybrid" if i in (*range(6, 43, 6), 47, 51) else "linear_attention" for i in range(54)]
 
 
@@ -66,7 +66,7 @@ DETECTION = Detection(
     detection=DETECTION,
 )
 def zamba2(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Zamba2. Blocks take turns: the n-th layer with one beside it uses block n mod `num_mem_blocks`."""
+    """Zamba2. Blocks take turns: the n-th layer with one next to it uses block n mod `num_mem_blocks`."""
     low = c.get("time_step_limit") or (float(c["time_step_min"]), UNLIMITED)
     c["time_step_limit"] = low
     ssm = mamba2(c, gated_norm=NormSpec(1e-5))

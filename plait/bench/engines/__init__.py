@@ -1,6 +1,6 @@
 """One file for each engine that can be measured: a class `…Side`, run in a child process by `child.py`.
 
-A side file is a script's neighbour, not a part of Plait: it imports nothing of Plait at its top, so that the
+A side file is a script's neighbour, not a part of Plait. It imports nothing of Plait at its top, so the
 interpreter of another environment, or another revision of Plait, can run it. The contract:
 
     class SomeSide:  # or Side: the file's one class of such a name
@@ -14,6 +14,6 @@ interpreter of another environment, or another revision of Plait, can run it. Th
         def close(self) -> None: ...
 
 Ids are lists of ints; nothing stops at an end-of-text token. `level` is "runner" (the step alone) or "llm"
-(as a program would use it); an engine with one door ignores it. `NotImplementedError("why")` from `__init__`
-or a measure says what an engine cannot do, and is printed instead of a number.
+(as a program would use it); an engine with one entry point ignores it. `NotImplementedError("why")` from
+`__init__` or a measure says what an engine cannot do, and is printed instead of a number.
 """

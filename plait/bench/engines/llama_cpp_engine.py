@@ -116,7 +116,7 @@ class LlamaCppSide:
         return found
 
     def _decode(self, context: Any, batch: Any, rows: list[tuple[int, int, int, bool]]) -> None:
-        """One pass over rows of (token, position, sequence, whether its logits are wanted)."""
+        """One pass over rows of (token, position, sequence, whether its logits are needed)."""
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, wanted) in enumerate(rows):
             batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted

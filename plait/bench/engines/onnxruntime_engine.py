@@ -76,7 +76,7 @@ class OnnxRuntimeSide:
 
 
 def _with_threads(folder: Path, target: Path, threads: int | None) -> Path:
-    """The folder with its number of threads set: beside links to the big files, a config of its own."""
+    """A folder with the number of threads set: links to the big files, and a config of its own."""
     for path in folder.iterdir():
         if path.name != "genai_config.json":
             (target / path.name).symlink_to(path.resolve())

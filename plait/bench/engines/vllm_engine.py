@@ -26,7 +26,7 @@ class VllmSide:
             )
         os.environ.update(_surroundings(threads))
         self.vllm: Any = import_module("vllm")
-        # On a CPU its compiled graph takes a minute to be ready, at every start.
+        # On a CPU its compiled graph takes a minute to be ready, at every startup.
         eager = import_module("vllm.platforms").current_platform.is_cpu()
         given = {"dtype": "bfloat16", "kv_cache_memory_bytes": CACHE, "enforce_eager": eager, **options}
         self.llm = self.vllm.LLM(

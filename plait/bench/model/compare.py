@@ -50,7 +50,7 @@ class Contestant:
 
 
 def contestant(what: str, model: str, settings: Mapping[str, Any], parse_options: ParseOptions) -> Contestant:
-    """The side that `what` names, beside `model` with `settings`. Raises ConfigError: what there is."""
+    """The side that `what` names, next to `model` with `settings`. Raises ConfigError with the choices."""
     what = what.strip()
     own = SIDES / "plait_engine.py"
     if what.startswith("-"):
@@ -94,7 +94,7 @@ def check_out(commit: str) -> Path:
     """A copy of `plait/` as it was at a commit, in the user's cache. Raises ConfigError: git has no such one.
 
     It stays there: some revisions find compiled kernels by the path and the time of their files, and would
-    compile at every start.
+    compile at every startup.
     """
     kept = Path.home() / ".cache" / "plait" / "revisions" / commit
     if kept.exists():

@@ -95,7 +95,7 @@ def unique(sizes: Sequence[int]) -> list[int]:
 
 @dataclass(slots=True)
 class Row:
-    """One measure on every side: the values of all turns, and what was found beside them."""
+    """One measure on every side: the values of all turns, and what was observed meanwhile."""
 
     measure: Measure
     values: dict[str, list[float]] = field(default_factory=dict)
@@ -149,7 +149,7 @@ def round_number(value: float) -> float:
 def take_turns(
     measure: Measure, sides: Sequence[Side], prompts: Prompts, repeats: int, probe: Probe | None = None
 ) -> Row:
-    """Measure A B A B …, after one turn to warm up, with a probe of memory beside each turn."""
+    """Measure A B A B …, after one turn to warm up, with a probe of memory bandwidth next to each turn."""
     row, foreign = Row(measure), Foreign([os.getpid(), *(side.pid for side in sides)])
     for turn in range(repeats + 1):
         if probe is not None and turn:
@@ -171,7 +171,7 @@ def take_turns(
 
 
 def one(measure: Measure, side: Side, prompts: Prompts, turn: int) -> float:
-    """One number of one side. Every turn of every measure has its own text: nothing can be remembered."""
+    """One number of one side. Every turn of every measure has its own text: nothing can be cached."""
     m, own = measure, crc32(f"{measure.kind}/{measure.level}/{measure.size}".encode()) % 90_000 * 1000
     if m.kind in ("decode", "prefill", "ttft"):
         given: dict[str, Any] = {"ids": prompts(m.size, own + turn), "level": m.level}

@@ -92,7 +92,7 @@ def chart(rows: Sequence[Facts], names: Sequence[str]) -> str:
 
 
 def bars(row: Facts, names: Sequence[str], most: float) -> Iterator[tuple[str, float, str]]:
-    """(what stands beside it, width, colour) of every side that has a number."""
+    """(its label, width, colour) of every side that has a number."""
     for i, name in enumerate(names):
         side = row["sides"].get(name)
         if side is None:

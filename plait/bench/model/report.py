@@ -59,7 +59,7 @@ def summary(result: Facts) -> Iterator[str]:
 
 
 def rows_table(result: Facts) -> Table:
-    """One row a measure, one column a side; the share of the roof is of the bandwidth beside the row."""
+    """One row a measure, one column a side; the share of the roof is of the bandwidth measured with it."""
     names = list(result["sides"])
     table = Table(pad_edge=False, box=None, header_style="bold")
     table.add_column("measure")

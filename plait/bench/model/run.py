@@ -31,12 +31,12 @@ Facts = dict[str, Any]
 
 
 class WrongOutput(EngineError):
-    """Numbers of a model that says something else would mean nothing."""
+    """A side generates wrong tokens, so its numbers would mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What was asked for. `check_tokens`: how many first tokens must be those of the reference ops."""
+    """What is requested. `check_tokens`: how many first tokens must be those of the reference ops."""
 
     model: str
     settings: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Running:
 
 
 def bench_model(job: Job, say: Say = lambda text: None) -> Facts:
-    """Everything `plait bench model` says, as plain values; `say` is told what is going on.
+    """Everything `plait bench model` says, as plain values; `say` gets messages about progress.
 
     Raises WrongOutput before any number is there; ConfigError, CheckpointError, EngineError.
     """
@@ -98,7 +98,7 @@ def bench_model(job: Job, say: Say = lambda text: None) -> Facts:
 
 
 def plain_rows(rows: Sequence[Row], running: Sequence[Running], about: Footprint) -> list[Facts]:
-    """Rows as JSON; every side of the same files is held against the same bytes of weights."""
+    """Rows as JSON; every side of the same files is compared with the same bytes of weights."""
     roofs = {r.side.name: float(about.read_per_token) for r in running if r.contestant.model == about.path}
     return [row.plain(OURS, roofs) for row in rows]
 
@@ -144,7 +144,7 @@ def name_apart(contestants: Sequence[Contestant]) -> list[Contestant]:
 
 
 def start(who: Contestant, threads: int | None, room: Facts, stack: ExitStack) -> tuple[Side, Facts]:
-    """A side in its process, loaded. Raises EngineError, with what the side said."""
+    """A side in its process, loaded. Raises EngineError, with what the side reported."""
     root = stack.enter_context(source_of(who.revision)) if who.is_plait else None
     side = stack.enter_context(Side(who.name, who.script, who.python, root))
     options = dict(who.options)
@@ -159,11 +159,11 @@ def check(
 ) -> tuple[Facts, dict[str, Facts]]:
     """(what holds, what each side writes). Raises WrongOutput before there is any number.
 
-    A request that shares its batch must get the tokens it gets alone, and each of the first `check_tokens`
-    greedy tokens must be the reference ops' choice, or a near tie for them. Eight bits of an activation fall
-    this way or that by the last bit of a sum, which hides faults of a kernel: so the model runs once more
-    with `precise`, where no choice may be further than `TIE` below the reference's; as it is measured, no
-    further than `ROUNDING`. Of the other sides it is reported how far they agree with ours.
+    A request that shares its batch must get the tokens it gets alone. Each of the first `check_tokens` greedy
+    tokens must be the reference ops' choice, or a near tie for them. Eight bits of an activation fall this
+    way or that by the last bit of a sum, which hides faults of a kernel. So the model runs once more with
+    `precise`, where no choice may be further than `TIE` below the reference's. As it is measured, no choice
+    may be further than `ROUNDING`. Of the other sides it is reported how far they agree with ours.
     """
     tokens = max(1, min(CHECKED_TOKENS, about.max_len // 3))
     wanted = min(job.check_tokens, tokens)

@@ -58,7 +58,7 @@ class Work:
 
 
 def work_of(op: str, case: Case, args: Arguments) -> Work | None:
-    """The work of one call with these arguments, for ops whose work is known."""
+    """The work of one call with these arguments, for ops with known work."""
     count = _COUNTS.get(op)
     return count(case, args) if count else None
 

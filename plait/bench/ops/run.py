@@ -102,7 +102,7 @@ def cases(op: Op, *, large: bool) -> list[Case]:
 
 
 def case_text(case: Case) -> str:
-    """`rows=1 n_in=64`; long lists of sequences are said by their number."""
+    """`rows=1 n_in=64`; long lists of sequences are written as their number."""
 
     def short(value: Any) -> str:
         if not isinstance(value, list):
@@ -172,7 +172,7 @@ def _composition(op: Op, facts: OpFacts) -> Iterator[Variant]:
 def prepare_case(
     op: Op, variant: Variant | None, case: Case, ground: Ground
 ) -> tuple[Call, Any, Work | None]:
-    """(what is timed, the tensors it gives first, the work in it); everybody gets the same numbers."""
+    """(what is timed, the tensors it gives first, the work in it); every variant gets the same numbers."""
     torch.manual_seed(0)
     if op.make is None:
         raise ConfigError(f"bench op: {op.name} has no inputs for its cases")
@@ -223,7 +223,7 @@ def rates(seconds: float, work: Work | None, roofs: Roofs) -> dict[str, Any]:
 
 
 def difference(got: list[Tensor], want: list[Tensor]) -> float:
-    """The largest |a - b| / (1 + |b|): what a tolerance, absolute and relative alike, is held against."""
+    """The largest |a - b| / (1 + |b|): what is compared with a tolerance, absolute and relative alike."""
     worst = 0.0
     for a, b in zip(got, want, strict=True):
         if a.shape != b.shape:

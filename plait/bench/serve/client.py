@@ -23,7 +23,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTarget:
-    """A server and how it is asked. `base_url` without /v1; `extra`: fields added to every body."""
+    """A server and how requests reach it. `base_url` without /v1; `extra`: fields added to every body."""
 
     name: str
     base_url: str
@@ -234,7 +234,7 @@ async def _read_stream(response: ClientResponse, turn: Turn, outcome: RequestOut
 
 
 def _events(lines: Sequence[bytes]) -> Iterator[bytes]:
-    """What stands behind `data:`; comments and blank lines are nothing."""
+    """The text after each `data:` of server-sent events; comments and blank lines are skipped."""
     for line in lines:
         if line.startswith(b"data:"):
             yield line[5:].strip()

@@ -131,7 +131,7 @@ async def run_load(target: ServerTarget, workload: Workload, arrivals: Arrivals,
 
 
 async def _nap(late_s: list[float]) -> None:
-    """Note how much later than asked short naps end."""
+    """Record how much later than requested short naps end."""
     while True:
         began = time.perf_counter()
         await asyncio.sleep(NAP_S)
@@ -182,7 +182,7 @@ class Clients:
         return self.workload.chat(self.begun - 1)
 
     async def _talk(self, chat: Chat) -> None:
-        """One chat: every turn is asked with all replies before it; one without a whole reply is the last."""
+        """One chat: every turn is sent with all replies before it; one without a whole reply is the last."""
         messages: Messages = []
         for number, turn in enumerate(chat.turns):
             if number and self._is_over(0.0):

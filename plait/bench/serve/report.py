@@ -42,7 +42,7 @@ def serve_report(result: Facts, console: Console) -> None:
 
 
 def headline(result: Facts) -> Iterator[str]:
-    """What was asked of whom, and on what."""
+    """The load, the servers and the machine, in a few lines."""
     machine, load = result["machine"], result["workload"]
     yield f"{machine['cpu']}, {machine['cores']} CPUs; {machine['commit']}; {result['date']}"
     size = f"{load['num_prompts']} requests" if load["num_prompts"] else f"{load['duration_s']:g} s"

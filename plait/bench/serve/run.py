@@ -46,10 +46,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeJob:
-    """What was asked for. Every side is a server that runs, or one to start."""
+    """What is requested. Every side is a server that runs, or one to start."""
 
     sides: Sequence[ServerTarget | Started]
-    target: ServerTarget  # how each of them is asked; its address and model are the side's
+    target: ServerTarget  # how requests reach each of them; its address and model are the side's
     workload: Workload
     arrivals: Arrivals
     repeats: int = 1
@@ -70,7 +70,7 @@ class ServeSide:
 
 
 def bench_serve(job: ServeJob, say: Say = lambda text: None) -> Facts:
-    """Everything `plait bench serve` says, as plain values; `say` is told what is going on.
+    """Everything `plait bench serve` says, as plain values; `say` gets messages about progress.
 
     Turn t has the texts and moments of seed + t, the same on every side. Raises ConfigError, EngineError.
     """
@@ -109,7 +109,7 @@ def ratios(sides: Sequence[ServeSide]) -> dict[str, dict[str, float]]:
 def reach(target: ServerTarget) -> tuple[ServerTarget, int | None]:
     """The target with the name of its model and an address without /v1, and its context if it says it.
 
-    Raises ConfigError if nobody answers there, or if it serves several models and none was named.
+    Raises ConfigError if no server answers there, or if it serves several models and none was named.
     """
     target = replace(target, base_url=target.base_url.rstrip("/").removesuffix("/v1"))
     listed = ask_json(target, "/v1/models").get("data") or []
@@ -122,7 +122,7 @@ def reach(target: ServerTarget) -> tuple[ServerTarget, int | None]:
 
 
 def ask_json(target: ServerTarget, path: str, body: Mapping[str, Any] | None = None) -> Facts:
-    """GET, or POST of `body`, and its JSON object. Raises ConfigError with what the server said."""
+    """GET, or POST of `body`, and its JSON object. Raises ConfigError with the server's reply."""
     url = target.base_url + path
     headers = {**target.headers, "Content-Type": "application/json"}
     raw = None if body is None else json.dumps(body).encode()
@@ -167,7 +167,7 @@ def _measure_lengths(workload: Workload, sides: Sequence[ServeSide]) -> Workload
     known = [n for n in (workload.max_len, *(side.max_len for side in sides)) if n is not None]
     share = tokens_per_word(sides[0].target) or workload.tokens_per_word
     measured = replace(workload, max_len=min(known, default=None), tokens_per_word=share)
-    measured.chat(0)  # what cannot be asked is said before anything is
+    measured.chat(0)  # raises for a load that cannot be sent, before anything is
     return measured
 
 
@@ -255,7 +255,7 @@ def _plain(job: ServeJob) -> Facts:
 
 
 def _show_progress(name: str, job: ServeJob, turn: int, say: Say) -> Callable[[RequestOutcome], None]:
-    """Tells a bar, the rate and the errors so far, some times a second."""
+    """A function that shows a bar, the rate and the errors so far, some times a second."""
     done = failed = tokens = 0
     began, next_at = time.monotonic(), 0.0
     total = job.arrivals.num_prompts

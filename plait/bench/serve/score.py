@@ -134,7 +134,7 @@ def most_at_once(outcomes: Sequence[RequestOutcome]) -> int:
 
 
 def details(outcomes: Sequence[RequestOutcome]) -> Facts:
-    """One value for each request, by vLLM's names, and what it said."""
+    """One value for each request, by vLLM's names, and its text."""
     return {
         "input_lens": [one.input_len for one in outcomes],
         "output_lens": [one.output_len for one in outcomes],

@@ -19,7 +19,7 @@ from plait.errors import EngineError
 
 PROC = Path("/proc")
 READY_S, POLL_S, ENDS_S = 1800.0, 0.1, 40.0
-LAST_LINES = 15  # of what a server said before it died
+LAST_LINES = 15  # of what a server wrote before it died
 Say = Callable[[str], None]
 
 
@@ -105,7 +105,7 @@ def free_port() -> int:
 
 
 def read_health(base_url: str) -> tuple[int, dict[str, Any]]:
-    """The status and the body of /health; (0, {}) while nobody listens."""
+    """The status and the body of /health; (0, {}) while no server listens."""
     status, raw = read(f"{base_url}/health")
     try:
         found = json.loads(raw)
@@ -115,7 +115,7 @@ def read_health(base_url: str) -> tuple[int, dict[str, Any]]:
 
 
 def read(url: str, timeout_s: float = 30.0) -> tuple[int, str]:
-    """(status, text) of a GET; (0, '') where nobody answers."""
+    """(status, text) of a GET; (0, '') where no server answers."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as response:
             return response.status, response.read().decode(errors="replace")

@@ -40,7 +40,7 @@ SHAREGPT = {
 }
 SHORTEST, LONGEST = 4, 2048  # of what is drawn from them
 TEMPLATE_ROOM = 24  # tokens that a chat template may add for each turn
-LEAVES_WITHIN_S = 0.2  # who cancels before the first token leaves after at most so long
+LEAVES_WITHIN_S = 0.2  # a client that cancels before the first token leaves after at most so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """The turns of one client, asked one after the other, each with the replies before it."""
+    """The turns of one client, sent one after the other, each with the replies before it."""
 
     index: int
     turns: tuple[Turn, ...]
@@ -106,7 +106,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Everything clients say. `chat(i)` depends on these fields and on i, and on nothing else.
+    """The texts that clients send. `chat(i)` depends on these fields and on i, and on nothing else.
 
     prefix_share: part of each first text that it has in common with all texts of its group, of which there
     are `prefix_groups`. records: chats of a dataset, as (question, answer) pairs; None: made of `WORDS`.
@@ -197,7 +197,7 @@ class Workload:
             raise ConfigError(
                 f"turns: {len(turns)} turns do not fit into a context of {self.max_len} tokens; ask for fewer"
             )
-        least = 2 * len(turns)  # a token asked and one said, each turn
+        least = 2 * len(turns)  # a token in and one out, each turn
         return [_cut(turn, (room - least) / (total - least)) for turn in turns]
 
     def _leaving(self, random: Random, turn: Turn) -> Leaving | None:
@@ -206,7 +206,7 @@ class Workload:
 
 
 def _cut(turn: Turn, share: float) -> Turn:
-    """That share of what the turn has beyond one token asked and one said."""
+    """That share of what the turn has beyond one token in and one out."""
     kept = 1 + math.floor((turn.input_len - 1) * share)
     words = turn.text.split(" ")
     text = " ".join(words[: max(1, len(words) * kept // turn.input_len)])

@@ -1,6 +1,7 @@
 """Models by their Hub name, through `huggingface_hub`, which caches, resumes, authenticates and redirects.
 
-Written for its versions 0.30 to 2.x: only calls that all of them have; errors are told by their class names.
+Written for its versions 0.30 to 2.x, so it uses only calls that all of them have. Errors are recognized by
+their class names.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def cached_names(folder: Path) -> Iterator[str]:
 
 
 def ask(name: HubName) -> Listing:
-    """What the Hub has under this name. Raises CheckpointError, whose message says what to do."""
+    """What the Hub has under this name. Raises CheckpointError with a message that says what to do."""
     hub = library(str(name))
     try:
         found = hub.HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)

@@ -35,7 +35,7 @@ def fetch(name: HubName, listing: Listing, side: Sequence[str], weights: Sequenc
     """The folder of this revision with these files in it; what is there already is not fetched again.
 
     Weights come last, so a folder that has them all is whole. A fetch that is cut off goes on where it
-    stopped when it is asked again. Raises CheckpointError.
+    stopped when it is called again. Raises CheckpointError.
     """
     folder = repo_folder(name) / "snapshots" / listing.commit
     missing = [n for n in (*side, *weights) if not (folder / n).is_file()]

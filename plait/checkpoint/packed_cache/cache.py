@@ -1,4 +1,4 @@
-"""The packed weights of one model: noted while a start packs them, mapped by the next ones.
+"""The packed weights of one model: recorded while a startup packs them, mapped by later startups.
 
 Then neither the model's file is read nor is anything packed: the tiles are pages of a file, which all
 processes share.
@@ -27,14 +27,14 @@ log = logging.getLogger("plait")
 
 
 class Shelf:
-    """The packed weights of one model and one set of options: found on disk, or noted while they are made.
+    """The packed weights of one model and one set of options: found on disk, or recorded as they are made.
 
-    `source`: the model's file, to tell users; `key`: plain values (as JSON has them) that must all be equal.
+    `source`: the model's file, for messages; `key`: plain values (as JSON has them) that must all be equal.
     """
 
     def __init__(self, path: Path, source: str, key: Mapping[str, Any]) -> None:
         self.path, self.source, self.key = path, source, key
-        self.num_found = 0  # maps that were taken from the file
+        self.num_found = 0  # linear layers that were taken from the file
         self._maps: Mapping[str, Any] = {}
         self._tiles: Tensor | None = None
         self._noted: dict[str, tuple[Linear, tuple[int, Sequence[int]], Mapping[str, int]]] = {}
@@ -65,7 +65,7 @@ class Shelf:
     def find(
         self, name: str, in_size: int, out_sizes: Sequence[int]
     ) -> list[tuple[CachedWeight, int]] | None:
-        """The parts of a linear map, each with the number of fused names in it; None: it must be packed."""
+        """The parts of a linear layer, each with the number of fused names in it; None: it must be packed."""
         entry = self._maps.get(name)
         if entry is None or [entry["in"], entry["out"]] != [in_size, list(out_sizes)]:
             return None
@@ -73,7 +73,7 @@ class Shelf:
         return [(self._kept(part, in_size), part["names"]) for part in entry["parts"]]
 
     def counts(self, name: str) -> Mapping[str, int]:
-        """What encoding that map counted when it was packed."""
+        """What encoding that linear layer counted when it was packed."""
         counted: Mapping[str, int] = self._maps[name]["encoded"]
         return counted
 
@@ -91,7 +91,7 @@ class Shelf:
     def note(
         self, name: str, linear: Linear, sizes: tuple[int, Sequence[int]], encoded: Mapping[str, int]
     ) -> None:
-        """A map was packed: it is written with the others. `encoded`: what encoding it counted."""
+        """Record a packed linear layer, for `write`. `encoded`: what encoding it counted."""
         if all(hasattr(packed, "layout") for packed, *_ in linear.parts):
             self._noted[name] = (linear, sizes, encoded)
 
@@ -109,7 +109,7 @@ class Shelf:
         return sum(whole(block.nbytes) for one in packed for block in _of(one))
 
     def write(self) -> int:
-        """What was noted, to the disk; the bytes of the file. Raises OSError, and leaves nothing then."""
+        """Write what was recorded; the bytes of the file. Raises OSError, and leaves nothing then."""
         blocks: list[memoryview] = []
         maps, at = dict[str, Any](), 0
         for name, (linear, (in_size, out_sizes), encoded) in self._noted.items():
@@ -123,7 +123,7 @@ class Shelf:
                 parts.append(_describe_part(packed, rounding, places) | {"names": _take(left, packed.n_out)})
             maps[name] = {"in": in_size, "out": list(out_sizes), "encoded": dict(encoded), "parts": parts}
         header = {"key": self.key, "source": self.source, "nbytes": at, "maps": maps}
-        # Whoever may read the model may read this: a container's image is built by another user.
+        # Users that may read the model may read this, because a container's image is built by another user.
         mode = 0o600 | Path(self.source).stat().st_mode & 0o044
         return write_whole(self.path, encode_header(json.dumps(header).encode()), blocks, at, mode)
 

@@ -34,7 +34,7 @@ SUFFIX, UNFINISHED = ".packed", ".partial"
 LINE = 64  # bytes that tiles begin at a multiple of
 _START = struct.Struct("<8sQ32s")
 _PAGE = 4096
-_ABANDONED_S = 3600  # after which a file that nobody finished is removed
+_ABANDONED_S = 3600  # after which an unfinished file is removed
 _FIELDS = {"key": dict, "source": str, "nbytes": int, "maps": dict}
 _NAME_BYTES = 160
 _NAME = re.compile(r"(?P<model>.+)-[0-9a-f]{16}")
@@ -94,7 +94,9 @@ def _files(folder: Path | None, suffix: str) -> list[Path]:
 
 
 def clear(folder: Path, model: str | None = None) -> int:
-    """Remove the packed weights of a model, or all; the bytes they took. Who has them mapped keeps them.
+    """Remove the packed weights of a model, or all; the bytes they took.
+
+    Processes that have them mapped keep them.
 
     model: its name, its path or its Hub id. Raises OSError for what cannot be removed.
     """
@@ -123,7 +125,7 @@ def whole(nbytes: int) -> int:
 
 
 def encode_header(header: bytes) -> bytes:
-    """All that stands before the tiles."""
+    """The bytes of a file before its tiles: the header, filled up to whole pages."""
     raw = _START.pack(MAGIC, len(header), hashlib.blake2b(header, digest_size=32).digest()) + header
     return raw + bytes(-len(raw) % _PAGE)
 
@@ -153,7 +155,7 @@ def write_whole(
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    """A full disk says so at once. Raises OSError; where nothing can be reserved, writing will tell."""
+    """Reserve the disk space, so that a full disk fails at once with OSError. Not every file system can."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(descriptor, 0, nbytes)

@@ -1,4 +1,4 @@
-"""bitsandbytes' four bits: nibbles that index a table, with their sizes told by a JSON text in a tensor."""
+"""bitsandbytes' four bits: nibbles that index a table, with their sizes in a JSON text in a tensor."""
 
 from __future__ import annotations
 

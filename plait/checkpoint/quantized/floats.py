@@ -35,7 +35,7 @@ def fp8(parts: WeightParts) -> StoredWeight:
 
 
 def unscaled_fp8(parts: WeightParts) -> StoredWeight:
-    """weight e4m3 [out, in] whose numbers mean what they are."""
+    """weight e4m3 [out, in] with numbers that have no scale."""
     shape = parts.need("plain", "float8_e4m3fn")
 
     def read() -> Fp8:

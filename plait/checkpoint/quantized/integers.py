@@ -59,7 +59,10 @@ def _gptq_bits(parts: WeightParts, words: int) -> int:
 
 
 def _is_one_less(parts: WeightParts, zeros: Tensor, bits: int) -> bool:
-    """Are zero points stored as GPTQ's first version did? Where nobody says: unless all are in the middle."""
+    """Whether zero points are one too small, as in GPTQ's first version.
+
+    Where the config has no word on it, they are, unless all are in the middle.
+    """
     said = parts.options.plus_one
     return not bool((zeros == 1 << (bits - 1)).all()) if said is None else said
 
@@ -139,7 +142,7 @@ def _find_bits(parts: WeightParts, cols: int, words: int) -> int:
 
 
 def _scale_columns(parts: WeightParts, rows: int, cols: int) -> int:
-    """How many scales a row has, whether it is told by number, by channel or by group."""
+    """How many scales a row has: one number for all, one per channel, or one per group."""
     shape = parts.need("scale", *FLOATS, dims=(0, 1, 2, 3))
     if prod(shape) == 1 or shape in ((rows,), (rows, 1)):
         return 1

@@ -1,8 +1,8 @@
-"""A checkpoint whose quantized tensors look like plain weights.
+"""A checkpoint with quantized tensors that look like plain weights.
 
 What an exporter stored as several tensors, `X.qweight` with `X.scales` and more, is one here: `X.weight`, in
-its true shape. So no family knows how a checkpoint is packed. Which layout it is, is told by which tensors
-there are and by their dtypes; sizes are checked from the headers, numbers when the weight is read.
+its true shape. So no family knows how a checkpoint is packed. The layout follows from which tensors there
+are and from their dtypes. Sizes are checked from the headers, numbers when the weight is read.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _group_parts(files: Files) -> dict[str, dict[str, str]]:
 
 
 def _is_packed(name: str, parts: Mapping[str, str], files: Files) -> bool:
-    """Not everything whose name ends like a part is one: `X_scales` alone is somebody's own tensor."""
+    """Whether these are parts of one weight; `X_scales` alone is a tensor of the model's own, for example."""
     if "blocks" in parts:
         return files.format_of(parts["blocks"]) == "uint8"
     if parts.keys() == {"scale_inv"} or parts.keys() == {"absmax"}:

@@ -1,8 +1,8 @@
 """How a checkpoint says that it is quantized: every dialect of `quantization_config` as one kind of data.
 
-It stands in config.json, or in a file of its own beside the weights. What is packed how is told by the
-tensors themselves (`packed`); a scheme says what they cannot tell (which zero points, how large a
-block), and what must agree with them. A method that is not read is refused here, by its name.
+It is in config.json, or in a file of its own beside the weights. The tensors themselves show how each is
+packed (`packed`). A scheme says what they cannot show (which zero points, how large a block), and what
+must agree with them. A method that is not read is refused here, by its name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Rule:
     """What some modules have instead. `options` None: they are not quantized.
 
     names: modules, meant with all that is in them; anywhere: or parts of their names between dots; pattern:
-    an expression for the start of a name, compiled by `regex`, whose matching can be given up.
+    an expression for the start of a name, compiled by `regex`, because its matching can be given up.
     """
 
     options: Options | None
@@ -86,7 +86,7 @@ class Scheme:
     rules: tuple[Rule, ...] = ()
 
     def of(self, module: str) -> Options | None:
-        """What is said of one module, like 'model.layers.0.mlp.up_proj'; None if it is not quantized."""
+        """The options of one module, like 'model.layers.0.mlp.up_proj'; None if it is not quantized."""
         words = module[:256].split(".")
         return next((rule.options for rule in self.rules if rule.speaks_of(words)), self.options)
 
@@ -94,9 +94,9 @@ class Scheme:
 def find_scheme(
     config: Mapping[str, Any] | None, beside: Mapping[str, Path] = MappingProxyType({})
 ) -> Scheme | None:
-    """The scheme of a checkpoint; None if nobody speaks of one.
+    """The scheme of a checkpoint; None if no file has one.
 
-    config: its config.json; beside: files beside the weights, by name, of which BESIDE may have it.
+    config: its config.json; `beside`: files beside the weights, by name, of which `BESIDE` may have it.
 
     Raises UnsupportedFormat for a method that is not read, BadFile for one that cannot be understood.
     """

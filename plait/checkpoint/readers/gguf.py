@@ -122,7 +122,7 @@ class GgufFile:
         return self._entry(name).nbytes
 
     def read(self, name: str) -> Gguf | Fp4 | Tensor:
-        """A view of the file. Plain types have their shape and dtype; block types are a `Gguf` whose rows are
+        """A view of the file. Plain types have their shape and dtype; block types are a `Gguf` with rows of
         all dimensions but the last, flattened. A vector of a block type is decoded, to float32. NVFP4 with a
         factor is an `Fp4`, a copy.
         """

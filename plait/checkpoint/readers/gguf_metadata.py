@@ -1,7 +1,7 @@
-"""The metadata of a GGUF file. Long lists stay in the file: a vocabulary is read when it is asked for.
+"""The metadata of a GGUF file. Long lists stay in the file: a vocabulary is read on request.
 
-Nothing is believed: every count and length is checked against what is left of the file before anything is
-made of it, also in lists that stay where they are.
+Nothing is believed. Every count and length is checked against what is left of the file before it is used,
+also in lists that stay where they are.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class MetadataCursor:
 class FileMetadata(Mapping[str, Any]):
     """key -> int, float, bool, str or list (of these, or of lists), in the file's order.
 
-    A long list is made anew each time it is asked for, `items` and `values` do so with all: whoever needs one
+    A long list is made anew on each access; `items` and `values` do so with all. A caller that needs one
     twice keeps it. As with weights, the file must stay what it was.
     `value_types`: key -> GGUF's number for the type of its value, and for a list that of its elements.
     Raises BadFile, all of it when it is opened.

@@ -2,7 +2,7 @@
 
 `general.architecture` is "plait". Tensors have the names, shapes and numbers of the checkpoint that the file
 was made from; `plait.config` is its config.json as one string (absent if it had none), so that whatever reads
-that checkpoint reads the file. Names that GGUF has no room for are in a list, and numbers stand for them.
+that checkpoint reads the file. Names that are too long for GGUF are in a list, and numbers stand for them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ARCHITECTURE = "plait"
 CONFIG = "plait.config"
 NAMES = "plait.tensor_names"  # of the tensors that are called `stand_in(n)`, n counting them
 Entry = TypeVar("Entry")
-MAX_NAME_BYTES = 63  # of a tensor's name for ggml, whose strings end with a zero
+MAX_NAME_BYTES = 63  # of a tensor's name for ggml, because its strings end with a zero
 
 
 def is_own(metadata: Mapping[str, Any] | None) -> bool:
@@ -36,7 +36,7 @@ def own_config(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def stand_in(number: int) -> str:
-    """What a tensor is called whose name is too long."""
+    """The name that stands for one that is too long."""
     return f"plait.{number}"
 
 

@@ -115,7 +115,7 @@ class SafetensorsFiles:
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
-    """The tensors of one file, whose bytes must fill the rest of it exactly."""
+    """The tensors of one file. Their bytes must fill the rest of it exactly."""
     mapped = map_file(path)
     size = len(mapped)
     if size < 8:

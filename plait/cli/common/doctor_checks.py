@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class DoctorRequest:
-    """The options a start would get, which are checked against the machine."""
+    """The options a startup would get, which are checked against the machine."""
 
     threads: int | None = None
     cache_dir: str | None = None
@@ -115,7 +115,7 @@ def memory_facts() -> Facts:
 
 
 def gpu_facts() -> list[Facts]:
-    """NVIDIA devices, as their driver tells."""
+    """NVIDIA devices, as their driver reports them."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return [{"name": "an NVIDIA device", "driver": text(NVIDIA).splitlines()[0]}] if text(NVIDIA) else []
@@ -130,7 +130,7 @@ def gpu_facts() -> list[Facts]:
 
 
 def wall_facts() -> list[str]:
-    """What keeps in the process that renders chat templates, and the one that tries grammars out."""
+    """What confines the process that renders chat templates, and the one that tries grammars out."""
     sandbox = Sandbox()
     try:
         return sandbox.start()
@@ -141,7 +141,7 @@ def wall_facts() -> list[str]:
 
 
 def torch_facts() -> Facts:
-    """torch's build, read from its files; whether it finds a GPU is asked only if there seems to be one."""
+    """torch's build, read from its files; whether it finds a GPU is checked only if there seems to be one."""
     spec = find_spec("torch")
     root = Path(spec.origin).parent if spec is not None and spec.origin else None
     if root is None:

@@ -1,4 +1,4 @@
-"""Help that a beginner can read: options in groups, the few that everybody needs first."""
+"""Help that a beginner can read: options in groups, the few that every user needs first."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MESSAGES = {"--quiet", "--verbose", "--debug", "--help"}
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists its options by GROUPS, then those of its own."""
+    """A command with a help that lists its options by GROUPS, then those of its own."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         listed = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]

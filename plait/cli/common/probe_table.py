@@ -72,7 +72,7 @@ def choice_facts(choice: ProbeDecision | None) -> dict[str, Any]:
 
 
 def probe_rows(tried: Mapping[str, Any]) -> list[Row]:
-    """(mark, values, loss, what is to be said), the chosen one of each quantity marked."""
+    """(mark, values, loss, remark), the chosen one of each quantity marked."""
     rows: list[Row] = []
     for quantity in tried["quantities"]:
         for trial in quantity["tried"]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-MIN_PROMPT, MIN_WRITTEN = 64, 8  # tokens from which on it is said how fast they were read, or written
+MIN_PROMPT, MIN_WRITTEN = 64, 8  # tokens from which on their speed is reported, read or written
 FIRST = "reading headers"  # a model may have to be fetched for that, which draws bars of its own
 
 
@@ -129,7 +129,7 @@ class Clock:
             self._num_tokens = num_tokens
 
     def context_note(self, max_model_len: int) -> str | None:
-        """What to say where prompt and text fill the context, in tokens; None where there is room left."""
+        """What to say where prompt and text fill the context, in tokens; None where it is not full."""
         if self._num_prompt_tokens + self._num_tokens < max_model_len:
             return None
         return (
@@ -140,7 +140,7 @@ class Clock:
     def __str__(self) -> str:
         """`120 prompt tokens, 340 tok/s · first token after 0.35 s · 100 tokens, 25.3 tok/s`.
 
-        A speed needs enough tokens to be one: of a few, a step's own time would be told as if it were theirs.
+        A speed needs enough tokens, because a step's own time would be reported as that of a few.
         """
         if not self._num_tokens:
             return f"{_count_text(self._num_prompt_tokens, 'prompt token')} · no token written"

@@ -46,7 +46,7 @@ _GUESSED = 1024
 
 
 def file_type(stored: Iterable[StorageForm]) -> int:
-    """The number of the storage that most bytes of linear maps have."""
+    """The number of the storage that most bytes of linear layers have."""
     sizes: Counter[str] = Counter()
     for one in stored:
         if is_map(one.made):

@@ -118,7 +118,7 @@ def _attention(spec: ModelSpec) -> Values:
 
 
 def _kv_heads(spec: ModelSpec, each: list[AttentionSpec | None]) -> Any:
-    """A 0 marks a layer that does not attend; not where llama.cpp tells those layers by an interval."""
+    """A 0 marks a layer that does not attend; not where llama.cpp names those layers by an interval."""
     if _has_interval(spec):
         return _same([m.num_kv_heads for m in each if m], "number of key heads")
     return _per_layer([m.num_kv_heads if m else 0 for m in each])
@@ -132,7 +132,7 @@ def _has_interval(spec: ModelSpec) -> bool:
 
 
 def rope_keys(rope: RopeSpec, max_len: int, *, latent: bool = False) -> Values:
-    """The keys of rotary positions; divisors per frequency are tensors beside them."""
+    """The keys of rotary positions; divisors per frequency are tensors, not keys."""
     values: Values = {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
     p = rope.scaling
     match p.get("rope_type", "default"):
@@ -157,7 +157,7 @@ def rope_keys(rope: RopeSpec, max_len: int, *, latent: bool = False) -> Values:
 
 
 def _dynamic(rope: RopeSpec, max_len: int) -> Values:
-    """Plait's own key: llama.cpp does not read it, and is right up to the context that the file tells."""
+    """Plait's own key: llama.cpp does not read it, and is right up to the context that the file names."""
     plain = RopeSpec(rope.dim, rope.theta)
     if not torch.equal(frequencies(rope, max_len)[0], frequencies(plain, max_len)[0]):
         raise UnsupportedFormat("positions that are stretched by length (dynamic NTK) have no word")

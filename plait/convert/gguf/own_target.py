@@ -44,7 +44,7 @@ def own_target(made: Sequence[Made], config: Mapping[str, Any] | None) -> OwnTar
 
 
 def writable(kept: PassthroughTarget) -> list[Made]:
-    """All tensors but those that nobody reads and GGUF has no type or shape for, which are named."""
+    """All tensors, except unread ones that GGUF has no type or shape for; the log names those."""
     found = {made.name: (made, _is_writable(kept, made)) for made in kept.made()}
     if left_out := [name for name, (_, is_writable) in found.items() if not is_writable]:
         log.warning(

@@ -34,7 +34,7 @@ from plait.spec import (
 )
 
 FORM = "GGUF"
-# Families that are said in another's architecture; the others' own are those registered for them.
+# Families that are written as another's architecture; those of all others are registered for them.
 ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "mixtral": ("llama",),

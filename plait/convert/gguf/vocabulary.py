@@ -92,7 +92,7 @@ def _collect_keys(opened: Opened, directory: Path, tokenizer: Tokenizer) -> dict
 
 
 def read_carried_files(directory: Path) -> dict[str, str]:
-    """tokenizer.json and what stands beside it, as text, under the keys that Plait reads."""
+    """tokenizer.json and the files next to it, as text, under the keys that Plait reads."""
     found = {key: directory / name for key, name in FILES.items() if (directory / name).exists()}
     return (
         {key: path.read_text(encoding="utf-8") for key, path in found.items()} if TOKENIZER in found else {}
@@ -157,7 +157,7 @@ def _other_files(directory: Path) -> dict[str, Any]:
 
 
 def _tokens(description: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[list[str], list[int]]:
-    """Texts and kinds by id; ids that nobody has are holes."""
+    """Texts and kinds by id; ids that no token has are holes."""
     model = description["model"]
     by_id = {i: text for text, i in model["vocab"].items()}
     added = {t["id"]: t for t in description.get("added_tokens") or ()}

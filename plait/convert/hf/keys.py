@@ -44,7 +44,7 @@ OWN = {
     ),
 }
 NULLABLE = {"q_lora_rank"}  # null says something
-_UNLISTED = {"jamba"}  # whose layers follow from a period
+_UNLISTED = {"jamba"}  # its layers follow from a period
 _NO_ATTENTION = {"mamba2", "mamba", "falcon_mamba"}
 LOCAL = {"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"}
 QWEN_SHARED = {"shared_intermediate_size": "shared_expert_intermediate_size"}
@@ -110,7 +110,7 @@ LISTED = {
 
 
 def config_json(config: Mapping[str, Any], spec: ModelSpec, dtype: str, tensors: Container[str]) -> Values:
-    """A config.json that says this model, in the words of transformers where it has them.
+    """A config.json that describes this model, in the words of transformers where it has them.
 
     tensors: our names of those that the model has, for what configs say of biases.
     """
@@ -132,7 +132,7 @@ def config_json(config: Mapping[str, Any], spec: ModelSpec, dtype: str, tensors:
 
 
 def _biases(spec: ModelSpec, tensors: Container[str]) -> Values:
-    """Whether linear maps have biases; transformers does not look at the tensors."""
+    """Whether linear layers have biases; transformers does not look at the tensors."""
     named = {
         "attention_bias": ("attn.q", "attn.q_a", "mix.q", "mix.attn.q"),
         "mlp_bias": ("ffn.up",),
@@ -188,7 +188,7 @@ def _attention(config: Mapping[str, Any], spec: ModelSpec, family: str) -> Value
         values["rope_parameters"] = parameters
         flat = parameters.get(FULL, parameters)
         values["rope_theta"] = flat["rope_theta"]
-        if flat["rope_type"] == "longrope":  # Phi 3 has it beside the parameters, too
+        if flat["rope_type"] == "longrope":  # Phi 3 has it next to the parameters, too
             values["original_max_position_embeddings"] = flat["original_max_position_embeddings"]
         if SLIDING in parameters:
             values["rope_local_base_freq"] = parameters[SLIDING]["rope_theta"]
@@ -316,7 +316,7 @@ def _dense_layers(config: Mapping[str, Any], spec: ModelSpec) -> Values:
 
 
 def _period(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    """Jamba's way to say which layers attend: each so manieth, from one on."""
+    """Jamba's way to say which layers attend: one in every `period`, from an offset on."""
     kinds = config["layer_types"]
     attends = [i for i, kind in enumerate(kinds) if kind == FULL]
     if not attends:

@@ -1,4 +1,4 @@
-"""`quantization_config`: how config.json tells that weights are packed, in the words of those who read it."""
+"""`quantization_config`: how config.json says that weights are packed, in the words of its readers."""
 
 from __future__ import annotations
 

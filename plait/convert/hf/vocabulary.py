@@ -165,7 +165,7 @@ def _config(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]
 
 
 def _wrap(library: tokenizers.Tokenizer, tokenizer: Tokenizer) -> None:
-    """What stands before and after every text, as the library's post-processor."""
+    """Tokens before and after every text, as the library's post-processor."""
     plain, wrapped = tokenizer.encode("a", add_special=False), tokenizer.encode("a")
     if wrapped == plain:
         return

@@ -18,7 +18,7 @@ NVFP4 = 64  # columns of a block of it
 
 
 def block_kind(value: Tensor | Weight) -> BlockType | None:
-    """The format of GGUF that says every number of the map exactly, if there is one.
+    """The format of GGUF that holds every number of the matrix exactly, if there is one.
 
     MXFP4 is MXFP4 there, integers of 4 and 8 bits around a middle zero are Q4_0 and Q8_0. NVFP4 is NVFP4, but
     for its factor, which is a tensor of its own: `factors`.
@@ -44,7 +44,7 @@ def _fits(value: Grouped) -> bool:
 
 
 def as_blocks(value: Weight, kind: BlockType) -> Gguf:
-    """The map in its `block_kind`."""
+    """The weight matrix in its `block_kind`."""
     if isinstance(value, Grouped):
         return Gguf(_integers(value), kind)
     if isinstance(value, Fp4):
@@ -84,9 +84,9 @@ def _nvfp4(value: Fp4) -> Tensor:
 
 
 def factors(values: Sequence[Tensor | Weight], count: int) -> Tensor | None:
-    """By what each of `count` equal parts of the rows of these NVFP4 maps is multiplied, float32 [count].
+    """The factor of each of `count` equal parts of the rows of these NVFP4 matrices, float32 [count].
 
-    None where a part has several numbers, or a map has no room for one.
+    None where a part has several factors, or a matrix is of a format without them.
     """
     if not all(isinstance(value, Fp4) for value in values):
         return None

@@ -1,4 +1,4 @@
-"""Which storage each tensor is written in: what was asked for, what must stay plain, what does not fit."""
+"""Which storage each tensor is written in: what was requested, what must stay plain, what does not fit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ class StorageChoice:
         return stored
 
     def _small(self, model: Numbers, made: Made) -> StorageForm:
-        """What is no linear map. llama.cpp wants float32; elsewhere, and unread, it stays as it is."""
+        """The form of a tensor that is no weight matrix.
+
+        llama.cpp needs float32. In safetensors, or unread, the tensor stays as it is.
+        """
         if not made.roles:
             there = _blocks_of(model, made) if self.form == "gguf" else None
             if there is not None:
@@ -91,7 +94,7 @@ class StorageChoice:
         return BlockStorage(packed, how.kind, how, self.threads)
 
     def _packed(self, model: Numbers, made: Made, wanted: str) -> StorageForm | None:
-        """fp8 or int4, for a map of two dimensions inside the layers."""
+        """fp8 or int4, for a weight matrix of two dimensions inside the layers."""
         if _is_end(made) or len(made.shape) != 2 or not made.name.endswith(".weight"):
             return None
         if wanted == "fp8":
@@ -115,7 +118,7 @@ class StorageChoice:
 
 
 def find_storage(quantize: str | None, form: str) -> str | None:
-    """The storage asked for, if files of this form hold it. Raises ConfigError."""
+    """The requested storage, if files of this form hold it. Raises ConfigError."""
     if quantize is None:
         return None
     name = quantize.lower()
@@ -131,12 +134,12 @@ def find_storage(quantize: str | None, form: str) -> str | None:
 
 
 def is_map(made: Made) -> bool:
-    """Whether this is a linear map or a table of vectors, which is what quantization is for."""
+    """Whether this is a weight matrix or a table of vectors, which is what quantization is for."""
     return bool(made.roles) and all(map(is_map_name, made.roles)) and len(made.shape) > 1
 
 
 def is_map_name(ours: str) -> bool:
-    """Whether our tensor of this name is a linear map that may be quantized."""
+    """Whether our tensor of this name is a weight matrix that may be quantized."""
     *_, name, kind = ("", *ours.split("."))
     return kind == "weight" and name not in KEPT and "norm" not in name
 
@@ -169,7 +172,7 @@ def _blocks_of(model: Numbers, made: Made) -> BlockType | None:
 
 
 def nvfp4_factors(model: Numbers, made: Made) -> Factors | None:
-    """The tensor that GGUF has beside a map in NVFP4, if it can be one."""
+    """The tensor of factors that GGUF has next to a matrix in NVFP4, if it can be one."""
     by = factors([model.read(part.ours) for part in made.parts], made.shape[0] if len(made.shape) == 3 else 1)
     if by is None or not made.name.endswith(".weight"):
         return None
@@ -189,7 +192,7 @@ def _dtype_of(model: Numbers, made: Made) -> torch.dtype:
 
 
 def _float_of(model: Numbers, made: Made) -> torch.dtype:
-    """The dtype of a map's numbers; float16 for what comes out of blocks, whose scales are float16."""
+    """The dtype of a matrix's numbers; float16 for those decoded from blocks, because scales are float16."""
     found = {dtype for part in made.parts for dtype in _stored_dtypes(model, part.ours)}
     return found.pop() if len(found) == 1 else torch.float32
 

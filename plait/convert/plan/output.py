@@ -1,7 +1,7 @@
-"""Where the result goes: written beside its place, and put there when it is whole.
+"""Where the result goes: written next to its place, and moved there when it is whole.
 
-Nothing half-written is ever under the name that was asked for, and what was begun is removed when anything
-goes wrong. Only a killed process can leave its temporary file, whose name says what it is.
+Nothing half-written is ever under the requested name, and what was begun is removed when anything
+goes wrong. Only a killed process can leave its temporary file, with a name that says what it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same layout in another storage: every tensor keeps its name, the files beside it stay as they are."""
+"""The same layout in another storage: every tensor keeps its name, the other files stay as they are."""
 
 from __future__ import annotations
 
@@ -110,8 +110,10 @@ class PassthroughTarget:
         return Made(name, (count, cols, rows), tuple(parts), roles, is_packed=not is_packed)
 
     def _how_it_lies(self, name: str, shape: tuple[int, ...], roles: Sequence[str], is_packed: bool) -> str:
-        """Whether what reads this stack takes a packed one, whose matrices lie one below the other, as it
-        takes a plain one ("alike"), or a plain one turned; the same for stacks of one name and shape.
+        """How a recipe reads a packed stack, in which matrices lie one below the other.
+
+        "alike": as it reads a plain one; "turned": as a plain one turned; "odd": neither. It is the same for
+        all stacks of one name and shape.
         """
         key = re.sub(r"\d+", "0", name), shape
         if key not in self._lies:
@@ -122,7 +124,10 @@ class PassthroughTarget:
         return self._lies[key]
 
     def _reads(self, ours: str, name: str, way: str, is_packed: bool) -> bool:
-        """Its recipe is shown a stack that is numbered by rows, and one by columns, in both forms."""
+        """Whether a recipe reads a stack this `way`.
+
+        It runs on stacks that are numbered by rows and by columns, in both forms.
+        """
         wanted, (*stack, rows, cols) = self._model.wanted[ours], self.wanted[name].shape
         if isinstance(wanted.source, str):
             return False

@@ -43,7 +43,7 @@ class Numbers(Protocol):
 
 
 class RecordingNameMap(NameMap):
-    """A name map that remembers what it was asked for."""
+    """A name map that records which names were resolved."""
 
     def __init__(self, names: NameMap) -> None:
         super().__init__()

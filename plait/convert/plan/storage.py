@@ -95,7 +95,7 @@ class BlockStorage:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What NVFP4's blocks are multiplied by, beside them: one number, or one for each matrix of a stack."""
+    """A tensor of factors of NVFP4's blocks: one number, or one for each matrix of a stack."""
 
     made: Made
     values: Tensor  # float32 [n]
@@ -192,7 +192,7 @@ class Int4Groups:
 class Mxfp4Stack:
     """Experts as gpt-oss was published: four-bit floats, out of GGUF's MXFP4; rows as the parts' alternate.
 
-    `made` is the plain stack, whose matrices lie turned.
+    `made` is the plain stack, in which matrices lie turned.
     """
 
     made: Made
@@ -242,7 +242,7 @@ def _numbers(model: Numbers, made: Made, dtype: torch.dtype = torch.float32) -> 
 
 
 def _rows_of(multiple: int, found: Iterator[Tensor]) -> Iterator[Tensor]:
-    """The same rows in pieces of a multiple of so many rows; the last takes what is left."""
+    """The same rows in chunks of a multiple of so many rows; the last takes what is left."""
     held: list[Tensor] = []
     count = 0
     for piece in found:

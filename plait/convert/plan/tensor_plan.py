@@ -1,7 +1,7 @@
 """From our tensors to those of another layout: which of ours make up each of theirs, and how they change.
 
 A target's name map says how *its* tensors become ours; `Back` of each recipe says the way back. What comes
-out are `Made`s: tensors to be written, whose rows are those of their parts, one part after the other.
+out are `Made`s: tensors to be written, with the rows of their parts, one part after the other.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class TensorPart:
 class Made:
     """One tensor to be written.
 
-    `roles`: what it is to the model, as our names; () if nobody reads it. `order`: its rows as rows of all
-    parts one after another, None if they stand so. `join`: what makes one of every `joined` parts instead.
-    `turned`: of a stack whose matrices lie otherwise when packed than when plain, the other way round to
-    write it; `is_packed`: which of the two this is; `is_odd`: nobody knows how it would lie packed.
+    `roles`: what it is to the model, as our names; () if no mixer reads it. `order`: its rows as rows of all
+    parts one after another, None if they are so. `join`: what makes one of every `joined` parts instead.
+    `turned`: the other way round to write a stack, if its matrices lie otherwise when packed than when
+    plain. `is_packed`: which of the two this is. `is_odd`: it is not known how it would lie packed.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Made:
 
 
 def plan_tensors(wanted: Mapping[str, NeededTensor], names: NameMap, form: str) -> list[Made]:
-    """What a target with these names has to hold. Raises UnsupportedFormat where nobody knows the way back.
+    """What a target with these names has to hold. Raises UnsupportedFormat where no recipe has a way back.
 
     form: what the target is called in errors.
     """
@@ -152,9 +152,9 @@ def _plan_tensor(
 
 
 def _by_rows(theirs: str, places: list[TensorPlace], wanted: Mapping[str, NeededTensor], form: str) -> Made:
-    """A tensor whose rows are ours in another order: the recipes are asked which rows they take.
+    """A tensor with our rows in another order: running the recipes shows which rows they take.
 
-    They are shown a tensor whose numbers are those of its rows. If each row is taken once, and nothing else
+    They run on a tensor in which every number is that of its row. If each row is taken once, and nothing else
     is done, the rows can be put back. Raises UnsupportedFormat.
     """
     shapes = [wanted[p.ours].shape for p in places]

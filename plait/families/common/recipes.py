@@ -1,4 +1,4 @@
-"""The tables and recipes that families share: whose tensor is ours, and what undoes another's layout."""
+"""Tables and recipes that families share: which tensor of theirs is ours, and what undoes their layout."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def conv(source: str) -> Derived:
 
 
 def half(index: int, source: str) -> Derived:
-    """gate (0) or up (1) of a fused gate_up, whose first rows are the gate's."""
+    """gate (0) or up (1) of a fused gate_up, in which the gate's rows come first."""
     return Derived(lambda w, **_: _half(w, index), (source,), (Back(at=index, of=2),))
 
 
@@ -163,7 +163,7 @@ def _choices(target: Source | tuple[Source, ...]) -> tuple[Source, ...]:
 
 
 def at(prefixes: tuple[str, ...], table: Callable[[str], Rules]) -> dict[str, tuple[Source, ...]]:
-    """A table whose names all begin with one of several prefixes."""
+    """A table of names that all begin with one of several prefixes."""
     return either(*(table(prefix) for prefix in prefixes))
 
 
@@ -209,7 +209,7 @@ def expert_tensors(
 
 
 def mixtral_experts(ours: str, theirs: str, count: int) -> dict[str, tuple[Source, ...]]:
-    """Experts whose maps have numbers, w1 gate, w2 down, w3 up, or stacked as transformers 5 keeps them."""
+    """Experts with numbered weights (w1 gate, w2 down, w3 up), or stacked as transformers 5 keeps them."""
     one = f"{theirs}.experts.{{e}}"
     numbers = zip(("gate", "down", "up"), ("w1", "w2", "w3"), strict=True)
     alone: Rules = {f"{ours}.experts.{{e}}.{x}.weight": f"{one}.{w}.weight" for x, w in numbers}
@@ -226,7 +226,7 @@ def attention_tensors(ours: str, theirs: str) -> dict[str, Source]:
 
 
 def transformer(prefix: str = "model.") -> dict[str, Source]:
-    """The names that Llama gave to everybody: attention, feed-forward, two norms."""
+    """The names that most families took from Llama: attention, feed-forward, two norms."""
     layer = f"{prefix}layers.{{i}}"
     return {
         **ends(prefix),

@@ -21,7 +21,7 @@ Build = Callable[[Config], tuple[ModelSpec, NameMap]]
 
 
 class UnknownArchitecture(UnsupportedModel):
-    """A config that names no architecture at all, or one that nobody registered."""
+    """A config that names no architecture at all, or one that no family registered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ def mamba1(c: Config, **changes: Any) -> Mamba1Spec:
 
 
 def require_silu(c: Config, name: str) -> None:
-    """Raises UnsupportedModel for a state space whose activation is another than SiLU."""
+    """Raises UnsupportedModel for a state space with an activation other than SiLU."""
     if (kind := c.get("hidden_act", "silu")) != "silu":
         raise UnsupportedModel(f"hidden_act {kind!r} is not implemented for {name}; known: silu")
 

@@ -34,7 +34,7 @@ class Tensors:
             else:
                 self.ends[name] = tuple(shape)
         for i in [i for i, layer in self.layers.items() if any(m in layer for m in MTP)]:
-            del self.layers[i]  # guesses a second token; not part of the model
+            del self.layers[i]  # drafts a second token; not part of the model
         if not self.layers:
             raise UnsupportedModel(
                 f"no tensor of {', '.join(sorted(shapes)[:4])}… is called '…layers.N.…': no model Plait knows"
@@ -99,5 +99,5 @@ class Tensors:
 
 
 def is_aside(name: str) -> bool:
-    """Of a part that sees or hears, or guesses a second token: not of the text model."""
+    """Whether a tensor is of a part that sees, hears or drafts a second token: not of the text model."""
     return name.startswith(OTHERS) or name.startswith(tuple(f"model.{o}" for o in OTHERS))

@@ -1,7 +1,7 @@
 """Numbers that no model has: configs come from anywhere, and are multiplied, divided by and allocated.
 
-Keys are checked as they are written, so that a message can name them; a spec is checked once it is built,
-for what only shows when values are put together.
+Keys are checked as they are written, so that a message can name them. A spec is checked once it is built,
+because some faults only show when values are put together.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUMBERS = (
     *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "mamba_expand"),
 )
 _KINDS: Mapping[str, type | tuple[type, ...]] = {"int": int, "float": (int, float)}  # of fields of a spec
-# What goes wrong when values of a wrong kind are used; each is told as what the config's values do.
+# Errors that values of a wrong kind raise where they are used; each is reported as the config's fault.
 _FAULTS = (
     *(TypeError, ValueError, ArithmeticError, AttributeError, LookupError),
     *(RuntimeError, MemoryError),  # torch's, and RecursionError
@@ -70,7 +70,7 @@ def check_config(c: Mapping[str, Any], source: str = "config.json") -> None:
 
 @contextmanager
 def blame_config(source: str = "config.json") -> Iterator[None]:
-    """A fault over values of a wrong kind is the config's, and is told so, as UnsupportedModel."""
+    """Report an error over values of a wrong kind as the config's fault, as UnsupportedModel."""
     try:
         yield
     except PlaitError as error:

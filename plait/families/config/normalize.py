@@ -4,7 +4,7 @@ What comes out (besides every key that went in): `hidden_size num_hidden_layers 
 num_attention_heads num_key_value_heads head_dim sliding_window max_position_embeddings`; `rope_parameters`,
 one dict per kind of attention layer; `layer_types`, one word per layer; and for mixtures of experts
 `num_experts num_experts_per_tok moe_intermediate_size mlp_layer_types`. Keys that change the arithmetic and
-that nobody honours are refused by name.
+that no family honours are refused by name.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def normalize(
     """A raw config, in the one vocabulary of this module's docstring.
 
     defaults: the family's values of absent keys; honours: the keys of NEUTRAL it takes care of. Raises
-    UnsupportedModel for a word that is not known or a key that nobody honours.
+    UnsupportedModel for a word that is not known or a key that no family honours.
     """
     flat = flatten(config)
     _refuse(flat, honours)
@@ -300,7 +300,7 @@ def _linear_kinds(c: Config) -> list[str] | None:
     count = range(c.get("num_hidden_layers") or 0)
     if types := c.get("attn_type_list"):  # MiniMax-01
         return [FULL if kind else LINEAR for kind in types]
-    if cycle := c.get("block_types"):  # RecurrentGemma, whose attention has a window
+    if cycle := c.get("block_types"):  # RecurrentGemma, in which attention has a window
         words = {"recurrent": LINEAR, "attention": SLIDING}
         return [_word(cycle[i % len(cycle)], words, "block_types") for i in count]
     if full := (c.get("linear_attn_config") or NOTHING).get("full_attn_layers"):  # Kimi, from 1

@@ -1,4 +1,4 @@
-"""What no shape tells: the values in use, by architecture, vocabulary and size. Provenance says "default"."""
+"""Usual values that no shape shows, by architecture, vocabulary and size. Provenance says "default"."""
 
 from __future__ import annotations
 

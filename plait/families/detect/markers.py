@@ -31,7 +31,7 @@ def _norm_is_over_all_heads(t: Tensors) -> bool:
 
 
 def _is_smollm3(t: Tensors) -> bool:
-    """Its tensors are Llama's; nobody else has these sizes."""
+    """Its tensors are Llama's; no other model has these sizes."""
     return (t.get("vocab_size"), t.get("hidden_size"), len(t.layers)) == (128256, 2048, 36)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from plait.families.common.tensors import Tensors
 
-# hidden size, key and value heads -> (rope theta, what logits are multiplied by, longest sequence, whose)
+# hidden size, key and value heads -> (rope theta, what logits are multiplied by, longest sequence, model)
 COHERE: Mapping[tuple[int, int], tuple[float, float, int, str]] = {
     (12288, 8): (75e6, 0.8333333333333334, 131_072, "Command R+"),
     (8192, 64): (8e6, 0.0625, 131_072, "Command R; Aya 23 35B has the same shapes"),
@@ -26,7 +26,7 @@ PHI_4_MINI = [
 
 
 def fill_cohere(t: Tensors, architecture: str, rope_known: bool) -> None:
-    """Command R, R+ and Aya by their sizes; Command A, whose layers have windows, is told by its marker."""
+    """Command R, R+ and Aya by their sizes; Command A, with windows in its layers, by its marker."""
     if architecture == "Cohere2ForCausalLM":
         t.default("rope_theta", 5e4, "usual for Command A and R7B")
         t.default("logit_scale", 0.25, "usual for Command A and R7B")
@@ -65,7 +65,7 @@ def _fill_phi_4_mini(t: Tensors) -> None:
 
 
 def _fill_phi_3(t: Tensors) -> None:
-    """No tensor tells versions for 4,096 tokens from those for 131,072, whose factors only a config has."""
+    """Phi 3 for 4,096 tokens. Those for 131,072 have the same tensors, and factors that need a config."""
     longest = t.get("max_position_embeddings")
     if longest is None:
         why = "of 4k; those of 128k have the same tensors, and rope_scaling that only their config has"

@@ -1,4 +1,4 @@
-"""GGUF architectures by their names: each family tells how its metadata reads, beside the family itself."""
+"""GGUF architectures by name: each family says how its metadata reads, in the family's own file."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def gguf_arch(
 
 
 def plain_arch(name: str, architecture: str, *, names: Names | None = None, **constants: Any) -> None:
-    """Register an architecture whose metadata says it all."""
+    """Register an architecture with metadata that says it all."""
     gguf_arch(name, architecture, constants=constants, names=names)(_nothing)
 
 
@@ -97,6 +97,6 @@ def windows(m: Metadata, period: int) -> None:
 
 
 def head_size(m: Metadata) -> None:
-    """Mamba2's heads: the format tells their number and the width of all."""
+    """Mamba2's heads: the format has their number and the width of all."""
     width = m.config["mamba_d_ssm"] // m.config["mamba_n_heads"]
     m.put("mamba_d_head", width, f"{FILE} {m.prefix}ssm")

@@ -1,7 +1,7 @@
 """GGUF: metadata as a config that the families read, and one table of names for all of them.
 
-llama.cpp's converters change numbers as well as names; what they folded in (Gemma's 1 + w, A = -exp(A_log),
-Falcon-H1's multipliers) is simply not undone, and rows of q and k that they reordered stay so, with
+llama.cpp's converters change numbers as well as names. What they folded in (Gemma's 1 + w, A = -exp(A_log),
+Falcon-H1's multipliers) is simply not undone. Rows of q and k that they reordered stay so, with
 interleaved rope.
 """
 
@@ -63,7 +63,7 @@ KEYS: Mapping[str, str] = {
 def gguf_config(
     metadata: Mapping[str, Any], shapes: Shapes, read: Callable[[str], Tensor]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """(config, provenance). `read` is asked for divisors of frequencies alone. Raises UnsupportedModel."""
+    """(config, provenance). `read` is called for divisors of frequencies alone. Raises UnsupportedModel."""
     arch = str(metadata.get("general.architecture"))
     entry = _arch(arch)
     m = Metadata(metadata, shapes)
@@ -155,7 +155,7 @@ def _scaling(m: Metadata) -> dict[str, Any]:
 
 
 def _usual(scaling: Mapping[str, Any]) -> float:
-    """What YaRN multiplies cos and sin by where nothing else is said."""
+    """What YaRN multiplies cos and sin by where nothing else is given."""
     return yarn_mscale(scaling["factor"], 1.0)
 
 

@@ -1,7 +1,7 @@
 """The words of oxidizr's config.json, its training file and the sectioned documents of servers like it.
 
-All of them become one flat mapping of canonical keys. `OxidizrFacts` then completes it from the tensors,
-remembers where every value came from, and collects everything that does not fit, to be said at once.
+All of them become one flat mapping of canonical keys. `OxidizrFacts` then completes it from the tensors and
+remembers where every value came from. It collects everything that does not fit, for one error.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class OxidizrFacts:
             self.values[key], self.provenance[key] = value, where
 
     def given(self, key: str) -> Any:
-        """What the config says, or what a tensor said before; None if nobody has."""
+        """The config's value, or what a tensor showed before; None if neither has one."""
         return self.values.get(key)
 
     def tensor(self, key: str, value: Any, source: str) -> Any:
@@ -140,7 +140,7 @@ class OxidizrFacts:
         return value
 
     def default(self, key: str, value: Any, why: str = "") -> Any:
-        """A value that no tensor tells: the config's, else this one."""
+        """A value that no tensor shows: the config's, else this one."""
         if self.values.get(key) is None:
             self.values[key] = value
             self.provenance[key] = f"default ({value}{f': {why}' if why else ''})"

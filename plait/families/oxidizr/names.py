@@ -1,6 +1,6 @@
 """What the tensors of an oxidizr checkpoint are called, in every convention, and what they are in ours.
 
-Three conventions tell the same model: the trainer's own (A), the one its first server's pages describe (B),
+Three conventions name the same model: the trainer's own (A), the one its first server's pages describe (B),
 and the one another framework asks for (C); each with or without a leading `model.`. A layer is known by its
 tensors.
 """
@@ -148,7 +148,7 @@ def _leaf_of_a(layer: Layer, branch: str, leaf: str) -> str:
 
 
 def read_catalog(names: Iterable[str]) -> Catalog:
-    """Sort a checkpoint's names. Raises UnsupportedModel or MissingTensor if the layers cannot be told."""
+    """Sort a checkpoint's names. Raises UnsupportedModel or MissingTensor if the layers are not clear."""
     leaves: dict[int, dict[str, str]] = {}
     ours: dict[str, str] = {}
     odd: list[str] = []

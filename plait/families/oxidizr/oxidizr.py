@@ -1,7 +1,7 @@
 """oxidizr's checkpoints: Mamba1, Mamba2 or Mamba3 layers and MLA + MoE or GQA + MLP layers, in any mixture.
 
-There is no `model_type` in them. What a layer is, and every size but a few, is told by the tensors; the
-config, when there is one, is held against them.
+There is no `model_type` in them. The tensors show what a layer is, and every size but a
+few; the config, when there is one, is checked against them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAYER = r"(?:model\.)?layers\.\d+\."
 OWN_NAMES = re.compile(
     LAYER + r"(mamba[23]\.mixer\.|mamba\.a_log$|self_attn\.w_(dkv|dq|uk)\.|moe\.router\.gate\.)"
 )
-# These are told from other formats' only where no config speaks for them.
+# These are taken for oxidizr's, not for another format's, only where no config says what they are.
 LIKELY_NAMES = re.compile(
     r"layers\.\d+\."
     rf"|{LAYER}(mixer\.A_log$|attn\.kv_a_proj_with_mqa\.|attn\.q_proj\.|moe\.(gate|shared_expert)\.)"
@@ -82,7 +82,7 @@ def resolve_oxidizr(
     a_source: Literal["auto", "trainer", "saved"] = "auto",
     overrides: Sequence[str] = (),
 ) -> Resolved:
-    """The model in these tensors. `read` gives one of them; only A_log tensors are ever asked for.
+    """The model in these tensors. `read` gives one of them; only A_log tensors are ever read.
 
     `overrides` (`key=value`) win over the config. Raises one PlaitError that names everything that does not
     fit: missing and odd tensors, and what the config says against them.
@@ -106,7 +106,7 @@ def resolve_oxidizr(
 
 
 def _check_layers(facts: OxidizrFacts, catalog: Catalog) -> None:
-    """The kinds of layers as the tensors have them, against every way in which a config tells them."""
+    """The kinds of layers as the tensors have them, against every way in which a config gives them."""
     layers = catalog.layers
     facts.tensor("num_layers", len(layers), f"layers.0 … layers.{len(layers) - 1} of the file")
     ssm = [i for i, layer in enumerate(layers) if layer.mixer in MAMBAS]
@@ -182,7 +182,7 @@ def _check_words(facts: OxidizrFacts, catalog: Catalog) -> None:
 
 
 def _check_ends(facts: OxidizrFacts, catalog: Catalog, shapes: Mapping[str, Shape]) -> int:
-    """Embedding, last norm and head. Returns the hidden size; 0 if no tensor tells it."""
+    """Embedding, last norm and head. Returns the hidden size; 0 if no tensor shows it."""
     embed = shapes.get("embed.weight")
     if embed is None or len(embed) != 2:
         facts.problems.append(MissingTensor("the checkpoint has no 'embed_tokens.weight' [vocab, hidden]"))
@@ -289,7 +289,7 @@ def _choose_a(
 ) -> TakeA:
     """Where A of Mamba2 and Mamba3 comes from.
 
-    The trainer adds ln(1 … H) to A_log once, at the start, and never looks at A_log again: a file that it
+    The trainer adds ln(1 … H) to A_log once, at the start, and never looks at A_log again. A file that it
     wrote holds a drifted A_log near 0, and A is -(1 … H). Nearer to ln(1 … H), the file was repaired.
     """
     sources = [

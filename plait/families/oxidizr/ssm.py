@@ -10,7 +10,7 @@ from plait.families.oxidizr.view import BranchPart, Tensors, View, linear
 from plait.spec import Mamba1Spec, Mamba2Spec, Mamba3Spec, NormSpec
 
 EPS = 1e-6  # of every norm in and before a Mamba2 and Mamba3
-STATE_LIMIT = 30.0  # of Mamba1, whose A is positive: the clamp is part of the model
+STATE_LIMIT = 30.0  # of Mamba1, in which A is positive: the clamp is part of the model
 
 
 def _conv(view: View, channels: int, *, bias: bool) -> tuple[int, Tensors]:

@@ -63,7 +63,7 @@ def _latent(*sources: str) -> Derived:
 
 
 def _slice_expert(source: str, *, flip: bool) -> Derived:
-    """One expert of a stack, as a linear map [out, in]."""
+    """One expert of a stack, as a weight matrix [out, in]."""
 
     def one(stack: Stored, e: str, **_: str) -> Tensor:
         matrix = as_tensor(stack)[int(e)]
