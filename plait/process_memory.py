@@ -12,7 +12,7 @@ _NO_MEMORY = ("failed to map segment", "annot allocate memory", "annot create sh
 def is_free(nbytes: int) -> bool:
     """Whether the process may have so much more memory, as far as a limit on it (`ulimit -v`) says.
 
-    Libraries in Rust and C++ end the process where an allocation fails, so who calls one asks here first.
+    Libraries in Rust and C++ end the process where an allocation fails, so callers check here first.
     That costs two system calls where there is a limit, and one where there is none.
     """
     if address_space_limit() is None:

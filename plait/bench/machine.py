@@ -51,7 +51,7 @@ def slug(machine: dict[str, Any]) -> str:
 
 
 class Foreign:
-    """CPU time that processes of others took: begin here, ask `share` at the end."""
+    """CPU time of other processes, from here until `share` is called."""
 
     def __init__(self, own_pids: list[int]) -> None:
         self._pids = own_pids
@@ -59,7 +59,7 @@ class Foreign:
         self._own = sum(map(_process_ticks, own_pids))
 
     def share(self) -> float | None:
-        """Of all CPU time since, the part that was neither idle nor ours; None where the system is mute."""
+        """Of all CPU time since, the part that was neither idle nor ours; None where it is not known."""
         busy, total = _machine_ticks()
         if total <= self._total:
             return None

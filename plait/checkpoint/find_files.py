@@ -90,11 +90,13 @@ class Fetch:
 
 
 def find_model(path_or_id: str | Path, *, offline: bool = False) -> ModelFiles:
-    """The files of a model: a directory, a weight file, a Hub name (org/name, with @revision, and :Q4_K_M or
-    /file.gguf to choose), its address, or that of a GGUF file anywhere. `offline`: only what is on this disk.
+    """The files of a model: of a directory, a weight file, a Hub name, or a web address.
+
+    A Hub name is org/name, with @revision, and :Q4_K_M or /file.gguf to choose. An address is that of a model
+    on the Hub, or of a GGUF file anywhere. `offline`: only what is on this disk.
 
     Raises ConfigError when nothing is there or the choice is not clear, UnsupportedFormat for pickle files,
-    BadFile for unreadable ones, CheckpointError when the Hub does not answer.
+    BadFile for unreadable ones. Raises CheckpointError when the Hub does not answer.
     """
     text = str(path_or_id)
     if not text or "\0" in text:

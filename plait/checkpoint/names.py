@@ -17,10 +17,11 @@ from typing import Any
 class Back:
     """How a source of a `Derived` is written from our tensors: the way back, for `plait convert`.
 
-    fn: what undoes the recipe's arithmetic, of our numbers in float32; None: they stay as they are.
-    at, of: which part of the source's rows this tensor is, of how many. stack: how many of these the source
-    holds one after the other, the field {e} counting them; 0: however many there are. join: what makes one
-    of all `of` parts, whole and in float32, where rows one after another do not.
+    fn: undoes the recipe's arithmetic on our numbers in float32. None: they stay as they are.
+    at, of: which part of the source's rows this tensor is, of how many.
+    stack: how many of these the source holds one after the other, counted by the field {e}. 0: all that
+    there are.
+    join: makes one tensor of all `of` parts, whole and in float32, where rows one after another do not.
     """
 
     fn: Callable[[Any], Any] | None = None
@@ -48,7 +49,7 @@ Rules = Mapping[str, Source | tuple[Source, ...]]
 
 
 class UnknownName(KeyError):
-    """No rule of the map speaks of this name: the family never has such a tensor."""
+    """No rule of the name map has this name: the family never has such a tensor."""
 
 
 class NameMap:

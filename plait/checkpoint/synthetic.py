@@ -14,8 +14,8 @@ from plait.errors import MissingTensor
 class Synthetic:
     """Tensors on demand: the same name, shape and seed give the same numbers, whatever was read before.
 
-    Matrices are randn / sqrt(columns), so activations keep their size through any depth; norm weights and
-    D are near 1, biases near 0; `A_log` is the logarithm of 1..16 and `A` the negative of these; `dt_bias`
+    Matrices are randn / sqrt(columns), so activations keep their size through any depth. Norm weights and
+    D are near 1, biases near 0. `A_log` is the logarithm of 1..16 and `A` the negative of these. `dt_bias`
     makes softplus give steps of 0.001 to 0.1. Anything else of one dimension is 0.02 * randn.
     """
 

@@ -1,7 +1,7 @@
-"""Modules pull what they want by our names; nothing stays unused, nothing is missing silently.
+"""Modules pull what they need by our names; nothing stays unused, nothing is missing silently.
 
-A linear layer has a bias if and only if the checkpoint has one for it: one flag less per projection, and the
-unused-tensor check keeps it honest.
+A linear layer has a bias if and only if the checkpoint has one for it. So there is one flag less per
+projection, and the unused-tensor check keeps it honest.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Weights:
     ) -> Linear:
         """One linear layer of several fused row-wise: names ("q", "k", "v") under this scope.
 
-        in_size, out_sizes: the widths the model wants of each part; ShapeMismatch says which is off.
+        in_size, out_sizes: the widths the model needs of each part; ShapeMismatch says which is off.
         `split` is how tensor parallelism divides it: rows ("out", column-parallel) or columns ("in").
         """
         target, full, before = self.target, self._full("+".join(names)), Counter(self.target.encoded)
@@ -229,7 +229,7 @@ class Weights:
         )
 
     def bind(self, op: Op, **sizes: Any) -> Callable[..., Any]:
-        """The variant of an op for this target; remembered for `plait info --ops`."""
+        """The variant of an op for this target; recorded for `plait info --ops`."""
         target = self.target
         facts = OpFacts(target.device.type, target.dtype, self._shared_sizes() | sizes, target.executor)
         fn, rows = op.bind_parts(facts, self.prefix, target.ops, target.no_fuse)

@@ -93,7 +93,7 @@ def convert(model: str, out: Path, overrides: tuple[str, ...], **given: Any) -> 
 
 
 def comparison_lines(found: Comparison) -> list[str]:
-    """What `--verify` says."""
+    """The lines that `--verify` prints: perplexity and logits, before and after."""
     lines = [f"  on {found.tokens} tokens of {found.text}, both with weights in float32:"]
     if found.is_text:
         lines.append(f"  perplexity {found.before:.4f} before, {found.after:.4f} after")

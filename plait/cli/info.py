@@ -1,4 +1,4 @@
-"""`plait info`: what a model is, where every value came from, and what it costs to remember a sequence."""
+"""`plait info`: what a model is, where every value came from, and how much memory a sequence needs."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def _answer(
 
 
 class _Told:
-    """Says on stderr how far it is, now and then."""
+    """Reports progress on stderr, now and then."""
 
     def __init__(self) -> None:
         self._started = self._last = time.monotonic()

@@ -160,7 +160,7 @@ def choose_form(order: Order) -> Form:
 
 
 def _report_reading(opened: Opened, total: int, progress: Progress) -> Callable[[int], None]:
-    """Tell how far it is, and let go of what was read."""
+    """A function that reports progress, and lets go of what was read."""
     done = held = 0
 
     def advance(nbytes: int) -> None:

@@ -81,6 +81,6 @@ def _cohere2(m: Metadata) -> None:
 
 
 def _logit_scale(m: Metadata) -> None:
-    """Here the key is what logits are multiplied by, for others what they are divided by."""
+    """The scale of logits: here the key multiplies them, for other families it divides them."""
     m.config.pop("logits_scaling", None)
     m.put("logit_scale", m.values.get("logit_scale", 0.0625), f"{FILE} {m.prefix}logit_scale")

@@ -65,7 +65,7 @@ def _names(count: int) -> Rules:
 
 
 def _every_other(first: int, count: int, source: str) -> Derived:
-    """Rows of gate (0) or up (1), which alternate in an expert's map."""
+    """Rows of gate (0) or up (1), which alternate in an expert's weights."""
 
     def chosen(w: Stored, e: str, **_: str) -> Stored:
         rows = _expert_matrix(w, int(e), count)
@@ -86,7 +86,7 @@ def _in_turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def _expert_matrix(w: Stored, e: int, count: int) -> Stored:
-    """One expert's map [out, in]: plain stacks are [count, in, out], packed ones [count * out, in]."""
+    """One expert's matrix [out, in]: plain stacks are [count, in, out], packed ones [count * out, in]."""
     one = expert_rows(w, e, count)
     return one.T if isinstance(w, torch.Tensor) and w.ndim == 3 and isinstance(one, torch.Tensor) else one
 

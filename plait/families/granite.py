@@ -83,7 +83,7 @@ def _expert_rules(count: int, router: str, up: str, down: str) -> Rules:
 
 
 def _attention_scale(m: Metadata) -> None:
-    """Without a key, attention is scaled as usual."""
+    """The scale of attention: 1/sqrt(head_dim) where the file has no key."""
     if "attention_multiplier" not in m.config:
         dim = m.config.get("head_dim") or m.config["hidden_size"] // m.config["num_attention_heads"]
         m.put("attention_multiplier", dim**-0.5, "default (1 / √head_dim)")

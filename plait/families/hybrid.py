@@ -126,7 +126,7 @@ def nemotron_h(c: Config) -> tuple[ModelSpec, NameMap]:
 
     Step sizes are held to `time_step_limit` (0 to infinity in the published configs), as in NVIDIA's own
     modeling code. transformers holds them above `time_step_min` instead, a value that the initialisation
-    uses: its logits differ where a step size falls below 0.001.
+    uses. So its logits differ where a step size falls below 0.001.
     """
     if c.get("mamba_hidden_act", "silu") != "silu":
         raise UnsupportedModel(f"mamba_hidden_act {c['mamba_hidden_act']!r} is not implemented; known: silu")

@@ -77,7 +77,7 @@ def _sizes(c: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _widths(c: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Of q, k and v."""
+    """Widths of q, k and v."""
     sizes = _sizes(c)
     width = sizes["linear_num_heads"] * sizes["linear_head_dim"]
     return width, width, width
@@ -101,7 +101,7 @@ def _kda(c: Config) -> DeltaNetSpec:
 
 
 def _mla(c: Config) -> MlaSpec:
-    """The part of a key that would be rotated is there, and is not rotated."""
+    """Latent attention without positions: the part of a key that would be rotated is there, unrotated."""
     return MlaSpec(
         num_heads=c["num_attention_heads"],
         q_rank=c.get("q_lora_rank"),

@@ -90,7 +90,7 @@ def join_conv(sizes: Sequence[int], sources: Sequence[str]) -> Derived:
 
 
 def delta_tensors(ours: str, theirs: str) -> dict[str, Source]:
-    """What all Hugging Face families call alike."""
+    """The delta rule's tensors that all Hugging Face families name alike."""
     return {
         f"{ours}.conv.weight": conv(f"{theirs}.conv1d.weight"),
         f"{ours}.A": negative_exp(f"{theirs}.A_log"),
@@ -99,7 +99,7 @@ def delta_tensors(ours: str, theirs: str) -> dict[str, Source]:
 
 
 def gguf_delta_tensors(ours: str, theirs: str) -> dict[str, Source]:
-    """What all GGUF architectures call alike."""
+    """The delta rule's tensors that all GGUF architectures name alike."""
     return {
         f"{ours}.conv.weight": conv(f"{theirs}.ssm_conv1d.weight"),
         f"{ours}.A": flat(f"{theirs}.ssm_a"),

@@ -125,7 +125,7 @@ def mamba1_in_gguf(c: Mapping[str, Any]) -> dict[str, Source | tuple[Source, ...
 
 
 def steps_of(m: Metadata) -> None:
-    """What Mamba2 calls its heads is the rank of Mamba1's steps."""
+    """The rank of Mamba1's steps, under the key that has Mamba2's number of heads."""
     if rank := m.config.pop("mamba_n_heads", None):
         m.put("mamba_dt_rank", rank, f"{FILE} {m.prefix}ssm.time_step_rank")
 

@@ -71,7 +71,7 @@ def _both(unit: str, end: str) -> tuple[str, str]:
 
 
 def _maps(enter: Stored, recur: Stored, **_: str) -> Tensor:
-    """Two maps [heads, in, out] as one [heads, 2 out, in]."""
+    """Two stacks of weights [heads, in, out] as one [heads, 2 out, in]."""
     return torch.cat([as_tensor(enter).mT, as_tensor(recur).mT], 1)
 
 

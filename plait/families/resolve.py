@@ -117,7 +117,7 @@ def _resolve_tensors(config: Mapping[str, Any] | None, shapes: Shapes, overrides
 
 
 def _check_storage(shapes: Shapes) -> None:
-    """What `quantized.packed` could not make weights of: without its other parts such a tensor is noise."""
+    """Refuse packed tensors that `quantized.packed` made no weights of, because alone they are noise."""
     if packed := next((name for name in shapes if name.endswith(PACKED)), None):
         raise UnsupportedFormat(
             f"the weights are quantized (tensor {packed}) in a way that is not read; read are GPTQ, AWQ, "
@@ -174,7 +174,7 @@ def _tie(flat: dict[str, Any], why: dict[str, str], shapes: Shapes) -> None:
 
 
 def _let_tensors_win(c: Config, why: dict[str, str], shapes: Shapes) -> None:
-    """Which layers have states and which attend is plain to see; a config that says otherwise is wrong."""
+    """Layer kinds from the tensors, which show what attends; a config that says otherwise is wrong."""
     if why.get("layer_types") == SET or "hybrid" in c["layer_types"]:
         return
     attends = next((word for word in c["layer_types"] if word in (FULL, SLIDING)), FULL)
@@ -187,7 +187,7 @@ def _let_tensors_win(c: Config, why: dict[str, str], shapes: Shapes) -> None:
 
 
 def _sort(kind: str) -> str:
-    """All that attends is one, with or without a window."""
+    """A word of `layer_types`; all attention counts as one, with or without a window."""
     return kind if kind in STATES else FULL
 
 

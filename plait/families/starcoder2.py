@@ -1,4 +1,4 @@
-"""StarCoder2: layer norms with biases, a plain feed-forward, biases on every map."""
+"""StarCoder2: layer norms with biases, a plain feed-forward, biases on every linear layer."""
 
 from __future__ import annotations
 

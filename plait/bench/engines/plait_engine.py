@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Timed:
-    """A runner that remembers how long each step took: (tokens, sequences, seconds)."""
+    """A runner that records how long each step took: (tokens, sequences, seconds)."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self.steps = runner, []  # type: Any, list[tuple[int, int, float]]

@@ -171,7 +171,7 @@ def take_turns(
 
 
 def one(measure: Measure, side: Side, prompts: Prompts, turn: int) -> float:
-    """One number of one side. Every turn of every measure has its own text: nothing can be cached."""
+    """One number of one side. Every turn of every measure has its own text, so that no prefix is cached."""
     m, own = measure, crc32(f"{measure.kind}/{measure.level}/{measure.size}".encode()) % 90_000 * 1000
     if m.kind in ("decode", "prefill", "ttft"):
         given: dict[str, Any] = {"ids": prompts(m.size, own + turn), "level": m.level}

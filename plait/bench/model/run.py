@@ -31,7 +31,7 @@ Facts = dict[str, Any]
 
 
 class WrongOutput(EngineError):
-    """A side generates wrong tokens, so its numbers would mean nothing."""
+    """A model generates wrong tokens, so its numbers would mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,10 @@ def side_facts(r: Running, written: Facts | None) -> Facts:
 def _load(
     job: Job, about: Footprint, measures: Sequence[Measure], stack: ExitStack, say: Say
 ) -> list[Running]:
-    """Ours first: the others get its number of threads. One at a time, so that start-ups are undisturbed."""
+    """Load the sides one at a time, ours first, because the others get its number of threads.
+
+    One at a time, because startup is timed.
+    """
     room = {
         "max_model_len": min(about.max_len, max((m.length for m in measures), default=1) + 1),
         "max_num_seqs": max([1, *(m.size for m in measures if m.kind in ("batch", "requests"))]),
@@ -149,7 +152,7 @@ def start(who: Contestant, threads: int | None, room: Facts, stack: ExitStack) -
     side = stack.enter_context(Side(who.name, who.script, who.python, root))
     options = dict(who.options)
     given = {**room, "threads": options.pop("threads", None) or threads}
-    for name in room:  # what the user says is at least honoured
+    for name in room:  # at least what the user requests
         given[name] = max(room[name], options.pop(name, 0) or 0)
     return side, side.load(model=who.model, options=options if who.is_plait else {}, **given)
 

@@ -241,7 +241,7 @@ def _events(lines: Sequence[bytes]) -> Iterator[bytes]:
 
 
 def _note(outcome: RequestOutcome, began: float, before: float, now: float) -> float:
-    """An event with text has come."""
+    """Record the times of an event with text: the first token, or the gap before it."""
     if outcome.ttft_s is None:
         outcome.ttft_s = now - began
     else:
@@ -252,7 +252,7 @@ def _note(outcome: RequestOutcome, began: float, before: float, now: float) -> f
 
 
 def _says(choice: _Choice) -> bool:
-    """Whether tokens have come with it: text, thoughts, or a part of a call."""
+    """Whether an event has tokens: text, reasoning, or a part of a tool call."""
     said = choice.delta or choice.message
     if said is None:
         return bool(choice.text)
@@ -260,7 +260,7 @@ def _says(choice: _Choice) -> bool:
 
 
 def _content(choice: _Choice) -> str:
-    """What the next turn of a chat repeats of it: no thoughts."""
+    """The text that the next turn of a chat repeats, without reasoning."""
     said = choice.delta or choice.message
     return (choice.text if said is None else said.content) or ""
 

@@ -1,4 +1,4 @@
-"""When clients come, and what it cost to be all of them: the load of `plait bench serve` on one server."""
+"""The load of `plait bench serve` on one server: when clients come, and what it costs to be all of them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ Done = Callable[[RequestOutcome], None]
 class Arrivals:
     """rate: requests per second, inf: at once; concurrency: the most at a time, None: no limit.
 
-    burst: so many come at the same moment. burstiness: of the gaps between them, a gamma distribution's
-    shape: 1 is Poisson, below it more in heaps, above it more even. Ends after `num_prompts` requests were
-    begun, or when `duration_s` seconds are over and what runs then has ended.
+    burst: so many come at the same moment. burstiness: the shape of a gamma distribution of the gaps between
+    them. 1 is Poisson; below it they come more in heaps, above it more evenly. Ends after `num_prompts`
+    requests were begun, or when `duration_s` seconds are over and what runs then has ended.
     """
 
     rate: float = math.inf
@@ -80,7 +80,7 @@ class Run:
     late_s: list[float] = field(default_factory=list)
 
     def client(self) -> dict[str, Any]:
-        """How busy and how late this client was; `is_bottleneck`: the numbers may be of the client."""
+        """How busy and how late this client was. `is_bottleneck`: the client may have limited the numbers."""
         events = sum(len(one.gaps_s) + (one.ttft_s is not None) for one in self.outcomes)
         late = [1000 * float(np.percentile(self.late_s, p)) if self.late_s else 0.0 for p in (50, 99, 100)]
         busy = self.cpu_s / self.duration_s

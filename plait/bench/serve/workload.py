@@ -33,7 +33,7 @@ WORDS = tuple(
     )
 )
 # Two log-normals each: (share, median, sigma). Their means, before they are cut to the context, are about the
-# 161 tokens in and 338 out that have been published for ShareGPT; they were not fitted to its files.
+# 161 tokens in and 338 out that have been published for ShareGPT. They were not fitted to its files.
 SHAREGPT = {
     "input": ((0.65, 22.0, 0.8), (0.35, 255.0, 0.95)),
     "output": ((0.25, 45.0, 0.9), (0.75, 345.0, 0.65)),
@@ -108,8 +108,8 @@ class Chat:
 class Workload:
     """The texts that clients send. `chat(i)` depends on these fields and on i, and on nothing else.
 
-    prefix_share: part of each first text that it has in common with all texts of its group, of which there
-    are `prefix_groups`. records: chats of a dataset, as (question, answer) pairs; None: made of `WORDS`.
+    prefix_share: the part of each first text that all texts of its group share; there are `prefix_groups`
+    groups. records: chats of a dataset, as (question, answer) pairs; None: made of `WORDS`.
     output_len None: as long as the dataset's answers. max_len: the server's context, in tokens.
     """
 
@@ -188,7 +188,7 @@ class Workload:
         return "".join(f"{word} " for word in random.choices(WORDS, k=max(count, bool(tokens))))
 
     def _fitted(self, turns: list[Turn]) -> list[Turn]:
-        """Cut to the context, all alike, where together they would not fit."""
+        """The turns, cut alike where together they would not fit into the context."""
         total = sum(turn.input_len + turn.output_len for turn in turns)
         room = (self.max_len or total + TEMPLATE_ROOM * len(turns)) - TEMPLATE_ROOM * len(turns)
         if total <= room:

@@ -85,7 +85,7 @@ def _fetch_blob(hub: Any, name: HubName, commit: str, file: str) -> None:
         return
     headers = utils.build_hf_headers()
     if urlsplit(found.location).netloc != urlsplit(url).netloc:
-        headers.pop("authorization", None)  # the address is signed; another host need not know who asks
+        headers.pop("authorization", None)  # the address is signed, so another host needs no token
     locks = blobs.parents[1] / ".locks" / blobs.parent.name
     for folder in (blobs, locks):
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def _fetch_blob(hub: Any, name: HubName, commit: str, file: str) -> None:
 
 
 def _until_done(more: Callable[[], None], partial: Path) -> None:
-    """Again after a broken connection, for not all versions of the library try again by themselves."""
+    """Retry after a broken connection, because not all versions of the library do so by themselves."""
     failures, before = 0, 0
     while True:
         try:

@@ -59,7 +59,7 @@ def fetch_file(address: str, folder: Path | None = None, *, offline: bool = Fals
 
 
 def _lock(file: BinaryIO) -> None:
-    """A second process waits here, and then finds the file. Not every system has such locks."""
+    """Lock the file: a second process waits here, and then finds it whole. Not every system has locks."""
     with contextlib.suppress(ImportError):
         import fcntl
 

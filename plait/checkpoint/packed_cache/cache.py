@@ -143,7 +143,7 @@ def _describe_part(packed: Any, rounding: str, places: Sequence[int]) -> dict[st
 
 
 def _take(sizes: list[int], wanted: int) -> int:
-    """How many of the first sizes make up `wanted`; they leave the list."""
+    """How many of the first sizes add up to `wanted`; they are removed from the list."""
     count = 0
     while wanted > 0:
         wanted -= sizes.pop(0)
@@ -159,7 +159,7 @@ def _checksum(blocks: Sequence[memoryview]) -> int:
 
 
 def _of(packed: Any) -> list[memoryview]:
-    """Of a packed weight, or a kept one: the bytes of its tiles, and of the order of its columns."""
+    """The bytes of a packed or cached weight: its tiles, and the order of its columns."""
     tiles = packed.tiles if isinstance(packed, CachedWeight) else packed.data
     order = [] if packed.order is None else [packed.order.view(torch.uint8)]
     return [memoryview(block.numpy()) for block in (tiles, *order)]

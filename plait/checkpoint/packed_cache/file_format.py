@@ -1,6 +1,6 @@
 """Packed weights as files: their format, and the folder they are in. Knows no tensor.
 
-A file holds the maps of one model as kernels keep them:
+A file holds the packed weights of one model as kernels keep them:
 
     magic (8 bytes), length of the header (8), its BLAKE2b (32) | header (JSON) | zeros | tiles
 

@@ -34,8 +34,8 @@ class Files(Protocol):
 class StoredWeight:
     """A weight that is there: its shape as a plain checkpoint has it, its storage, and how it is read.
 
-    check: what must be looked at before it is read for the first time, where that costs more than reading (a
-    stack is read once for each expert).
+    check: what must be checked before the first read, where checking costs more than reading (a stack
+    is read once for each expert).
     """
 
     shape: tuple[int, ...]

@@ -34,8 +34,8 @@ _MAX_SIZE = 1 << 24
 class Options:
     """What a scheme says of a module; None where it says nothing.
 
-    bits: of an integer; group: columns that share a scale, 0 for a whole row; block: rows and columns that
-    do; plus_one: the file's zero points are one too small (GPTQ's first version).
+    bits: of an integer. group: columns that share a scale, 0 for a whole row. block: rows and columns that
+    do. plus_one: the file's zero points are one too small (GPTQ's first version).
     """
 
     bits: int | None = None
@@ -48,7 +48,7 @@ class Options:
 class Rule:
     """What some modules have instead. `options` None: they are not quantized.
 
-    names: modules, meant with all that is in them; anywhere: or parts of their names between dots; pattern:
+    names: modules, meant with all that is in them. anywhere: or parts of their names between dots. pattern:
     an expression for the start of a name, compiled by `regex`, because its matching can be given up.
     """
 
@@ -58,7 +58,10 @@ class Rule:
     pattern: Any = None
 
     def speaks_of(self, words: Sequence[str]) -> bool:
-        """words: a module's name, taken apart. Raises BadFile for an expression that takes too long."""
+        """Whether the rule is for a module; words: its name, split at dots.
+
+        Raises BadFile for an expression that takes too long.
+        """
         if self.names and not self.names.isdisjoint(_starts(words)):
             return True
         ends = (words[i:] for i in range(len(words))) if self.anywhere else ()

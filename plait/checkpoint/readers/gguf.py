@@ -97,11 +97,11 @@ class GgufFile:
         return name in self._entries and name not in self._hidden
 
     def names(self) -> Iterable[str]:
-        """All tensors; the factors of NVFP4 maps are parts of these."""
+        """All tensors; the factors of NVFP4 matrices are parts of these."""
         return [name for name in self._entries if name not in self._hidden]
 
     def _find_factors(self) -> dict[str, str]:
-        """Of NVFP4 maps that have a factor: their names -> its name."""
+        """name of an NVFP4 matrix -> name of its factor, of those that have one."""
         found: dict[str, str] = {}
         for name, entry in self._entries.items():
             scale = name.removesuffix("weight") + "scale"
@@ -138,7 +138,7 @@ class GgufFile:
         return aligned.view(dtype).view(entry.shape)
 
     def release(self) -> None:
-        """Let go of the pages read so far: who looks again at a tensor gets them from the file again."""
+        """Let go of the pages read so far: the next access to a tensor reads them from the file again."""
         for mapped in self._mapped:
             if hasattr(mapped, "madvise"):
                 mapped.madvise(mmap.MADV_DONTNEED)

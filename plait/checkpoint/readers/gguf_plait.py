@@ -1,8 +1,8 @@
 """GGUF files of models that llama.cpp has no architecture for: read by Plait alone.
 
 `general.architecture` is "plait". Tensors have the names, shapes and numbers of the checkpoint that the file
-was made from; `plait.config` is its config.json as one string (absent if it had none), so that whatever reads
-that checkpoint reads the file. Names that are too long for GGUF are in a list, and numbers stand for them.
+was made from; `plait.config` is its config.json as one string (absent if it had none). So a reader of that
+checkpoint reads the file, too. Names that are too long for GGUF are in a list, and numbers stand for them.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def branch_text(branch: BranchSpec) -> str:
 
 def mixer_text(mixer: Mixer) -> str:
     """What a mixer is, in the words of its paper, with its sizes."""
-    from plait.model.mixers.registry import describe  # it loads torch, as who has a model has done
+    from plait.model.mixers.registry import describe  # it loads torch; whatever made a model has done so
 
     return describe(mixer)
 

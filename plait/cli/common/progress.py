@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-MIN_PROMPT, MIN_WRITTEN = 64, 8  # tokens from which on their speed is reported, read or written
+MIN_PROMPT, MIN_WRITTEN = 64, 8  # tokens from which on the speed of reading, or writing, is reported
 FIRST = "reading headers"  # a model may have to be fetched for that, which draws bars of its own
 
 
@@ -39,7 +39,7 @@ class Status:
         return self
 
     def say(self, text: str) -> None:
-        """From now on this goes on."""
+        """Show this text from now on."""
         self._text = text
         if self._is_terminal:
             print(f"\r\x1b[K{text} …", end="", file=sys.stderr, flush=True)
@@ -121,7 +121,7 @@ class Clock:
         self._first = self._last = self._started
 
     def tokens(self, num_tokens: int) -> None:
-        """So many tokens have been written by now."""
+        """Record that so many tokens have been written by now."""
         if num_tokens > self._num_tokens:
             self._last = time.perf_counter()
             if not self._num_tokens:

@@ -1,4 +1,4 @@
-"""What one invocation of `plait` remembers, and where its log goes."""
+"""What one invocation of `plait` keeps, and where its log goes."""
 
 from __future__ import annotations
 

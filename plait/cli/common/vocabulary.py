@@ -29,7 +29,7 @@ def find_tokenizer(model: str | None, vocab: str | None) -> Tokenizer:
 
 
 def read_stdin(what: str) -> str:
-    """What is piped in. Raises UsageError on a terminal, because no user there knows to type a prompt."""
+    """What is piped in. Raises UsageError on a terminal, where a read would wait without a word."""
     if sys.stdin.isatty():
         raise click.UsageError(f"there is nothing to do: give {what}, or pipe it in")
     try:

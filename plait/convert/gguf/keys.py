@@ -270,7 +270,7 @@ def _recurrent(spec: ModelSpec) -> Values:
 
 
 def _interval(spec: ModelSpec) -> Values:
-    """Each how manieth layer has full attention; the layers that do not, if no interval says it."""
+    """One layer in how many has full attention; also a list of the others, if no interval fits."""
     attends = [m is not None for m in _each(spec, AttentionSpec)]
     interval = attends.index(True) + 1 if any(attends) else len(attends) + 1
     values: Values = {"full_attention_interval": interval}
@@ -327,7 +327,7 @@ def _minimax(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
 
 
 def _plamo2(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
-    """What is a rank elsewhere is its number of heads; layers that do not attend have 0 of both kinds."""
+    """PLaMo 2's number of heads is a rank elsewhere; layers without attention have 0 heads of both kinds."""
     ssm = next((m for m in _each(spec, Mamba1Spec) if m), None)
     heads = _per_layer([m.num_heads if m else 0 for m in _each(spec, AttentionSpec)])
     values: Values = {"attention.head_count": heads, "ssm.group_count": 0}

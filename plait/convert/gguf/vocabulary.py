@@ -36,8 +36,8 @@ PROBE = (
 def vocabulary_keys(opened: Opened, *, is_own: bool = False) -> dict[str, Any]:
     """The `tokenizer.` keys of a file of this model.
 
-    Where GGUF's words do not cut text as the model does, or there are none, tokenizer.json itself is carried,
-    which Plait reads first. is_own: only Plait reads the file anyway.
+    Where GGUF's words do not cut text as the model does, or there are none, the file carries tokenizer.json.
+    Plait reads that first. is_own: only Plait reads the file anyway.
     """
     metadata, named_files = opened.metadata, find_vocabulary(opened)
     if metadata and not named_files and (f"{KEY}model" in metadata or TOKENIZER in metadata):
@@ -249,13 +249,13 @@ def _splits(part: Mapping[str, Any] | None) -> list[str]:
 
 
 def _plain(regex: str) -> str:
-    """One spelling for what can be written in two."""
+    """A regular expression in one spelling of those that mean the same."""
     plain = re.sub(r"\\x\{([0-9A-Fa-f]+)\}", lambda m: chr(int(m[1], 16)), regex)
     return plain.replace(r"\/", "/")
 
 
 def _ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What begins and ends a text."""
+    """The keys of the tokens that begin and end a text."""
     found: dict[str, Any] = {}
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if bos is not None:

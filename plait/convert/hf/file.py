@@ -1,4 +1,4 @@
-"""Writing safetensors a piece at a time. The library writes what is in memory; here nothing has to be.
+"""Writing safetensors some rows at a time. The library writes what is in memory; here nothing has to be.
 
 A file is the length of its header (8 bytes), the header (JSON: name -> dtype, shape, offsets), and the bytes.
 """

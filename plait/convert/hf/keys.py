@@ -157,7 +157,7 @@ def _shortest(value: Any) -> Any:
 
 
 def _find_names(config: Mapping[str, Any], spec: ModelSpec) -> tuple[str, str]:
-    """(model_type, architecture)."""
+    """(model_type, architecture), as transformers names them."""
     entry = find(config)
     if entry.name == "llama" and any(isinstance(m, AttentionSpec) and m.window for _, m in spec.mixers()):
         return "mistral", "MistralForCausalLM"

@@ -1,4 +1,4 @@
-"""A model as Hugging Face keeps it: the family's own names turned round, and a config.json that says it."""
+"""A model as Hugging Face keeps it: the family's names, the other way round, and a config.json for it."""
 
 from __future__ import annotations
 

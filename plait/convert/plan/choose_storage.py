@@ -22,7 +22,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 )
 PACKED = ("int4", "fp8")
-# Maps that choose, gate or set step sizes: small, and everything downstream hangs on them.
+# Weights that choose, gate or set step sizes: small, and everything downstream depends on them.
 KEPT = {
     *("conv", "router", "shared_gate", "dt"),
     *("beta", "decay", "decay_a", "decay_b", "gate_a", "gate_b"),
@@ -149,13 +149,13 @@ def _is_end(made: Made) -> bool:
 
 
 def _is_quantized(model: Numbers, made: Made) -> bool:
-    """Whether a part of it lost digits already."""
+    """Whether a part of it is quantized already."""
     sources = (source for part in made.parts for source in model.wanted[part.ours].sources)
     return any(not isinstance(model.checkpoint.read(source), Tensor) for source in sources)
 
 
 def _blocks_of(model: Numbers, made: Made) -> BlockType | None:
-    """The block format of GGUF that all its parts are in, or that says the same."""
+    """The block format of GGUF that all its parts are in, or one that holds the same numbers."""
     if made.join or (made.turned and not made.is_packed):
         return None
     found: dict[str, BlockType] = {}

@@ -42,7 +42,7 @@ def check_place(out: Path, sources: tuple[Path, ...], *, force: bool, is_directo
 
 
 def _is_strange(entry: Path) -> bool:
-    """Whether this is no part of a model; the templates that have names lie in a folder of theirs."""
+    """Whether this file or folder is no part of a model; named templates are in a folder of their own."""
     if entry.name == TEMPLATES and entry.is_dir() and not entry.is_symlink():
         return any(e.suffix != ".jinja" or e.is_dir() for e in entry.iterdir())
     return entry.is_dir() or entry.suffix not in MODEL_SUFFIXES
@@ -84,7 +84,7 @@ def place_output(out: Path, *, is_directory: bool) -> Iterator[Path]:
 
 
 def _settle(path: Path) -> None:
-    """Make sure that it is on the disk before it gets its name."""
+    """Sync the result to the disk before it gets its name."""
     for file in [*(path.rglob("*") if path.is_dir() else []), path]:
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -94,7 +94,7 @@ def _settle(path: Path) -> None:
 
 
 def _exchange(beside: Path, out: Path) -> None:
-    """The name of a file changes hands at once; a directory that is there steps aside first."""
+    """Move the result to its name: a file atomically; a directory that is there is renamed first."""
     if not beside.is_dir() or not out.exists():
         beside.replace(out)
     else:

@@ -1,4 +1,4 @@
-"""Whether what was written says the same model, and which differences are undone in the numbers.
+"""Whether what was written describes the same model, and which differences are undone in the numbers.
 
 A format may not know a multiplier that another has, and has its own order of the rows of q and k. Both are
 made up for in the tensors. Anything else that the target's own reader understands differently is refused.
@@ -20,7 +20,7 @@ from plait.errors import UnsupportedFormat
 from plait.ops.rope import frequencies
 from plait.spec import AttentionSpec, DeltaNetSpec, Mamba2Spec, ModelSpec, RopeSpec
 
-# How a model is called, how its scans are cut into pieces, and what sizes its rotary tables.
+# How a model is called, how its scans are cut into chunks, and what sizes its rotary tables.
 FREE = {"family", "chunk_size", "max_len"}
 NEAR = 1e-5  # relative: metadata is float32
 Made_ = Sequence[Made]

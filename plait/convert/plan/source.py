@@ -59,7 +59,7 @@ class RecordingNameMap(NameMap):
 class Model:
     """What a checkpoint is, under our names.
 
-    The decoder is built once over headers alone, and what it asks for is remembered: `wanted`. Raises
+    The decoder is built once over headers alone, and what it reads is recorded: `wanted`. Raises
     MissingTensor, ShapeMismatch and UnusedTensor as loading would.
     """
 

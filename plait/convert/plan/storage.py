@@ -72,7 +72,7 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class BlockStorage:
-    """One of GGUF's block formats. `encoder` None: the parts are in it, or in one that says the same."""
+    """One of GGUF's block formats. `encoder` None: the parts are in it, or in one with the same numbers."""
 
     made: Made
     kind: BlockType
@@ -143,7 +143,7 @@ class Fp8Blocks:
 class Int4Groups:
     """Four-bit integers in groups along a row: compressed-tensors' pack-quantized form, symmetric.
 
-    is_copied: the parts are in Q4_0, or in one that says the same, and keep their codes and scales.
+    is_copied: the parts are in Q4_0, or in one with the same numbers, and keep their codes and scales.
     """
 
     made: Made

@@ -1,6 +1,6 @@
 """From our tensors to those of another layout: which of ours make up each of theirs, and how they change.
 
-A target's name map says how *its* tensors become ours; `Back` of each recipe says the way back. What comes
+A target's name map says how *its* tensors become ours; `Back` of each recipe is the way back. What comes
 out are `Made`s: tensors to be written, with the rows of their parts, one part after the other.
 """
 
@@ -25,7 +25,7 @@ PIECE = 1 << 22  # numbers that are held decoded at a time
 class TensorPart:
     """One of our tensors, as it goes into another: rows in another order, then `scale`, then `fn`.
 
-    `fn` wants the whole tensor in float32; everything else goes a piece of rows at a time.
+    `fn` needs the whole tensor in float32; everything else goes some rows at a time.
     """
 
     ours: str

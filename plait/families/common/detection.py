@@ -15,7 +15,7 @@ Test = Callable[[Tensors], bool]
 class ArchitectureMarker:
     """An architecture, and the tensors that give it away: all of `has` and none of `lacks` in some layer.
 
-    `test` says what names alone do not. `note`: whom the tensors do not tell it from.
+    `test` checks what names alone do not show. `note`: architectures with the same tensors.
     """
 
     architecture: str
@@ -26,16 +26,16 @@ class ArchitectureMarker:
 
 
 def _nothing(t: Tensors) -> None:
-    """The shapes that every family has in common say it all."""
+    """The default: nothing to add to the shapes that all families have in common."""
 
 
 @dataclass(frozen=True, slots=True)
 class Detection:
     """markers: how the family is recognised, before those of `detect.markers`.
 
-    kinds: what a layer with a tensor is, as a word of `layer_types`; words: the same where a family has
+    kinds: what a layer with a tensor is, as a word of `layer_types`. words: the same where a family has
     words of its own. sizes: concludes from the shapes of tensors that no other family has. usual: values
-    that no shape shows; fill: the same, where they depend on something.
+    that no shape shows. fill: the same, where they depend on something.
     """
 
     markers: tuple[ArchitectureMarker, ...] = ()

@@ -28,8 +28,8 @@ class UnknownArchitecture(UnsupportedModel):
 class Family:
     """How one kind of model is built from its config.
 
-    `defaults` stand for absent keys; `honours` are the keys of `normalize.NEUTRAL` that `build` looks at;
-    `tiny` is the config of a small one, which `plait verify --family` fills with random numbers; `detection`
+    `defaults` stand for absent keys. `honours` are the keys of `normalize.NEUTRAL` that `build` looks at.
+    `tiny` is the config of a small one, which `plait verify --family` fills with random numbers. `detection`
     is for checkpoints without a config.
     """
 
@@ -103,7 +103,7 @@ def find(config: Mapping[str, Any]) -> Family:
 
 
 def names_in(config: Mapping[str, Any]) -> list[str]:
-    """What a config says it is, most telling first."""
+    """The architectures and model types that a config names, the most specific first."""
     named = config.get("architectures") or config.get("model_type")
     if isinstance(config.get("ssm_cfg"), Mapping) and not named:  # state-spaces' own format names nothing
         return ["MambaLMHeadModel"]

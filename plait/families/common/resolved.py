@@ -12,12 +12,12 @@ from plait.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A checkpoint, understood.
+    """A checkpoint with its spec, names and config.
 
-    `config`: the config after normalisation and completion, as it was used to build `spec`;
+    `config`: the config after normalisation and completion, as it was used to build `spec`.
     `provenance`: for each of its keys where the value came from ("config.json", "tensor …", "default (…)",
-    "--set"); `family`: the name of the family that answered; `is_detected`: no config says all of it, so that
-    names and shapes had to, and `plait.loading.probe_candidates` knows what they leave open.
+    "--set"). `family`: the name of the family that built it. `is_detected`: no config has all of it, so names
+    and shapes completed it; `plait.loading.probe_candidates` knows what they leave open.
     """
 
     spec: ModelSpec

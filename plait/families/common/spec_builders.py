@@ -1,4 +1,4 @@
-"""From the words of a normalised config to the pieces of a spec."""
+"""From the words of a normalised config to the parts of a spec."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a model is, from the names and shapes of its tensors alone: for checkpoints without a (whole) config.
 
-Layer kinds and nearly all sizes are exact. What shapes cannot tell (rope theta, top-k, windows, multipliers,
+Layer kinds and nearly all sizes are exact. What shapes cannot show (rope theta, top-k, windows, multipliers,
 Mamba2's groups, plain GQA's head size) gets a default, and the provenance says so and why.
 """
 

@@ -65,7 +65,7 @@ def _fill_phi_4_mini(t: Tensors) -> None:
 
 
 def _fill_phi_3(t: Tensors) -> None:
-    """Phi 3 for 4,096 tokens. Those for 131,072 have the same tensors, and factors that need a config."""
+    """Phi 3 for 4,096 tokens. Those for 131,072 have the same tensors, and factors from a config."""
     longest = t.get("max_position_embeddings")
     if longest is None:
         why = "of 4k; those of 128k have the same tensors, and rope_scaling that only their config has"

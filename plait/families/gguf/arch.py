@@ -47,8 +47,8 @@ Names = Callable[[Config], Rules]
 class Arch:
     """One `general.architecture`.
 
-    `architecture`: the family's, as its config would name it; `constants`: what the format leaves to its
-    readers, as keys of a config; `read`: what else this architecture's metadata and tensors mean; `names`:
+    `architecture`: the family's, as its config would name it. `constants`: what the format leaves to its
+    readers, as keys of a config. `read`: what else this architecture's metadata and tensors mean. `names`:
     where its tensors are, where the general table does not say it (of a normalised config).
     """
 

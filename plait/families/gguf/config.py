@@ -162,7 +162,7 @@ def _usual(scaling: Mapping[str, Any]) -> float:
 def _yarn_factor(m: Metadata, plain: float) -> float | None:
     """What cos and sin are multiplied by, if not by the `plain` factor of this stretch.
 
-    `attn_factor` comes on top of the plain one in llama.cpp; but converters of 2025 wrote the whole of
+    `attn_factor` comes on top of the plain one in llama.cpp. But converters of 2025 wrote the whole of
     OLMo 3's there, which is the plain one. Later ones write `yarn_attn_factor`: the whole, or a 1 that says
     nothing; llama.cpp does not use it.
     """

@@ -86,7 +86,7 @@ def gqa(view: View) -> BranchPart:
 
 
 def _head_dim(view: View, q: int, k: int) -> int:
-    """Rows of q and k leave it open; the config must close it unless only one width fits."""
+    """The width of a head: from the config, unless only one width fits the rows of q and k."""
     fits = [d for d in range(2, gcd(q, k) + 1, 2) if q % d == 0 and k % d == 0 and (q // d) % (k // d) == 0]
     given = view.facts.given
     asked = {"head_dim": given("head_dim")}
@@ -127,7 +127,7 @@ def mlp(view: View) -> BranchPart:
 
 
 def _ffn_size(view: View, size: int, key: str, leaf: str) -> None:
-    """`intermediate_size` is one key for two kinds of layers: either may be the one that is meant."""
+    """Measure a feed-forward's width. `intermediate_size` is one key for two kinds of layers: either fits."""
     gates = {
         n: shape for n, shape in view.shapes.items() if n.endswith("gate.weight") and ".shared." not in n
     }

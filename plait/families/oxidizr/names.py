@@ -1,7 +1,7 @@
 """What the tensors of an oxidizr checkpoint are called, in every convention, and what they are in ours.
 
 Three conventions name the same model: the trainer's own (A), the one its first server's pages describe (B),
-and the one another framework asks for (C); each with or without a leading `model.`. A layer is known by its
+and the one of another framework (C). Each comes with or without a leading `model.`. A layer is known by its
 tensors.
 """
 
@@ -188,7 +188,7 @@ def _check_numbers(leaves: Mapping[int, object]) -> None:
 def _classify(i: int, own: Mapping[str, str]) -> Layer:
     found = (kind for kind, mark in _MIXER_MARKS if any(re.match(mark, n) for n in own))
     mixers = dict.fromkeys(found)
-    if "mamba2" in mixers and "mamba1" in mixers:  # `mamba.` alone does not tell which
+    if "mamba2" in mixers and "mamba1" in mixers:  # `mamba.` alone does not show which
         kept = next(iter(mixers))
         mixers = dict.fromkeys(k for k in mixers if k not in ("mamba1", "mamba2") or k == kept)
     if "latent" in mixers or "mla" in mixers:

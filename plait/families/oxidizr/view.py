@@ -63,7 +63,7 @@ class View:
         return found
 
     def measure(self, key: str, value: Any, leaf: str) -> Any:
-        """A value that the tensor at `leaf` decides, held against the config."""
+        """A value that the tensor at `leaf` decides, checked against the config."""
         shape = self.shapes.get(self.ours(leaf))
         state = "(not there)" if shape is None else str(list(shape))
         return self.facts.tensor(key, value, f"{self.theirs(leaf)} {state}")

@@ -93,7 +93,7 @@ def name_map(catalog: Catalog, take_a: TakeA, heads: int, *, flip_stacks: bool) 
 
 
 def _general(name: str) -> str:
-    """With fields instead of the numbers of layer and expert."""
+    """A name with fields instead of the numbers of layer and expert."""
     name = re.sub(r"(^|\.)layers\.\d+\.", r"\1layers.{i}.", name)
     return re.sub(r"\.experts\.\d+\.|^experts\.\d+\.", ".experts.{e}.", name)
 
