@@ -1,4 +1,4 @@
-"""Makes the faster variants known to the ops they belong to."""
+"""Loads kernels: registers the faster variants with the ops they belong to."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def lend(descriptor: int) -> None:
 
 
 def why_not_cached() -> str | None:
-    """Why the next start compiles again what this process has compiled; None: it loads it."""
+    """Why the next run compiles again what this process has compiled; None: it loads it."""
     if not has_numba():
         return None
     from plait.kernels.cpu.codegen.target import cached_files
@@ -84,7 +84,7 @@ def why_refused(room: Path) -> str | None:
 
 
 def remove_cached(base: Path, unused_s: float) -> int:
-    """Remove compiled kernels that no start has used for so long; the bytes freed."""
+    """Remove compiled kernels that no run has used for so long; the bytes freed."""
     return sweep(base / "kernels", unused_s=unused_s)
 
 
@@ -104,7 +104,7 @@ class KernelTarget:
     `dot`: how products of bytes are added, as `target.DOT`; `no_amx`: why tiles of AMX are not used, None if
     they are; `features`: what is found in this processor; `room`: where compiled kernels are, or would be,
     kept, None without a home; `room_name`: its name; `formats`: blocks of GGUF that are read; `tried`:
-    whether a start tries kernels before it binds any.
+    whether a run tries kernels before it binds any.
     """
 
     name: str
@@ -142,7 +142,7 @@ def has_numba() -> bool:
 def executor(threads: int, prefill: str = "same") -> Executor | None:
     """Threads for native kernels on the CPU; None without them: `why_no_kernels`. `load_kernels` comes first.
 
-    prefill: "bf16" lets linear maps of many rows be other than those of few, where there is AMX.
+    prefill: "bf16" lets linear layers compute many rows otherwise than few, where there is AMX.
     """
     if why_no_kernels():
         return None

@@ -20,7 +20,7 @@ from plait.state.store import StateStore
 class Branch:
     """One residual addition: x += scale * post_norm(mixer(norm(x))); what stays may be keep * norm(x).
 
-    A block beside it reads x and the embeddings, and is heard by the norm alone.
+    A shared block reads x and the embeddings; only the norm sees what it adds.
     """
 
     def __init__(self, s: spec.BranchSpec, w: Weights, hidden_size: int) -> None:
@@ -64,9 +64,9 @@ class Branch:
 
 
 class Decoder:
-    """Any model: `spec` says what it is, `weights` is asked for every tensor. Raises CheckpointError.
+    """Any model: `spec` says what it is, `weights` gives every tensor. Raises CheckpointError.
 
-    `states` is what every mixer remembers, by mixer name: the memory is made from it.
+    `states` has the state of every mixer, by mixer name: the memory is made from it.
     """
 
     def __init__(self, s: spec.ModelSpec, weights: Weights) -> None:
@@ -81,7 +81,7 @@ class Decoder:
             self.states |= branch.states
 
     def __call__(self, batch: Batch, store: StateStore) -> Tensor:
-        """Logits of the wanted rows, [L, vocab] float32; the state of every sequence moves on."""
+        """Logits of the requested rows, [L, vocab] float32; the state of every sequence moves on."""
         return self.logits(self.hidden(batch, store), batch)
 
     def hidden(self, batch: Batch, store: StateStore) -> Tensor:
@@ -95,5 +95,5 @@ class Decoder:
         return h
 
     def logits(self, h: Tensor, batch: Batch) -> Tensor:
-        """h: [T, hidden] -> logits of the wanted rows, [L, vocab] float32."""
+        """h: [T, hidden] -> logits of the requested rows, [L, vocab] float32."""
         return self.head(self._take_rows(h, batch.logit_rows))

@@ -64,7 +64,7 @@ class SharedBlockUse:
         self.states: dict[str, State] = {self.name: PagedState(entry, None, dtype)}
 
     def __call__(self, x: Tensor, embeddings: Tensor, batch: Batch, store: StateStore) -> Tensor:
-        """x, embeddings: [T, hidden] -> what the norm beside it is to hear, [T, hidden]."""
+        """x, embeddings: [T, hidden] -> what is added to the input of the branch's norm, [T, hidden]."""
         block = self.block
         h = block.norm(self._join(x, embeddings))
         h = block.ffn_norm(block.o(self._attended(h, batch, store)))
@@ -94,6 +94,6 @@ def _widths(s: spec.AsideSpec) -> tuple[int, int, int]:
 
 
 def _adapter(w: Weights, name: str, rank: int, in_size: int, out_size: int) -> tuple[Linear, Linear]:
-    """A map of low rank, as its two factors: `NAME_a` and then `NAME_b`."""
+    """A low-rank weight matrix, as its two factors: `NAME_a` and then `NAME_b`."""
     first = w.linear(f"{name}_a", in_size=in_size, out_sizes=(rank,))
     return first, w.linear(f"{name}_b", in_size=rank, out_sizes=(out_size,))

@@ -94,7 +94,7 @@ def _gate_rows_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) 
 def gate(x: Tensor, by: Tensor) -> Tensor:
     """x · sigmoid(by), number by number: attention that closes its own output (Qiu et al. 2025).
 
-    x, by: [T, n], whose rows may lie apart in memory -> [T, n].
+    x, by: [T, n] -> [T, n]; the rows of both may lie apart in memory.
     """
     return x * by.sigmoid()
 

@@ -1,6 +1,6 @@
 """Attention over paged memory. A block table says where each sequence's tokens are; batches are ragged.
 
-The references go through the sequences one by one, so that a sequence's result cannot depend on its company.
+The references go through the sequences one by one, so that a result cannot depend on the batch composition.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CASES: list[dict[str, Any]] = [
     dict(seqs=[270, 4], heads=8, kv_heads=1, dim=40, window=70, softcap=30.0, kv_dtype="int8"),
     dict(seqs=SEQS, heads=6, kv_heads=2, dim=20, window=9, softcap=None, sinks=True, kv_dtype="int8"),
 ]
-# Where activations of linear maps are rounded, queries and weights of values may be, beside bfloat16.
+# If linear layers round activations, queries and weights of values may be rounded over a bfloat16 cache.
 ROUNDED = {"kv_dtype": "bfloat16", "activations": "int8"}
 CASES += [
     dict(seqs=[300, 2], heads=9, kv_heads=3, dim=64, window=None, softcap=None, **ROUNDED),
@@ -102,8 +102,8 @@ def paged_attention(
     (`ops.entry.head_widths` bytes instead of d numbers), block_table: [S, M], slot_mapping: [T],
     query_start: [S+1], seq_lens: [S] (new tokens included) -> [T, heads, d]. Query head h reads kv head
     h // (heads / kv_heads). `window`: how many last keys are seen; `softcap`: scores become cap·tanh(·/cap).
-    `sinks`: [heads] float32, a score of each head for a key whose value is 0 (Xiao et al. 2023; gpt-oss).
-    How a cache lies in memory is the affair of the variant that writes it.
+    `sinks`: [heads] float32, a score of each head for a key with the value 0 (Xiao et al. 2023; gpt-oss).
+    The variant that writes a cache decides how it lies in memory.
     """
     k_form, v_form = key_codes(k.shape[-1]), value_codes(v.shape[-1])
     write_paged(k_cache, k, slot_mapping, k_form)
@@ -123,7 +123,7 @@ def paged_attention(
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Over the keys of scores [kv, g, n, keys], and a sink beside them that takes its share."""
+    """Softmax over the keys of scores [kv, g, n, keys], and over a sink that takes its share."""
     if sinks is None:
         return scores.softmax(-1)
     beside = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)

@@ -1,4 +1,4 @@
-"""Weights of random bytes in every quantized format, as cases of ops want them: products of order 1."""
+"""Weights of random bytes in every quantized format, as cases of ops need them: products of order 1."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GROUPED = re.compile(r"int(?P<bits>\d)(?:_g(?P<group>\d+))?(?P<more>(?:\+\w+)*)
 def random_weight(kind: str, rows: int, cols: int) -> Weight:
     """A weight in a format named as `Weight.format` names it, for GGUF and all others.
 
-    Integers in groups may be asked for with more: 'int4_g128+zeros+order+bfloat16'.
+    Names of integers in groups may have additions: 'int4_g128+zeros+order+bfloat16'.
     """
     unit = 2.0 / cols**0.5
     if found := _GROUPED.fullmatch(kind):
@@ -57,7 +57,7 @@ def _random_groups(bits: int, group: int, more: str, rows: int, cols: int) -> Gr
 
 
 def random_blocks(name: str, rows: int, cols: int) -> Gguf:
-    """A map of random bytes in a format, its scales made small: products with numbers of order 1 are too."""
+    """A weight matrix of random bytes. Its scales are small: inputs of order 1 give outputs of order 1."""
     kind = block_type(name)
     data = torch.randint(0, 256, (rows * cols // kind.elements, kind.nbytes), dtype=torch.uint8)
     span = kind.decode(with_scales(data, kind, 1.0)).abs().amax() + 1e-9
@@ -66,7 +66,7 @@ def random_blocks(name: str, rows: int, cols: int) -> Gguf:
 
 
 def with_scales(data: Tensor, kind: BlockType, scale: float) -> Tensor:
-    """The same blocks [n, bytes] under other scales, within a factor of two of the one that is asked for."""
+    """The same blocks [n, bytes] under other scales, within a factor of two of `scale`."""
     data, count = data.clone(), len(data)
     values = scale * (0.5 + torch.rand(count, len(kind.scales_at)))
     for i, at in enumerate(kind.scales_at):

@@ -91,7 +91,7 @@ def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Argumen
 def ragged_case(seqs: Sequence[tuple[int, bool]], device: str) -> tuple[Tensor, Tensor, Tensor, int]:
     """(slots, query_start, has_history, num_slots) of sequences given as (new tokens, has history).
 
-    Slots are shuffled and slot 0 belongs to nobody: what the `cases` of every recurrent op share.
+    Slots are shuffled, and slot 0 belongs to no sequence. The `cases` of every recurrent op share this.
     """
     slots = torch.randperm(len(seqs) + 1) + 1
     starts = torch.tensor([0, *(n for n, _ in seqs)]).cumsum(0)

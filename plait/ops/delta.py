@@ -1,4 +1,4 @@
-"""The gated delta rule over a ragged batch: linear attention that corrects what it remembers."""
+"""The gated delta rule over a ragged batch: linear attention that corrects its state."""
 
 from __future__ import annotations
 

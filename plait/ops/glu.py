@@ -1,4 +1,4 @@
-"""Gated linear units (Dauphin et al. 2016): one map to gate and up, and the product of both."""
+"""Gated linear units (Dauphin et al. 2016): one linear layer to gate and up, and the product of both."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Linear maps over weights in any storage: y = x Wᵀ + b.
+"""Linear layers over weights in any storage: y = x Wᵀ + b.
 
 The reference decodes the weight each time it is used, a piece at a time. The `dense` variant keeps plain
 numbers in the dtype of the model, and is for weights that are plain numbers: what is quantized stays so.
-Kernels that read packed weights register beside it.
+Kernels that read packed weights register as further variants.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from plait.quant.weight import Dense, Weight, piece_of, stack_key
 
 Activations = Literal["float32", "int8", "int8x2"]
 KINDS = tuple(kind.name for kind in BLOCK_TYPES.values() if kind.name not in ("Q8_1", "Q8_K"))
-STORED = (  # beside GGUF's: as `blocks.random_weight` names them
+STORED = (  # further formats, not GGUF's: as `blocks.random_weight` names them
     "int4_g128", "int4_g64+zeros+order", "int4_g32+bfloat16", "int3_g128+zeros", "int8", "mxfp4", "nvfp4",
 )  # fmt: skip
-FLOATS = ("fp8", "fp8_b128", "bnb_nf4")  # whose products are of floats: activations are not rounded
+FLOATS = ("fp8", "fp8_b128", "bnb_nf4")  # their products are of floats: activations are not rounded
 SMALLEST = 3.8e-37  # largest number of a block that is not taken for zero
 BASE = 1.5 * 2**23  # what kernels multiply a scale by
 BLOCK = 32  # activations that share a scale
@@ -39,7 +39,7 @@ TOGETHER = 4  # pieces that a device multiplies at a time: few rows do not fill 
 
 
 def _parse_kind(kind: str) -> dict[str, str]:
-    """A case's words for a storage: its format and what else `random_weight` can be told."""
+    """A case's words for a storage: its format and the additions that `random_weight` reads."""
     name, plus, more = kind.partition("+")
     return {"kind": name, "more": plus + more}
 
@@ -78,7 +78,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, activations: Activati
     """x: [..., in], weight: (out, in) in any format, bias: [out] -> [..., out], in x's dtype.
 
     `activations`: what x is rounded to first. "int8": 32 neighbours share a scale, largest / 127 (of which
-    the last two bits are 0, so that kernels may multiply it exactly), as llama.cpp does beside block formats;
+    the last two bits are 0, so that kernels may multiply it exactly), as llama.cpp does for block formats;
     "int8x2": a second int8 takes what is left over, 16 bits in all. Numbers from 3e33 on are NaN then.
     Neighbours are those of the weight's columns, where it keeps these in an order of its own.
     """
@@ -232,7 +232,7 @@ class Linear:
     def only_part(self) -> tuple[Any, Tensor | None, Activations] | None:
         """(weight as its variant keeps it, bias, rounding of the input), or None if there are several parts.
 
-        For ops that take many maps through one kernel.
+        For ops that take many weights through one kernel.
         """
         return self._parts[0][1] if len(self._parts) == 1 else None
 
@@ -250,7 +250,7 @@ class Linear:
 
 
 def _rounding(weight: Weight | CachedWeight, activations: Activations) -> Activations:
-    """What the input is rounded to: nothing beside floats, or where blocks of inputs are not whole."""
+    """What the input is rounded to: "float32" for float weights, or where blocks of inputs are not whole."""
     if isinstance(weight, CachedWeight):
         return weight.rounding  # type: ignore[no-any-return]
     exact = isinstance(weight, Dense | Fp8 | Codebook) or weight.shape[1] % BLOCK

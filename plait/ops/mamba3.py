@@ -161,7 +161,7 @@ def _norm_for_heads_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: 
     ]
 )
 def map_each_head(x: Tensor, linear: Linear) -> Tensor:
-    """Every head through the same linear map, in any storage. x: [T, H, n] -> [T, H, m] in x's dtype."""
+    """Every head through the same linear layer, in any storage. x: [T, H, n] -> [T, H, m] in x's dtype."""
     return linear(x)
 
 

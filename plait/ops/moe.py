@@ -73,7 +73,7 @@ def experts(
 ) -> Tensor:
     """What the chosen experts make of each token, weighed and summed in the order of their numbers.
 
-    x: [T, hidden], weight: [T, k] float32, index: [T, k] int64; up and down: one linear map for each expert
+    x: [T, hidden], weight: [T, k] float32, index: [T, k] int64; up and down: one linear layer for each expert
     (up: [gate, up] side by side if gated); activation: (kind, gated); shared: [T, hidden] or None, what the
     sum starts from -> [T, hidden] in x's dtype. Rows are grouped by expert: an expert is read once.
     """

@@ -9,5 +9,5 @@ from plait.ops.elementwise import elementwise_op
 
 @elementwise_op()
 def multiply(x: Tensor, y: Tensor) -> Tensor:
-    """x · y, number by number. x, y: [T, n], whose rows may lie apart in memory -> [T, n]."""
+    """x · y, number by number. x, y: [T, n], with rows that may lie apart in memory -> [T, n]."""
     return x * y

@@ -107,7 +107,7 @@ class Op:
     reference: Callable[..., Any]
     cases: Sequence[Mapping[str, Any]]
     tolerance: Mapping[torch.dtype, float]
-    private: frozenset[str] = frozenset()  # state whose layout is a variant's own affair
+    private: frozenset[str] = frozenset()  # state with a layout that each variant chooses
     make: MakeInputs | None = None
     variants: list[Variant] = field(default_factory=list)
     composition: Composition | None = None  # of a fused op

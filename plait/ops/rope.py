@@ -132,7 +132,7 @@ def _longrope(rope: RopeSpec, p: Mapping[str, Any], max_len: int) -> Scaled:
 
 
 def _divisors(rope: RopeSpec, p: Mapping[str, Any], _: int) -> Scaled:
-    """GGUF's `rope_freqs`: one divisor per frequency, computed by whoever wrote the file."""
+    """GGUF's `rope_freqs`: one divisor per frequency, computed by the program that wrote the file."""
     return _plain(rope.dim, rope.theta) / torch.tensor(p["divisors"]).float(), 1.0
 
 
@@ -159,7 +159,7 @@ CASES: list[dict[str, Any]] = [
 def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, mscale: float, interleaved: bool) -> Tensor:
     """Rotate the first 2·len(inv_freq) of each head. x: [T, heads, d], positions: [T] -> like x.
 
-    In float32 whatever x's dtype, as OLMo 2 and Command R want it; for others it is merely closer.
+    In float32 whatever x's dtype, as OLMo 2 and Command R need it; for others it is merely closer.
     """
     width = 2 * inv_freq.shape[0]
     angle = positions[:, None, None].float() * inv_freq

@@ -139,7 +139,7 @@ def _pick_of_all(
 
 
 def _pick(ids: Ids, weight: Floats, total: float, nucleus: tuple[float, float], uniform: float) -> int:
-    """One of `ids`, whose weights fall; `total` is the mass of everything that was not cut by top-k."""
+    """One of `ids`, sorted by falling weight; `total` is the mass of everything that was not cut by top-k."""
     top_p, min_p = nucleus
     mass, count, kept_mass = np.cumsum(weight), ids.size, total
     if top_p < 1.0:

@@ -1,6 +1,6 @@
 """State-space scans over a ragged batch: Mamba1, Mamba2 (SSD) and Mamba3.
 
-A batch is decodes first (one token each, history present), then pieces of prompts; every sequence's state is
+A batch is decodes first (one token each, history present), then chunks of prompts. Every sequence's state is
 in a slot and is moved on in place. A sequence without history starts from zeros, whatever its slot holds.
 States are float32, and so is all arithmetic. A prompt may be cut anywhere.
 """

@@ -1,1 +1,1 @@
-"""Storage formats of weights, each a type: a linear map that knows its shape and how to become numbers."""
+"""Storage formats of weights, each a type: a weight matrix that knows its shape and how to become numbers."""

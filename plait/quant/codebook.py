@@ -41,7 +41,7 @@ class Nested:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codebook:
-    """A linear map [out, in] of indices into a table.
+    """A weight matrix [out, in] of indices into a table.
 
     codes: uint8 [out, in / 2]; table: float32 [16]; absmax: float32 [out, in / block], or uint8 of that shape
     with `nested`; kind: the table's name, 'nf4' or 'fp4'.
@@ -95,7 +95,7 @@ class Codebook:
         return numbers + self.nested.offset[:, None]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The whole map as numbers, [out, in]: decoded in float32, a few rows at a time, then cast."""
+        """All weights as numbers, [out, in]: decoded in float32, a few rows at a time, then cast."""
         return decode_in_pieces(self._decode, self.shape, dtype, self.codes.device)
 
     def _decode(self, start: int, stop: int) -> Tensor:
@@ -110,7 +110,7 @@ class Codebook:
         return self._take(index).dequantize(dtype)
 
     def rows(self, start: int, stop: int) -> Codebook:
-        """Rows start..stop, a view. Raises ShapeMismatch outside the map."""
+        """Rows start..stop, a view. Raises ShapeMismatch outside the matrix."""
         check_range("rows", start, stop, self.shape[0], self)
         return self._take(slice(start, stop))
 
@@ -125,7 +125,7 @@ class Codebook:
         return replace(self, codes=self.codes[index], absmax=self.absmax[index], nested=nested)
 
     def cols(self, start: int, stop: int) -> Codebook:
-        """Columns start..stop. Raises ShapeMismatch outside the map or inside a block."""
+        """Columns start..stop. Raises ShapeMismatch outside the matrix or inside a block."""
         check_range("columns", start, stop, self.shape[1], self)
         if start % self.block or stop % self.block or start % 2 or stop % 2:
             raise ShapeMismatch(
@@ -153,7 +153,7 @@ class Codebook:
         return replace(first, codes=codes, absmax=torch.cat(numbers), nested=nested)
 
     def times(self, factor: Tensor) -> Codebook:
-        """The map times a number, or one number for each row; what multiplies blocks becomes float32."""
+        """The matrix times a number, or one number for each row; what multiplies blocks becomes float32."""
         by = factor.to(self.absmax.device, torch.float32).reshape(-1, 1)
         return replace(self, absmax=self.magnitudes() * by, nested=None)
 

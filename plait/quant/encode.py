@@ -1,4 +1,4 @@
-"""Plain numbers to GGUF's block formats, while a model is loaded. `encode_packed` has those of safetensors.
+"""Quantizes to GGUF's block formats, while a model is loaded. `encode_packed` has those of safetensors.
 
 For each block a grid is searched: for a few widths of the grid around the obvious one the numbers are rounded
 to codes, and for these codes the scale (and offset) of least squared error is solved for; without an offset,
@@ -186,7 +186,7 @@ def _scale(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_byte(q: Tensor) -> Tensor:
-    """Codes, elements first [32, n] uint8 -> nibbles [n, 16]: element j beside element j + 16."""
+    """Codes, elements first [32, n] uint8 -> nibbles [n, 16]: element j is next to element j + 16."""
     return (q[:16] | (q[16:] << 4)).t()
 
 

@@ -1,4 +1,4 @@
-"""Plain numbers to the storage types of packed safetensors: integers in groups, and eight-bit floats.
+"""Quantizes to the storage types of packed safetensors: integers in groups, and eight-bit floats.
 
     encode_groups(weight, group=128) -> Grouped     symmetric, four bits unless asked otherwise
     encode_fp8(weight) -> Fp8                       blocks of 128 x 128; block=(1, columns): a scale per row
@@ -51,7 +51,7 @@ def encode_groups(
 
 
 def encode_fp8(weight: Tensor, block: tuple[int, int] = (128, 128), name: str = "a weight") -> Fp8:
-    """weight [rows, cols] -> E4M3 numbers whose largest in each block is 448 times its scale.
+    """weight [rows, cols] -> E4M3 numbers; the largest in each block is 448 times its scale.
 
     block: (rows, columns) that share a scale; those at the edges may be cut short. Raises BadFile.
     """

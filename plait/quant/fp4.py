@@ -29,7 +29,7 @@ _GROUPS = {torch.uint8: ("mxfp4", 32), torch.float8_e4m3fn: ("nvfp4", 16)}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp4:
-    """A linear map [out, in] of E2M1 numbers.
+    """A weight matrix [out, in] of E2M1 numbers.
 
     codes: uint8 [out, in / 2]; scales: [out, in / group], uint8 (exponents, group 32) or float8_e4m3fn (group
     16); factor: float32, one for all rows [1] or one for each [out], or None for 1.
@@ -79,7 +79,7 @@ class Fp4:
         return _GROUPS[self.scales.dtype][1]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The whole map as numbers, [out, in]: decoded in float32, a few rows at a time, then cast."""
+        """All weights as numbers, [out, in]: decoded in float32, a few rows at a time, then cast."""
         return decode_in_pieces(self._decode, self.shape, dtype, self.codes.device)
 
     def _decode(self, start: int, stop: int) -> Tensor:
@@ -99,7 +99,7 @@ class Fp4:
         return self._take(index).dequantize(dtype)
 
     def rows(self, start: int, stop: int) -> Fp4:
-        """Rows start..stop, a view. Raises ShapeMismatch outside the map."""
+        """Rows start..stop, a view. Raises ShapeMismatch outside the matrix."""
         check_range("rows", start, stop, self.shape[0], self)
         return self._take(slice(start, stop))
 
@@ -113,7 +113,7 @@ class Fp4:
         return Fp4(self.codes[index], scales, self.factor if shared else self.factor[index])  # type: ignore[index]
 
     def cols(self, start: int, stop: int) -> Fp4:
-        """Columns start..stop, a view. Raises ShapeMismatch outside the map or inside a group."""
+        """Columns start..stop, a view. Raises ShapeMismatch outside the matrix or inside a group."""
         check_range("columns", start, stop, self.shape[1], self)
         if start % self.group or stop % self.group:
             raise ShapeMismatch(
@@ -141,7 +141,7 @@ class Fp4:
         return self.factor.expand(self.shape[0])
 
     def times(self, factor: Tensor) -> Fp4:
-        """The map times a number, or one number for each row."""
+        """The matrix times a number, or one number for each row."""
         by = factor.to(self.codes.device, torch.float32).reshape(-1)
         return replace(self, factor=by if self.factor is None else self.factor * by)
 

@@ -1,4 +1,4 @@
-"""Eight-bit floats (E4M3) under float32 scales: one for the whole map, for each row, or for each block of it.
+"""Eight-bit floats (E4M3) under float32 scales: one for the whole matrix, for each row or block of it.
 
 How the bytes lie: `codes` are the plain matrix, a byte for each number: sign, four bits of exponent (bias 7),
 three of mantissa, no infinity, NaN at 0x7f and 0xff (the FP8 formats for deep learning, Micikevicius 2022).
@@ -23,7 +23,7 @@ from plait.quant.weight import check_range, check_rows, decode_in_pieces
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8:
-    """A linear map [out, in] of E4M3 numbers.
+    """A weight matrix [out, in] of E4M3 numbers.
 
     codes: float8_e4m3fn [out, in]; scale: float32 [ceil(out / block[0]), ceil(in / block[1])], it multiplies;
     block: the rows and columns that share a scale, (1, in) or more for a scale for each row.
@@ -61,7 +61,7 @@ class Fp8:
         return "fp8" if self.block[1] >= self.codes.shape[1] else f"fp8_b{self.block[1]}"
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The whole map as numbers, [out, in]: decoded in float32, a few rows at a time, then cast."""
+        """All weights as numbers, [out, in]: decoded in float32, a few rows at a time, then cast."""
         return decode_in_pieces(self._decode, self.shape, dtype, self.codes.device)
 
     def _decode(self, start: int, stop: int) -> Tensor:
@@ -98,7 +98,7 @@ class Fp8:
         return self._take(check_rows(index, self))
 
     def cols(self, start: int, stop: int) -> Fp8:
-        """Columns start..stop, views. Raises ShapeMismatch outside the map or inside a block of columns."""
+        """Columns start..stop, views. Raises ShapeMismatch outside the matrix or inside a block of columns."""
         cols, size = self.shape[1], self.block[1]
         check_range("columns", start, stop, cols, self)
         if size >= cols:
@@ -123,7 +123,7 @@ class Fp8:
         return replace(parts[0], codes=codes, scale=torch.cat([part.scale for part in parts]))
 
     def times(self, factor: Tensor) -> Fp8:
-        """The map times a number, or one number for each row."""
+        """The matrix times a number, or one number for each row."""
         by = factor.to(self.scale.device, torch.float32)
         whole = self if by.numel() == 1 or self.block[0] == 1 else self._take(slice(None))
         return replace(whole, scale=whole.scale * by.reshape(-1, 1))

@@ -1,9 +1,9 @@
 """The block formats of GGUF: rows of small blocks, each with its own scale.
 
-A `Gguf` keeps the file's bytes as they are, often a view of the mapped file, and decodes what is asked for in
-pieces of bounded size. Adding a format is one entry of `BLOCK_TYPES`: its ids, its sizes and how n blocks of
-bytes become n rows of float32. Layouts: the ggml tensor library; fields are little endian, `d` and `m` are
-float16, and the low nibbles of a run of bytes come before its high nibbles.
+A `Gguf` keeps the file's bytes as they are, often a view of the mapped file, and decodes the requested
+rows, a bounded number of elements at a time. A new format is one entry of `BLOCK_TYPES`: its ids, its sizes
+and how n blocks of bytes become n rows of float32. Layouts: the ggml tensor library. Fields are little
+endian, `d` and `m` are float16, and the low nibbles of a run of bytes come before its high nibbles.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BlockType:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gguf:
-    """A linear map [out, in] in one of GGUF's block formats. `data`: uint8 [out, bytes of a row]."""
+    """A weight matrix [out, in] in one of GGUF's block formats. `data`: uint8 [out, bytes of a row]."""
 
     data: Tensor
     kind: BlockType
@@ -66,7 +66,7 @@ class Gguf:
         return self.kind.name
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The whole map as numbers, [out, in]: decoded in float32, a few rows at a time, then cast."""
+        """All weights as numbers, [out, in]: decoded in float32, a few rows at a time, then cast."""
         return decode_in_pieces(self._decode, self.shape, dtype, self.data.device)
 
     def _decode(self, start: int, stop: int) -> Tensor:
@@ -78,12 +78,12 @@ class Gguf:
         return Gguf(self.data[index], self.kind).dequantize(dtype)
 
     def rows(self, start: int, stop: int) -> Gguf:
-        """Rows start..stop, a view. Raises ShapeMismatch outside the map."""
+        """Rows start..stop, a view. Raises ShapeMismatch outside the matrix."""
         self._check_range("rows", start, stop, self.shape[0])
         return Gguf(self.data[start:stop], self.kind)
 
     def cols(self, start: int, stop: int) -> Gguf:
-        """Columns start..stop, a view. Raises ShapeMismatch outside the map or inside a block."""
+        """Columns start..stop, a view. Raises ShapeMismatch outside the matrix or inside a block."""
         self._check_range("columns", start, stop, self.shape[1])
         size, nbytes = self.kind.elements, self.kind.nbytes
         if start % size or stop % size:
@@ -119,7 +119,7 @@ def _q4(blocks: Tensor, at: int) -> Tensor:
 
 
 def _q5(blocks: Tensor, at: int) -> Tensor:
-    """The 32 five-bit numbers whose high bits are at byte `at` and whose nibbles follow, [n, 32] uint8."""
+    """32 five-bit numbers, [n, 32] uint8: their high bits are at byte `at`, and their nibbles follow."""
     return _q4(blocks, at + 4) | (bits(blocks[:, at : at + 4]) << 4)
 
 
@@ -219,7 +219,7 @@ def block_type(name: str) -> BlockType:
 
 
 def scale_nvfp4(weight: Gguf, factor: Tensor) -> Fp4:
-    """The map times `factor`: one number, or one for each of equal parts of the rows (stacked experts).
+    """The matrix times `factor`: one number, or one for each of equal parts of the rows (stacked experts).
 
     Raises ShapeMismatch if it is no NVFP4, or the rows are no such parts.
     """

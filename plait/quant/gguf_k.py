@@ -1,4 +1,4 @@
-"""How K-quants and IQ4 blocks become numbers: groups whose scales are small whole numbers under a float16.
+"""How K-quants and IQ4 blocks become numbers: groups with small whole scales under a float16.
 
 Every function takes uint8 [n, bytes of a block] and gives float32 [n, elements]. Layouts: the ggml tensor
 library.

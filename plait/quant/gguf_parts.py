@@ -1,7 +1,7 @@
-"""Blocks whose numbers come out of a small table: a code for each, under whole scales and one number above.
+"""Blocks with numbers from a small table: a code for each, under whole scales and one number above.
 
 w = unit · level of its group · table[code]. Ternary, one- and two-bit blocks and those of four-bit floats are
-here; `gguf_iq` has those whose codes come from grids. Kernels keep the same three parts, so that nothing is
+here; `gguf_iq` has those with codes from grids. Kernels keep the same three parts, so that nothing is
 rounded on the way. The products are exact in float32: their order does not matter.
 
 Every function takes uint8 [n, bytes of a block]. Layouts: the ggml tensor library.

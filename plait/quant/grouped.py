@@ -6,7 +6,7 @@ even, the high one if odd. Columns c with the same c // group share `scales[o, c
 
     w[o, order[c]] = scales[o, c // group] * (code[o, c] - zero[o, c // group])
 
-`order` is there for files whose columns were quantized by importance (act-order): columns are kept sorted by
+`order` is there for files with columns quantized by importance (act-order): columns are kept sorted by
 group, and `order[c]` is the input that column c belongs to. Without it, column c belongs to input c.
 """
 
@@ -27,7 +27,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grouped:
-    """A linear map [out, in] of unsigned integers of 2 to 8 bits.
+    """A weight matrix [out, in] of unsigned integers of 2 to 8 bits.
 
     codes: uint8 [out, in * bits / 8]; scales: [out, ceil(in / group)], a float as it was stored; zeros: uint8
     of the same shape, or None, which stands for 2**(bits - 1) everywhere; group: columns of a group, the last
@@ -84,7 +84,7 @@ class Grouped:
         return self.format, None if self.order is None else hash(self.order.cpu().numpy().tobytes())
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The whole map as numbers, [out, in]: decoded in float32, a few rows at a time, then cast."""
+        """All weights as numbers, [out, in]: decoded in float32, a few rows at a time, then cast."""
         return decode_in_pieces(self._decode, self.shape, dtype, self.codes.device)
 
     def _decode(self, start: int, stop: int) -> Tensor:
@@ -104,7 +104,7 @@ class Grouped:
         return self._take(index).dequantize(dtype)
 
     def rows(self, start: int, stop: int) -> Grouped:
-        """Rows start..stop, a view. Raises ShapeMismatch outside the map."""
+        """Rows start..stop, a view. Raises ShapeMismatch outside the matrix."""
         check_range("rows", start, stop, self.shape[0], self)
         return self._take(slice(start, stop))
 
@@ -117,7 +117,7 @@ class Grouped:
         return replace(self, codes=self.codes[index], scales=self.scales[index], zeros=zeros)
 
     def cols(self, start: int, stop: int) -> Grouped:
-        """Columns start..stop, a view. Raises ShapeMismatch outside the map or inside a group."""
+        """Columns start..stop, a view. Raises ShapeMismatch outside the matrix or inside a group."""
         rows, cols = self.shape
         check_range("columns", start, stop, cols, self)
         if (start, stop) == (0, cols):
@@ -159,7 +159,7 @@ class Grouped:
         return torch.full_like(self.scales, 1 << (self.bits - 1), dtype=torch.uint8)
 
     def times(self, factor: Tensor) -> Grouped:
-        """The map times a number, or one number for each row; the scales become float32."""
+        """The matrix times a number, or one number for each row; the scales become float32."""
         by = factor.to(self.scales.device, torch.float32).reshape(-1, 1)
         return replace(self, scales=self.scales.float() * by)
 

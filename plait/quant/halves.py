@@ -1,7 +1,7 @@
 """MLA's up-projection in two: what a file keeps apart, often with the keys turned, stays apart and as stored.
 
-Its rows are those of the whole map, a head's keys before its values. Whoever computes with it takes `keys`
-and `values`; everything that `Weight` asks for decodes, and is for reading and converting.
+Its rows are those of the whole matrix, a head's keys before its values. Code that computes with it takes
+`keys` and `values`. The methods of `Weight` decode, and are for reading and converting.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from plait.quant.weight import Weight, check_range, check_rows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Halves:
-    """A map [heads * (nope + v), rank] made of two, in any storage each.
+    """A weight matrix [heads * (nope + v), rank] made of two, in any storage each.
 
     keys: [heads * nope, rank], or `turned` [heads * rank, nope]; values: [heads * v, rank]; index: which
-    of the whole map's rows these are, int64 [n], or None for all.
+    of the whole matrix's rows these are, int64 [n], or None for all.
     """
 
     keys: Weight
@@ -58,7 +58,7 @@ class Halves:
         return "+".join(dict.fromkeys((self.keys.format, self.values.format)))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The whole map as numbers, [out, in]."""
+        """All weights as numbers, [out, in]."""
         k, v = (half.dequantize(dtype).unflatten(0, (self.heads, -1)) for half in (self.keys, self.values))
         whole = torch.cat([k.mT if self.turned else k, v], 1).flatten(0, 1)
         return whole if self.index is None else whole[self.index]
@@ -68,7 +68,7 @@ class Halves:
         return self.dequantize(dtype)[index]
 
     def rows(self, start: int, stop: int) -> Halves:
-        """Rows start..stop. Raises ShapeMismatch outside the map."""
+        """Rows start..stop. Raises ShapeMismatch outside the matrix."""
         check_range("rows", start, stop, self.shape[0], self)
         return self.pick(torch.arange(start, stop))
 
@@ -85,7 +85,7 @@ class Halves:
 
     @classmethod
     def cat(cls, parts: Sequence[Halves]) -> NoReturn:
-        """Raises ShapeMismatch: what is in halves is no linear map that others could be stacked with."""
+        """Raises ShapeMismatch: a matrix in halves cannot be stacked with others."""
         raise ShapeMismatch(f"cannot stack the rows of {[f'{p.format} {list(p.shape)}' for p in parts]}")
 
     def to(self, device: torch.device) -> Halves:

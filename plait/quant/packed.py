@@ -1,4 +1,4 @@
-"""A map that was packed before, in place of the weight it was packed from."""
+"""A packed weight matrix from the packed-weight cache, in place of the weight it was packed from."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedWeight:
-    """What a variant of `linear` made of a weight (out, in) at an earlier start, and would make of it again.
+    """What a variant of `linear` made of a weight (out, in) in an earlier run, and would make of it again.
 
-    `format`: of the weight; `rounding`: of the inputs beside it; `layout`: the fields of the variant's own
-    description of its tiles; `tiles`: uint8, at a multiple of 64 bytes; `order`: int32 [in] or None, which
-    input a column belongs to.
+    `format`: of the weight; `rounding`: what its inputs are rounded to; `layout`: the fields of the
+    variant's own description of its tiles; `tiles`: uint8, at a multiple of 64 bytes; `order`: int32 [in] or
+    None, which input a column belongs to.
     """
 
     format: str

@@ -16,12 +16,12 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 
 PIECE = 1 << 20  # elements decoded at a time: 4 MiB of float32, so the peak does not follow the matrix
-DEVICE_PIECE = 1 << 21  # the same beside a CPU, where a launch costs as much as a million numbers
+DEVICE_PIECE = 1 << 21  # the same on other devices than a CPU: a launch costs as much as a million numbers
 
 
 @runtime_checkable
 class Weight(Protocol):
-    """A linear map [out, in] in some storage."""
+    """A weight matrix [out, in] in some storage."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -33,7 +33,7 @@ class Weight(Protocol):
         ...
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The whole map as numbers, [out, in]."""
+        """All weights as numbers, [out, in]."""
         ...
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,7 +149,7 @@ def piece_of(device: torch.device) -> int:
 def decode_in_pieces(
     decode: Callable[[int, int], Tensor], shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The whole map, [out, in]: `decode(start, stop)` gives some rows in float32, and they are cast."""
+    """The whole matrix, [out, in]: `decode(start, stop)` gives some rows in float32, and they are cast."""
     rows, cols = shape
     out = torch.empty(rows, cols, dtype=dtype, device=device)
     step = max(1, piece_of(device) // max(1, cols))
@@ -160,13 +160,13 @@ def decode_in_pieces(
 
 
 def stack_key(weight: Weight) -> Hashable:
-    """Weights whose keys are equal can be one by `cat`: their format, and what else a storage says."""
+    """Weights with equal keys can be joined by `cat`: the format, and what else a storage adds."""
     return getattr(weight, "stack_key", weight.format)
 
 
 @runtime_checkable
 class Scalable(Protocol):
-    """A weight whose rows can be multiplied without decoding it."""
+    """A weight with rows that can be multiplied without decoding it."""
 
     def times(self, factor: Tensor) -> Weight:
         """factor: float32, one number [] or one for each row [out]."""

@@ -1,9 +1,9 @@
-"""Whether kernels are right on this processor, tried before any is bound, where nobody could try it before.
+"""Whether kernels are right on this processor: tried before any is bound, where tests had no such processor.
 
 On x86-64 every form of every kernel is tested on processors that have it: nothing is done here. Those for
-aarch64 have run on emulated processors only, and those for others on none. There a start first compares
+aarch64 have run on emulated processors only, and those for others on none. There every run first compares
 a few kernels with what is known: whole numbers and bits must be equal, floats within the tolerance of their
-op. If anything differs, models run on torch, and what differs is told.
+op. If anything differs, models run on torch, and what differs is reported.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ CHECKS: Mapping[str, Callable[[Executor], bool]] = {
 
 
 def failures(checks: Mapping[str, Callable[[Executor], bool]] = CHECKS) -> list[str]:
-    """Names of checks whose results are not what is known, on threads of their own."""
+    """Names of checks with results that are not what is known, on threads of their own."""
     cpu = Executor(THREADS)
     try:
         return [what for what, is_wrong in checks.items() if is_wrong(cpu)]
@@ -149,7 +149,7 @@ def failures(checks: Mapping[str, Callable[[Executor], bool]] = CHECKS) -> list[
 def refusal() -> str | None:
     """Why this process binds no native kernels, or None.
 
-    Asked once, and not on x86-64: it compiles a few kernels, or loads what an earlier start kept.
+    Computed once, and not on x86-64: it compiles a few kernels, or loads what an earlier run kept.
     """
     if wrong := failures():
         reason = f"on this processor ({name()}) they give wrong results: {', '.join(wrong)}"

@@ -48,7 +48,7 @@ def sdpa(
         n = rows.stop - rows.start
         mask = None if n == 1 else causal_mask(n, start, end, window, q.device)
         if sinks is not None:
-            # A sink is the score of a key of zeros, whose value is zero: one more column of the mask.
+            # A sink is the score of a key of zeros with the value zero: one more column of the mask.
             keys, values = (F.pad(t, (0, 0, 0, 0, 0, 1)) for t in (keys, values))
             mask = _with_sinks(mask, sinks.to(q.dtype), (n, end - start))
         heads_first = [t.transpose(0, 1)[None] for t in (q[rows], keys, values)]

@@ -1,8 +1,8 @@
 """Products of few rows with packed weights: a weight is read once, as it is stored, and decoded in registers.
 
 For the decodes of a small batch, where a step costs what its weights cost to read. A program has BN outputs
-and a share of the inputs; it takes SPAN of them at a time. Their bytes are a tile of GROUPS runs of bytes, so
-that what a run has in common (a scale) is loaded once for it. A nibble's neighbours in memory are not its
+and a share of the inputs; it takes `SPAN` of them at a time. Their bytes are a tile of GROUPS runs,
+so that what a run has in common (a scale) is loaded once for it. A nibble's neighbours in memory are not its
 neighbours in the row: x is read in the order of the bytes instead, for the two halves of each byte apart.
 
 Decoded numbers are rounded to the dtype of x, as the reference does; sums are float32, and those of several
@@ -103,7 +103,7 @@ def _plane(
     row, scales, zeros, line, step, g, i,
     KIND: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """The same of integers in groups and of eight-bit floats, whose scales are apart; line: [BN, 1, 1]."""
+    """The same of integers in groups and of eight-bit floats, with scales stored apart; line: [BN, 1, 1]."""
     each: tl.constexpr = 16 if KIND == "int4" else 32  # bytes of a run, 32 columns
     codes = tl.load(row + step * (SPAN // 32 * each) + each * g + i)
     at = line + (step * SPAN + 32 * g) // GROUP
@@ -124,7 +124,7 @@ def _plane(
 
 @triton.jit
 def _columns(h, KIND: tl.constexpr):
-    """The columns of a span that byte h of it holds: of its low half (or the whole), of its high half."""
+    """The columns of a step that byte h of it holds: of its low half (or the whole), of its high half."""
     if KIND == "Q4_0":
         low = h // 16 * 32 + h % 16
         high = low + 16
@@ -150,7 +150,7 @@ def small_product(
     ZEROS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr, PAIRS: tl.constexpr, STORED: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """x: [m, n_in] -> out [shares, m, n] float32, of STEPS spans each. TALL: rows of a weight for a scale."""
+    """x: [m, n_in] -> out [shares, m, n] float32, of STEPS steps each. TALL: rows of a weight for a scale."""
     outputs, tokens = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BM)
     rows, share = tl.minimum(outputs, n - 1).to(tl.int64), tl.program_id(1)
     row = codes + (rows * row_bytes)[:, None, None]

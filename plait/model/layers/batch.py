@@ -19,7 +19,7 @@ class PagedIndex:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A ragged batch: decodes first (one token each), then pieces of prompts.
+    """A ragged batch: decodes first (one token each), then chunks of prompts.
 
     The same object in eager runs and in replays of a captured step; passed as an argument, never looked up.
     """
@@ -34,4 +34,4 @@ class Batch:
     paged: Mapping[str, PagedIndex]  # by block group name
     state_slots: Tensor  # [S] int64
     has_history: Tensor  # [S] bool: False where this pass holds the sequence's first token
-    logit_rows: Tensor  # [L] int64: the rows whose logits are wanted
+    logit_rows: Tensor  # [L] int64: the rows of which logits are needed

@@ -1,4 +1,4 @@
-"""Lightning attention (MiniMax-01): linear attention whose heads forget at fixed rates.
+"""Lightning attention (MiniMax-01): linear attention with heads that forget at fixed rates.
 
 It is the recurrence of Mamba2 with a step of 1: x = v, B = k, C = q, A = -slope, and no D.
 """
@@ -25,7 +25,7 @@ def _words(m: spec.LightningSpec) -> str:
 
 @mixer(spec.LightningSpec, _words)
 class Lightning:
-    """The file's one projection has q, k and v of each head beside each other."""
+    """The file's one projection has q, k and v of each head next to each other."""
 
     def __init__(self, s: spec.LightningSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix

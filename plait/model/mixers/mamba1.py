@@ -65,7 +65,7 @@ class Mamba1:
 
 
 class _PerChannel:
-    """The scan whose channels have a step and a decay each."""
+    """The scan with a step and a decay for each channel."""
 
     def __init__(self, s: spec.Mamba1Spec, w: Weights) -> None:
         self.state_shape: tuple[int, ...] = (s.inner_size, s.state_size)
@@ -79,7 +79,7 @@ class _PerChannel:
 
 
 class _PerHead:
-    """The scan whose heads have one, which is Mamba2's with one group."""
+    """The scan with a step and a decay for each head, which is Mamba2's with one group."""
 
     def __init__(self, s: spec.Mamba1Spec, w: Weights) -> None:
         heads = s.num_heads or 1

@@ -1,4 +1,4 @@
-"""Mixers that read the same input and whose outputs are summed (Falcon-H1)."""
+"""Mixers that read the same input, with outputs that are summed (Falcon-H1)."""
 
 from __future__ import annotations
 

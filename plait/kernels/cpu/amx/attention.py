@@ -1,8 +1,8 @@
 """Attention of many tokens on AMX, over bfloat16 caches: sixteen rows a tile, both products in bfloat16.
 
-Sixteen keys lie as a tile reads them. Values do not: those of a span are put into pairs of tokens once, for
+Sixteen keys lie as a tile reads them. Values do not: those of a split are put into pairs of tokens once, for
 all rows of a unit. Queries and exponentials are rounded to bfloat16; softmax and folding are what
-`attention_source` and `attention_rows` do. Below LEAST tokens the kernel of `attention_pairs` takes over.
+`attention.source` and `attention.rows` do. Below LEAST tokens the kernel of `attention.bf16` takes over.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def pack_bf16(args, s, kv_head, base, count, size, to):
 def make_pair() -> Any:
     """Block (places, stride, columns, first, end, start, stop, to): values of groups first..end as pairs.
 
-    to: [SPAN / 2 pairs][columns][2]; tokens outside start..stop, and groups beside these, are zeros.
+    to: `[SPAN / 2 pairs][columns][2]`; tokens outside start..stop, and groups outside first..end, are zeros.
     """
 
     def write(
@@ -101,7 +101,7 @@ def make_pair() -> Any:
 
 @cache
 def scores(line: int, kind: Kind) -> Any:
-    """Block: as `attention_source.scores`, of sixteen rows of bfloat16."""
+    """Block: as `source.scores`, of sixteen rows of bfloat16."""
 
     def write(
         w: Writer, size: Word, q: Word, d: Word, places: Word, first: Word, end: Word, to: Word
@@ -131,7 +131,7 @@ def scores(line: int, kind: Kind) -> Any:
 
 @cache
 def values(line: int, kind: Kind) -> Any:
-    """Block: as `attention_source.values`, of sixteen rows; `pairs` is what `make_pair` made."""
+    """Block: as `source.values`, of sixteen rows; `pairs` is what `make_pair` made."""
 
     def write(
         w: Writer,

@@ -1,8 +1,8 @@
-"""Whether this process may use AMX: what it was told, the processor, the system, and a look at the results.
+"""Whether this process may use AMX: by its settings, the processor, the system, and a check of results.
 
 Kernels on tiles are tested on tiles in memory, with the arithmetic that Intel documents. So before the first
 of them is bound, the processor's own tiles must give the same bits as those in memory, for products of both
-kinds. Otherwise nothing is bound to them, and the reason is told.
+kinds. Otherwise nothing is bound to them, and the reason is reported.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def differs(kind: Kind) -> str | None:
 
 @cache
 def refusal() -> str | None:
-    """Why this process uses no AMX, or None. Asked once: it compiles and runs a small kernel."""
+    """Why this process uses no AMX, or None. Computed once: it compiles and runs a small kernel."""
     if reason := no_amx():
         return reason
     if reason := differs("amx"):

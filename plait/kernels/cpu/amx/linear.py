@@ -1,12 +1,12 @@
-"""Linear maps for many rows on AMX: activations and weights in bfloat16, float32 sums.
+"""Linear layers for many rows on AMX: activations and weights in bfloat16, float32 sums.
 
 A thread takes some rows through some outputs. It decodes PANEL inputs of these weights at a time into pairs
-of bfloat16, which stay in its L2, and multiplies blocks of 32 rows by 32 outputs, whose sums stay in four
+of bfloat16, which stay in its L2, and multiplies blocks of 32 rows by 32 outputs. Their sums stay in four
 tiles for a panel. Rows are rounded first, by all threads: panel after panel, a panel's rows side by side, so
 that a group of rows never falls into the same few sets of a cache.
 
-An output is the sum of its tiles of 32 inputs in their order, whatever the rows beside it or the number of
-threads. It is not what the kernel for few rows computes, which takes over below LEAST rows.
+An output is the sum of its tiles of 32 inputs in their order, whatever other rows there are, and whatever
+the number of threads. It is not what the kernel for few rows computes, which takes over below LEAST rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from plait.kernels.cpu.linear.layout import BLOCK, LINE, Layout
 from plait.kernels.cpu.linear.packed import PackedWeight
 
 LEAST = 32  # rows (of a group, on average) from which tiles are faster
-PANEL = 256  # inputs whose weights are decoded at a time: 16 KiB of a pair of tiles stay in L1
+PANEL = 256  # inputs of which weights are decoded at a time: 16 KiB of a pair of tiles stay in L1
 WIDE, TALL = 16, 512  # tiles of outputs, and rows, that one piece of work has at most
 DECODED = PANEL * 32  # bytes of a panel of sixteen outputs
 SUMS = TALL // 32 * (WIDE // 2) * 4 * TILE  # bytes
@@ -347,8 +347,8 @@ def many_rows(kept: Kept, kind: Kind) -> Kernel:
 
 
 def on_tiles(weight: PackedWeight, kept: Kept, kind: Kind) -> PackedWeight:
-    """The same map, multiplied in bfloat16 where there are many rows."""
-    rounded = 4 * (-(-weight.n_in // BLOCK) * BLOCK)  # two bytes of each input, and room for 32 rows more
+    """The same weight matrix, multiplied in bfloat16 where there are many rows."""
+    rounded = 4 * (-(-weight.n_in // BLOCK) * BLOCK)  # two bytes of each input, and space for 32 rows more
     return replace(
         weight,
         kernel=many_rows(kept, kind),

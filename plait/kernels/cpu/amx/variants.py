@@ -1,4 +1,4 @@
-"""Which linear maps run on AMX: quantized ones to the same bits, and on request all of them in bfloat16."""
+"""Which linear layers run on AMX: quantized ones to the same bits, and on request all of them in bfloat16."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def on_amx(when: When) -> When:
 
 
 def in_bfloat16(when: When) -> When:
-    """The same, where somebody asked for other arithmetic in long steps."""
+    """The same, where other arithmetic in long steps is requested."""
 
     def refusal(facts: OpFacts) -> str | None:
         if reason := when(facts):

@@ -3,7 +3,7 @@
 The caches keep their shape; inside, keys lie as [block][kv head][sixteen tokens][column][token] (bfloat16:
 [column pair][token][2]) and values as [block][kv head][token][column]: lanes are tokens for the scores and
 columns for the outputs, and nothing is ever summed across lanes but the softmax. How int8 lies:
-`attention_codes.py`.
+`int8_cache.py`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from plait.ops.attention import paged_attention
 from plait.ops.entry import KEY_GROUP, SCALE_NBYTES, head_widths
 from plait.ops.registry import OpFacts
 
-SPAN = 256  # tokens whose scores are in L1 together, and the grain of sharing out one long sequence
-APART = 8 << 20  # bytes for parts of rows: beyond, a row's spans are computed by one thread
+SPAN = 256  # tokens of a split: their scores are in L1 together; threads share out a long sequence by splits
+APART = 8 << 20  # bytes for parts of rows: beyond, one thread computes all splits of a row
 LOCATE = "locate(args, s, kv_head, at, first, end, {k_bytes}, {v_bytes}, to, {groups})"
 WEIGH = "weigh(args, scores + r * {line}, head, tail, values)"
 KEPT = (torch.float32, torch.bfloat16, torch.int8)

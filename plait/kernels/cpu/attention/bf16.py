@@ -1,8 +1,8 @@
 """Attention over bfloat16 caches by products of bfloat16 pairs: queries and weights of values are rounded.
 
-Keys lie as pairs already, values are paired while they are loaded, for all rows of a tile. `pairs.HARDWARE`
-decides between the instruction and two multiply-adds of unpacked numbers in the same order: a row's bits are
-the same on every machine, as long as no sum is subnormal. Everything around is `attention_source`.
+Keys lie as pairs already, values are paired while they are loaded, for all rows of a tile.
+`bf16_dot.HARDWARE` decides between the instruction and two multiply-adds of unpacked numbers in the same
+order: a row's bits are the same on every machine, as long as no sum is subnormal. The rest is in `source`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _multiply_pairs(w: Writer, xs: Sequence[Pairs], ys: Sequence[Word], sums: Se
 
 @cache
 def scores(line: int) -> Any:
-    """Block: as `attention_source.scores`, of queries that `attention_pairs_rows.pack` left."""
+    """Block: as `source.scores`, of queries that `bf16_rows.pack` left."""
 
     def write(
         w: Writer, size: Word, q: Word, d: Word, places: Word, first: Word, end: Word, to: Word
@@ -97,7 +97,7 @@ class _Scoring:
 
 @cache
 def values(line: int) -> Any:
-    """Block: as `attention_source.values`, of weights that `attention_pairs_rows.soften` left."""
+    """Block: as `source.values`, of weights that `bf16_rows.soften` left."""
 
     def write(
         w: Writer,
@@ -121,7 +121,7 @@ def values(line: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Weighing:
-    """The work of `values`, and its arguments: see `attention_source`."""
+    """The work of `values`, and its arguments: see `source`."""
 
     scores: Word
     start: Word
@@ -157,7 +157,7 @@ class _Weighing:
             low, high = (self.start - 16 * g).most(0), (self.end - 16 * g).least(16)
 
             def pair(j: Word, *sums: Any) -> list[Any]:
-                # Beside the first and the last token may be one that nobody sees: that again, of no weight.
+                # One token of the first or last pair may be hidden: the other is read twice, with weight 0.
                 both = [self.stride * (2 * j).most(low), self.stride * (2 * j + 1).least(high - 1)]
                 for n in ns:  # of 64 columns, which are two lines
                     w.prefetch(n + part + self.stride * (j >> 1) + 64 * (j - (j >> 1 << 1)))

@@ -1,7 +1,7 @@
-"""Softmax over spans where products are of bfloat16 pairs: what `attention_rows` does, in powers of two.
+"""Softmax over splits where products are of bfloat16 pairs: what `rows` does, in powers of two.
 
 Queries are rounded to bfloat16 times scale / ln 2, so that scores are exponents of two. What stands for the
-largest score is a whole number, the next one above: exponentials of different spans then differ by exact
+largest score is a whole number, the next one above: exponentials of different splits then differ by exact
 powers of two, and how one is rounded depends on its own score alone. They are rounded to bfloat16 and summed
 as they are rounded: the weights of values then sum to one, and what rounding does to a row is in proportion
 to how far its values lie apart, not to how large they are.
@@ -99,7 +99,7 @@ def whole_power(x: Floats) -> Floats:
 
 @inline
 def pack(args: Int, s: Int, kv_head: Int, base: Int, count: Int, size: Int, to: Int) -> None:
-    """As `attention_rows.pack`, times scale / ln 2, rounded, each row QUERY bytes from the one before.
+    """As `rows.pack`, times scale / ln 2, rounded, each row QUERY bytes from the one before.
 
     They are bfloat16; without the instruction float32 of the same value.
     """
@@ -142,7 +142,7 @@ def hide(scores: Int, pair: Int, low: Int, high: Int) -> None:
 
 @inline
 def soften(args: Int, scores: Int, first: Int, end: Int, span: Int, position: Int, part: Int) -> None:
-    """Products of one row with the groups first..end of a span become weights, in place, by pairs of groups.
+    """Products of one row with the groups first..end of a split become weights, in place, by pairs of groups.
 
     As bfloat16, number t at 2t; without the instruction as float32, at 4t.
     """
@@ -199,7 +199,7 @@ def clear(scores: Int, first: Int, end: Int) -> None:
 
 @inline
 def begin(args: Int, kv_head: Int, row: Int, state: Int, record: Int) -> None:
-    """As `attention_rows.begin`; a sink's weight is not rounded."""
+    """As `rows.begin`; a sink's weight is not rounded."""
     for i in range(64, record, 64):
         store_f32(state + i, zero_f32())
     put_f32(state, LOWEST)
@@ -213,7 +213,7 @@ def begin(args: Int, kv_head: Int, row: Int, state: Int, record: Int) -> None:
 
 @inline
 def fold(state: Int, part: Int, record: Int) -> None:
-    """As `attention_rows.fold`: both factors are powers of two, one of them 1."""
+    """As `rows.fold`: both factors are powers of two, one of them 1."""
     old, new = spread(get_f32(state)), spread(get_f32(part))
     top = largest(old, new)
     a, b = whole_power(sub(old, top)), whole_power(sub(new, top))

@@ -1,4 +1,4 @@
-"""Keys, values and latents on their way into a cache of int8: codes under scales, as `ops.entry` rounds them.
+"""Int8 KV cache: writes keys, values and latents as codes under scales, as `ops.entry` rounds them.
 
 Heads lie as in `attention.py`, but by groups of sixteen tokens with their scales behind them: [block]
 [kv head][sixteen tokens][codes (keys: [column][token], values: [token][column]), scales (keys: [group of

@@ -1,6 +1,6 @@
 """Multi-head latent attention, absorbed: every head reads the same latent, as its key and as its value.
 
-The cache is [block][token][column]: what the values want. Keys want tokens in lanes, so the latents of a span
+The cache is [block][token][column], as values need it. Keys need tokens in lanes, so the latents of a split
 are turned once, and decoded if they are int8, for all heads and rows of a unit of work. The rest is
 `attention.py` with one kv head.
 """
@@ -47,7 +47,7 @@ def store_latents(frame: int, args: int, thread: int, threads: int) -> None:
 
 
 def _turn(size: int) -> str:
-    """The text of `unfold`: copies of a span's latents as [group of sixteen][column][token]."""
+    """The text of `unfold`: copies of a split's latents as [group of sixteen][column][token]."""
     if size > 1:
         return _square("turn", size, _LOAD[size]) + _UNFOLD.format(size=size, groups=SPAN // 16)
     text = _square("turn", 2, _LOAD[2]) + _square("turn_codes", 1, _LOAD[1].format(group=LATENT_GROUP))

@@ -1,9 +1,9 @@
-"""Softmax over spans of keys: what attention kernels do to one row, beside the two products.
+"""Softmax over splits of keys: what attention kernels do to one row between the two products.
 
-A row is one query head of one token. Keys come in spans of fixed length that start at fixed positions. A span
+A row is one query head of one token. Keys come in splits of fixed length, from fixed positions on. A split
 gives a *part* (largest score, sum of exponentials, weighted sum of values), and parts are folded in the order
 of positions (Milakov & Gimelshein 2018). So a row's bits depend on its own keys only: not on how a
-prompt was cut, on who shares the batch, or on which thread computed which span.
+prompt was cut, on the batch composition, or on which thread computed which split.
 
 A record is a part or a state in memory: [largest, sum, padding up to 64 bytes, one float per value column].
 A key that a row must not see scores -inf: it adds an exact 0 everywhere.
@@ -40,7 +40,7 @@ from plait.kernels.cpu.codegen.vec import (
     zero_f32,
 )
 
-TILE = 12  # rows whose products are computed together, at most
+TILE = 12  # rows of which products are computed together, at most
 SIZES = (1, 2, 3, 4, 8, 12)  # of tiles; what is left over takes the smallest that holds it
 LOWEST = np.float32(-3.0e38)  # below any score, and finite: exp(-inf - LOWEST) is 0, not NaN
 HIDDEN = np.float32(-np.inf)
@@ -117,7 +117,7 @@ def locate(
 ) -> None:
     """Where each group of sixteen tokens lies: `groups` addresses of keys, then as many of values.
 
-    span: the position its groups first..end count from; k_bytes, v_bytes: of a head of one token.
+    `span`: the position its groups first..end count from; k_bytes, v_bytes: of a head of one token.
     """
     size, kv_heads = word(args, BLOCK), word(args, KV_HEADS)
     table = word(args, TABLE) + s * word(args, TABLE_ROW)
@@ -131,7 +131,7 @@ def locate(
 
 @inline
 def soften(args: Int, scores: Int, first: Int, end: Int, span: Int, position: Int, part: Int) -> None:
-    """Products of one row with the groups first..end of a span become exp(score - largest), in place."""
+    """Products of one row with the groups first..end of a split become exp(score - largest), in place."""
     scale, cap = spread(get_f32(args + 8 * SCALE)), spread(get_f32(args + 8 * CAP))
     capped, hidden = get_f32(args + 8 * CAP) > np.float32(0.0), spread(HIDDEN)
     low, top = first_key(position, word(args, WINDOW)), spread(LOWEST)
@@ -157,7 +157,7 @@ def soften(args: Int, scores: Int, first: Int, end: Int, span: Int, position: In
 
 @inline
 def weigh(args: Int, scores: Int, first: Int, end: Int, places: Int) -> None:
-    """Numbers of one row with the groups first..end of a span, each times the scale of its token's value.
+    """Numbers of one row with the groups first..end of a split, each times the scale of its token's value.
 
     places: addresses of groups of int8 values, behind which their scales lie.
     """
@@ -168,7 +168,7 @@ def weigh(args: Int, scores: Int, first: Int, end: Int, places: Int) -> None:
 
 @inline
 def begin(args: Int, kv_head: Int, row: Int, state: Int, record: Int) -> None:
-    """A state that has seen no key, but its head's sink if there is one: a key whose value is 0."""
+    """A state that has seen no key, but its head's sink if there is one: a key with the value 0."""
     for i in range(64, record, 64):
         store_f32(state + i, zero_f32())
     if word(args, SINKS) != 0:

@@ -1,7 +1,7 @@
-"""The text of an attention kernel: register tiles for both products, and the walk over the work.
+"""Generates the source of attention kernels: register tiles for both products, and the walk over the work.
 
-`attention_rows.py` holds what happens between the products. Every score is one chain of multiply-adds over
-the columns of a key, every column of an output one chain over the tokens of a span: tiles of any size give
+`rows.py` holds what happens between the products. Every score is one chain of multiply-adds over
+the columns of a key, every column of an output one chain over the tokens of a split: tiles of any size give
 a row the same bits.
 
     a unit: up to TILES tiles of query rows of one kv head       a part or state in memory:
@@ -10,7 +10,7 @@ a row the same bits.
     tile 1    [scores|V]->[scores|V]->[scores|V]-> state
                   part        part        part     fold, left to right
 
-Invariants: spans start at fixed positions, and parts are folded in their order, whichever thread made them.
+Invariants: splits start at fixed positions, and parts are folded in their order, whichever thread made them.
 One thread takes a unit from the counter and alone writes its outputs, or its parts if a long sequence is
 split: then `gather` folds them behind a barrier. A key that a row must not see adds an exact 0.
 """
@@ -28,7 +28,7 @@ from plait.kernels.cpu.codegen.kernel import load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.ops.entry import KEY_GROUP
 
-TILES = 8  # of one unit of work, at most: they share the keys and values of a span while those are in L2
+TILES = 8  # of one unit of work, at most: they share the keys and values of a split while those are in L2
 FEW = 4  # rows: tiles up to here wait for memory, and ask for the next group while they work on one
 
 
@@ -46,15 +46,15 @@ class Form:
     key_size: int  # 4, 1: [column][token]; 2: [column pair][token][2]
     value_size: int
     value_stride: str  # bytes from token to token, in terms of `args`
-    locate: str  # the statement that finds the groups of a span: see `find`
+    locate: str  # the statement that finds the groups of a split: see `find`
     next_keys: str = ""  # bytes from keys to those of the next kv head; "": keys are not fetched ahead
     least: int = 1  # tiles of a unit of work, at least
     prelude: str = ""  # functions that `locate` calls
     weigh: str = ""
     value_group: int = 0
     query: int = 0  # bytes from one packed row to the next, if not as many as numbers take
-    # What a kernel on tiles of its own has instead (`amx_attention`):
-    rows: int = TILE  # whose products are computed together
+    # What a kernel on tiles of its own has instead (`amx.attention`):
+    rows: int = TILE  # of which products are computed together
     before: int = 0  # bytes of a thread before what `attend` knows of
     more: int = 0  # bytes behind it for every value column
     products: str = ""  # the two blocks
@@ -84,12 +84,12 @@ def record_bytes(v_dim: int) -> int:
 
 
 def places_of(line: int) -> int:
-    """Bytes of the addresses of a span's groups, by `Form.line`: those of values lie so far behind keys'."""
+    """Bytes of the addresses of a split's groups, by `Form.line`: those of values lie so far behind keys'."""
     return line // 8 - 8
 
 
 def module(form: Form) -> ModuleType:
-    """The module whose `attend` is the kernel of this form."""
+    """The module with the kernel of this form, `attend`."""
     return load_generated(f"attention_{form.name}", source(form))
 
 
@@ -213,7 +213,7 @@ def soon(w: Writer, places: Word, end: Word, line: int, own: Sequence[Word], the
 
 
 def next_group(w: Writer, soon: list[Word], g: Word, i: Word | int) -> Word:
-    """Group i of the four that few rows fetch a quarter of beside group g of the values: memory serves
+    """Group i of the four of which few rows fetch a quarter along with group g of the values: memory serves
     several streams faster than one. soon: as `values` is given it."""
     addresses, behind, count = soon
     found: Word = w.get_i64(addresses + 8 * ((g >> 2 << 2) + i).least(count - 1))
@@ -231,7 +231,7 @@ def _multiply_add(w: Writer, xs: Sequence[Value], ys: Iterable[Word], sums: Sequ
 
 @cache
 def values(value_size: int, line: int, group: int) -> Any:
-    """Block: sums of values weighted by `size` rows of scores (one of SIZES), over tokens of a span.
+    """Block: sums of values weighted by `size` rows of scores (one of SIZES), over tokens of a split.
 
     soon: what few rows fetch meanwhile: where addresses of groups of keys are, how many bytes behind those
     the keys lie, and how many groups there are.
@@ -264,7 +264,7 @@ class _Weighing:
     """The work of `values`, and its arguments."""
 
     scores: Word
-    start: Word  # tokens of the span
+    start: Word  # tokens of the split
     end: Word
     places: Word  # addresses of the values of groups
     stride: Word  # bytes from token to token
@@ -316,7 +316,7 @@ class _Weighing:
             w.store_f32(self.out + self.record * (i // wide) + 64 + 4 * c + 64 * (i % wide), x)
 
     def _read(self, w: Writer, at: Word, wide: int, left: Word | None) -> list[Any]:
-        if self.value_size == 1:  # what lies behind the last column is read too, as numbers nobody wants
+        if self.value_size == 1:  # what lies behind the last column is read too, as numbers that are not used
             return [w.to_f32(w.load_i8(at + 16 * i)) for i in range(wide)]
         if left is None:
             load = w.load_f32 if self.value_size == 4 else w.load_bf16

@@ -5,7 +5,7 @@ Intel documents of them, order and rounding of every addition included, for test
 is many times slower than no tiles at all, and nothing but a test asks for it.
 
 A tile keeps its shape from `configure` to `release`, on the thread that called it. LLVM takes every operation
-here for one that may read and write any memory, and so keeps them, and stores beside them, in order.
+here for one that may read and write any memory, and so keeps them, and the stores around them, in order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Products of bytes where AVX2 has them: sums of two products, 16 bits each, of which several may be added.
 
-Codes of few bits leave room there: eight quads of four-bit codes, a whole block, join the sums of 32 bits at
-once. Codes of eight bits are made signed and multiplied by their size, the sign put to the other side: what
-must be taken off them is then in them, and both halves of a byte cost one product.
+Codes of few bits leave bits free: eight quads of four-bit codes, a whole block, join the sums of 32 bits at
+once. Codes of eight bits are made signed and multiplied by their size, with the sign moved to the other
+factor: what must be taken off them is then in them, and both halves of a byte cost one product.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plait.kernels.cpu.codegen.target import DOT, X86_64
 from plait.kernels.cpu.codegen.vec import DEFINED, VI, i8, i16, i32, v8i32, v16i16, v32i8, vi32
 
 HERE = DOT == "avx2"
-LARGEST = 127  # of a rounded activation, whose smallest is -127
+LARGEST = 127  # of a rounded activation; the smallest is -127
 _v64i8, _v32i16 = ir.VectorType(i8, 64), ir.VectorType(i16, 32)
 
 

@@ -105,7 +105,7 @@ def _columns(b: Any, x: ir.Value, y: ir.Value, start: int) -> ir.Value:
 
 
 def write_dot(w: Any, x: Any, y: Any, s: Any) -> Any:
-    """Written by `straight.Writer` w: s + x · y by pairs, the product of the second numbers first.
+    """Written by `llvm_writer.Writer` w: s + x · y by pairs, the product of the second numbers first.
 
     Pairs are vectors or, without the instruction, two of float32: all first numbers, all second ones.
     """

@@ -85,7 +85,7 @@ def kernel(function: Body) -> Kernel:
 
 
 class NativeEntry:
-    """Native code that Python calls; made, or loaded, when `call` is first asked for."""
+    """Native code that Python calls; made, or loaded, when `call` is first read."""
 
     def __init__(self, function: Any, signature: str) -> None:
         self.function, self.signature = function, signature
@@ -101,12 +101,12 @@ class NativeEntry:
 
 
 def entry(signature: str) -> Callable[[Callable[..., None]], NativeEntry]:
-    """Decorator: a function of that signature -> Entry."""
+    """Decorator: a function of that signature -> NativeEntry."""
     return lambda function: NativeEntry(function, signature)
 
 
 def load_generated(name: str, source: str) -> ModuleType:
-    """A module of kernels whose text was made: register tiles have no loops over registers in Python."""
+    """A module of kernels from generated source: register tiles have no loops over registers in Python."""
     title = f"plait_generated_{name}_{sha256(source.encode()).hexdigest()[:12]}"
     if title in sys.modules:
         return sys.modules[title]

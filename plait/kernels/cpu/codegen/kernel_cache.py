@@ -1,7 +1,7 @@
 """Machine code of kernels, kept under a name that its content decides: the same for any install on a machine.
 
 Numba's own cache goes by the path of a source file. Here a name has a hash of what makes the machine code:
-the file or text that a function stands in, the functions and numbers of other files that it uses, and the
+the file or text that has the function, the functions and numbers of other files that it uses, and the
 target's name, which has the versions and all that kernels share.
 """
 
@@ -32,7 +32,7 @@ PLAIN = (int, float, str, bytes, np.generic, type(None))
 
 
 class Compiled(NullCache):
-    """One function's machine code, as Numba asks for it before it compiles, and hands it over afterwards."""
+    """One function's machine code, as Numba looks for it before it compiles, and hands it over afterwards."""
 
     def __init__(self, files: KernelFiles | None, name: str) -> None:
         self._files, self._name = files, name

@@ -1,4 +1,4 @@
-"""Compiled kernels as files: trusted only if nobody else may write them, read only if they are whole.
+"""Compiled kernels as files: trusted only if no other user may write them, read only if they are whole.
 
 A file is magic (8 bytes) | BLAKE2b of its name and the rest (32) | the rest, a pickle of machine code. What
 decides a kernel is in its name, so that a name stands for one content, wherever Plait lies on the disk.
@@ -23,7 +23,7 @@ from plait.cache_folder import NO_HOME, make_folder
 
 try:
     import fcntl
-except ImportError:  # Windows: who wants the same kernel at the same time compiles it, too
+except ImportError:  # Windows: a process that needs the same kernel at the same time compiles it, too
     fcntl = None  # type: ignore[assignment]
 
 MAGIC = b"plaitkn1"
@@ -123,7 +123,7 @@ class Spare:
 class KernelFiles:
     """The compiled kernels of one target, in a folder; what it does not take goes to `spare`.
 
-    `unkept`: why the next start compiles again what this one compiles; None: it does not. A folder that
+    `unkept`: why the next run compiles again what this one compiles; None: it does not. A folder that
     cannot be written is read all the same. No method raises OSError.
     """
 
@@ -179,7 +179,7 @@ class KernelFiles:
 
     @contextmanager
     def making(self, name: str) -> Iterator[None]:
-        """Held while a kernel is compiled: a process that wants the same one waits, and then looks again.
+        """Held while a kernel is compiled: a process that needs the same one waits, and then looks again.
 
         The system ends the lock with its holder. Where there are no locks, nothing is waited for.
         """
@@ -271,9 +271,9 @@ def _statuses(folder: Path) -> Iterator[os.stat_result]:
 
 
 def sweep(kernels: Path, current: Path | None = None, unused_s: float = UNUSED_S) -> int:
-    """Remove kernels that no start has used for so long, and files that were not finished; the bytes freed.
+    """Remove kernels that no run has used for so long, and files that were not finished; the bytes freed.
 
-    `current`: the folder that this start uses; it stays if all of it is that old. Never raises OSError: what
+    `current`: the folder that this run uses; it stays if all of it is that old. Never raises OSError: what
     cannot be removed stays.
     """
     freed, now = 0, time.time()
@@ -295,7 +295,7 @@ def sweep(kernels: Path, current: Path | None = None, unused_s: float = UNUSED_S
 
 
 def sweep_daily(kernels: Path, current: Path) -> None:
-    """`sweep`, if no start has done it today."""
+    """`sweep`, if no run has done it today."""
     marker = kernels / SWEPT
     with suppress(OSError):
         if marker.exists() and time.time() - marker.stat().st_mtime < DAY_S:

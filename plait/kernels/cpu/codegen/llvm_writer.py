@@ -1,11 +1,11 @@
-"""Straight blocks: parts of a kernel that are written straight in instructions, past Numba.
+"""Straight blocks: parts of a kernel that are written directly as LLVM instructions, past Numba.
 
 Numba takes about a millisecond to find out the types of one call and to lower it, and a register tile is
 hundreds of calls of `vec`. A straight block is a Python function that runs once, while Numba lowers the one
 call of it: every operation it does writes the instructions that this operation of `vec` stands for. So
 Python's own loops write a tile of any size; loops of the kernel are `Writer.loop`.
 
-The cache of kernels does not watch these functions: the text of a kernel that uses them names the digest
+The cache of kernels does not read these functions: the text of a kernel that uses them names the digest
 of their files (`digest`).
 """
 
@@ -213,7 +213,7 @@ def _raw(value: Any) -> ir.Value:
 
 
 def straight(write: Callable[..., Sequence[Value] | None], *, gives: int = 0, kind: Any = VF) -> Any:
-    """An intrinsic whose instructions `write(w, *arguments)` writes, w being a `Writer`.
+    """An intrinsic with the instructions that `write(w, *arguments)` writes, w being a `Writer`.
 
     A call gives a tuple of `gives` values of that kind, vectors or (A) words; 0: a number without meaning.
     Arguments: ints, floats, vectors, and tuples of them, like the one that another call gave.

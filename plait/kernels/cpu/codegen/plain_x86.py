@@ -66,7 +66,7 @@ def _any(b: ir.IRBuilder, lanes: ir.Value) -> ir.Value:
 
 
 def _define_fma(module: ir.Module) -> ir.Function:
-    """fma, once more: sums that are exact in float64 are rounded once only, for others libm is asked.
+    """fma, once more: sums that are exact in float64 are rounded once only, others are libm's.
 
     A function of its own, so that what runs seldom is there once.
     """
@@ -88,7 +88,7 @@ def _define_fma(module: ir.Module) -> ir.Function:
 
 
 def write_fma(w: Any, x: Any, y: Any, s: Any) -> Any:
-    """Written by `straight.Writer` w: s + x · y, rounded once; where there is no instruction for it, twice.
+    """Written by `llvm_writer.Writer` w: s + x · y, rounded once; twice where no instruction does that.
 
     For long sums of float32, which `fma` makes six times slower: they are as exact (their root mean square
     error over 576 to 8,192 inputs is 0.99 to 1.01 times the other's), but have bits of their own there.
@@ -97,7 +97,7 @@ def write_fma(w: Any, x: Any, y: Any, s: Any) -> Any:
 
 
 def nearest(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """The nearest whole number, half to even: 2**23 more has no room for anything behind the point."""
+    """The nearest whole number, half to even: 2**23 more has no bits for anything behind the point."""
     size = _call(b, "llvm.fabs.v16f32", _vf32, x)
     whole = b.fsub(b.fadd(size, _all(_vf32, WHOLE)), _all(_vf32, WHOLE))
     signed = _call(b, "llvm.copysign.v16f32", _vf32, whole, x)

@@ -97,14 +97,14 @@ def _sysctl(name: bytes) -> bool:
 
 
 def _native_features() -> str | None:
-    """What Numba is told of this processor: nothing, or on aarch64 also what LLVM may not have found."""
+    """The processor features that Numba is given: none, or on aarch64 also what LLVM may not have found."""
     if not arm_features():
         return None
     return ",".join(f"+{name}" for name in sorted(host_features()))
 
 
 def _arm_dot() -> str:
-    """ "neon-i8mm", "neon-dotprod" or "neon", by what Numba is told."""
+    """ "neon-i8mm", "neon-dotprod" or "neon", by the features that Numba is given."""
     told = (config.CPU_FEATURES or "").split(",")
     return next((f"neon-{name}" for name in ("i8mm", "dotprod") if f"+{name}" in told), "neon")
 
@@ -158,7 +158,7 @@ def aim(isa: str) -> None:
 def no_amx() -> str | None:
     """Why kernels here are made without AMX, or None: the processor, `aim`, and whether the system allows it.
 
-    The system is asked for all threads of this process.
+    The request to the system is for all threads of this process.
     """
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return "AMX is used on Linux and x86-64 only"
@@ -174,11 +174,11 @@ def no_amx() -> str | None:
 
 
 def keep_in(folder: Path | None, spare: Spare | None = None) -> None:
-    """Keep compiled kernels under `folder` (default: the user's cache), in a room of this exact version.
+    """Keep compiled kernels under `folder` (default: the user's cache), in a folder of this exact version.
 
-    A change of what all kernels share, of Numba, of LLVM or of the target gets a new room, and `compiled`
+    A change of what all kernels share, of Numba, of LLVM or of the target gets a new folder, and `compiled`
     names each kernel by the rest that decides it: nothing stale is ever loaded. What the folder does not take
-    goes to `spare`. Rooms and kernels that were unused for 30 days are removed.
+    goes to `spare`. Folders and kernels that were unused for 30 days are removed.
     """
     room = room_in(folder)
     if _kept and (_kept[-1].folder, _kept[-1].spare) == (room, spare):

@@ -183,7 +183,7 @@ def _to_half(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     odd = b.and_(b.lshr(size, _whole(ints, 13)), _whole(ints, 1))
     value = b.add(b.sub(size, _whole(ints, 112 << 23)), b.add(odd, _whole(ints, 0xFFF)))
     value = b.lshr(value, _whole(ints, 13))
-    # Beside 0.5 a float32 keeps multiples of 2**-24 only, as float16 does below 2**-14.
+    # Once 0.5 is added, a float32 keeps multiples of 2**-24 only, as float16 does below 2**-14.
     beside = b.bitcast(b.fadd(b.bitcast(size, floats), _whole(floats, 0.5)), ints)
     tiny = b.sub(beside, _whole(ints, 0x3F000000))
     value = b.select(b.icmp_unsigned("<", size, _whole(ints, 113 << 23)), tiny, value)

@@ -1,4 +1,4 @@
-"""Rows of an embedding's table, decoded from the bytes they are stored as: which kernel reads which storage.
+"""Embedding lookup: rows of a table, decoded from their stored bytes; which kernel reads which storage.
 
 The kernels are in `gguf_blocks` (plain numbers, the blocks that most files have), `gguf_small` (blocks of
 small codes) and `packed` (packed safetensors); `skeleton` has their loops.
@@ -103,7 +103,7 @@ def _packed_kernel(table: Weight) -> tuple[Kernel, tuple[Tensor, int], tuple[Any
 
 @embed.variant("native", on="cpu", when=why_unknown_format, native=True)
 def _embed(cpu: Executor, token_ids: Tensor, table: Weight, scale: float, dtype: torch.dtype) -> Tensor:
-    """A token id is trusted: whoever made the batch has looked."""
+    """Rows of a table by token id. Ids are trusted, because they were checked when the batch was made."""
     if token_ids.dtype != torch.int64 or token_ids.dim() != 1 or not token_ids.is_contiguous():
         raise ShapeMismatch(
             f"token ids must be dense int64 [T], got {token_ids.dtype} {list(token_ids.shape)}"

@@ -1,4 +1,4 @@
-"""Rows of an embedding's table of plain numbers, or of the blocks most files have. One kernel per format.
+"""Embedding lookup in tables of plain numbers, or of the blocks most files have. One kernel per format.
 
 The operations are those of `quant.gguf`, in float32 and in the same order, so the bits are the same too.
 """
@@ -62,7 +62,7 @@ def _field(packed: Ints, shift: Int, mask: Int) -> Ints:
 # ---- 32 numbers under one scale ----
 @inline
 def _fifth_bits(block: Int, at: Int, half: Int) -> Ints:
-    """16 for each of sixteen numbers whose bit is set in the mask at `at`, else 0."""
+    """16 for each of sixteen numbers that has its bit set in the mask at `at`, else 0."""
     mask = get_u8(block + at + 2 * half) + np.int32(256) * get_u8(block + at + 2 * half + 1)
     bit = to_i32(power_of_two(to_f32(lanes())))
     hit = to_f32(and_i32(spread_int(np.int32(mask)), bit))

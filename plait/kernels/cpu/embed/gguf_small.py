@@ -1,4 +1,4 @@
-"""Rows of an embedding's table in blocks of codes: IQ1 to IQ3, ternary, one- and two-bit, four-bit floats.
+"""Embedding lookup in tables of blocks of codes: IQ1 to IQ3, ternary, one- and two-bit, four-bit floats.
 
 The products are those of `quant.gguf_parts`, exact in float32 up to the scale of the embedding, so the bits
 are the same. Kernels take the words of `skeleton`; then, for grids, the address of the grid: a byte for

@@ -1,4 +1,4 @@
-"""Rows of an embedding's table packed as in safetensors files: integers in groups, small floats, codebooks.
+"""Embedding lookup in tables packed as in safetensors files: integers in groups, small floats, codebooks.
 
 The operations are those of `quant`, in float32 and in the same order: so are the bits. Kernels take the words
 of `skeleton` and n; then their own.

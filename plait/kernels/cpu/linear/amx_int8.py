@@ -1,8 +1,8 @@
-"""Bundles of sixteen rows of codes on AMX, for the kernels of `linear_source`: the same bits as theirs.
+"""Bundles of sixteen rows of codes on AMX, for the kernels of `blocks_source`: the same bits as theirs.
 
 A bundle's 32 codes of each row are a tile as they lie, and so are eight quads of weights, once their codes
 are bytes. Integer sums are exact in any order; scales and minima are applied to them row by row, by the same
-instructions as in smaller bundles. So tiles change how long a linear map takes, and nothing else.
+instructions as in smaller bundles. So tiles change how long a linear layer takes, and nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _shapes(layout: Layout) -> Shapes:
 def _on_tiles(
     w: Writer, layout: Layout, tiles: Tiles, p: Word, a: Word, quads: range, whole: list[Value]
 ) -> list[Value]:
-    """As `linear_source._products`."""
+    """As `blocks_source._products`."""
     at, to = tiles.at + MEMORY, tiles.at + MEMORY + QUADS
     which = quads.start // len(quads) % 2
     weights = p + LINE * quads.start
@@ -43,7 +43,7 @@ def _on_tiles(
 
 @cache
 def tile(layout: Layout, kind: Kind) -> Any:
-    """Block (weights, a, steps, ahead, apart, scratch): as `linear_source.tile`, of TILED rows."""
+    """Block (weights, a, steps, ahead, apart, scratch): as `blocks_source.tile`, of TILED rows."""
 
     def write(
         w: Writer, weights: Word, a: Word, steps: Word, ahead: Word, apart: Word, scratch: Word

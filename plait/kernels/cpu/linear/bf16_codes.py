@@ -1,16 +1,16 @@
 """bfloat16 weights in twelve bits each, from which all sixteen come back.
 
-Weights of a map differ little in size: eight values of the upper seven bits of their exponents are nearly all
-that there is (what is left of Huffman codes in DFloat11, arXiv:2504.11651, where every number is to take as
-many bits as the next). The lower byte of a number is kept as it is; sign and those seven bits are one of
-sixteen codes. A number whose exponent has no code is kept beside the tile, whole.
+Weights of a matrix differ little in size: eight values of the upper seven bits of their exponents are nearly
+all that there is (what is left of Huffman codes in DFloat11, arXiv:2504.11651, if every number is to take
+equally many bits). The lower byte of a number is kept as it is; sign and those seven bits are one of
+sixteen codes. A number with an exponent that has no code is kept outside the tile, whole.
 
-A map is a line of sixteen upper bytes, four times over; then tiles of sixteen outputs; then what has no code,
-eight bytes each: the number, and above it the place of its two bytes in the plain tile. A tile starts with
-int64 offsets, from the map, of what has no code in each PIECE of inputs, and of its end. Then come records of
-eight inputs: lower bytes of two pairs of inputs, of two more, and codes, the first two pairs' in the low
-halves. In each sixteen bytes eight are of one pair and eight of the next, so that interleaving bytes gives
-the lines of a plain tile (`dense`).
+A matrix is a line of sixteen upper bytes, four times over; then tiles of sixteen outputs; then numbers
+without a code, eight bytes each: the number, and above it the place of its two bytes in the plain tile. A
+tile starts with int64 offsets, from the matrix's start, of those in each PIECE of inputs, and of their end.
+Then come records of eight inputs: lower bytes of two pairs of inputs, of two more, and codes, the first two
+pairs' in the low halves. In each sixteen bytes eight are of one pair and eight of the next, so that
+interleaving bytes gives the lines of a plain tile (`dense`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from plait.kernels.cpu.runtime.tile_memory import room
 
 TILE, RECORD_INPUTS = 16, 8
 RECORD, RECORD_PLAIN = 3 * LINE, 4 * LINE  # bytes of a record, and of its lines in a plain tile
-PIECE = 256  # inputs whose numbers without a code are told apart
-CODES, NONE = 8, 255  # how many exponents have a code; what stands for one that has none
+PIECE = 256  # inputs of which numbers without a code are listed together
+CODES, NONE = 8, 255  # how many exponents have a code; what is written for one that has none
 WORTH = 0.875  # of the plain size is the most that is worth it
 AHEAD = 3072  # bytes that a tile is fetched before it is needed
 HERE = "look_bytes" in DEFINED  # where bytes are looked up in a register
@@ -43,7 +43,7 @@ HERE = "look_bytes" in DEFINED  # where bytes are looked up in a register
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """That a map is kept so."""
+    """Marks a weight matrix that is kept in codes."""
 
     bits: int = 12
 
@@ -88,7 +88,7 @@ def _mend(w: Writer, kept: Word, to: Word) -> None:
 
 
 def unpack(w: Writer, weight: Word, tile: Word, n: Word, first: Word, count: Word, to: Word) -> None:
-    """Inputs first..first+count of the tile at that address, as a plain tile; n: inputs of the map.
+    """Inputs first..first+count of the tile at that address, as a plain tile; n: inputs of the matrix.
 
     `first` is a multiple of PIECE, `count` of RECORD_INPUTS.
     """
@@ -240,7 +240,7 @@ def pack_codes(frame: int, args: int, thread: int, threads: int) -> None:
 
 @kernel
 def keep_others(frame: int, args: int, thread: int, threads: int) -> None:
-    """The words of `pack_codes`, and the map. The index says by now where the numbers without a code go."""
+    """Numbers without a code. Words of `pack_codes`, and the matrix; the index says by now where they go."""
     source, row_bytes, n, n_out = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
     out, codes, tile_bytes, whole = word(args, 6), word(args, 7), word(args, 8), word(args, 10)
     tiles = (n_out + 15) // 16
@@ -259,7 +259,7 @@ def keep_others(frame: int, args: int, thread: int, threads: int) -> None:
 
 
 def pack(cpu: Executor, source: Tensor) -> Tensor | None:
-    """bfloat16 (out, in), dense rows, as a map; None where it would be no smaller or cannot be read."""
+    """bfloat16 (out, in), dense rows, coded; None where that would be no smaller or cannot be read."""
     n_out, n_in = source.shape
     if not HERE or n_in % RECORD_INPUTS or not n_in:
         return None

@@ -1,4 +1,4 @@
-"""Packing of what is no plain run of blocks: integers in groups, four-bit floats, and blocks taken apart.
+"""Packs weights that are not runs of blocks: integers in groups, four-bit floats, and blocks taken apart.
 
 Codes come as streams, the lowest bits of a byte first, some rows at a time, and a generated kernel moves them
 into the tiles of `layout`; scales are few, and torch puts them where they belong. Nothing is rounded.

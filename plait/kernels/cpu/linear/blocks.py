@@ -1,4 +1,4 @@
-"""Linear maps over quantized weights: packed once, multiplied by activations rounded to int8."""
+"""Linear layers over quantized weights: packed once, multiplied by activations rounded to int8."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def apply(
 
 
 def blocks_and_rounding(facts: OpFacts) -> str | None:
-    """The `when` of quantized weights beside rounded activations."""
+    """The `when` of quantized weights with rounded activations."""
     kind = facts.sizes.get("kind", "plain numbers")
     if kind not in KNOWN and find_layout(kind) is None:
         return f"it reads blocks and whole numbers in groups of 16 and more, not {kind}"

@@ -1,4 +1,4 @@
-"""The text of the kernels of quantized linear maps: one per layout, made when a model needs it.
+"""Generates the source of kernels of quantized linear layers: one per layout, made when a model needs it.
 
 A kernel rounds its rows to int8 first and then multiplies, in one launch; few rows are shared out to threads
 beforehand, many piece by piece. Rounded rows are kept in *bundles*
@@ -7,8 +7,8 @@ every row, then a number per group of weights. That number is what the zero poin
 start the integer sum with, or what the minimum is multiplied by.
 
 An output is a sum over groups, in order, of fma(integer sum · activation scale, weight scale, sum): the same
-operations whatever the rows beside it, the thread, or the instruction set. Integer sums start from the bits
-of BASE, so that they are those of a float that is as much above it; what a scale makes of BASE is kept beside
+operations whatever the other rows, the thread, or the instruction set. Integer sums start from the bits
+of BASE, so that they are those of a float that is as much above it; what a scale makes of BASE is kept with
 it, and one fma takes it off, converts and multiplies. Scales are two bits shorter for that: it is exact.
 
     rounded rows: a bundle of R                weights: tile t of 16 outputs, a record per step (`layout`)
@@ -37,14 +37,14 @@ from plait.kernels.cpu.linear.codebooks import TABLES
 from plait.kernels.cpu.linear.layout import BLOCK, LINE, Layout
 from plait.kernels.cpu.linear.quantize_rows import BASE_BITS, BUNDLES
 
-EIGHT = 8  # rows whose integer sums are in registers together
+EIGHT = 8  # rows of which integer sums are in registers together
 TILED = 16  # rows of codes in a tile of AMX
 QUADS = BLOCK // 4 * LINE  # bytes of a block's weights, each code a byte
 AMX_SCRATCH = MEMORY + QUADS + 2 * TILE  # bytes of a thread that uses tiles
 AHEAD = {64: 1536, 128: 2048, 256: 3072}  # bytes one row fetches weights ahead of need, by the step's length
-PAGES = 8192  # bytes of a tile whose halves lie in different pages: memory serves two at a time faster
+PAGES = 8192  # bytes of a tile with halves on different pages: memory serves two at a time faster
 FETCHED = 4  # rows of codes that could be multiplied while the weights of a piece are fetched
-SHARED = 48  # rows of codes of a group from which threads take pieces one by one: who has no core takes fewer
+SHARED = 48  # rows of codes of a group from which threads take single pieces: one without a core takes fewer
 PIECES = 8  # that a thread takes at least
 TOGETHER = 96  # tiles of a piece at most: a bundle in L1 meets all; the first come from memory unannounced
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
@@ -198,7 +198,7 @@ $bundles
 
 
 def _codes(w: Writer, layout: Layout, p: Word, q: int) -> Value:
-    """Quad q of the block whose planes are at p."""
+    """Quad q of the block with its planes at p."""
     if layout.bits == 8:
         return w.load_i32(p + LINE * q)
     if layout.bits == 4:
@@ -417,7 +417,7 @@ def keep(rows: int) -> Any:
 _TILE = """tile_{rows} = linear_source.tile(layout, {rows})
 joined_{rows}, keep_{rows} = linear_source.make_join({rows}), linear_source.keep({rows})"""
 
-# One row less than a large bundle takes is one, too: what is computed beside it is not kept.
+# One row less than a large bundle takes is one, too: what is computed for the missing row is not kept.
 _BUNDLE = """while codes >= {least}:
     kept = min({rows}, codes) // terms
     for k in range(halves * rest):

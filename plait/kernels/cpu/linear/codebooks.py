@@ -1,4 +1,4 @@
-"""Small codes to numbers: tables of sixteen and eight-bit floats, as more operations of `straight.Writer`.
+"""Decodes small codes: tables of sixteen and eight-bit floats, as more operations of `llvm_writer.Writer`.
 
 `look_NAME` takes lanes of four bytes, each 0..15, and gives what a table has there, less its smallest number:
 results are unsigned, and `OFFSETS` has what they are too large by.
@@ -67,7 +67,7 @@ def _interleave(start: int, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Val
 
 
 def _compare_each(b: ir.IRBuilder, table: list[int], x: ir.Value) -> ir.Value:
-    """The same where no shuffle is known: each place is asked for in turn."""
+    """The same where no shuffle is known: codes are compared with each place in turn."""
     found = ir.Constant(_v64i8, [0] * 64)
     for place, value in enumerate(table):
         if value:

@@ -1,4 +1,4 @@
-"""Linear maps over plain numbers: float32, bfloat16 or float16 weights, float32 activations, float32 sums.
+"""Linear layers over plain numbers: float32, bfloat16 or float16 weights, float32 activations, float32 sums.
 
 A tile holds sixteen outputs, two inputs at a time, in the width the weights came in: float32 as 16 numbers of
 the even input then 16 of the odd one, float16 likewise, bfloat16 as 16 words with the odd input in the high
@@ -39,7 +39,7 @@ from plait.quant.packed import CachedWeight
 from plait.quant.weight import Dense, Weight
 
 PAIR_BYTES = {"float32": 128, "bfloat16": 64, "float16": 64}  # two inputs of a tile
-CHUNK = 512  # inputs whose products are summed before they join the rest: a pair of tiles stays in L2
+CHUNK = 512  # inputs of which products are summed before they join the rest: a pair of tiles stays in L2
 BLOCK = 192  # rows of one piece of work
 FEW = (4, 2, 1)  # rows that codes are decoded for in registers, of up to MOST; more take plain tiles
 MOST = 12
@@ -89,7 +89,7 @@ class _Part:
     tiles: int
 
     def write(self, w: Writer, row: Word, rows: int, sums: list[Any] | None = None) -> None:
-        """Rows row..row+rows, of which there are as many sums as registers hold, if nobody has these."""
+        """Write rows row..row+rows, as many as registers hold sums of. `sums`: theirs, if computed before."""
         out = self.out + self.out_bytes * row
         grid = [(r, t) for r in range(rows) for t in range(self.tiles)]
         places = [
@@ -426,7 +426,7 @@ def apply(
 
 
 def plain_numbers(facts: OpFacts) -> str | None:
-    """The `when` of weights that are plain numbers beside exact activations."""
+    """The `when` of weights that are plain numbers, with exact activations."""
     kind = facts.sizes.get("kind", str(facts.dtype).removeprefix("torch."))
     if kind not in PAIR_BYTES:
         return f"it reads plain numbers, not {kind}"

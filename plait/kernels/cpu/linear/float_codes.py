@@ -1,4 +1,4 @@
-"""Linear maps over small floats: eight-bit ones (E4M3) and places in a table of sixteen; float32 activations.
+"""Linear layers over small floats: E4M3 and places in a table of sixteen; float32 activations.
 
 A tile holds sixteen outputs, cut into records of `step` inputs: codes, then a float32 scale for each output.
 64 bytes of codes are four inputs of eight bits (each two bytes of the first half are input 0 and 2, of the
@@ -303,7 +303,7 @@ def apply(
 
 
 def small_floats(facts: OpFacts) -> str | None:
-    """The `when` of eight-bit floats and of tables of sixteen, beside exact activations."""
+    """The `when` of eight-bit floats and of tables of sixteen, with exact activations."""
     kind = str(facts.sizes.get("kind", "plain numbers"))
     found = _FP8.fullmatch(kind)
     if not (found and gcd(int(found["block"] or 128), 128) >= 32) and not kind.startswith("bnb_"):

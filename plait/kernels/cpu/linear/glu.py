@@ -1,7 +1,7 @@
-"""Gate and up in one launch: their map applies the activation to each tile of both as it leaves registers.
+"""Gate and up in one launch: the linear kernel applies the activation to each tile of both in registers.
 
-The same operations as the map and `activate` one after the other, so the same bits; what saves time is that
-twice as many float32 numbers as are wanted do not go through memory, from one thread to another.
+The operations are those of `linear` and then `activate`, so the bits are the same. It saves time, because the
+float32 numbers of gate and up, twice as many as are needed, do not go through memory between threads.
 """
 
 from __future__ import annotations
@@ -79,17 +79,17 @@ JOINS: Mapping[str, Kernel] = MappingProxyType(
         "swiglu_oai": join_swiglu_oai,
     }
 )
-"""What a map is told to join gate and up with, by activation."""
+"""What a kernel joins gate and up with, by activation."""
 
 
 def join_of(up: PackedWeight, kind: str, gated: bool) -> Kernel | None:
-    """What makes one launch of that map and an activation, or None if they are two."""
+    """The kernel that computes this layer and an activation in one launch, or None if they need two."""
     whole = gated and up.joins and up.n_out % (2 * TILE) == 0
     return JOINS.get(kind) if whole else None
 
 
 def why_unjoinable(facts: OpFacts) -> str | None:
-    """The `when` of a map that joins: one packed map of whole tiles, and an activation that is known."""
+    """The `when` of a join of gate and up: one packed weight of whole tiles, and a known activation."""
     up, kind = facts.sizes.get("up"), facts["kind"]
     part = up.only_part if isinstance(up, Linear) else None
     if part is None or not isinstance(part[0], PackedWeight):

@@ -34,7 +34,7 @@ _BYTES = {"half": 2, "brain": 2, "float": 4}  # of one scale; others take a byte
 class Layout:
     """The record of a step. `group`: weights under one scale, 16, 32 or a whole step; `zero`: what is
     subtracted from codes, with "zero" times the group's byte; None: a minimum is added instead. `table`: one
-    of `codes.TABLES`, in which codes are places.
+    of `codebooks.TABLES`, in which codes are places.
 
     scales: "half", "brain", "float" a float16, bfloat16 or float32 per group; "half, half" its minimum too;
     "…, zero" an unsigned byte that is its zero point; "byte" an int8 per group under one float16; "six, six"
@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def minimum_bytes(self) -> int:
-        """Bytes of one vector of minima, or what scales have no room for of them, or zero points."""
+        """Bytes of one vector of minima, or what scales have no bits for of them, or zero points."""
         if self.scales == "six, six":
             return TILE // 2
         return TILE if self.zeros else self.scale_bytes

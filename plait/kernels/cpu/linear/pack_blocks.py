@@ -220,7 +220,7 @@ def packer(name: str) -> Kernel:
 def pack_blocks(cpu: Executor, weight: Gguf) -> torch.Tensor:
     """The tiles of a weight, uint8. Outputs and columns that fill up a tile or a step are zeros.
 
-    Raises ShapeMismatch for bytes on another device, or whose rows are not dense.
+    Raises ShapeMismatch for bytes on another device, or if rows are not dense.
     """
     layout, (n_out, n_in) = LAYOUTS[weight.format], weight.shape
     data = weight.data

@@ -1,4 +1,4 @@
-"""A linear map as kernels keep it, and the one way every one of them is called.
+"""A weight matrix as kernels keep it, and the one way every one of them is called.
 
 A packed weight is a row of *tiles* of sixteen outputs each, in K order inside; the last tile is filled up
 with zeros. Its kernel takes these words (`Executor.launch`):
@@ -10,7 +10,7 @@ with zeros. Its kernel takes these words (`Executor.launch`):
 
 A weight may keep its columns in another order than its inputs come in: `order_columns` then goes first.
 
-With groups > 0 (mixture of experts) rows starts[g]..starts[g+1] go through the map at address weights[g]
+With groups > 0 (mixture of experts) rows starts[g]..starts[g+1] go through the weight at address weights[g]
 (both int64 arrays in memory, filled by an earlier launch and at construction), word 5 is not used, and
 starts[groups] is how many rows there are; without, the frame says so.
 """
@@ -50,7 +50,7 @@ class PackedWeight:
     order: Tensor | None = None  # int32 [n_in]: which input a column belongs to
     few: Kernel | None = None  # what `kernel` calls where rows are few, if that is another one
     scratch: int = 0  # bytes that each thread needs
-    layout: Any = None  # a description of the tiles whose fields are plain values, beside `kind`
+    layout: Any = None  # a description of the tiles, with plain values as fields, next to `kind`
     joins: bool = False  # whether `kernel` joins gate and up
 
     @property
@@ -60,7 +60,7 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Rows sorted by expert. starts: int64 [count + 1]; weights: int64 [count] addresses of packed maps;
+    """Rows sorted by expert. starts: int64 [count + 1]; weights: int64 [count] addresses of packed weights;
     orders: int64 [count] addresses of the orders of their columns, if they have orders."""
 
     count: int

@@ -1,4 +1,4 @@
-"""Activations as int8 for integer linear maps: how rows become bundles of codes (see `linear_source`).
+"""Activations as int8 for integer linear layers: how rows become bundles of codes (see `blocks_source`).
 
 A block of 32 inputs takes its largest size for 127 steps. Sixteen rows are rounded together: what is found
 across a row's lanes, its largest size and the sums of its codes, is found for all of them by one tree, and
@@ -21,9 +21,9 @@ from plait.kernels.cpu.linear.dense import wide_registers
 from plait.kernels.cpu.linear.layout import BLOCK, Layout
 from plait.ops.linear import BASE, SMALLEST
 
-NARROW = DOT in ("avx2", "generic") and not wide_registers()  # half as much room for sums, or less
+NARROW = DOT in ("avx2", "generic") and not wide_registers()  # half as many registers for sums, or fewer
 BUNDLES = (4, 2, 1) if NARROW else (16, 8, 4, 2, 1)  # rows of codes in a register tile, the larger first
-BASE_BITS = 0x4B400000  # of BASE, beside which floats are whole numbers
+BASE_BITS = 0x4B400000  # of BASE, near which floats are whole numbers
 TOGETHER = LANES  # rows of a bundle that are rounded together
 
 
@@ -53,7 +53,7 @@ def _round_block(w: Writer, layout: Layout, x: Word, to: Word, size: Word, at: W
     most = w.furthest(*halves)
     scale = w.shorter(w.quotient(most, 127.0))
     based = w.product(scale, BASE)
-    odd = w.minus(based, based)  # 0, or NaN beside a number that is not finite, or nearly so
+    odd = w.minus(based, based)  # 0, or NaN with a number that is not finite, or nearly so
     per_unit = w.from_on(most, SMALLEST, w.product(w.quotient(1.0, most), 127.0))
     codes = [w.nearest(w.mul(u, w.spread(per_unit))) for u in halves]
     _put(w, layout, codes, to, size, at, w.plus(scale, odd))

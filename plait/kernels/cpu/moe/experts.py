@@ -197,7 +197,7 @@ def _maps(up: Sequence[Linear], down: Sequence[Linear]) -> tuple[Maps, Maps] | s
 
 
 class GroupedExperts:
-    """The native `experts` of one layer, which looks at the layer's maps when it first sees them."""
+    """The native `experts` of one layer, which prepares the layer's weights in the first call."""
 
     def __init__(self, cpu: Executor) -> None:
         self._cpu = cpu
@@ -221,7 +221,7 @@ class GroupedExperts:
     ) -> Tensor:
         """See `ops.moe.experts`; indices must be those of experts, as `route` gives them.
 
-        Raises CannotRecord in a recording if the maps do not share a kernel: they then are called one by one.
+        Raises CannotRecord in a recording if the weights do not share a kernel: then they are called singly.
         """
         if self._seen[0] is not up or self._seen[1] is not down:
             self._seen, self._maps = (up, down), _maps(up, down)
@@ -272,7 +272,7 @@ class GroupedExperts:
     def _multiply(
         self, x: Tensor, maps: Maps, starts: Tensor, tokens: int, join: Kernel | None = None
     ) -> Tensor:
-        """Sorted rows through the maps of their experts, and their biases."""
+        """Sorted rows through the weights of their experts, and their biases."""
         count, first = len(maps.addresses), maps.first
         groups = Groups(count, starts, maps.addresses, maps.orders)
         h = multiply(self._cpu, x, first, None, maps.rounding, groups=groups, rows=tokens, join=join)

@@ -143,7 +143,7 @@ def product(turned: bool) -> Kernel:
 
 
 def _pieces(weight: Weight) -> Sequence[tuple[int, Weight]]:
-    """Its columns in pieces for threads to share, each with its first column; whole where none can be cut."""
+    """Ranges of its columns for threads to share, each with its first column; one if it cannot be cut."""
     cols = weight.shape[1]
     if isinstance(weight, Codebook) and weight.nested:  # cut, its magnitudes would be kept decoded
         return [(0, weight)]
@@ -185,7 +185,7 @@ class Recipes:
 
 
 class StoredHeads:
-    """The native map of one weight, which looks at it when it first sees it."""
+    """The native `map_heads` of one weight, which it prepares in the first call."""
 
     def __init__(self, cpu: Executor) -> None:
         self._cpu = cpu

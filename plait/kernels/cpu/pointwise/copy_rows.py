@@ -1,4 +1,4 @@
-"""Rows from one place to another: choosing and joining. Nothing is computed."""
+"""Copies of rows: chosen by index, or joined side by side. Nothing is computed."""
 
 from __future__ import annotations
 

@@ -49,12 +49,12 @@ from plait.kernels.cpu.runtime.frame import barrier, common_scratch, rows_of, sc
 from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.ops import sample
 
-BLOCK = 512  # floats whose largest is found before anybody asks where it is
+BLOCK = 512  # floats of which the largest is found first, and then where it is
 GROUP = 64  # floats that are looked at one by one only if their largest can matter
 
 
 Settings = tuple[Float, Float, Float, Float]  # temperature, top_p, min_p, the uniform number
-Memory = tuple[int, int, int]  # addresses: values, ids, and spare room or weights
+Memory = tuple[int, int, int]  # addresses: values, ids, and spare memory or weights
 
 
 def _pointer(kind: Any) -> Any:
@@ -157,9 +157,9 @@ def _digit(bits: Int, shift: Int) -> Int:
 
 @inline
 def _sort(values: Int, ids: Int, spare: Int, count: Int) -> None:
-    """Falling values, equal ones in the order they came in: a radix sort, which guesses no branches.
+    """Falling values, equal ones in the order they came in: a radix sort, which has no branches to predict.
 
-    Values and ids have room for as many as the vocabulary has, and so has `spare`, the other place of every
+    Values and ids have space for as many as the vocabulary has, and so has `spare`, the other place of every
     pass; what lies behind the ids counts 256 digits (`draw_rows` lays it out).
     """
     size = ids - values
@@ -276,7 +276,7 @@ def _mass(x: Int, vocab: Int, top: Float, temperature: Float, memory: Int) -> fl
 
 @inline
 def _choose_first(weights: Int, count: Int, target: Float) -> Int:
-    """The first whose weights up to it exceed `target`; else the last that has any."""
+    """The first where the weights up to it exceed `target`; else the last that has any."""
     mass = 0.0
     last: Int = np.int64(0)
     for j in range(count):
@@ -295,7 +295,7 @@ def _draw_of_top(x: Int, vocab: Int, k: Int, settings: Settings, memory: Memory)
     temperature, top_p, min_p, uniform = settings
     values, ids, weights = memory
     k = _keep_top(x, vocab, k, memory)
-    if k == 0:  # nothing but NaN, which `largest` tells who asks
+    if k == 0:  # nothing but NaN, which `largest` reports
         return np.int32(0)
     total: Float = 0.0
     top = np.float64(get_f32(values))
@@ -329,7 +329,7 @@ def _draw_of_all(x: Int, vocab: Int, settings: Settings, memory: Memory) -> Int:
     bound = top + temperature * math.log(floor) if floor > 0.0 else -np.inf
     bound = min(top, bound - 1e-6 * (1.0 + abs(bound)))  # some too many do no harm
     count = _keep_above(x, vocab, np.float32(bound), values, ids)
-    if count == 0:  # there is a NaN in the row, which `largest` tells who asks
+    if count == 0:  # there is a NaN in the row, which `largest` reports
         return np.int32(0)
     _sort(values, ids, weights, count)
     cut = top_p < 1.0 or min_p > 0.0

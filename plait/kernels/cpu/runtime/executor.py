@@ -1,6 +1,6 @@
-"""Our own threads: they run kernels one after the other, all threads on each, now or recorded for later.
+"""The executor: threads that run kernels one after the other, all threads on each, now or recorded for later.
 
-The thread that asks is worker 0; the others are Python threads that stay inside native code, without the GIL.
+The calling thread is worker 0; the others are Python threads that stay inside native code, without the GIL.
 Between steps they spin for a moment, then sleep. Recording is how a decoder becomes a *program*: the same
 model code runs once, its launches are kept instead of run, and replay is one native call.
 
@@ -279,7 +279,7 @@ class Executor:
 
     def __init__(self, threads: int, prefill: str = "same") -> None:
         self.threads = threads
-        self.prefill = prefill  # what variants of linear maps may ask: "bf16" allows other sums in long steps
+        self.prefill = prefill  # read by variants of linear layers: "bf16" allows other sums in long steps
         self._lock = threading.RLock()
         self._small, self._large = ThreadTuner(threads, 0.002 * threads), ThreadTuner(threads, 0.25 * threads)
         self._program: RecordedProgram | None = None
@@ -311,7 +311,7 @@ class Executor:
         for worker in self._workers:
             worker.start()
         self._closed = False
-        weakref.finalize(self, _stop, self._mailbox, threads)  # nobody closed it: its threads must not stay
+        weakref.finalize(self, _stop, self._mailbox, threads)  # threads must not outlive it, if not closed
 
     def close(self) -> None:
         """Stop the workers. Nothing can run afterwards."""

@@ -1,4 +1,4 @@
-"""What changes from step to step, and how threads meet: the memory behind a kernel's `frame` address.
+"""The frame: numbers that change from step to step, barriers and counters of threads, and scratch memory.
 
 A frame is a row of int64 words. A kernel reads the number of rows it works on from the frame, at the offset
 that its first argument gives, so that a recorded step serves any batch.

@@ -1,4 +1,4 @@
-"""How a tensor's rows lie in memory, as kernels are told: checked in Python, because a kernel cannot."""
+"""How a tensor's rows lie in memory, as kernels are given it: checked in Python, because a kernel cannot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plait.ops.registry import OpFacts
 
 @dataclass(frozen=True, slots=True)
 class TensorRows:
-    """A tensor [count, width] or [count, heads, width] whose last dimension is dense; strides in bytes."""
+    """A tensor [count, width] or [count, heads, width] with a dense last dimension; strides in bytes."""
 
     count: int
     heads: int

@@ -10,7 +10,7 @@ from numba.core import cgutils
 
 from plait.kernels.cpu.codegen.vec import VOID, WINDOWS, A, N, _at, _call, _define, i8, i32, i64
 
-# The number of Linux's call that sleeps until a word changes; None elsewhere: who waits takes naps.
+# The number of Linux's call that sleeps until a word changes; None elsewhere: a thread that waits takes naps.
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if platform.system() == "Linux" else None
 
 # Words of eight bytes, at multiples of eight.

@@ -15,7 +15,7 @@ ROOM = 32 << 20  # bytes that small weights share
 
 def map_memory(nbytes: int) -> Tensor:
     """Memory of the system, zeros, uint8; it starts where a large page may."""
-    # Private memory: of what could be shared, systems give no large pages unless they are told to.
+    # Private memory: of what could be shared, systems give no large pages unless they are set to.
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     memory = mmap.mmap(-1, nbytes + HUGE, **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -28,7 +28,7 @@ def map_memory(nbytes: int) -> Tensor:
 class Rooms:
     """Memory for packed weights, in large pages if the system has them.
 
-    Many maps are smaller than a large page, so they share chunks. A chunk lives as long as one of its
+    Many weights are smaller than a large page, so they share chunks. A chunk lives as long as one of its
     weights; the last one stays, for the weights that come next.
     """
 

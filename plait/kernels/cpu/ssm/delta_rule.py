@@ -1,7 +1,7 @@
 """The gated delta rule: every state is read and written once per call, and stays in the first cache between.
 
 A thread takes 32 columns of a head's state, turned into a dense tile. A token passes over the tile once: what
-the last token adds is put down on the way, while this one's decay, its error and its output are computed. So
+the last token adds is written on the way, while this one's decay, its error and its output are computed. So
 the numbers, and the order in which they are added, are the same wherever a prompt is cut.
 """
 

@@ -253,7 +253,7 @@ def heads_as_rows(frame: int, args: int, thread: int, threads: int) -> None:
 def _map_each_head(cpu: Executor, x: Tensor, linear: Linear) -> Tensor:
     """One group of rows, as experts have several: how many there are is read from memory, not the frame.
 
-    Raises CannotRecord in a recording if the map is not a packed one.
+    Raises CannotRecord in a recording if the weight is not a packed one.
     """
     part, rows = linear.only_part, TensorRows.of(x)
     if part is None or not isinstance(part[0], PackedWeight):

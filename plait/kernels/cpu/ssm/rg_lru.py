@@ -1,4 +1,4 @@
-"""Griffin's recurrence, sixteen channels at a time: a channel's numbers depend on nothing beside them."""
+"""Griffin's recurrence, sixteen channels at a time: a channel's numbers depend on no other channel."""
 
 from __future__ import annotations
 

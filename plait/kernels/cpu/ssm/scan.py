@@ -38,7 +38,7 @@ CHANNELS = 64  # of a Mamba1 layer that one thread takes at a time
 
 
 def narrow_states(facts: OpFacts) -> str | None:
-    """The `when` of scans whose text has a line per sixteen columns."""
+    """The `when` of scans with generated text that has a line per sixteen columns."""
     if (size := facts.sizes.get("state", 0)) > LARGEST:
         return f"its states have {size} columns, more than {LARGEST}"
     return float32_rows(facts)

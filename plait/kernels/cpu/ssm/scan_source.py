@@ -1,4 +1,4 @@
-"""The text of the Mamba2 scan's kernel: one per state size N, made when a model needs it.
+"""Generates the source of the Mamba2 scan's kernels: one per state size N, made when a model needs it.
 
 Two forms of the same recurrence, which give the same bits. *Narrow*, for a token or a few: the lanes are
 sixteen of a row's N numbers, and memory is read as it lies. *Wide*, for prompts: sixteen rows are turned, so
