@@ -1,9 +1,9 @@
-"""What oxidizr's trainer computes where a state-space scan should be: to score with its very numbers.
+"""oxidizr's chunked Mamba scan as its trainer computes it, to score with exactly its numbers.
 
 Its chunked scan differs from the recurrence in two ways. Inside a chunk, the score of a query and a key is
 the product of the sums of C and of B, both taken at the query. Between chunks, the decays are read in an
-order that mixes heads and chunks, so that a head sees states of later chunks: nothing here is causal, a
-result depends on the chunk size and on the whole sequence, and there is no state. Arithmetic is float64.
+order that mixes heads and chunks, so that a head sees states of later chunks. So nothing here is causal:
+a result depends on the chunk size and on the whole sequence, and there is no state. Arithmetic is float64.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Quantizes to GGUF's block formats, while a model is loaded. `encode_packed` has those of safetensors.
 
-For each block a grid is searched: for a few widths of the grid around the obvious one the numbers are rounded
-to codes, and for these codes the scale (and offset) of least squared error is solved for; without an offset,
+For each block a grid is searched. The numbers are rounded to codes for a few widths of the grid around the
+obvious one. For these codes the scale (and offset) of least squared error is solved for. Without an offset,
 errors are weighed by the size of the number. The best pair is rounded as the format stores it, and the codes
 are taken once more for exactly those values. Everything works on pieces of bounded size, with the elements of
 a group along the first dimension: sums over groups are then sums of whole rows.
@@ -205,7 +205,7 @@ def _pack_q8_0(blocks: Tensor) -> Tensor:
 def _pack_symmetric(blocks: Tensor, low: int) -> Tensor:
     """Q4_0 (low -8) and Q5_0 (low -16).
 
-    In four bits the largest number becomes the lowest code, as ggml has it: a scale of least squares is as
+    In four bits the largest number becomes the lowest code, as ggml has it. A scale of least squares is as
     good for SmolLM2 (KL 0.397 to 0.401) and worse for Gemma 3 270M (0.686 to 0.503). In five it is better.
     """
     x = _groups(blocks, 32)

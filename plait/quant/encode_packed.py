@@ -1,11 +1,11 @@
 """Quantizes to the storage types of packed safetensors: integers in groups, and eight-bit floats.
 
-    encode_groups(weight, group=128) -> Grouped     symmetric, four bits unless asked otherwise
+    encode_groups(weight, group=128) -> Grouped     symmetric, four bits unless set otherwise
     encode_fp8(weight) -> Fp8                       blocks of 128 x 128; block=(1, columns): a scale per row
 
 Both take [rows, columns] in any float dtype, work on some rows at a time, and raise BadFile for numbers that
-are not finite or too large. A group's scale is searched as for GGUF's blocks (`encode`): for a few widths of
-the grid the scale of least squared error is solved for, and codes are taken once more for the rounded one.
+are not finite or too large. A group's scale is searched as for GGUF's blocks (`encode`): the scale of
+least squared error is solved for a few widths of the grid. Codes are taken once more for the rounded scale.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Four-bit floats (E2M1) in small groups under eight-bit scales: MXFP4 and NVFP4.
 
 How the bytes lie: byte b of a row of `codes` holds column 2b in its low nibble and column 2b + 1 in its
-high one; a nibble is a sign and an index into 0, 0.5, 1, 1.5, 2, 3, 4, 6. Each group of columns has a byte
+high one. A nibble is a sign and an index into 0, 0.5, 1, 1.5, 2, 3, 4, 6. Each group of columns has a byte
 of scale:
 
     MXFP4 (OCP Microscaling 1.0)   32 columns, the byte s stands for 2**(s - 127), 255 for NaN

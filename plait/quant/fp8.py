@@ -1,7 +1,8 @@
 """Eight-bit floats (E4M3) under float32 scales: one for the whole matrix, for each row or block of it.
 
-How the bytes lie: `codes` are the plain matrix, a byte for each number: sign, four bits of exponent (bias 7),
-three of mantissa, no infinity, NaN at 0x7f and 0xff (the FP8 formats for deep learning, Micikevicius 2022).
+How the bytes lie: `codes` are the plain matrix, a byte for each number. It has a sign, four bits of exponent
+(bias 7) and three of mantissa. There is no infinity, and NaN is at 0x7f and 0xff (Micikevicius 2022, FP8
+formats for deep learning).
 
     w[o, c] = codes[o, c] * scale[o // block[0], c // block[1]]
 
@@ -98,7 +99,7 @@ class Fp8:
         return self._take(check_rows(index, self))
 
     def cols(self, start: int, stop: int) -> Fp8:
-        """Columns start..stop, views. Raises ShapeMismatch outside the matrix or inside a block of columns."""
+        """Columns start..stop, views. Raises ShapeMismatch outside the matrix or within a block."""
         cols, size = self.shape[1], self.block[1]
         check_range("columns", start, stop, cols, self)
         if size >= cols:

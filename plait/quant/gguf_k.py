@@ -35,7 +35,7 @@ def q3_k(blocks: Tensor) -> Tensor:
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
     """[n, 12] -> the six-bit scales and minima of 8 groups, [n, 8, 1] float32 each.
 
-    Groups 0..3 have theirs in the low six bits of bytes 0..3 and 4..7; groups 4..7 have the low four bits in
+    Groups 0..3 have theirs in the low six bits of bytes 0..3 and 4..7. Groups 4..7 have the low four bits in
     a nibble of bytes 8..11 and the high two in the top of bytes 0..3 and 4..7.
     """
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]

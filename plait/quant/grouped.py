@@ -1,7 +1,7 @@
 """Integers in groups that share a scale: what GPTQ, AWQ, compressed-tensors and int8 files hold.
 
 How the bytes lie: row o of `codes` is one stream of unsigned integers of `bits` bits, from the lowest bit of
-its first byte on, column after column; with four bits, column c is the low nibble of byte c // 2 if c is
+its first byte on, column after column. With four bits, column c is the low nibble of byte c // 2 if c is
 even, the high one if odd. Columns c with the same c // group share `scales[o, c // group]` and a zero point:
 
     w[o, order[c]] = scales[o, c // group] * (code[o, c] - zero[o, c // group])

@@ -1,9 +1,8 @@
 """Attention over paged keys and values, float32, bfloat16 or int8, with windows, softcaps and shared heads.
 
-The caches keep their shape; inside, keys lie as [block][kv head][sixteen tokens][column][token] (bfloat16:
-[column pair][token][2]) and values as [block][kv head][token][column]: lanes are tokens for the scores and
-columns for the outputs, and nothing is ever summed across lanes but the softmax. How int8 lies:
-`int8_cache.py`.
+The caches keep their shape. Inside, keys lie as [block][kv head][sixteen tokens][column][token] (bfloat16:
+[column pair][token][2]) and values as [block][kv head][token][column]. So lanes are tokens for the scores and
+columns for the outputs, and nothing but the softmax is summed across lanes. How int8 lies: `int8_cache.py`.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class _Weighing:
             low, high = (self.start - 16 * g).most(0), (self.end - 16 * g).least(16)
 
             def pair(j: Word, *sums: Any) -> list[Any]:
-                # One token of the first or last pair may be hidden: the other is read twice, with weight 0.
+                # A token of the first or last pair may be hidden: the other is read instead, at weight 0.
                 both = [self.stride * (2 * j).most(low), self.stride * (2 * j + 1).least(high - 1)]
                 for n in ns:  # of 64 columns, which are two lines
                     w.prefetch(n + part + self.stride * (j >> 1) + 64 * (j - (j >> 1 << 1)))

@@ -1,10 +1,10 @@
 """Softmax over splits where products are of bfloat16 pairs: what `rows` does, in powers of two.
 
-Queries are rounded to bfloat16 times scale / ln 2, so that scores are exponents of two. What stands for the
-largest score is a whole number, the next one above: exponentials of different splits then differ by exact
+Queries are rounded to bfloat16 times scale / ln 2, so that scores are exponents of two. In place of the
+largest score comes the next whole number above it. So exponentials of different splits differ by exact
 powers of two, and how one is rounded depends on its own score alone. They are rounded to bfloat16 and summed
-as they are rounded: the weights of values then sum to one, and what rounding does to a row is in proportion
-to how far its values lie apart, not to how large they are.
+as they are rounded, so that the weights of values sum to one. What rounding does to a row is then in
+proportion to how far its values lie apart, not to how large they are.
 """
 
 from __future__ import annotations

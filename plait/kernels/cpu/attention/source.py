@@ -1,11 +1,11 @@
 """Generates the source of attention kernels: register tiles for both products, and the walk over the work.
 
-`rows.py` holds what happens between the products. Every score is one chain of multiply-adds over
-the columns of a key, every column of an output one chain over the tokens of a split: tiles of any size give
-a row the same bits.
+`rows.py` holds what happens between the products. Every score is one chain of multiply-adds over the columns
+of a key. Every column of an output is one chain over the tokens of a split. So tiles of any size give a row
+the same bits.
 
     a unit: up to TILES tiles of query rows of one kv head       a part or state in memory:
-                 span 0      span 1      span 2              [largest, sum, .. | value columns]
+                 split 0     split 1     split 2             [largest, sum, .. | value columns]
     tile 0    [scores|V]->[scores|V]->[scores|V]-> state
     tile 1    [scores|V]->[scores|V]->[scores|V]-> state
                   part        part        part     fold, left to right

@@ -1,8 +1,8 @@
 """Tiles of AMX: eight registers of sixteen rows of 64 bytes, and products of whole tiles.
 
 `Tiles` is what straight blocks calculate with. "amx" writes the instructions. "software" does in memory what
-Intel documents of them, order and rounding of every addition included, for tests on machines without AMX; it
-is many times slower than no tiles at all, and nothing but a test asks for it.
+Intel documents of them, order and rounding of every addition included. It is for tests on machines without
+AMX only, because it is many times slower than no tiles at all.
 
 A tile keeps its shape from `configure` to `release`, on the thread that called it. LLVM takes every operation
 here for one that may read and write any memory, and so keeps them, and the stores around them, in order.
@@ -112,8 +112,8 @@ def configuration(shapes: Shapes) -> list[int]:
 class Tiles:
     """The tiles of the thread that runs this. `at`: MEMORY bytes of its own; `shapes`: of every tile used.
 
-    Products read rows of a and *pairs* or *quads* of b: row k of b holds, for each of sixteen columns, what
-    numbers 2k and 2k + 1 (bfloat16) or 4k … 4k + 3 (bytes) of a row of a are multiplied by.
+    Products read rows of a and *pairs* or *quads* of b. Row k of b holds what numbers 2k, 2k + 1 (bfloat16)
+    or 4k … 4k + 3 (bytes) of a row of a are multiplied by, for each of sixteen columns.
     """
 
     w: Writer
@@ -181,7 +181,7 @@ class Tiles:
         """c += a · b, float32 += bfloat16 · bfloat16.
 
         Even and odd numbers of a row are summed apart, by fused multiply-adds from zero, then added, then
-        added to c; every step rounds to nearest even, and takes and leaves zeros for subnormal numbers.
+        added to c. Every step rounds to nearest even, and takes and leaves zeros for subnormal numbers.
         """
         if not self._soft:
             self.w.tile_bf16(c, a, b)

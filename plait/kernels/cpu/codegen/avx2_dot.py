@@ -2,7 +2,7 @@
 
 Codes of few bits leave bits free: eight quads of four-bit codes, a whole block, join the sums of 32 bits at
 once. Codes of eight bits are made signed and multiplied by their size, with the sign moved to the other
-factor: what must be taken off them is then in them, and both halves of a byte cost one product.
+factor. What must be taken off them is then in them, and both halves of a byte cost one product.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Products of pairs of bfloat16, two to a lane: the instructions of AVX512_BF16, and what stands for them.
+"""Products of pairs of bfloat16, two to a lane: the instructions of AVX512_BF16, and what replaces them.
 
 A lane of a vector of pairs is an int32: the number that comes first in its low half. `dot_bf16` adds the
-product of the second numbers, then that of the first, each by a fused multiply-add that rounds once: what
-`vdpbf16ps` does, but that it takes zeros for subnormal numbers and leaves zeros for such sums. So those of
-normal numbers have the same bits with and without the instruction (`HARDWARE`); tests ask the processor.
+product of the second numbers, then that of the first, each by a fused multiply-add that rounds once. So does
+`vdpbf16ps`, but it takes zeros for subnormal numbers and leaves zeros for such sums. So sums of normal
+numbers have the same bits with and without the instruction (`HARDWARE`); tests compare with the processor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Machine code of kernels, kept under a name that its content decides: the same for any install on a machine.
 
 Numba's own cache goes by the path of a source file. Here a name has a hash of what makes the machine code:
-the file or text that has the function, the functions and numbers of other files that it uses, and the
-target's name, which has the versions and all that kernels share.
+the file or text that has the function, and the functions and numbers of other files that it uses. It has the
+target's name too, which stands for the versions and all that kernels share.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def _all(kind: ir.VectorType, value: float) -> ir.Constant:
 def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     """x · y + z, rounded once.
 
-    In float64 the product is exact, and rounding the sum to float64 first does no harm, unless that falls in
-    the middle between two float32, or the result has fewer bits than a float32: `_define_fma` looks closer.
+    In float64 the product is exact. Rounding the sum to float64 first does no harm, except in two cases that
+    `_define_fma` treats: it falls in the middle between two float32, or has fewer bits than a float32.
     """
     wide = _sums(b, x, y, z)[2]
     narrow = b.fptrunc(wide, _vf32)
@@ -90,8 +90,8 @@ def _define_fma(module: ir.Module) -> ir.Function:
 def write_fma(w: Any, x: Any, y: Any, s: Any) -> Any:
     """Written by `llvm_writer.Writer` w: s + x · y, rounded once; twice where no instruction does that.
 
-    For long sums of float32, which `fma` makes six times slower: they are as exact (their root mean square
-    error over 576 to 8,192 inputs is 0.99 to 1.01 times the other's), but have bits of their own there.
+    For long sums of float32, which `fma` makes six times slower. They are as exact: their root mean square
+    error over 576 to 8,192 inputs is 0.99 to 1.01 times the other's. But they have bits of their own there.
     """
     return w.add(w.mul(x, y), s) if HERE else w.fma(x, y, s)
 

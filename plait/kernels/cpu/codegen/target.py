@@ -176,9 +176,9 @@ def no_amx() -> str | None:
 def keep_in(folder: Path | None, spare: Spare | None = None) -> None:
     """Keep compiled kernels under `folder` (default: the user's cache), in a folder of this exact version.
 
-    A change of what all kernels share, of Numba, of LLVM or of the target gets a new folder, and `compiled`
-    names each kernel by the rest that decides it: nothing stale is ever loaded. What the folder does not take
-    goes to `spare`. Folders and kernels that were unused for 30 days are removed.
+    A change of what all kernels share, of Numba, of LLVM or of the target gets a new folder. The rest that
+    decides a kernel is in the name that `compiled` gives it, so nothing stale is ever loaded. What the folder
+    does not take goes to `spare`. Folders and kernels that were unused for 30 days are removed.
     """
     room = room_in(folder)
     if _kept and (_kept[-1].folder, _kept[-1].spare) == (room, spare):

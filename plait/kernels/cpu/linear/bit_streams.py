@@ -1,7 +1,7 @@
 """Packs weights that are not runs of blocks: integers in groups, four-bit floats, and blocks taken apart.
 
-Codes come as streams, the lowest bits of a byte first, some rows at a time, and a generated kernel moves them
-into the tiles of `layout`; scales are few, and torch puts them where they belong. Nothing is rounded.
+Codes come as streams, the lowest bits of a byte first, some rows at a time. A generated kernel moves them
+into the tiles of `layout`. Torch moves the scales, because they are few. Nothing is rounded.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Generates the source of kernels of quantized linear layers: one per layout, made when a model needs it.
 
-A kernel rounds its rows to int8 first and then multiplies, in one launch; few rows are shared out to threads
-beforehand, many piece by piece. Rounded rows are kept in *bundles*
-of as many as one register tile takes: for each block of 32 inputs, 32 codes of every row, then a scale of
-every row, then a number per group of weights. That number is what the zero point takes off, as an int32 to
-start the integer sum with, or what the minimum is multiplied by.
+A kernel rounds its rows to int8 first and then multiplies, in one launch. Few rows are shared out to threads
+beforehand, many piece by piece. Rounded rows are kept in *bundles* of as many as one register tile takes. A
+block of 32 inputs has 32 codes of every row, then a scale of every row, then a number per group of weights.
+That number is what the zero point takes off, as an int32 to start the integer sum with, or what the minimum
+is multiplied by.
 
 An output is a sum over groups, in order, of fma(integer sum · activation scale, weight scale, sum): the same
 operations whatever the other rows, the thread, or the instruction set. Integer sums start from the bits
-of BASE, so that they are those of a float that is as much above it; what a scale makes of BASE is kept with
+of BASE, so that they are those of a float that is as much above it. What a scale makes of BASE is kept with
 it, and one fma takes it off, converts and multiplies. Scales are two bits shorter for that: it is exact.
 
     rounded rows: a bundle of R                weights: tile t of 16 outputs, a record per step (`layout`)

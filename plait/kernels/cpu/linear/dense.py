@@ -1,11 +1,12 @@
 """Linear layers over plain numbers: float32, bfloat16 or float16 weights, float32 activations, float32 sums.
 
-A tile holds sixteen outputs, two inputs at a time, in the width the weights came in: float32 as 16 numbers of
-the even input then 16 of the odd one, float16 likewise, bfloat16 as 16 words with the odd input in the high
-half, which costs one shift and one mask to widen. Every output is the sum of chunks of `CHUNK` inputs, added
-in order; within a chunk even and odd inputs are summed apart. That order never changes: not with the number
-of rows, nor with how tiles are shared among threads, nor with bfloat16 being kept in twelve bits
-(`bf16_codes`): then a thread makes plain tiles of a chunk, which stay in its cache, and reads these.
+A tile holds sixteen outputs, two inputs at a time, in the width the weights came in. In float32 and float16
+there are 16 numbers of the even input, then 16 of the odd one. In bfloat16 there are 16 words with the odd
+input in the high half, which costs one shift and one mask to widen.
+
+Every output is the sum of chunks of `CHUNK` inputs, added in order. Within a chunk even and odd inputs are
+summed apart. That order changes neither with the number of rows nor with how threads share tiles. It is the
+same for bfloat16 in twelve bits (`bf16_codes`): a thread makes plain tiles of a chunk in its cache first.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 A tile is sixteen outputs. Inside, K is cut into steps; a step is one record of whole cache lines: the codes
 of its blocks of 32, then scales as vectors of sixteen. A *quad*, four neighbours in K of the sixteen outputs,
-is 64 bytes (`byte[4n + j]` is number 4q + j of output n), so that one dot product with four activations
-serves all sixteen and nothing is added across lanes. Codes are unsigned; what must be subtracted from them
+is 64 bytes: `byte[4n + j]` is number 4q + j of output n. So one dot product with four activations serves all
+sixteen, and nothing is added across lanes. Codes are unsigned; what must be subtracted from them
 (`zero`) is paid once per group with the sum of the group's activations, and a minimum likewise.
 
 Where a code is a place in a table, the table's number is unsigned too, and `zero` makes up for that.
 
 Of a code, the low `bits` are in one plane and the `high` ones in another. A vector of the low plane holds one
-quad (8 bits), quads i and i + 4 (4 bits) or 4i … 4i + 3 (2 bits); one of the high plane holds eight quads
+quad (8 bits), quads i and i + 4 (4 bits) or 4i … 4i + 3 (2 bits). One of the high plane holds eight quads
 (1 bit) or four (2 bits), lowest bits first.
 """
 

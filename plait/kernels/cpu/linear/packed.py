@@ -10,9 +10,9 @@ with zeros. Its kernel takes these words (`Executor.launch`):
 
 A weight may keep its columns in another order than its inputs come in: `order_columns` then goes first.
 
-With groups > 0 (mixture of experts) rows starts[g]..starts[g+1] go through the weight at address weights[g]
-(both int64 arrays in memory, filled by an earlier launch and at construction), word 5 is not used, and
-starts[groups] is how many rows there are; without, the frame says so.
+With groups > 0 (mixture of experts) rows starts[g]..starts[g+1] go through the weight at address weights[g].
+Both are int64 arrays in memory, filled by an earlier launch and at construction. Word 5 is then not used, and
+starts[groups] is how many rows there are. Without groups the frame says so.
 """
 
 from __future__ import annotations

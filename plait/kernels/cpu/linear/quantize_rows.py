@@ -1,8 +1,8 @@
 """Activations as int8 for integer linear layers: how rows become bundles of codes (see `blocks_source`).
 
-A block of 32 inputs takes its largest size for 127 steps. Sixteen rows are rounded together: what is found
-across a row's lanes, its largest size and the sums of its codes, is found for all of them by one tree, and
-their scales are one vector. Every number is what a row alone gets, bit by bit.
+A block of 32 inputs takes its largest size for 127 steps. Sixteen rows are rounded together. One tree
+finds what goes across a row's lanes, its largest size and the sums of its codes, for all of them. Their
+scales are one vector. Every number is what a row alone gets, bit by bit.
 """
 
 from __future__ import annotations
