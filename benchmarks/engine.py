@@ -2,14 +2,14 @@
 
 python benchmarks/engine.py                                all measures on the demo models
 python benchmarks/engine.py --measure scheduler --dry      one measure, no file
-python benchmarks/engine.py --llama-cpp PYTHON             beside llama-cpp-python
+python benchmarks/engine.py --llama-cpp PYTHON             compared with llama-cpp-python
 python benchmarks/engine.py --model NAME=FILE              one more model
 python benchmarks/engine.py --draft smollm2=FILE           a draft model for one of them
 
 scheduler    plans per second with 10, 100 and 1,000 running sequences, no model behind them
 memory       bytes of state of one sequence by its length, for kinds of models
 turns        time to the first token in ten turns of a chat, with and without the prefix cache
-speculation  tokens per second of one stream: nothing guessed, prompt lookup, a draft model
+speculation  tokens per second of one stream: no drafts, prompt lookup, a draft model
 """
 
 from __future__ import annotations

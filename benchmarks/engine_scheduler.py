@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 def rows(num_steps: int) -> list[Row]:
-    """Medians over `num_steps` (fewer with 1,000 sequences), decodes alone and beside prompts."""
+    """Medians over `num_steps` (fewer with 1,000 sequences), decodes alone and together with prompts."""
     found = []
     for kind in KINDS:
         for number in NUM_RUNNING:
@@ -76,7 +76,7 @@ def step(scheduled: Scheduler) -> tuple[int, int, list[float]]:
 
 
 def decodes(kind: str, number: int, num_steps: int) -> Row:
-    """Everybody's prompt is computed; nobody ends."""
+    """Decodes only: every prompt is computed, and no sequence ends."""
     luck = random.Random(0)
     scheduled = scheduler(kind, number, BUDGET)
     scheduled.add(*(sequence(i, luck, PROMPT, LONGEST - PROMPT) for i in range(number)))
@@ -88,7 +88,7 @@ def decodes(kind: str, number: int, num_steps: int) -> Row:
 
 
 def mixed(kind: str, number: int, num_steps: int) -> Row:
-    """Whoever ends is followed by another: prompts of 16 to 400 tokens, replies of 16 to 128."""
+    """A sequence that ends is followed by another: prompts of 16 to 400 tokens, replies of 16 to 128."""
     luck, ids = random.Random(0), count()
     scheduled = scheduler(kind, number, number + 1024)
 

@@ -1,4 +1,4 @@
-"""Tokens per second of one stream: nothing guessed, prompt lookup, a draft model. The text must be the same.
+"""Tokens per second of one stream: no drafts, prompt lookup, a draft model. The text must be the same.
 
 The modes answer in turns. The first answer to every text warms up and does not count.
 """
@@ -68,7 +68,7 @@ def rows(
 
 
 def prompts(name: str, loaded: Loaded) -> dict[str, tuple[int, ...]]:
-    """Token ids by kind of text; the last one is nobody's language."""
+    """Token ids by kind of text; the last one is random ids in no language."""
     front, found = loaded.front, {}
     greedy = SamplingParams(max_tokens=1)
     for kind, (question, text) in (BOOK if name.startswith("nano") else TEXTS).items():

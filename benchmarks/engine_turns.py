@@ -1,4 +1,4 @@
-"""Time to the first token in a chat of ten turns, with the prefix cache and without, beside llama.cpp.
+"""Time to the first token in a chat of ten turns, with the prefix cache, without it, and in llama.cpp.
 
 Every side holds its own chat: the same new tokens in every turn, and its own replies, all of the same length.
 So each can keep what it computed. The sides answer in turns, one turn of the chat after the other. The first
@@ -30,7 +30,7 @@ Answer = tuple[float, list[int], int | None]  # seconds to the first token, the 
 
 
 class Side(Protocol):
-    """Somebody to chat with."""
+    """One of the engines that are compared: it answers a prompt of token ids."""
 
     def answer(self, prompt: Sequence[int], num_tokens: int) -> Answer: ...
 
@@ -147,7 +147,7 @@ def texts(loaded: Loaded, number: int, length: int) -> list[list[int]]:
 
 
 def chat(sides: Mapping[str, Side], said: Sequence[Sequence[int]], reply: int) -> list[dict[str, Answer]]:
-    """One chat with everybody: by turn and side, what was answered."""
+    """One chat with every side: the answers by turn and side."""
     histories: dict[str, list[int]] = {side: [] for side in sides}
     turns = []
     for turn, new in enumerate(said):

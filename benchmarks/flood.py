@@ -38,7 +38,7 @@ class Exchange:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that is used for one request after the other; `free` is told when a reply has ended."""
+    """A connection that is used for one request after the other; `free` is called when a reply has ended."""
 
     def __init__(self, free: Callable[[Connection], None]) -> None:
         self._free, self._now = free, None

@@ -1,4 +1,4 @@
-"""Tokens a second beside other busy processes: by threads, by neighbours, by kind of step.
+"""Tokens a second next to other busy processes: by threads, by neighbours, by kind of step.
 
 python benchmarks/neighbours.py model.gguf --compare "--threads 1" --compare "--threads 2" --compare HEAD~1
 python benchmarks/neighbours.py model.gguf --compare "--threads 1" --overload 30

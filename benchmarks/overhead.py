@@ -96,7 +96,7 @@ def through_http(given: argparse.Namespace, served: Served, load: Workload) -> N
 
 
 def turns(given: argparse.Namespace, llm: LLM, served: Served, share: float) -> dict[str, list[Numbers]]:
-    """One turn more than asked for; the first warms up."""
+    """One turn more than requested, because the first warms up."""
     found: dict[str, list[Numbers]] = {"engine": [], "text": [], "http": []}
     params = settings(given)
     for turn in range(given.repeats + 1):

@@ -24,7 +24,7 @@ from plait.bench.serve.run import tokens_per_word
 from plait.bench.serve.score import score
 from plait.bench.serve.workload import Workload, parse_length
 
-SMALL = ("--max-model-len", "1024")  # so that the whole cache is used before memory is watched
+SMALL = ("--max-model-len", "1024")  # so that the whole cache is used before memory is observed
 TEXTS = 4096  # of the load that keeps a server full; then they come again
 SETTLED = 0.2  # of a run, at its begin, in which the batch fills up: no token of it counts
 FACTS = ("completed", "failed", "request_throughput", "median_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "errors")

@@ -83,7 +83,7 @@ AS_IT_IS = (
 
 
 class Plain:
-    """A checkpoint whose blocks are read as float32 numbers.
+    """A checkpoint with blocks that are read as float32 numbers.
 
     dither: each number is moved at random within half a step of its grid. A file's numbers lie on the grid of
     its format, which an encoder finds again; moved, they are what a model before quantization looks like.
@@ -155,7 +155,7 @@ class Score:
         self.kl: list[Tensor] = []
 
     def add(self, ids: list[int], logits: Tensor, wanted: Tensor | None) -> Tensor:
-        """logits, wanted (log-probabilities of the reference): [tokens, vocab]. Returns log-probabilities."""
+        """Log-probabilities of `logits`; `wanted` are those of the reference. All are [tokens, vocab]."""
         found = logits.float().log_softmax(-1)
         targets = torch.tensor(ids[1:])
         self.negative_log -= float(found[:-1].gather(1, targets.unsqueeze(1)).double().sum())

@@ -1,4 +1,4 @@
-"""What overload.py, soak.py and overhead.py share: the server under test, and somebody who watches it."""
+"""What overload.py, soak.py and overhead.py share: the server under test, and an observer of it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Served:
         return census(self.pid) if self.pid else {}
 
     def idle(self, timeout_s: float = 120.0) -> bool:
-        """Wait until nothing runs or waits, and a moment longer, in which an engine checks its books."""
+        """Wait until nothing runs or waits, and a moment longer, because engines check their memory then."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             now = self.engine()

@@ -81,7 +81,7 @@ def measured(kind: str, asked: argparse.Namespace) -> dict[str, Any]:
 def killed(asked: argparse.Namespace) -> dict[str, Any]:
     """Seconds from the engine's end by SIGKILL to the next token of the first, median and last stream.
 
-    same: streams whose text is that of a run that nothing disturbed.
+    same: streams with the text of a run that nothing disturbed.
     """
     with serving("process", asked) as (port, pid, _, _):
         whole = asyncio.run(load(port, asked))

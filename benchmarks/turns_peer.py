@@ -1,4 +1,4 @@
-"""llama-cpp-python, asked in lines of JSON: FILE THREADS CONTEXT. Needs nothing of Plait.
+"""llama-cpp-python, with requests as lines of JSON: FILE THREADS CONTEXT. Needs nothing of Plait.
 
 Its `generate` keeps the tokens that the last prompt and reply have in common with the next prompt.
 """

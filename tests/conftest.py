@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-# No test needs a GPU, and Triton looks at this once, when whoever comes first imports it.
+# No test needs a GPU, and Triton looks at this once, at its first import.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch

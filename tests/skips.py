@@ -1,4 +1,4 @@
-"""What was skipped, said at the end of every run: a test that never runs anywhere should not go unseen."""
+"""Reports skipped tests at the end of every run, because a test that never runs should not go unseen."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import plait
 ROOT = Path(__file__).resolve().parent.parent
 PLACES = ("plait", "docs", "tests", "tools", "benchmarks", "examples", ".ci")
 KINDS = {".py", ".md", ".txt", ".toml", ".json", ".yml", ""}
-# An extra, an install, a requirement or a version under the name of somebody else's distribution.
+# An extra, an install, a requirement or a version under the name of a distribution that is not ours.
 FOREIGN = re.compile(
     r"""\bplait\\?\[[a-z]|pip3? install (-\S+ )*['"]?plait\b(?!-engine|/)|\bplait *(==|>=|~=)"""
     r"""|version\(['"]plait['"]\)|pypi\.org/project/plait\b(?!-engine)"""

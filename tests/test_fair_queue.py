@@ -1,4 +1,4 @@
-"""Turns: those who ask for much do not keep others waiting."""
+"""A fair queue: keys with many requests do not keep others waiting."""
 
 from __future__ import annotations
 

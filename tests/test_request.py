@@ -1,4 +1,4 @@
-"""What a request asks is refused, naming the field, before anybody works on it."""
+"""A request that cannot be honoured is refused before work on it begins, and the error names the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands around the package: the demo, the benchmarks."""
+"""Scripts outside the package: the demo, the benchmarks."""
 
 from __future__ import annotations
 

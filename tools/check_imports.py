@@ -59,7 +59,7 @@ NO_TORCH = (
     *("worker.request_table", "worker.shared_status", "worker.remote_metrics", "worker.oom"),
 )
 READS_ENVIRONMENT = {"cli"}
-SETS_ENVIRONMENT = "bench.engines"  # processes of their own, whose engines take most options that way
+SETS_ENVIRONMENT = "bench.engines"  # separate processes, with engines that read most options from there
 TIER_OF = {package: height for height, packages in enumerate(TIERS) for package in packages}
 
 
@@ -107,7 +107,7 @@ def refusal(module: str, target: str) -> str | None:
     if target != "plait" and not target.startswith("plait."):
         return None
     there, package = target.removeprefix("plait").removeprefix("."), module.split(".")[0]
-    if there == "" or there.split(".")[0] == package or module == "":  # ourselves, or the Python door
+    if there == "" or there.split(".")[0] == package or module == "":  # ourselves, or Python's entry point
         return None
     if there.startswith("kernels.") and there != "kernels.load":
         return "kernels are reached through plait.kernels.load()"

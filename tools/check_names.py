@@ -29,7 +29,7 @@ OTHERS = """
     bed bleed bring embed exceed feed need nothing ping proceed red ring seed shed sing speed spring sting
     string succeed swing thing
 """
-# Adjectives and nouns of the field: those in -ed stand before a noun, those in -ing may be the noun.
+# Adjectives and nouns of the field: those in -ed precede a noun, those in -ing may be the noun.
 TERMS = """
     banned cached embedding fixed fused gated grouped ignored leading lightning mapping masked missing packed
     padding paged pooling ragged reasoning required rising rounding running sampled sampling scaling shared
@@ -58,7 +58,7 @@ def is_named_by_participle(name: str) -> bool:
 
 
 def repeated_classes(root: Path = ROOT) -> list[str]:
-    """Every public class name that stands in more than one place."""
+    """Every public class name that is defined in more than one place."""
     places: dict[str, list[str]] = {}
     for where, tree in sources(root):
         for node in ast.walk(tree):

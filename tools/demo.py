@@ -1,6 +1,6 @@
 """The demo: a server comes up on a small model, chats, completes a text, and stops cleanly.
 
-Everything goes through the doors a user has: `plait serve`, plain HTTP, `plait generate`. When anything does
+Everything goes through a user's entry points: `plait serve`, plain HTTP, `plait generate`. When anything does
 not answer as it should, it shows the server's log and exits with 1.
 """
 

@@ -49,7 +49,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("LFM2, LFM2-MoE", "short convolutions, GQA, MLP or MoE", ("lfm2", "lfm2_moe")),
     ("oxidizr hybrids", "Mamba1, 2, 3, MLA, MoE, GQA in any order", ("oxidizr",)),
 )  # fmt: skip
-# Families whose oracle is not transformers: where their tests are.
+# Families with another oracle than transformers: where their tests are.
 OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GGUF, names only
     "plamo2": (True, True, True),  # test_plamo2, test_detect
     "MambaLMHeadModel": (True, False, False),  # test_published
@@ -153,7 +153,7 @@ def _packed_lines(written: tuple[str, ...]) -> Iterator[str]:
 
 
 def _native(formats: set[str]) -> str:
-    """Whether linear maps in these formats have a kernel."""
+    """Whether linear layers in these formats have a kernel."""
     import torch
 
     from plait.ops.linear import linear

@@ -4,7 +4,7 @@
     python tools/list_surface.py --write   # after adding a name on purpose: update tests/surface.txt
 
 Taken from the code: options from click's commands, fields from the OpenAPI document and the endpoints' own
-lists. `tests/test_surface.py` compares it with the committed list: a name that vanishes breaks somebody's
+lists. `tests/test_surface.py` compares it with the committed list. A name that vanishes breaks a user's
 script, so it takes the deprecation of docs/deprecation.md.
 """
 

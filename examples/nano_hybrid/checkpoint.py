@@ -18,7 +18,7 @@ from nano_hybrid.model import NanoConfig, NanoHybrid
 
 
 def _replace(path: Path, write: Callable[[Path], None]) -> None:
-    """Write beside `path` and move into place, so that a reader never sees half a file."""
+    """Write next to `path` and move into place, so that a reader never sees half a file."""
     partial = path.with_name(path.name + ".partial")
     write(partial)
     os.replace(partial, path)

@@ -1,4 +1,4 @@
-"""A command line without a model: `plait.llm.llm` is replaced by one that says what it is told to."""
+"""A command line without a model: `plait.llm.llm` is replaced by one that generates given words."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Result:
 
 @dataclass
 class FakeEngine:
-    """Stands for everything behind `LLM`: remembers what it was asked, and says `words`."""
+    """Stands for everything behind `LLM`: records the requests, and generates `words`."""
 
     words: tuple[str, ...] = ("Hello", " world")
     error: BaseException | None = None

@@ -19,7 +19,7 @@ Run = Callable[..., Any]
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """Two rooms of kernels, one of them unused for nine days, packed weights and findings."""
+    """Two folders of kernels, one of them unused for nine days, packed weights and findings."""
     for room in ("new", "old"):
         KernelFiles(tmp_path / "kernels" / room).write("rows.kernel", b"code" * 300)
     for folder, name in (("packed", f"nano-{'0' * 16}.packed"), ("probes", "abc.json")):

@@ -61,7 +61,7 @@ GPU = {"name": "H200", "driver": "570", "memory_mib": "1000"}
 
 
 def findings(asked: DoctorRequest | None = None, **changes: Any) -> list[doctor_checks.Finding]:
-    """What is said of a machine that differs from a good one; a key is `room__key`."""
+    """What `doctor` reports for a machine that differs from a good one; a key is `room__key`."""
     facts = copy.deepcopy(WELL)
     for path, value in changes.items():
         *rooms, key = path.split("__")

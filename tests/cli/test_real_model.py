@@ -85,7 +85,7 @@ def test_ctrl_c_stops_it_with_exit_code_130(smollm2: Path) -> None:
         "--cpu",
     ]
     command += ["--max-tokens", "4000", "--ignore-eos", "--temperature", "0"]
-    # Who runs the tests in the background has their SIGINT ignored, and children inherit that.
+    # Tests that run in the background have SIGINT ignored, and children inherit that.
     run = subprocess.Popen(
         command,
         cwd=ROOT,

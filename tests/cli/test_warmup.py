@@ -18,7 +18,7 @@ SIZES = ("--threads", "1", "--max-num-seqs", "4", "--max-num-batched-tokens", "3
 
 @pytest.fixture(autouse=True)
 def same_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody may work on it while a test runs."""
+    """The code's key is fixed, because a developer may edit the code while a test runs."""
     monkeypatch.setattr(packed_cache, "code", lambda: "this code")
 
 

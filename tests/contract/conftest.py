@@ -64,7 +64,7 @@ def base_url(nano_url: str) -> str:
 
 @pytest.fixture
 def unable(pytestconfig: pytest.Config) -> Callable[[str], None]:
-    """Ends a test whose model does not say what the test is about. The models of this repository do."""
+    """Ends a test when its model does not generate what the test is about. This repository's models do."""
 
     def end(why: str) -> None:
         (pytest.skip if option(pytestconfig, "--base-url") else pytest.fail)(why)

@@ -44,7 +44,7 @@ class Checker:
     def check(self, path: str, method: str, sent: Any, answer: Answer) -> None:
         """An answer that is no 5xx and has the type that its status promises."""
         if answer.status == 504 and isinstance(sent, dict) and "timeout_s" in sent:
-            assert answer.error["code"] == "deadline_exceeded"  # it asked for less time than it takes
+            assert answer.error["code"] == "deadline_exceeded"  # it set a shorter time than it takes
             return
         assert answer.status < 500, (path, sent, answer.status, answer.body[:300])
         if answer.status >= 400:

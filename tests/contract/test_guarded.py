@@ -30,7 +30,7 @@ OPTIONS = (
 
 @pytest.fixture(scope="module")
 def guarded(pytestconfig: pytest.Config) -> Iterator[Client]:
-    """A server with a key, room for one sequence and a queue of two; the client sends the key."""
+    """A server with a key, capacity for one sequence and a queue of two; the client sends the key."""
     if option(pytestconfig, "--base-url"):
         pytest.skip("about servers with options, which are started here")
     with serve(NANO_HYBRID, *OPTIONS) as server:
@@ -97,7 +97,7 @@ def test_health_is_open_and_says_little(stranger: Client) -> None:
 
 
 def test_a_browsers_question_needs_no_key(stranger: Client) -> None:
-    """Point 59. The preflight of a web page whose origin is allowed."""
+    """Point 59. The preflight of a web page with an allowed origin."""
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     for origin, told in (("https://app.example", "https://app.example"), ("https://evil.example", None)):
         answer = stranger.request("OPTIONS", "/v1/chat/completions", headers={"Origin": origin, **asked})
@@ -143,7 +143,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
 
 @contextlib.contextmanager
 def crowded(client: Client) -> Iterator[None]:
-    """While one stream runs and two wait, which is all there is room for."""
+    """While one stream runs and two wait, which is the server's whole capacity."""
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             connection = http.client.HTTPConnection(*client.address, timeout=60)

@@ -1,4 +1,4 @@
-"""Whatever anybody sends: an answer that says what is wrong, in time, and a server that goes on.
+"""Hostile requests: an answer that reports what is wrong, in time, and a server that goes on.
 
 The rows of the table of hostile inputs (6.2 of the contract), and inputs that have taken other servers down.
 """
@@ -82,7 +82,7 @@ def test_a_body_of_100_mb_is_413(client: Client) -> None:
 
 @pytest.mark.parametrize("kind", ["one header of 1 MB", "100,000 headers"])
 def test_headers_without_end_are_refused(client: Client, kind: str) -> None:
-    """400 or 431, and the connection is closed: nobody has to keep what is sent after that."""
+    """400 or 431, and the connection is closed, because nothing has to keep what is sent after that."""
     headers = b"X: " + b"x" * 1_000_000 if kind.startswith("one") else b"X-%d: y\r\n" * 100_000
     with socket.create_connection(client.address, timeout=60) as sock:
         answer = b""

@@ -1,4 +1,4 @@
-"""How tokens are chosen, seen from outside: seeds, biases, penalties, and who does not feel them."""
+"""Sampling parameters, seen from outside: seeds, biases, penalties, and no effect on other requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_choices_of_one_seed_differ(client: Client) -> None:
 
 
 def test_greedy_is_greedy_beside_others(client: Client) -> None:
-    """Points 50 and 53. The same text alone and beside requests with penalties, biases and seeds."""
+    """Points 50 and 53. The same text alone and next to requests with penalties, biases and seeds."""
     others: list[dict[str, Any]] = [
         {"presence_penalty": 2, "frequency_penalty": 2, "repetition_penalty": 3},
         {"temperature": 2, "seed": 1},

@@ -34,7 +34,7 @@ def streamed(client: Client, prompt: str = COUNT, **more: Any) -> list[dict[str,
 def test_characters_of_several_tokens_come_whole(
     client: Client, prompt: str, unable: Callable[[str], None]
 ) -> None:
-    """Point 43. A piece of text never holds half a character."""
+    """Point 43. A delta never holds half a character."""
     pieces = [choice["text"] for choice in streamed(client, prompt)]
     text = "".join(pieces)
     assert "\ufffd" not in text

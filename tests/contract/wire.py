@@ -45,7 +45,7 @@ class Answer:
 
     @property
     def named_events(self) -> list[dict[str, Any]]:
-        """The JSON of a stream whose events have names; each is the `type` of its JSON."""
+        """The JSON of a stream with named events; each name is the `type` of its JSON."""
         *frames, end = self.body.decode().split("\n\n")
         assert end == ""
         found = []

@@ -39,7 +39,7 @@ WIDE = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """llama: a tiny model whose rows are whole blocks, with a tokenizer and a template."""
+    """llama: a tiny model with rows of whole blocks, with a tokenizer and a template."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(5)
     library = byte_level()
@@ -63,7 +63,7 @@ def logits(path: Path) -> torch.Tensor:
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The root of the mean squared difference, as a share of what is wanted."""
+    """The root of the mean squared difference, as a share of the expected values."""
     return float((found - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
 
 

@@ -1,4 +1,4 @@
-"""What llama.cpp wants to be told of models with linear attention: tried with it, pinned here."""
+"""The keys that llama.cpp needs for models with linear attention: tried with it, pinned here."""
 
 from __future__ import annotations
 

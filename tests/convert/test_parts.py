@@ -1,4 +1,4 @@
-"""Small pieces of conversion: orders of rows, packed numbers, pieces of bounded size."""
+"""Small parts of conversion: orders of rows, packed numbers, slices of bounded size."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_llama3_is_found_again_by_its_divisors() -> None:
     divisors = RopeSpec(64, 5e5, {"rope_type": "divisors", "divisors": (plain / scaled).tolist()})
     assert llama3_scaling(divisors, 131_072) == scaling
     other = RopeSpec(64, 5e5, {"rope_type": "divisors", "divisors": [1.0] * 31 + [7.0]})
-    assert llama3_scaling(other, 131_072) == other.scaling  # nobody else's: as they are
+    assert llama3_scaling(other, 131_072) == other.scaling  # other models' factors stay as they are
     (told,) = strangers({"rope_parameters": dict(other.scaling)})
     assert told.endswith("these divisors of rotary frequencies are not Llama 3's")
     assert strangers({"rope_parameters": {"sliding_attention": dict(scaling)}}) == []

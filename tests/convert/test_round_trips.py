@@ -57,7 +57,7 @@ ONE_WAY = {
     "llama_linear": "llama",
     "llama_yarn": "llama",
     "mistral": "llama",
-    "gemma2": "gemma2",  # whose scale no GGUF can say: it goes into k
+    "gemma2": "gemma2",  # no GGUF has a key for its scale: it goes into k
     "gemma3": "gemma3",
     "bamba": "granitehybrid",
     "phi3": "phi3",
@@ -113,7 +113,7 @@ def test_what_comes_back_has_the_names_and_numbers_of_the_first(name: str, folde
     file = written(model, target.made)
     again = resolved(file, target.config)
     assert worst(whole(decoder(again, file), oracle["ids"][0]), oracle["logits"][0]) <= 1e-4
-    if not name.startswith("falcon"):  # whose multipliers stay in its numbers
+    if not name.startswith("falcon"):  # its multipliers stay in its numbers
         originals = first.checkpoint
         for key in originals.names():
             assert torch.allclose(file[key], originals.read(key), rtol=1e-5, atol=1e-6), key
@@ -190,7 +190,7 @@ def test_what_transformers_has_no_word_for_is_read_by_plait(folder: Path) -> Non
 
 
 def mamba2_of_an_odd_width() -> tuple[dict[str, Any], Memory]:
-    """Six heads of eight beside a hidden size of 32."""
+    """Six heads of eight, with a hidden size of 32."""
     config = {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "vocab_size": 50, "expand": 1.5}
     config |= {
         "hidden_size": 32,

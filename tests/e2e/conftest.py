@@ -76,9 +76,8 @@ def serve(model: Path | str, *options: str) -> Iterator[Server]:
     port = free_port()
     plait = [sys.executable, "-m", "plait.cli.main"]
     command = [*plait, "serve", "--model", str(model), "--port", str(port), "--cpu", *options]
-    with tempfile.TemporaryFile(
-        "w+"
-    ) as log:  # a pipe that nobody reads would stop the server when it is full
+    # A pipe without a reader would stop the server when it is full.
+    with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stderr=log, stdout=log, text=True)
         server = Server(f"http://127.0.0.1:{port}", process)
         try:

@@ -144,7 +144,7 @@ class TestAnthropic:
 
 
 def run_llm(home: Path, *arguments: str) -> str:
-    """The output of simonw's `llm`, without the plugins that are installed beside it."""
+    """The output of simonw's `llm`, without the plugins that are installed next to it."""
     environment = {**os.environ, "LLM_USER_PATH": str(home), "LLM_LOAD_PLUGINS": "", "OPENAI_API_KEY": "x"}
     command = [sys.executable, "-m", "llm", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, input="")

@@ -72,7 +72,7 @@ def test_random_cancels_leave_nothing_behind(server: Server) -> None:
 
 
 def held(server: Server) -> dict[str, int]:
-    """What requests hold; what nobody holds is free or cached."""
+    """What requests hold; what no request holds is free or cached."""
     engine = server.get("/health")["engine"]
     blocks = engine["num_blocks"] - engine["num_free_blocks"] - engine["num_cached_blocks"]
     slots = engine["num_slots"] - engine["num_free_slots"] - engine["num_snapshots"]

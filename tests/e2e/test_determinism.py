@@ -1,7 +1,7 @@
 """Determinism as a contract: a reply depends on its request alone, to the bit, whatever the engine does.
 
-Every kind of model under the whole matrix of `plait verify`: batches, prompts in pieces, the prefix cache,
-preemption by swap and by computing again, guessed tokens, steps that fail.
+Every kind of model under the whole matrix of `plait verify`: batches, prompts in chunks, the prefix cache,
+preemption by swap and by computing again, draft tokens, steps that fail.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plait.verify.verify import CellResult, Verification
 from tests.families import tiny
 from tests.runner import recordings
 
-# Grouped queries; windows; latents and experts; Mamba2 alone; and beside attention, experts, or in one layer.
+# Grouped queries; windows; latents and experts; Mamba2 alone; and with attention, experts, or in one layer.
 KINDS = ("llama", "gemma3", "deepseek_v3", "mamba2", "bamba", "granite", "falcon_h1", "nemotron_h")
 # With weights in blocks activations are rounded to int8, 32 neighbours at a time.
 QUANTIZED = ("llama_biases", "qwen2_moe", "granite")

@@ -1,7 +1,7 @@
-"""Many clients at once who leave, cancel, fork and run out of time, in a quarter of the memory they need.
+"""Many clients at once that leave, cancel, fork and run out of time, in a quarter of the memory they need.
 
-Whoever stays gets the text of a single run, and whoever does not gets the beginning of it. Afterwards nothing
-is held by anybody.
+A client that stays gets the text of a single run, and one that leaves gets the beginning of it. Afterwards no
+request holds anything.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Signs(ByteTokenizer):
 
 
 class EitherWay(CheapRows):
-    """Every other sequence that must make room is cheaper to move, the others to compute again."""
+    """Every other sequence that is preempted is cheaper to move, the others are cheaper to compute again."""
 
     num_asked = 0
 
@@ -88,7 +88,7 @@ class Client:
 
 @dataclass
 class Said:
-    """What one choice said, and how it ended ("": its reader had left)."""
+    """The text of one choice, and how it ended ("": its reader had left)."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Said:
 
 @dataclass
 class Model:
-    """A tiny model whose weights are loaded once."""
+    """A tiny model with weights that are loaded once."""
 
     loaded: Loaded
     slots: bool
@@ -161,7 +161,7 @@ def _client(luck: random.Random, bases: Sequence[Sequence[int]], number: int) ->
 
 
 def single_runs(model: Model, storm: Sequence[Client]) -> dict[tuple[str, int], Said]:
-    """What everybody would hear alone: nothing is kept or guessed, and there is room for all."""
+    """The replies of single runs: without prefix cache and drafts, and with memory for all."""
     sizing = model.loaded.sizing
     config = replace(model.loaded.config, prefix_cache=False, max_num_seqs=32, max_num_batched_tokens=256)
     groups = tuple(replace(g, num_blocks=32 * (LONGEST // BLOCK + 1) + 1) for g in sizing.groups)
@@ -200,12 +200,12 @@ def _heard(stream: OutputStream, client: Client) -> dict[int, Said]:
 
 
 def crowded(model: Model, replies: Mapping[int, Sequence[int]]) -> Engine:
-    """An engine with a quarter of the memory that its sequences need, where guessing always pays."""
+    """An engine with a quarter of the memory that its sequences need, where drafting always pays."""
     sizing = model.loaded.sizing
     num_blocks = NUM_SEQS * LONGEST // BLOCK // 4 + 1
     groups = tuple(replace(g, num_blocks=min(g.num_blocks, num_blocks)) for g in sizing.groups)
-    num_seqs = NUM_SEQS if groups else NUM_SEQS // 4  # state of fixed size alone never grows
-    # Two slots are for guesses and snapshots.
+    num_seqs = NUM_SEQS if groups else NUM_SEQS // 4  # recurrent state alone never grows
+    # Two slots are for drafts and snapshots.
     tight = replace(
         sizing, groups=groups, num_slots=1 + num_seqs + 2 if model.slots else 0, host_nbytes=1 << 20
     )
@@ -291,7 +291,7 @@ def known(storm: Sequence[Client], alone: Mapping[tuple[str, int], Said]) -> dic
     return found
 
 
-ROUNDS = 3  # at most, until room was made both ways: who has to make it depends on who came when
+ROUNDS = 3  # at most, until both kinds of preemption occurred: which does depends on the order of arrival
 
 
 def run_storm(name: str, folder: Path, count: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""`plait serve` when its engine is killed: every stream says what it would have said."""
+"""`plait serve` when its engine is killed: every stream has the text of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def engine_of(server: Server) -> int:
 
 
 def check_killed(server: Server) -> None:
-    """Streams of an engine that is killed in their middle, beside the same streams left alone."""
+    """Streams of an engine that is killed in their middle, compared with the same streams left alone."""
     calm = streams(server, lambda found: None)
     assert server.get("/health")["totals"]["num_restarts"] == 0
 

@@ -1,8 +1,8 @@
 """A chat of ten turns: what was computed for one turn is not computed again for the next.
 
 The prompt of turn k + 1 is that of turn k, its reply, and new tokens. Only the new ones have to be computed,
-the last token of the reply, whose state nobody needed so far, and less than one block where state is kept
-by whole blocks.
+the last token of the reply, because its state was not needed so far, and less than one block where state is
+kept by whole blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
 from tests.e2e.conftest import NANO_HYBRID, serve
 from tests.families import tiny
 
-# Grouped queries; windows; latents and experts; Mamba2 alone; Mamba2 beside attention and experts.
+# Grouped queries; windows; latents and experts; Mamba2 alone; Mamba2 with attention and experts.
 KINDS = ("llama", "gemma3", "deepseek_v3", "mamba2", "bamba", "granite")
 NUM_TURNS, BLOCK, LONGEST = 10, 16, 512
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=7)
@@ -103,7 +103,7 @@ def test_a_turn_computes_what_is_new(name: str, tmp_path: Path) -> None:
     assert turns[0].num_prefilled == turns[0].prompt_len
     for turn in turns[1:]:
         assert turn.num_prefilled == turn.prompt_len - turn.num_cached
-        # State of fixed size is kept where a reply ended; blocks where they are full.
+        # Recurrent state is kept where a reply ended; blocks where they are full.
         spacing = 0 if by_slots else BLOCK - 1
         assert turn.num_prefilled <= turn.num_new + 1 + spacing, turn
     assert not evicted

@@ -41,7 +41,7 @@ def oracle(prompt: Sequence[int], number: int, seed: int = 0) -> list[int]:
 
 
 class HashModel:
-    """A model whose next token depends on every token, read back from paged memory and from its slot.
+    """A model that makes its next token from every token, read back from paged memory and from its slot.
 
     `breaks(chunk)` says whether a step with this chunk fails; it fails half-way, leaving rubbish behind.
     `moves_break(plan)`: whether the moves before it fail.
@@ -188,7 +188,7 @@ def engine(
 def request(
     name: str, prompt: Sequence[int], stops: frozenset[int] = frozenset(), *, more: Any = None, **params: Any
 ) -> Request:
-    """A request; `more`: fields beside the sampling parameters."""
+    """A request; `more`: fields other than the sampling parameters."""
     settings = dict(max_tokens=5, temperature=0.0, top_p=1.0, top_k=0, seed=0) | params
     return Request(name, tuple(prompt), SamplingParams(**settings), stops, **(more or {}))
 

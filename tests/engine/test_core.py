@@ -348,7 +348,7 @@ def test_wrong_books_are_mended_told_and_counted(caplog: pytest.LogCaptureFixtur
     assert e.audit() == []
     e.submit(request("r", range(20)), reader)
     e.step()
-    e.scheduler.memory.pools.blocks[0].take(3)  # held by nobody
+    e.scheduler.memory.pools.blocks[0].take(3)  # held by no sequence
     with caplog.at_level(logging.ERROR, "plait.engine"):
         assert e.audit()
     assert e.metrics.num_repairs == 1

@@ -1,4 +1,4 @@
-"""Steps that do more than one token for everybody: sequences are swapped, tokens are guessed ahead."""
+"""Steps that do more than one token for each sequence: sequences are swapped, draft tokens are checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.engine.hash_model import HOST, VOCAB, Reader, engine, finish, oracle,
 
 
 class Costs(StepCosts):
-    """Remembers what it was told."""
+    """Records what is reported to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def test_texts_are_the_same_when_sequences_are_swapped_out_and_in_and_costs_are_
 
 
 class Teacher:
-    """Guesses from the oracle's text; every so many tokens it is wrong. `forgotten`: ids that ended."""
+    """Drafts from the oracle's text; every so many tokens it is wrong. `forgotten`: ids that ended."""
 
     def __init__(self, prompts: Mapping[int, Sequence[int]], wrong_every: int) -> None:
         self.texts = {seq_id: [*p, *oracle(p, 40)] for seq_id, p in prompts.items()}

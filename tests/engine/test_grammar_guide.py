@@ -1,4 +1,4 @@
-"""Replies that are held to a grammar, and to how long they may think, by the engine as it is."""
+"""Replies under a grammar or a thinking budget, by the engine as it is."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_guide_that_fails_ends_its_own_reply_with_the_reason(
         begin(self, grammar, *rest)
 
     class Open:
-        """A state whose methods can be replaced."""
+        """A state with methods that can be replaced."""
 
         def __init__(self, state: Any) -> None:
             self._state = state

@@ -113,7 +113,7 @@ def test_the_scheduler_has_exactly_this_memory() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("max_len", [5, 30, 31, 64, 200])
 def test_every_sequence_of_the_longest_length_runs_beside_all_others(max_len: int, causal: bool) -> None:
-    """Sized by need, nobody is ever preempted."""
+    """With memory sized by need, no sequence is ever preempted."""
     from plait.request import SamplingParams
     from plait.schedule.plan import Sampled
     from plait.schedule.sequence import TokenSequence

@@ -1,4 +1,4 @@
-"""What is known of a request's life: its trace, and how far it got when its time was over."""
+"""An open request: its trace, and how far it was when its deadline passed."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def test_wrong_books_are_mended_in_an_idle_moment_and_the_engine_goes_on(
     with running(max_num_seqs=2) as (loop, _):
         slots = loop.engine.scheduler.memory.pools.slots
         assert slots is not None
-        slots.take(1)  # held by nobody
+        slots.take(1)  # held by no sequence
         for name in ("a", "b"):
             box = Mailbox()
             loop.submit(request(name), box)

@@ -1,4 +1,4 @@
-"""What llama.cpp's converters do with families whose layers attend: names, split stacks, metadata."""
+"""What llama.cpp's converters do with families of attention layers: names, split stacks, metadata."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 Tensors = dict[str, Tensor]
 Config = Mapping[str, Any]
-# Families whose q and k are permuted, like llama's.
+# Families with permuted q and k, like llama's.
 PERMUTED = ("smollm3", "granite", "granitemoe")
 LAYER_NORM = ("starcoder2", "command-r", "cohere2")
 BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
@@ -65,7 +65,7 @@ BEFORE: Mapping[str, Callable[[Config, Tensors], Tensors]] = {"gpt-oss": _apart,
 
 
 def metadata(arch: str, c: Config) -> dict[str, Any]:
-    """What these converters write beside what all write."""
+    """The metadata that these converters write in addition to what all write."""
     values: dict[str, Any] = {}
     if arch in LAYER_NORM:
         values["attention.layer_norm_epsilon"] = c.get("layer_norm_eps", c.get("norm_epsilon"))

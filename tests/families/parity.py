@@ -19,7 +19,7 @@ from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 
 CPU, BLOCK, LONGEST = torch.device("cpu"), 4, 23
-# tokens of each sequence per step: long and short pieces beside decodes, then decodes alone
+# tokens of each sequence per step: long and short chunks next to decodes, then decodes alone
 PIECES = ((5, 0), (1, 7), (9, 1), (1, 1), (1, 4), (1, 1), (1, 1), (1, 1), (2, 1), (1, 0))
 
 
@@ -90,7 +90,7 @@ def whole(model: Decoder, ids: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def in_pieces(model: Decoder, ids: Sequence[Tensor]) -> list[Tensor]:
-    """Both sequences side by side in PIECES; the logits of all their tokens."""
+    """Both sequences side by side in `PIECES`; the logits of all their tokens."""
     session, done = Session(model), [0, 0]
     parts: list[list[Tensor]] = [[], []]
     for counts in PIECES:

@@ -1,4 +1,4 @@
-"""Switches of families whose layers attend: honoured in every spelling, or refused; packed experts."""
+"""Switches of families with attention layers: honoured in every spelling, or refused; packed experts."""
 
 from __future__ import annotations
 

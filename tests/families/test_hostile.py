@@ -1,4 +1,4 @@
-"""Configs that lie, beside good tensors: an error of ours or a model, in bounded time and memory."""
+"""Configs that lie, with good tensors: an error of ours or a model, in bounded time and memory."""
 
 from __future__ import annotations
 

@@ -73,13 +73,13 @@ def numbers_of(stored: Mapping[str, Any]) -> Memory:
 
 
 def large(thing: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """What is held in numbers and no smaller than half of an up-projection: no other map here is."""
+    """What is held in numbers and no smaller than half of an up-projection: no other matrix here is."""
     least = HEADS * RANK * min(NOPE, VALUE)
     return [(str(t.dtype), tuple(t.shape)) for t in held(thing) if t.dtype in FLOATS and t.numel() >= least]
 
 
 def agree(made: Decoder, wanted: Tensor, *, pieces: bool = False, plain: int = 0) -> None:
-    """Whole, and in pieces; no numbers are kept afterwards, but `plain` halves that are nothing else."""
+    """Whole, and in chunks; no numbers are kept afterwards, but `plain` halves that are nothing else."""
     scale = float(wanted.abs().max())
     assert worst(whole(made, IDS), wanted) <= 1e-4 * scale
     assert len(large(made)) == plain
@@ -226,7 +226,7 @@ def test_a_whole_engine_records_its_steps_over_what_is_stored(
         assert texts[0] == texts[1]
         saved = sum(map(_size, plain.values())) - sum(map(_size, stored.values()))
         nbytes = [model._loaded.target.weights_nbytes for model in (found, wanted)]
-        assert nbytes[1] - nbytes[0] >= 0.95 * saved  # other maps are padded to whole tiles
+        assert nbytes[1] - nbytes[0] >= 0.95 * saved  # other matrices are padded to whole tiles
     with LLM(paths[0], **options, ops="reference") as found:
         assert worst(found.logits(prompts[1]), logits) <= 1e-4 * float(logits.abs().max())
         assert large(found._loaded.runner.decoder) == []

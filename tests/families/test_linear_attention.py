@@ -1,4 +1,4 @@
-"""Families with linear attention: original keys, wrappers, maps that stay quantized, and what is refused."""
+"""Families with linear attention: original keys, wrappers, weights that stay quantized, what is refused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_qwen3_5_inside_its_wrapper_is_qwen3_5(folder: Path, prefix: str) -> Non
 
 
 def quantized(tensors: dict[str, torch.Tensor], *names: str) -> dict[str, Any]:
-    """The tensors, those whose names end so in Q8_0."""
+    """The tensors, those with names that end so in Q8_0."""
     return {n: encoder("Q8_0")(w, n, 1) if n.endswith(names) else w for n, w in tensors.items()}
 
 

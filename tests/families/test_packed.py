@@ -1,4 +1,4 @@
-"""A model whose weights are quantized answers what the same model with the decoded weights answers."""
+"""A model with quantized weights answers what the same model with the decoded weights answers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def quantized(files: InMemory, config: Any) -> QuantizedCheckpoint:
 
 
 def agree(config: dict[str, Any], checkpoint: QuantizedCheckpoint, plain: dict[str, Tensor]) -> None:
-    """Whole and in pieces, to the last bits that the order of sums decides."""
+    """Whole and in chunks, to the last bits that the order of sums decides."""
     found = decoder(resolved(checkpoint, config), checkpoint)
     wanted = decoder(resolved(Memory(plain), config), Memory(plain))
     logits = whole(wanted, IDS)
@@ -107,7 +107,7 @@ def test_mixtures_of_experts_are_their_decoded_twins(model: str, name: str, mode
 
 
 def test_maps_that_are_computed_together_may_be_stored_in_different_ways(models: dict[str, Model]) -> None:
-    """q, k and v are one map: of one scheme with orders of their own, and of three schemes."""
+    """q, k and v are one linear layer: of one scheme with orders of their own, and of three schemes."""
     config, tensors = models["llama"]
     mixed = {
         "q_proj": Packing(None, gptq(4, ordered=True), ""),

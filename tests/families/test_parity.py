@@ -1,4 +1,4 @@
-"""Every family answers what transformers answers: whole, and in pieces of two sequences between decodes."""
+"""Every family answers what transformers answers: whole, and in chunks of two sequences between decodes."""
 
 from __future__ import annotations
 

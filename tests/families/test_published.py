@@ -1,4 +1,4 @@
-"""Configs as published models have them: what matters of each, told by keys of every age."""
+"""Published configs, old and new: each is read to the right spec, whatever the age of its keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs as published models with attention alone have them: windows, positions, scales and routers."""
+"""Published configs of models with attention alone: windows, positions, scales and routers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs as published models with linear attention have them: layers and sizes, told by their own keys."""
+"""Configs as published models with linear attention have them: layers and sizes, given by their own keys."""
 
 from __future__ import annotations
 

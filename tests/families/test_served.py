@@ -1,8 +1,8 @@
 """Every family behind HTTP: the greedy tokens of /v1/completions are those that transformers would choose.
 
-Prompts of several lengths arrive together at a server whose steps are small, so that prompts are computed in
-pieces beside the decodes of others, and slots and blocks are used again; once with room for all, once with
-so few blocks that sequences are put back and computed again, and once with blocks that native kernels know,
+Prompts of several lengths arrive together at a server with small steps. So prompts are computed in chunks
+next to the decodes of others, and slots and blocks are used again. There are three runs: with memory for all,
+with so few blocks that sequences are put back and computed again, and with blocks that native kernels know,
 so that every step is a recorded one.
 """
 
@@ -86,7 +86,7 @@ class Watched:
 
     @property
     def num_mixed(self) -> int:
-        """Steps with prompts beside the decodes of others."""
+        """Steps with prompts next to the decodes of others."""
         return sum(len({is_decode(chunk) for chunk in plan.chunks}) == 2 for plan in self.plans)
 
 
@@ -113,7 +113,7 @@ def less_memory(loaded: Loaded) -> int | None:
             return limit
 
 
-# One family for each kind of memory, mixer and branch; the others, whose logits are compared, are slow.
+# One family for each kind of memory, mixer and branch; the others are slow, and their logits are compared.
 SERVED = {
     *("llama", "mistral", "mixtral", "qwen3", "gemma3", "deepseek_v3", "mamba2", "granite", "nemotron_h"),
     *("falcon_h1", "gpt_oss", "cohere2", "olmo3", "jamba", "zamba2", "lfm2", "qwen3_next", "kimi_linear"),
@@ -134,7 +134,7 @@ def in_one_request(client: Client, prompts: Sequence[Ids]) -> list[Ids]:
 
 
 def streamed(client: Client, prompts: Sequence[Ids]) -> list[Ids]:
-    """Replies to prompts that are sent side by side, each in pieces."""
+    """Replies to prompts that are sent side by side, each in chunks."""
 
     def reply(prompt: Ids) -> Ids:
         options: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True, "stream": True}

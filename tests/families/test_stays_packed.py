@@ -1,7 +1,7 @@
 """What a loaded quantized model holds on a device with no kernels for packed weights: what the file holds.
 
 The variants that CUDA would get are bound here over tensors of the CPU, and all that the model holds is
-looked at: no numbers of the size of a map may be in memory that is not the checkpoint's own.
+looked at: no numbers of the size of a weight matrix may be in memory that is not the checkpoint's own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved, whole, worst
 from tests.families.test_packed import CONFIGS, IDS, Model
 
-LEAST = 64 * 64  # numbers in the smallest map of these models
+LEAST = 64 * 64  # numbers in the smallest weight matrix of these models
 PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 MODELS = {"nf4": "qwen3_moe", "fp8 in blocks": "deepseek_v3", "compressed fp8 by row": "deepseek_v3"}
@@ -81,7 +81,7 @@ def held(thing: Any) -> Iterator[Tensor]:
 
 
 def own_copies(model: Decoder, tensors: dict[str, Tensor]) -> list[tuple[int, ...]]:
-    """Shapes of the plain numbers, as many as a map has, that are not in the checkpoint's own memory."""
+    """Shapes of plain tensors, as large as a weight matrix, that are not in the checkpoint's own memory."""
     own = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     large = (t for t in held(model) if t.dtype in FLOATS and t.numel() >= LEAST)
     return [tuple(t.shape) for t in large if t.untyped_storage().data_ptr() not in own]
@@ -107,7 +107,7 @@ def test_no_numbers_of_a_quantized_model_are_kept(
 def test_blocks_of_gguf_stay_blocks_at_both_ends_of_a_model_too(
     models: dict[str, Model], bound_as_on_cuda: list[tuple[str, Any]]
 ) -> None:
-    """Maps, the embedding's table and the head: of random blocks, several formats in one fused map."""
+    """Linear layers, embedding table and head: of random blocks, several formats in one fused matrix."""
     config, tensors = models["qwen3_moe"]
     kinds = {"embed_tokens": "Q4_0", "lm_head": "Q8_0", "k_proj": "Q5_1", "up_proj": "IQ4_NL"}
     stored: dict[str, Any] = {}

@@ -26,7 +26,7 @@ SIZES = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
-# Sizes that can be told from shapes: one usual head size divides what q and k share.
+# Sizes that can be inferred from shapes: one usual head size divides what q and k share.
 PLAIN = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 SSM = {
     "mamba_d_state": 8,

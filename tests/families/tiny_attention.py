@@ -1,4 +1,4 @@
-"""Tiny checkpoints of families whose layers attend."""
+"""Tiny checkpoints of families with attention layers."""
 
 from __future__ import annotations
 

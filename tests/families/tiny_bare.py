@@ -1,4 +1,4 @@
-"""Tiny checkpoints of the second wave that names and shapes alone tell: sizes and values as usual."""
+"""Tiny checkpoints that are detected by names and shapes alone: sizes and values as usual."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rope(theta: float, **more: Any) -> dict[str, Any]:
 
 VARIANTS: dict[str, Variant] = {
     "olmo2": Variant("Olmo2Config", {**TWO, **rope(5e5), "rms_norm_eps": 1e-6}),
-    # A vocabulary tells these two from families with the same tensors.
+    # A vocabulary distinguishes these two from families with the same tensors.
     "olmo3": Variant(
         "Olmo3Config",
         {

@@ -1,4 +1,4 @@
-"""An event for every so many tokens: the same tokens in each, whoever has fallen behind, and nothing lost."""
+"""An event for every so many tokens: the same tokens in each, whichever reader is late, and nothing lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXT = "Hello, reader"
 
 
 class Desk:
-    """Takes the place of couriers and of the courier: knows what was brought, and brings it at once."""
+    """Takes the place of the event-loop bridge: records each event, and delivers it at once."""
 
     def __init__(self) -> None:
         self.brought: list[Event] = []
@@ -51,7 +51,7 @@ def stream(interval: int, desk: Desk | None = None, n: int = 1, stop: tuple[str,
 
 
 def told(asked: OutputStream, happening: Sequence[Event], num_early: int) -> list[Delta]:
-    """What a reader is told to whom `num_early` of the events come together, and the others one by one."""
+    """The deltas of a reader that gets `num_early` of the events together, and the others one by one."""
 
     async def tell() -> list[Delta]:
         for one in happening[:num_early]:
@@ -91,7 +91,7 @@ def test_a_reader_is_woken_for_what_is_due_and_no_earlier() -> None:
         for one in events(TEXT):
             asked.on_event(one)
             counts.append(len(desk.brought))
-            await asyncio.sleep(0)  # the first is read: until something was told, every token wakes
+            await asyncio.sleep(0)  # the first is read: until a delta was emitted, every token wakes
         await reading
 
     asyncio.run(tell())

@@ -1,4 +1,4 @@
-"""From prompts and messages to what the engine is asked."""
+"""From prompts and messages to the engine's requests."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class Pieces:
 
 @dataclass
 class Told:
-    """Everything a reader is told about a choice, however it was cut."""
+    """Everything that a reader gets of a choice, however it was cut."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()

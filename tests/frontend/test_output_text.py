@@ -1,4 +1,4 @@
-"""Content, thinking and calls out of tokens: the same however they come, beside stop strings and scores."""
+"""Content, thinking and calls out of tokens: the same however they come, with stop strings and scores."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def request(**params: object) -> Request:
 
 
 def told(asked: Request, ids: Sequence[int], cuts: Sequence[bool], shape: ReplyReader) -> list[Delta]:
-    """What a choice tells of tokens in events that end where `cuts` says."""
+    """The deltas of a choice when its tokens come in events that end where `cuts` is true."""
     choice = ChoiceText(0, asked, TOKENIZER, shape)
     groups: list[list[int]] = [[]]
     for token_id, ends in zip(ids, [*cuts, False], strict=True):

@@ -1,4 +1,4 @@
-"""On what terms a request is served: refused by name, here, before anybody works on it."""
+"""Options of a request: what cannot be honoured is refused by name, here, before work on it begins."""
 
 from __future__ import annotations
 

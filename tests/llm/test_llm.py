@@ -1,4 +1,4 @@
-"""The Python door, on the small hybrid that is in the repository."""
+"""`LLM`, the entry point of Python, on the small hybrid that is in the repository."""
 
 from __future__ import annotations
 

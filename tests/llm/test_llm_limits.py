@@ -1,4 +1,4 @@
-"""The Python door on a tiny hybrid on disk: what comes back, what is refused, what is left behind."""
+"""Limits of `LLM` on a tiny hybrid on disk: what comes back, what is refused, what is left behind."""
 
 from __future__ import annotations
 

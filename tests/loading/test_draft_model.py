@@ -1,4 +1,4 @@
-"""A draft model is loaded beside the model it guesses for, or refused before any weight is read."""
+"""A draft model is loaded with the model that it drafts for, or refused before any weight is read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def hybrid(nano_hybrid: Path) -> Iterator[Loaded]:
 
 
 def quietly(what: str, done: int, total: int) -> None:
-    """Nobody wants to know."""
+    """Ignores the progress."""
 
 
 def drafting(model: Loaded, **changes: Any) -> DraftModel:

@@ -28,7 +28,7 @@ CODE = packed_cache.code
 
 @pytest.fixture(autouse=True)
 def same_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody may work on it while a test runs."""
+    """The code's key is fixed, because a developer may edit the code while a test runs."""
     monkeypatch.setattr(packed_cache, "code", lambda: "this code")
 
 
@@ -168,9 +168,7 @@ def test_weights_of_files_that_changed_are_not_used(model: Path, folder: Path, c
     assert not is_used(model, folder)
     keep(model, folder)
     assert is_used(model, folder)
-    assert len(list_packed(folder)) == (
-        2 if change is _config else 1
-    )  # what no start can use any more is gone
+    assert len(list_packed(folder)) == (2 if change is _config else 1)  # what no run can use any more is gone
 
 
 def test_a_copy_of_the_model_that_keeps_its_times_is_the_same_model(
@@ -325,7 +323,7 @@ def test_where_nothing_is_packed_nothing_is_kept(model: Path, folder: Path) -> N
 
 
 def test_every_option_is_known_to_matter_or_not() -> None:
-    """A new option is in the key until somebody says that it changes nothing."""
+    """A new option is in the key until `APART` lists it as one that changes nothing."""
     from plait.config import EngineConfig, option_names
 
     assert set(option_names(EngineConfig)) >= packed_cache.APART

@@ -140,7 +140,7 @@ def test_only_what_may_be_is_open() -> None:
 
 @pytest.mark.parametrize("name", tiny_bare.VARIANTS)
 def test_every_option_is_a_model_or_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    """No option may be one that the door does not know: a key without a reader would change nothing."""
+    """No option may be one that `--set` does not know, because a key without a reader changes nothing."""
     tiny.write(name, tmp_path, tiny_bare.VARIANTS[name])
     _, tensors, _ = tiny.read(tmp_path)
     checkpoint = Memory(tensors)
@@ -161,7 +161,7 @@ def test_every_option_is_a_model_or_is_refused_by_name(name: str, tmp_path: Path
 
 
 def model_or_none(checkpoint: Memory, said: tuple[str, ...]) -> Resolved | None:
-    """None: it is refused, by name and not because nobody knows the key."""
+    """None: it is refused by name, and not because the key is unknown."""
     try:
         return resolved(checkpoint, None, said)
     except ConfigError as error:

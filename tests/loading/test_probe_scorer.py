@@ -1,4 +1,4 @@
-"""A probe of real arithmetic: the nano hybrid, whose truth is known and can be moved."""
+"""A probe of real arithmetic: the nano hybrid, because its true values are known and can be changed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ of sheep, and the hand of the LORD was with him."""
 
 
 def silent(text: str, done: int, total: int) -> None:
-    """Nobody looks."""
+    """Ignores the progress."""
 
 
 def bare(nano_hybrid: Path, folder: Path) -> Path:
@@ -49,7 +49,7 @@ def bare(nano_hybrid: Path, folder: Path) -> Path:
 
 @pytest.fixture
 def wrong_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What shapes do not tell is guessed badly."""
+    """Makes the defaults wrong for values that shapes do not show."""
     default, wrong = OxidizrFacts.default, {"experts_per_tok": 1, "rope_theta": 1e7}
     monkeypatch.setattr(
         OxidizrFacts,

@@ -1,4 +1,4 @@
-"""The search of a probe, on models that are functions: what is planted is found, chance decides nothing."""
+"""The search of a probe, on models that are functions: planted values are found, chance decides nothing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def ways(key: str, *values: Any, is_long: bool = False) -> Quantity:
 
 
 def silent(text: str, done: int, total: int) -> None:
-    """Nobody looks."""
+    """Ignores the progress."""
 
 
 @dataclass
 class Planted:
-    """A model whose loss is 2 nats, and so much more for each key that is not as in `truth`.
+    """A model with a loss of 2 nats, and so much more for each key that is not as in `truth`.
 
     `costs`: nats for a wrong value. A token's loss is its own number, moved by chance in each model.
     """

@@ -1,4 +1,4 @@
-"""Codes of keys, values and latents: how far they are from the numbers, what they keep, what they take."""
+"""Codes of the KV cache: how far keys, values and latents are from the numbers, and what entries take."""
 
 from __future__ import annotations
 

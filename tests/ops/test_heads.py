@@ -1,4 +1,4 @@
-"""Maps of heads whose matrices are stored: decoded some heads at a time, and never kept."""
+"""`map_heads` with stored matrices: decoded some heads at a time, and never kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear maps: what is quantized stays so, whoever computes with it."""
+"""Linear layers: quantized weights stay quantized in every variant."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Quantized maps on a device: decoded at each use, in pieces, without a copy that stays or a host that waits.
+"""Quantized weights on a device: decoded in parts at each use, no copy stays, and the host does not wait.
 
 There is no device here. Tensors of torch's `meta` device go through the same code with sizes of real models:
-they have shapes and no memory, and whoever reads their numbers on the host fails.
+they have shapes and no memory, and code that reads their numbers on the host fails.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class Watch(TorchDispatchMode):
 
 
 def on_meta(kind: str, rows: int, cols: int) -> Weight:
-    """A map of that size, without memory."""
+    """A weight matrix of that size, without memory."""
     weight = random_weight(kind, 128, cols)
-    if kind not in ("bnb_nf4", "int4_g64+zeros+order"):  # whose tables and orders are compared to be joined
+    if kind not in ("bnb_nf4", "int4_g64+zeros+order"):  # tables and orders are compared to be joined
         weight = weight.to(META)
     whole = weight.cat([weight] * (rows // 128)).to(META)
     assert whole.shape == (rows, cols)

@@ -1,5 +1,7 @@
-"""Every registered variant this machine can run, on every case, against its reference. A kernel is tested by
-being registered."""
+"""Every registered variant that this machine can run, on every case, against its reference.
+
+A kernel is tested by being registered.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,7 @@ def copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def shared_state(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments whose content every variant must agree on afterwards."""
+    """The arguments with content that every variant must agree on afterwards."""
     names = list(inspect.signature(op.reference).parameters)
     return tuple(a for name, a in zip(names, args, strict=False) if name not in op.private)
 

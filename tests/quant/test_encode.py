@@ -1,4 +1,4 @@
-"""Numbers into blocks: against the public quantizer, a plain grid and every kind of extreme block."""
+"""Quantizing into block formats: against the public quantizer, a plain grid, and extreme blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers to packed storage: errors no more than the formats must have, edges, refusals."""
+"""Quantizing to packed storage: errors no more than the formats must have, edges, refusals."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_extreme_blocks_decode_as_the_public_decoder_does(kind: BlockType) -> No
     got, want = Gguf(data, kind).dequantize(torch.float32), expected(kind, data)
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got.nan_to_num(), want.nan_to_num())
-    one = Gguf(data[3:4], kind)  # a view whose bytes start anywhere
+    one = Gguf(data[3:4], kind)  # a view with bytes that start anywhere
     assert torch.equal(one.dequantize(torch.float32).nan_to_num(), want[3:4].nan_to_num())
 
 

@@ -1,4 +1,4 @@
-"""What every storage does with rows and columns, and what its bytes mean, one number at a time."""
+"""Every weight storage: operations on rows and columns, and the meaning of its bytes, number by number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that can be recorded, and a walk of plans through them: decodes beside pieces of prompts."""
+"""Models that can be recorded, and a walk of plans through them: decodes next to chunks of prompts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.families.oxidizr.oxidizr_checkpoint import (
 )
 
 BLOCK, LONGEST, SEQS, TOKENS = 16, 64, 3, 48
-# Every token's logits are wanted at once, which a server never asks for.
+# Every token's logits are requested at once, which a server never does.
 CAPACITY = Capacity(TOKENS, TOKENS + 1, SEQS, LONGEST // BLOCK)
 # Tokens of each sequence per step; a number below 0: another sequence takes its place and its memory.
 PIECES = (
@@ -106,7 +106,7 @@ def loaded(folder: Path, **options: Any) -> Iterator[Loaded]:
 
 
 def memory(model: Loaded, num_slots: int = SEQS + 2, length: int = LONGEST) -> StateStore:
-    """Room for as many sequences of this length as a walk has, of its own."""
+    """A store with capacity for as many sequences of this length as a walk has."""
     states, dtype = model.runner.decoder.states, model.target.dtype
     blocks = {group.name: 2 + SEQS * -(-length // BLOCK) for group in model.runner.groups}
     return StateStore(states, blocks, num_slots, model.runner.store.block_size, torch.device("cpu"), dtype)

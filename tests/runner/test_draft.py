@@ -1,4 +1,4 @@
-"""A draft model's guesses are what it would say by itself, whatever became of its earlier ones."""
+"""A draft model's draft tokens are those it generates alone, whatever became of its earlier ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Lo
 
 
 class Models(dict[str, Loaded]):
-    """Loaded when they are first asked for."""
+    """Loaded when they are first used."""
 
     root: Path
 
@@ -62,7 +62,7 @@ def keep(folder: Path) -> Iterator[Loaded]:
 
 @dataclass
 class Counting:
-    """A runner that remembers what it was asked, and fails when it is told to."""
+    """A runner that records its plans and rows, and fails while `fails` is set."""
 
     runner: ModelRunner
     plans: list[StepPlan] = field(default_factory=list)
@@ -291,7 +291,7 @@ def test_biases_count_and_what_only_a_reader_wants_is_left_out(models: Mapping[s
 def test_what_a_window_shows_was_never_overwritten(
     window: int, step: int, walk: list[tuple[int, int]]
 ) -> None:
-    """Blocks used in turns, beside guesses that are taken back."""
+    """Blocks used in turns, with draft tokens that are taken back."""
     groups = (BlockGroup("full", None, ("a",)), BlockGroup("window", window, ("b",)))
     memory = DraftMemory(
         groups=groups, has_slots=False, block_size=4, num_places=2, max_len=200, max_step_len=step

@@ -1,4 +1,4 @@
-"""A step of every family as a program: recorded, replayed bit for bit, and what cannot be says why."""
+"""A step of every family as a program: recorded, replayed bit for bit; what cannot be recorded says why."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.runner.recordings import (
     write,
 )
 
-# Of a family that attends, the variant whose switches are off their defaults: the plain one has no op more.
+# Of a family that attends, the variant with switches off their defaults: the plain one has no op more.
 PLAIN = {name for name in tiny_attention.VARIANTS if name.endswith("_plain")}
 PLAIN |= {name for name in tiny_ssm.VARIANTS if name.endswith(("_plain", "_biases", "_dense"))}  # likewise
 NAMES = [*(name for name in tiny.VARIANTS if name not in PLAIN), *(f"oxidizr_{name}" for name in OXIDIZR)]
@@ -159,7 +159,7 @@ def test_what_cannot_be_recorded_says_why(name: str, checkpoints: Path) -> None:
 
 
 def mixed(folder: Path, into: Path, parts: tuple[str, ...]) -> Path:
-    """The same model, some maps of its first expert stored in another width."""
+    """The same model, some weights of its first expert stored in another width."""
     tensors = load_file(folder / "model.safetensors")
     for part in parts:
         name = f"layers.1.moe.experts.0.{part}_proj.weight"

@@ -138,7 +138,7 @@ def test_a_model_that_overflows_in_a_later_step_is_found(
 
 @pytest.mark.parametrize("num_groups", [0, 1, 2])
 def test_the_kernel_between_two_steps_does_what_the_buffers_do(cpu: Any, num_groups: int) -> None:
-    """Over the ends of blocks, for fewer sequences than there is room for."""
+    """Over the ends of blocks, for fewer sequences than the capacity."""
     groups, seqs, size, steps = [BlockGroup(str(g), None, ()) for g in range(num_groups)], 5, 4, 6
     sides = [StaticBatch(Capacity(9, 7, seqs, 8), groups, size) for _ in range(2)]
     rng = np.random.default_rng(3)

@@ -34,7 +34,7 @@ from tests.runner.recordings import BLOCK, SEQS, loaded, memory
 from tests.runner.test_graphs import checkpoints as checkpoints
 from tests.runner.test_graphs import folder_of, options_of
 
-# Shared heads, windows alone and beside full attention, MLA with experts, Mamba1, 2 and 3, hybrids of them.
+# Shared heads, windows alone and with full attention, MLA with experts, Mamba1, 2 and 3, hybrids of them.
 NAMES = (
     "llama", "mistral", "gemma3", "deepseek_v3", "mamba2", "bamba", "nemotron_h",
     "oxidizr_hybrid", "oxidizr_mamba1", "oxidizr_mamba3_mimo_conv",
@@ -68,7 +68,7 @@ class Life:
 
 
 class World:
-    """Sequences that are swapped, moved and guessed wrongly, beside each other in one memory."""
+    """Sequences that are swapped, moved and given wrong draft tokens, next to each other in one memory."""
 
     def __init__(self, model: Loaded, seed: int, length: int, piece: int) -> None:
         """Each of `length` tokens, of which the first step takes up to `piece`."""
@@ -147,7 +147,7 @@ class World:
             self._settle(life, chunk.start + good, scratch)
 
     def _chunk(self, life: Life) -> tuple[Chunk, int, int]:
-        """(the chunk, how many of its tokens are right, the slot to go back to after a wrong guess)."""
+        """(the chunk, how many of its tokens are right, the slot to go back to after a wrong draft)."""
         count = self.rng.choice((1, 1, 2, 5, MOST)) if life.done else self.rng.randint(1, self.piece)
         count = min(count, self.length - life.done)
         good, ids, scratch = count, list(life.ids[life.done : life.done + count]), 0
@@ -166,7 +166,7 @@ class World:
         return Chunk(0, life.done, tuple(ids), tables, life.slot, count), good, scratch
 
     def _settle(self, life: Life, end: int, scratch: int) -> None:
-        """What the chunk has reached; behind a wrong guess a slot's tokens are computed again."""
+        """What the chunk has reached; behind a wrong draft a slot's tokens are computed again."""
         if scratch:
             self.slots.insert(0, life.slot)
             life.slot = scratch
@@ -285,7 +285,7 @@ def test_nor_do_they_with_quantized_weights(name: str, options: dict[str, Any], 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "bamba"])
 def test_nor_do_they_in_long_sequences(name: str, checkpoints: Path) -> None:
-    """Attention adds up the past in spans of 256 tokens, MLA of 128; a scan takes long pieces another way."""
+    """Attention adds up the past in splits of 256 tokens, MLA of 128; scans take long chunks another way."""
     longer = {"set": ("max_position_embeddings=512",), "max_model_len": 512}
     with loaded(folder_of(name, checkpoints), **longer) as model:
         for seed in range(2):
@@ -312,7 +312,7 @@ def one(checkpoints: Path) -> Iterator[Loaded]:
 
 
 class Order:
-    """A store that writes down what it is asked."""
+    """A store that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

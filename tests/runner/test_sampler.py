@@ -176,7 +176,7 @@ def random_row(rng: random.Random) -> SamplingRow:
 
 
 def singly(asked: SamplingRow, i: int) -> SamplingRow:
-    """One of a row's samples, asked for when the tokens before it are known."""
+    """One of a row's samples, requested when the tokens before it are known."""
     return replace(
         asked,
         num_logits=1,
@@ -418,7 +418,8 @@ def test_to_know_the_largest_logits_changes_no_answer(seed: int) -> None:
     logits[:, 49] += 9.0  # banned
     sampler = Sampler(VOCAB, banned=(48, 49))
     assert sampler.plain_largest is not None
-    ids, values = sampler.plain_largest(torch.cat([logits, random_logits(2)]))  # a program has room for more
+    # A program has capacity for more rows.
+    ids, values = sampler.plain_largest(torch.cat([logits, random_logits(2)]))
     known = sampler.sample(logits, SamplingBatch(tuple(rows)), (ids.numpy(), values.numpy()))
     assert known == answer(logits, *rows, sampler=sampler)
 

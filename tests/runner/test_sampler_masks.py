@@ -1,4 +1,4 @@
-"""What a grammar allows: masks over the vocabulary, one for each sample."""
+"""Grammar masks over the vocabulary in the sampler, one for each sample."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A position's entry is the digest of all tokens up to it (and of the salt), so an entry that belongs to another
 prefix is never taken for the right one, even under equal tokens. The model's next token is a function of that
-digest: whoever reads wrong memory answers with wrong text, and is caught before that.
+digest: a step that reads wrong memory gives wrong text, and is caught before that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from plait.schedule.sequence import TokenSequence, num_computed
 
 VOCAB_SIZE = 5
 BLOCK_NBYTES, SLOT_NBYTES = 64, 96  # in host memory
-ZEROED, POISON = 0, -1  # what a fresh slot holds, and what memory holds that nobody may read
+ZEROED, POISON = 0, -1  # what a fresh slot holds, and what memory holds that no sequence may read
 Entries = list[int]  # one block: a digest for each of its positions
 
 
@@ -277,7 +277,7 @@ class ModelMemory:
         return tables
 
     def _check_shape(self, plan: StepPlan, stories: Mapping[int, Story]) -> None:
-        """What can be said of a plan without looking into memory."""
+        """What can be checked of a plan without looking into memory."""
         limits = self.limits
         assert plan.chunks or plan.moves, "an empty plan"
         assert plan.num_tokens <= limits.max_num_batched_tokens

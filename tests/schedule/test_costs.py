@@ -15,7 +15,7 @@ def line(tokens: float) -> float:
 
 
 def measured(steps: int = 200, seed: int = 0) -> StepCosts:
-    """Decodes of one to four sequences, now and then a piece of a prompt; 10 % of noise."""
+    """Decodes of one to four sequences, now and then a chunk of a prompt; 10 % of noise."""
     rng, costs = random.Random(seed), StepCosts()
     for n in range(steps):
         tokens = rng.randint(1, 4) if n % 10 else rng.randint(100, 900)

@@ -1,4 +1,4 @@
-"""Sequences that are asked for hidden states: what chunks must give, cached or not, cut and preempted."""
+"""Sequences with requested hidden states: what chunks must give, cached or not, cut and preempted."""
 
 from __future__ import annotations
 

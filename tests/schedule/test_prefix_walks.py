@@ -233,7 +233,7 @@ def test_with_room_for_all_a_conversation_computes_every_token_once(shape: str) 
         world.drain()
         text = (*world.told[-1], *extra)
     known = len(text) - len(extra)
-    if SHAPES[shape].has_slots:  # the slot that a sequence leaves stands at its very end
+    if SHAPES[shape].has_slots:  # the slot that a sequence leaves is of its very end
         assert world.counts["tokens"] == known - 1
     else:  # the block that was partly filled is computed again
         assert known - 1 <= world.counts["tokens"] <= known - 1 + 3 * (size.block_size - 1)

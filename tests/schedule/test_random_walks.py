@@ -1,4 +1,4 @@
-"""Thousands of random steps of a scheduler without a cache: everybody is served, with the right tokens."""
+"""Thousands of random steps of a scheduler without a cache: every sequence gets the right tokens."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_decodes_come_first_and_never_wait_for_a_prompt() -> None:
     run(s, planned(s))
     s.add(sequence(2, 3))
     run(s, planned(s))
-    run(s, planned(s))  # 1 has 8 tokens left, 2 is admitted beside it
+    run(s, planned(s))  # 1 has 8 tokens left, 2 is admitted next to it
     assert shape(planned(s)) == [(1, 40, 41), (2, 3, 4)]
 
 
@@ -499,7 +499,7 @@ def test_prompts_are_cut_so_that_running_replies_do_not_wait_too_long() -> None:
     s = scheduler(blocks=1000, costs=costs, **limits)
     s.add(sequence(1, 128, max_tokens=50))
     plan = planned(s)
-    assert shape(plan) == [(1, 0, 128)]  # nobody waits for this one
+    assert shape(plan) == [(1, 0, 128)]  # no client waits for this one
     run(s, plan)
     s.add(sequence(2, 200))
     plan = planned(s)
@@ -520,7 +520,7 @@ def test_a_running_reply_that_nobody_sees_before_its_end_cuts_no_prompt() -> Non
     s.add(sequence(3, 8, max_tokens=50))
     run(s, planned(s))
     s.add(sequence(4, 200))
-    assert 45 <= planned(s).num_tokens <= 50  # the third is watched
+    assert 45 <= planned(s).num_tokens <= 50  # the third is streamed
 
 
 def test_a_sequence_that_makes_room_is_saved_or_computed_again_whichever_is_quicker() -> None:
@@ -557,7 +557,7 @@ def test_right_guesses_count_and_wrong_ones_are_computed_again() -> None:
         (update,) = s.commit(plan, [Sampled((7, 7, 7, 9))])
         s.check()
         assert (update.token_ids, update.num_drafted, update.num_accepted) == ((7, 7, 7), 3, 2)
-        # State of fixed size cannot be cut: the tokens that were right are computed again.
+        # Recurrent state cannot be cut: the tokens that were right are computed again.
         assert shape(planned(s)) == [(1, 5, 9) if slots else (1, 8, 9)]
 
 

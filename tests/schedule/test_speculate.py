@@ -72,7 +72,7 @@ class Oracle:
 def advance(
     speculation: Speculation, sequences: Sequence[TokenSequence], text: Mapping[int, Sequence[int]]
 ) -> Mapping[int, tuple[int, ...]]:
-    """One step of an engine that computes `text`, whatever is guessed."""
+    """One step of an engine that computes `text`, whatever the draft tokens are."""
     drafts = speculation.drafts(sequences, len(sequences))
     for seq in sequences:
         draft = drafts.get(seq.id, ())

@@ -1,4 +1,4 @@
-"""A world to walk in: a scheduler, the model of its memory, and the story that every sequence should tell."""
+"""A harness for random walks: a scheduler, a model of its memory, and the expected reply of each sequence."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SHAPES: Mapping[str, Shape] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much of everything there is; tokens per block, blocks of every group beside the garbage block."""
+    """Capacities of a walk; tokens per block, blocks of every group without the garbage block."""
 
     num_blocks: int = 20
     num_spare_slots: int = 2
@@ -173,7 +173,7 @@ class World:
         self.counts["cancelled"] += 1
 
     def pass_time(self, seconds: float) -> None:
-        """Whose deadline has passed is told, exactly, and ended by the caller."""
+        """Exactly the sequences past their deadlines are reported, and the caller ends them."""
         self.now += seconds
         late = {i for i in self.stories if (d := self.wishes[i].deadline) is not None and d <= self.now}
         assert set(self.s.expire(self.now)) == late
@@ -218,7 +218,7 @@ class World:
         self.counts["tokens"] += plan.num_tokens * plan.num_steps
 
     def fail(self, num_moves: int) -> None:
-        """The step dies half-way. Who was alone in it did it; of several, nobody knows who."""
+        """The step fails half-way. A sequence alone in it was the cause; of several, the cause is unknown."""
         assert self.plan is not None
         plan, self.plan = self.plan, None
         self.device.fail(plan, num_moves)
@@ -250,7 +250,7 @@ class World:
         assert stats["num_running"] + stats["num_waiting"] == len(self.stories)
 
     def drain(self) -> None:
-        """Everybody is served in the end, and then nothing is held by nobody."""
+        """Every sequence is served in the end, and then nothing is held without a holder."""
         for _ in range(200 + 100 * len(self.stories)):
             if self.plan is None:
                 self.make_plan()
@@ -262,7 +262,7 @@ class World:
         self.check_at_rest()
 
     def check_at_rest(self) -> None:
-        """With nobody there, everything is free or cached, here and in host memory."""
+        """With no sequence left, everything is free or cached, here and in host memory."""
         stats = self.s.stats()
         assert stats["num_free_blocks"] + stats["num_cached_blocks"] == stats["num_blocks"]
         assert stats["num_free_slots"] + stats["num_snapshots"] == stats["num_slots"]
@@ -275,7 +275,7 @@ class World:
         return self.memory.pools.index
 
     def _learn(self, update: Update) -> None:
-        """What a client is told is what a sequence alone would have said."""
+        """A client gets the same text as from a sequence that runs alone."""
         story = self.stories[update.seq_id]
         self.suspects.discard(update.seq_id)
         said, reply = story.num_output_tokens, story.reply
@@ -329,7 +329,7 @@ class World:
                         assert self.device.blocks[group][block][: len(digests) - 1] == digests[1:]
 
     def _check_sharing(self, plan: StepPlan) -> None:
-        """Nobody writes to a block or a slot that another running sequence has."""
+        """No sequence writes to a block or a slot that another running sequence has."""
         for chunk in plan.chunks:
             others = [seq for seq in self.s.running if seq.id != chunk.seq_id]
             assert not chunk.slot or all(seq.slot != chunk.slot for seq in others)

@@ -95,7 +95,7 @@ class EchoLoop:
         self._lock = threading.Lock()
 
     def check_room(self) -> None:
-        """There is always room."""
+        """There is always capacity."""
 
     def follow_log_levels(self) -> None:
         """It logs nothing."""

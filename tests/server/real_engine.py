@@ -48,7 +48,7 @@ class Bigrams:
 def engine_front(
     step_s: float = 0.0, template: TurnTemplate | None = None, num_blocks: int = NUM_BLOCKS
 ) -> Front:
-    """A Front over a real engine whose steps take at least `step_s` seconds."""
+    """A Front over a real engine with steps of at least `step_s` seconds."""
     limits = SchedulerLimits(
         max_model_len=CONTEXT, causal=True, max_num_seqs=8, max_num_batched_tokens=256, max_waiting=500
     )

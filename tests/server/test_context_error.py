@@ -1,4 +1,4 @@
-"""A prompt that does not fit: the words and numbers by which other people's clients know it."""
+"""A prompt longer than the context: the error's words and numbers that other projects' clients match."""
 
 from __future__ import annotations
 

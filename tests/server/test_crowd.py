@@ -1,4 +1,4 @@
-"""A server that is full: what it refuses is cheap, and what it writes goes out at once and in one piece."""
+"""A server that is full: rejections are cheap, and what it writes goes out at once and in one part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that stops: what runs ends in peace, what comes is sent elsewhere, and it says so."""
+"""Draining a server: running requests finish, new ones are rejected, and the server reports it."""
 
 from __future__ import annotations
 

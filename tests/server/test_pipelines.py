@@ -1,4 +1,4 @@
-"""Requests that are sent ahead of the answer to the first: in order, whole, and ended with their client."""
+"""HTTP pipelining: answers to requests sent ahead come in order and whole, and end with their client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OFFER = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
 
 
 def stream_that_hangs(client: Client) -> socket.socket:
-    """A connection whose answer has begun, and goes on with comments until it is cancelled."""
+    """A connection with an answer that has begun, and goes on with comments until it is cancelled."""
     raw = json.dumps({"prompt": "HANG", "stream": True}).encode()
     sock = socket.create_connection(client.address, timeout=20)
     sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")

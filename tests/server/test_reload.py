@@ -135,4 +135,4 @@ def test_a_server_whose_keys_cannot_be_read_does_not_start(tmp_path: Path) -> No
     config = ServerConfig(port=port, api_key_file=str(tmp_path / "missing"))
     with pytest.raises(ConfigError, match="api_key_file"):
         serve_front(lambda report: fake_front(), config)
-    socket.create_server(("127.0.0.1", port)).close()  # nobody listens there
+    socket.create_server(("127.0.0.1", port)).close()  # no process listens there

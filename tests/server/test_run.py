@@ -1,4 +1,4 @@
-"""The life of a server: it answers while the model loads, drains when it is told to stop, exits with 0."""
+"""The life of a server: it answers while the model loads, drains at a signal to stop, exits with 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates from strangers behind a server: what they cost is their own request's, and nobody else's."""
+"""Templates from strangers behind a server: their cost falls on their own request, and on no other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SplittingTokenizer(ByteTokenizer):
 
 @contextmanager
 def templated(source: str, limits: SandboxLimits, **config: object) -> Iterator[tuple[Client, Front]]:
-    """A server whose chats are rendered by this template."""
+    """A server that renders chats with this template."""
     tokenizer, sandbox = SplittingTokenizer(), Sandbox(limits)
     template = JinjaTemplate("strange", {"default": source}, tokenizer, {}, sandbox)
     template.start()

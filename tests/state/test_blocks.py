@@ -98,7 +98,7 @@ def test_a_pool_is_rebuilt_from_who_holds_what() -> None:
 
 
 class Pools(RuleBasedStateMachine):
-    """A pool beside a dictionary of who holds what."""
+    """A pool compared with a dictionary of holders and what they hold."""
 
     def __init__(self) -> None:
         super().__init__()

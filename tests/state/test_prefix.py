@@ -207,7 +207,7 @@ def test_check_tells_when_the_maps_disagree(damage: str) -> None:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """An index beside dictionaries from whole prefixes to places; hits are looked for by brute force."""
+    """An index compared with dictionaries from whole prefixes to places, and hits found by brute force."""
 
     @initialize(
         windows=st.sampled_from([(None,), (None, 3), (None, 6), (5,), (3, 7), (), (None, None)]),
@@ -228,7 +228,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(tokens=tokens)
     def compute(self, tokens: Tokens) -> None:
-        """A sequence has computed all its blocks, and those that nobody knows are recorded."""
+        """A sequence has computed all its blocks, and those that the index does not have are recorded."""
         for i, name in enumerate(chain_of(tokens)[1:]):
             for group, stored in enumerate(self.stored):
                 prefix, block = tokens[: (i + 1) * BLOCK], self.place()

@@ -114,7 +114,7 @@ def _sentencepiece_like() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def metaspace() -> Tokenizer:
-    """A SentencePiece-like BPE whose space is prepended at the start of a text only (Mistral)."""
+    """A SentencePiece-like BPE that prepends its space at the start of a text only (Mistral)."""
     tokenizer = _sentencepiece_like()
     # The bytes are ordinary tokens of such vocabularies, though the trainer can only make them special.
     described = json.loads(tokenizer.to_str())
@@ -124,7 +124,7 @@ def metaspace() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def prepending(metaspace: Tokenizer) -> Tokenizer:
-    """The same vocabulary, whose space is prepended after each control token too (Llama 2)."""
+    """The same vocabulary; its space is prepended after each control token too (Llama 2)."""
     tokenizer = Tokenizer.from_str(metaspace.to_str())
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     described = json.loads(tokenizer.to_str())

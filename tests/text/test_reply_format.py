@@ -1,4 +1,4 @@
-"""What a model's way of speaking makes of a request: switches, grammars with thinking, budgets."""
+"""How a model's reply format changes a request: switches, grammars with thinking, budgets."""
 
 from __future__ import annotations
 

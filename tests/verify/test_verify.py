@@ -65,7 +65,7 @@ def opened() -> Iterator[Callable[..., Loaded]]:
 
 
 def break_op(monkeypatch: pytest.MonkeyPatch, op: Op, wrong: Callable[[Tensor], Tensor]) -> None:
-    """From now on models are built with a variant of this op whose results are changed by `wrong`."""
+    """From now on models are built with a variant of this op; `wrong` changes its results."""
 
     def broken(*args: Any, **kwargs: Any) -> Tensor:
         return wrong(op.reference(*args, **kwargs))

@@ -1,4 +1,4 @@
-"""Builders of engines for processes of their own: the model of digests, and ways to end it.
+"""Builders of engines for engine processes: the model of digests, and ways to end it.
 
 The model's name says what goes wrong when a token is computed: see `ENDS`. "…" loads without fault.
 """

@@ -362,7 +362,7 @@ def test_an_engine_that_was_lost_is_tried_again_and_refuses_requests_until_it_is
         kill(process)
         until(lambda: process._lost is not None)
         assert process.fault is None
-        assert process.live  # a new start of the server would not help sooner
+        assert process.live  # a restart of the server would not help sooner
         assert process.loading is None
         with pytest.raises(EngineLost, match="try again later") as caught:
             process.submit(request("early", [5]), reader)
@@ -569,7 +569,7 @@ def test_tokens_that_are_told_together_cross_in_one_event() -> None:
         process.submit(request("whole", prompt, max_tokens=70, more={"interval": 64}), reader)
         until(done(reader, "whole"))
         until(done(reader, "fours", choices=2))
-    for name, index, sizes in (  # what is told at the end is two events: the last one stays as it came
+    for name, index, sizes in (  # the end is emitted as two events: the last one stays as it came
         ("fours", 0, [1, 4, 4, 1, 1]),
         ("fours", 1, [1, 4, 4, 1, 1]),
         ("whole", 0, [1, 64, 4, 1]),

@@ -10,7 +10,7 @@ from tests.engine.hash_model import Reader, request
 
 
 class Book:
-    """A ledger with readers, and an engine that is the test."""
+    """A request table with readers; the test plays the engine."""
 
     def __init__(self, *names: str, **params: Any) -> None:
         self.ledger, self.reader = Ledger(), Reader()
@@ -136,13 +136,13 @@ def test_a_choice_that_was_to_be_cancelled_ends_with_its_engine() -> None:
 
 
 def test_a_trial_is_as_long_as_what_an_engine_may_have_kept() -> None:
-    """Tokens that are told by fours: the engine may have ended three tokens behind what is known."""
+    """Tokens that are emitted by fours: the engine may have ended three tokens behind what is known."""
     book = Book("a", "b", more={"interval": 4})
     book.due()
     book.say("a", 1)
     book.say("a", 2, 3, 4, 5)
     assert book.die("a", "b")
-    assert book.due() == ["b"]  # which had told nothing, so nothing is lost
+    assert book.due() == ["b"]  # it had emitted nothing, so nothing is lost
     book.say("b", 1)
     book.say("b", 2)
     (entry,) = book.ledger.due()

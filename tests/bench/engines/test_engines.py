@@ -1,4 +1,4 @@
-"""Engines that are measured beside ours: the same ids, the same threads, no memory of what was asked before.
+"""Engines that are compared with ours: the same ids, the same threads, no memory of earlier requests.
 
 The engines themselves are not installed here: modules of their names say what they were given.
 """

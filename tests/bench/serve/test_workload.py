@@ -1,4 +1,4 @@
-"""What clients say and when they come: all of it from one seed, as long as asked, within the context."""
+"""Workloads: prompts and arrival times from one seed, with the requested lengths, within the context."""
 
 from __future__ import annotations
 

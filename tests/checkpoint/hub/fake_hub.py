@@ -47,7 +47,7 @@ class FakeHub:
     served: int = 0  # bytes of large files
 
     def fetched(self) -> list[str]:
-        """Names of the files that were asked for."""
+        """Names of the files that were requested."""
         found = [
             re.search(r"/resolve/[^/]+/(.+)", path) for method, path, _ in self.asked if method == "HEAD"
         ]

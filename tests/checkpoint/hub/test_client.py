@@ -93,7 +93,7 @@ def test_what_is_there_is_not_fetched_again(hub: FakeHub) -> None:
     find_model("org/m")
     assert hub.fetched() == []
     hub.forget()
-    find_model(f"org/m@{first}")  # a commit never changes: nobody is asked
+    find_model(f"org/m@{first}")  # a commit never changes, so the hub gets no request
     assert hub.asked == []
 
 

@@ -1,4 +1,4 @@
-"""Files of packed weights: whole or not there, and never believed."""
+"""Files of packed weights: whole or not there, and verified before use."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_file_is_as_private_as_it_is_asked_to_be(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_ours_to_read_holds_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As under the home of another user, in a container that runs as somebody else."""
+    """As under the home of another user, in a container that runs under a different user id."""
 
     def refuse(self: Path, *_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(self))
@@ -157,7 +157,7 @@ def test_what_a_dead_process_left_goes_with_the_next_file(tmp_path: Path) -> Non
     new.touch()
     os.utime(old, (0, 0))
     written(tmp_path)
-    assert {p.name for p in tmp_path.iterdir()} == {NAME, "tmp2.partial"}  # somebody may be writing that one
+    assert {p.name for p in tmp_path.iterdir()} == {NAME, "tmp2.partial"}  # a process may be writing that one
 
 
 def test_a_folder_is_listed_and_cleared_by_model(tmp_path: Path) -> None:

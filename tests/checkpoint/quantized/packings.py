@@ -428,7 +428,7 @@ class InMemory(dict[str, Tensor]):
 
 
 def packed_like(tensors: Mapping[str, Tensor], packing: Packing, seed: int = 0) -> tuple[InMemory, Tensors]:
-    """A model whose linear maps are stored in one packing, of random bits, and the same model in float32."""
+    """A model with linear layers stored in one packing, of random bits, and the same model in float32."""
     torch.manual_seed(seed)
     files, plain = InMemory(), dict[str, Tensor]()
     for name, tensor in tensors.items():

@@ -135,7 +135,7 @@ def write_gguf(folder: Path) -> Path:
     kinds = (kind for kind in BLOCK_TYPES.values() if kind.name in gguf.GGMLQuantizationType.__members__)
     for number, kind in enumerate(kinds):
         if gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind.type_id)][1] != kind.nbytes:
-            continue  # Q8_1, whose sums the writer counts as wider than files have them
+            continue  # Q8_1: the writer counts its sums as wider than files have them
         raw = rng.integers(0, 256, (4, 256 // kind.elements * kind.nbytes), dtype=np.uint8)
         writer.add_tensor(f"blk.0.t{number}.weight", raw, raw_dtype=gguf.GGMLQuantizationType(kind.type_id))
     writer.add_tensor("token_embd.weight", rng.random((VOCAB, HIDDEN * 4), dtype=np.float32))
@@ -208,7 +208,7 @@ def hostile(value: Any, rng: random.Random, depth: int = 0) -> Any:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Within, more than ROOM bytes beyond what is mapped now are a MemoryError, which no test expects."""
+    """Within, more than `ROOM` bytes beyond what is mapped now are a MemoryError, which no test expects."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + ROOM, hard))

@@ -354,7 +354,7 @@ GOOD = whole(
 
 
 def opens_or_refuses(path: Path, raw: bytes) -> None:
-    """No other outcome than a checkpoint whose every tensor can be read, or a CheckpointError."""
+    """No other outcome than a checkpoint of which every tensor can be read, or a CheckpointError."""
     path.write_bytes(raw)
     start = time.monotonic()
     refusal = ""

@@ -1,4 +1,4 @@
-"""Specs in words."""
+"""How `plait info` describes a model spec in words."""
 
 from __future__ import annotations
 

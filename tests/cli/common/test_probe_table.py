@@ -117,7 +117,7 @@ def smollm2_tensors(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
-    """Guess badly what shapes leave open."""
+    """Assume wrong values for what shapes leave open."""
     monkeypatch.setattr(sizes, "_guess_head_dim", lambda *_: (head_dim, "default (spoilt)"))
     monkeypatch.setattr(defaults, "LLAMA_VOCABULARIES", {})
 

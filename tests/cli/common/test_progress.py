@@ -1,4 +1,4 @@
-"""What is said about speed when a text has ended."""
+"""The speed that a command reports when a text has ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def timed(now: list[float], prompt: int, written: int) -> str:
-    """A reply whose first token takes half a second, and every other one a tenth."""
+    """A reply: its first token takes half a second, and every other one a tenth."""
     clock = Clock(prompt)
     for n in range(1, written + 1):
         now[0] += 0.5 if n == 1 else 0.1

@@ -67,7 +67,7 @@ def test_an_unknown_way_is_written_as_default_and_warned_of(
         first, keys = keys_of(library, tmp_path, 321)
     assert keys[f"{KEY}pre"] == "default"
     assert "will not cut every text as this tokenizer (default) does" in caplog.text
-    again = load_tokenizer(metadata=keys)  # Plait reads the file that is carried beside GGUF's words
+    again = load_tokenizer(metadata=keys)  # Plait reads the file that is carried next to GGUF's words
     assert again is not None
     assert again.encode(PROBE) == first.encode(PROBE)
 

@@ -48,7 +48,7 @@ def fp4(rows: int = 6, cols: int = 128) -> Fp4:
     ("value", "kind"),
     [
         (grouped(4, 32), "Q4_0"),
-        (grouped(4, 128), "Q4_0"),  # a scale of many columns stands in each of their blocks
+        (grouped(4, 128), "Q4_0"),  # a scale of many columns is in each of their blocks
         (grouped(4, 64, torch.bfloat16), "Q4_0"),
         (grouped(8, 32), "Q8_0"),
         (grouped(8, 128), "Q8_0"),
@@ -198,7 +198,7 @@ def test_blocks_are_decoded_for_safetensors(storage: str, tmp_path: Path) -> Non
 
 
 def stacked(folder: Path, name: str) -> Path:
-    """A checkpoint whose experts are in stacks, as some are published."""
+    """A checkpoint with experts in stacks, as some are published."""
     variant = tiny.VARIANTS[name]
     tiny.write(name, folder / "m", Variant(variant.config, {**variant.changes, "hidden_size": 160}))
     path, tensors, single = folder / "m" / "model.safetensors", {}, dict[str, list[Tensor]]()

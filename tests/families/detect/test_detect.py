@@ -1,4 +1,4 @@
-"""A model from the names and shapes of its tensors alone: second wave; tables; who wins over the config."""
+"""Detecting a model from names and shapes of its tensors alone; tables; where tensors win over the config."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_shapes_that_cannot_be_are_refused(damage: dict[str, Any]) -> None:
 
 
 def test_every_key_that_detection_concludes_can_be_set(tmp_path: Path) -> None:
-    """A value nobody can correct would be a guess for ever."""
+    """A value that a user cannot correct would stay an assumption for ever."""
     for name in ("zamba2", "recurrent_gemma", "minimax", "lfm2_moe", "kimi_linear"):
         tiny.write(name, tmp_path / name, tiny_bare.VARIANTS[name])
         _, tensors, _ = tiny.read(tmp_path / name)

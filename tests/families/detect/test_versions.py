@@ -1,4 +1,4 @@
-"""Published models of one architecture, told apart by their sizes alone."""
+"""Published models of one architecture, distinguished by their sizes alone."""
 
 from __future__ import annotations
 

@@ -344,7 +344,7 @@ def test_gaps_and_strangers() -> None:
 
 
 def test_heads_of_plain_attention_must_be_said() -> None:
-    """Rows of q and k fit several widths: a guess would be another model."""
+    """Rows of q and k fit several widths: an assumption could give another model."""
     tensors = golden({**ends(64, 11), **norms(0, 64), **gqa(0, 64, 32), **swiglu("layers.0.mlp", 64, 16)})
     with pytest.raises(ConfigError, match=r"fit several: .*--set num_attention_heads"):
         resolve(None, tensors)
@@ -363,7 +363,7 @@ def test_the_exact_mode_wants_its_chunk_size() -> None:
     assert dense.spec.causal
 
 
-# ---- whose file is it
+# ---- which family a file is of
 
 
 LLAMA = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"]

@@ -1,4 +1,4 @@
-"""What is tried before kernels are bound on a processor where nobody tried them."""
+"""The self-check of kernels, before they are bound on a processor where they were never tried."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_where_a_check_fails_there_is_no_executor_and_the_check_is_named(
         assert kernels.executor(1) is None
         assert kernels.executor(1) is None
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1  # asked once
+    assert len(told) == 1  # checked once
     assert "wrong results: attention" in told[0]
     assert "attention" in (kernels.why_no_kernels() or "")
 

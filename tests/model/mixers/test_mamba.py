@@ -1,4 +1,4 @@
-"""Mamba1, 2 and 3 mixers against their formulae written out token by token, and in pieces against whole."""
+"""Mamba1, 2 and 3 mixers against their formulae written out token by token, and in chunks against whole."""
 
 from __future__ import annotations
 

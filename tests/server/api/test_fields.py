@@ -1,4 +1,4 @@
-"""What a body's fields become, and what the engine tells on its way back."""
+"""What a body's fields become, and what the engine reports on the way back."""
 
 from __future__ import annotations
 

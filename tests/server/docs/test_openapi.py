@@ -1,4 +1,4 @@
-"""The document of the API tells of every route, and the committed copy is the one this version makes."""
+"""The document of the API describes every route, and the committed copy is the one this version makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line for each request, which says what happened and nothing of what was said."""
+"""The access log: one line for each request, with what happened and nothing of any text."""
 
 from __future__ import annotations
 

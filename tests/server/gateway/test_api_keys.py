@@ -1,4 +1,4 @@
-"""Keys: how they are written and read, who gets in with them, and what their names keep apart."""
+"""API keys: how they are written and read, which requests they admit, and what their names separate."""
 
 from __future__ import annotations
 

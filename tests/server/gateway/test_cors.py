@@ -1,4 +1,4 @@
-"""Pages of other origins: none may call the server, unless they are named."""
+"""CORS: no web page of another origin may call the server, unless its origin is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A log that is not read, cannot be written or was renamed keeps nothing from its work."""
+"""The log writer: a log that is not read, cannot be written or was renamed does not block the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts, paths and bodies at their bounds; and whatever anybody may send."""
+"""Hosts, paths and bodies at their bounds; and whatever a client may send."""
 
 from __future__ import annotations
 

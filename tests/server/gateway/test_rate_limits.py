@@ -1,4 +1,4 @@
-"""What a key may use a minute: both sides of every edge, on a clock of the test's own."""
+"""Rate limits of a key in each minute: both sides of every edge, on a clock of the test's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces: one span for each request, as a child of whoever sent `traceparent`."""
+"""Traces: one span for each request, as a child of the span in the client's `traceparent`."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def connected(client: Client) -> Iterator[socket.socket]:
 
 
 def head(size: int) -> bytes:
-    """A request whose head has `size` bytes."""
+    """A request with a head of `size` bytes."""
     start = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX: "
     return start + b"x" * (size - len(start) - 4) + b"\r\n\r\n"
 
@@ -243,7 +243,7 @@ def test_idle_and_dripping_connections_hold_up_nobody_and_are_closed(monkeypatch
 
 
 def unread(client: Client, asked: dict[str, Any]) -> socket.socket:
-    """A request whose answer nobody reads."""
+    """A request with an answer that its client does not read."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     sock.connect(client.address)

@@ -1,4 +1,4 @@
-"""Threads shared among those who ask."""
+"""Threads that are shared fairly among API keys and other askers."""
 
 from __future__ import annotations
 

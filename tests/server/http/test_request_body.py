@@ -1,4 +1,4 @@
-"""A body becomes an object, or a refusal that says what is wrong with it."""
+"""Parsing a request body: it becomes an object, or a refusal that says what is wrong with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work in slices: every key gets its turn, and work that no client waits for ends."""
+"""Work in time slices: every key gets its turn, and work that no client waits for ends."""
 
 from __future__ import annotations
 

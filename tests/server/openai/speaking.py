@@ -32,7 +32,7 @@ def said_call(name: str, arguments: str) -> str:
 
 
 class SpeakingTemplate(TurnTemplate):
-    """What it was asked to render is in `asked`, the last at the end."""
+    """Records what it renders in `asked`, the last at the end."""
 
     name, source = "speaking", "{{ tools }} <tool_call> <think> </think> {{ enable_thinking }}"
     variables = frozenset({"messages", "tools", "enable_thinking", "add_generation_prompt"})

@@ -284,7 +284,7 @@ PLAN = ChatPlan(
 
 
 def said(finish_reason: FinishReason = "stop", *, without: int = 0) -> list[Delta]:
-    """Reasoning, text, and two calls, in pieces. `without`: so many of the last pieces never came."""
+    """Reasoning, text, and two calls, in deltas. `without`: so many of the last deltas never came."""
     parts: list[tuple[Part, ...]] = [
         (),
         (Reasoning("let me "),),

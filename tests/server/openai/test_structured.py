@@ -1,4 +1,4 @@
-"""Structured output over HTTP: point 54 of the wire contract, in every spelling of a wish."""
+"""Structured output over HTTP: point 54 of the wire contract, in every spelling of its field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates that cannot be used: found out once, when they are read, and said in words from then on."""
+"""Templates that cannot be used: detected once, when they are read, and reported in words from then on."""
 
 from __future__ import annotations
 

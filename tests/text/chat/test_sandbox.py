@@ -1,4 +1,4 @@
-"""Hostile templates harm nobody but their own request."""
+"""Hostile templates harm no request but their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reply held to its grammar: what may come next, where it may stop, and that replies do not meet."""
+"""Grammar state of a reply: which tokens may come next, where it may stop; replies share nothing."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def smollm(smollm2_metadata: Any) -> Iterator[Words]:
 
 @pytest.fixture(params=["byte_level", "metaspace"], scope="module")
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Words]:
-    """A byte-level vocabulary, and a SentencePiece-like one with byte tokens beside the pieces."""
+    """A byte-level vocabulary, and a SentencePiece-like one with byte tokens and pieces."""
     path: Path = tmp_path_factory.mktemp(request.param) / "tokenizer.json"
     request.getfixturevalue(request.param).save(str(path))
     words = Words(load_hf_tokenizer(path, TokenizerFiles({"bos_token": "<s>", "eos_token": "</s>"}, {})))
@@ -366,7 +366,7 @@ def test_a_control_token_comes_only_where_a_grammar_names_it(smollm: Words) -> N
     state = smollm.state(guided_grammar='start: "a" <|im_start|> "b"')
     a, b = (smollm.split(c, random.Random(0))[0] for c in (b"a", b"b"))
     for token_id in (a, start, b):
-        state.forced()  # what is asked in between changes nothing
+        state.forced()  # a call in between changes nothing
         assert smollm.allowed(state) == [token_id]
         assert token_id is not None
         state.accept(token_id)

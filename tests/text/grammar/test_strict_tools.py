@@ -1,4 +1,4 @@
-"""Strict tools whose calls begin without a marker: a reply is free text, or a call that its schema allows."""
+"""Strict tools with calls without a marker: a reply is free text, or a call that its schema allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is tried when: keys take turns, no key has every process, and nobody waits for what is known."""
+"""The order of grammar trials: keys take turns, no key has every process, and known results need no wait."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Stage:
         return json.dumps({"error": "bad"} if source.startswith("!") else {"form": source})
 
     def wait_for(self, *sources: str) -> None:
-        """Until these have been asked, in any order."""
+        """Until the trials of these have begun, in any order."""
         with self._begun:
             assert self._begun.wait_for(lambda: set(sources) <= set(self.asked), WAIT_S), self.asked
 
@@ -129,7 +129,7 @@ def test_a_crowd_of_one_key_lets_another_go_before_it(stage: Stage) -> None:
     stage.end("b0", *(f"a{n}" for n in range(16)))
     assert other.result(WAIT_S).is_good
     assert all(future.result(WAIT_S).is_good for future in crowd)
-    assert stage.asked.index("b0") <= 2  # behind the one that ran, and one that stood before it
+    assert stage.asked.index("b0") <= 2  # behind the one that ran, and one that was before it
     made.close()
 
 

@@ -1,4 +1,4 @@
-"""Where prompts of a conversation part ways: with what other conversations really share."""
+"""Prompt boundaries of a conversation: where prompts diverge, and what conversations really share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt-oss's channels under a grammar: thinking has one, what is asked for another, calls a third."""
+"""gpt-oss's channels under a grammar: thinking has one, the requested text another, calls a third."""
 
 from __future__ import annotations
 

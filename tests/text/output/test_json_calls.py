@@ -1,4 +1,4 @@
-"""JSON that is read while it is written: exactly the valid texts, and nothing else is ever passed on."""
+"""Incremental JSON parsing of tool calls: exactly the valid texts, and nothing else is ever passed on."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def can_go_on(text: str) -> bool:
 @example("{1:2}")
 @example("{}{}")
 def test_what_json_accepts_is_accepted_and_nothing_else(text: str) -> None:
-    if "\n" in text and '"' in text:  # a raw line end inside a string is mended: see below
+    if "\n" in text and '"' in text:  # a raw line end inside a string is repaired: see below
         return
     assert is_json(text) == parses(text)
 

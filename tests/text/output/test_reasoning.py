@@ -1,4 +1,4 @@
-"""Thinking is told apart from content however the text is cut, and calls inside it are thinking too."""
+"""Thinking is separated from content however the text is cut, and calls inside it are thinking too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings, whatever the pieces the text arrives in."""
+"""Stop strings, whatever the chunks of text that arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of text: the pushes join to the whole, and no half character is shown."""
+"""Streaming detokenization: the parts join to the whole text, and no half character is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Native attention over several steps: history, chunks, company, threads, poisoned memory, recordings."""
+"""Native attention over several steps: history, chunks, batches, threads, poisoned memory, recordings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Shape:
     softcap: float | None = None
     kept: torch.dtype = torch.float32
     sinks: bool = False
-    rounds: bool = False  # queries and weights of values, beside bfloat16
+    rounds: bool = False  # queries and weights of values, where the cache is bfloat16
 
     @property
     def near(self) -> float:
@@ -35,7 +35,7 @@ class Shape:
 
 
 class Memory:
-    """Caches nobody has written to (NaN), and the tables of sequences in shuffled blocks."""
+    """Caches that nothing was written to (NaN), and the tables of sequences in shuffled blocks."""
 
     def __init__(self, shape: Shape, lengths: Sequence[int], spare: int = 3) -> None:
         needs = [-(-n // shape.block) for n in lengths]

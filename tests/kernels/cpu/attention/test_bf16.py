@@ -1,4 +1,4 @@
-"""Attention by products of bfloat16 pairs: the instruction beside exact fractions, what is rounded, where."""
+"""Attention by products of bfloat16 pairs, compared with exact fractions; what is rounded, and where."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_it_rounds_queries_and_weights_and_nothing_else(cpu: Any, shape: Shape) -> None:
-    """A score beside the middle of two bfloat16 may go to the other one: few do, and by one step."""
+    """A score next to the middle of two bfloat16 may go to the other one: few do, and by one step."""
     torch.manual_seed(5)
     text = Text.of(shape, 530)
     found = attend(bound(cpu, shape), shape, [text], Memory(shape, [530]), [530], [0])[0].double()

@@ -1,4 +1,4 @@
-"""Native rotation: strided heads, long positions, company, recordings."""
+"""Native rotation (RoPE): strided heads, long positions, batches, recordings."""
 
 from __future__ import annotations
 

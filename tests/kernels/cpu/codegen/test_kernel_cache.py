@@ -1,4 +1,4 @@
-"""Machine code is found by what decides it: by any install, on any path, and only if it is whole."""
+"""The cache of compiled kernels: keyed by what decides the code, shared by installs, used only if whole."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def start(folder: Path, cache: Path) -> subprocess.Popen[str]:
 
 
 def compiled(process: subprocess.Popen[str]) -> tuple[bool, bool, str]:
-    """(whether it compiled, whether the next start loads it, what it logged)."""
+    """(whether it compiled, whether the next run loads it, what it logged)."""
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     made, is_kept = out.split()

@@ -1,4 +1,4 @@
-"""Straight blocks inside a kernel, and what vectors need where the processor lacks an instruction."""
+"""The LLVM writer: straight blocks in a kernel, and vectors where the processor lacks an instruction."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def check_halves() -> None:
-    """Every float16; and float32 of every exponent, at, beside and between what float16 has."""
+    """Every float16; and float32 of every exponent, at, next to and between what float16 has."""
     load_kernels()
     cpu = executor(1)
     assert cpu is not None

@@ -13,7 +13,7 @@ import pytest
 target = import_module("plait.kernels.cpu.codegen.target")
 binding = import_module("llvmlite.binding")
 
-# Named beside what every aarch64 has: what the forms ask for is there, what they do not is not.
+# Features in addition to those of every aarch64: only those that the forms need are on.
 FEATURES = {"neon": "+neon", "neon-dotprod": "+neon,+dotprod", "neon-i8mm": "+neon,+dotprod,+i8mm"}
 LIBRARY = {"sched_yield", "nanosleep", "clock_gettime", "syscall"}  # what kernels may call
 LIBRARY |= {"SwitchToThread", "Sleep", "GetTickCount64"}
@@ -86,7 +86,7 @@ print(json.dumps(found))
 
 @cache
 def written(dot: str) -> dict[str, list[str]]:
-    """Instructions of every operation of `vec`, and of tiles of linear maps, by name."""
+    """Instructions of every operation of `vec`, and of tiles of linear layers, by name."""
     done = subprocess.run(
         [sys.executable, "-c", WRITTEN, dot, FEATURES[dot]], capture_output=True, text=True, timeout=240
     )

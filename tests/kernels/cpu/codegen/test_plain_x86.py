@@ -1,4 +1,4 @@
-"""What stands for instructions that plain x86-64 has not gives the bits that other targets get."""
+"""What replaces instructions that plain x86-64 lacks gives the bits that other targets get."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def blocks(kind: BlockType) -> Gguf:
-    """40 rows of random bytes, whose scales are any finite float16."""
+    """40 rows of random bytes; their scales are any finite float16."""
     table = random_blocks(kind.name, 40, 3 * kind.elements)
     each = table.data.view(-1, kind.nbytes)
     for at in kind.scales_at:

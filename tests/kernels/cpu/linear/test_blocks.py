@@ -1,4 +1,4 @@
-"""Quantized linear kernels: every format at its extremes, and the same bits whatever stands beside a row."""
+"""Quantized linear kernels: every format at its extremes, and a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_groups_of_other_sizes(kind: str, cpu: Any) -> None:
 
 
 def test_parts_in_several_orders(cpu: Any) -> None:
-    """Maps whose columns lie in different orders are not stacked, and are right."""
+    """Weight matrices with columns in different orders are not stacked, and their results are right."""
     weights = [random_weight("int4_g64+zeros+order", n, 128) for n in (20, 12)]
     sizes = {"device": "cpu", "dtype": torch.float32, "executor": cpu}
 
@@ -328,7 +328,7 @@ def digest(kinds: list[str]) -> str:
 
 
 def elsewhere(target: str, kinds: list[str]) -> str:
-    """`digest` in a process whose kernels are made for another processor."""
+    """`digest` in a process with kernels that are made for another processor."""
     here = Path(__file__)
     code = (
         f"import sys; sys.path[:0] = {[str(here.parents[4]), str(here.parent)]!r}\n"

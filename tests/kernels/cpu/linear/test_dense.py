@@ -134,7 +134,7 @@ def test_twelve_bits_give_the_bits_of_sixteen(
 
 @pytest.mark.skipif(not codes_here, reason="this target keeps bfloat16 as it is")
 def test_every_bit_comes_back(cpu: Any) -> None:
-    """A map of one input in turn: its column comes out, infinities and NaN too."""
+    """A linear layer with one input at a time set: its column comes out, infinities and NaN too."""
     weight = special_map(264, 160)
     weight[5, 7], weight[6, 7], weight[7, 8] = float("inf"), float("-inf"), float("nan")
     packed = dense.pack(cpu, Dense(weight), torch.float32)

@@ -1,4 +1,4 @@
-"""Kernels of small floats: extremes, the same bits whatever stands beside a row, what is no number."""
+"""Kernels of small floats: extremes, NaN, and a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gate and up in one launch: the bits of the map and its activation one after the other, and who gets it."""
+"""Gate and up in one launch: the bits of linear layer and activation in turn, and which models get it."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_experts_join_too(cpu: Any, kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_cannot_be_joined_is_told(cpu: Any) -> None:
-    """Half tiles, other activations, maps in parts and plain numbers: the reference composes those."""
+    """Half tiles, other activations, split matrices and plain numbers: the reference composes those."""
     mixed = Linear(
         [random_weight("Q4_K", 64, 256), random_weight("Q6_K", 64, 256)],
         [None, None],
@@ -161,8 +161,10 @@ def plain_map(cpu: Any, weight: Any) -> Linear:
 
 
 def test_inline_functions_of_other_files_are_part_of_what_kernels_are_made_of() -> None:
-    """Numba looks at the file of a kernel alone: what others inline must be in the name of the cache's room,
-    or in a digest that the kernel's own text has."""
+    """Inlined code of other files is in the name of the cache's folder, or in a digest in the kernel's text.
+
+    Numba looks at the file of a kernel alone.
+    """
     folder = Path(native.__file__).resolve().parents[1]
     trees = {
         path.relative_to(folder).as_posix()[:-3].replace("/", "."): ast.parse(path.read_text())

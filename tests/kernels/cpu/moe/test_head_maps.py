@@ -1,4 +1,4 @@
-"""A matrix for each head, plain and as stored: one order of additions, whoever is beside it; recordings."""
+"""A matrix for each head, plain and as stored: one order of additions in every batch; recordings."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def digest(kinds: list[str]) -> str:
 
 
 def elsewhere(target: str, kinds: list[str]) -> str:
-    """`digest` in a process whose kernels are made for another processor."""
+    """`digest` in a process with kernels that are made for another processor."""
     root = Path(__file__).parents[4]
     code = f"from tests.kernels.cpu.moe import test_head_maps; print(test_head_maps.digest({kinds!r}))"
     env = {**os.environ, "NUMBA_CPU_NAME": target, "NUMBA_CPU_FEATURES": "", "PYTHONPATH": str(root)}

@@ -1,4 +1,4 @@
-"""Choosing and joining rows: every byte arrives, from wherever it lay."""
+"""Kernels that copy rows (gather and concatenate): every byte arrives, from wherever it lay."""
 
 from __future__ import annotations
 

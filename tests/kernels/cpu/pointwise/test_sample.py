@@ -1,4 +1,4 @@
-"""Choosing tokens natively: the reference's choice, whatever the row looks like."""
+"""The sampling kernel: it chooses the reference's token, whatever the row of logits looks like."""
 
 from __future__ import annotations
 

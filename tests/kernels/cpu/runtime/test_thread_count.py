@@ -14,7 +14,7 @@ def quiet(threads: int) -> tuple[float, float]:
 
 
 def busy(threads: int) -> tuple[float, float]:
-    """Beside a busy process a core: alone half as fast, together every step waits for lost cores."""
+    """With a busy process on each core: one thread is half as fast, several wait for lost cores each step."""
     return (0.010, 0.0) if threads == 1 else (0.030, 0.020)
 
 

@@ -1,4 +1,4 @@
-"""Where packed weights are kept."""
+"""The memory in which packed weights are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The short convolution: prompts cut anywhere, company, threads, slots of others, recorded."""
+"""The short convolution: prompts cut anywhere, batches, threads, slots of others, recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delta rule, RG-LRU: prompts cut anywhere, company, threads, slots of others, strided views, recorded."""
+"""Delta rule, RG-LRU: prompts cut anywhere, batches, threads, slots of others, strided views, recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mamba3's scan: prompts cut anywhere, company, threads, slots of others, recorded."""
+"""Mamba3's scan: prompts cut anywhere, batches, threads, slots of others, recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scans: prompts cut anywhere, company, threads, slots of others, strided views, recorded."""
+"""Scans: prompts cut anywhere, batches, threads, slots of others, strided views, recorded."""
 
 from __future__ import annotations
 
