@@ -1,7 +1,7 @@
 """A client that costs as little as it can: for loads on the very cores that the server computes on.
 
-Bodies are made before the load begins, replies are looked at when it is over; in between there are sockets
-only, each used again and again. A reply's bytes are kept with the moments they came at.
+Bodies are made before the load begins, and replies are looked at when it is over. In between there are
+sockets only, each used again and again. A reply's bytes are kept with the moments they came at.
 """
 
 from __future__ import annotations

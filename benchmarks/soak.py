@@ -3,11 +3,11 @@
 python benchmarks/soak.py model.gguf --minutes 10
 python benchmarks/soak.py --base-url http://127.0.0.1:8080 --server-pid 1234 --minutes 60
 
-In rounds: half a minute of load (chats and completions, streamed and whole, shared prefixes, several
-turns; a third leaves early, some hang up in the middle of a request), then silence, then a look at blocks,
-slots, files, threads, memory. The first round warms up; the second is what the last is held against. JSON.
-The server that is started is small: memory grows until every block of its cache has been used once, and that
-must be over soon.
+Each round has half a minute of load: chats and completions, streamed and whole, shared prefixes, several
+turns. A third of the clients leaves early, and some hang up in the middle of a request. Then comes silence,
+then a look at blocks, slots, files, threads, memory. The first round warms up; the second is what the last is
+held against. JSON. The server that is started is small: memory grows until every block of its cache has been
+used once, and that must be over soon.
 """
 
 from __future__ import annotations

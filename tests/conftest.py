@@ -1,6 +1,6 @@
 """What every test shares: poisoned memory, one thread, fixed seeds, and the demo models.
 
-Uninitialised memory is filled with NaN (or the largest integer), so a kernel that reads what it never wrote
+Uninitialised memory is filled with NaN (or the largest integer). So a kernel that reads what it never wrote
 fails on every run instead of once a month.
 """
 

@@ -2,9 +2,9 @@
 
 `python tools/check_names.py` prints every breach of these rules and exits with 1:
 
-* a public class name stands once in the package;
+* a public class name is defined once in the package;
 * nothing of the package is imported under another name (`from plait.a import b as c`);
-* a function of a module is called by a verb, or by a noun where it is a cheap value; by no participle
+* a function of a module is called by a verb, or by a noun where it is a cheap value. It has no participle
   (`kept`, `held_by_name`), but for an adjective of the field before its noun (`paged_attention`, TERMS).
 """
 

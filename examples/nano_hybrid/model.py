@@ -1,7 +1,7 @@
 """A small Mamba2 + MLA + MoE language model in plain torch, with the tensor names of the oxidizr layout.
 
-It is written for training and shares no code with Plait, so it also serves as an oracle: `logits` of a saved
-checkpoint is what Plait's own forward pass of the same directory has to agree with.
+It is written for training and shares no code with Plait, so it also serves as an oracle. Plait's own forward
+pass of a saved checkpoint has to agree with `logits` of the same directory.
 
 The recurrence is that of Mamba2 (Dao and Gu, "Transformers are SSMs", 2024) in its chunked matrix form. The
 attention is multi-head latent attention (DeepSeek-V2, 2024) without latent norms, with the rotary query

@@ -174,8 +174,8 @@ def test_llm_prompts_streamed_and_whole(llm_home: Path, model: str) -> None:
 def scores(client: Client, contexts: list[list[int]], ends: list[list[int]]) -> list[tuple[float, bool]]:
     """What lm-eval's local-completions model makes of one batch: (log-likelihood, whether it is greedy).
 
-    It sends the tokens of context and continuation, asks for one token more, with echo and one alternative,
-    leaves the generated token out, and compares floats for equality.
+    It sends the tokens of context and continuation, and requests one token more, with echo and one
+    alternative. It leaves the generated token out, and compares floats for equality.
     """
     body = {
         "model": client.model,

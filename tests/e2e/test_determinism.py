@@ -1,7 +1,7 @@
 """Determinism as a contract: a reply depends on its request alone, to the bit, whatever the engine does.
 
-Every kind of model under the whole matrix of `plait verify`: batches, prompts in chunks, the prefix cache,
-preemption by swap and by computing again, draft tokens, steps that fail.
+Every kind of model runs under the whole matrix of `plait verify`. It has batches, prompts in chunks, the
+prefix cache, preemption by swap and by computing again, draft tokens, steps that fail.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A chat of ten turns: what was computed for one turn is not computed again for the next.
 
-The prompt of turn k + 1 is that of turn k, its reply, and new tokens. Only the new ones have to be computed,
-the last token of the reply, because its state was not needed so far, and less than one block where state is
-kept by whole blocks.
+The prompt of turn k + 1 is that of turn k, its reply, and new tokens. The new ones have to be computed, and
+the last token of the reply, because its state was not needed so far. Where state is kept by whole blocks,
+less than one block is computed again.
 """
 
 from __future__ import annotations

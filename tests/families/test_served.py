@@ -1,9 +1,9 @@
 """Every family behind HTTP: the greedy tokens of /v1/completions are those that transformers would choose.
 
 Prompts of several lengths arrive together at a server with small steps. So prompts are computed in chunks
-next to the decodes of others, and slots and blocks are used again. There are three runs: with memory for all,
-with so few blocks that sequences are put back and computed again, and with blocks that native kernels know,
-so that every step is a recorded one.
+next to the decodes of others, and slots and blocks are used again. Sequences run once with memory for all,
+and once with so few blocks that some are put back and computed again. A third run has blocks that native
+kernels know, so that every step is a recorded one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SPARED = 20
 NATIVE_BLOCK = 16
 # Dynamic scaling begins beyond the length that a model was made for, which the loader does not pass unasked.
 STRETCHED = {"llama_dynamic": ("max_position_embeddings=32", "original_max_position_embeddings=16")}
-# Two logits nearer than the error of float32 sums in another order (see test_parity) may change places; each
+# Two logits nearer than the error of float32 sums in another order (see test_parity) may change places. Each
 # token is judged after those that were chosen before it, so one such tie says nothing about the others.
 # None is known today: the test passes with 0 too.
 TIE = 1e-4
@@ -161,8 +161,8 @@ def watched(folder: Path, **options: Any) -> Iterator[tuple[Watched, Client]]:
 def after_each(oracle: torch.nn.Module, texts: Sequence[Ids]) -> list[Tensor]:
     """Logits [tokens, vocab] of texts, computed at once.
 
-    All are filled up to LONGEST tokens, which nothing before can see: where the position's angles depend on a
-    length, transformers takes that of its input, and Plait the longest that it serves.
+    All are filled up to LONGEST tokens, which no earlier token can see. Where the position's angles depend on
+    a length, transformers takes that of its input, and Plait the longest that it serves.
     """
     rows = torch.tensor([text + [0] * (LONGEST - len(text)) for text in texts])
     logits = oracle(rows, use_cache=False).logits

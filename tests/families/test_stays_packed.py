@@ -1,7 +1,7 @@
 """What a loaded quantized model holds on a device with no kernels for packed weights: what the file holds.
 
 The variants that CUDA would get are bound here over tensors of the CPU, and all that the model holds is
-looked at: no numbers of the size of a weight matrix may be in memory that is not the checkpoint's own.
+checked. No numbers of the size of a weight matrix may be in memory that is not the checkpoint's own.
 """
 
 from __future__ import annotations

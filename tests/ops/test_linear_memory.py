@@ -1,7 +1,7 @@
 """Quantized weights on a device: decoded in parts at each use, no copy stays, and the host does not wait.
 
-There is no device here. Tensors of torch's `meta` device go through the same code with sizes of real models:
-they have shapes and no memory, and code that reads their numbers on the host fails.
+There is no device here. Tensors of torch's `meta` device go through the same code with sizes of real models.
+They have shapes and no memory, so code that reads their numbers on the host fails.
 """
 
 from __future__ import annotations

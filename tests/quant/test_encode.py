@@ -64,8 +64,8 @@ def test_the_error_is_not_above_the_public_quantizers(name: str, shape: str) -> 
     weight = x.abs() if name in ("q4_0", "q5_0") else torch.ones(())
     blocks = [((t - x).square() * weight).view(-1, 32).sum(1) for t in (decoded(name, x), theirs)]
     assert error(decoded(name, x), x) <= error(theirs, x)
-    # In any one block, up to the rounding of its scale to float16, which may fall either way; not where
-    # scales are so small that float16 has few bits for them.
+    # So it is in any one block, up to the rounding of its scale to float16, which may fall either way.
+    # Blocks are left out where scales are so small that float16 has few bits for them.
     usual = x.view(-1, 32).abs().amax(1) > 0.05
     assert bool((blocks[0] <= blocks[1] * 1.02)[usual].all())
 

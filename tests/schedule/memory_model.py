@@ -1,8 +1,8 @@
 """A runner without tensors: dictionaries stand for the device's memory, and digests for what is in it.
 
-A position's entry is the digest of all tokens up to it (and of the salt), so an entry that belongs to another
+A position's entry is the digest of all tokens up to it (and of the salt). So an entry that belongs to another
 prefix is never taken for the right one, even under equal tokens. The model's next token is a function of that
-digest: a step that reads wrong memory gives wrong text, and is caught before that.
+digest. So a step that reads wrong memory would give wrong text, and is caught before that.
 """
 
 from __future__ import annotations

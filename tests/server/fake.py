@@ -1,7 +1,7 @@
 """A model of bytes that says its prompt again: everything above the engine, without an engine.
 
-A prompt may ask for trouble: `SLOW` takes 10 ms for each token, `HANG` says nothing until it is cancelled,
-`BOOM` fails after three tokens, `REFUSE` is refused by the engine at once, `FULL` and `BROKEN` at submission.
+A prompt may request trouble: `SLOW` takes 10 ms for each token, `HANG` emits nothing until it is cancelled,
+`BOOM` fails after three tokens. `REFUSE` is refused by the engine at once, `FULL` and `BROKEN` at submission.
 """
 
 from __future__ import annotations
