@@ -1,6 +1,6 @@
-"""Plait: one inference engine for language models whose layers are of mixed kinds.
+"""Plait: one inference engine for language models with layers of mixed kinds.
 
-`import plait` is cheap: torch and the model code are loaded when `LLM` is first asked for.
+`import plait` is cheap, because torch and the model code are loaded when `LLM` is first used.
 """
 
 from __future__ import annotations

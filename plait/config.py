@@ -196,7 +196,7 @@ _AT_LEAST = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The HTTP door. It listens on the loopback address unless told otherwise."""
+    """Options of the HTTP server. It listens on the loopback address unless `host` is set."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network")
     port: int = option(8080, "port to listen on; 0: any free one")

@@ -6,7 +6,7 @@ PlaitError
 ├── CheckpointError        exit 3   the files of a model
 │   ├── BadFile                     truncated, lying or unreadable
 │   ├── MissingTensor               a tensor the model needs is not there
-│   ├── UnusedTensor                a tensor nobody asked for: the model would not be the one in the file
+│   ├── UnusedTensor                a tensor that nothing reads: the model would not be the one in the file
 │   ├── ShapeMismatch               a tensor is there with another shape
 │   └── UnsupportedFormat           a container, dtype or quantization we do not read
 ├── UnsupportedModel       exit 3   an architecture, or a key of its config, that is not known
@@ -15,7 +15,7 @@ PlaitError
 │   ├── OutOfBlocks        503
 │   ├── DeadlineExceeded   504      a request was not done within its timeout_s
 │   └── OutOfMemory        exit 4   the model or its state does not fit
-├── RequestError           400      what one client asked
+├── RequestError           400      what one client requested
 │   ├── InvalidField       400      one field, named by `param`
 │   ├── ContextTooLong     400      code context_length_exceeded
 │   ├── ModelNotFound      404      code model_not_found
@@ -25,7 +25,7 @@ PlaitError
 └── EngineError            500      our own fault; belongs to one request or to a dead engine
     ├── EngineKilled                engines end when they work on this request; it is not tried again
     ├── EngineLost         503      the engine's process ended too often; exit 5 if that ends the server
-    └── CannotRecord                a step that must run op by op; told, never shown as a fault
+    └── CannotRecord                a step that must run op by op; reported, never shown as a fault
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MAX_TEXT = 300  # characters of an error's text that clients and logs get
 def clip_text(text: object, most: int = MAX_TEXT) -> str:
     """A text of at most so many characters: where it is longer, "…" takes the place of its middle.
 
-    The beginning says what failed and where, the end what the limit is or what to do; between them stands
-    what was sent, as long as it was.
+    The middle is left out, because it has what was sent, which may be long. The beginning says what failed
+    and where, the end what the limit is or what to do.
     """
     whole = str(text)
     if len(whole) <= most:
@@ -129,7 +129,7 @@ class RequestError(PlaitError):
         self.param = param
 
     def reworded(self, message: str, param: str) -> Self:
-        """The same error, said of another field."""
+        """The same error, for another field."""
         found = copy(self)
         found.args, found.param = (message,), param
         return found

@@ -1,4 +1,4 @@
-"""Fair turns: whoever asks for much waits behind those who ask for little, not before them."""
+"""Fair queues: clients take turns, so one that sends much waits behind those that send little."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plait.errors import CapacityError
 
 T = TypeVar("T")
 asker: ContextVar[str] = ContextVar("asker", default="")
-"""Who the work in progress is for: an API key's name, or a client's address."""
+"""The client that the work in progress is for: an API key's name, or a client's address."""
 
 
 class Lanes(Generic[T]):
@@ -51,7 +51,7 @@ class Lanes(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Lanes by asker, of whom each has at most `each` items in work. Not locked."""
+    """Lanes by client, of which each has at most `each` items in work. Not locked."""
 
     def __init__(self, each: int) -> None:
         self._each, self._working, self._lanes = each, Counter[str](), Lanes[T]()
@@ -60,7 +60,7 @@ class FairQueue(Generic[T]):
         self._lanes.put(who, item)
 
     def take(self) -> tuple[str, T] | None:
-        """The next item and its asker, who goes to the end of the line; `done` must follow."""
+        """The next item and its client, which goes to the end of the line; `done` must follow."""
         found = self._lanes.take([who for who, count in self._working.items() if count >= self._each])
         if found is not None:
             self._working[found[0]] += 1
@@ -77,7 +77,7 @@ class FairQueue(Generic[T]):
 
 
 class Turns:
-    """`places` to work at, from 0, of which one asker has at most `each`. Thread-safe."""
+    """Deals out `places` to work at, from 0, of which one client has at most `each`. Thread-safe."""
 
     def __init__(self, places: int, each: int) -> None:
         self._free, self._queue = list(range(places)), FairQueue[_Turn](each)
@@ -114,7 +114,7 @@ class Turns:
 
 
 class _Turn:
-    """One who waits for a place."""
+    """A client's turn, which waits for a place."""
 
     def __init__(self) -> None:
         self.came = threading.Event()

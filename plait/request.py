@@ -1,4 +1,4 @@
-"""What passes the engine's door: requests in, events out. Plain data: token ids, never text or tensors."""
+"""Requests and events, which go in and out of the engine: plain data, token ids, never text or tensors."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class SamplingParams(ChoiceFields):
         return self.num_sequences > self.n
 
     def resolved(self, generation_config: Mapping[str, Any]) -> SamplingParams:
-        """With every open choice filled in: the request's, else the model's, else Plait's default."""
+        """With every open parameter filled in: the request's, else the model's, else Plait's default."""
         is_greedy = not generation_config.get("do_sample", True)
         theirs = {**generation_config, "temperature": 0.0} if is_greedy else generation_config
         found: dict[str, Any] = {}
@@ -214,7 +214,7 @@ SAMPLING: Mapping[str, Declared] = {n: _declare(h) for n, h in _HINTS if get_ori
 class TokenLogprobs:
     """Log-probability of one token, and the best alternatives, most likely first. `top` holds (id, logprob).
 
-    When alternatives were asked for, the chosen token is always among `top` with the very same float.
+    When alternatives were requested, the chosen token is always among `top` with the very same float.
     """
 
     token_id: int
@@ -245,16 +245,16 @@ USUAL_STYLE = JsonStyle()
 class Grammar:
     """One description of what a reply must be, from its first to its last byte.
 
-    `source` is the JSON text of a schema, a regular expression (Rust's syntax, anchored at both ends), the
-    JSON text of a list of strings, or a grammar in Lark's or llama.cpp's notation. `param` is the request's
-    field that it came from, for messages; two grammars that differ in nothing else are equal.
+    `source`, by `kind`: the JSON text of a schema, a regular expression (Rust's syntax, anchored at both
+    ends), the JSON text of a list of strings, or a grammar in Lark's or llama.cpp's notation. `param` is the
+    request's field that it came from, for messages; two grammars that differ in nothing else are equal.
 
-    `lead`, `opening` and `instead` are Lark sources of the server's own, "" for none: what comes before the
-    described reply (a block of thinking), what begins it (the name of its channel), and what may stand in the
-    place of both (calls of tools).
+    `lead`, `opening` and `instead` are Lark sources of the server's own, "" for none. `lead` comes before the
+    described reply (a block of thinking), `opening` begins it (the name of its channel). `instead` may
+    replace both (tool calls).
 
-    `open_objects` and `space`: of a schema's `JsonStyle`; None: the server's. `form`: what the library
-    compiles, of a grammar that was tried out and found good; "": it was not tried.
+    `open_objects` and `space`: of a schema's `JsonStyle`; None: the server's. `form`: the form that the
+    library compiles, of a grammar that was tried out and found good; "": it was not tried.
     """
 
     kind: GrammarKind
@@ -277,7 +277,7 @@ class Grammar:
 class ThinkingBudget:
     """At most `num_tokens` tokens of thinking in a reply; `closing_ids` are written then.
 
-    Thinking stands between the texts `opening` and `closing`. `is_open`: the prompt ends inside of it.
+    Thinking lies between the texts `opening` and `closing`. `is_open`: the prompt ends inside of it.
     `anywhere`: it may also begin behind content, and not only where a reply begins.
     """
 
@@ -291,12 +291,12 @@ class ThinkingBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyShape:
-    """What is in the text of a reply beside content, for whoever reads it.
+    """How to parse the text of a reply: what it may contain in addition to content.
 
     `tools`: those that may be called, as OpenAI writes them; `choice`: its tool_choice. `parallel`: more than
-    one may be. `thinks` False: the model was told not to; `is_open`: the prompt ends inside of thinking;
-    `has_begun`: inside of content, for a model that names the channel of what it says. `may_think` False:
-    no thinking begins in the reply, as it goes on from content, or as its grammar has no place for any.
+    one may be called. `thinks` False: the request turned thinking off. `is_open`: the prompt ends inside of
+    thinking; `has_begun`: inside of content, for a model that names the channel of its texts. `may_think`
+    False: no thinking begins in the reply, because it goes on from content, or its grammar allows none.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -312,18 +312,19 @@ class ReplyShape:
 class Request:
     """One request as the engine sees it. `stop_token_ids` already holds every end-of-generation token.
 
-    `boundaries`: prompt positions where other requests are likely to part ways (ends of messages), where
+    `boundaries`: positions of message ends in the prompt, where other requests are likely to diverge and
     state is worth keeping. `cache_salt`: only requests with the same salt share what was computed.
-    `priority`: lower runs first. `timeout_s`: ends with an error when it is not done by then, counted from
-    its arrival. `resumed`, of a request that goes on in a new engine: the output tokens of each choice so
-    far, None for one that has ended; (): it is new. It gets the tokens that it would have had in the old one.
+    `priority`: lower runs first. `timeout_s`: the request ends with an error when it is not done by then,
+    counted from its arrival. `resumed`: output tokens so far of each choice, None for one that has ended, of
+    a request that goes on in a new engine; (): it is new. It gets the tokens that it would have had in the
+    old one.
+
     `grammar`: what every choice must be; `thinking`: how much of it may be thinking. `shape`: how its text is
-    read; None: all of it is content.
-    `pooling`: what is wanted is the hidden state after the last norm, of the last token or the mean of all.
-    `interval`: tokens of a choice that an engine in another process tells of at a time; the first, and the
-    end, it tells at once. `watched`: somebody sees the reply before its end, and would see it falter.
-    `shows_progress`: there are events, too, of how far the prompt of the first choice is computed.
-    `tenant`: with whom it shares what is dealt out in turns, an API key or an address.
+    parsed; None: all of it is content. `pooling`: instead of tokens, return the hidden state after the last
+    norm, of the last token or the mean of all. `interval`: tokens of a choice that an engine in another
+    process emits at a time; it emits the first, and the end, at once. `watched`: the reply is streamed, so a
+    client would see it falter. `shows_progress`: events also report how far the prompt of the first choice is
+    computed. `tenant`: an API key or an address; requests of one tenant share its turns.
     """
 
     id: str
@@ -350,9 +351,9 @@ class RequestTrace:
     """Where the time of one choice of a request went. Holds no text and no token.
 
     Times are seconds on the engine's clock, which only ever grows; None: it never came so far.
-    `num_cached_tokens` of the prompt were there already when it first ran; `miss_cause` is "hit" then, else
-    why there were none ("": it never ran). `num_steps`: steps that computed something of it. Of the
-    `num_drafted_tokens` that were guessed ahead, `num_accepted_tokens` were right.
+    `num_cached_tokens` of the prompt were cached already when it first ran; `miss_cause` is "hit" then, else
+    why there were none ("": it never ran). `num_steps`: steps that computed something of it. Of its
+    `num_drafted_tokens` draft tokens, `num_accepted_tokens` were accepted.
     """
 
     request_id: str
@@ -376,13 +377,13 @@ class RequestTrace:
 class Event:
     """New tokens of one choice of one request; the last one of a choice carries `finish_reason`.
 
-    `prompt_logprobs` (first event of a request that asked): one entry per prompt token after the first.
+    `prompt_logprobs` (first event, if requested): one entry per prompt token after the first.
     `token_ids` does not hold the end-of-generation token that stopped it; `stop_token_id` does.
     `num_cached_tokens`: tokens of the prompt that were not computed again. `error`: the exception behind
     finish_reason "error". `trace`: comes with the finish_reason, unless the request was never taken; events
     that differ in it alone are equal. `embedding` (last event of a request with `pooling`): the hidden state.
-    `prompt_progress`, of an event without tokens: so many of the prompt's are done, computed or cached, and
-    the seconds since it first ran.
+    `prompt_progress`, of an event without tokens: how many of the prompt's tokens are done, computed or
+    cached, and the seconds since it first ran.
     """
 
     request_id: str

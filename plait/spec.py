@@ -55,8 +55,9 @@ class AttentionSpec(Mixer):
     """Grouped-query attention. `window` keys are visible to a query, itself included.
 
     `qk_norm_over`: one head with a weight for all ("head"), one head with a weight of its own ("each"), or
-    all heads as one vector ("all"). `sinks`: a learned logit per head that takes part in the softmax and is
-    nobody's (gpt-oss). `gate`: the output is multiplied by the sigmoid of a projection (Qwen3-Next).
+    all heads as one vector ("all"). `sinks`: a learned logit per head that takes part in the softmax and
+    belongs to no token (gpt-oss). `gate`: the output is multiplied by the sigmoid of a projection
+    (Qwen3-Next).
     """
 
     num_heads: int
@@ -111,8 +112,8 @@ class Mamba1Spec(Recurrent):
 class Mamba2Spec(Recurrent):
     """State-space duality (Dao & Gu 2024). `norm_groups` is how many parts the gated norm is taken over.
 
-    `mode` "ssd" is the recurrence; "exact" is what oxidizr's trainer computes, which is not causal and
-    depends on `chunk_size` and on the whole sequence (`ModelSpec.causal` is then False).
+    `mode` "ssd" is the recurrence; "exact" is what oxidizr's trainer computes. The latter is not causal
+    (`ModelSpec.causal` is then False), because it depends on `chunk_size` and on the whole sequence.
     """
 
     num_heads: int
@@ -195,7 +196,7 @@ class LightningSpec(Recurrent):
 class RgLruSpec(Recurrent):
     """Griffin's recurrent block (De et al. 2024): conv and gated linear recurrence, times a second branch.
 
-    The recurrence's two gates are maps of each head onto itself; `activation`: of the second branch.
+    The recurrence's two gates are linear layers of each head onto itself; `activation`: of the second branch.
     """
 
     width: int
@@ -241,18 +242,18 @@ class MoeSpec(Mixer):
 
 @dataclass(frozen=True, slots=True)
 class ParallelSpec(Mixer):
-    """Mixers that read the same normed input and whose outputs are summed (Falcon-H1)."""
+    """Mixers that read the same normed input, with summed outputs (Falcon-H1)."""
 
     parts: Mapping[str, Mixer]
 
 
 @dataclass(frozen=True, slots=True)
 class AsideSpec:
-    """A transformer block beside a branch (Zamba2), out(mlp(norm(attention(norm([x, embeddings]))))).
+    """A shared transformer block next to a branch (Zamba2): out(mlp(norm(attention(norm([x, embeddings]))))).
 
     It reads x and the token embeddings side by side and has no residuals. All asides of one `block` use the
-    same weights but for `out` and for adapters of their own: maps of rank `rank`, added to gate and up, and
-    to q, k and v if `adapts_attention`. The gated feed-forward is `size` wide.
+    same weights but for `out` and for adapters of their own. The adapters have rank `rank` and are added to
+    gate and up, and to q, k and v if `adapts_attention`. The gated feed-forward is `size` wide.
     """
 
     block: int
@@ -272,8 +273,8 @@ class AsideSpec:
 class BranchSpec:
     """One residual branch: x = x + scale * post_norm(mixer(norm(x))).
 
-    `keep`: not x stays, but `keep` times what the mixer read, norm(x) (MiniMax-01). `aside`: what this gives
-    is added to what the norm reads, norm(x + aside(x, embeddings)), and to nothing else.
+    `keep`: the residual is not x but `keep` times the mixer's input, norm(x) (MiniMax-01). `aside`: its
+    output is added to what the norm reads, norm(x + aside(x, embeddings)), and to nothing else.
     """
 
     name: str

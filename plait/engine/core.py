@@ -1,6 +1,6 @@
 """The engine: requests in, events out, one step at a time. A plain object without a thread.
 
-Nothing here knows text or tensors. A fault belongs to the request that causes it: after a failed step its
+Nothing here knows text or tensors. A fault belongs to the request that causes it. So after a failed step its
 sequences run again one by one, and only those that fail alone are failed.
 """
 
@@ -31,7 +31,7 @@ from plait.schedule.speculate import Speculation
 T = TypeVar("T")
 NUM_TRACES = 256
 MAX_FORCED = 8  # tokens that must come, computed as a draft
-MAX_TRIES = 3  # of a sequence whose steps fail, when it may be for what they move
+MAX_TRIES = 3  # of a sequence with failing steps, when the memory that they move may be the cause
 log = logging.getLogger("plait.engine")
 trace_log = logging.getLogger("plait.trace")
 
@@ -45,10 +45,10 @@ class StepRunner(Protocol):
 class Engine:
     """Owns the open requests. Not thread-safe: one thread calls everything (`engine.thread.EngineLoop`).
 
-    Events are delivered during `step` and `cancel`, on the caller's thread. An `on_event` that raises has its
-    request cancelled; the last of such faults are in `reader_faults` as (request id, exception). `traces` has
-    the last choices that ended. `guided` makes what holds each choice of a request to its grammar. `clock`
-    gives seconds that only ever grow, the same as the scheduler's.
+    Events are delivered during `step` and `cancel`, on the caller's thread. If `on_event` raises, its request
+    is cancelled; the last of such faults are in `reader_faults` as (request id, exception). `traces` has the
+    last choices that ended. `guided` makes the guide that holds each choice of a request to its grammar.
+    `clock` gives seconds that only ever grow, the same as the scheduler's.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Engine:
         """End a request, or one choice of it, in any phase: what it holds is free at once.
 
         Each open choice gets a last event with finish_reason "cancelled". Unknown ids and finished requests
-        are left alone: who cancels cannot know what has finished meanwhile.
+        are ignored, because the caller cannot know what has finished meanwhile.
         """
         entry = self._requests.get(request_id)
         if entry is None:
@@ -131,13 +131,13 @@ class Engine:
         return True
 
     def audit(self) -> list[str]:
-        """Check the scheduler's books and mend them where they are wrong; returns what was, and logs it.
+        """Check the scheduler's accounting of memory and repair it; returns what was wrong, and logs it.
 
-        For idle moments: a wrong book costs memory or time, and is no reason to end anybody's request.
+        For idle moments: a wrong entry costs memory or time, and is no reason to end any request.
         """
         try:
             self.scheduler.check()
-        except Exception as error:  # whatever it stumbles over is a wrong entry
+        except Exception as error:  # any exception of the check is a wrong entry
             self.metrics.num_repairs += 1
             mended = self.scheduler.repair()
             log.error("the scheduler's books were wrong (%s: %s) and are mended", type(error).__name__, error)
@@ -147,13 +147,13 @@ class Engine:
         return []
 
     def refuse(self, request: Request, on_event: OnEvent, error: Exception) -> None:
-        """Tell a request that was never opened why, by events: for callers that can no longer raise."""
+        """Report by events why a request was never opened: for callers that can no longer raise."""
         entry = OpenRequest(request, on_event)
         for choice in range(request.params.n):
             self._emit(entry, _failure(request.id, choice, error))
 
     def fail_all(self, error: Exception) -> None:
-        """End every open request with this error. Trusts only the list of requests: the engine is dead."""
+        """End every open request with this error. Uses only the list of requests, as the engine is dead."""
         requests, self._requests = self._requests, {}
         for entry in requests.values():
             for index, choice in entry.open.items():
@@ -173,7 +173,7 @@ class Engine:
         return self.scheduler.has_work
 
     def stats(self) -> Mapping[str, int]:
-        """The scheduler's numbers, and totals since the start; safe from any thread."""
+        """The scheduler's numbers, and totals since startup; safe from any thread."""
         return {
             **self.scheduler.stats(),
             "num_steps": self.metrics.num_steps,
@@ -210,7 +210,7 @@ class Engine:
         ]
 
     def _expire(self) -> bool:
-        """End the choices whose time is over. Whether there were any."""
+        """End the choices that are past their deadline. Returns whether there were any."""
         now = self.clock()
         expired = [self._choices.get(seq_id) for seq_id in self.scheduler.expire(now)]
         for choice in expired:
@@ -219,14 +219,14 @@ class Engine:
         return bool(expired)
 
     def _part_with_misguided(self) -> bool:
-        """End the choices whose guide cannot be followed. Whether there were any."""
+        """End the choices with a guide that cannot be followed. Returns whether there were any."""
         lost = [(choice, error) for choice in self._choices.values() if (error := choice.misguided_by)]
         for choice, error in lost:
             self._fail(choice, error)
         return bool(lost)
 
     def _drafts(self) -> Mapping[int, tuple[int, ...]]:
-        """Tokens guessed ahead, by sequence id."""
+        """Draft tokens by sequence id."""
         if self.speculation is None or not (drafting := self.scheduler.drafting()):
             return {}
         num_left = sum(seq.num_left for seq in self.scheduler.running)
@@ -237,7 +237,7 @@ class Engine:
         return {**found, **{i: forced for i, guide in guided if (forced := guide.forced()[:MAX_FORCED])}}
 
     def _ask(self, call: Callable[[Speculation], T], otherwise: T) -> T:
-        """What speculation says. It must cost nobody a request: if it fails, it is off from then on."""
+        """Call speculation. A failure turns it off from then on, and must not end any request."""
         if self.speculation is None:
             return otherwise
         try:
@@ -256,7 +256,7 @@ class Engine:
                 self.metrics.count_start(now - choice.arrival_s, choice.sequence.num_cached_tokens)
 
     def _show_progress(self, plan: StepPlan, now: float) -> None:
-        """Tell how far the prompts in a step are, before the token that the last of one brings."""
+        """Emit how far the prompts in a step are, before the token that a prompt's last chunk brings."""
         for chunk in plan.chunks:
             choice = self._choices.get(chunk.seq_id)
             if choice is None or choice.first_token_s is not None:
@@ -271,7 +271,7 @@ class Engine:
                 self._emit(choice.entry, event)
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
-        """Tell the scheduler what a step like this costs: its pass, and what was moved beside it."""
+        """Report the cost of a step to the scheduler: the time of its pass, and of the memory it moved."""
         costs = self.scheduler.costs
         if not any(isinstance(move, Save | Load) for move in plan.moves):
             costs.observe(plan.num_tokens, seconds / plan.num_steps)
@@ -285,7 +285,7 @@ class Engine:
         choice = self._choices.get(update.seq_id)
         if choice is None:  # cancelled by an event of the same step
             return
-        if choice.misguided_by:  # in this very step: nothing that came of it may be told
+        if choice.misguided_by:  # in this very step: none of its tokens may be emitted
             self._fail(choice, choice.misguided_by)
             return
         self._count(choice, update, now)
@@ -323,9 +323,9 @@ class Engine:
         choice.last_token_s = now
 
     def _recover(self, plan: StepPlan, error: Exception) -> None:
-        """A step failed: the sequence that was alone in it is failed, several are tried one by one.
+        """After a failed step, fail the sequence that was alone in it; several are tried one by one.
 
-        If the step also moved memory, of whomever, the sequence may not be to blame: it has some more tries.
+        If the step also moved memory, of any sequence, the cause may be the move, so there are more tries.
         """
         self.metrics.num_failed_steps += 1
         self.scheduler.isolate()  # before the sequence ends: nothing that it leaves may be found by others
@@ -366,7 +366,7 @@ class Engine:
         try:
             entry.on_event(event)
         except Exception as error:
-            # Its reader is broken and cannot be told; nobody else may suffer, and the fault must be seen.
+            # The reader is broken and gets no more events. The fault is logged; other requests go on.
             entry.on_event = _nobody
             log.exception("the reader of %s failed, and its request is ended", entry.request.id)
             self.reader_faults.append((entry.request.id, error))
@@ -374,7 +374,7 @@ class Engine:
 
 
 def _failure(request_id: str, choice: int, error: Exception) -> Event:
-    """The last event of a choice that failed; what is not ours is wrapped, its cause kept."""
+    """The last event of a choice that failed. Exceptions that are not Plait's are wrapped as the cause."""
     shown = error
     if not isinstance(error, PlaitError):
         shown = EngineError(f"the engine failed at this request: {type(error).__name__}: {error}")
@@ -383,4 +383,4 @@ def _failure(request_id: str, choice: int, error: Exception) -> Event:
 
 
 def _nobody(event: Event) -> None:
-    """Where the events of a request go whose reader is broken."""
+    """Discards the events of a request with a broken reader."""

@@ -1,4 +1,4 @@
-"""Where a model runs and what it computes in: chosen once, and said why."""
+"""Chooses the device and dtype of a model once, with the reason; measures free memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.errors import ConfigError, OutOfMemory
 
 
 def choose_device(asked: Device) -> tuple[torch.device, str]:
-    """(device, why). Raises ConfigError if CUDA was asked for and there is none."""
+    """(device, why). Raises ConfigError if CUDA was requested and there is none."""
     if asked == "cpu":
         return torch.device("cpu"), "asked for"
     if torch.cuda.is_available():

@@ -1,8 +1,8 @@
-"""What replies must be, followed token by token: their grammar, and how long they may think.
+"""Guides of structured output, followed token by token: a reply's grammar and its thinking budget.
 
-Grammars are compiled on a thread of their own, keys by turns: a sequence waits in the queue until its guide
-is ready, and no step waits for it. A guide that can no longer be followed ends its own sequence, which never
-goes on free.
+Grammars are compiled on a thread of their own, and tenants take turns. A sequence waits in the queue until
+its guide is ready, and no step waits for it. A guide that can no longer be followed ends its own sequence,
+which never goes on without its grammar.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ANYTHING = b""  # the mask of a token that is free
 
 
 class GrammarGuide:
-    """Of one sequence; `schedule.sequence.Guide` says what the scheduler asks of it.
+    """Masks of allowed tokens for one sequence; `schedule.sequence.Guide` is the scheduler's view of it.
 
-    Made ready by one thread and used by another. Nothing raises: `error` says why it cannot be followed.
-    `is_wanted` False: its reply has ended, and what it would take to make it ready is not worth doing.
+    Made ready by one thread and used by another. Nothing raises: `error` is why it cannot be followed.
+    `is_wanted` False: its reply has ended, so it need not be made ready any more.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -41,14 +41,14 @@ class GrammarGuide:
     def begin(
         self, grammar: GrammarState | None, watch: ThinkingWatch | None, so_far: Sequence[int] = ()
     ) -> None:
-        """Ready from now on. `so_far`: tokens that the reply has already."""
+        """Make the guide ready. `so_far`: tokens that the reply has already."""
         self._grammar, self._watch = grammar, watch
         for token_id in so_far:
             self.accept(token_id)
         self.is_ready = True
 
     def fail(self, error: Exception) -> None:
-        """It can never be followed."""
+        """Record why the guide can never be followed."""
         self.error = error
 
     @property
@@ -57,9 +57,9 @@ class GrammarGuide:
         return self.error is None and self._grammar is not None and self._grammar.is_finished
 
     def masks(self, draft: Sequence[int] = ()) -> tuple[bytes, ...]:
-        """What the next token may be, and the token behind each of `draft` that may stand.
+        """Masks of the next token, and of the token after each allowed token of `draft`.
 
-        So the draft must be cut to one less than there are masks. (): anything goes, or nothing any more.
+        So the draft must be cut to one less than there are masks. (): anything is allowed, or nothing more.
         """
         if self.error is not None:
             return ()
@@ -74,7 +74,7 @@ class GrammarGuide:
         return self._known[1][: len(draft) + 1]
 
     def accept(self, token_id: int) -> bool:
-        """The reply has this token now; whether it must end with it."""
+        """Record the reply's next token. Returns whether the reply must end with it."""
         self._known = None
         try:
             if self._grammar is not None and self.error is None:
@@ -87,7 +87,7 @@ class GrammarGuide:
             return True
 
     def forced(self) -> tuple[int, ...]:
-        """Tokens that must come next: a draft that is right."""
+        """Tokens that must come next: a draft that is always accepted."""
         if self.error is not None:
             return ()
         if self._watch is not None and self._watch.due:
@@ -125,8 +125,8 @@ class GrammarGuide:
 class Guides:
     """Makes the guides of one model's requests.
 
-    `find` gives the compiler of its grammars, when one is first needed. What it raises is the error of the
-    request that needed it.
+    `find` gives the compiler of its grammars, when one is first needed. If it raises, the request that needed
+    the compiler ends with that error.
     """
 
     def __init__(self, find: Callable[[], GrammarCompiler], vocab_size: int) -> None:
@@ -137,7 +137,7 @@ class Guides:
         self._turns: Lanes[tuple[Request, list[GrammarGuide]]] = Lanes()
 
     def open(self, request: Request) -> list[GrammarGuide | None]:
-        """A guide for each choice of a request, not ready yet; None where it may be anything."""
+        """A guide for each choice of a request, not ready yet; None where the reply may be anything."""
         if request.grammar is None and request.thinking is None:
             return [None] * request.params.n
         guides = [GrammarGuide(self._vocab_size) for _ in range(request.params.n)]
@@ -155,7 +155,7 @@ class Guides:
         return [*guides]
 
     def close(self) -> None:
-        """Let go of the thread and of the process that tries grammars; what is not begun is left."""
+        """Stop the thread and the process that tries grammars; waiting grammars are not compiled."""
         with self._lock:
             if self._worker is not None:
                 self._worker.shutdown(wait=False, cancel_futures=True)
@@ -185,7 +185,7 @@ class Guides:
 
 
 def refuse_guides(request: Request) -> list[GrammarGuide | None]:
-    """What an engine without a vocabulary makes of a request. Raises InvalidField for one that needs one."""
+    """No guides, for an engine without a vocabulary. Raises InvalidField for a request that needs one."""
     for name, wish in (("grammar", request.grammar), ("thinking_token_budget", request.thinking)):
         if wish is not None:
             raise InvalidField(

@@ -1,4 +1,4 @@
-"""What a model can be asked: the numbers that decide, and one text for each limit.
+"""Validates requests against a model's limits: context length, vocabulary, memory; one text for each.
 
 `Front.prepare` admits every request of every entry point, once. The engine admits it again: its process
 trusts no other, and one token id that the model lacks would end every request there.
@@ -92,7 +92,10 @@ class RequestLimits:
             raise self._too_long(count, f"{count} tokens", "send them in parts", param)
 
     def _too_long(self, num_prompt: int, requested: str, advice: str, param: str) -> ContextTooLong:
-        """Its first two sentences are OpenAI's and vLLM's: clients look for them, and read the numbers."""
+        """The error for a prompt that is too long.
+
+        Its first two sentences are OpenAI's and vLLM's, because clients look for them and read the numbers.
+        """
         return ContextTooLong(
             f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
             f"{requested}. Please {advice}.",

@@ -1,4 +1,4 @@
-"""How much memory the state of running sequences gets: by need, under a limit. Arithmetic only.
+"""Sizes the memory of running sequences, KV cache blocks and slots: by need, under a limit. Arithmetic only.
 
 Windows and slots are bounded per sequence and sized for `max_num_seqs`; full attention gets what
 `max_num_seqs` sequences of `max_model_len` tokens need, or what is left.
@@ -17,8 +17,8 @@ from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler, SchedulerLimits
 
 DEFAULT_SHARE = 0.5  # of the memory that is free when the weights are loaded
-SNAPSHOT_SHARE = 0.25  # of the limit, at most, for snapshots of state of fixed size
-SNAPSHOTS_PER_SEQ = 2  # the end of its prompt, and the end of its reply
+SNAPSHOT_SHARE = 0.25  # of the limit, at most, for snapshots of recurrent state
+SNAPSHOTS_PER_SEQ = 2  # one at the prompt boundary, one at the end of the reply
 HOST_SHARE = 0.25  # of free host memory, at most, for what has to leave the device
 LENGTHS = (1024, 8192, 32768, 131072)  # at which `plait info` shows what a sequence costs
 
@@ -38,11 +38,11 @@ class GroupSize:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The state memory of an engine. `num_slots` holds the garbage slot; 0: no mixer has state of fixed size.
+    """The state memory of an engine. `num_slots` holds the garbage slot; 0: no mixer has recurrent state.
 
     `num_snapshots` of the slots are beyond what running sequences need. `host_nbytes`: the most host memory
-    for what has to make room, taken when needed. `notes`: what was made smaller than a default, and why, to
-    be shown at start-up.
+    for sequences and snapshots that leave the device, taken when needed. `notes`: what was made smaller than
+    a default, and why, to be shown at startup.
     """
 
     max_model_len: int
@@ -64,7 +64,7 @@ class Sizing:
         return sum(size.nbytes for size in self.groups) + self.num_slots * self.nbytes_per_slot
 
     def rows(self, weights_nbytes: int, *, is_lazy: bool = False) -> list[tuple[str, str, int]]:
-        """The start-up table: (what, how many, bytes), the total last.
+        """The table that is shown at startup: (what, how many, bytes), the total last.
 
         `is_lazy`: the system gives memory to state as it is first written, so that the total is a bound.
         """
@@ -127,12 +127,12 @@ def size_state(
     free_host: int | None = None,
     total_memory: int | None = None,
 ) -> Sizing:
-    """The memory for a model's state. `free_memory`: bytes free on the device once the weights are there;
-    `free_host`: on the host, if that is another; `total_memory`: all that the device has, if it is known.
+    """Size the memory of a model's state. `free_memory`: bytes free on the device once the weights are there.
 
+    `free_host`: bytes free on the host, if that is another; `total_memory`: all of the device, if known.
     The limit is `config.memory_limit`, else half of `free_memory`. Raises ConfigError if the model cannot do
-    the `max_model_len` asked for or the device has less than `memory_limit`, OutOfMemory with both numbers if
-    not one such sequence fits; a length that no option asked for is made shorter instead, with a note.
+    the requested `max_model_len` or the device has less than `memory_limit`. Raises OutOfMemory with both
+    numbers if not one such sequence fits. A length that no option set is made shorter instead, with a note.
     """
     if config.memory_limit is not None and total_memory is not None and config.memory_limit > total_memory:
         raise ConfigError(
@@ -187,7 +187,7 @@ def gib(nbytes: int) -> str:
 
 
 def _length(model: ModelFacts, config: EngineConfig) -> tuple[int, list[str]]:
-    """The longest sequence asked for, or the model's own."""
+    """The longest sequence that was requested, or the model's own."""
     asked, has_pages = config.max_model_len, any(isinstance(s, PagedState) for s in model.states.values())
     if asked is not None and asked > model.max_len and has_pages:
         raise ConfigError(
@@ -210,7 +210,7 @@ def _length(model: ModelFacts, config: EngineConfig) -> tuple[int, list[str]]:
 
 
 def _num_snapshots(model: ModelFacts, config: EngineConfig, length: int, limit: int) -> int:
-    """Slots beside those of running sequences, in what is left when one of the longest sequences runs."""
+    """The number of slots for snapshots, in the memory that one of the longest sequences leaves."""
     nbytes = _nbytes_per_slot(model)
     if not nbytes or not model.causal:
         return 0
@@ -219,7 +219,7 @@ def _num_snapshots(model: ModelFacts, config: EngineConfig, length: int, limit: 
 
 
 def _host_nbytes(model: ModelFacts, config: EngineConfig, length: int, free: int) -> int:
-    """What all sequences would need if they had to leave the device, within reason."""
+    """Bytes of host memory for swapping: what all sequences need, at most a share of free memory."""
     if config.swap_memory is not None:
         return config.swap_memory
     each = sequence_nbytes(model.states, model.dtype, length, config.block_size)
@@ -250,7 +250,7 @@ def _num_blocks(model: ModelFacts, group: BlockGroup, config: EngineConfig, leng
     full = seqs * -(-length // size)
     if not _is_bounded(model, group):
         return full + 1
-    # In one step at most max_num_batched_tokens new tokens lie beside the windows, whoever they belong to.
+    # In one step at most max_num_batched_tokens new tokens, of all sequences together, add to the windows.
     new = -(-config.max_num_batched_tokens // size)
     return min(full, seqs * num_window_blocks(group.window or 0, size) + new) + 1
 
@@ -282,7 +282,7 @@ def _fixed_nbytes(model: ModelFacts, config: EngineConfig, length: int) -> int:
 
 
 def _one_sequence_nbytes(model: ModelFacts, config: EngineConfig, length: int) -> int:
-    """The least memory in which one sequence of `length` can run beside the fixed part."""
+    """The least memory in which one sequence of `length` can run, the fixed part included."""
     total = _fixed_nbytes(model, config, length)
     for group in block_groups(model.states):
         if not _is_bounded(model, group):

@@ -1,8 +1,8 @@
-"""What an engine has done and how long it took, counted as it runs and read as Prometheus metrics.
+"""Prometheus metrics of an engine: what it has done and how long it took, counted as it runs.
 
-The engine's thread counts into plain numbers, which costs next to nothing per token. Whoever scrapes
-`Metrics.registry`, on any thread, has them turned into metric families then, together with what the scheduler
-says of that moment.
+The engine's thread counts into plain numbers, which costs next to nothing per token. A scrape of
+`Metrics.registry`, on any thread, turns them into metric families, together with the scheduler's numbers of
+that moment.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SchedulerCounts(Protocol):
 
 
 class Histogram:
-    """How often which values came. One thread observes, any thread reads."""
+    """A histogram of observed values. One thread observes, any thread reads."""
 
     def __init__(self, name: str, about: str, bounds: Sequence[float]) -> None:
         self.name, self.about, self.bounds = name, about, tuple(bounds)
@@ -43,7 +43,7 @@ class Histogram:
         self._labels = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Note that `value` came `times` times."""
+        """Record that `value` came `times` times."""
         self._counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
@@ -102,21 +102,21 @@ class Metrics(Collector):
         self._queue.observe(queue_s)
 
     def count_steps(self, num_steps: int, num_tokens: int, seconds: float) -> None:
-        """So many steps, of so many tokens each, were computed and committed in so long."""
+        """Count steps of `num_tokens` tokens each that were computed and committed in `seconds`."""
         self.num_steps += num_steps
         self.num_steps_ahead += num_steps - 1
         self._step.observe(seconds / num_steps, num_steps)
         self._step_tokens.observe(num_tokens, num_steps)
 
     def count_first(self, num_tokens: int, seconds: float) -> None:
-        """The first tokens of a choice, so long after its arrival; those guessed come with the first."""
+        """Count the first tokens of a choice, `seconds` after its arrival; accepted drafts come with them."""
         self.num_output_tokens += num_tokens
         self._first_token.observe(seconds)
         if num_tokens > 1:
             self._gap.observe(0.0, num_tokens - 1)
 
     def count_next(self, num_tokens: int, seconds: float) -> None:
-        """More tokens of a choice, so long after those before them."""
+        """Count more tokens of a choice, `seconds` after those before them."""
         self.num_output_tokens += num_tokens
         self._gap.observe(seconds / num_tokens, num_tokens)
 

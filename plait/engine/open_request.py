@@ -1,4 +1,4 @@
-"""A request while it is open, and each of its choices: whom it answers, and when what happened to it."""
+"""An open request and its choices: where their events go, and the times of what happened to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OnEvent = Callable[[Event], None]
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that has choices without an end. `open`: those, by their index."""
+    """A request with choices that have not ended. `open`: those choices, by their index."""
 
     request: Request
     on_event: OnEvent
@@ -41,11 +41,11 @@ class OpenChoice:
 
     @property
     def misguided_by(self) -> Exception | None:
-        """Why what it must be cannot be followed any more."""
+        """Why the choice's guide cannot be followed any more; None while it can."""
         return None if self.sequence.guide is None else self.sequence.guide.error
 
     def trace(self, finish_s: float, finish_reason: FinishReason) -> RequestTrace:
-        """What is known of it at its end."""
+        """The trace of the choice at its end."""
         seq = self.sequence
         return RequestTrace(
             request_id=seq.request_id,
@@ -66,7 +66,7 @@ class OpenChoice:
         )
 
     def overdue(self) -> str:
-        """Why it ends before it is done: the limit, and how far it got until then."""
+        """The error text of a choice past its deadline: the limit, and how far the choice got until then."""
         limit, num_tokens = self.entry.request.timeout_s, self.sequence.num_output_tokens
         if num_tokens:
             so_far = f"{num_tokens} tokens were generated until then, and reach those who stream"

@@ -1,4 +1,4 @@
-"""The thread that owns an engine: requests arrive from any thread, events leave on its own."""
+"""The engine loop: a thread that owns an engine. Requests arrive from any thread, events leave on its own."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ log = logging.getLogger("plait.engine")
 class EngineLoop:
     """Runs an engine while there is work and sleeps when there is none. Started at construction.
 
-    Every method is safe from any thread. `num_rounds` grows with every step: while `has_work` and it stands
-    still, the engine hangs, and after `STALLED_S` it is not `healthy`. If an exception escapes the engine,
-    open requests end with it, `healthy` is False, and nothing is taken any more. `on_end` is called once, on
-    its own thread, when the last step is over. Idle for a moment after work, it has the engine check its
-    books, once.
+    Every method is safe from any thread. `num_rounds` grows with every step. While `has_work` and it does not
+    grow, the engine hangs, and after `STALLED_S` it is not `healthy`. If an exception escapes the engine,
+    open requests end with it, `healthy` is False, and no request is taken any more. `on_end` is called once,
+    on the engine's thread, when the last step is over. After work, when it is idle for a moment, it has the
+    engine check its accounting, once.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EngineLoop:
             self._wake.notify()
 
     def check_room(self) -> None:
-        """Raises QueueFull or EngineError if a request that came now would be refused, whatever it asks."""
+        """Raises QueueFull or EngineError if any request that came now would be rejected."""
         self._check_open()
         if not self.engine.scheduler.has_room(self._arriving):
             raise QueueFull(
@@ -122,11 +122,11 @@ class EngineLoop:
 
     @property
     def fingerprint(self) -> str:
-        """No server tells it of an engine in this process."""
+        """Empty, because no server reports one for an engine in this process."""
         return ""
 
     def follow_log_levels(self) -> None:
-        """Its records are this process's own."""
+        """Does nothing, because the engine logs with this process's own levels."""
 
     def stats(self) -> Mapping[str, int]:
         """The engine's numbers as they are now."""
@@ -149,7 +149,7 @@ class EngineLoop:
         return self.engine.metrics.registry
 
     def _abandon(self) -> None:
-        """At the end of the process: nobody closed it."""
+        """Close the loop at the end of the process, when its owner did not."""
         self.close(drain=False)
 
     def _check_open(self) -> None:
@@ -183,7 +183,7 @@ class EngineLoop:
                 self._on_end()
 
     def _obey(self) -> bool:
-        """Do what was asked since the last step, sleeping while there is nothing to do. False: stop."""
+        """Run the commands since the last step, sleeping while there is nothing to do. False: stop."""
         while True:
             commands = self._next_commands()
             for command in commands:
@@ -198,7 +198,7 @@ class EngineLoop:
                 return True
 
     def _next_commands(self) -> deque[Command]:
-        """What was asked; waits for it while there is nothing else to do, and uses that time for an audit."""
+        """The next commands; waits for them while there is no other work, and uses that time for an audit."""
         with self._wake:
             while not self._commands and not self.engine.has_work and not self._closing:
                 if not self._wake.wait(self._rounds.idle_s):

@@ -1,7 +1,7 @@
-"""A smaller model that guesses what the large one will say. It draws with the same random numbers.
+"""The draft model of speculative decoding: a smaller model, which draws with the same random numbers.
 
-Its state follows each sequence at a place of its own: what was guessed and turned out wrong is taken back,
-what is new is computed, then it goes on alone for as many tokens as are wanted.
+Its state follows each sequence at a place of its own. Draft tokens that were rejected are taken back, and new
+tokens are computed. Then the draft model goes on alone for as many tokens as are requested.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plait.schedule.plan import Chunk, CopySlot, Move, SamplingBatch, SamplingRo
 
 
 class DraftQuery(Protocol):
-    """Asked for: at most `limit` tokens after `token_ids`, as `params` and `seed` draw them."""
+    """Requests at most `limit` draft tokens after `token_ids`, as `params` and `seed` draw them."""
 
     @property
     def seq_id(self) -> int: ...
@@ -34,10 +34,10 @@ class DraftQuery(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftMemory:
-    """The places of a draft model, `num_places` of `max_len` tokens: which blocks and slots are whose.
+    """Blocks and slots of a draft model: `num_places` places of `max_len` tokens, one for each sequence.
 
-    A windowed group's blocks are used in turns, enough of them for the window beside a step of
-    `max_step_len` tokens. A place has two slots: one moves on, the other is where it was before guessing.
+    A windowed group's blocks are used in turns, enough of them for the window and a step of `max_step_len`
+    tokens. A place has two slots: one moves on, the other keeps the state before the draft.
     """
 
     groups: tuple[BlockGroup, ...]
@@ -64,7 +64,7 @@ class DraftMemory:
         return min(longest, -(-(group.window + self.max_step_len) // self.block_size) + 1)
 
     def slots(self, place: int) -> tuple[int, int]:
-        """Both slots of a place; zeros if the model has no state of fixed size."""
+        """Both slots of a place; zeros if the model has no recurrent state."""
         return (2 * place + 1, 2 * place + 2) if self.has_slots else (0, 0)
 
     def tables(self, place: int, start: int, end: int) -> tuple[Table, ...]:
@@ -85,7 +85,7 @@ class _Place:
     """Where one sequence's state is. It covers `done` tokens of the sequence and, behind them, `ahead`.
 
     `slot`: the state after all of these; `spare`: the state after `done` if there are any `ahead`. `proposal`
-    is what was guessed when the sequence had `done` tokens.
+    is the draft that was made when the sequence had `done` tokens.
     """
 
     index: int
@@ -97,18 +97,18 @@ class _Place:
     proposal: tuple[int, ...] = ()
 
     def is_about(self, token_ids: Sequence[int]) -> bool:
-        """Whether the state is that of these tokens' beginning, judged by the last one."""
+        """Whether the state is that of a prefix of these tokens, judged by the prefix's last token."""
         return len(token_ids) >= self.done and (not self.done or token_ids[self.done - 1] == self.last)
 
     def settle(self, token_ids: Sequence[int]) -> None:
-        """Take back what was wrong, so that the state is that of fewer tokens than these."""
+        """Take back rejected tokens, so that the state is that of a proper prefix of these."""
         if not self.is_about(token_ids):
             self.done, self.ahead = 0, ()
         right = 0
         known = token_ids[self.done : self.done + len(self.ahead)]
         while right < len(known) and known[right] == self.ahead[right]:
             right += 1
-        if not self.slot:  # pages are taken back by their length alone
+        if not self.slot:  # paged state is taken back by its length alone
             self.done = min(self.done + right, len(token_ids) - 1)
         elif right == len(self.ahead) and self.done + right < len(token_ids):
             self.done += right
@@ -122,7 +122,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _Job:
-    """What one call does for one sequence. `found`: its guesses so far."""
+    """What one call does for one sequence. `found`: its draft tokens so far."""
 
     asked: DraftQuery
     place: _Place
@@ -131,7 +131,7 @@ class _Job:
 
     @property
     def end(self) -> int:
-        """Tokens that are known or guessed."""
+        """The number of tokens, the draft included."""
         return len(self.asked.token_ids) + len(self.found)
 
 
@@ -153,11 +153,11 @@ class _Share:
 
 
 class DraftModel:
-    """Guesses by a model of its own, in memory of its own: `runner`'s store has what `memory` says.
+    """Proposes drafts with a model and memory of its own: `runner`'s store has the size that `memory` gives.
 
-    Sequences beyond the places, or longer than a place, get no guesses. In one call at most `max_step_len`
-    tokens that the sequences already have are computed: after a long prompt guesses come some calls later.
-    Penalties and `min_tokens` are left out of the draws, which costs wrong guesses only.
+    Sequences beyond the places, or longer than a place, get no drafts. In one call at most `max_step_len`
+    tokens that the sequences already have are computed, so after a long prompt drafts come some calls later.
+    Penalties and `min_tokens` are left out of the draws, which costs wrong drafts only.
     """
 
     def __init__(self, runner: ModelRunner, memory: DraftMemory) -> None:
@@ -167,11 +167,11 @@ class DraftModel:
         self._step = 0
 
     def propose(self, wanted: Sequence[DraftQuery]) -> Mapping[int, tuple[int, ...]]:
-        """Guesses by sequence id. Raises EngineError if the model computes no numbers."""
+        """Drafts by sequence id. Raises EngineError if the model computes no numbers."""
         found, jobs = {}, []
         for one, place in self._placed(wanted):
             if place.proposal and place.done == len(one.token_ids) and place.is_about(one.token_ids):
-                found[one.seq_id] = place.proposal[: one.limit]  # nobody has looked at it yet
+                found[one.seq_id] = place.proposal[: one.limit]  # no step has checked it yet
                 continue
             place.settle(one.token_ids)
             limit = min(one.limit, self.memory.max_len - len(one.token_ids) + 1)
@@ -194,7 +194,7 @@ class DraftModel:
             self._free.append(place)
 
     def _placed(self, wanted: Sequence[DraftQuery]) -> list[tuple[DraftQuery, _Place]]:
-        """Those that have a place or get one: a free one, or that of a sequence which is not wanted now."""
+        """Those that have a place or get one: a free one, or that of a sequence that is not in `wanted`."""
         fitting = []
         for one in wanted:
             if not 0 < len(one.token_ids) <= self.memory.max_len or one.limit < 1:
@@ -215,7 +215,7 @@ class DraftModel:
         return [(one, self._places[one.seq_id]) for one in fitting if one.seq_id in self._places]
 
     def _catch_up(self, jobs: Sequence[_Job]) -> None:
-        """One pass over tokens that the sequences have and the state has not, the fewest first."""
+        """Compute, in one pass, tokens that the sequences have and the state has not, the fewest first."""
         left, shares = self.memory.max_step_len, []
         for job in sorted(jobs, key=lambda job: len(job.asked.token_ids) - job.place.done):
             start = job.place.done
@@ -228,7 +228,7 @@ class DraftModel:
             share.job.place.done, share.job.place.last = share.end, share.token_ids[-1]
 
     def _go_on(self, jobs: Sequence[_Job]) -> None:
-        """Token by token behind the first guess, for all sequences side by side."""
+        """Draft token by token behind the first one, for all sequences side by side."""
         moves: list[Move] = []
         if self.memory.has_slots:
             ahead = (job for job in jobs if job.found and job.limit > 1)
@@ -238,7 +238,7 @@ class DraftModel:
             moves = []
 
     def _run(self, shares: Sequence[_Share], moves: Sequence[Move] = ()) -> None:
-        """One pass; a job whose last token is in it gets its next guess."""
+        """Run one pass; a job with its last token in it gets its next draft token."""
         chunks, rows, drawing = [], [], []
         for share in sorted(shares, key=lambda share: not share.is_decode):  # decodes come first
             job, place = share.job, share.job.place
@@ -260,7 +260,7 @@ class DraftModel:
 
 
 def _plain(params: SamplingParams) -> SamplingParams:
-    """Without what only a reader of the answer wants."""
+    """Parameters without log-probabilities, which drafts do not need."""
     if params.logprobs is None and params.prompt_logprobs is None:
         return params
     return replace(params, logprobs=None, prompt_logprobs=None)

@@ -1,8 +1,8 @@
 """A step recorded once and replayed: on a CPU a *program*, one native call for all layers.
 
-The decoder runs once over static buffers that are as long as the largest step. Its ops put down what they
-would compute instead of computing it, and everything that changes from step to step is read from the
-buffers: one program serves every batch, decodes and pieces of prompts alike.
+The decoder runs once over static buffers that are as long as the largest step. Its ops record their launches
+instead of running them. All that changes from step to step is read from the buffers, so one program serves
+every batch, decodes and prompt chunks alike.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class Capacity:
         """A row of logits for every sequence and each token of its draft, and one more."""
         rows = min(max_num_seqs * (1 + num_draft_tokens), max_num_batched_tokens)
         logits = max(rows, max_num_seqs) + 1
-        # A recording tells tokens and rows of logits apart by their number.
+        # A recording distinguishes tokens and rows of logits by their number.
         logits += logits == max_num_batched_tokens
         blocks = -(-max_model_len // block_size)
         return cls(max_num_batched_tokens, logits, max_num_seqs, max(blocks, 1))
 
 
 class ViewsOnly(TorchFunctionMode):
-    """Inside, torch may look at memory in other ways but not compute: a replay would not repeat that.
+    """Refuses torch calls that compute, because a replay would not repeat them; views are allowed.
 
     What a torch function returns must be memory of its arguments, and it must not write. (A dispatch mode
-    would see less deep calls too, and costs a second: it imports torch's compiler.)
+    would also see deeper calls, but costs a second, because it imports torch's compiler.)
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,7 +72,7 @@ class ViewsOnly(TorchFunctionMode):
         if type(result) in ASKED:  # most calls: a size, an address
             return result
         name = getattr(func, "__name__", str(func))
-        if name == "frombuffer":  # how the executor makes room for a result
+        if name == "frombuffer":  # how the executor allocates a result
             return result
         made = {t.untyped_storage().data_ptr() for t in _tensors(result)}
         if made:
@@ -141,7 +141,7 @@ class StaticBatch:
         return len(plan.chunks) <= c.seqs and tokens <= c.tokens and logits <= c.logits
 
     def fill(self, plan: StepPlan) -> tuple[int, int]:
-        """Write a plan down. Returns how many tokens and how many rows of logits it has."""
+        """Write a plan into the buffers. Returns how many tokens and rows of logits it has."""
         token, row, size = 0, 0, self.block_size
         for s, chunk in enumerate(plan.chunks):
             at, start, count, wanted = chunk.start, token, len(chunk.token_ids), chunk.num_logits
@@ -165,7 +165,7 @@ class StaticBatch:
         return token, row
 
     def follow(self, token_ids: Sequence[int]) -> int:
-        """The step behind one of decodes: every sequence's next token, one place further. Their number."""
+        """Advance a step of decodes by one: every sequence's next token. Returns their number."""
         count, size = len(token_ids), self.block_size
         self._ids[:count] = token_ids
         self._moving[:, :count] += 1
@@ -175,7 +175,7 @@ class StaticBatch:
         return count
 
     def following(self, executor: Any, largest: Found, kept: Found, step: npt.NDArray[np.int64]) -> Any:
-        """What does the same between two steps of one call, for the tokens of the largest logits.
+        """The native code that does `follow` between two steps of one call, for the largest logits.
 
         ids and values are kept for each step, in rows of `kept`; `step` counts.
         """
@@ -195,14 +195,14 @@ class StaticBatch:
         )
 
     def _fill_piece(self, s: int, chunk: Chunk, start: int) -> None:
-        """Several tokens of a sequence, where they are in it, and the addresses of what is kept of them."""
+        """Write a prompt chunk: its token ids, positions, and where its keys and values go."""
         at, end, size = np.arange(chunk.start, chunk.end), start + len(chunk.token_ids), self.block_size
         self._ids[start:end], self._positions[start:end] = chunk.token_ids, at
         for mapping, table in zip(self._mappings, self._tables, strict=True):
             mapping[start:end] = table[s][at // size] * size + at % size
 
     def _show(self, g: int, s: int, table: Table) -> None:
-        """The block table of a sequence, where it changed."""
+        """Write the block table of a sequence, where it changed."""
         known = self._known[g][s]
         same = len(known) if table[: len(known)] == known else 0
         self._tables[g][s, same : len(table)] = table[same:]
@@ -210,10 +210,10 @@ class StaticBatch:
 
 
 class StepProgram:
-    """The decoder's step as one native call. Raises CannotRecord, naming the op that is in the way.
+    """The decoder's step as one native call. Raises CannotRecord, naming the op that cannot be recorded.
 
-    `hidden`: what the last call left of each token, [tokens, hidden]; `largest`: what it found in each row of
-    logits by the function given under this name, None if that cannot be recorded.
+    `hidden`: the hidden states of the last call, [tokens, hidden]. `largest`: what the function of that name
+    found in each row of logits, None if it cannot be recorded.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class StepProgram:
             self.hidden = decoder.hidden(static.batch, store)  # held, so that nothing takes its place
             self._logits = decoder.logits(self.hidden, static.batch)
             self.largest = _record_largest(largest, self._logits) if largest else None
-        self._rows: dict[int, Tensor] = {}  # the first so many rows of logits, as steps asked for them
+        self._rows: dict[int, Tensor] = {}  # the first so many rows of logits, for the counts that occurred
         if self.largest is not None:
             rows = (MOST_STEPS, capacity.seqs)
             self._kept = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
@@ -243,7 +243,7 @@ class StepProgram:
         return tuple(kernel.name for kernel in self._program.kernels)
 
     def __str__(self) -> str:
-        """What a start says about it."""
+        """The summary that is printed at startup: launches, kernels, and the time to compile them."""
         kernels = {kernel.name: kernel for kernel in self._program.kernels}
         made = [kernel.compile_s for kernel in kernels.values() if kernel.compile_s]
         text = f"{len(self.launches)} launches of {len(kernels)} native kernels, one call"
@@ -251,17 +251,17 @@ class StepProgram:
         return f"{text}; compiled {len(made)} of them{once}: {sum(made):.1f} s" if made else text
 
     def __call__(self, plan: StepPlan) -> Tensor:
-        """Logits of the wanted rows, [L, vocab] float32: memory that the next call overwrites."""
+        """Logits of the requested rows, [L, vocab] float32: memory that the next call overwrites."""
         tokens, logits = self._static.fill(plan)
         return self._run(tokens, logits, len(plan.chunks))
 
     def follow(self, token_ids: Sequence[int]) -> Tensor:
-        """The same behind a call of decodes, with each sequence's next token, whose block is in its table."""
+        """Logits of the step after a call of decodes. The block of each next token is in its table."""
         count = self._static.follow(token_ids)
         return self._run(count, count, count)
 
     def several(self, plan: StepPlan) -> Found:
-        """All steps of a plan of decodes in one call, where `largest` is found: its ids, and its values.
+        """Run all steps of a plan of decodes in one call: ids and values of `largest`, which must exist.
 
         Both are [steps, sequences]: memory that the next call overwrites.
         """
@@ -283,7 +283,7 @@ class StepProgram:
 
 
 def _record_largest(largest: Largest, logits: Tensor) -> Found | None:
-    """Where each step leaves the ids and the values; None if torch computes them, or another executor."""
+    """Where each step leaves ids and values of the largest logits; None if that cannot be recorded."""
     try:
         ids, values = largest(logits)
     except CannotRecord:
@@ -299,7 +299,7 @@ def record_step(
     capacity: Capacity,
     largest: Largest | None = None,
 ) -> tuple[StepProgram | None, StaticBatch | None, str]:
-    """(replay, its buffers, what was done or why it could not be).
+    """Record a step: (program, its buffers, what was recorded or why it could not be).
 
     `largest`: what gives id and value of the largest of each row of logits, in the same call if it can.
     """

@@ -1,4 +1,4 @@
-"""A plan as tensors: what the scheduler decided becomes what the model reads."""
+"""Builds the batch tensors that the model reads from the scheduler's plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From hidden states to one vector for a chunk: what embeddings are made of."""
+"""Sums hidden states of each chunk, for embeddings (pooling)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from plait.schedule.plan import Sampled, StepPlan
 
 
 def add_pooled(plan: StepPlan, hidden: Tensor, answers: Sequence[Sampled]) -> list[Sampled]:
-    """The answers to a plan's chunks, in order, with the sums that they asked for.
+    """The answers to a plan's chunks, in order, with the sums of hidden states that they requested.
 
-    hidden: [at least the plan's tokens, hidden]; a sum is computed in float64, so that it does not depend on
-    how a prompt was cut beyond the last bits of float64. Raises EngineError for one that is not finite.
+    hidden: [at least the plan's tokens, hidden]. A sum is computed in float64, so that only its last bits
+    depend on how a prompt was cut into chunks. Raises EngineError for a sum that is not finite.
     """
     if not any(chunk.num_pooled for chunk in plan.chunks):
         return list(answers)

@@ -1,4 +1,4 @@
-"""From a plan to tokens: inputs, the decoder, the sampler. The only part that knows a device."""
+"""The model runner: runs a plan on a device, from inputs through decoder and sampler to tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ModelRunner:
     """Executes plans on one device. `store` holds the state of every running sequence.
 
     With an `executor` of native kernels and the `capacity` of the largest step, a step is recorded once and
-    replayed; `step_kind` says so, or why it runs op by op.
+    replayed. `step_kind` describes the recording, or why steps run op by op.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ModelRunner:
             self._replay, self._static, self.step_kind = made
 
     def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
-        """The steps of a plan: the answer to every chunk that has one, in the plan's order."""
+        """Run the steps of a plan: the answer to every chunk that has one, in the plan's order."""
         if plan.moves or plan.fresh:
             self._arrange(plan)
         if not plan.chunks:
@@ -85,7 +85,7 @@ class ModelRunner:
         return add_pooled(plan, hidden, self.sampler.sample(logits, sampling, largest))
 
     def _several(self, replay: StepProgram, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
-        """The answers of a plan of several decode steps, each of which computes what the last one sampled."""
+        """Run several decode steps of one plan, each of which computes what the last one sampled."""
         if replay.largest is not None and is_greedy(sampling):
             return self.sampler.likeliest(*replay.several(plan))
         tokens = [a.token_ids[0] for a in self.sampler.sample(replay(plan), sampling, replay.largest)]
@@ -97,12 +97,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _arrange(self, plan: StepPlan) -> None:
-        """Memory as the plan wants it before the pass."""
+        """Move and zero memory as the plan requires before the pass."""
         self._move(plan.moves)
         self.store.zero_slots(plan.fresh)
 
     def _move(self, moves: Sequence[Move]) -> None:
-        """In their order; neighbours that copy the same kind of memory go to the store together."""
+        """Make the moves in their order; neighbours that copy the same kind of memory are made together."""
         for target, some in groupby(moves, _group_of):
             match target:
                 case None:
@@ -134,7 +134,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _computed(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """Hidden states, [the plan's tokens, hidden], and logits of the wanted rows, op by op."""
+        """Hidden states, [the plan's tokens, hidden], and logits of the requested rows, op by op."""
         batch = build_batch(plan, self.groups, self.store.block_size, self.device)
         hidden = self.decoder.hidden(batch, self.store)
         return hidden, self.decoder.logits(hidden, batch)
@@ -143,8 +143,8 @@ class ModelRunner:
     def logits(self, token_ids: Sequence[int], chunk_size: int) -> Tensor:
         """Logits after every token of one prompt, [tokens, vocab] float32 on the CPU.
 
-        Runs in memory of its own, beside whatever the engine is doing. A model that is not causal sees the
-        whole prompt at once, others pieces of `chunk_size` tokens.
+        Runs in memory of its own, so it does not disturb the engine. A model that is not causal sees the
+        whole prompt at once, others chunks of `chunk_size` tokens.
         """
         ids = tuple(token_ids)
         step = chunk_size if self.decoder.spec.causal else len(ids)

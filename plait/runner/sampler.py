@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, biases, bans, the draw, and log-probabilities.
+"""The sampler, from logits to tokens: penalties, biases, bans, the draw, and log-probabilities.
 
 A row's answer is a function of that row, its settings and its history alone, whatever else is in the batch.
 """
@@ -21,17 +21,17 @@ from plait.request import SamplingParams, TokenLogprobs
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 
 FLOOR = -9999.0  # log-probabilities stay finite: JSON has no infinity
-ROWS_AT_ONCE = 64  # of prompt log-probabilities: [64, vocab] float32 beside the logits
+ROWS_AT_ONCE = 64  # of prompt log-probabilities: [64, vocab] float32 in addition to the logits
 Draw = tuple[SamplingRow, int]  # which of a row's samples, from 0
 Largest = tuple[Any, Any]  # the ids and values of a batch's largest logits: tensors or arrays
 
 
 class Sampler:
-    """Answers for the rows of a step.
+    """Samples tokens and computes log-probabilities for the rows of a step.
 
-    `banned`: ids that no tokenizer text stands for (holes of the vocabulary, padding rows): they are never
+    `banned`: ids without text in the tokenizer (holes of the vocabulary, padding rows). They are never
     sampled and never an alternative; the model's probabilities are not changed by it. `executor`: what runs
-    native kernels on this device, if there is one. `bindings`: what was chosen to compute with, and why.
+    native kernels on this device, if there is one. `bindings`: which variants were bound, and why.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Sampler:
     def _logprobs_of(
         self, logits: Tensor, first: int, row: SamplingRow, ids: Sequence[int]
     ) -> tuple[TokenLogprobs, ...] | None:
-        """Of the tokens chosen from the logits `first`, `first` + 1, …, if the row asked; the model's own."""
+        """The model's log-probabilities of the tokens chosen from rows `first`, …; None: not requested."""
         num_top = row.params.logprobs
         if num_top is None or not ids:
             return None

@@ -1,4 +1,4 @@
-"""The memory of sequences: block tables and slots, what they share and leave behind. Integers only."""
+"""Allocates block tables and slots to sequences, shares cached prefixes, takes snapshots. Integers only."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from plait.state.prefix import Hit, Snapshot, extend, root
 
 
 def num_window_blocks(window: int, block_size: int) -> int:
-    """The most blocks of a windowed group that a sequence holds beside those of the tokens it computes."""
+    """The most blocks of a windowed group that a sequence holds, without those of the tokens it computes."""
     return -(-(window - 1) // block_size) + 2
 
 
 class Allocation:
     """Gives blocks and slots to sequences and takes them back.
 
-    `num_blocks`: one number per group, the garbage block included; `num_slots` 0: the model has no state of
-    fixed size and every sequence's slot is 0. `max_step_len`: the most tokens in one step. `trims` False:
-    windows are never given back and nothing is cached, because a model that is not causal reads all again.
+    `num_blocks`: one number per group, the garbage block included. `num_slots` 0: the model has no recurrent
+    state, and every sequence's slot is 0. `max_step_len`: the most tokens in one step. `trims` False: windows
+    are never given back and nothing is cached, because a model that is not causal reads all again.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Allocation:
         return None
 
     def can_hold(self, seq: TokenSequence, hit: Hit, running: Sequence[TokenSequence]) -> bool:
-        """Whether all known tokens of `seq` fit beside all known tokens of the running sequences."""
+        """Whether all known tokens of `seq` fit together with all known tokens of the running sequences."""
         if self.pools.slots and not self.pools.slots.num_available:
             return False
         for g, pool in enumerate(self.pools.blocks):
@@ -87,7 +87,7 @@ class Allocation:
     # What is known already
 
     def lookup(self, seq: TokenSequence) -> Hit:
-        """What a waiting sequence need not compute."""
+        """The cached prefix of a waiting sequence, which it need not compute."""
         if not self._caches:
             return Hit()
         self._extend(seq)
@@ -96,7 +96,7 @@ class Allocation:
         return self.pools.index.lookup(seq.chain, seq.token_ids, seq.num_tokens - 1)
 
     def leader(self, seq: TokenSequence, hit: Hit) -> TokenSequence | None:
-        """The running sequence that is about to compute what `seq` begins with: better to wait for it."""
+        """The running sequence that is about to compute a prefix of `seq`, which should wait for it."""
         whole = hit.length // self.block_size
         if seq.saved or hit.cause == "off" or whole + 1 >= len(seq.chain):
             return None
@@ -129,7 +129,7 @@ class Allocation:
     # A sequence's life
 
     def open(self, seq: TokenSequence, hit: Hit) -> None:
-        """Tables and a slot for a sequence that starts or goes on, with what is known already."""
+        """Give tables and a slot to a sequence that starts or resumes, with its cached or saved state."""
         if seq.saved and self._is_restored(seq, hit):
             seq.tables, seq.slot = self.pools.load(seq.saved)
             seq.num_computed_tokens = seq.saved.length
@@ -148,7 +148,7 @@ class Allocation:
             seq.marks |= {p for p in places if first <= p < seq.prompt_len}
 
     def _is_restored(self, seq: TokenSequence, hit: Hit) -> bool:
-        """Whether what was saved of it is more than what is cached."""
+        """Whether the sequence's saved state covers more tokens than the cached prefix."""
         return seq.saved is not None and hit.length < seq.saved.length
 
     def _start(self, seq: TokenSequence, hit: Hit) -> None:
@@ -162,13 +162,13 @@ class Allocation:
             seq.tables[g].append(self.pools.copy_of(g, block))
 
     def forget_saved(self, seq: TokenSequence) -> None:
-        """Its copy in host memory is not needed any more."""
+        """Drop the sequence's copy in host memory, because it is not needed any more."""
         if seq.saved:
             self.pools.drop(seq.saved.handle)
             seq.saved = None
 
     def reserve(self, seq: TokenSequence, length: int) -> bool:
-        """Blocks for the first `length` tokens, in every group or in none."""
+        """Reserve blocks for the first `length` tokens, in every group or in none."""
         blocks = -(-length // self.block_size)
         for table in seq.tables:
             if len(table) < blocks:
@@ -176,7 +176,7 @@ class Allocation:
         return True
 
     def reserve_ahead(self, sequences: Sequence[TokenSequence], count: int) -> bool:
-        """Blocks for so many tokens more of each, in every group and for all of them, or none for anybody."""
+        """Reserve blocks for `count` more tokens of each sequence, in every group: for all or for none."""
         blocks = [-(-(seq.num_computed_tokens + count) // self.block_size) for seq in sequences]
         for g, pool in enumerate(self.pools.blocks):
             missing = [max(n - len(seq.tables[g]), 0) for seq, n in zip(sequences, blocks, strict=True)]
@@ -194,7 +194,7 @@ class Allocation:
         return True
 
     def until_mark(self, seq: TokenSequence) -> int:
-        """Tokens up to the next place where a snapshot is wanted: a chunk ends there, if not before."""
+        """Tokens up to the next position where a snapshot is needed: a chunk ends there at the latest."""
         start, interval = seq.num_computed_tokens, self.options.snapshot_interval
         if not self.has_slots or not self._caches:
             return seq.max_len
@@ -202,7 +202,7 @@ class Allocation:
         return min((mark for mark in (*seq.marks, every) if mark > start), default=every) - start
 
     def branch(self, seq: TokenSequence) -> bool:
-        """Keep the state of fixed size before a draft is computed. False: there is no room for it."""
+        """Copy the recurrent state before a draft is computed. False: no slot is available for the copy."""
         if not self.pools.slots:
             return True
         if not self.pools.slots.num_available:
@@ -212,7 +212,7 @@ class Allocation:
         return True
 
     def settle(self, seq: TokenSequence, end: int, *, accepted: bool) -> None:
-        """A chunk up to `end` was computed; if it was a guess and wrong, the state before it counts."""
+        """A chunk up to `end` was computed. If its draft was rejected, the state before it is restored."""
         if seq.scratch:
             if not accepted:
                 seq.slot, seq.scratch = seq.scratch, seq.slot
@@ -224,14 +224,14 @@ class Allocation:
             self._give_back_unused(seq)
 
     def _give_back_unused(self, seq: TokenSequence) -> None:
-        """Blocks behind all known tokens: they were reserved for some that did not come."""
+        """Give back the blocks behind all known tokens: they were reserved for tokens that did not come."""
         needed = -(-seq.num_tokens // self.block_size)
         for pool, table in zip(self.pools.blocks, seq.tables, strict=True):
             pool.give(block for block in reversed(table[needed:]) if block)
             del table[needed:]
 
     def _advance(self, seq: TokenSequence, end: int) -> None:
-        """The first `end` tokens are computed: others may share them; what is out of sight is given back."""
+        """The first `end` tokens are computed: cache them, and give back blocks that left the window."""
         begin, seq.num_computed_tokens = seq.num_computed_tokens, end
         if not self._caches:
             return
@@ -276,7 +276,7 @@ class Allocation:
             self.pools.take_snapshot(place, seq.slot, partial, is_spare=is_spare)
 
     def _place(self, seq: TokenSequence, at: int) -> tuple[bytes, tuple[int, ...]] | None:
-        """The name of a position in this sequence; None where nobody could start."""
+        """The name of a position in this sequence; None where no sequence could start."""
         whole, rest = divmod(at, self.block_size)
         if not whole or (rest and any(not table[whole] for table in seq.tables)):
             return None
@@ -299,7 +299,7 @@ class Allocation:
         return self.pools.moved_nbytes(plan)
 
     def saved_nbytes(self, seq: TokenSequence) -> int:
-        """What a running sequence weighs in host memory."""
+        """Bytes of host memory that a running sequence's state would take."""
         return self.pools.nbytes(self._computed(seq))
 
     def can_save(self, seq: TokenSequence) -> bool:
@@ -310,12 +310,12 @@ class Allocation:
         seq.saved = self.pools.save(self._computed(seq), seq.slot, seq.num_computed_tokens)
 
     def _computed(self, seq: TokenSequence) -> list[list[int]]:
-        """Its block tables without what was reserved for tokens to come."""
+        """The sequence's block tables without the blocks that are reserved for tokens to come."""
         blocks = -(-seq.num_computed_tokens // self.block_size)
         return [table[:blocks] for table in seq.tables]
 
     def release(self, seq: TokenSequence) -> None:
-        """Give back the blocks and the slot of a sequence; what is known of it stays cached."""
+        """Give back the blocks and the slot of a sequence; its known prefix stays cached."""
         for chain_hash in seq.chain[seq.num_recorded + 1 :]:
             if self._computing.get(chain_hash) is seq:
                 del self._computing[chain_hash]
@@ -332,7 +332,7 @@ class Allocation:
         seq.num_computed_tokens = seq.num_recorded = 0
 
     def _leave(self, seq: TokenSequence, place: tuple[bytes, tuple[int, ...]]) -> None:
-        """Its own slot becomes a snapshot, if there is none at this place."""
+        """Turn the sequence's own slot into a snapshot, if there is none at this place."""
         if known := self.pools.index.find(*place):
             self.pools.touch(known)
             return
@@ -341,7 +341,7 @@ class Allocation:
         self.pools.keep(Snapshot(*place, seq.slot, partial))
 
     def forget(self, moves: Sequence[Move]) -> None:
-        """Nothing that was computed can be trusted any more. `moves`: those of the step that failed."""
+        """Drop the whole prefix cache after a failed step. `moves`: those of the step that failed."""
         self.pools.forget(moves)
         self._computing.clear()
 
@@ -352,7 +352,7 @@ class Allocation:
         self.pools.check(*self._holders(running), {seq.saved.handle for seq in waiting if seq.saved})
 
     def rebuild(self, running: Iterable[TokenSequence], waiting: Iterable[TokenSequence]) -> None:
-        """Count again from what the sequences hold; nothing stays cached."""
+        """Count references again from what the sequences hold; nothing stays cached."""
         saved = {seq.saved.handle: seq.saved.nbytes for seq in waiting if seq.saved}
         self.pools.rebuild(*self._holders(running), saved)
         self._computing.clear()

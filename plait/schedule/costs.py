@@ -1,8 +1,8 @@
-"""What steps cost on this machine, as measured: seconds by tokens, and by bytes that are moved.
+"""Measured cost of steps on this machine: seconds by tokens, and by bytes that are moved.
 
-Steps are sorted by size into powers of two, and of each size the last few are remembered. A hiccup, or a slow
-first step, can only make a step look slower than it is: so of each size the median counts, and a size that
-seems slower than a larger one is taken to be as fast as that, unless several steps have shown it since.
+Steps are sorted by size into powers of two, and of each size the last few are remembered. The median of a
+size counts, because a hiccup, or a slow first step, can only make a step look slower than it is. A size that
+seems slower than a larger one is assumed to be as fast as that, unless several steps have shown it since.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class StepCosts:
 
     @staticmethod
     def assumed(num_tokens: float) -> float:
-        """What a step of so many tokens costs as far as anybody can say beforehand, in no unit."""
+        """The assumed cost of a step of so many tokens before anything is measured, in no unit."""
         return max(num_tokens, 0.0) + FIXED_TOKENS
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step that moved nothing. One without tokens, or without a time that clocks see, says nothing."""
+        """Record a step that moved no memory. One without tokens, or with a time of 0 s, is ignored."""
         if num_tokens < 1 or not 0 < seconds < math.inf:
             return
         self._num_steps += 1
@@ -45,7 +45,7 @@ class StepCosts:
         self._knots = []
 
     def observe_moved(self, nbytes: int, seconds: float) -> None:
-        """Seconds that a step took beyond what its tokens cost, for this many bytes saved and loaded."""
+        """Record seconds that a step took beyond its tokens' cost, for so many bytes saved and loaded."""
         if nbytes > 0 and seconds < math.inf:
             self._moved.append(max(seconds, 0.0) / nbytes)
 
@@ -86,7 +86,7 @@ class StepCosts:
 
 
 def median(values: Iterable[float]) -> float:
-    """The middle one, of an even number the lower of both: what is slower may be a hiccup."""
+    """The median; of an even number the lower of both, because the slower one may be a hiccup."""
     ordered = sorted(values)
     return ordered[(len(ordered) - 1) // 2]
 
@@ -106,7 +106,7 @@ class _Size:
         self.believed = self._steps[-NUM_BELIEVED][2] if len(self._steps) >= NUM_BELIEVED else 0
 
     def sum_up(self) -> None:
-        """After the last step that matters: most steps ask for nothing."""
+        """Compute `tokens` and `seconds` only when they are read, because most steps do not need them."""
         if not self._is_summed:
             self.tokens = sum(step[0] for step in self._steps) / len(self._steps)
             self.seconds = median(rate for _, rate, _ in self._steps) * StepCosts.assumed(self.tokens)
@@ -114,7 +114,7 @@ class _Size:
 
 
 def _rising(sizes: Sequence[_Size]) -> list[tuple[float, float]]:
-    """Nothing costs more than what is larger: where two disagree the cheaper is right, or the newer."""
+    """(tokens, seconds) by size, never falling: where two sizes disagree the cheaper or the newer counts."""
     seconds = [size.seconds for size in sizes]
     for i in reversed(range(len(sizes))):
         larger = range(i + 1, len(sizes))

@@ -1,7 +1,7 @@
-"""Multi-step decoding: several decode steps from one plan, where nobody has to look in between.
+"""Multi-step decoding: several decode steps from one plan, where no reply has to be read in between.
 
-Planning, committing and telling readers cost a small model 5 % of a step. Each step computes what the one
-before it sampled, with the same kernels, so the text is the same; a sequence that ends early computes a few
+Planning, committing and emitting events cost a small model 5 % of a step. Each step computes what the one
+before it sampled, with the same kernels, so the text is the same. A sequence that ends early computes a few
 tokens for nothing.
 """
 
@@ -14,7 +14,7 @@ from plait.schedule.allocation import Allocation
 from plait.schedule.costs import StepCosts
 from plait.schedule.sequence import TokenSequence
 
-LONGEST_S = 0.05  # that whoever comes meanwhile, or goes, has to wait
+LONGEST_S = 0.05  # the longest that a request which arrives, or is cancelled, meanwhile has to wait
 
 
 class MultiStepLimits(Protocol):
@@ -29,18 +29,18 @@ def num_steps(
 ) -> int:
     """How many steps these sequences can run at once, with blocks for all of them reserved.
 
-    One for state of fixed size: behind a sequence's end it would be the state of tokens that do not count,
-    and nobody could start from it.
+    One for a model with recurrent state. Behind a sequence's end it would be the state of tokens that do not
+    count, so no sequence could start from it.
     """
     most = limits.num_steps
     if most == 1 or memory.has_slots or not running:
         return 1
     for seq in running:
-        # A first token is told when it is there: that is how long somebody waited for it.
+        # A first token is emitted at once, because its time is how long the client waited for it.
         if not seq.is_unobserved or seq.is_prefilling or not seq.num_output_tokens:
             return 1
         most = min(most, seq.max_len - seq.num_tokens)
-    seconds = costs.step_s(len(running))  # dear: asked for behind all that is not
+    seconds = costs.step_s(len(running))  # expensive: computed after all cheap checks
     if seconds is None:
         return 1
     most = min(most, int(min(LONGEST_S, limits.max_step_s or LONGEST_S) / seconds))

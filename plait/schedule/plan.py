@@ -1,7 +1,7 @@
 """What the scheduler decides for one step: plain integers, the same for every rank.
 
-What is made for each sequence in each step is a struct of msgspec: as frozen as a dataclass, and made in
-a tenth of the time.
+What is made for each sequence in each step is a msgspec Struct, because making one takes a tenth of the time
+of a frozen dataclass.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Table = tuple[int, ...]
 class Chunk(Struct, frozen=True, gc=False):
     """One sequence's share of a step: `token_ids` are computed at positions start, start+1, …
 
-    `blocks`: one block table per block group, in the groups' order; `slot`: its place for fixed-size state.
-    `num_logits`: the last that many tokens' logits are wanted (0: a piece in the middle of a prompt).
-    `num_pooled`: the sum of the last that many tokens' hidden states is wanted.
+    `blocks`: one block table per block group, in the groups' order; `slot`: where its recurrent state is.
+    `num_logits`: logits of that many last tokens are requested (0: a chunk in the middle of a prompt).
+    `num_pooled`: the sum of the hidden states of that many last tokens is requested.
     """
 
     seq_id: int
@@ -38,13 +38,13 @@ class Chunk(Struct, frozen=True, gc=False):
 
     @property
     def has_answer(self) -> bool:
-        """Whether the runner answers it: with tokens, log-probabilities or hidden states."""
+        """Whether the runner answers this chunk: with tokens, log-probabilities or hidden states."""
         return self.num_logits > 0 or self.num_pooled > 0
 
 
 @dataclass(frozen=True, slots=True)
 class CopySlot:
-    """One slot's state over another's: a snapshot is taken, or a sequence starts from one."""
+    """Copy one slot's state over another's: a snapshot is taken, or a sequence starts from one."""
 
     source: int
     target: int
@@ -52,7 +52,7 @@ class CopySlot:
 
 @dataclass(frozen=True, slots=True)
 class CopyBlock:
-    """One block's entries over another's, in the group of this index: a partly filled block is shared."""
+    """Copy a block's entries over another's, in the group of this index: a partly filled block is shared."""
 
     group: int
     source: int
@@ -61,7 +61,10 @@ class CopyBlock:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Blocks (one tuple per group, any number in each) and a slot (0: none) to host memory, as `handle`."""
+    """Save blocks and a slot (0: none) to host memory, as `handle`.
+
+    `blocks`: one tuple per group, any number in each.
+    """
 
     handle: int
     blocks: tuple[Table, ...]
@@ -70,7 +73,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What was saved as `handle`, back to as many blocks and a slot (0: none). The saved copy stays."""
+    """Load what was saved as `handle` into as many blocks and a slot (0: none). The saved copy stays."""
 
     handle: int
     blocks: tuple[Table, ...]
@@ -79,7 +82,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Forget the saved copy."""
+    """Free the saved copy."""
 
     handle: int
 
@@ -89,11 +92,11 @@ Move = CopySlot | CopyBlock | Save | Load | Drop
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Decodes first, then prefill chunks.
+    """What one step computes: chunks, decodes first, and the copies of memory that come before it.
 
     `moves`: in this order, before the pass; then `fresh` slots are zeroed. A plan without chunks moves memory
-    only: there is no pass, and nothing to sample. `num_steps`: so many decode steps in a row, each of what
-    the one before it sampled; blocks for all of them are in the tables.
+    only: there is no pass, and nothing to sample. `num_steps`: that many decode steps in a row, each of what
+    the one before it sampled. Blocks for all of them are in the tables.
     """
 
     step: int
@@ -111,14 +114,14 @@ class StepPlan:
 class SamplingRow(Struct, frozen=True, gc=False):
     """What the sampler must know about one chunk with logits; its `num_logits` rows are consecutive.
 
-    The first `len(prompt_targets)` rows are asked for the log-probabilities of those prompt tokens. The last
-    `num_samples` rows give the tokens at `position`, `position` + 1, … of the sequence; a token's random
-    number is a function of `seed` and its position alone. `draft` holds the tokens that the second row and
-    those after it took for granted: row i stands behind `history` + `draft[:i]`. `history` is the prompt
-    (`prompt_len` tokens) and the output so far, empty where no penalty needs it. None of the first
-    `num_stopless` samples may be one of `stop_token_ids` (min_tokens). `masks`: what each sample may be, one
-    bit per token id in little-endian uint32 words, the lowest first; () or an empty one: anything. Where a
-    mask leaves nothing but what `num_stopless` forbids, the mask counts.
+    The first `len(prompt_targets)` rows give the log-probabilities of those prompt tokens. The last
+    `num_samples` rows give the tokens at `position`, `position` + 1, … of the sequence. A token's random
+    number is a function of `seed` and its position alone. `draft` holds the draft tokens that the second row
+    and those after it assume: row i follows `history` + `draft[:i]`. `history` is the prompt (`prompt_len`
+    tokens) and the output so far, empty where no penalty needs it. None of the first `num_stopless` samples
+    may be one of `stop_token_ids` (min_tokens). `masks`: what each sample may be, one bit per token id in
+    little-endian uint32 words, the lowest first; () or an empty one: anything. Where a mask leaves nothing
+    but what `num_stopless` forbids, the mask counts.
     """
 
     params: SamplingParams
@@ -145,7 +148,7 @@ class SamplingBatch:
 class Sampled(Struct, frozen=True, gc=False):
     """The answer to one `SamplingRow`: one token per sample and step; `logprobs` as many, or None.
 
-    `pooled`: the sum of the hidden states that its chunk asked for, one number per dimension.
+    `pooled`: the sum of the hidden states that its chunk requested, one number per dimension.
     """
 
     token_ids: tuple[int, ...] = ()

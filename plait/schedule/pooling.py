@@ -1,4 +1,4 @@
-"""Hidden states of a prompt as one vector, gathered over the steps that compute it."""
+"""Pools the hidden states of a prompt into one vector (an embedding), over the steps that compute it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plait.request import Pooling
 
 @dataclass(slots=True)
 class Pool:
-    """Of one sequence: the sum so far, of `length` tokens: its first ones ("mean") or its last ("last")."""
+    """The pooled sum of one sequence so far: of its first `length` tokens ("mean") or its last ("last")."""
 
     kind: Pooling
     total: tuple[float, ...] = ()
@@ -19,7 +19,7 @@ class Pool:
 
     @property
     def needs_all_tokens(self) -> bool:
-        """Whether tokens whose state is known already must be computed: hidden states are not kept."""
+        """Whether tokens with known state must be computed too, because hidden states are not kept."""
         return self.kind == "mean"
 
     def wanted(self, start: int, end: int, num_tokens: int) -> int:
@@ -29,7 +29,7 @@ class Pool:
         return max(end - max(start, self.length), 0)
 
     def add(self, total: Sequence[float], end: int) -> None:
-        """What the chunk that ended there gave. Raises EngineError if it is nothing, or of another size."""
+        """Add the sum of the chunk that ended at `end`. Raises EngineError if it is empty or misshapen."""
         if not total or (self.total and len(self.total) != len(total)):
             raise EngineError(f"{len(total)} numbers of hidden state arrived, after {len(self.total)}")
         if self.kind == "last":

@@ -1,7 +1,8 @@
-"""Blocks, slots and host memory, and what stays known in them when nobody holds it. Integers only.
+"""Pools of blocks, slots and host memory, and the cached content that no sequence holds. Integers only.
 
-What is cached is evicted when somebody needs the room, the least recently used first; a snapshot's slot
-goes to host memory if there is room. `moves` are what the device has to copy, in order, before the next pass.
+What is cached is evicted when a sequence needs the memory, the least recently used first. A snapshot's slot
+goes to host memory if there is space. `moves` are what the device has to copy, in order, before the next
+pass.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from plait.state.prefix import PrefixIndex, Snapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """`shares` False: only the choices of one request share. `host_nbytes` 0: nothing is ever swapped.
+    """Settings of the prefix cache and of swapping.
 
-    `block_nbytes` (by group) and `slot_nbytes`: what one weighs in host memory.
+    `shares` False: only the choices of one request share. `host_nbytes` 0: nothing is ever swapped.
+    `block_nbytes` (by group) and `slot_nbytes`: bytes that one takes in host memory.
     """
 
     shares: bool = True
@@ -61,7 +63,7 @@ class Pools:
             self.slots.give((slot,))
 
     def start_from(self, snapshot: Snapshot | None) -> int:
-        """A slot for a sequence, holding what the snapshot holds."""
+        """A slot for a sequence, with the snapshot's state copied into it."""
         if not self.slots:
             return GARBAGE
         if snapshot and snapshot.handle:
@@ -78,7 +80,7 @@ class Pools:
         return slot
 
     def copy_of(self, group: int, block: int) -> int:
-        """A block of one's own that holds what another does."""
+        """A private copy of a block, for the sequence that writes to it."""
         self.blocks[group].touch(block)
         (own,) = self.blocks[group].take(1)
         if own != block:
@@ -88,7 +90,7 @@ class Pools:
     def take_snapshot(
         self, place: tuple[bytes, tuple[int, ...]], slot: int, partial: Sequence[int], *, is_spare: bool
     ) -> None:
-        """Copy a slot and partly filled blocks, so that others can start there, if there is room."""
+        """Copy a slot and partly filled blocks, so that others can start there, if there is capacity."""
         if (known := self.index.find(*place)) is not None:
             self.touch(known)
             return
@@ -107,7 +109,7 @@ class Pools:
             self.slots.cool(own)
 
     def keep(self, snapshot: Snapshot) -> None:
-        """What a sequence still holds becomes a snapshot once it lets go."""
+        """Make what a sequence still holds a snapshot, which stays cached when the sequence releases it."""
         self.index.add(snapshot)
         if self.slots and snapshot.slot:
             self.slots.keep(snapshot.slot)
@@ -115,7 +117,7 @@ class Pools:
             pool.keep(block)
 
     def touch(self, snapshot: Snapshot) -> None:
-        """It was of use."""
+        """Mark a snapshot as recently used."""
         snapshot.is_spare = False
         if self.slots:
             self.slots.touch(snapshot.slot)
@@ -125,7 +127,7 @@ class Pools:
     # Host memory
 
     def nbytes(self, tables: Iterable[Sequence[int]]) -> int:
-        """What a sequence with these tables weighs in host memory."""
+        """Bytes of host memory that a sequence with these tables takes."""
         sizes = zip(tables, self.options.block_nbytes, strict=True)
         blocks = sum(nbytes * sum(map(bool, table)) for table, nbytes in sizes)
         return blocks + (self.options.slot_nbytes if self.slots else 0)
@@ -150,7 +152,7 @@ class Pools:
         return tuple([GARBAGE] * n + [*t] for n, t in zip(saved.holes, taken, strict=True)), slot
 
     def drop(self, handle: int) -> None:
-        """What was saved is not needed any more."""
+        """Free a saved copy."""
         self.host.give(handle)
         self.moves.append(Drop(handle))
 
@@ -188,7 +190,7 @@ class Pools:
         self._lose(self._spilled[handle])
 
     def _lose(self, snapshot: Snapshot) -> None:
-        """One part of it is gone: the others are of no use."""
+        """Remove a snapshot of which one part is gone, because the others are of no use."""
         self.index.remove(snapshot)
         if self.slots and snapshot.slot:
             self.slots.drop(snapshot.slot)
@@ -199,9 +201,9 @@ class Pools:
             self.drop(snapshot.handle)
 
     def forget(self, moves: Iterable[Move]) -> None:
-        """Nothing that is cached can be trusted any more, here or in host memory.
+        """Drop all that is cached, here and in host memory, because none of it can be trusted any more.
 
-        Of the `moves` of a failed step nobody knows which were made: what they were to drop is dropped again.
+        It is unknown which `moves` of a failed step were made, so what they were to drop is dropped again.
         """
         for g, pool in enumerate(self.blocks):
             for block in self.index.kept(g):
@@ -218,7 +220,7 @@ class Pools:
     # Invariants
 
     def check(self, held: Sequence[Counter[int]], slots: Counter[int], handles: set[int]) -> None:
-        """Everything is explained by who holds it: blocks by group, slots, handles; else AssertionError."""
+        """Every block (by group), slot and handle is explained by its holder; else AssertionError."""
         self.index.check()
         for g, (pool, refs) in enumerate(zip(self.blocks, held, strict=True)):
             _check_pool(pool, refs, self.index.kept(g), f"block of group {g}")
@@ -228,7 +230,7 @@ class Pools:
         assert not handles & self._spilled.keys(), "a saved copy is a sequence's and a snapshot's"
 
     def rebuild(self, held: Sequence[Counter[int]], slots: Counter[int], handles: Mapping[int, int]) -> None:
-        """Count again from who holds what; nothing stays cached. `handles`: bytes of what was saved."""
+        """Count again from what sequences hold; nothing stays cached. `handles`: bytes of saved copies."""
         self.index.clear()
         self._spilled.clear()
         lost = self.host.handles - handles.keys()

@@ -1,9 +1,9 @@
-"""Who runs next: by priority, then first come, first served; decodes before prompts, in a budget of tokens.
+"""The scheduler: picks the sequences of a step by priority, then arrival; decodes before prompt chunks.
 
-Has never heard of a tensor, and is deterministic but for two measured things: how many tokens a step may
-have so that running replies do not wait too long, and whether a sequence that must make room is copied to
-host memory or computed again. Neither changes a text. The one to make room is the last in line, so the first
-always proceeds.
+A step has a budget of tokens. The scheduler knows no tensors, and is deterministic but for two measured
+things. The first is how many tokens a step may have so that running replies do not wait too long. The second
+is whether a preempted sequence is swapped to host memory or computed again. Neither changes a text. The last
+in line is preempted, so the first always proceeds.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from plait.schedule.sequence import Phase, TokenSequence, Update, num_computed
 from plait.schedule.updates import answers_by_id, as_update, keep_tokens, num_right
 from plait.state.prefix import Hit
 
-AGING_S = 30.0  # waiting this long counts as much as one level of priority: nobody waits for ever
-LEAST_PIECE = 32  # tokens of a prompt beside running replies, however slow the machine
+AGING_S = 30.0  # waiting this long counts as much as one level of priority: no request waits for ever
+LEAST_PIECE = 32  # the smallest prompt chunk in a step with running replies, however slow the machine
 NOTHING: Mapping[int, tuple[int, ...]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """What the scheduler may do in one step and at one time, in the words of `EngineConfig`.
+    """What the scheduler may do in one step and at one time, with the names of `EngineConfig`.
 
     `max_step_s`: prompts are cut so that a step with running replies takes no longer, as measured (None:
     never). `num_steps`: the most decode steps of one plan (`schedule.multi_step`). `causal` False: earlier
@@ -50,7 +50,8 @@ class Scheduler:
     """Owns the sequences and their memory. `plan()`, run it, `commit()`; `cancel()` at any time.
 
     While there are *suspects* (sequences of a step that failed, see `isolate`), they run alone, one after the
-    other. `costs` learns from who runs the steps; `clock`: seconds, for deadlines and for how long one waits.
+    other. `costs`: the engine reports the time of each step to it. `clock`: seconds, for deadlines and for
+    how long a sequence waits.
     """
 
     def __init__(
@@ -106,22 +107,22 @@ class Scheduler:
         return self.num_waiting_requests + arriving < self.limits.max_waiting + free_places
 
     def cancel(self, seq_id: int) -> None:
-        """Forget a sequence and take back what it holds. Unknown and finished ones are nobody's."""
+        """Forget a sequence and take back what it holds. Unknown and finished ones are ignored."""
         if seq := self._by_id.get(seq_id):
             self._finish(seq)
 
     def expire(self, now: float) -> list[int]:
-        """Sequences whose deadline has passed; they are the caller's to end."""
+        """Sequences with a deadline that has passed; the caller ends them."""
         return [seq.id for seq in self._by_id.values() if seq.deadline is not None and seq.deadline <= now]
 
     def drafting(self) -> list[TokenSequence]:
-        """Running sequences whose next step is one token: behind it a draft may be computed as well."""
+        """Running sequences that decode, and so can have draft tokens checked in the next step."""
         if self._suspects or not self.limits.causal:
             return []
         return [seq for seq in self.running if not seq.is_prefilling]
 
     def plan(self, drafts: Mapping[int, tuple[int, ...]] = NOTHING) -> StepPlan | None:
-        """The next step, or None if there is nothing to do. `drafts`: guesses by id, of those `drafting`."""
+        """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `drafting`."""
         suspect, limits = self._next_suspect(), self.limits
         if suspect is not None:
             shares = {suspect.id: self._share(suspect, limits.max_num_batched_tokens)}
@@ -163,7 +164,7 @@ class Scheduler:
         return updates
 
     def isolate(self) -> None:
-        """After a failed step no state can be trusted: all is computed again, what ran alone at first."""
+        """After a failed step, preempt all, because no state can be trusted; suspects run one by one."""
         suspects = {seq.id: seq for seq in [*self._suspects, *self.running]}.values()
         for seq in [*self.running]:
             self._preempt(seq)
@@ -198,7 +199,7 @@ class Scheduler:
         }
 
     def check(self) -> None:
-        """The invariants; AssertionError tells which one is broken."""
+        """Check the invariants; AssertionError names the one that is broken."""
         self.memory.check(self.running, self.waiting)
         assert {seq.id for seq in [*self.running, *self.waiting]} == set(self._by_id)
         assert len(self.running) <= self.limits.max_num_seqs
@@ -208,7 +209,7 @@ class Scheduler:
         assert all(seq.id in self._by_id for seq in self._suspects)
 
     def repair(self) -> list[str]:
-        """What is wrong with the memory, mended: counted again from what the running sequences hold."""
+        """Repair the block accounting from what the running sequences hold. Returns what was wrong."""
         try:
             self.check()
         except AssertionError as error:
@@ -216,7 +217,7 @@ class Scheduler:
             return [str(error)]
         return []
 
-    # Who gets how many tokens
+    # How many tokens each sequence gets
 
     def _place(self, seq: TokenSequence) -> tuple[float, int]:
         """Its place in line."""
@@ -240,7 +241,7 @@ class Scheduler:
     def _shares(self) -> dict[int, int]:
         """Tokens per running sequence: one for every decode, the rest to prompts in line."""
         prompts = [seq for seq in self.running if seq.is_prefilling]
-        if not prompts:  # most steps: the budget, which is dear, is not asked for
+        if not prompts:  # most steps: the budget is expensive, and is not computed
             return {seq.id: 1 for seq in self.running}
         decodes = [seq for seq in self.running if not seq.is_prefilling]
         shares, budget = {seq.id: 1 for seq in decodes}, self._budget(decodes)
@@ -250,7 +251,7 @@ class Scheduler:
         return shares
 
     def _reserve(self, shares: dict[int, int]) -> None:
-        """Blocks for every share, in line; the last in line are preempted until it fits."""
+        """Reserve blocks for every share, in line; the last in line are preempted until it fits."""
         for seq in [*self.running]:
             if not shares.get(seq.id):
                 continue
@@ -263,12 +264,12 @@ class Scheduler:
                 self._preempt(victim)
 
     def _add_drafts(self, shares: dict[int, int], drafts: Mapping[int, tuple[int, ...]]) -> None:
-        """Guesses ride along where there is room for them; nobody makes room for a guess."""
+        """Add draft tokens where the budget and memory allow it; no sequence is preempted for a draft."""
         budget = self.limits.max_num_batched_tokens - sum(shares.values())
         for seq in self.running:
             if seq.id not in drafts or shares.get(seq.id) != 1 or seq.is_prefilling:
                 continue
-            # The last sampled token is never computed, and a chunk ends where a snapshot is wanted.
+            # The last sampled token is never computed, and a chunk ends where a snapshot is needed.
             most = min(budget, seq.max_len - seq.num_tokens - 1, self.memory.until_mark(seq) - 1)
             draft = seq.allowed(drafts[seq.id][: max(most, 0)])
             length = seq.num_computed_tokens + 1 + len(draft)
@@ -276,7 +277,7 @@ class Scheduler:
                 seq.draft = draft
                 budget -= len(draft)
 
-    # Who starts, and who makes room
+    # Which sequences start, and which are preempted
 
     def _admit_waiting(self, shares: dict[int, int]) -> None:
         budget = self._budget([s for s in self.running if shares.get(s.id) and not s.is_prefilling])
@@ -315,7 +316,7 @@ class Scheduler:
         return suspect if self._admit(suspect, self.memory.lookup(suspect)) else None
 
     def _save_if_cheaper(self, seq: TokenSequence) -> None:
-        """To host memory with a sequence that makes room, unless it is quicker to compute it again."""
+        """Save a sequence that is preempted to host memory, unless it is faster to compute it again."""
         if not self.limits.causal or not seq.num_computed_tokens or not self.memory.can_save(seq):
             return
         moved = self.costs.moved_s(2 * self.memory.saved_nbytes(seq))
@@ -368,7 +369,7 @@ class Scheduler:
         new = answer.token_ids if answer else ()
         num_ahead = num_right(draft, new) if draft else max(len(new) - 1, 0)  # of further steps: all
         tokens, reason = keep_tokens(seq, new[: num_ahead + 1])
-        seq.token_ids += tokens  # before the memory learns of them: it names blocks by their tokens
+        seq.token_ids += tokens  # before the memory settles, because it names blocks by their tokens
         self._settle(seq, end + num_ahead, accepted=not draft or num_ahead == len(draft))
         if seq in self._suspects:
             self._suspects.remove(seq)

@@ -1,4 +1,4 @@
-"""One token stream that the engine advances: a choice of a request. n choices are n sequences."""
+"""A sequence: one choice of a request as the scheduler sees it, with its tokens, block tables and slot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plait.state.prefix import root
 
 
 class Guide(Protocol):
-    """What the tokens of one sequence may be. Nothing raises: `error` says why it cannot be followed.
+    """Constrains the tokens of one sequence (a grammar). Nothing raises: `error` is why it failed.
 
     `is_wanted` is set to False when the sequence has ended.
     """
@@ -34,11 +34,11 @@ class Guide(Protocol):
         ...
 
     def masks(self, draft: tuple[int, ...] = ()) -> tuple[bytes, ...]:
-        """Masks (see `SamplingRow`) of the next token, and of those behind each token that may stand."""
+        """Masks (see `SamplingRow`) of the next token, and of the one after each allowed draft token."""
         ...
 
     def accept(self, token_id: int) -> bool:
-        """The sequence has this token now; whether it must end with it."""
+        """Record the sequence's next token. Returns whether the sequence must end with it."""
         ...
 
     def forced(self) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SavedSequence:
-    """What a preempted sequence has in host memory: the state after `length` tokens.
+    """A preempted sequence's copy in host memory: the state after `length` tokens.
 
     `holes`: by group, how many blocks at the front of its table were behind the window.
     """
@@ -68,18 +68,19 @@ class SavedSequence:
 
 @dataclass(slots=True, eq=False)
 class TokenSequence:
-    """Changed by the `Scheduler` and its `Allocation` alone.
+    """Tokens, memory and progress of one sequence. Only the `Scheduler` and its `Allocation` change it.
 
     `token_ids`: prompt and output; `num_computed_tokens` of them are in the state that `tables` (one block
     table per group) and `slot` point to. `max_len`: where it must end, in tokens. `scored`: log-probabilities
     of prompt tokens so far, the first of them for the second token. `pool`: its hidden states, if those are
-    wanted instead of tokens. `deadline`: on the scheduler's clock. `is_watched`: somebody sees them come.
+    requested instead of tokens. `deadline`: on the scheduler's clock. `is_watched`: its reply is streamed.
 
     `chain` and `num_recorded`: its hashes, and how many of its blocks the prefix cache knows. `marks`:
-    positions where a snapshot is wanted. `in_step`: a step was planned with it and is not committed; `draft`:
-    tokens guessed behind its last one in that step; `scratch`: the slot with the state before them. `saved`:
-    its state while it waits, if that is in host memory. `guide`: what its tokens may be, None for anything.
-    `num_cached_tokens` of the prompt were not computed when it first ran, and `miss_cause` says why not more.
+    positions where a snapshot is needed. `in_step`: a step was planned with it and is not committed.
+    `draft`: the draft tokens after its last one in that step; `scratch`: the slot with the state before them.
+    `saved`: its state while it waits, if that is in host memory. `guide`: what its tokens may be, None for
+    anything. `num_cached_tokens` of the prompt were not computed when it first ran, and `miss_cause` is why
+    there were not more.
     """
 
     id: int
@@ -117,7 +118,7 @@ class TokenSequence:
     pool: Pool | None = None
     is_watched: bool = True
     is_penalized: bool = field(init=False)  # whether its sampler must know what came before
-    is_unobserved: bool = field(init=False)  # whether nobody looks at it between two decode steps
+    is_unobserved: bool = field(init=False)  # whether nothing reads its tokens between two decode steps
 
     def __post_init__(self) -> None:
         params = self.params
@@ -134,11 +135,11 @@ class TokenSequence:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it may run: what its tokens may be is known."""
+        """Whether it may run, because its guide is compiled or it has none."""
         return self.guide is None or self.guide.is_ready
 
     def allowed(self, draft: tuple[int, ...]) -> tuple[int, ...]:
-        """As much of a draft as may stand."""
+        """The first tokens of a draft, as many as the guide allows."""
         return draft if self.guide is None else draft[: max(len(self.guide.masks(draft)) - 1, 0)]
 
     @property
@@ -177,13 +178,13 @@ class TokenSequence:
 
     @property
     def needs_all_tokens(self) -> bool:
-        """Whether each of its tokens must be computed, also those whose state is known already."""
+        """Whether each of its tokens must be computed, also those of which the state is cached."""
         if self.pool:
             return self.pool.needs_all_tokens
         return self.wants_prompt_logprobs and len(self.scored) < self.prompt_len - 1
 
     def take(self, answer: Sampled, end: int) -> None:
-        """What a step said about the tokens before `end`, beside what follows them."""
+        """Keep what a step computed of the tokens before `end`: log-probabilities and hidden states."""
         self.scored.extend(answer.prompt_logprobs)
         if self.pool and answer.pooled:
             self.pool.add(answer.pooled, end)
@@ -221,8 +222,8 @@ def num_computed(prompt_len: int, max_len: int) -> int:
 class Update(Struct, frozen=True, gc=False):
     """What one plan added to a sequence, and why it ended if it did.
 
-    `num_accepted` of the `num_drafted` tokens that were guessed before the step were right. `embedding`: the
-    pooled hidden state, once, at the end of a sequence that was asked for it.
+    `num_accepted` of the `num_drafted` draft tokens of the step were accepted. `embedding`: the pooled hidden
+    state, once, at the end of a sequence for which it was requested.
     """
 
     seq_id: int

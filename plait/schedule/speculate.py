@@ -1,7 +1,7 @@
-"""Tokens guessed before they are computed: who guesses, how many, whether it pays. Never what the text is.
+"""Speculative decoding: proposes draft tokens, and chooses how many pay. It never changes the text.
 
-A guess is checked by the same draw that would have made the token, so a wrong one costs time and nothing else
-(Leviathan, Kalman and Matias 2023, with common random numbers in place of rejection).
+A draft token is checked by the same draw that would have made the token, so a wrong one costs only time.
+This is the method of Leviathan, Kalman and Matias 2023, with common random numbers in place of rejection.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from plait.schedule.costs import NUM_BELIEVED, NUM_REMEMBERED, StepCosts, median
 from plait.schedule.sequence import TokenSequence
 
 log = logging.getLogger("plait")
-LONGEST = 4  # tokens that a match of prompt lookup is judged by; the shortest is two
-MOST_MATCHES = 64  # places that prompt lookup looks at, the last ones first
-MODEST = 2  # tokens guessed while nothing is known about costs
-PROBE = 4  # tokens guessed to see whether it would pay by now
+LONGEST = 4  # the most tokens of a match of prompt lookup that are compared; the fewest are two
+MOST_MATCHES = 64  # places that prompt lookup compares, the last ones first
+MODEST = 2  # draft tokens while nothing is known about costs
+PROBE = 4  # draft tokens of a probe, which finds out whether drafts would pay by now
 FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # tokens between two such probes
-DECAY, OVERALL_DECAY = 0.94, 0.99  # of what is known about acceptance, for each guess that was checked
-TRUST = 4.0  # guesses that the acceptance of all sequences counts for in a new one
-CONVINCED = 0.9  # acceptance at which another probe in a row would tell nothing new
+DECAY, OVERALL_DECAY = 0.94, 0.99  # of what is known about acceptance, for each draft token that was checked
+TRUST = 4.0  # draft tokens that the acceptance of all sequences counts for in a new one
+CONVINCED = 0.9  # acceptance at which another probe in a row would show nothing new
 STUBBORN = 16  # of so many probes that cannot pay one is made all the same
-FREE = 0.02  # of a step's time, below which the time of a guess is not looked at closely
-GAIN = 1.02  # of tokens per second, below which guessing is not worth it
-PATIENCE = 8  # guesses more that are tried on paper when one more did not help
+FREE = 0.02  # share of a step's time below which a draft token counts as free
+GAIN = 1.02  # factor in tokens per second that drafts must bring at least
+PATIENCE = 8  # draft tokens that are still considered when one more did not help
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """Asked for: at most `limit` tokens after `token_ids` (read only), as `params` and `seed` draw them."""
+    """Requests up to `limit` draft tokens after `token_ids` (read only), drawn by `params` and `seed`."""
 
     seq_id: int
     token_ids: Sequence[int]
@@ -46,14 +46,14 @@ class DraftRequest:
 
 
 class Proposer(Protocol):
-    """Guesses what follows. By sequence id; a sequence without a guess may be left out."""
+    """Proposes draft tokens by sequence id; a sequence without a draft may be left out."""
 
     def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]: ...
     def forget(self, seq_id: int) -> None: ...
 
 
 class NgramProposer:
-    """Prompt lookup (Saxena 2023): what followed the last tokens when they stood in this sequence before.
+    """Prompt lookup (Saxena 2023): drafts what followed the last tokens earlier in this sequence.
 
     The longest match of at most `LONGEST` tokens counts, of equally long ones the last. A step costs the
     tokens that are new in it.
@@ -63,7 +63,7 @@ class NgramProposer:
         self._indexes: dict[int, _Index] = {}
 
     def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
-        """Guesses for the sequences whose last two tokens stood together before."""
+        """Drafts for the sequences in which the last two tokens appeared together before."""
         found = {}
         for one in wanted:
             index = self._indexes.get(one.seq_id)
@@ -79,7 +79,7 @@ class NgramProposer:
 
 
 class _Index:
-    """Where every pair of tokens of one sequence stands: by pair the last place, from each the one before.
+    """An n-gram index of one sequence: by pair of tokens its last place, and from each the one before.
 
     A place is the position that follows the pair; 0 is none.
     """
@@ -132,10 +132,10 @@ def _continue_tokens(tokens: Sequence[int], start: int, count: int) -> tuple[int
 
 @dataclass(slots=True)
 class _Record:
-    """How guesses for one sequence fared: fading counts of those accepted and of those checked.
+    """How drafts for one sequence fared: fading counts of tokens that were accepted and checked.
 
     `pause`: tokens until the next probe; `due`: the length of the sequence at which it is time, None while
-    guessing pays.
+    drafts pay.
     """
 
     accepted: float
@@ -149,14 +149,14 @@ class _Record:
         return self.accepted / self.checked
 
     def observe(self, drafted: int, accepted: int, decay: float) -> None:
-        checked = accepted + (accepted < drafted)  # what follows the first wrong guess was never compared
+        checked = accepted + (accepted < drafted)  # what follows the first wrong token was never compared
         self.accepted = self.accepted * decay**checked + accepted
         self.checked = self.checked * decay**checked + checked
 
 
 @dataclass(slots=True)
 class _Choice:
-    """One sequence while lengths are being chosen; `limit`: the longest draft it can use."""
+    """One sequence while draft lengths are being chosen; `limit`: the longest draft it can use."""
 
     seq: TokenSequence
     record: _Record
@@ -166,8 +166,8 @@ class _Choice:
     def outlook(self, length: int, *, replays: bool) -> _Outlook:
         """What a draft of this length brings and costs in a step.
 
-        In a model that replays, a step whose draft is accepted in part is followed by one that computes the
-        accepted tokens again and brings one token: then a mean over both.
+        In a model that replays, a partly accepted draft is followed by a step that computes the accepted
+        tokens again and brings one token. The outlook is then a mean over both.
         """
         a = self.record.acceptance
         every = a**length  # all of it is accepted
@@ -182,9 +182,9 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Outlook:
-    """Expected tokens that a sequence gets in a step, rows that it computes, tokens guessed for it.
+    """Expected tokens that a sequence gets in a step, rows that it computes, draft tokens it is given.
 
-    Of a whole step: the sums, but the longest draft, because all are guessed side by side.
+    Of a whole step: the sums, but the longest draft, because all drafts are made side by side.
     """
 
     tokens: float
@@ -199,11 +199,11 @@ class _Outlook:
 
 @dataclass(slots=True)
 class Speculation:
-    """Decides before each step how much is guessed for whom: as much as gives the most tokens per second.
+    """Chooses each sequence's draft length before each step, for the most tokens per second.
 
-    `replays`: after a partial acceptance the accepted tokens are computed again (models with slots). Where it
-    does not pay nothing is guessed, but for a probe now and then, after pauses that double. A proposer that
-    raises is not asked again: replies go on without guesses, and `error` says why.
+    `replays`: after a partial acceptance the accepted tokens are computed again (models with slots). Where
+    drafts do not pay there are none, but for a probe now and then, after pauses that double. A proposer that
+    raises is not called again: replies go on without drafts, and `error` is the cause.
     """
 
     proposer: Proposer
@@ -220,14 +220,14 @@ class Speculation:
     _proposing: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))  # s per token
 
     def drafts(self, sequences: Sequence[TokenSequence], num_rows: int) -> Mapping[int, tuple[int, ...]]:
-        """Guesses by sequence id for a step that computes `num_rows` tokens without them.
+        """Drafts by sequence id for a step that computes `num_rows` tokens without them.
 
-        `sequences`: those whose share of these rows is one token each, and that can take guesses.
+        `sequences`: those that have one token each of these rows, and that can take drafts.
         """
         if self.error is not None:
             return {}
         choices = [choice for seq in sequences if (choice := self._choice(seq))]
-        # Of the whole step: every sequence brings a token, every row is computed, nothing is guessed.
+        # Of the whole step: every sequence brings a token, every row is computed, there are no drafts.
         plain = _Outlook(float(len(sequences)), float(num_rows), 0.0)
         self._choose(choices, plain)
         if due := [choice for choice in choices if _is_due(choice)]:
@@ -240,7 +240,7 @@ class Speculation:
         found = self._propose(wanted) if wanted else {}
         for choice in choices:
             if found.get(choice.seq.id) and choice.record.is_probing:
-                # As if it were to fail; `observe` knows better.
+                # As if the probe were to fail; `observe` corrects this if it does not.
                 choice.record.due = choice.seq.num_tokens + choice.record.pause
                 choice.record.pause = min(2 * choice.record.pause, LONGEST_PAUSE)
         return found
@@ -263,11 +263,11 @@ class Speculation:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Tokens guessed and checked since the start, and of these the right ones."""
+        """Draft tokens that were checked since startup, and those of them that were accepted."""
         return {"num_drafted_tokens": self.num_drafted, "num_accepted_tokens": self.num_accepted}
 
     def _choice(self, seq: TokenSequence) -> _Choice | None:
-        """None for a sequence that has no use for guesses: one token is always its own."""
+        """None for a sequence that has no use for a draft, because a step always brings one token anyway."""
         limit = min(self.num_draft_tokens, seq.max_len - seq.num_tokens - 1)
         if limit < 1:
             return None
@@ -277,12 +277,13 @@ class Speculation:
         return _Choice(seq, record, limit)
 
     def _choose(self, choices: Sequence[_Choice], plain: _Outlook) -> None:
-        """Set every choice's length to what gives the most tokens per second, 0 if that is nobody's."""
+        """Set every choice's length to what gives the most tokens per second; 0: no draft pays."""
         knows = self.costs.step_s(1) is not None
         longest = self.num_draft_tokens if knows else MODEST
         worth = self._tokens_per_s(plain) * GAIN
         best, lengths = worth, [0] * len(choices)
-        # Guesses made pass by pass, for all side by side, are as many for each; free ones go to the best.
+        # Draft tokens that cost a pass each are made for all sequences side by side, so each gets as many.
+        # Free ones go to the most promising sequences.
         is_free = self._guess_s() < FREE * (self.costs.step_s(plain.rows) or 0.0)
         for most in [longest] if is_free or not knows else range(1, longest + 1):
             found, value = self._most_promising(choices, plain, most)
@@ -296,7 +297,7 @@ class Speculation:
     def _most_promising(
         self, choices: Sequence[_Choice], plain: _Outlook, most: int
     ) -> tuple[list[int], float]:
-        """(lengths up to `most`, tokens per second): guesses are added, the surest first, while it helps."""
+        """(lengths up to `most`, tokens per second): adds draft tokens, the surest first, while it helps."""
         now = [c.outlook(0, replays=self.replays) for c in choices]
         step, best, waited = plain, 0.0, 0
         lengths, tried = [0] * len(choices), [0] * len(choices)
@@ -313,10 +314,10 @@ class Speculation:
         return lengths, best
 
     def _probe(self, due: Sequence[_Choice], choices: Sequence[_Choice], plain: _Outlook) -> None:
-        """A few guesses for those whose turn it is, unless no guess could be right enough to pay."""
+        """Give the sequences in `due` a short draft, unless no acceptance could be high enough to pay."""
         if not self._could_pay(choices, plain):
             self._num_put_off += 1
-            if self._num_put_off % STUBBORN:  # the time that guessing takes may have been measured wrong
+            if self._num_put_off % STUBBORN:  # the time that drafts take may have been measured wrong
                 for choice in due:
                     choice.record.due = choice.seq.num_tokens + LONGEST_PAUSE
                 return
@@ -325,7 +326,7 @@ class Speculation:
             choice.length = min(PROBE, choice.limit)
 
     def _could_pay(self, choices: Sequence[_Choice], plain: _Outlook) -> bool:
-        """Whether it would if all guesses were right, for one of these sequences or for all of them."""
+        """Whether drafts would pay if all were accepted, for one of these sequences or for all of them."""
         if 0 < len(self._proposing) < NUM_BELIEVED:
             return True
         best = self._tokens_per_s(plain) * GAIN
@@ -346,7 +347,7 @@ class Speculation:
         return step.tokens / seconds
 
     def _guess_s(self) -> float:
-        """Seconds that one guess takes, for all sequences side by side."""
+        """Seconds that one draft token takes, for all sequences side by side."""
         return median(self._proposing) if self._proposing else 0.0
 
     def _propose(self, wanted: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
@@ -368,7 +369,7 @@ class Speculation:
 
 
 def _by_promise(choices: Sequence[_Choice], most: int) -> Iterator[int]:
-    """Indexes of choices, one for each guess that could be added, by the chance that it is right."""
+    """Indexes of choices, one for each draft token that could be added, by the chance that it is right."""
     heap = [(-c.record.acceptance, i, 1) for i, c in enumerate(choices)]
     heapq.heapify(heap)
     while heap:
@@ -379,7 +380,7 @@ def _by_promise(choices: Sequence[_Choice], most: int) -> Iterator[int]:
 
 
 def _is_due(choice: _Choice) -> bool:
-    """Note whether guessing pays for this sequence; if it does not, whether it is time for a probe."""
+    """Whether it is time for a probe of this sequence. Records first whether drafts pay for it."""
     record = choice.record
     record.is_probing = False
     if choice.length:

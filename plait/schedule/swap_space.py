@@ -1,4 +1,4 @@
-"""Room in host memory for state that had to leave the device: sequences, snapshots. Integers only."""
+"""Swap space: host memory for the state of preempted sequences and evicted snapshots. Integers only."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 
 
 class HostSpace:
-    """Gives out handles while there is room for so many bytes.
+    """Gives out handles while their bytes fit into `nbytes`.
 
-    A handle is *needed* (somebody must come back to it) or *spare*: the oldest spare ones make room, and
-    `on_evict(handle)` is told.
+    A handle is *needed* (a sequence resumes from it) or *spare*. The oldest spare ones are evicted when space
+    runs out, and `on_evict(handle)` is called.
     """
 
     def __init__(self, nbytes: int, on_evict: Callable[[int], None]) -> None:
@@ -25,12 +25,12 @@ class HostSpace:
         return set(self._sizes)
 
     def can_take(self, nbytes: int) -> bool:
-        """Whether there is room for so many bytes once spare ones have left."""
+        """Whether so many bytes fit once spare ones are evicted."""
         spare = sum(self._sizes[handle] for handle in self._spare)
         return self.num_used_bytes - spare + nbytes <= self.nbytes
 
     def take(self, nbytes: int, *, spare: bool = False) -> int | None:
-        """A new handle, or None if there is no room for it."""
+        """A new handle, or None if it does not fit."""
         if not self.can_take(nbytes):
             return None
         while self.num_used_bytes + nbytes > self.nbytes:
@@ -43,15 +43,15 @@ class HostSpace:
         return self._last
 
     def pin(self, handle: int) -> None:
-        """A spare one is in use: it is needed until it is spare again."""
+        """Protect a spare handle from eviction while it is in use."""
         del self._spare[handle]
 
     def unpin(self, handle: int) -> None:
-        """Spare again, and the last to make room."""
+        """Make a handle spare again, and the last to be evicted."""
         self._spare[handle] = None
 
     def give(self, handle: int) -> None:
-        """It is not needed any more."""
+        """Free a handle that is not needed any more."""
         self.num_used_bytes -= self._sizes.pop(handle)
         self._spare.pop(handle, None)
 

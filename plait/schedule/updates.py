@@ -1,4 +1,4 @@
-"""What a step that has run means for its sequences: plain functions of plan, answers and sequence."""
+"""Turns the sampled tokens of a step into updates of its sequences: plain functions, no state."""
 
 from __future__ import annotations
 

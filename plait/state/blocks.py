@@ -1,7 +1,7 @@
-"""Who holds which block and which slot: integers only, no torch. A slot is a block that is never shared.
+"""The block pool: allocates blocks and slots and counts references. Integers only, no torch.
 
-Id 0 is never given out: it is where padding rows write and where a windowed table points to what was given
-back.
+A slot is a block that is never shared. Id 0 is never given out. Padding rows write there, and the entries of
+a windowed table point there when their blocks were given back.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ GARBAGE = 0
 
 
 def _nobody(_: int) -> None:
-    """What was evicted is nobody's concern."""
+    """The default `on_evict`: does nothing."""
 
 
 class BlockPool:
     """The blocks 1..num_blocks-1 of one group, counted by reference so that prefixes can be shared.
 
-    A block is *free*, *held* (it has references), or *cached*: nobody holds it, and what is in it is worth
+    A block is *free*, *held* (it has references), or *cached*: no sequence holds it, and its content is worth
     keeping (`keep`). When no free one is left, the least recently used cached one is given out, and
-    `on_evict(block)` is told first. Deterministic: the same calls give the same ids. `what` they are, and
+    `on_evict(block)` is called first. Deterministic: the same calls give the same ids. `what` they are, and
     which `option` makes more of them, is for messages.
     """
 
@@ -51,7 +51,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """How many can be taken: free ones, and cached ones that make room."""
+        """How many can be taken: free ones, and cached ones, which are evicted."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -73,13 +73,13 @@ class BlockPool:
         else:
             block, _ = self._cached.popitem(last=False)
             self._kept.discard(block)
-            self._refs[block] = 1  # before others are told: what they let go must not be given out here
+            self._refs[block] = 1  # before `on_evict`: what it gives back must not include this block
             self.on_evict(block)
         self._refs[block] = 1
         return block
 
     def ref(self, blocks: Iterable[int]) -> None:
-        """One reference more to each of these held or cached blocks: they are shared, or used again."""
+        """Add a reference to each of these held or cached blocks: they are shared, or used again."""
         for block in blocks:
             if not self._refs[block]:
                 assert block in self._cached, f"block {block} is shared, and nobody holds or keeps it"
@@ -87,7 +87,7 @@ class BlockPool:
             self._refs[block] += 1
 
     def give(self, blocks: Iterable[int]) -> None:
-        """One reference less; a block without any is cached if it is kept, else free again."""
+        """Remove a reference from each; a block without any is cached if it is kept, else free again."""
         for block in blocks:
             assert block != GARBAGE, "block 0 is nobody's to give back"
             assert self._refs[block] > 0, f"block {block} is given back twice"
@@ -100,35 +100,35 @@ class BlockPool:
                 self._free.append(block)
 
     def keep(self, block: int) -> None:
-        """What is in this held block stays worth having when nobody holds it any more."""
+        """Cache this held block, instead of freeing it, when its last reference is given back."""
         assert self._refs[block] > 0, f"block {block} is kept and nobody holds it"
         self._kept.add(block)
 
     def drop(self, block: int) -> None:
-        """What is in this block is worth nothing any more; free if nobody holds it."""
+        """Do not cache this block any more; it is free if it has no references."""
         self._kept.discard(block)
         if block in self._cached:
             del self._cached[block]
             self._free.append(block)
 
     def touch(self, block: int) -> None:
-        """A cached block was of use: it is evicted last. Others are left alone."""
+        """Mark a cached block as recently used: it is evicted last. Other blocks are left alone."""
         if block in self._cached:
             self._cached.move_to_end(block)
 
     def cool(self, block: int) -> None:
-        """A cached block is of little use: it is evicted first."""
+        """Mark a cached block as of little use: it is evicted first."""
         self._cached.move_to_end(block, last=False)
 
     def is_cached(self, block: int) -> bool:
         return block in self._cached
 
     def refs(self, block: int) -> int:
-        """How many hold this block."""
+        """The number of references to this block."""
         return self._refs[block]
 
     def rebuild(self, refs: Mapping[int, int], kept: Collection[int]) -> None:
-        """Start again from who holds what and what is kept, whatever the lists said before."""
+        """Rebuild the lists from the references of each block and the kept blocks."""
         self._refs = [refs.get(block, 0) for block in range(max(self.num_blocks, 1))]
         self._kept = set(kept)
         order = [*self._cached, *sorted(self._kept - set(self._cached))]
@@ -137,7 +137,7 @@ class BlockPool:
         self._free = [block for block in range(self.num_blocks - 1, 0, -1) if block not in taken]
 
     def check(self) -> None:
-        """Every block is free, held or cached, and only one of them; AssertionError tells which is not."""
+        """Every block is free, held or cached, and only one of them; AssertionError names one that is not."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
         assert GARBAGE not in free, "block 0 is free"

@@ -1,8 +1,10 @@
-"""What is still known from earlier tokens: the prefix cache. Integers and hashes only, no torch.
+"""The prefix cache: finds blocks and snapshots by the hashes of tokens. Integers and hashes only, no torch.
 
-One hash chain over blocks of tokens names every prefix: h(0) is the hash of a salt, h(i) that of h(i-1) and
-the tokens of block i. Blocks of paged state are found by (group, h(i)). State of fixed size is found where a
-*snapshot* of it exists, which may be inside a block: it is named by h(i) and the tokens that follow.
+One hash chain over blocks of tokens names every prefix. h(0) is the hash of a salt, h(i) that of h(i-1) and
+the tokens of block i. Blocks of paged state are found by (group, h(i)). Recurrent state is found where a
+*snapshot* of it exists, which may be inside a block. It is named by h(i) and the tokens that follow.
+
+    h(0) = H(salt)    h(1) = H(h(0), block 1)    h(2) = H(h(1), block 2)    rest: the tokens behind block 2
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from hashlib import blake2b
 from plait.state.blocks import GARBAGE
 
 DIGEST_BYTES = 16
-NUM_SEEN = 1 << 16  # hashes remembered beyond what is in memory: to tell what was lost from what is new
+NUM_SEEN = 1 << 16  # hashes remembered beyond what is in memory: they distinguish evicted from new prefixes
 
 Tokens = Sequence[int]
 
 
 def root(salt: str) -> bytes:
-    """h(0): prefixes with different salts have nothing in common."""
+    """h(0), the hash of a salt: prefixes with different salts have nothing in common."""
     return blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
 
 
@@ -37,9 +39,9 @@ def extend(chain: list[bytes], token_ids: Tokens, block_size: int) -> None:
 class Snapshot:
     """State after the blocks up to `parent` and the tokens in `rest`: less than one block of them.
 
-    `slot`: where state of fixed size is, or 0: the model has none, or it is in host memory as `handle`.
+    `slot`: where the recurrent state is, or 0: the model has none, or it is in host memory as `handle`.
     `blocks`: the partly filled block of every group, or none if there are no tokens in `rest`. `is_spare`:
-    taken at no particular place, the first to go.
+    it was taken at no particular place, and is the first to be evicted.
     """
 
     parent: bytes
@@ -54,9 +56,13 @@ class Snapshot:
 class Hit:
     """The longest known prefix: `length` tokens, in these blocks of every group (0: behind the window).
 
-    `cause`: "hit", or why nothing was found: "new" (never seen), "evicted" (it was here), "no_snapshot" (the
-    blocks are there and the state of fixed size is not), "window" (blocks in the window are gone), "short"
-    (less than a block), "off". `seen`: how many of its tokens were in somebody's prompt or reply before.
+    `cause` is "hit", or why nothing was found:
+
+    * "new": never seen; "evicted": it was cached once; "short": less than a block; "off": no lookup was made.
+    * "no_snapshot": the blocks are there and the recurrent state is not.
+    * "window": blocks in the window are gone.
+
+    `seen`: how many of its tokens were in an earlier prompt or reply.
     """
 
     length: int = 0
@@ -68,7 +74,7 @@ class Hit:
 
 @dataclass(slots=True)
 class PrefixIndex:
-    """What is where. Knows nothing of who holds it: who gives a block to others must `forget` it first.
+    """Maps prefixes to blocks and snapshots. It knows no holders: `forget` a block before it is reused.
 
     `windows`: one entry per block group, None for full attention. `has_slots`: whether a prefix is of use
     only where there is a snapshot.
@@ -107,14 +113,14 @@ class PrefixIndex:
         return Hit(0, tuple(() for _ in self.windows), None, cause, seen * self.block_size)
 
     def record(self, group: int, chain_hash: bytes, block: int) -> bool:
-        """A block is full of the tokens up to this hash. False: another block is already known for it."""
+        """Record a block that is full up to this hash. False: another block is already known for it."""
         if chain_hash in self.blocks[group] or block in self._hash_of[group]:
             return self.blocks[group].get(chain_hash) == block
         self.blocks[group][chain_hash], self._hash_of[group][block] = block, chain_hash
         return True
 
     def saw(self, chain_hash: bytes) -> None:
-        """These tokens were computed once."""
+        """Remember that the tokens up to this hash were computed once."""
         self._seen[chain_hash] = None
         self._seen.move_to_end(chain_hash)
         if len(self._seen) > NUM_SEEN:
@@ -125,7 +131,7 @@ class PrefixIndex:
         return next((s for s in self.snapshots.get(parent, ()) if s.rest == rest), None)
 
     def add(self, snapshot: Snapshot) -> None:
-        """A snapshot was taken; `find` must not know one at its place."""
+        """Add a snapshot that was taken; `find` must not know one at its place."""
         assert self.find(snapshot.parent, snapshot.rest) is None, "a place has two snapshots"
         places = self.snapshots.setdefault(snapshot.parent, [])
         places.append(snapshot)
@@ -137,7 +143,7 @@ class PrefixIndex:
                 self._snapshot_of[group][block] = snapshot
 
     def remove(self, snapshot: Snapshot) -> None:
-        """A snapshot is lost; what it was made of is its owner's to give back."""
+        """Remove a snapshot that is lost; the owner of its slot and blocks gives them back."""
         places = self.snapshots[snapshot.parent]
         places.remove(snapshot)
         if not places:
@@ -148,12 +154,12 @@ class PrefixIndex:
                 del self._snapshot_of[group][block]
 
     def move_to_host(self, snapshot: Snapshot, handle: int) -> None:
-        """Its slot is about to be another's: it was saved."""
+        """Record that a snapshot was saved to host memory, because its slot is about to be reused."""
         del self._by_slot[snapshot.slot]
         snapshot.slot, snapshot.handle = GARBAGE, handle
 
     def forget(self, group: int, block: int) -> Snapshot | None:
-        """A block is about to hold something else. Returns the snapshot that is lost with it, not removed."""
+        """Remove a block that is about to be reused. Returns the snapshot that is lost, not yet removed."""
         if (chain_hash := self._hash_of[group].pop(block, None)) is not None:
             del self.blocks[group][chain_hash]
         return self._snapshot_of[group].get(block)
@@ -162,7 +168,7 @@ class PrefixIndex:
         return self._by_slot.get(slot)
 
     def kept(self, group: int) -> set[int]:
-        """Every block of a group whose contents are known here."""
+        """Every block of a group that has known content."""
         return {*self._hash_of[group], *self._snapshot_of[group]}
 
     @property
@@ -170,7 +176,7 @@ class PrefixIndex:
         return set(self._by_slot)
 
     def clear(self) -> None:
-        """Nothing is known any more, not even what was seen."""
+        """Remove all blocks, snapshots and remembered hashes."""
         for group in range(len(self.windows)):
             self.blocks[group].clear()
             self._hash_of[group].clear()
@@ -180,7 +186,7 @@ class PrefixIndex:
         self._seen.clear()
 
     def check(self) -> None:
-        """The maps agree with each other; AssertionError tells where not."""
+        """The maps agree with each other; AssertionError names the place where they do not."""
         for group, blocks in enumerate(self.blocks):
             assert {b: h for h, b in blocks.items()} == self._hash_of[group], "a block has two names"
             assert not self._hash_of[group].keys() & self._snapshot_of[group].keys(), "full and partly filled"
@@ -199,7 +205,7 @@ class PrefixIndex:
     def _candidates(
         self, chain: Sequence[bytes], i: int, token_ids: Tokens, limit: int
     ) -> list[Snapshot | None]:
-        """What could be started from behind i whole blocks, the longest first; None: the blocks alone."""
+        """Snapshots to start from behind i whole blocks, the longest first; None: the blocks alone."""
         start = i * self.block_size
         found: list[Snapshot | None] = []
         for snapshot in self.snapshots.get(chain[i], ()):

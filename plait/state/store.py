@@ -1,4 +1,4 @@
-"""The tensors behind every mixer's state, addressed by block table or by slot, and copies of them."""
+"""The state store: tensors of the KV cache and of recurrent state, by block or slot, and copies of them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class StateStore:
         return self._tensors[name]
 
     def zero_slots(self, slots: Iterable[int]) -> None:
-        """Make slots as a new sequence expects them: a one-token prompt must never read the last owner."""
+        """Zero the slots of new sequences, because a one-token prompt must never read the last owner's."""
         self._rows[-1].zero(slots)
 
     def copy_slots(self, pairs: Pairs) -> None:
@@ -93,7 +93,7 @@ class StateStore:
         self._saved[handle] = saved
 
     def load(self, handle: int, blocks: Sequence[Sequence[int]], slot: int) -> None:
-        """What was saved, back to as many blocks and a slot (0: none was saved); the copy stays.
+        """Copy a saved state back to as many blocks and a slot (0: none was saved); the copy stays.
 
         Raises EngineError, changing nothing, if there is no such copy or it is of another size.
         """
@@ -115,12 +115,12 @@ class StateStore:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors that kernels see."""
+        """Bytes of the tensors that kernels see."""
         return sum(t.nbytes for tensors in self._tensors.values() for t in tensors.values())
 
     @property
     def nbytes_saved(self) -> int:
-        """Of the copies in host memory."""
+        """Bytes of the copies in host memory."""
         return sum(saved.content.nbytes for saved in self._saved.values())
 
     def _parts(
@@ -140,7 +140,7 @@ class StateStore:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A copy in host memory: blocks of each group, whether a slot, and the bytes of all in one piece."""
+    """A copy in host memory: blocks of each group, whether a slot, and the bytes of all in one tensor."""
 
     tables: tuple[int, ...]
     has_slot: bool
@@ -148,10 +148,10 @@ class SavedState:
 
 
 class StateRows:
-    """Tensors whose rows belong together: row i of all of them is one block's, or one slot's, content.
+    """Tensors with rows that belong together: row i of all of them is the content of one block or slot.
 
-    On a CPU a row is copied as bytes, one after the other and without memory in between; elsewhere
-    as many rows as possible at once, because each launch costs more than a row.
+    On a CPU a row is copied as bytes, one after the other and without memory in between. On a GPU as many
+    rows as possible are copied at once, because each launch costs more than a row.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -162,7 +162,7 @@ class StateRows:
             self._arrays = [tensor.numpy() for tensor in self._tensors]
 
     def zero(self, index: Iterable[int]) -> None:
-        """Rows become zeros."""
+        """Fill these rows with zeros."""
         rows = list(index)
         if self._arrays is None:
             for tensor in self._tensors if rows else ():
@@ -173,7 +173,7 @@ class StateRows:
                 array[row] = 0
 
     def copy(self, pairs: Pairs) -> None:
-        """(from, to), as if one after the other."""
+        """Copy rows, (from, to), as if one after the other."""
         if self._arrays is None:
             self._copy_at_once(pairs)
             return
@@ -182,7 +182,7 @@ class StateRows:
                 array[target] = array[source]
 
     def save(self, index: Sequence[int], content: Tensor) -> None:
-        """Rows into host memory, [len(index) * nbytes] uint8. From a GPU they may still be on their way."""
+        """Copy rows to host memory, [len(index) * nbytes] uint8. From a GPU the copy may be unfinished."""
         if self._arrays is None:
             for tensor, part in zip(self._tensors, self._split(content, len(index)), strict=True):
                 part.copy_(tensor[list(index)], non_blocking=True)
@@ -192,7 +192,7 @@ class StateRows:
                 kept[:] = array[row]
 
     def load(self, index: Sequence[int], content: Tensor) -> None:
-        """What `save` gave, back into rows."""
+        """Copy what `save` wrote back into rows."""
         if self._arrays is None:
             for tensor, part in zip(self._tensors, self._split(content, len(index)), strict=True):
                 tensor[list(index)] = part.to(tensor.device, non_blocking=True)
