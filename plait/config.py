@@ -31,7 +31,7 @@ MAX_STREAM_INTERVAL = 256  # tokens of one stream that are read at once, on the 
 
 
 def option(default: Any, text: str, *also: str) -> Any:
-    """`also`: names that the flag has besides its field's."""
+    """A field with a default and a help text. `also`: more names of its flag."""
     return field(default=default, metadata={"help": text, "also": also})
 
 

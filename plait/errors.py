@@ -37,7 +37,7 @@ MAX_TEXT = 300  # characters of an error's text that clients and logs get
 
 
 def clip_text(text: object, most: int = MAX_TEXT) -> str:
-    """A text of at most so many characters: where it is longer, "…" takes the place of its middle.
+    """Shorten a text to at most `most` characters, with "…" in place of its middle.
 
     The middle is left out, because it has what was sent, which may be long. The beginning says what failed
     and where, the end what the limit is or what to do.
@@ -119,7 +119,7 @@ class OutOfMemory(CapacityError):
 
 
 class RequestError(PlaitError):
-    """The client's doing. `param` names the field in OpenAI's spelling, like `messages[0].content`."""
+    """The client's fault. `param` names the field in OpenAI's spelling, like `messages[0].content`."""
 
     status = 400
     exit_code = 2

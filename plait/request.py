@@ -42,8 +42,8 @@ NumLogprobs = Annotated[int | None, _words("alternatives with each token; 0: its
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFields:
-    """What every API that generates takes, in vLLM's spelling; None: the model decides. HTTP requests,
-    `SamplingParams` and the options of the command line are made from it."""
+    """Sampling fields of HTTP requests of every API that generates, of `SamplingParams` and of the command
+    line, in vLLM's spelling; None: the model decides."""
 
     min_tokens: Annotated[int, _words("tokens before anything may stop it", 0, also="min_new_tokens")] = 0
     temperature: Annotated[float | None, _words("0: always the likeliest token", 0, 2, ours=0.7)] = None
@@ -74,7 +74,7 @@ class SamplingFields:
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceFields(SamplingFields):
-    """What the APIs take that can generate several choices, and `SamplingParams`."""
+    """Sampling fields of the APIs that can generate several choices, and of `SamplingParams`."""
 
     n: Annotated[int, _words("choices that are returned", 1, MAX_N, also="n_cmpl")] = 1
     best_of: Annotated[int | None, _words("choices to generate; the best n return", 1, MAX_N)] = None
@@ -84,7 +84,7 @@ class ChoiceFields(SamplingFields):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(ChoiceFields):
-    """How tokens are chosen; `SamplingFields` and `ChoiceFields` say what each field does.
+    """Sampling parameters: how tokens are chosen. `SamplingFields` and `ChoiceFields` describe the fields.
 
     `top_k` -1 is 0, as vLLM spells it. `max_tokens` None: the rest of the context. `logprobs` are the raw
     model's, natural log, before penalties and temperature. The best of `best_of` choices have the highest
@@ -243,7 +243,7 @@ USUAL_STYLE = JsonStyle()
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """One description of what a reply must be, from its first to its last byte.
+    """A grammar (structured output): what a reply must be, from its first to its last byte.
 
     `source`, by `kind`: the JSON text of a schema, a regular expression (Rust's syntax, anchored at both
     ends), the JSON text of a list of strings, or a grammar in Lark's or llama.cpp's notation. `param` is the
@@ -314,10 +314,9 @@ class Request:
 
     `boundaries`: positions of message ends in the prompt, where other requests are likely to diverge and
     state is worth keeping. `cache_salt`: only requests with the same salt share what was computed.
-    `priority`: lower runs first. `timeout_s`: the request ends with an error when it is not done by then,
-    counted from its arrival. `resumed`: output tokens so far of each choice, None for one that has ended, of
-    a request that goes on in a new engine; (): it is new. It gets the tokens that it would have had in the
-    old one.
+    `priority`: lower runs first. `timeout_s`: a request that is not done by then, counted from its arrival,
+    ends with an error. `resumed`: output tokens so far of each choice, None for one that has ended, of a
+    request that goes on in a new engine, with the tokens it would have had in the old one; (): it is new.
 
     `grammar`: what every choice must be; `thinking`: how much of it may be thinking. `shape`: how its text is
     parsed; None: all of it is content. `pooling`: instead of tokens, return the hidden state after the last

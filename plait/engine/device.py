@@ -48,7 +48,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = resource_limits.free_memory()
-    return 4 << 30 if free is None else free  # a system that does not say: a laptop's worth
+    return 4 << 30 if free is None else free  # the system does not report it: assume a laptop's memory
 
 
 def total_memory(device: torch.device) -> int | None:

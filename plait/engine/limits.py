@@ -18,9 +18,10 @@ MAX_CHARS_PER_TOKEN = 64  # longer text cannot fit the context and is refused be
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """`longest`: the most tokens of one sequence that memory holds; None: only the scheduler knows.
+    """The limits of a model that requests are validated against.
 
-    `may_grow`: what else a client of a prompt that is too long may do, if anything.
+    `longest`: the most tokens of one sequence that memory holds; None: only the scheduler knows. `may_grow`:
+    what else a client of a prompt that is too long may do, if anything.
     """
 
     vocab_size: int
@@ -29,7 +30,7 @@ class RequestLimits:
     may_grow: str = ""
 
     def admit(self, request: Request, vocabulary: str = "") -> Request:
-        """The same request, with a `max_tokens` that the context has left.
+        """Validate a request. Returns it with a `max_tokens` that fits into the rest of the context.
 
         `vocabulary`: the one that wrote the prompt; "": its ids were sent. Raises InvalidField for a prompt
         without tokens and for ids that the model lacks, ContextTooLong, and CapacityError for a sequence that

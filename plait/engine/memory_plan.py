@@ -56,7 +56,7 @@ class Sizing:
 
     @property
     def num_blocks(self) -> Mapping[str, int]:
-        """Blocks by group name, as the state store wants them."""
+        """Blocks by group name, as the state store takes them."""
         return {size.group.name: size.num_blocks for size in self.groups}
 
     @property
@@ -229,7 +229,7 @@ def _host_nbytes(model: ModelFacts, config: EngineConfig, length: int, free: int
 def _groups(
     model: ModelFacts, config: EngineConfig, length: int, limit: int
 ) -> tuple[tuple[GroupSize, ...], str | None]:
-    """Every group's blocks: those that grow with the context share what is left alike."""
+    """Every group's blocks: groups that grow with the context share the remaining memory equally."""
     groups = block_groups(model.states)
     per_block = {g.name: _nbytes_per_block(model, g, config.block_size) for g in groups}
     left = limit - _fixed_nbytes(model, config, length)

@@ -92,12 +92,12 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def count_request(self, num_prompt_tokens: int) -> None:
-        """A request was taken."""
+        """Count a request that was taken."""
         self.num_prompt_tokens += num_prompt_tokens
         self._prompt.observe(num_prompt_tokens)
 
     def count_start(self, queue_s: float, num_cached_tokens: int) -> None:
-        """A choice ran for the first time."""
+        """Count a choice that ran for the first time, `queue_s` after its arrival."""
         self.num_cached_tokens += num_cached_tokens
         self._queue.observe(queue_s)
 
@@ -121,19 +121,19 @@ class Metrics(Collector):
         self._gap.observe(seconds / num_tokens, num_tokens)
 
     def count_draft(self, drafted: int, accepted: int) -> None:
-        """A draft was verified."""
+        """Count a draft that was verified."""
         self.num_drafted_tokens += drafted
         self.num_accepted_tokens += accepted
 
     def count_end(self, trace: RequestTrace) -> None:
-        """A choice ended. Lengths and latencies of what broke off would say nothing of replies."""
+        """Count a choice that ended. One that broke off counts in no histogram of replies."""
         self._ended[trace.finish_reason] += 1
         if trace.finish_reason in {"stop", "length"}:
             self._whole.observe(trace.finish_s - trace.arrival_s)
             self._output.observe(trace.num_output_tokens)
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric family, as things are now."""
+        """Every metric family with its current values."""
         stats = self._scheduler.stats()
         yield from self._gauges(stats)
         yield from self._counters(stats)

@@ -188,7 +188,7 @@ class DraftModel:
         return found | {job.asked.seq_id: tuple(job.found) for job in jobs if job.found}
 
     def forget(self, seq_id: int) -> None:
-        """A sequence has ended: its place is free."""
+        """Free the place of a sequence that has ended."""
         if place := self._places.pop(seq_id, None):
             place.done, place.ahead, place.proposal = 0, (), ()
             self._free.append(place)

@@ -212,7 +212,7 @@ class Allocation:
         return True
 
     def settle(self, seq: TokenSequence, end: int, *, accepted: bool) -> None:
-        """A chunk up to `end` was computed. If its draft was rejected, the state before it is restored."""
+        """Commit a chunk that was computed up to `end`. A rejected draft restores the state before it."""
         if seq.scratch:
             if not accepted:
                 seq.slot, seq.scratch = seq.scratch, seq.slot
@@ -231,7 +231,7 @@ class Allocation:
             del table[needed:]
 
     def _advance(self, seq: TokenSequence, end: int) -> None:
-        """The first `end` tokens are computed: cache them, and give back blocks that left the window."""
+        """Record that `end` tokens are computed: cache them, and give back blocks that left the window."""
         begin, seq.num_computed_tokens = seq.num_computed_tokens, end
         if not self._caches:
             return

@@ -107,7 +107,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Of one step."""
+        """The tokens of one step."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
 

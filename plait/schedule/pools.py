@@ -34,7 +34,10 @@ class CacheOptions:
 
 
 class Pools:
-    """One pool per block group (`num_blocks`, the garbage block included), one of slots (0: none)."""
+    """The pools of blocks, one per group, and of slots.
+
+    `num_blocks`: one number per group, the garbage block included; `num_slots` 0: there are no slots.
+    """
 
     def __init__(
         self,

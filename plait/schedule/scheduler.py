@@ -73,7 +73,7 @@ class Scheduler:
         self._step = self._arrivals = 0
 
     def add(self, *sequences: TokenSequence) -> None:
-        """Let these sequences (the choices of one request) wait for their turn: all of them or none.
+        """Queue these sequences (the choices of one request): all of them or none.
 
         Raises CapacityError if memory can never hold one, QueueFull if too many requests wait.
         """
@@ -220,7 +220,7 @@ class Scheduler:
     # How many tokens each sequence gets
 
     def _place(self, seq: TokenSequence) -> tuple[float, int]:
-        """Its place in line."""
+        """A sequence's place in line: priority with aging, then arrival; the lowest is first."""
         return seq.priority + seq.arrived_at / AGING_S, seq.arrival
 
     def _share(self, seq: TokenSequence, budget: int) -> int:
@@ -230,7 +230,7 @@ class Scheduler:
         return seq.num_tokens if seq.num_tokens <= budget else 0
 
     def _budget(self, decodes: list[TokenSequence]) -> int:
-        """Tokens of prompts in a step with these running replies."""
+        """The most prompt tokens of a step with these running replies."""
         most = self.limits.max_num_batched_tokens
         if self.limits.max_step_s is not None and any(seq.is_watched for seq in decodes):
             within = self.costs.tokens_within(self.limits.max_step_s)

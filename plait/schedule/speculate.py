@@ -246,7 +246,7 @@ class Speculation:
         return found
 
     def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
-        """A step computed this many tokens of a sequence's last draft; the first `accepted` were right."""
+        """Record that a step checked `drafted` tokens of a sequence's draft and accepted `accepted`."""
         self.num_drafted += drafted
         self.num_accepted += accepted
         self._overall.observe(drafted, accepted, OVERALL_DECAY)
@@ -257,7 +257,7 @@ class Speculation:
             record.due = 0
 
     def forget(self, seq_id: int) -> None:
-        """A sequence has ended."""
+        """Forget a sequence that has ended."""
         self._records.pop(seq_id, None)
         self.proposer.forget(seq_id)
 
@@ -267,7 +267,7 @@ class Speculation:
         return {"num_drafted_tokens": self.num_drafted, "num_accepted_tokens": self.num_accepted}
 
     def _choice(self, seq: TokenSequence) -> _Choice | None:
-        """None for a sequence that has no use for a draft, because a step always brings one token anyway."""
+        """The choice of a sequence; None if it needs only one more token, which a step brings anyway."""
         limit = min(self.num_draft_tokens, seq.max_len - seq.num_tokens - 1)
         if limit < 1:
             return None
