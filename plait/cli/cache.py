@@ -48,8 +48,8 @@ def folder_option(function: Any) -> Any:
 def cache(ctx: click.Context, cache_dir: str | None, as_json: bool) -> None:
     """List compiled kernels, packed weights and findings of probes, with their sizes and ages.
 
-    Compiled kernels that no start has used for 30 days are removed by a later start. Models of the Hub are
-    kept elsewhere: see `plait list`.
+    Compiled kernels that no run has used for 30 days are removed by a later run. Models of the Hub are kept
+    elsewhere: see `plait list`.
     """
     if ctx.invoked_subcommand is not None:
         if cache_dir or as_json:

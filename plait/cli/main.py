@@ -92,7 +92,7 @@ class LazyGroup(click.Group):
 )
 @click.version_option(__version__, prog_name="plait", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Plait runs language models whose layers are of mixed kinds: Mamba2, MLA, MoE, attention.
+    """Plait runs language models with layers of mixed kinds: Mamba2, MLA, MoE, attention.
 
     A model is a directory, a .safetensors or .gguf file, or a name on the Hub. Its files say what it is.
 

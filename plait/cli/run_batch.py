@@ -52,8 +52,8 @@ def run_batch(
     plait run-batch -i requests.jsonl -o answers.jsonl model.gguf
 
     A line is {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {…}}; every POST
-    path of the server can be asked. Answers come in the order in which they are done. The exit code is 1 if
-    any request failed, which its own line tells.
+    path of the server works. Answers come in the order in which they are done. The exit code is 1 if any
+    request failed; its own line has the reason.
     """
     config = EngineConfig(**engine_settings(given))
     if input_file != "-" and Path(input_file).resolve() == Path(output_file).resolve():

@@ -95,9 +95,9 @@ def verify(
     plait verify ./model --batch 8 --max-tokens 64 --prompts prompts.txt
     plait verify --family my_hybrid.py
 
-    The same requests, greedy and drawn with a seed, run under many settings: batches, prompts in pieces, the
-    prefix cache, preemption by swap and by computing again, guessed tokens, steps that fail. Each is compared
-    token by token, and log-probability by log-probability, with a sequence that runs alone. Where they part,
+    The same requests, greedy and drawn with a seed, run under many settings: batches, prompts in chunks, the
+    prefix cache, preemption by swap and by computing again, draft tokens, steps that fail. Each is compared
+    token by token, and log-probability by log-probability, with a sequence that runs alone. Where they diverge,
     both forms run again op by op to find the first op that differs. The exit code is 0 if nothing does.
     """
     defaults = {name: EngineConfig.__dataclass_fields__[name].default for name in OWN}

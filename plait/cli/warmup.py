@@ -46,7 +46,7 @@ def warmup(model: str | None, packed: bool, packed_limit: int, clears: bool, **g
     plait warmup --clear
 
     Compiled kernels depend on the formats and sizes of a model and on this machine, not on its weights.
-    Packed weights are a second copy of the model's, as kernels read them: later starts map it.
+    Packed weights are a second copy of the model's, as kernels read them, which later runs map.
     """
     settings = engine_settings(given)
     folder = _folder(settings["packed_cache"], settings["cache_dir"])
