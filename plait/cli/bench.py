@@ -77,7 +77,7 @@ def model(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     plait bench model model.gguf --compare HEAD~1 --measure decode --json
 
     Each side runs in a process of its own, loads once, and is measured in turns with the others. A decode's
-    share of the roof is what it reads of the stored weights, compared with the bandwidth measured in the same run.
+    share of the roof is what it reads of the stored weights, over the bandwidth measured with it.
     """
     from plait.bench.model.plot import write_plot
     from plait.bench.model.report import model_report

@@ -44,7 +44,7 @@ COMMANDS = {
     "cache": "What is kept on this disk to start faster; `plait cache clean` removes it.",
     "verify": "Check that a reply depends on its request alone, to the bit.",
     "completion": "Print the script that has a shell complete commands and options.",
-    "bench": "How fast a model and its ops are here, checked before it is said.",
+    "bench": "How fast a model and its ops are here; checked, then timed.",
 }
 # What other programs call them.
 ALSO = {"run": "chat", "start": "serve", "server": "serve", "complete": "generate", "quantize": "convert"}
