@@ -31,7 +31,8 @@ def test_reading_path_is_under_its_limit(tool: ModuleType) -> None:
 
 def test_reading_path_names_a_file_that_is_not_there(tool: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "ARCHITECTURE.md").write_text("# A\n\n## Reading path\n\n`spec` then `gone/file`\n")
+    text = "# A\n\n## How a token is made\n\n1. `spec.py`\n2. `gone/file.py`\n"
+    (tmp_path / "docs" / "ARCHITECTURE.md").write_text(text)
     (tmp_path / "plait").mkdir()
     (tmp_path / "plait" / "spec.py").write_text("x = 1\n")
     with pytest.raises(tool.TraceFailed, match="gone/file"):

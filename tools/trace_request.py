@@ -19,7 +19,6 @@ import importlib.util
 import json
 import mmap
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -31,6 +30,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import check_words  # noqa: E402
+
 MOST_READING = 2000  # lines
 START_S, CHAT_S, REPORT_S = 600.0, 120.0, 20.0
 CHATS = 3  # a file counts that all of them run: what a timer starts, one chat may miss
@@ -203,16 +205,13 @@ def count_lines(path: Path) -> int:
 
 
 def reading_path(root: Path = ROOT) -> dict[str, Any]:
-    """The files that docs/ARCHITECTURE.md lists under "Reading path", in its order, with their lines."""
-    text = (root / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    section = re.search(r"^## Reading path\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    names = re.findall(r"`(?:plait/)?([a-z0-9_/]+)(?:\.py)?`", section[1]) if section else []
-    missing = [name for name in names if not (root / "plait" / f"{name}.py").is_file()]
-    if missing or not names:
-        raise TraceFailed(
-            f"docs/ARCHITECTURE.md: the reading path names no file, or one that is not there: {missing}"
-        )
-    counted = {f"plait/{name}.py": count_lines(root / "plait" / f"{name}.py") for name in names}
+    """The files that docs/ARCHITECTURE.md lists as the reading path, in its order, with their lines."""
+    try:
+        counted = check_words.reading_path(root)
+    except OSError as error:
+        raise TraceFailed(f"docs/ARCHITECTURE.md: its reading path: no {error.filename}") from error
+    if not counted:
+        raise TraceFailed("docs/ARCHITECTURE.md: the reading path names no file")
     return {"lines": sum(counted.values()), "limit": MOST_READING, "files": counted}
 
 

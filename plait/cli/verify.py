@@ -97,8 +97,8 @@ def verify(
 
     The same requests, greedy and drawn with a seed, run under many settings: batches, prompts in chunks, the
     prefix cache, preemption by swap and by computing again, draft tokens, steps that fail. Each is compared
-    token by token, and log-probability by log-probability, with a sequence that runs alone. Where they diverge,
-    both forms run again op by op to find the first op that differs. The exit code is 0 if nothing does.
+    token by token, and log-probability by log-probability, with a sequence that runs alone. If they differ,
+    both run again op by op to find the first op that does. The exit code is 0 if nothing does.
     """
     defaults = {name: EngineConfig.__dataclass_fields__[name].default for name in OWN}
     config = EngineConfig(**engine_settings({**given, **defaults, "max_num_seqs": 1, "prefix_cache": False}))

@@ -69,7 +69,7 @@ def test_what_is_got_is_what_the_document_says(
 def test_token_ids_are_what_the_document_says(client: Client, document: dict[str, Any]) -> None:
     found = client.post("/tokenize", {"prompt": "Hello", "return_token_strs": True}).json
     check(document, "Tokens", found)
-    check(document, "Text", client.post("/detokenize", {"tokens": found["tokens"]}).json)
+    check(document, "DetokenizeReply", client.post("/detokenize", {"tokens": found["tokens"]}).json)
 
 
 def test_an_error_is_what_the_document_says(client: Client, document: dict[str, Any]) -> None:

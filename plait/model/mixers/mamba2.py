@@ -46,7 +46,8 @@ def ssd_words(m: spec.Mamba2Spec | spec.Mamba3Spec) -> str:
     """Mamba2 and Mamba3 have the same sizes."""
     groups = f", {m.num_groups} groups" if m.num_groups > 1 else ""
     mode = f", {m.mode}" if m.mode != "ssd" else ""
-    return f"{type(m).__name__}, {m.num_heads} heads × {m.head_dim}, state {m.state_size}{groups}{mode}"
+    name = type(m).__name__.removesuffix("Spec")
+    return f"{name}, {m.num_heads} heads × {m.head_dim}, state {m.state_size}{groups}{mode}"
 
 
 @mixer(spec.Mamba2Spec, ssd_words)

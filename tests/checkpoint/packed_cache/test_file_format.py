@@ -134,7 +134,8 @@ def test_processes_that_write_at_once_leave_one_whole_file(tmp_path: Path) -> No
     script = (
         "import sys; from pathlib import Path; from plait.checkpoint.packed_cache.file_format import *\n"
         "fill, path = int(sys.argv[1]), Path(sys.argv[2])\n"
-        'header = opening(b\'{"key": {"fill": %d}, "source": "", "nbytes": 6400000, "maps": {}}\' % fill)\n'
+        'text = b\'{"key": {"fill": %d}, "source": "", "nbytes": 6400000, "maps": {}}\' % fill\n'
+        "header = encode_header(text)\n"
         "for _ in range(4): write_whole(path, header, [memoryview(bytes([fill]) * 640)] * 10000, 6400000)\n"
     )
     path = tmp_path / NAME

@@ -16,11 +16,11 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """A table of constants that is compiled into a kernel."""
 In = TypeVar("In")
 Out = TypeVar("Out", covariant=True)
-P = TypeVar("P")
-Q = TypeVar("Q")
-R = TypeVar("R")
-S = TypeVar("S")
-T = TypeVar("T")
+T1 = TypeVar("T1")
+T2 = TypeVar("T2")
+T3 = TypeVar("T3")
+T4 = TypeVar("T4")
+T5 = TypeVar("T5")
 
 
 class Floats:
@@ -35,4 +35,4 @@ class Kind(Generic[In, Out]):
     """A Numba type: what may be given for it, and what it is as a result."""
 
 
-Of: TypeAlias = Kind[P, object]
+Of: TypeAlias = Kind[T1, object]

@@ -21,7 +21,21 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 from plait.kernels.cpu.codegen import plain_x86
-from plait.kernels.cpu.codegen.kinds import Float, Floats, In, Int, Ints, Kind, Of, Out, P, Q, R, S, T
+from plait.kernels.cpu.codegen.kinds import (
+    T1,
+    T2,
+    T3,
+    T4,
+    T5,
+    Float,
+    Floats,
+    In,
+    Int,
+    Ints,
+    Kind,
+    Of,
+    Out,
+)
 from plait.kernels.cpu.codegen.target import AARCH64, DOT
 
 LANES = 16
@@ -65,23 +79,28 @@ DEFINED: dict[str, tuple[Any, tuple[Any, ...], Emit]] = {}  # what `straight` wr
 @overload
 def _define(name: str, result: Kind[In, Out], arguments: tuple[()], emit: Emit) -> Callable[[], Out]: ...
 @overload
-def _define(name: str, result: Kind[In, Out], arguments: tuple[Of[P]], emit: Emit) -> Callable[[P], Out]: ...
+def _define(
+    name: str, result: Kind[In, Out], arguments: tuple[Of[T1]], emit: Emit
+) -> Callable[[T1], Out]: ...
 @overload
 def _define(
-    name: str, result: Kind[In, Out], arguments: tuple[Of[P], Of[Q]], emit: Emit
-) -> Callable[[P, Q], Out]: ...
+    name: str, result: Kind[In, Out], arguments: tuple[Of[T1], Of[T2]], emit: Emit
+) -> Callable[[T1, T2], Out]: ...
 @overload
 def _define(
-    name: str, result: Kind[In, Out], arguments: tuple[Of[P], Of[Q], Of[R]], emit: Emit
-) -> Callable[[P, Q, R], Out]: ...
+    name: str, result: Kind[In, Out], arguments: tuple[Of[T1], Of[T2], Of[T3]], emit: Emit
+) -> Callable[[T1, T2, T3], Out]: ...
 @overload
 def _define(
-    name: str, result: Kind[In, Out], arguments: tuple[Of[P], Of[Q], Of[R], Of[S]], emit: Emit
-) -> Callable[[P, Q, R, S], Out]: ...
+    name: str, result: Kind[In, Out], arguments: tuple[Of[T1], Of[T2], Of[T3], Of[T4]], emit: Emit
+) -> Callable[[T1, T2, T3, T4], Out]: ...
 @overload
 def _define(
-    name: str, result: Kind[In, Out], arguments: tuple[Of[P], Of[Q], Of[R], Of[S], Of[T]], emit: Emit
-) -> Callable[[P, Q, R, S, T], Out]: ...
+    name: str,
+    result: Kind[In, Out],
+    arguments: tuple[Of[T1], Of[T2], Of[T3], Of[T4], Of[T5]],
+    emit: Emit,
+) -> Callable[[T1, T2, T3, T4, T5], Out]: ...
 def _define(name: str, result: Any, arguments: tuple[Any, ...], emit: Emit) -> Any:
     """An intrinsic of that signature; `emit(builder, *values)` writes its instructions."""
     DEFINED[name] = (result, arguments, emit)

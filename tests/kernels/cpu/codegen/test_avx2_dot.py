@@ -78,7 +78,7 @@ def test_sums_of_products_of_bytes_are_exact(
     if extreme:
         u[:, :8], u[:, 8:], v[:] = largest, 0, -127
     exact = torch.einsum("qlj,qj->l", u.int() - zero, v.int())
-    out, digest = torch.empty(16, dtype=torch.int32), straight.digest("twos.py")
+    out, digest = torch.empty(16, dtype=torch.int32), straight.digest("codegen/avx2_dot.py")
     kernel = kernels.load_generated(f"twos_{block.lower()}", BYTES.format(block=block, digest=digest)).run
     cpu.launch(kernel, u, v, start, out, rows=1)
     assert out.tolist() == (exact + (BASE if zero else start)).tolist()
