@@ -21,21 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 from plait.kernels.cpu.codegen import plain_x86
-from plait.kernels.cpu.codegen.kinds import (
-    T1,
-    T2,
-    T3,
-    T4,
-    T5,
-    Float,
-    Floats,
-    In,
-    Int,
-    Ints,
-    Kind,
-    Of,
-    Out,
-)
+from plait.kernels.cpu.codegen.kinds import T1, T2, T3, T4, T5, Float, Floats, In, Int, Ints, Kind, Of, Out
 from plait.kernels.cpu.codegen.target import AARCH64, DOT
 
 LANES = 16
@@ -96,10 +82,7 @@ def _define(
 ) -> Callable[[T1, T2, T3, T4], Out]: ...
 @overload
 def _define(
-    name: str,
-    result: Kind[In, Out],
-    arguments: tuple[Of[T1], Of[T2], Of[T3], Of[T4], Of[T5]],
-    emit: Emit,
+    name: str, result: Kind[In, Out], arguments: tuple[Of[T1], Of[T2], Of[T3], Of[T4], Of[T5]], emit: Emit
 ) -> Callable[[T1, T2, T3, T4, T5], Out]: ...
 def _define(name: str, result: Any, arguments: tuple[Any, ...], emit: Emit) -> Any:
     """An intrinsic of that signature; `emit(builder, *values)` writes its instructions."""
