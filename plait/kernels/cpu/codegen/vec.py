@@ -2,9 +2,7 @@
 
 Every function here is a Numba intrinsic that becomes a few LLVM instructions. Addresses are plain int64
 (`Tensor.data_ptr()`), so that a call unboxes nothing. LLVM splits sixteen lanes as the target needs: one
-source serves AVX-512, AVX2, NEON and anything else; only `dot`, `dot8`, and what waits for other threads,
-know instructions (`target.DOT`).
-
+source serves AVX-512, AVX2, NEON and anything else; `dot`, `dot8` and waits know instructions (`target.DOT`).
 Nothing here reorders floating-point additions: a kernel that adds in one order does so on every machine.
 """
 
