@@ -1,6 +1,7 @@
 """Plait: one inference engine for language models with layers of mixed kinds.
 
-`import plait` is cheap, because torch and the model code are loaded when `LLM` is first used.
+`import plait` is cheap, because names are imported when they are first used. An engine process watches its
+parent before it imports a library, and whatever is imported here comes even earlier.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from plait.errors import PlaitError
-from plait.request import SamplingParams
 from plait.version import __version__
 
 if TYPE_CHECKING:
     from plait.llm.llm import LLM
+    from plait.request import SamplingParams
 
 __all__ = ["LLM", "PlaitError", "SamplingParams", "__version__"]
 
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from plait.llm.llm import LLM
 
         return LLM
+    if name == "SamplingParams":
+        from plait.request import SamplingParams
+
+        return SamplingParams
     raise AttributeError(f"module 'plait' has no attribute {name!r}")
