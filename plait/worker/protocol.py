@@ -231,6 +231,7 @@ def _public(cls: type) -> type:
 def _write_error(value: object) -> tuple[str, str, str | None]:
     if isinstance(value, BaseException):
         return encode_error(value)
+    # What msgspec's hooks raise for a type that they do not know; `frame` makes an EngineError of it.
     raise NotImplementedError(f"a {type(value).__name__} is not sent between processes")
 
 

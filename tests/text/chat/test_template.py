@@ -286,10 +286,10 @@ def test_the_blazr_format_has_line_ends() -> None:
     assert ids.count(100279) == 1
 
 
+@pytest.mark.parametrize("vocabulary", ["byte_level"], indirect=True)
 def test_the_chatml_format_is_that_of_its_template(vocabulary: Any, sandbox: Sandbox) -> None:
+    """Of byte-level vocabularies: no other has a built-in format."""
     library, tokenizer = vocabulary
-    if tokenizer.strips_first_space:
-        pytest.skip("the built-in formats are for byte-level vocabularies")
     for messages in CONVERSATIONS.values():
         _, expected = theirs("chatml", library, messages, add_generation_prompt=True)
         assert MarkerTemplate("chatml", tokenizer).render(messages) == expected
