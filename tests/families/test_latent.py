@@ -190,7 +190,9 @@ def as_blocks(
     ],
     ids="+".join,
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES if n != "deepseek_v3")]
+)
 def test_gguf_split_and_joined(
     name: str, kinds: tuple[str, ...], models: dict[str, Model], tmp_path: Path, cpu: Any
 ) -> None:

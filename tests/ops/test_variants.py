@@ -21,6 +21,8 @@ from plait.quant.weight import Dense
 load_kernels()
 list_mixers()  # registers every op that a model can use
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
+# Formats whose kernels are made from the same parts as those of another: compiling them takes minutes.
+RARE = {"IQ4_NL", "IQ2_XXS", "IQ2_S", "IQ3_XXS", "IQ1_S", "TQ1_0", "NVFP4", "Q1_0", "Q3_K", "int3_g128"}
 
 
 def runnable() -> list[Any]:
@@ -35,7 +37,10 @@ def _runnable() -> Iterator[Any]:
             for i, case in enumerate(op.cases):
                 for dtype in op.tolerance:
                     name = str(dtype).removeprefix("torch.")
-                    yield pytest.param(op, variant, case, dtype, id=f"{op.name}-{variant.name}-{i}-{name}")
+                    marks = pytest.mark.slow if variant.native and case.get("kind") in RARE else ()
+                    yield pytest.param(
+                        op, variant, case, dtype, id=f"{op.name}-{variant.name}-{i}-{name}", marks=marks
+                    )
 
 
 @pytest.mark.parametrize(("op", "variant", "case", "dtype"), runnable())

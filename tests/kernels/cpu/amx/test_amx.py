@@ -165,7 +165,7 @@ def test_every_storage_is_decoded_and_multiplied(kind: str, cpu: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("n_in", [64, 1031])
+@pytest.mark.parametrize("n_in", [pytest.param(64, marks=pytest.mark.slow), 1031])
 def test_plain_numbers_and_inputs_that_fill_no_tile(kind: str, n_in: int, cpu: Any) -> None:
     weight = Dense((torch.randn(70, n_in) / n_in**0.5).to(getattr(torch, kind)))
     x = torch.randn(33, n_in)
