@@ -10,10 +10,10 @@ import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
-from plait.engine.open_request import OnEvent
+from plait.engine.admission import OnEvent
 from plait.errors import DeadlineExceeded, EngineKilled, InvalidField
 from plait.request import Event, Request, RequestTrace
-from plait.worker.protocol import Spoken, decode_event
+from plait.worker.protocol import EventMessage, decode_event
 
 MAX_DEATHS = 4  # engines that end with a request in their last step, others being there as well
 TRIAL_TOKENS = 2  # of each choice: the step that ended the engine, and a first one of another kind
@@ -64,7 +64,7 @@ class RequestEntry:
         return all(part.num_on_trial >= part.num_to_pass for part in self.parts.values())
 
 
-class Ledger:
+class RequestTable:
     """Every open request, by key. Events are delivered on the caller's thread; a reader that raises has its
     request ended.
     """
@@ -108,13 +108,13 @@ class Ledger:
             del self._unsent[entry.key]
             yield entry
 
-    def deliver(self, said: Spoken, now: float) -> None:
+    def deliver(self, message: EventMessage, now: float) -> None:
         """Pass an event of the engine on, and record what it brought. `now`: on the common clock."""
-        entry = self._entries.get(said.key)
-        if entry is None or said.index not in entry.parts:  # ended here, while this was on its way
+        entry = self._entries.get(message.key)
+        if entry is None or message.index not in entry.parts:  # ended here, while this was on its way
             return
-        part = entry.parts[said.index]
-        event = decode_event(entry.request.id, said)
+        part = entry.parts[message.index]
+        event = decode_event(entry.request.id, message)
         if part.token_ids and event.num_cached_tokens != part.num_cached_tokens:
             # What the first engine found counts: a later one finds the reply's own tokens.
             event = replace(event, num_cached_tokens=part.num_cached_tokens)
@@ -127,7 +127,7 @@ class Ledger:
         part.num_on_trial += len(event.token_ids)
         self._pass(entry, event)
         if entry is self._on_trial and entry.has_passed:
-            self._acquit(entry)
+            entry.is_suspect, self._on_trial = False, None
 
     def cancel(self, request_id: str, index: int | None) -> int | None:
         """The key that the engine needs to end a request or its choice; None: no engine has it.
@@ -144,8 +144,8 @@ class Ledger:
                     self._pass(entry, Event(request_id, i, finish_reason="cancelled"))
         return entry.key if entry.is_sent else None
 
-    def bury(self, planned: Collection[int], arriving: int, *, is_foreign: bool = False) -> bool:
-        """Record that the engine has ended. `planned` and `arriving`: what it was doing, see `Page`.
+    def record_end(self, planned: Collection[int], arriving: int, *, is_foreign: bool = False) -> bool:
+        """Record that the engine has ended. `planned` and `arriving`: what it was doing, see `SharedStatus`.
 
         `is_foreign`: it was killed from outside. Every request must go to the next engine; those in the last
         step are suspects. Returns whether there were any. A request fails that was in two of these steps, and
@@ -166,7 +166,9 @@ class Ledger:
             entry.num_deaths += 1
             entry.is_suspect = True
             if entry.key in self._entries and entry.num_deaths >= (2 if is_alone else MAX_DEATHS):
-                self.fail(entry, EngineKilled(_death_text(entry.num_deaths)))
+                text = f"{entry.num_deaths} engines have ended in a step with this request; it is not tried"
+                more = "again. What it had generated was delivered. The server's log says how they ended"
+                self.fail(entry, EngineKilled(f"{text} {more}"))
         return bool(charged)
 
     def expire(self, now: float) -> None:
@@ -200,10 +202,6 @@ class Ledger:
         for i in [*entry.parts]:
             self._pass(entry, Event(entry.request.id, i, finish_reason="error", error=error))
 
-    def _acquit(self, entry: RequestEntry) -> None:
-        entry.is_suspect = False
-        self._on_trial = None
-
     def _pass(self, entry: RequestEntry, event: Event) -> None:
         if event.finish_reason is not None:
             del entry.parts[event.index]
@@ -211,7 +209,7 @@ class Ledger:
                 del self._entries[entry.key], self._keys[entry.request.id]
                 self._unsent.pop(entry.key, None)
                 if entry is self._on_trial:
-                    self._acquit(entry)
+                    entry.is_suspect, self._on_trial = False, None
         self._tell(entry, event)
 
     def _tell(self, entry: RequestEntry, event: Event) -> None:
@@ -220,7 +218,7 @@ class Ledger:
         except Exception:
             # Its reader is broken and gets no event. No other request may suffer, and the fault must be seen.
             log.exception("the reader of %s failed, and its request is ended", entry.request.id)
-            entry.on_event = _nobody
+            entry.on_event = lambda _: None
             self.unread.append(entry.key)
             for part in entry.parts.values():
                 part.is_cancelled = True
@@ -236,14 +234,3 @@ def _whole_trace(trace: RequestTrace, part: ChoiceEntry) -> RequestTrace:
         first_scheduled_s=min(scheduled, default=None),
         num_cached_tokens=part.num_cached_tokens,
     )
-
-
-def _death_text(num_deaths: int) -> str:
-    return (
-        f"{num_deaths} engines have ended in a step with this request; it is not tried again. What it had "
-        "generated was delivered. The server's log says how they ended"
-    )
-
-
-def _nobody(event: Event) -> None:
-    """Drops an event: what a request with a broken reader has as its callback."""

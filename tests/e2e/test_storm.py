@@ -28,7 +28,8 @@ from plait.memory import has_slots
 from plait.ops.seed import choice_seed
 from plait.request import Request, SamplingParams
 from plait.runner.runner import ModelRunner
-from plait.schedule.speculate import DraftRequest, NgramProposer, Speculation
+from plait.schedule.plan import DraftRequest
+from plait.schedule.speculate import NgramProposer, Speculation
 from plait.verify.fakes import CheapRows
 from tests.families import tiny
 from tests.server.fake import ByteTokenizer
