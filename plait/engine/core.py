@@ -108,7 +108,7 @@ class Engine:
     def step(self) -> bool:
         """Plan, run and commit once, which may be several decode steps. False: there was nothing to do."""
         self._is_audited = False
-        has_ended = any([self._expire(), self._end_misguided()])
+        has_ended = self._end_hopeless()
         plan = self.scheduler.plan(self._drafts())
         if plan is None:
             return has_ended
@@ -224,21 +224,15 @@ class Engine:
             if so_far is not None
         ]
 
-    def _expire(self) -> bool:
-        """End the choices that are past their deadline. Returns whether there were any."""
-        now = self.clock()
-        expired = [self._choices.get(seq_id) for seq_id in self.scheduler.expire(now)]
-        for choice in expired:
-            if choice is not None:
-                self._fail(choice, DeadlineExceeded(choice.overdue()))
-        return bool(expired)
-
-    def _end_misguided(self) -> bool:
-        """End the choices with a guide that cannot be followed. Returns whether there were any."""
+    def _end_hopeless(self) -> bool:
+        """End choices past their deadline, or with a guide that cannot be followed. Returns if there were."""
+        expired = [self._choices.get(seq_id) for seq_id in self.scheduler.expire(self.clock())]
+        for choice in filter(None, expired):
+            self._fail(choice, DeadlineExceeded(choice.overdue()))
         lost = [(choice, error) for choice in self._choices.values() if (error := choice.misguided_by)]
         for choice, error in lost:
             self._fail(choice, error)
-        return bool(lost)
+        return bool(expired or lost)
 
     def _drafts(self) -> Mapping[int, tuple[int, ...]]:
         """Draft tokens by sequence id."""

@@ -101,9 +101,10 @@ class GrammarGuide:
         watch, found = self._watch.copy(), []
         for i, row in enumerate(rows):
             must = next(iter(watch.due), None)
-            is_forced = must is not None and (not row or allows(np.frombuffer(row, np.uint32), must))
-            found.append(self._only(must) if is_forced else row)
-            if i == len(draft) or (is_forced and draft[i] != must):
+            if must is not None and row and not allows(np.frombuffer(row, np.uint32), must):
+                must = None
+            found.append(row if must is None else self._only(must))
+            if i == len(draft) or (must is not None and draft[i] != must):
                 break
             watch.push(draft[i])
         return tuple(found)
@@ -155,12 +156,9 @@ class Guides:
     def _begin_next(self) -> None:
         with self._lock:
             found = self._turns.take()
-        if found is not None:
-            self._begin(*found[1])
-
-    def _begin(self, request: Request, guides: Sequence[GrammarGuide]) -> None:
-        if not any(guide.is_wanted for guide in guides):
+        if found is None or not any(guide.is_wanted for guide in found[1][1]):
             return
+        request, guides = found[1]
         try:
             compiler = self._compiler = self._compiler or self._find()
             grammar = None if request.grammar is None else compiler.compile(request.grammar)

@@ -7,7 +7,7 @@ Windows and slots are bounded per sequence and sized for `max_num_seqs`; full at
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from plait.config import EngineConfig
@@ -223,10 +223,11 @@ class _StateMemory:
         self.nbytes_per_slot = sum(s.nbytes_per_slot(model.dtype) for s in slots)
         # A group is bounded if a sequence's share of it has a bound however long it gets.
         self.bounded = {g.name for g in self.groups if g.window is not None and model.causal}
-        self.nbytes_per_block = {
-            g.name: config.block_size * sum(s.nbytes_per_token(model.dtype) for s in _members(model, g))
-            for g in self.groups
-        }
+        self.nbytes_per_block: dict[str, int] = {}
+        for group in self.groups:
+            states = [state for name in group.members if isinstance(state := model.states[name], PagedState)]
+            per_token = sum(state.nbytes_per_token(model.dtype) for state in states)
+            self.nbytes_per_block[group.name] = config.block_size * per_token
 
     def num_blocks(self, group: BlockGroup, length: int) -> int:
         """Blocks of a group for all sequences at once, and the garbage block."""
@@ -274,10 +275,6 @@ class _StateMemory:
                 )
             sizes.append(GroupSize(group, blocks, per_block[group.name]))
         return tuple(sizes), note
-
-
-def _members(model: ModelFacts, group: BlockGroup) -> Iterator[PagedState]:
-    return (s for name in group.members if isinstance(s := model.states[name], PagedState))
 
 
 def _too_small(state: _StateMemory, length: int, limit: int) -> str:

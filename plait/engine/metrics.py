@@ -170,7 +170,7 @@ class RemoteMetrics(Collector):
     `ask(number)` requests a report; False: there is no engine. `of_front`: restarts, and whether it is up.
     """
 
-    def __init__(self, ask: Callable[[int], bool], of_front: Callable[[], Mapping[str, float]]) -> None:
+    def __init__(self, ask: Callable[[int], bool], of_front: Callable[[], tuple[int, bool]]) -> None:
         self._ask, self._of_front = ask, of_front
         self._arrived = threading.Condition()
         self._families: Sequence[Family] = ()  # of the last report
@@ -203,9 +203,9 @@ class RemoteMetrics(Collector):
         with self._arrived:
             families = [*self._current()]
         yield from families
-        found = self._of_front()
-        yield _counter("engine_restarts", "Engine processes that ended and were replaced.", found["restarts"])
-        yield _gauge("engine_up", "Whether there is an engine.", found["up"])
+        num_restarts, is_up = self._of_front()
+        yield _counter("engine_restarts", "Engine processes that ended and were replaced.", num_restarts)
+        yield _gauge("engine_up", "Whether there is an engine.", is_up)
 
     def _current(self) -> Iterator[Metric]:
         for name, about, kind, samples in self._families:

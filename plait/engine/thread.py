@@ -38,7 +38,10 @@ class EngineLoop:
     def __init__(
         self, engine: Engine, *, name: str = "plait-engine", on_end: Callable[[], None] | None = None
     ) -> None:
-        self.engine, self._on_end = engine, on_end
+        self.engine, self._on_end, limits = engine, on_end, engine.scheduler.limits
+        self.registry: CollectorRegistry = engine.metrics.registry  # to be scraped from any thread
+        self.max_open = limits.max_waiting + limits.max_num_seqs  # requests at once, running or waiting
+        self.longest = engine.scheduler.longest  # tokens of the longest sequence that memory holds
         self.num_rounds = 0
         self.fault: BaseException | None = None
         self._step_began: float | None = None
@@ -68,7 +71,10 @@ class EngineLoop:
 
     def check_room(self) -> None:
         """Raises QueueFull or EngineError if any request that came now would be rejected."""
-        self._check_open()
+        if self.fault is not None:
+            raise EngineError(f"the engine has stopped after a fault: {self.fault}") from self.fault
+        if self._closing:
+            raise EngineError("the engine is closing and takes no more requests")
         if not self.engine.scheduler.has_room(self._arriving):
             most = self.engine.scheduler.limits.max_waiting
             raise QueueFull(f"max_waiting ({most}) requests wait already; try again later")
@@ -122,28 +128,6 @@ class EngineLoop:
     def stats(self) -> Mapping[str, int]:
         """The engine's numbers as they are now."""
         return self.engine.stats()
-
-    @property
-    def max_open(self) -> int:
-        """Requests that can be there at once, running or waiting."""
-        limits = self.engine.scheduler.limits
-        return limits.max_waiting + limits.max_num_seqs
-
-    @property
-    def longest(self) -> int:
-        """The most tokens of one sequence that memory holds."""
-        return self.engine.scheduler.longest
-
-    @property
-    def registry(self) -> CollectorRegistry:
-        """The engine's metrics, to be scraped from any thread and at any time."""
-        return self.engine.metrics.registry
-
-    def _check_open(self) -> None:
-        if self.fault is not None:
-            raise EngineError(f"the engine has stopped after a fault: {self.fault}") from self.fault
-        if self._closing:
-            raise EngineError("the engine is closing and takes no more requests")
 
     def _submit(self, request: Request, on_event: OnEvent, arrived: float) -> None:
         try:

@@ -128,23 +128,6 @@ class _Job:
         return len(self.request.token_ids) + len(self.found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """The tokens that one pass computes for a job, from position `start` on."""
-
-    job: _Job
-    start: int
-    token_ids: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.token_ids)
-
-    @property
-    def is_decode(self) -> bool:
-        return len(self.token_ids) == 1 and self.start > 0
-
-
 class DraftModel:
     """Proposes drafts with a model and memory of its own: `runner`'s store has the size that `memory` gives.
 
@@ -206,16 +189,16 @@ class DraftModel:
 
     def _catch_up(self, jobs: Sequence[_Job]) -> None:
         """Compute, in one pass, tokens that the sequences have and the state has not, the fewest first."""
-        left, shares = self.memory.max_step_len, []
+        left, work = self.memory.max_step_len, []
         for job in sorted(jobs, key=lambda job: len(job.request.token_ids) - job.place.done):
             start = job.place.done
-            piece = tuple(job.request.token_ids[start : start + left])
-            left -= len(piece)
-            if piece:
-                shares.append(_Share(job, start, piece))
-        self._run(shares)
-        for share in shares:
-            share.job.place.done, share.job.place.last = share.end, share.token_ids[-1]
+            tokens = tuple(job.request.token_ids[start : start + left])
+            left -= len(tokens)
+            if tokens:
+                work.append((job, self._chunk(job, start, tokens)))
+        self._run(work)
+        for job, chunk in work:
+            job.place.done, job.place.last = chunk.end, chunk.token_ids[-1]
 
     def _go_on(self, jobs: Sequence[_Job]) -> None:
         """Draft token by token behind the first one, for all sequences side by side."""
@@ -224,26 +207,29 @@ class DraftModel:
             ahead = (job for job in jobs if job.found and job.limit > 1)
             moves = [CopySlot(job.place.slot, job.place.spare) for job in ahead]
         while going := [job for job in jobs if 0 < len(job.found) < job.limit]:
-            self._run([_Share(job, job.end - 1, (job.found[-1],)) for job in going], moves)
+            self._run([(job, self._chunk(job, job.end - 1, (job.found[-1],))) for job in going], moves)
             moves = []
 
-    def _run(self, shares: Sequence[_Share], moves: Sequence[Move] = ()) -> None:
+    def _chunk(self, job: _Job, start: int, tokens: tuple[int, ...]) -> Chunk:
+        """Tokens that one pass computes for a job, from position `start` on."""
+        place, end = job.place, start + len(tokens)
+        tables = self.memory.tables(place.index, start, end)
+        return Chunk(job.request.seq_id, start, tokens, tables, place.slot, int(end == job.end))
+
+    def _run(self, work: Sequence[tuple[_Job, Chunk]], moves: Sequence[Move] = ()) -> None:
         """Run one pass; a job with its last token in it gets its next draft token."""
-        chunks, rows, drawing = [], [], []
-        for share in sorted(shares, key=lambda share: not share.is_decode):  # decodes come first
-            job, place = share.job, share.job.place
-            draws = share.end == job.end
-            tables, of = self.memory.tables(place.index, share.start, share.end), job.request
-            chunks.append(Chunk(of.seq_id, share.start, share.token_ids, tables, place.slot, int(draws)))
-            if draws:
-                rows.append(SamplingRow(_plain(of.params), 1, 1, job.end, of.seed))
-                drawing.append(job)
-        if not chunks:
+        if not work:
             return
+        # Decodes come first.
+        work = sorted(work, key=lambda each: len(each[1].token_ids) > 1 or each[1].start == 0)
+        chunks = tuple(chunk for _, chunk in work)
+        drawing = [(job, job.request) for job, chunk in work if chunk.num_logits]
+        rows = [SamplingRow(_plain(request.params), 1, 1, job.end, request.seed) for job, request in drawing]
         fresh = tuple(chunk.slot for chunk in chunks if chunk.start == 0 and chunk.slot)
         self._step += 1
-        plan = StepPlan(self._step, tuple(chunks), tuple(moves), fresh)
-        for job, answer in zip(drawing, self.runner.execute(plan, SamplingBatch(tuple(rows))), strict=True):
+        plan = StepPlan(self._step, chunks, tuple(moves), fresh)
+        answers = self.runner.execute(plan, SamplingBatch(tuple(rows)))
+        for (job, _), answer in zip(drawing, answers, strict=True):
             job.found += answer.token_ids
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,17 @@ Largest = Callable[[Tensor], tuple[Tensor, Tensor]]
 Found = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 # What most calls return: a size, an address. No torch call writes these.
 PLAIN = frozenset({int, bool, torch.Size, torch.dtype, torch.device, torch.layout})
+
+
+class NativeExecutor(Protocol):
+    """Threads that run native kernels, now or recorded (`kernels.cpu.runtime.executor`)."""
+
+    def recording(self, tokens: int, logits: int) -> Any: ...
+    def run(
+        self, program: Any, *, tokens: int, logits: int, seqs: int, steps: int = 1, between: object = None
+    ) -> None: ...
+    def following(self, tokens: int, logits: int, *args: object) -> object: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +90,7 @@ def _writes(name: str) -> bool:
     return in_place or name == "__setitem__" or (name.startswith("__i") and name != "__index__")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     """Every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
@@ -164,7 +175,9 @@ class StaticBatch:
                 mapping[s] = table[s, self._positions[s] // size] * size
         return count
 
-    def following(self, executor: Any, largest: Found, kept: Found, step: npt.NDArray[np.int64]) -> Any:
+    def following(
+        self, executor: NativeExecutor, largest: Found, kept: Found, step: npt.NDArray[np.int64]
+    ) -> object:
         """The native code that does `follow` between two steps of one call, for the largest logits.
 
         ids and values are kept for each step, in rows of `kept`; `step` counts.
@@ -210,7 +223,7 @@ class StepProgram:
         self,
         decoder: Decoder,
         store: StateStore,
-        executor: Any,
+        executor: NativeExecutor,
         static: StaticBatch,
         largest: Largest | None = None,
     ) -> None:
@@ -283,7 +296,7 @@ def _record_largest(largest: Largest, logits: Tensor) -> Found | None:
 def record_step(
     decoder: Decoder,
     store: StateStore,
-    executor: Any,
+    executor: NativeExecutor | None,
     groups: Sequence[BlockGroup],
     capacity: Capacity,
     largest: Largest | None = None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, groupby
-from typing import Any, Protocol
 
 import torch
 from msgspec.structs import replace
@@ -15,7 +14,7 @@ from plait.errors import EngineError
 from plait.memory import BlockGroup, block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.model.layers.batch import Batch, PagedIndex
-from plait.runner.graphs import Capacity, StepProgram, record_step
+from plait.runner.graphs import Capacity, NativeExecutor, StepProgram, record_step
 from plait.runner.sampler import Sampler, is_greedy
 from plait.schedule.plan import (
     Chunk,
@@ -93,17 +92,6 @@ def add_pooled(plan: StepPlan, hidden: Tensor, answers: Sequence[Sampled]) -> li
             answer = replace(answer, pooled=tuple(total.tolist()))
         found.append(answer)
     return found
-
-
-class NativeExecutor(Protocol):
-    """Threads that run native kernels, now or recorded (`kernels.cpu.runtime.executor`)."""
-
-    def recording(self, tokens: int, logits: int) -> Any: ...
-    def run(
-        self, program: Any, *, tokens: int, logits: int, seqs: int, steps: int = 1, between: Any = None
-    ) -> None: ...
-    def following(self, tokens: int, logits: int, *args: Any) -> Any: ...
-    def close(self) -> None: ...
 
 
 class ModelRunner:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,7 +24,8 @@ from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 FLOOR = -9999.0  # log-probabilities stay finite: JSON has no infinity
 ROWS_AT_ONCE = 64  # of prompt log-probabilities: [64, vocab] float32 in addition to the logits
 Draw = tuple[SamplingRow, int]  # which of a row's samples, from 0
-Largest = tuple[Any, Any]  # the ids and values of a batch's largest logits: tensors or arrays
+Numbers = Tensor | npt.NDArray[np.generic]
+Largest = tuple[Numbers, Numbers]  # the ids and values of a batch's largest logits: tensors or arrays
 
 
 class Sampler:
@@ -42,7 +43,7 @@ class Sampler:
         banned: Iterable[int] = (),
         device: str = "cpu",
         ops: str = "auto",
-        executor: Any = None,
+        executor: object = None,
     ) -> None:
         holes = sorted({i for i in banned if 0 <= i < vocab_size})
         self.limit = vocab_size
@@ -99,7 +100,7 @@ class Sampler:
         """
         return self._choose(logits, [(row, step) for row in batch.rows], largest)
 
-    def likeliest(self, ids: Any, values: Any) -> list[Sampled]:
+    def likeliest(self, ids: npt.NDArray[np.int64], values: npt.NDArray[np.float32]) -> list[Sampled]:
         """Answers of rows that `is_greedy`: ids and values of the largest logits, arrays [steps, rows]."""
         _check(values.ravel().tolist())
         return [Sampled(tuple(tokens)) for tokens in ids.T.tolist()]

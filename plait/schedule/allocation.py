@@ -77,14 +77,12 @@ class Allocation:
                     return False
                 continue
             shared = hit.blocks[g] if hit.length and not self._is_restored(seq, hit) else ()
-            missing = sum(self._num_missing(other, g) for other in running)
+            held = [(-(-other.num_tokens // self.block_size), other.tables[g]) for other in running]
+            missing = sum(max(needed - len(table), 0) for needed, table in held)
             missing += -(-seq.num_tokens // self.block_size) - len(shared)
             if missing > pool.num_available - sum(pool.is_cached(block) for block in shared):
                 return False
         return True
-
-    def _num_missing(self, seq: TokenSequence, group: int) -> int:
-        return max(-(-seq.num_tokens // self.block_size) - len(seq.tables[group]), 0)
 
     # What is known already
 
@@ -199,10 +197,8 @@ class Allocation:
 
     def branch(self, seq: TokenSequence) -> bool:
         """Copy the recurrent state before a draft is computed. False: no slot is available for the copy."""
-        if not self.pools.slots:
-            return True
-        if not self.pools.slots.num_available:
-            return False
+        if not self.pools.slots or not self.pools.slots.num_available:
+            return not self.pools.slots
         seq.scratch = self.pools.take_slot()
         self.pools.moves.append(CopySlot(seq.slot, seq.scratch))
         return True
@@ -216,12 +212,9 @@ class Allocation:
             seq.scratch = GARBAGE
         if accepted or not self.has_slots:
             self._advance(seq, end)
-        if not accepted:
-            self._give_back_unused(seq)
-
-    def _give_back_unused(self, seq: TokenSequence) -> None:
-        """Give back the blocks behind all known tokens: they were reserved for tokens that did not come."""
-        needed = -(-seq.num_tokens // self.block_size)
+        if accepted:
+            return
+        needed = -(-seq.num_tokens // self.block_size)  # the rest was reserved for tokens that did not come
         for pool, table in zip(self.pools.blocks, seq.tables, strict=True):
             pool.give(block for block in reversed(table[needed:]) if block)
             del table[needed:]

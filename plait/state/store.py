@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import EngineError
-from plait.memory import PagedState, State, block_groups, group_name
+from plait.memory import DTYPE_BYTES, PagedState, State, block_groups, group_name
 
 Pairs = Iterable[tuple[int, int]]
 SLOTS = "slots"
@@ -42,7 +42,9 @@ class StateStore:
         self.block_size = block_size
         self._tensors: dict[str, dict[str, Tensor]] = {}
         self._saved: dict[int, SavedState] = {}
-        rows: dict[str, list[Tensor]] = {group.name: [] for group in block_groups(states)} | {SLOTS: []}
+        names = [*(group.name for group in block_groups(states)), SLOTS]
+        rows: dict[str, list[Tensor]] = {name: [] for name in names}
+        kinds = {name: getattr(torch, name) for name in DTYPE_BYTES} | {"model": dtype}
         for name, state in states.items():
             if isinstance(state, PagedState):
                 group = group_name(state.window)
@@ -50,7 +52,7 @@ class StateStore:
             else:
                 group, shape = SLOTS, (num_slots,)
             self._tensors[name] = {
-                key: torch.empty(*shape, *entry, dtype=dtype_of(kind, dtype), device=device)
+                key: torch.empty(*shape, *entry, dtype=kinds[kind], device=device)
                 for key, (entry, kind) in state.tensors.items()
             }
             rows[group] += self._tensors[name].values()
@@ -140,7 +142,8 @@ class StateRows:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = [_bytes(tensor) for tensor in tensors]
+        wide = [tensor.view(tensor.shape[0], prod(tensor.shape[1:])) for tensor in tensors]
+        self._tensors = [tensor.view(torch.uint8) for tensor in wide]  # [rows, bytes], the same memory
         self.nbytes = sum(tensor.shape[1] for tensor in self._tensors)  # of one row
         self._arrays: list[Bytes] | None = None
         if all(tensor.device.type == "cpu" for tensor in tensors):
@@ -202,20 +205,8 @@ def _independent(pairs: Pairs) -> Iterator[dict[int, int]]:
         yield batch
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """[rows, ...] -> the same memory as [rows, bytes]."""
-    rows, width = tensor.shape[0], prod(tensor.shape[1:])
-    return tensor.view(rows, width).view(torch.uint8)
-
-
 def host_memory(nbytes: int, *, pinned: bool) -> Tensor:
     """Bytes that are not initialised. `pinned`: a GPU reads and writes them directly."""
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return torch.from_numpy(np.empty(nbytes, np.uint8))  # numpy asks for huge pages, torch does not
-
-
-def dtype_of(name: str, model: torch.dtype) -> torch.dtype:
-    """A state's dtype by its name; "model" is the one the model computes in."""
-    found: torch.dtype = model if name == "model" else getattr(torch, name)
-    return found

@@ -33,8 +33,8 @@ from plait.spec import ModelSpec
 from plait.worker import protocol
 from plait.worker.torch_preload import TorchStart
 
-BEAT_S = 0.25
 STATS_S = 0.05  # the numbers of an engine at work are this old at most, or as old as its step
+BEAT_S = 0.25
 PIECE = 1 << 18  # bytes read at a time
 log = logging.getLogger("plait.engine")
 Report = Callable[[str, int, int], None]
@@ -76,12 +76,6 @@ class Link:
         if not piece:
             raise EOFError("the front process has gone")
         return list(self._frames.feed(piece))
-
-    def first(self) -> protocol.FromFront:
-        """The first message. Raises as `receive` does."""
-        while True:
-            for message in self.receive(None):
-                return message
 
 
 class WireLog(logging.Handler):
@@ -270,7 +264,9 @@ def main(torch: TorchStart | None = None) -> None:
     status, link = protocol.SharedStatus(status_fd, max_planned), Link(socket.socket(fileno=fd))
     threading.Thread(target=_beat, args=(status,), name="plait-beat", daemon=True).start()
     try:
-        hello = link.first()
+        while not (messages := link.receive(None)):
+            pass  # the first message has not arrived whole
+        hello = messages[0]
         if not isinstance(hello, protocol.Hello):
             raise EngineError(f"a hello was expected, not {type(hello).__name__}")
         _log_to(link, hello.log_levels)
@@ -288,7 +284,7 @@ def _report_end(link: Link, error: BaseException) -> None:
     if not isinstance(error, PlaitError) and not is_memory_error(error):
         log.exception("the engine's process ends")
     try:
-        link.send(protocol.Fault(protocol.public_error(error)))
+        link.send(protocol.Fault(protocol.decode_error(*protocol.encode_error(error))))
     except OSError:
         sys.stderr.write(f"plait: the engine's process ends: {error}\n")
 

@@ -50,7 +50,7 @@ class EngineProcess:
         builder: str = protocol.LOAD_ENGINE,
         patience: Patience | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.max_open = config, config.max_waiting + config.max_num_seqs
         self.fault: PlaitError | None = None
         self._lost: EngineLost | None = None  # given up for now: another is tried all the same
         self._patience = patience or Patience()
@@ -62,7 +62,10 @@ class EngineProcess:
         self._past_sums = dict.fromkeys(SUMS, 0)
         self._closing = self._has_ended = False
         self._num_arriving = 0
-        self._collected = RemoteMetrics(self._ask_counts, self._counts_of_front)
+        self._collected = RemoteMetrics(
+            lambda number: self.healthy and self._supervisor.mailbox.put(lambda s: s.ask_counts(number)),
+            lambda: (self.num_restarts, self.healthy),
+        )
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self._collected)
         self._supervisor = Supervisor(protocol.Hello(builder, model, config, {}), self, self._patience)
@@ -110,10 +113,6 @@ class EngineProcess:
         if self._num_open >= self.max_open:
             most = self.config.max_waiting
             raise QueueFull(f"max_waiting ({most}) requests wait already; try again later")
-
-    @property
-    def max_open(self) -> int:
-        return self.config.max_waiting + self.config.max_num_seqs
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         self._supervisor.mailbox.put(lambda s: s.cancel(request_id, index))
@@ -259,13 +258,6 @@ class EngineProcess:
         if self._engine is None:
             return dict.fromkeys(names, 0)
         return dict(zip(names, self._engine.status.stats(len(names)), strict=True))
-
-    def _ask_counts(self, number: int) -> bool:
-        """Ask the engine for its metrics; False: there is none to ask."""
-        return self.healthy and self._supervisor.mailbox.put(lambda s: s.ask_counts(number))
-
-    def _counts_of_front(self) -> Mapping[str, float]:
-        return {"restarts": self.num_restarts, "up": float(self.healthy)}
 
 
 def load_process(

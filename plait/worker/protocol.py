@@ -23,6 +23,7 @@ from plait import errors, spec
 from plait.config import MIB, EngineConfig
 from plait.engine.metrics import Family
 from plait.errors import BadFile, EngineError, OutOfMemory, PlaitError, RequestError, clip_text
+from plait.loading.text_side import TextSource
 from plait.request import Event, Request
 from plait.resource_limits import is_memory_error, out_of_memory_text
 from plait.spec import ModelSpec
@@ -167,7 +168,7 @@ def frame(message: WireMessage) -> bytes:
 class Frames(Generic[M]):
     """Bytes as they arrive, cut into the messages of one side."""
 
-    def __init__(self, kinds: Any) -> None:
+    def __init__(self, kinds: object) -> None:
         self._decoder = msgspec.msgpack.Decoder(kinds, dec_hook=_read_error)
         self._rest = bytearray()
 
@@ -322,11 +323,6 @@ def decode_error(kind: str, message: str, param: str | None) -> PlaitError:
     return cls(message, param) if issubclass(cls, RequestError) else cls(message)
 
 
-def public_error(error: BaseException) -> PlaitError:
-    """The exception as it arrives: one of `plait.errors`, whatever it was."""
-    return decode_error(*encode_error(error))
-
-
 def _write_error(value: object) -> tuple[str, str, str | None]:
     if isinstance(value, BaseException):
         return encode_error(value)
@@ -340,7 +336,7 @@ def _read_error(kind: type, value: Any) -> PlaitError:
     raise NotImplementedError(f"a {kind.__name__} is not sent between processes")
 
 
-def encode_spec_value(value: Any) -> Any:
+def encode_spec_value(value: object) -> object:
     """A spec as plain values: a dataclass becomes a dict of its fields, with its class under "".
 
     A mixer's spec that a plug-in defines is sent as the class of `plait.spec` from which it is derived,
@@ -356,7 +352,7 @@ def encode_spec_value(value: Any) -> Any:
     return value
 
 
-def decode_spec_value(value: Any) -> Any:
+def decode_spec_value(value: object) -> object:
     """What `encode_spec_value` encoded, of the classes in `plait.spec`."""
     if isinstance(value, list | tuple):
         return tuple(decode_spec_value(item) for item in value)
@@ -371,7 +367,7 @@ def decode_spec_value(value: Any) -> Any:
     return cls(**items)
 
 
-def decode_spec(value: Any) -> ModelSpec:
+def decode_spec(value: object) -> ModelSpec:
     """A whole model. Raises BadFrame if it is none."""
     try:
         found = decode_spec_value(value)
@@ -382,6 +378,7 @@ def decode_spec(value: Any) -> ModelSpec:
     return found
 
 
-def to_json(value: Any) -> bytes:
-    """The JSON of a dataclass of plain values. Strings in files may not be Unicode; JSON can escape those."""
-    return json.dumps({f.name: getattr(value, f.name) for f in fields(value)}, default=list).encode()
+def to_json(source: TextSource) -> bytes:
+    """Where the text side is, as JSON. Strings in files may not be Unicode; JSON can escape those."""
+    values = {field.name: getattr(source, field.name) for field in fields(source)}
+    return json.dumps(values, default=list).encode()

@@ -58,11 +58,6 @@ class RequestEntry:
         resumed = tuple(None if p is None else tuple(p.token_ids) for p in parts)
         return replace(self.request, resumed=resumed, interval=1)  # what it brings shows that it is sound
 
-    @property
-    def has_passed(self) -> bool:
-        """Whether it has got past the place where the last engine ended."""
-        return all(part.num_on_trial >= part.num_to_pass for part in self.parts.values())
-
 
 class RequestTable:
     """Every open request, by key. Events are delivered on the caller's thread; a reader that raises has its
@@ -126,7 +121,8 @@ class RequestTable:
         part.token_ids += event.token_ids
         part.num_on_trial += len(event.token_ids)
         self._pass(entry, event)
-        if entry is self._on_trial and entry.has_passed:
+        parts = entry.parts.values()
+        if entry is self._on_trial and all(part.num_on_trial >= part.num_to_pass for part in parts):
             entry.is_suspect, self._on_trial = False, None
 
     def cancel(self, request_id: str, index: int | None) -> int | None:
@@ -151,7 +147,10 @@ class RequestTable:
         step are suspects. Returns whether there were any. A request fails that was in two of these steps, and
         alone in this one. One that was never alone may be innocent and is tried again, until `MAX_DEATHS`.
         """
-        charged = self._charged(planned, arriving)
+        # Those that may have ended it: one arriving, one on trial, or all of the last step.
+        charged = [self._entries[k] for k in ((arriving,) if arriving else planned) if k in self._entries]
+        if self._on_trial is not None and self._on_trial in charged:
+            charged = [self._on_trial]
         is_alone = len(charged) == 1 and not is_foreign and (bool(arriving) or len({*planned}) == 1)
         self._on_trial, self._unsent = None, {**self._entries}
         for entry in self._unsent.copy().values():
@@ -190,12 +189,6 @@ class RequestTable:
                 continue
             for i in [*entry.parts]:
                 self._pass(entry, Event(entry.request.id, i, finish_reason="cancelled"))
-
-    def _charged(self, planned: Collection[int], arriving: int) -> list[RequestEntry]:
-        """Requests that may have ended the engine: one arriving, one on trial, or all of the last step."""
-        keys = (arriving,) if arriving else planned
-        found = [self._entries[key] for key in keys if key in self._entries]
-        return [self._on_trial] if self._on_trial in found and self._on_trial else found
 
     def fail(self, entry: RequestEntry, error: Exception) -> None:
         """End a request with this error."""

@@ -142,7 +142,7 @@ class Supervisor:
                 lost = self._after(death)
                 if lost is not None:
                     break
-                self._pause(self._backoff())
+                self._pause()
                 if self._is_over():
                     break
         except BaseException as error:
@@ -217,7 +217,7 @@ class Supervisor:
                 return f"it sent {error}"
             if self.is_up and len(self.requests) and time.monotonic() - self._counted_s > COUNTS_S:
                 self._counted_s = time.monotonic()
-                engine.send(protocol.Count(0))  # now and then: its totals must outlive it
+                self.ask_counts(0)  # now and then: the engine's totals must outlive it
             if overdue := self._overdue(engine):
                 return overdue
 
@@ -324,16 +324,13 @@ class Supervisor:
         log.error("the engine's process has ended: %s; starting another for %d requests", why, num_open)
         return None
 
-    def _backoff(self) -> float:
-        if self._num_in_row < 2:
-            return 0.0
-        longest = LONGEST_BACKOFF_S if self._num_unexplained < MAX_DEATHS else LOST_BACKOFF_S
-        return min(BACKOFF_S * 2.0 ** min(self._num_in_row - 2, 32), longest)
-
-    def _pause(self, seconds: float) -> None:
+    def _pause(self) -> None:
+        """Wait, the longer the more processes ended in a row, and obey commands."""
         self._obey()
-        until = time.monotonic() + seconds
-        poll = select.poll()
+        seconds, longest = 0.0, LONGEST_BACKOFF_S if self._num_unexplained < MAX_DEATHS else LOST_BACKOFF_S
+        if self._num_in_row > 1:
+            seconds = min(BACKOFF_S * 2.0 ** min(self._num_in_row - 2, 32), longest)
+        until, poll = time.monotonic() + seconds, select.poll()
         poll.register(self.mailbox.fd, select.POLLIN)
         while not self._is_over() and (left := until - time.monotonic()) > 0:
             poll.poll(min(left, self._wait_s()) * 1000)
