@@ -156,9 +156,12 @@ class Guides:
     def _begin_next(self) -> None:
         with self._lock:
             found = self._turns.take()
-        if found is None or not any(guide.is_wanted for guide in found[1][1]):
+        if found is not None:
+            self._begin(*found[1])
+
+    def _begin(self, request: Request, guides: Sequence[GrammarGuide]) -> None:
+        if not any(guide.is_wanted for guide in guides):
             return
-        request, guides = found[1]
         try:
             compiler = self._compiler = self._compiler or self._find()
             grammar = None if request.grammar is None else compiler.compile(request.grammar)
