@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -20,14 +19,13 @@ from plait.engine.grammar_guide import GrammarGuide, refuse_guides
 from plait.engine.metrics import Metrics
 from plait.errors import DeadlineExceeded, EngineError, InvalidField, PlaitError
 from plait.ops.seed import choice_seed
-from plait.request import Event, Request, RequestTrace
+from plait.request import Event, Request
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
 from plait.schedule.scheduler import Scheduler
 from plait.schedule.sequence import Pool, TokenSequence, Update
 from plait.schedule.speculate import Speculation
 
 T = TypeVar("T")
-NUM_TRACES = 256
 MAX_FORCED = 8  # tokens that must come, computed as a draft
 AUDIT_AFTER_S = 0.5  # of idleness, so that work that comes in bursts does not wait for an audit
 RETRY_S = 0.001  # when there is work and no step is possible, for example until a guide is compiled
@@ -45,9 +43,8 @@ class StepRunner(Protocol):
 class Engine:
     """Owns the open requests. Not thread-safe: one thread calls everything (`engine.thread.EngineLoop`).
 
-    Events are delivered during `step` and `cancel`. If `on_event` raises, its request is cancelled; the last
-    of such faults are in `reader_faults` as (request id, exception). `traces` has the last choices that
-    ended. `guided` makes the guides of a request's choices. `clock`: seconds, as the scheduler's.
+    Events are delivered during `step` and `cancel`. If `on_event` raises, that is logged and its request is
+    cancelled. `guided` makes the guides of a request's choices. `clock`: seconds, as the scheduler's.
     """
 
     def __init__(
@@ -64,8 +61,6 @@ class Engine:
         self.runner, self.scheduler, self.speculation, self.clock = runner, scheduler, speculation, clock
         self.limits, self.guided = RequestLimits(vocab_size, max_model_len), guided
         self.metrics = Metrics(scheduler)
-        self.traces: deque[RequestTrace] = deque(maxlen=NUM_TRACES)
-        self.reader_faults: deque[tuple[str, Exception]] = deque(maxlen=16)
         self._requests: dict[str, OpenRequest] = {}
         self._choices: dict[int, OpenChoice] = {}  # by sequence id
         self._ids = count(1)
@@ -347,22 +342,20 @@ class Engine:
         self._emit(entry, self._last(choice, event))
 
     def _last(self, choice: OpenChoice, event: Event) -> Event:
-        """The last event of a choice, with its trace, which is kept and counted."""
+        """The last event of a choice, with its trace, which is counted and logged."""
         assert event.finish_reason is not None
         trace = choice.trace(self.clock(), event.finish_reason)
         self.metrics.count_end(trace)
-        self.traces.append(trace)
         trace_log.debug("%s", trace)
         return replace(event, trace=trace, num_cached_tokens=trace.num_cached_tokens)
 
     def _emit(self, entry: OpenRequest, event: Event) -> None:
         try:
             entry.on_event(event)
-        except Exception as error:
+        except Exception:
             # The reader is broken and gets no more events. The fault is logged; other requests go on.
             entry.on_event = lambda _: None
             log.exception("the reader of %s failed, and its request is ended", entry.request.id)
-            self.reader_faults.append((entry.request.id, error))
             self.cancel(entry.request.id)
 
 

@@ -35,9 +35,7 @@ class EngineLoop:
     loading: None = None  # it was loaded before there was a loop
     fingerprint = ""  # no server reports one for an engine in this process
 
-    def __init__(
-        self, engine: Engine, *, name: str = "plait-engine", on_end: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, *, on_end: Callable[[], None] | None = None) -> None:
         self.engine, self._on_end, limits = engine, on_end, engine.scheduler.limits
         self.registry: CollectorRegistry = engine.metrics.registry  # to be scraped from any thread
         self.max_open = limits.max_waiting + limits.max_num_seqs  # requests at once, running or waiting
@@ -50,7 +48,7 @@ class EngineLoop:
         self._arriving = 0
         self._closing = False
         self._drain_until = 0.0
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="plait-engine", daemon=True)
         self._thread.start()
         # A thread inside torch while Python ends would abort the process.
         self._abandon = partial(self.close, drain=False)

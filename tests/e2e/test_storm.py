@@ -272,7 +272,6 @@ def assert_at_rest(engine: Engine, before: Mapping[str, int]) -> None:
     assert after["num_free_slots"] + after["num_snapshots"] == after["num_slots"]
     assert not engine.metrics.num_failed_steps
     assert not engine.metrics.num_repairs
-    assert not engine.reader_faults
     engine.scheduler.isolate()
     engine.step()  # what is dropped is dropped in host memory too
     assert isinstance(engine.runner, ModelRunner)
