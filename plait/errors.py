@@ -1,31 +1,7 @@
 """Every exception a user can meet. A message says what was given, what the limit is, and what to do.
 
-PlaitError
-├── ConfigError            exit 2   an option or combination of options that cannot be honoured
-│   └── PluginError                 code of others that was installed or named, and cannot be loaded
-├── CheckpointError        exit 3   the files of a model
-│   ├── BadFile                     truncated, lying or unreadable
-│   ├── MissingTensor               a tensor the model needs is not there
-│   ├── UnusedTensor                a tensor that nothing reads: the model would not be the one in the file
-│   ├── ShapeMismatch               a tensor is there with another shape
-│   └── UnsupportedFormat           a container, dtype or quantization we do not read
-├── UnsupportedModel       exit 3   an architecture, or a key of its config, that is not known
-├── CapacityError          503      the engine cannot take it now
-│   ├── QueueFull          429
-│   ├── OutOfBlocks        503
-│   ├── DeadlineExceeded   504      a request was not done within its timeout_s
-│   └── OutOfMemory        exit 4   the model or its state does not fit
-├── RequestError           400      what one client requested
-│   ├── InvalidField       400      one field, named by `param`
-│   ├── ContextTooLong     400      code context_length_exceeded
-│   ├── ModelNotFound      404      code model_not_found
-│   ├── BadTemplate        400      the chat template refused these messages
-│   ├── BadGrammar         400
-│   └── Cancelled          499
-└── EngineError            500      our own fault; belongs to one request or to a dead engine
-    ├── EngineKilled                engines end when they work on this request; it is not tried again
-    ├── EngineLost         503      the engine's process ended too often; exit 5 if that ends the server
-    └── CannotRecord                a step that must run op by op; reported, never shown as a fault
+ConfigError has exit code 2, CheckpointError and UnsupportedModel have 3. CapacityError (HTTP 503): not now.
+RequestError (400): the client's fault. EngineError (500): our own fault, of one request or of a dead engine.
 """
 
 from __future__ import annotations
@@ -58,42 +34,50 @@ class PlaitError(Exception):
 
 
 class ConfigError(PlaitError):
+    """An option, or a combination of options, that cannot be honoured."""
+
     exit_code = 2
 
 
 class PluginError(ConfigError):
-    """Names the plug-in, the error that its code raised, and where."""
+    """Code of others that cannot be loaded. Names the plug-in, the error that it raised, and where."""
 
 
 class CheckpointError(PlaitError):
+    """The files of a model."""
+
     exit_code = 3
 
 
 class BadFile(CheckpointError):
-    pass
+    """A file that is truncated, lying or unreadable."""
 
 
 class MissingTensor(CheckpointError):
-    pass
+    """A tensor that the model needs is not there."""
 
 
 class UnusedTensor(CheckpointError):
-    pass
+    """Nothing reads a tensor: the model would not be the one in the file."""
 
 
 class ShapeMismatch(CheckpointError):
-    pass
+    """A tensor is there with another shape."""
 
 
 class UnsupportedFormat(CheckpointError):
-    pass
+    """A container, dtype or quantization that is not read."""
 
 
 class UnsupportedModel(PlaitError):
+    """An architecture, or a key of its config, that is not known."""
+
     exit_code = 3
 
 
 class CapacityError(PlaitError):
+    """The engine cannot take it now."""
+
     status = 503
     exit_code = 4
 
@@ -115,6 +99,8 @@ class DeadlineExceeded(CapacityError):
 
 
 class OutOfMemory(CapacityError):
+    """The model or its state does not fit."""
+
     code = "out_of_memory"
 
 
@@ -162,6 +148,8 @@ class ModelNotFound(RequestError):
 
 
 class BadTemplate(RequestError):
+    """The chat template refused these messages."""
+
     code = "bad_template"
 
 
@@ -193,4 +181,4 @@ class EngineLost(EngineError):
 
 
 class CannotRecord(EngineError):
-    """A step that cannot be replayed as one native call, and why."""
+    """A step that must run op by op, and why; reported, never shown as a fault."""

@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from plait.errors import CapacityError
@@ -50,18 +51,17 @@ class Lanes(Generic[T]):
         return len(self._lanes.get(key, ()))
 
 
-class FairQueue(Generic[T]):
+class FairQueue(Lanes[T]):
     """Lanes by client, of which each has at most `each` items in work. Not locked."""
 
     def __init__(self, each: int) -> None:
-        self._each, self._working, self._lanes = each, Counter[str](), Lanes[T]()
+        super().__init__()
+        self._each, self._working = each, Counter[str]()
 
-    def put(self, who: str, item: T) -> None:
-        self._lanes.put(who, item)
-
-    def take(self) -> tuple[str, T] | None:
+    def take(self, skipped: Collection[str] = ()) -> tuple[str, T] | None:
         """The next item and its client, which goes to the end of the line; `done` must follow."""
-        found = self._lanes.take([who for who, count in self._working.items() if count >= self._each])
+        busy = [who for who, count in self._working.items() if count >= self._each]
+        found = super().take([*skipped, *busy])
         if found is not None:
             self._working[found[0]] += 1
         return found
@@ -70,10 +70,6 @@ class FairQueue(Generic[T]):
         self._working[who] -= 1
         if not self._working[who]:
             del self._working[who]
-
-    def drop(self, who: str, item: T) -> None:
-        """Forget an item that waits."""
-        self._lanes.drop(who, item)
 
 
 class Turns:
@@ -113,9 +109,9 @@ class Turns:
             turn.came.set()
 
 
+@dataclass(eq=False)
 class _Turn:
     """A client's turn, which waits for a place."""
 
-    def __init__(self) -> None:
-        self.came = threading.Event()
-        self.place: int | None = None
+    came: threading.Event = field(default_factory=threading.Event)
+    place: int | None = None

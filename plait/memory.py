@@ -25,9 +25,13 @@ class PagedState:
     window: int | None = None
     dtype: str = "model"
 
+    @property
+    def tensors(self) -> Mapping[str, tuple[Shape, str]]:
+        """name -> (shape per token, dtype), as a `SlotState` has it per slot."""
+        return {name: (shape, self.dtype) for name, shape in self.entry.items()}
+
     def nbytes_per_token(self, model_dtype: str) -> int:
-        size = DTYPE_BYTES[model_dtype if self.dtype == "model" else self.dtype]
-        return size * sum(math.prod(shape) for shape in self.entry.values())
+        return _nbytes(self.tensors, model_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +41,12 @@ class SlotState:
     tensors: Mapping[str, tuple[Shape, str]]
 
     def nbytes_per_slot(self, model_dtype: str) -> int:
-        return sum(
-            DTYPE_BYTES[model_dtype if dtype == "model" else dtype] * math.prod(shape)
-            for shape, dtype in self.tensors.values()
-        )
+        return _nbytes(self.tensors, model_dtype)
+
+
+def _nbytes(tensors: Mapping[str, tuple[Shape, str]], model: str) -> int:
+    found = tensors.values()
+    return sum(DTYPE_BYTES[model if dtype == "model" else dtype] * math.prod(shape) for shape, dtype in found)
 
 
 State = PagedState | SlotState

@@ -1,4 +1,4 @@
-"""What this process may use of its machine: cores, CPU time, memory, within its control groups' limits.
+"""What this process may use of its machine: cores, CPU time, memory; exceptions that memory was short.
 
 A container's limits are not those of the machine. They are in files of cgroup v1 or v2. The limit of
 every group above the process's own holds too, so the tightest one counts.
@@ -6,12 +6,16 @@ every group above the process's own holds too, so the tightest one counts.
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
+_NO_MEMORY = ("failed to map segment", "annot allocate memory", "annot create shared object descriptor")
 NO_LIMIT = 1 << 60  # bytes; cgroup v1 writes "none" as the largest number of pages
 
 
@@ -66,6 +70,71 @@ def total_memory(root: Path = ROOT) -> int | None:
     """Bytes of memory that this process could ever have; None where the system does not say."""
     known = (memory_limit(root), _meminfo("MemTotal", root))
     return min((nbytes for nbytes in known if nbytes is not None), default=None)
+
+
+def num_oom_kills(root: Path = ROOT) -> int | None:
+    """Processes that were killed for memory, of this control group or the machine; None: not reported."""
+    names = ("memory.events", "memory.oom_control")  # of versions 2 and 1
+    files = (group / name for group in _groups("memory", root) for name in names)
+    for file in (*files, root / "proc/vmstat"):
+        if found := re.search(r"^oom_kill (\d+)$", _text(file), re.MULTILINE):
+            return int(found[1])
+    return None
+
+
+def is_free(nbytes: int) -> bool:
+    """Whether the process may have so much more memory, as far as a limit on it (`ulimit -v`) says.
+
+    Callers check first, because libraries in Rust and C++ end the process where an allocation fails.
+    """
+    if address_space_limit() is None:
+        return True
+    try:
+        mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (OSError, MemoryError):
+        return False
+    return True
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Whether an exception, or what led to it, says that memory could not be had.
+
+    A library that cannot be mapped is an ImportError, and says so in the words of the system.
+    """
+    seen: BaseException | None = error
+    for _ in range(16):  # causes may be many, and go in a circle
+        if seen is None:
+            return False
+        text = str(seen)
+        if isinstance(seen, MemoryError) or getattr(seen, "errno", None) == errno.ENOMEM:
+            return True
+        if isinstance(seen, ImportError | OSError) and any(words in text for words in _NO_MEMORY):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def out_of_memory_text(error: BaseException) -> str:
+    """One line about a memory error: what was missing, the limit if there is one, what to do."""
+    text = " ".join(str(error).split())[:160]
+    what = "" if isinstance(error, MemoryError) else f" ({text})"
+    limit = address_space_limit()
+    if limit is None:
+        return f"out of memory{what}; choose a smaller --max-model-len, --max-num-seqs or model"
+    return (
+        f"out of memory: this process may have {limit >> 20} MiB (ulimit -v){what}; raise the limit (an "
+        "engine needs 2 GiB beside the model), or choose a smaller model"
+    )
+
+
+def address_space_limit() -> int | None:
+    """Bytes that the process may map in all; None: no limit is set."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    limit: int = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _meminfo(name: str, root: Path) -> int | None:

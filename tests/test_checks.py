@@ -84,7 +84,7 @@ def test_a_module_without_torch_imports_with_torch_blocked(name: str) -> None:
         ("schedule/scheduler.py", "def plan():\n    import torch\n", "must not load torch"),
         ("text/output/stop_strings.py", "from torch import Tensor\n", "must not load torch"),
         ("engine/core.py", "import os\nx = os.environ['A']\n", "only cli/ may read the environment"),
-        ("runner/inputs.py", "from os import getenv\n", "only cli/ may read the environment"),
+        ("runner/runner.py", "from os import getenv\n", "only cli/ may read the environment"),
         ("ops/rope.py", "from . import norm\n", "relative import"),
         ("model/layers/moe.py", "import plait.kernels.cpu.moe\n", "through plait.kernels.load()"),
         ("utils/text.py", "import plait.errors\n", "utils has no tier"),

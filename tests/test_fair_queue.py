@@ -49,7 +49,7 @@ def test_one_asker_leaves_a_place_to_others() -> None:
         assert again == 0
 
 
-def test_a_place_that_becomes_free_goes_to_whoever_waits() -> None:
+def test_place_that_becomes_free_goes_to_a_waiting_client() -> None:
     turns, order = Turns(places=1, each=1), list[str]()
     waiting = threading.Semaphore(0)
 

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from plait.resource_limits import cpu_quota, default_threads, free_memory, memory_limit, physical_cores
+from plait.cli.main import explain
+from plait.errors import OutOfMemory
+from plait.resource_limits import (
+    cpu_quota,
+    default_threads,
+    free_memory,
+    is_free,
+    is_memory_error,
+    memory_limit,
+    num_oom_kills,
+    out_of_memory_text,
+    physical_cores,
+)
+from plait.worker.protocol import encode_error
 
 GIB = 1 << 30
 V2 = "31 23 0:28 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup rw"
@@ -15,6 +32,14 @@ V1 = (
     "32 31 0:29 {inside} /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
     "35 31 0:32 {inside} /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory"
 )
+LIMITED = """
+import resource
+from plait.resource_limits import is_free, out_of_memory_text
+print(is_free(1 << 40))
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+print(is_free(16 << 20), is_free(2 << 30))
+print(out_of_memory_text(MemoryError()))
+"""
 
 
 @pytest.fixture
@@ -122,3 +147,69 @@ def test_free_memory_is_what_the_tightest_group_leaves_at_most_the_machines(tmp_
     assert free_memory(root) == GIB
     (root / "sys/fs/cgroup/pod/memory.current").write_text(str(9 * GIB))
     assert free_memory(root) == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "mounts", "file"),
+    [
+        ("0::/a/b", V2, "a/b/memory.events"),
+        ("0::/of/the/host", V2, "memory.events"),
+        ("4:cpu,memory:/a\n0::/", V1.format(inside="/"), "memory/a/memory.oom_control"),
+    ],
+)
+def test_num_oom_kills_reads_either_version_of_control_groups(
+    tmp_path: Path, group: str, mounts: str, file: str
+) -> None:
+    system(tmp_path, group, mounts)
+    assert num_oom_kills(tmp_path) is None
+    (tmp_path / "proc" / "vmstat").write_text("pgfault 12\noom_kill 7\n")
+    assert num_oom_kills(tmp_path) == 7
+    system(tmp_path, group, mounts, **{file: "oom 9\noom_kill 3\noom_group_kill 0"})
+    assert num_oom_kills(tmp_path) == 3
+
+
+def chained(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (MemoryError(), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (ImportError("libtorch_python.so: failed to map segment from shared object"), True),
+        (chained(ImportError("numpy cannot be imported"), ImportError("x.so: failed to map segment")), True),
+        (ImportError("No module named 'torch'"), False),
+        (OSError(errno.ENOSPC, "No space left"), False),
+        (ValueError("failed to map segment"), False),
+    ],
+)
+def test_is_memory_error_sees_only_short_memory(error: BaseException, is_one: bool) -> None:
+    assert is_memory_error(error) is is_one
+
+
+def test_errors_in_a_circle_come_to_an_end() -> None:
+    one, other = ValueError(), ValueError()
+    one.__cause__, other.__cause__ = other, one
+    assert not is_memory_error(one)
+
+
+def test_a_limit_on_the_process_is_seen_and_named() -> None:
+    run = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True)
+    free, limited, text = run.stdout.splitlines()
+    assert free == str(resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY)
+    assert limited == "True False"
+    assert "this process may have 1024 MiB (ulimit -v)" in text
+    assert is_free(1)
+
+
+def test_without_a_limit_the_text_names_what_failed() -> None:
+    assert "libx.so" in out_of_memory_text(ImportError("libx.so: failed to map segment"))
+
+
+def test_what_cannot_be_mapped_is_out_of_memory_for_the_command_line_and_the_engine() -> None:
+    error = ImportError("libtorch_python.so: failed to map segment from shared object")
+    text, code = explain(error)
+    assert (text.startswith("out of memory"), code) == (True, OutOfMemory.exit_code)
+    assert encode_error(error) == ("OutOfMemory", text, None)

@@ -26,7 +26,7 @@ SIBLINGS = {
 }
 TIERS = (
     {"errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"},
-    {"spec", "request", "memory", "process_memory"},
+    {"spec", "request", "memory"},
     {"quant", "ops", "kernels"},
     {"checkpoint", "families", "state", "model"},
     {"schedule", "runner", "text"},
@@ -52,11 +52,11 @@ SIDEWAYS = {
 # The front process holds none of a model: what runs in it must not load torch.
 NO_TORCH = (
     *("errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"),
-    *("spec", "request", "memory", "process_memory"),
-    *("state.blocks", "state.prefix", "schedule", "families.config.normalize", "text"),
-    *("engine.limits", "engine.open_request", "frontend", "loading.text_side", "server"),
-    *("worker.client", "worker.supervisor", "worker.child_process", "worker.protocol"),
-    *("worker.request_table", "worker.shared_status", "worker.remote_metrics", "worker.oom"),
+    *("spec", "request", "memory"),
+    *("state.blocks", "schedule", "families.config.normalize", "text"),
+    *("engine.admission", "engine.metrics", "frontend", "loading.text_side", "server"),
+    *("worker.client", "worker.supervisor", "worker.child_process"),
+    *("worker.protocol", "worker.request_table"),
 )
 READS_ENVIRONMENT = {"cli"}
 SETS_ENVIRONMENT = "bench.engines"  # separate processes, with engines that read most options from there

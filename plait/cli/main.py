@@ -23,7 +23,7 @@ from click.shell_completion import CompletionItem
 from plait.cli.common.help import suggest_word
 from plait.cli.common.session import Session
 from plait.errors import PlaitError
-from plait.process_memory import is_memory_error, out_of_memory_text
+from plait.resource_limits import is_memory_error, out_of_memory_text
 from plait.version import __version__
 
 # name -> what `plait --help` says; the module is plait.cli.<name> (- is _), its command has the same name

@@ -9,28 +9,26 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Protocol, TypeVar
 
+from plait.engine.admission import OnEvent, OpenChoice, OpenRequest, RequestLimits
 from plait.engine.grammar_guide import GrammarGuide, refuse_guides
-from plait.engine.limits import RequestLimits
 from plait.engine.metrics import Metrics
-from plait.engine.open_request import OnEvent, OpenChoice, OpenRequest
 from plait.errors import DeadlineExceeded, EngineError, InvalidField, PlaitError
 from plait.ops.seed import choice_seed
-from plait.request import Event, Request, RequestTrace
-from plait.schedule.plan import Load, Sampled, SamplingBatch, Save, StepPlan
-from plait.schedule.pooling import Pool
+from plait.request import Event, Request
+from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
 from plait.schedule.scheduler import Scheduler
-from plait.schedule.sequence import TokenSequence, Update
+from plait.schedule.sequence import Pool, TokenSequence, Update
 from plait.schedule.speculate import Speculation
 
 T = TypeVar("T")
-NUM_TRACES = 256
 MAX_FORCED = 8  # tokens that must come, computed as a draft
+AUDIT_AFTER_S = 0.5  # of idleness, so that work that comes in bursts does not wait for an audit
+RETRY_S = 0.001  # when there is work and no step is possible, for example until a guide is compiled
 MAX_TRIES = 3  # of a sequence with failing steps, when the memory that they move may be the cause
 log = logging.getLogger("plait.engine")
 trace_log = logging.getLogger("plait.trace")
@@ -45,10 +43,8 @@ class StepRunner(Protocol):
 class Engine:
     """Owns the open requests. Not thread-safe: one thread calls everything (`engine.thread.EngineLoop`).
 
-    Events are delivered during `step` and `cancel`, on the caller's thread. If `on_event` raises, its request
-    is cancelled; the last of such faults are in `reader_faults` as (request id, exception). `traces` has the
-    last choices that ended. `guided` makes the guide that holds each choice of a request to its grammar.
-    `clock` gives seconds that only ever grow, the same as the scheduler's.
+    Events are delivered during `step` and `cancel`. If `on_event` raises, that is logged and its request is
+    cancelled. `guided` makes the guides of a request's choices. `clock`: seconds, as the scheduler's.
     """
 
     def __init__(
@@ -59,18 +55,17 @@ class Engine:
         vocab_size: int,
         max_model_len: int,
         speculation: Speculation | None = None,
-        guided: Callable[[Request], Sequence[GrammarGuide | None]] = refuse_guides,
+        guided: Callable[[Request], Sequence[GrammarGuide]] = refuse_guides,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.scheduler, self.speculation, self.clock = runner, scheduler, speculation, clock
         self.limits, self.guided = RequestLimits(vocab_size, max_model_len), guided
         self.metrics = Metrics(scheduler)
-        self.traces: deque[RequestTrace] = deque(maxlen=NUM_TRACES)
-        self.reader_faults: deque[tuple[str, Exception]] = deque(maxlen=16)
         self._requests: dict[str, OpenRequest] = {}
         self._choices: dict[int, OpenChoice] = {}  # by sequence id
         self._ids = count(1)
         self._seeds = random.SystemRandom()
+        self._is_audited = True
 
     def submit(self, request: Request, on_event: OnEvent, arrival_s: float | None = None) -> None:
         """Queue a request; `on_event` gets new tokens, and a `finish_reason` once for each choice.
@@ -78,6 +73,7 @@ class Engine:
         `arrival_s`: when it came, on this engine's clock; None: now. Raises InvalidField, ContextTooLong,
         CapacityError (it can never fit) or QueueFull (not now).
         """
+        self._is_audited = False
         request = self.limits.admit(request)
         if request.id in self._requests:
             raise InvalidField(f"request id {request.id!r} is in use by an open request", "id")
@@ -98,20 +94,21 @@ class Engine:
         Each open choice gets a last event with finish_reason "cancelled". Unknown ids and finished requests
         are ignored, because the caller cannot know what has finished meanwhile.
         """
-        entry = self._requests.get(request_id)
-        if entry is None:
+        self._is_audited = False
+        if (entry := self._requests.get(request_id)) is None:
             return
         for choice in [c for i, c in entry.open.items() if index is None or i == index]:
             self._end(choice, Event(request_id, choice.sequence.index, finish_reason="cancelled"))
 
     def step(self) -> bool:
         """Plan, run and commit once, which may be several decode steps. False: there was nothing to do."""
-        has_ended = any([self._expire(), self._part_with_misguided()])
+        self._is_audited = False
+        has_ended = self._end_hopeless()
         plan = self.scheduler.plan(self._drafts())
         if plan is None:
             return has_ended
         began = self.clock()
-        self._note_start(plan, began)
+        self._record_start(plan, began)
         try:
             sampled = self.runner.execute(plan, self.scheduler.sampling(plan))
         except Exception as error:
@@ -130,21 +127,31 @@ class Engine:
             self._deliver(update, ended)
         return True
 
-    def audit(self) -> list[str]:
-        """Check the scheduler's accounting of memory and repair it; returns what was wrong, and logs it.
+    def step_or_wait(self) -> None:
+        """`step`; where there is work and no step was possible, wait a moment. Raises what escapes a step."""
+        if not self.step() and self.has_work:
+            time.sleep(RETRY_S)
+
+    @property
+    def idle_s(self) -> float | None:
+        """How long to wait for work before an `audit` is due; None: for ever, as there was one after work."""
+        return None if self._is_audited else AUDIT_AFTER_S
+
+    def audit(self) -> str:
+        """Check the scheduler's block tables and repair them; returns what was wrong, and logs it.
 
         For idle moments: a wrong entry costs memory or time, and is no reason to end any request.
         """
+        self._is_audited = True
         try:
-            self.scheduler.check()
-        except Exception as error:  # any exception of the check is a wrong entry
+            wrong = self.scheduler.repair()
+        except Exception as error:  # the engine serves as before
+            log.exception("the block tables are wrong and could not be repaired")
+            return str(error)
+        if wrong:
             self.metrics.num_repairs += 1
-            mended = self.scheduler.repair()
-            log.error("the scheduler's books were wrong (%s: %s) and are mended", type(error).__name__, error)
-            for line in mended:
-                log.error("mended: %s", line)
-            return mended
-        return []
+            log.error("the block tables were wrong and are repaired: %s", wrong)
+        return wrong
 
     def refuse(self, request: Request, on_event: OnEvent, error: Exception) -> None:
         """Report by events why a request was never opened: for callers that can no longer raise."""
@@ -182,9 +189,12 @@ class Engine:
         }
 
     def _sequences(self, request: Request, arrived: float) -> list[TokenSequence]:
-        params, timeout_s, guides = request.params, request.timeout_s, self.guided(request)
+        params, timeout_s = request.params, request.timeout_s
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         prompt = request.prompt_token_ids
+        guides: Sequence[GrammarGuide | None] = (None,) * params.n
+        if request.grammar is not None or request.thinking is not None:
+            guides = self.guided(request)
         return [
             TokenSequence(
                 id=next(self._ids),
@@ -209,21 +219,15 @@ class Engine:
             if so_far is not None
         ]
 
-    def _expire(self) -> bool:
-        """End the choices that are past their deadline. Returns whether there were any."""
-        now = self.clock()
-        expired = [self._choices.get(seq_id) for seq_id in self.scheduler.expire(now)]
-        for choice in expired:
-            if choice is not None:
-                self._fail(choice, DeadlineExceeded(choice.overdue()))
-        return bool(expired)
-
-    def _part_with_misguided(self) -> bool:
-        """End the choices with a guide that cannot be followed. Returns whether there were any."""
+    def _end_hopeless(self) -> bool:
+        """End choices past their deadline, or with a guide that cannot be followed. Returns if there were."""
+        expired = [self._choices.get(seq_id) for seq_id in self.scheduler.expire(self.clock())]
+        for choice in filter(None, expired):
+            self._fail(choice, DeadlineExceeded(choice.overdue()))
         lost = [(choice, error) for choice in self._choices.values() if (error := choice.misguided_by)]
         for choice, error in lost:
             self._fail(choice, error)
-        return bool(lost)
+        return bool(expired or lost)
 
     def _drafts(self) -> Mapping[int, tuple[int, ...]]:
         """Draft tokens by sequence id."""
@@ -247,7 +251,7 @@ class Engine:
             self.speculation = None
             return otherwise
 
-    def _note_start(self, plan: StepPlan, now: float) -> None:
+    def _record_start(self, plan: StepPlan, now: float) -> None:
         for chunk in plan.chunks:
             choice = self._choices[chunk.seq_id]
             choice.num_steps += plan.num_steps
@@ -259,27 +263,23 @@ class Engine:
         """Emit how far the prompts in a step are, before the token that a prompt's last chunk brings."""
         for chunk in plan.chunks:
             choice = self._choices.get(chunk.seq_id)
-            if choice is None or choice.first_token_s is not None:
+            if choice is None or choice.first_token_s is not None or choice.first_scheduled_s is None:
                 continue
-            request = choice.entry.request
-            if not request.shows_progress or request.resumed:  # of a resumed one more is computed
-                continue
-            seq, num_done = choice.sequence, chunk.start + len(chunk.token_ids)
-            if seq.index == 0 and choice.first_scheduled_s is not None:
-                progress, cached = (num_done, now - choice.first_scheduled_s), seq.num_cached_tokens
+            request, seq = choice.entry.request, choice.sequence
+            if request.shows_progress and not request.resumed and seq.index == 0:  # resumed: more is computed
+                progress, cached = (chunk.end, now - choice.first_scheduled_s), seq.num_cached_tokens
                 event = Event(seq.request_id, 0, num_cached_tokens=cached, prompt_progress=progress)
                 self._emit(choice.entry, event)
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Report the cost of a step to the scheduler: the time of its pass, and of the memory it moved."""
-        costs = self.scheduler.costs
-        if not any(isinstance(move, Save | Load) for move in plan.moves):
+        costs, nbytes = self.scheduler.costs, self.scheduler.memory.pools.moved_nbytes(plan)
+        if not nbytes:
             costs.observe(plan.num_tokens, seconds / plan.num_steps)
             return
         pass_s = costs.step_s(plan.num_tokens) if plan.chunks else 0.0
         if pass_s is not None:
-            moved_s = seconds - pass_s * plan.num_steps
-            costs.observe_moved(self.scheduler.memory.pools.moved_nbytes(plan), moved_s)
+            costs.observe_moved(nbytes, seconds - pass_s * plan.num_steps)
 
     def _deliver(self, update: Update, now: float) -> None:
         choice = self._choices.get(update.seq_id)
@@ -289,24 +289,13 @@ class Engine:
             self._fail(choice, choice.misguided_by)
             return
         self._count(choice, update, now)
-        event = Event(
-            update.request_id,
-            update.index,
-            token_ids=update.token_ids,
-            logprobs=update.logprobs,
-            prompt_logprobs=update.prompt_logprobs,
-            finish_reason=update.finish_reason,
-            stop_token_id=update.stop_token_id,
-            num_cached_tokens=update.num_cached_tokens,
-            embedding=update.embedding,
-        )
-        if update.finish_reason is not None:
-            self._end(choice, event)
+        if update.event.finish_reason is not None:
+            self._end(choice, update.event)
         else:
-            self._emit(choice.entry, event)
+            self._emit(choice.entry, update.event)
 
     def _count(self, choice: OpenChoice, update: Update, now: float) -> None:
-        num_tokens = len(update.token_ids)
+        num_tokens = len(update.event.token_ids)
         if update.num_drafted:
             choice.num_drafted_tokens += update.num_drafted
             choice.num_accepted_tokens += update.num_accepted
@@ -336,8 +325,7 @@ class Engine:
             self._fail(choice, error)
 
     def _fail(self, choice: OpenChoice, error: Exception) -> None:
-        seq = choice.sequence
-        self._end(choice, _failure(seq.request_id, seq.index, error))
+        self._end(choice, _failure(choice.entry.request.id, choice.sequence.index, error))
 
     def _end(self, choice: OpenChoice, event: Event) -> None:
         """Close a choice, if its reader has not done so meanwhile, and send its last event."""
@@ -354,22 +342,20 @@ class Engine:
         self._emit(entry, self._last(choice, event))
 
     def _last(self, choice: OpenChoice, event: Event) -> Event:
-        """The last event of a choice, with its trace, which is kept and counted."""
+        """The last event of a choice, with its trace, which is counted and logged."""
         assert event.finish_reason is not None
         trace = choice.trace(self.clock(), event.finish_reason)
         self.metrics.count_end(trace)
-        self.traces.append(trace)
         trace_log.debug("%s", trace)
         return replace(event, trace=trace, num_cached_tokens=trace.num_cached_tokens)
 
     def _emit(self, entry: OpenRequest, event: Event) -> None:
         try:
             entry.on_event(event)
-        except Exception as error:
+        except Exception:
             # The reader is broken and gets no more events. The fault is logged; other requests go on.
-            entry.on_event = _nobody
+            entry.on_event = lambda _: None
             log.exception("the reader of %s failed, and its request is ended", entry.request.id)
-            self.reader_faults.append((entry.request.id, error))
             self.cancel(entry.request.id)
 
 
@@ -380,7 +366,3 @@ def _failure(request_id: str, choice: int, error: Exception) -> Event:
         shown = EngineError(f"the engine failed at this request: {type(error).__name__}: {error}")
         shown.__cause__ = error
     return Event(request_id, choice, finish_reason="error", error=shown)
-
-
-def _nobody(event: Event) -> None:
-    """Discards the events of a request with a broken reader."""

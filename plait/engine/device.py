@@ -13,28 +13,27 @@ from plait.config import Device, DType
 from plait.errors import ConfigError, OutOfMemory
 
 
-def choose_device(asked: Device) -> tuple[torch.device, str]:
+def choose_device(requested: Device) -> tuple[torch.device, str]:
     """(device, why). Raises ConfigError if CUDA was requested and there is none."""
-    if asked == "cpu":
-        return torch.device("cpu"), "asked for"
+    if requested == "cpu":
+        return torch.device("cpu"), "requested"
     if torch.cuda.is_available():
         return torch.device("cuda", 0), f"the first CUDA device, {torch.cuda.get_device_name(0)}"
-    if asked == "cuda":
-        raise ConfigError("device: cuda was asked for, but torch finds no CUDA device; use --cpu")
+    if requested == "cuda":
+        raise ConfigError("device: cuda was requested, but torch finds no CUDA device; use --cpu")
     return torch.device("cpu"), "torch finds no CUDA device"
 
 
-def choose_dtype(asked: DType, device: torch.device, stored: Sequence[str]) -> torch.dtype:
+def choose_dtype(requested: DType, device: torch.device, stored: Sequence[str]) -> torch.dtype:
     """The dtype to compute in. auto: float32 on CPU; on a GPU the float that most tensors are stored in.
 
     Raises ConfigError for a dtype the device cannot do.
     """
-    if asked != "auto":
-        dtype: torch.dtype = getattr(torch, asked)
+    if requested != "auto":
+        dtype: torch.dtype = getattr(torch, requested)
         if device.type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
-            raise ConfigError(
-                f"dtype: {torch.cuda.get_device_name(0)} has no bfloat16; use float16 or float32"
-            )
+            name = torch.cuda.get_device_name(0)
+            raise ConfigError(f"dtype: {name} has no bfloat16; use float16 or float32")
         return dtype
     if device.type == "cpu":
         return torch.float32
@@ -63,9 +62,8 @@ def out_of_memory(what: str) -> Iterator[None]:
     """Turn the allocator's failure into OutOfMemory that names what was being done."""
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise OutOfMemory(f"not enough memory for {what}; see `plait info` for what a model needs") from error
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        is_short = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not is_short and "can't allocate memory" not in str(error):
             raise
         raise OutOfMemory(f"not enough memory for {what}; see `plait info` for what a model needs") from error

@@ -47,10 +47,6 @@ class GrammarGuide:
             self.accept(token_id)
         self.is_ready = True
 
-    def fail(self, error: Exception) -> None:
-        """Record why the guide can never be followed."""
-        self.error = error
-
     @property
     def is_finished(self) -> bool:
         """Whether nothing but the end may follow."""
@@ -105,15 +101,12 @@ class GrammarGuide:
         watch, found = self._watch.copy(), []
         for i, row in enumerate(rows):
             must = next(iter(watch.due), None)
-            if must is not None and (not row or allows(np.frombuffer(row, np.uint32), must)):
-                row = self._only(must)
-                found.append(row)
-                if i < len(draft) and draft[i] != must:
-                    break
-            else:
-                found.append(row)
-            if i < len(draft):
-                watch.push(draft[i])
+            if must is not None and row and not allows(np.frombuffer(row, np.uint32), must):
+                must = None
+            found.append(row if must is None else self._only(must))
+            if i == len(draft) or (must is not None and draft[i] != must):
+                break
+            watch.push(draft[i])
         return tuple(found)
 
     def _only(self, token_id: int) -> bytes:
@@ -125,8 +118,7 @@ class GrammarGuide:
 class Guides:
     """Makes the guides of one model's requests.
 
-    `find` gives the compiler of its grammars, when one is first needed. If it raises, the request that needed
-    the compiler ends with that error.
+    `find` gives the compiler when one is first needed; if it raises, the request ends with that error.
     """
 
     def __init__(self, find: Callable[[], GrammarCompiler], vocab_size: int) -> None:
@@ -136,10 +128,8 @@ class Guides:
         self._worker: ThreadPoolExecutor | None = None
         self._turns: Lanes[tuple[Request, list[GrammarGuide]]] = Lanes()
 
-    def open(self, request: Request) -> list[GrammarGuide | None]:
-        """A guide for each choice of a request, not ready yet; None where the reply may be anything."""
-        if request.grammar is None and request.thinking is None:
-            return [None] * request.params.n
+    def open(self, request: Request) -> list[GrammarGuide]:
+        """A guide for each choice of a request with a grammar or a thinking budget, not ready yet."""
         guides = [GrammarGuide(self._vocab_size) for _ in range(request.params.n)]
         with self._lock:
             if self._worker is None:
@@ -151,8 +141,8 @@ class Guides:
                 self._turns.drop(request.tenant, (request, guides))
                 self._worker = None
                 for guide in guides:
-                    guide.fail(OutOfMemory(f"no thread can be started that compiles grammars: {error}"))
-        return [*guides]
+                    guide.error = OutOfMemory(f"no thread can be started that compiles grammars: {error}")
+        return guides
 
     def close(self) -> None:
         """Stop the thread and the process that tries grammars; waiting grammars are not compiled."""
@@ -181,14 +171,10 @@ class Guides:
                 guide.begin(None if grammar is None else grammar.state(), watch, so_far or ())
         except Exception as error:
             for guide in guides:
-                guide.fail(error)
+                guide.error = error
 
 
-def refuse_guides(request: Request) -> list[GrammarGuide | None]:
-    """No guides, for an engine without a vocabulary. Raises InvalidField for a request that needs one."""
-    for name, wish in (("grammar", request.grammar), ("thinking_token_budget", request.thinking)):
-        if wish is not None:
-            raise InvalidField(
-                f"{name}: this engine has no vocabulary, so it cannot hold a reply to it", name
-            )
-    return [None] * request.params.n
+def refuse_guides(request: Request) -> list[GrammarGuide]:
+    """For an engine without a vocabulary: raises InvalidField, because a request needs a guide."""
+    name = "thinking_token_budget" if request.grammar is None else "grammar"
+    raise InvalidField(f"{name}: this engine has no vocabulary, so it cannot hold a reply to it", name)

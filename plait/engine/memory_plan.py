@@ -6,6 +6,7 @@ Windows and slots are bounded per sequence and sized for `max_num_seqs`; full at
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,8 +42,7 @@ class Sizing:
     """The state memory of an engine. `num_slots` holds the garbage slot; 0: no mixer has recurrent state.
 
     `num_snapshots` of the slots are beyond what running sequences need. `host_nbytes`: the most host memory
-    for sequences and snapshots that leave the device, taken when needed. `notes`: what was made smaller than
-    a default, and why, to be shown at startup.
+    for what leaves the device. `notes`: what was made smaller than a default, and why.
     """
 
     max_model_len: int
@@ -74,7 +74,7 @@ class Sizing:
         if self.num_slots:
             running = self.num_slots - self.num_snapshots
             slots, snapshots = running * self.nbytes_per_slot, self.num_snapshots * self.nbytes_per_slot
-            table.append(("state of fixed size", f"{running - 1} slots", slots))
+            table.append(("recurrent state", f"{running - 1} slots", slots))
             table.append(("snapshots of it", f"{self.num_snapshots} slots", snapshots))
         total = "total once all state is in use" if is_lazy else "total"
         return [*table, (total, "", weights_nbytes + self.nbytes)]
@@ -139,21 +139,28 @@ def size_state(
             f"memory_limit: {config.memory_limit} bytes ({gib(config.memory_limit)}) are more than the "
             f"{gib(total_memory)} of memory that there are; give at most {total_memory}, or none"
         )
-    limit = config.memory_limit or int(free_memory * DEFAULT_SHARE)
-    asked, notes = _length(model, config)
-    length = _fit_length(model, config, asked, limit)
-    if length < asked:
+    limit, state = config.memory_limit or int(free_memory * DEFAULT_SHARE), _StateMemory(model, config)
+    requested, notes = _length(model, config)
+    length = state.fitting_length(requested, limit)
+    if length < requested:
         if config.max_model_len is not None or length < 1:
-            raise OutOfMemory(_too_small(model, config, asked, limit))
+            raise OutOfMemory(_too_small(state, requested, limit))
         notes.append(
-            f"max_model_len is {length} instead of {asked}: the state of a longer sequence does not fit into "
-            f"{gib(limit)} (--memory-limit)"
+            f"max_model_len is {length} instead of {requested}: the state of a longer sequence does not fit "
+            f"into {gib(limit)} (--memory-limit)"
         )
-    nbytes, snapshots = _nbytes_per_slot(model), _num_snapshots(model, config, length, limit)
-    groups, note = _groups(model, config, length, limit - snapshots * nbytes)
+    nbytes, snapshots = state.nbytes_per_slot, 0
+    if nbytes and model.causal:
+        left = min(limit - state.one_sequence_nbytes(length), int(limit * SNAPSHOT_SHARE))
+        snapshots = min(SNAPSHOTS_PER_SEQ * config.max_num_seqs, max(left, 0) // nbytes)
+    groups, note = state.groups_within(length, limit - snapshots * nbytes)
     notes += [note] if note else []
     num_slots = config.max_num_seqs + 1 + snapshots if nbytes else 0
-    host = _host_nbytes(model, config, length, free_memory if free_host is None else free_host)
+    host = config.swap_memory
+    if host is None:
+        free = free_memory if free_host is None else free_host
+        each = sequence_nbytes(model.states, model.dtype, length, config.block_size)
+        host = min(config.max_num_seqs * each, int(free * HOST_SHARE))
     return Sizing(length, config.block_size, groups, num_slots, nbytes, tuple(notes), snapshots, host)
 
 
@@ -187,139 +194,95 @@ def gib(nbytes: int) -> str:
 
 
 def _length(model: ModelFacts, config: EngineConfig) -> tuple[int, list[str]]:
-    """The longest sequence that was requested, or the model's own."""
-    asked, has_pages = config.max_model_len, any(isinstance(s, PagedState) for s in model.states.values())
-    if asked is not None and asked > model.max_len and has_pages:
+    """The longest sequence that was requested, or the model's own; a note if it is shorter than that."""
+    requested, longest = config.max_model_len, config.max_num_batched_tokens
+    has_pages = any(isinstance(state, PagedState) for state in model.states.values())
+    if requested is not None and requested > model.max_len and has_pages:
         raise ConfigError(
-            f"max_model_len: {asked} is more than the {model.max_len} tokens this model was made for; "
+            f"max_model_len: {requested} is more than the {model.max_len} tokens this model was made for; "
             "lower it, or change the model's config with --set if you know that it can do more"
         )
-    length = model.max_len if asked is None else asked
-    longest = config.max_num_batched_tokens
+    length = model.max_len if requested is None else requested
     if model.causal or length <= longest:
         return length, []
-    if asked is not None:
+    if requested is not None:
         raise ConfigError(
-            f"max_model_len: {asked} is more than max_num_batched_tokens ({longest}), and this model "
-            f"computes a sequence in one piece; set max_num_batched_tokens to {asked} too"
+            f"max_model_len: {requested} is more than max_num_batched_tokens ({longest}), and this model "
+            f"computes a sequence in one piece; set max_num_batched_tokens to {requested} too"
         )
-    return longest, [
-        f"max_model_len is {longest} instead of {length}: this model computes a sequence in one piece of at "
-        "most max_num_batched_tokens"
-    ]
+    text = "this model computes a sequence in one piece of at most max_num_batched_tokens"
+    return longest, [f"max_model_len is {longest} instead of {length}: {text}"]
 
 
-def _num_snapshots(model: ModelFacts, config: EngineConfig, length: int, limit: int) -> int:
-    """The number of slots for snapshots, in the memory that one of the longest sequences leaves."""
-    nbytes = _nbytes_per_slot(model)
-    if not nbytes or not model.causal:
-        return 0
-    left = min(limit - _one_sequence_nbytes(model, config, length), int(limit * SNAPSHOT_SHARE))
-    return min(SNAPSHOTS_PER_SEQ * config.max_num_seqs, max(left, 0) // nbytes)
+class _StateMemory:
+    """What the state of sequences of a model needs, as a function of their length."""
+
+    def __init__(self, model: ModelFacts, config: EngineConfig) -> None:
+        self.config, self.groups = config, block_groups(model.states)
+        slots = (s for s in model.states.values() if isinstance(s, SlotState))
+        self.nbytes_per_slot = sum(s.nbytes_per_slot(model.dtype) for s in slots)
+        # A group is bounded if a sequence's share of it has a bound however long it gets.
+        self.bounded = {g.name for g in self.groups if g.window is not None and model.causal}
+        self.nbytes_per_block: dict[str, int] = {}
+        for group in self.groups:
+            states = [state for name in group.members if isinstance(state := model.states[name], PagedState)]
+            per_token = sum(state.nbytes_per_token(model.dtype) for state in states)
+            self.nbytes_per_block[group.name] = config.block_size * per_token
+
+    def num_blocks(self, group: BlockGroup, length: int) -> int:
+        """Blocks of a group for all sequences at once, and the garbage block."""
+        seqs, size = self.config.max_num_seqs, self.config.block_size
+        full = seqs * -(-length // size)
+        if group.name not in self.bounded:
+            return full + 1
+        # In one step at most max_num_batched_tokens new tokens, of all sequences together, add to windows.
+        new = -(-self.config.max_num_batched_tokens // size)
+        return min(full, seqs * num_window_blocks(group.window or 0, size) + new) + 1
+
+    def fixed_nbytes(self, length: int) -> int:
+        """Bytes of windows and slots for `max_num_seqs` sequences."""
+        total = (self.config.max_num_seqs + 1) * self.nbytes_per_slot
+        bounded = (g for g in self.groups if g.name in self.bounded)
+        return total + sum(self.num_blocks(g, length) * self.nbytes_per_block[g.name] for g in bounded)
+
+    def one_sequence_nbytes(self, length: int) -> int:
+        """The least memory in which one sequence of `length` can run, the fixed part included."""
+        blocks = -(-length // self.config.block_size) + 1
+        growing = (nbytes for name, nbytes in self.nbytes_per_block.items() if name not in self.bounded)
+        return self.fixed_nbytes(length) + blocks * sum(growing)
+
+    def fitting_length(self, length: int, limit: int) -> int:
+        """The longest sequence up to `length` that fits, in whole blocks if shorter; 0: none does."""
+        if self.one_sequence_nbytes(length) <= limit:
+            return length
+        size = self.config.block_size
+        counts = range(1, length // size + 1)
+        return size * bisect_right(counts, limit, key=lambda n: self.one_sequence_nbytes(n * size))
+
+    def groups_within(self, length: int, limit: int) -> tuple[tuple[GroupSize, ...], str | None]:
+        """Every group's blocks: groups that grow with the context share the remaining memory equally."""
+        left, per_block = limit - self.fixed_nbytes(length), self.nbytes_per_block
+        growing = sum(nbytes for name, nbytes in per_block.items() if name not in self.bounded)
+        sizes, note = [], None
+        for group in self.groups:
+            blocks = needed = self.num_blocks(group, length)
+            if group.name not in self.bounded and (blocks := min(needed, left // growing)) < needed:
+                size = self.config.block_size
+                note = (
+                    f"{(blocks - 1) * size} tokens fit into {gib(limit)} (--memory-limit), not the "
+                    f"{(needed - 1) * size} that {self.config.max_num_seqs} longest sequences need: some may "
+                    "have to wait, or be computed again"
+                )
+            sizes.append(GroupSize(group, blocks, per_block[group.name]))
+        return tuple(sizes), note
 
 
-def _host_nbytes(model: ModelFacts, config: EngineConfig, length: int, free: int) -> int:
-    """Bytes of host memory for swapping: what all sequences need, at most a share of free memory."""
-    if config.swap_memory is not None:
-        return config.swap_memory
-    each = sequence_nbytes(model.states, model.dtype, length, config.block_size)
-    return min(config.max_num_seqs * each, int(free * HOST_SHARE))
-
-
-def _groups(
-    model: ModelFacts, config: EngineConfig, length: int, limit: int
-) -> tuple[tuple[GroupSize, ...], str | None]:
-    """Every group's blocks: groups that grow with the context share the remaining memory equally."""
-    groups = block_groups(model.states)
-    per_block = {g.name: _nbytes_per_block(model, g, config.block_size) for g in groups}
-    left = limit - _fixed_nbytes(model, config, length)
-    growing = [g for g in groups if not _is_bounded(model, g)]
-    affordable = left // sum(per_block[g.name] for g in growing) if growing else 0
-    sizes, note = [], None
-    for group in groups:
-        blocks = wanted = _num_blocks(model, group, config, length)
-        if group in growing and (blocks := min(blocks, affordable)) < wanted:
-            note = _fewer(blocks, wanted, config, limit)
-        sizes.append(GroupSize(group, blocks, per_block[group.name]))
-    return tuple(sizes), note
-
-
-def _num_blocks(model: ModelFacts, group: BlockGroup, config: EngineConfig, length: int) -> int:
-    """Blocks of a group for all sequences at once, and the garbage block."""
-    seqs, size = config.max_num_seqs, config.block_size
-    full = seqs * -(-length // size)
-    if not _is_bounded(model, group):
-        return full + 1
-    # In one step at most max_num_batched_tokens new tokens, of all sequences together, add to the windows.
-    new = -(-config.max_num_batched_tokens // size)
-    return min(full, seqs * num_window_blocks(group.window or 0, size) + new) + 1
-
-
-def _is_bounded(model: ModelFacts, group: BlockGroup) -> bool:
-    """Whether a sequence's share of this group has a bound however long it gets."""
-    return group.window is not None and model.causal
-
-
-def _nbytes_per_block(model: ModelFacts, group: BlockGroup, block_size: int) -> int:
-    states = (model.states[name] for name in group.members)
-    per_token = sum(s.nbytes_per_token(model.dtype) for s in states if isinstance(s, PagedState))
-    return per_token * block_size
-
-
-def _nbytes_per_slot(model: ModelFacts) -> int:
-    states = model.states.values()
-    return sum(s.nbytes_per_slot(model.dtype) for s in states if isinstance(s, SlotState))
-
-
-def _fixed_nbytes(model: ModelFacts, config: EngineConfig, length: int) -> int:
-    """Bytes of windows and slots for `max_num_seqs` sequences."""
-    total = (config.max_num_seqs + 1) * _nbytes_per_slot(model)
-    for group in block_groups(model.states):
-        if _is_bounded(model, group):
-            blocks = _num_blocks(model, group, config, length)
-            total += blocks * _nbytes_per_block(model, group, config.block_size)
-    return total
-
-
-def _one_sequence_nbytes(model: ModelFacts, config: EngineConfig, length: int) -> int:
-    """The least memory in which one sequence of `length` can run, the fixed part included."""
-    total = _fixed_nbytes(model, config, length)
-    for group in block_groups(model.states):
-        if not _is_bounded(model, group):
-            blocks = -(-length // config.block_size) + 1
-            total += blocks * _nbytes_per_block(model, group, config.block_size)
-    return total
-
-
-def _fit_length(model: ModelFacts, config: EngineConfig, length: int, limit: int) -> int:
-    """The longest sequence up to `length` that fits, in whole blocks if shorter; 0: none does."""
-    if _one_sequence_nbytes(model, config, length) <= limit:
-        return length
-    low, high = 0, length // config.block_size  # in blocks: `low` fits, `high` + 1 does not
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _one_sequence_nbytes(model, config, middle * config.block_size) <= limit:
-            low = middle
-        else:
-            high = middle - 1
-    return low * config.block_size
-
-
-def _too_small(model: ModelFacts, config: EngineConfig, length: int, limit: int) -> str:
-    needed, fixed = _one_sequence_nbytes(model, config, length), _fixed_nbytes(model, config, length)
+def _too_small(state: _StateMemory, length: int, limit: int) -> str:
+    needed, fixed = state.one_sequence_nbytes(length), state.fixed_nbytes(length)
     text = f"the state of one sequence of {length} tokens needs {gib(needed)}, and the limit is {gib(limit)}"
     if fixed:
-        text += f"; {gib(fixed)} of it are windows and slots for {config.max_num_seqs} sequences"
-    fits = _fit_length(model, config, length, limit)
+        text += f"; {gib(fixed)} of it are windows and slots for {state.config.max_num_seqs} sequences"
+    fits = state.fitting_length(length, limit)
     ways = [f"--max-model-len {fits} or less"] if fits else []
-    ways += ["fewer --max-num-seqs"] if fixed and config.max_num_seqs > 1 else []
+    ways += ["fewer --max-num-seqs"] if fixed and state.config.max_num_seqs > 1 else []
     return f"{text}. Start with {', or '.join([*ways, f'a --memory-limit of at least {needed}'])}"
-
-
-def _fewer(blocks: int, wanted: int, config: EngineConfig, limit: int) -> str:
-    tokens = (blocks - 1) * config.block_size
-    return (
-        f"{tokens} tokens fit into {gib(limit)} (--memory-limit), not the "
-        f"{(wanted - 1) * config.block_size} that {config.max_num_seqs} longest sequences need: some may "
-        "have to wait, or be computed again"
-    )

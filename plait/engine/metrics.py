@@ -2,13 +2,14 @@
 
 The engine's thread counts into plain numbers, which costs next to nothing per token. A scrape of
 `Metrics.registry`, on any thread, turns them into metric families, together with the scheduler's numbers of
-that moment.
+that moment. `RemoteMetrics` has the metrics of an engine in another process.
 """
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, get_args
 
 from prometheus_client import CollectorRegistry
@@ -22,6 +23,30 @@ WAITS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60
 GAPS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 20.0)
 LENGTHS = tuple(float(1 << i) for i in range(18))  # 1 to 131,072 tokens
 STEP_TOKENS = tuple(float(1 << i) for i in range(14))  # 1 to 8,192
+ABOUT_GAP = "From one output token to the next; tokens of one step share the time evenly."
+HISTOGRAMS = (  # name, help, bounds
+    ("time_to_first_token_seconds", "From the arrival of a request to its first token.", WAITS_S),
+    ("inter_token_latency_seconds", ABOUT_GAP, GAPS_S),
+    ("request_latency_seconds", "From the arrival of a request to its end.", WAITS_S),
+    ("queue_time_seconds", "From the arrival of a request to the first step that ran it.", WAITS_S),
+    ("step_seconds", "What a step took to compute.", GAPS_S),
+    ("step_tokens", "Tokens computed in a step.", STEP_TOKENS),
+    ("request_prompt_tokens", "Tokens in a prompt.", LENGTHS),
+    ("request_output_tokens", "Tokens in a reply.", LENGTHS),
+)
+COUNTERS = {  # name -> help; the value is the attribute `num_` + name of `Metrics`
+    "prompt_tokens": "Tokens of prompts taken.",
+    "cached_tokens": "Tokens of prompts that were not computed again.",
+    "output_tokens": "Tokens generated.",
+    "drafted_tokens": "Draft tokens that were checked.",
+    "accepted_tokens": "Draft tokens that were accepted.",
+    "steps": "Steps computed.",
+    "failed_steps": "Steps that failed and were tried again.",
+    "repairs": "Times that block tables were found wrong and were repaired.",
+}
+ANSWER_S = 1.0  # an engine answers between two steps; without an answer, the last one counts
+SUMMED = frozenset({"counter", "histogram"})
+Family = tuple[str, str, str, tuple[tuple[str, dict[str, str], float], ...]]  # name, help, type, samples
 
 
 class SchedulerCounts(Protocol):
@@ -29,7 +54,6 @@ class SchedulerCounts(Protocol):
 
     @property
     def cache_counts(self) -> Mapping[str, int]: ...
-
     def stats(self) -> Mapping[str, int]: ...
 
 
@@ -68,26 +92,9 @@ class Metrics(Collector):
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         self.num_drafted_tokens = self.num_accepted_tokens = 0
         self._ended: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
-        self._first_token = Histogram(
-            "plait_time_to_first_token_seconds", "From the arrival of a request to its first token.", WAITS_S
-        )
-        self._gap = Histogram(
-            "plait_inter_token_latency_seconds",
-            "From one output token to the next; tokens of one step share the time evenly.",
-            GAPS_S,
-        )
-        self._whole = Histogram(
-            "plait_request_latency_seconds", "From the arrival of a request to its end.", WAITS_S
-        )
-        self._queue = Histogram(
-            "plait_queue_time_seconds",
-            "From the arrival of a request to the first step that ran it.",
-            WAITS_S,
-        )
-        self._step = Histogram("plait_step_seconds", "What a step took to compute.", GAPS_S)
-        self._step_tokens = Histogram("plait_step_tokens", "Tokens computed in a step.", STEP_TOKENS)
-        self._prompt = Histogram("plait_request_prompt_tokens", "Tokens in a prompt.", LENGTHS)
-        self._output = Histogram("plait_request_output_tokens", "Tokens in a reply.", LENGTHS)
+        made = [Histogram(f"plait_{name}", about, bounds) for name, about, bounds in HISTOGRAMS]
+        self._histograms, (self._first_token, self._gap, self._whole, self._queue) = made, made[:4]
+        self._step, self._step_tokens, self._prompt, self._output = made[4:]
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -134,71 +141,103 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Every metric family with its current values."""
-        stats = self._scheduler.stats()
-        yield from self._gauges(stats)
-        yield from self._counters(stats)
-        yield from self._cache_counters(self._scheduler.cache_counts)
-        for histogram in (self._first_token, self._gap, self._whole, self._queue, self._step):
-            yield histogram.family()
-        for histogram in (self._step_tokens, self._prompt, self._output):
-            yield histogram.family()
-
-    def _gauges(self, stats: Mapping[str, int]) -> Iterator[Metric]:
-        yield _gauge("plait_requests_running", "Choices of requests that run.", stats["num_running"])
-        yield _gauge("plait_requests_waiting", "Choices of requests that wait.", stats["num_waiting"])
-        for what, about, cached in (
-            ("blocks", "Blocks of keys, values and latents, in all groups", stats["num_cached_blocks"]),
-            ("slots", "Places for the fixed-size state of a sequence", stats["num_snapshots"]),
-        ):
-            total, free = stats[f"num_{what}"], stats[f"num_free_{what}"]
-            states = {"free": free, "held": total - free - cached, "cached": cached}
-            yield _add_labels(GaugeMetricFamily(f"plait_{what}", f"{about}.", labels=["state"]), states)
-        yield _gauge("plait_snapshots", "Saved slots that a prompt can start from.", stats["num_snapshots"])
-        yield _gauge(
-            "plait_host_saved_bytes",
-            "Memory of the host that holds the state of sequences swapped out.",
-            stats["host_nbytes"],
-        )
-
-    def _counters(self, stats: Mapping[str, int]) -> Iterator[Metric]:
-        for name, about, value in (
-            ("prompt_tokens", "Tokens of prompts taken.", self.num_prompt_tokens),
-            ("cached_tokens", "Tokens of prompts that were not computed again.", self.num_cached_tokens),
-            ("output_tokens", "Tokens generated.", self.num_output_tokens),
-            ("drafted_tokens", "Tokens guessed ahead.", self.num_drafted_tokens),
-            ("accepted_tokens", "Tokens guessed ahead that were right.", self.num_accepted_tokens),
-            ("steps", "Steps computed.", self.num_steps),
-            ("failed_steps", "Steps that failed and were tried again.", self.num_failed_steps),
-            ("repairs", "Times that the scheduler's books were found wrong and mended.", self.num_repairs),
-        ):
-            yield CounterMetricFamily(f"plait_{name}", about, value=value)
-        ended = CounterMetricFamily(
-            "plait_requests", "Choices of requests that ended.", labels=["finish_reason"]
-        )
-        yield _add_labels(ended, {**self._ended})
+        stats, lookups = self._scheduler.stats(), self._scheduler.cache_counts
+        yield _gauge("requests_running", "Choices of requests that run.", stats["num_running"])
+        yield _gauge("requests_waiting", "Choices of requests that wait.", stats["num_waiting"])
+        about = "Blocks of keys, values and latents, in all groups."
+        yield _states(stats, "blocks", about, stats["num_cached_blocks"])
+        yield _states(stats, "slots", "Slots for the recurrent state of a sequence.", stats["num_snapshots"])
+        yield _gauge("snapshots", "Saved slots that a prompt can start from.", stats["num_snapshots"])
+        about = "Memory of the host that holds the state of sequences swapped out."
+        yield _gauge("host_saved_bytes", about, stats["host_nbytes"])
+        for name, about in COUNTERS.items():
+            yield _counter(name, about, getattr(self, f"num_{name}"))
+        yield _counters("requests", "Choices of requests that ended.", "finish_reason", {**self._ended})
         kinds = {"swap": stats["num_swaps"], "recompute": stats["num_preemptions"] - stats["num_swaps"]}
-        about = "Running sequences whose memory was taken."
-        yield _add_labels(CounterMetricFamily("plait_preemptions", about, labels=["kind"]), kinds)
-
-    def _cache_counters(self, counts: Mapping[str, int]) -> Iterator[Metric]:
+        yield _counters("preemptions", "Running sequences from which memory was taken.", "kind", kinds)
         about = "Prompts looked up in the prefix cache: hit, or why nothing was found."
-        family = CounterMetricFamily("plait_prefix_cache_lookups", about, labels=["cause"])
-        yield _add_labels(family, {cause: counts.get(cause, 0) for cause in CAUSES})
+        causes = {cause: lookups.get(cause, 0) for cause in CAUSES}
+        yield _counters("prefix_cache_lookups", about, "cause", causes)
         for name, about in (("asked", "Tokens looked up in"), ("hit", "Tokens found in")):
-            value = counts.get(f"{name}_tokens", 0)
-            yield CounterMetricFamily(
-                f"plait_prefix_cache_{name}_tokens", f"{about} the prefix cache.", value=value
-            )
+            value = lookups.get(f"{name}_tokens", 0)
+            yield _counter(f"prefix_cache_{name}_tokens", f"{about} the prefix cache.", value)
+        yield from (histogram.family() for histogram in self._histograms)
 
 
-def _gauge(name: str, about: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, about, value=value)
+class RemoteMetrics(Collector):
+    """The families that an engine in another process last reported. Totals go on when it is replaced.
+
+    `ask(number)` requests a report; False: there is no engine. `of_front`: restarts, and whether it is up.
+    """
+
+    def __init__(self, ask: Callable[[int], bool], of_front: Callable[[], tuple[int, bool]]) -> None:
+        self._ask, self._of_front = ask, of_front
+        self._arrived = threading.Condition()
+        self._families: Sequence[Family] = ()  # of the last report
+        self._past: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}  # totals of ended engines
+        self._is_past = False  # the engine of the last report has ended, and is in `_past`
+        self._number = self._answered = 0
+
+    def arrive(self, number: int, families: Sequence[Family]) -> None:
+        """The engine has answered: keep its report."""
+        with self._arrived:
+            self._families, self._answered, self._is_past = families, number, False
+            self._arrived.notify_all()
+
+    def keep(self) -> None:
+        """The engine has ended: add its totals to those of earlier engines."""
+        with self._arrived:
+            for _, _, kind, samples in () if self._is_past else self._families:
+                for name, labels, value in samples if kind in SUMMED else ():
+                    sample = (name, tuple(labels.items()))
+                    self._past[sample] = self._past.get(sample, 0.0) + value
+            self._is_past = True
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family, as things are now or were a moment ago."""
+        with self._arrived:
+            self._number = number = self._number + 1
+        if self._ask(number):
+            with self._arrived:
+                self._arrived.wait_for(lambda: self._answered >= number, ANSWER_S)
+        with self._arrived:
+            families = [*self._current()]
+        yield from families
+        num_restarts, is_up = self._of_front()
+        yield _counter("engine_restarts", "Engine processes that ended and were replaced.", num_restarts)
+        yield _gauge("engine_up", "Whether there is an engine.", is_up)
+
+    def _current(self) -> Iterator[Metric]:
+        for name, about, kind, samples in self._families:
+            family = Metric(name, about, kind)
+            for sample, labels, value in samples:
+                now = 0.0 if self._is_past else value
+                if kind in SUMMED:
+                    now += self._past.get((sample, tuple(labels.items())), 0.0)
+                family.add_sample(sample, labels, now)
+            yield family
 
 
-def _add_labels(
-    family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]
-) -> GaugeMetricFamily | CounterMetricFamily:
+def _gauge(name: str, about: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"plait_{name}", about, value=value)
+
+
+def _counter(name: str, about: str, value: float) -> Metric:
+    return CounterMetricFamily(f"plait_{name}", about, value=value)
+
+
+def _counters(name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
     """One sample for each value of the family's only label."""
-    for label, value in values.items():
-        family.add_metric([label], value)
+    family = CounterMetricFamily(f"plait_{name}", about, labels=[label])
+    for value, count in values.items():
+        family.add_metric([value], count)
+    return family
+
+
+def _states(stats: Mapping[str, int], what: str, about: str, cached: int) -> Metric:
+    """Memory by its state: free, held by sequences, or cached."""
+    free, family = stats[f"num_free_{what}"], GaugeMetricFamily(f"plait_{what}", about, labels=["state"])
+    held = stats[f"num_{what}"] - free - cached
+    for state, count in {"free": free, "held": held, "cached": cached}.items():
+        family.add_metric([state], count)
     return family

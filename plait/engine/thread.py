@@ -8,12 +8,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
+from plait.engine.admission import OnEvent
 from plait.engine.core import Engine
-from plait.engine.idle_audit import Rounds
-from plait.engine.open_request import OnEvent
 from plait.errors import EngineError, QueueFull
 from plait.request import Request
 
@@ -28,33 +28,36 @@ class EngineLoop:
 
     Every method is safe from any thread. `num_rounds` grows with every step. While `has_work` and it does not
     grow, the engine hangs, and after `STALLED_S` it is not `healthy`. If an exception escapes the engine,
-    open requests end with it, `healthy` is False, and no request is taken any more. `on_end` is called once,
-    on the engine's thread, when the last step is over. After work, when it is idle for a moment, it has the
-    engine check its accounting, once.
+    open requests end with it, and none is taken any more. `on_end` is called on the engine's thread after the
+    last step. When it is idle after work, it has the engine audit its accounting, once.
     """
 
-    def __init__(
-        self, engine: Engine, *, name: str = "plait-engine", on_end: Callable[[], None] | None = None
-    ) -> None:
-        self.engine, self._on_end = engine, on_end
+    loading: None = None  # it was loaded before there was a loop
+    fingerprint = ""  # no server reports one for an engine in this process
+
+    def __init__(self, engine: Engine, *, on_end: Callable[[], None] | None = None) -> None:
+        self.engine, self._on_end, limits = engine, on_end, engine.scheduler.limits
+        self.registry: CollectorRegistry = engine.metrics.registry  # to be scraped from any thread
+        self.max_open = limits.max_waiting + limits.max_num_seqs  # requests at once, running or waiting
+        self.longest = engine.scheduler.longest  # tokens of the longest sequence that memory holds
         self.num_rounds = 0
         self.fault: BaseException | None = None
         self._step_began: float | None = None
         self._wake = threading.Condition()
         self._commands: deque[Command] = deque()
-        self._rounds = Rounds(engine)
         self._arriving = 0
         self._closing = False
         self._drain_until = 0.0
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="plait-engine", daemon=True)
         self._thread.start()
         # A thread inside torch while Python ends would abort the process.
+        self._abandon = partial(self.close, drain=False)
         atexit.register(self._abandon)
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
         """Hand over a request; `on_event` is called on the engine's thread and must only pass events on.
 
-        Raises QueueFull, and EngineError if the engine is closed or dead. What `Engine.submit` refuses
+        Raises QueueFull, and EngineError if the engine is closed or dead. What `Engine.submit` rejects
         arrives as events with finish_reason "error".
         """
         arrived = self.engine.clock()
@@ -66,12 +69,13 @@ class EngineLoop:
 
     def check_room(self) -> None:
         """Raises QueueFull or EngineError if any request that came now would be rejected."""
-        self._check_open()
+        if self.fault is not None:
+            raise EngineError(f"the engine has stopped after a fault: {self.fault}") from self.fault
+        if self._closing:
+            raise EngineError("the engine is closing and takes no more requests")
         if not self.engine.scheduler.has_room(self._arriving):
-            raise QueueFull(
-                f"max_waiting ({self.engine.scheduler.limits.max_waiting}) requests wait already; "
-                "try again later"
-            )
+            most = self.engine.scheduler.limits.max_waiting
+            raise QueueFull(f"max_waiting ({most}) requests wait already; try again later")
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its choices, before the next plan. Safe after its end, and after close."""
@@ -116,47 +120,12 @@ class EngineLoop:
     def has_work(self) -> bool:
         return bool(self._commands) or self.engine.has_work
 
-    @property
-    def loading(self) -> None:
-        """An engine in this process was loaded before there was a loop."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Empty, because no server reports one for an engine in this process."""
-        return ""
-
     def follow_log_levels(self) -> None:
         """Does nothing, because the engine logs with this process's own levels."""
 
     def stats(self) -> Mapping[str, int]:
         """The engine's numbers as they are now."""
         return self.engine.stats()
-
-    @property
-    def max_open(self) -> int:
-        """Requests that can be there at once, running or waiting."""
-        limits = self.engine.scheduler.limits
-        return limits.max_waiting + limits.max_num_seqs
-
-    @property
-    def longest(self) -> int:
-        """The most tokens of one sequence that memory holds."""
-        return self.engine.scheduler.longest
-
-    @property
-    def registry(self) -> CollectorRegistry:
-        """The engine's metrics, to be scraped from any thread and at any time."""
-        return self.engine.metrics.registry
-
-    def _abandon(self) -> None:
-        """Close the loop at the end of the process, when its owner did not."""
-        self.close(drain=False)
-
-    def _check_open(self) -> None:
-        if self.fault is not None:
-            raise EngineError(f"the engine has stopped after a fault: {self.fault}") from self.fault
-        if self._closing:
-            raise EngineError("the engine is closing and takes no more requests")
 
     def _submit(self, request: Request, on_event: OnEvent, arrived: float) -> None:
         try:
@@ -171,7 +140,7 @@ class EngineLoop:
         try:
             while self._obey():
                 self._step_began = time.monotonic()
-                self._rounds.step()
+                self.engine.step_or_wait()
                 self._step_began = None
                 self.num_rounds += 1
             for request_id in self.engine.open_requests:
@@ -188,8 +157,6 @@ class EngineLoop:
             commands = self._next_commands()
             for command in commands:
                 command()
-            if commands:
-                self._rounds.note_change()
             if self._closing and (not self.engine.has_work or time.monotonic() >= self._drain_until):
                 with self._wake:
                     if not self._commands:
@@ -201,11 +168,11 @@ class EngineLoop:
         """The next commands; waits for them while there is no other work, and uses that time for an audit."""
         with self._wake:
             while not self._commands and not self.engine.has_work and not self._closing:
-                if not self._wake.wait(self._rounds.idle_s):
+                if not self._wake.wait(self.engine.idle_s):
                     break
             commands, self._commands = self._commands, deque()
         if not commands and not self.engine.has_work and not self._closing:
-            self._rounds.audit()
+            self.engine.audit()
         return commands
 
     def _die(self, error: BaseException) -> None:

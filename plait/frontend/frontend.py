@@ -16,8 +16,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from plait.config import EngineConfig
-from plait.engine.limits import RequestLimits
-from plait.engine.open_request import OnEvent
+from plait.engine.admission import OnEvent, RequestLimits
 from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.frontend.event_batching import MOST_AT_ONCE
 from plait.frontend.loop_bridge import Couriers

@@ -9,27 +9,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from plait.memory import BlockGroup
 from plait.request import SamplingParams
 from plait.runner.runner import ModelRunner
-from plait.schedule.plan import Chunk, CopySlot, Move, SamplingBatch, SamplingRow, StepPlan, Table
-
-
-class DraftQuery(Protocol):
-    """Requests at most `limit` draft tokens after `token_ids`, as `params` and `seed` draw them."""
-
-    @property
-    def seq_id(self) -> int: ...
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def limit(self) -> int: ...
-    @property
-    def params(self) -> SamplingParams: ...
-    @property
-    def seed(self) -> int: ...
+from plait.schedule.plan import (
+    Chunk,
+    CopySlot,
+    DraftRequest,
+    Move,
+    SamplingBatch,
+    SamplingRow,
+    StepPlan,
+    Table,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +117,7 @@ class _Place:
 class _Job:
     """What one call does for one sequence. `found`: its draft tokens so far."""
 
-    asked: DraftQuery
+    request: DraftRequest
     place: _Place
     limit: int
     found: list[int] = field(default_factory=list)
@@ -132,24 +125,7 @@ class _Job:
     @property
     def end(self) -> int:
         """The number of tokens, the draft included."""
-        return len(self.asked.token_ids) + len(self.found)
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """The tokens that one pass computes for a job, from position `start` on."""
-
-    job: _Job
-    start: int
-    token_ids: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.token_ids)
-
-    @property
-    def is_decode(self) -> bool:
-        return len(self.token_ids) == 1 and self.start > 0
+        return len(self.request.token_ids) + len(self.found)
 
 
 class DraftModel:
@@ -166,7 +142,7 @@ class DraftModel:
         self._places: OrderedDict[int, _Place] = OrderedDict()  # by sequence id, least recently used first
         self._step = 0
 
-    def propose(self, wanted: Sequence[DraftQuery]) -> Mapping[int, tuple[int, ...]]:
+    def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Drafts by sequence id. Raises EngineError if the model computes no numbers."""
         found, jobs = {}, []
         for one, place in self._placed(wanted):
@@ -181,11 +157,11 @@ class DraftModel:
             self._go_on(jobs)
         except BaseException:
             for job in jobs:  # half a pass may have run: nothing of their state is known
-                self.forget(job.asked.seq_id)
+                self.forget(job.request.seq_id)
             raise
         for job in jobs:
             job.place.ahead, job.place.proposal = tuple(job.found[:-1]), tuple(job.found)
-        return found | {job.asked.seq_id: tuple(job.found) for job in jobs if job.found}
+        return found | {job.request.seq_id: tuple(job.found) for job in jobs if job.found}
 
     def forget(self, seq_id: int) -> None:
         """Free the place of a sequence that has ended."""
@@ -193,39 +169,36 @@ class DraftModel:
             place.done, place.ahead, place.proposal = 0, (), ()
             self._free.append(place)
 
-    def _placed(self, wanted: Sequence[DraftQuery]) -> list[tuple[DraftQuery, _Place]]:
+    def _placed(self, wanted: Sequence[DraftRequest]) -> list[tuple[DraftRequest, _Place]]:
         """Those that have a place or get one: a free one, or that of a sequence that is not in `wanted`."""
-        fitting = []
+        fitting = {}
         for one in wanted:
             if not 0 < len(one.token_ids) <= self.memory.max_len or one.limit < 1:
                 self.forget(one.seq_id)
                 continue
-            fitting.append(one)
+            fitting[one.seq_id] = one
             if one.seq_id in self._places:
                 self._places.move_to_end(one.seq_id)
-        ids = {one.seq_id for one in fitting}
-        for one in fitting:
-            if one.seq_id in self._places:
-                continue
+        for seq_id in [i for i in fitting if i not in self._places]:
             oldest = next(iter(self._places), None)
-            if not self._free and oldest is not None and oldest not in ids:
+            if not self._free and oldest is not None and oldest not in fitting:
                 self.forget(oldest)
             if self._free:
-                self._places[one.seq_id] = self._free.pop()
-        return [(one, self._places[one.seq_id]) for one in fitting if one.seq_id in self._places]
+                self._places[seq_id] = self._free.pop()
+        return [(one, self._places[i]) for i, one in fitting.items() if i in self._places]
 
     def _catch_up(self, jobs: Sequence[_Job]) -> None:
         """Compute, in one pass, tokens that the sequences have and the state has not, the fewest first."""
-        left, shares = self.memory.max_step_len, []
-        for job in sorted(jobs, key=lambda job: len(job.asked.token_ids) - job.place.done):
+        left, work = self.memory.max_step_len, []
+        for job in sorted(jobs, key=lambda job: len(job.request.token_ids) - job.place.done):
             start = job.place.done
-            piece = tuple(job.asked.token_ids[start : start + left])
-            left -= len(piece)
-            if piece:
-                shares.append(_Share(job, start, piece))
-        self._run(shares)
-        for share in shares:
-            share.job.place.done, share.job.place.last = share.end, share.token_ids[-1]
+            tokens = tuple(job.request.token_ids[start : start + left])
+            left -= len(tokens)
+            if tokens:
+                work.append((job, self._chunk(job, start, tokens)))
+        self._run(work)
+        for job, chunk in work:
+            job.place.done, job.place.last = chunk.end, chunk.token_ids[-1]
 
     def _go_on(self, jobs: Sequence[_Job]) -> None:
         """Draft token by token behind the first one, for all sequences side by side."""
@@ -234,33 +207,33 @@ class DraftModel:
             ahead = (job for job in jobs if job.found and job.limit > 1)
             moves = [CopySlot(job.place.slot, job.place.spare) for job in ahead]
         while going := [job for job in jobs if 0 < len(job.found) < job.limit]:
-            self._run([_Share(job, job.end - 1, (job.found[-1],)) for job in going], moves)
+            self._run([(job, self._chunk(job, job.end - 1, (job.found[-1],))) for job in going], moves)
             moves = []
 
-    def _run(self, shares: Sequence[_Share], moves: Sequence[Move] = ()) -> None:
+    def _chunk(self, job: _Job, start: int, tokens: tuple[int, ...]) -> Chunk:
+        """Tokens that one pass computes for a job, from position `start` on."""
+        place, end = job.place, start + len(tokens)
+        tables = self.memory.tables(place.index, start, end)
+        return Chunk(job.request.seq_id, start, tokens, tables, place.slot, int(end == job.end))
+
+    def _run(self, work: Sequence[tuple[_Job, Chunk]], moves: Sequence[Move] = ()) -> None:
         """Run one pass; a job with its last token in it gets its next draft token."""
-        chunks, rows, drawing = [], [], []
-        for share in sorted(shares, key=lambda share: not share.is_decode):  # decodes come first
-            job, place = share.job, share.job.place
-            draws = share.end == job.end
-            tables = self.memory.tables(place.index, share.start, share.end)
-            chunks.append(
-                Chunk(job.asked.seq_id, share.start, share.token_ids, tables, place.slot, int(draws))
-            )
-            if draws:
-                rows.append(SamplingRow(_plain(job.asked.params), 1, 1, job.end, job.asked.seed))
-                drawing.append(job)
-        if not chunks:
+        if not work:
             return
+        # Decodes come first.
+        work = sorted(work, key=lambda each: len(each[1].token_ids) > 1 or each[1].start == 0)
+        chunks = tuple(chunk for _, chunk in work)
+        drawing = [(job, job.request) for job, chunk in work if chunk.num_logits]
+        rows = [SamplingRow(_plain(request.params), 1, 1, job.end, request.seed) for job, request in drawing]
         fresh = tuple(chunk.slot for chunk in chunks if chunk.start == 0 and chunk.slot)
         self._step += 1
-        plan = StepPlan(self._step, tuple(chunks), tuple(moves), fresh)
-        for job, answer in zip(drawing, self.runner.execute(plan, SamplingBatch(tuple(rows))), strict=True):
+        plan = StepPlan(self._step, chunks, tuple(moves), fresh)
+        answers = self.runner.execute(plan, SamplingBatch(tuple(rows)))
+        for (job, _), answer in zip(drawing, answers, strict=True):
             job.found += answer.token_ids
 
 
 def _plain(params: SamplingParams) -> SamplingParams:
     """Parameters without log-probabilities, which drafts do not need."""
-    if params.logprobs is None and params.prompt_logprobs is None:
-        return params
-    return replace(params, logprobs=None, prompt_logprobs=None)
+    is_plain = params.logprobs is None and params.prompt_logprobs is None
+    return params if is_plain else replace(params, logprobs=None, prompt_logprobs=None)

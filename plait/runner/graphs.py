@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +28,19 @@ from plait.state.store import StateStore
 Table = tuple[int, ...]
 Largest = Callable[[Tensor], tuple[Tensor, Tensor]]
 Found = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
-ASKED = frozenset(
-    {int, bool, torch.Size, torch.dtype, torch.device, torch.layout}
-)  # no torch call writes these
+# What most calls return: a size, an address. No torch call writes these.
+PLAIN = frozenset({int, bool, torch.Size, torch.dtype, torch.device, torch.layout})
+
+
+class NativeExecutor(Protocol):
+    """Threads that run native kernels, now or recorded (`kernels.cpu.runtime.executor`)."""
+
+    def recording(self, tokens: int, logits: int) -> Any: ...
+    def run(
+        self, program: Any, *, tokens: int, logits: int, seqs: int, steps: int = 1, between: object = None
+    ) -> None: ...
+    def following(self, tokens: int, logits: int, *args: object) -> object: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +54,12 @@ class Capacity:
 
     @classmethod
     def of(
-        cls,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        block_size: int,
-        num_draft_tokens: int = 0,
+        cls, tokens: int, seqs: int, max_model_len: int, block_size: int, num_draft_tokens: int = 0
     ) -> Capacity:
         """A row of logits for every sequence and each token of its draft, and one more."""
-        rows = min(max_num_seqs * (1 + num_draft_tokens), max_num_batched_tokens)
-        logits = max(rows, max_num_seqs) + 1
-        # A recording distinguishes tokens and rows of logits by their number.
-        logits += logits == max_num_batched_tokens
-        blocks = -(-max_model_len // block_size)
-        return cls(max_num_batched_tokens, logits, max_num_seqs, max(blocks, 1))
+        logits = max(min(seqs * (1 + num_draft_tokens), tokens), seqs) + 1
+        logits += logits == tokens  # a recording distinguishes tokens and rows of logits by their number
+        return cls(tokens, logits, seqs, max(-(-max_model_len // block_size), 1))
 
 
 class ViewsOnly(TorchFunctionMode):
@@ -69,7 +71,7 @@ class ViewsOnly(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if type(result) in ASKED:  # most calls: a size, an address
+        if type(result) in PLAIN:
             return result
         name = getattr(func, "__name__", str(func))
         if name == "frombuffer":  # how the executor allocates a result
@@ -88,7 +90,7 @@ def _writes(name: str) -> bool:
     return in_place or name == "__setitem__" or (name.startswith("__i") and name != "__index__")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     """Every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
@@ -131,20 +133,19 @@ class StaticBatch:
         )
 
     def fits(self, plan: StepPlan) -> bool:
-        c, tokens, logits = self.capacity, 0, 0
+        c, logits = self.capacity, 0
         for chunk in plan.chunks:
-            tokens += len(chunk.token_ids)
             logits += chunk.num_logits
             for table in chunk.blocks:
                 if len(table) > c.blocks:
                     return False
-        return len(plan.chunks) <= c.seqs and tokens <= c.tokens and logits <= c.logits
+        return len(plan.chunks) <= c.seqs and plan.num_tokens <= c.tokens and logits <= c.logits
 
     def fill(self, plan: StepPlan) -> tuple[int, int]:
         """Write a plan into the buffers. Returns how many tokens and rows of logits it has."""
         token, row, size = 0, 0, self.block_size
         for s, chunk in enumerate(plan.chunks):
-            at, start, count, wanted = chunk.start, token, len(chunk.token_ids), chunk.num_logits
+            at, start, count, num_logits = chunk.start, token, len(chunk.token_ids), chunk.num_logits
             token += count
             self._starts[s + 1], self._lens[s], self._slots[s] = token, at + count, chunk.slot
             self._history[s] = at > 0
@@ -157,11 +158,11 @@ class StaticBatch:
                 self._ids[start], self._positions[start] = chunk.token_ids[0], at
             else:
                 self._fill_piece(s, chunk, start)
-            if wanted == 1:
+            if num_logits == 1:
                 self._logit_rows[row] = token - 1
-            elif wanted:
-                self._logit_rows[row : row + wanted] = range(token - wanted, token)
-            row += wanted
+            elif num_logits:
+                self._logit_rows[row : row + num_logits] = range(token - num_logits, token)
+            row += num_logits
         return token, row
 
     def follow(self, token_ids: Sequence[int]) -> int:
@@ -174,7 +175,9 @@ class StaticBatch:
                 mapping[s] = table[s, self._positions[s] // size] * size
         return count
 
-    def following(self, executor: Any, largest: Found, kept: Found, step: npt.NDArray[np.int64]) -> Any:
+    def following(
+        self, executor: NativeExecutor, largest: Found, kept: Found, step: npt.NDArray[np.int64]
+    ) -> object:
         """The native code that does `follow` between two steps of one call, for the largest logits.
 
         ids and values are kept for each step, in rows of `kept`; `step` counts.
@@ -220,12 +223,11 @@ class StepProgram:
         self,
         decoder: Decoder,
         store: StateStore,
-        executor: Any,
+        executor: NativeExecutor,
         static: StaticBatch,
         largest: Largest | None = None,
     ) -> None:
-        self._executor, self._static = executor, static
-        capacity = static.capacity
+        self._executor, self._static, capacity = executor, static, static.capacity
         with executor.recording(capacity.tokens, capacity.logits) as self._program, ViewsOnly():
             self.hidden = decoder.hidden(static.batch, store)  # held, so that nothing takes its place
             self._logits = decoder.logits(self.hidden, static.batch)
@@ -294,7 +296,7 @@ def _record_largest(largest: Largest, logits: Tensor) -> Found | None:
 def record_step(
     decoder: Decoder,
     store: StateStore,
-    executor: Any,
+    executor: NativeExecutor | None,
     groups: Sequence[BlockGroup],
     capacity: Capacity,
     largest: Largest | None = None,

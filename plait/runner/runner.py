@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import groupby
-from typing import Any, Protocol
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate, groupby
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from plait.errors import EngineError
-from plait.memory import block_groups, has_slots
+from plait.memory import BlockGroup, block_groups, has_slots
 from plait.model.decoder import Decoder
-from plait.runner.graphs import Capacity, StepProgram, record_step
-from plait.runner.inputs import build_batch
-from plait.runner.pooling import add_pooled
+from plait.model.layers.batch import Batch, PagedIndex
+from plait.runner.graphs import Capacity, NativeExecutor, StepProgram, record_step
 from plait.runner.sampler import Sampler, is_greedy
 from plait.schedule.plan import (
     Chunk,
@@ -31,15 +31,67 @@ from plait.schedule.plan import (
 from plait.state.store import StateStore
 
 
-class NativeExecutor(Protocol):
-    """Threads that run native kernels, now or recorded (`kernels.cpu.runtime.executor`)."""
+def build_batch(plan: StepPlan, groups: Sequence[BlockGroup], block_size: int, device: torch.device) -> Batch:
+    """The tensors of one step on `device`. A table entry a sequence does not have is 0, the garbage block."""
+    chunks, ints = plan.chunks, partial(torch.tensor, dtype=torch.int64, device=device)
+    starts = [0, *accumulate(len(c.token_ids) for c in chunks)]
+    ends = zip(chunks, starts[1:], strict=True)
+    logit_rows = [row for c, end in ends for row in range(end - c.num_logits, end)]
+    positions = [p for c in chunks for p in range(c.start, c.end)]
+    decodes = [len(c.token_ids) == 1 and c.start > 0 for c in chunks]
+    num_decodes = decodes.index(False) if False in decodes else len(decodes)
+    return Batch(
+        token_ids=ints([t for c in chunks for t in c.token_ids]),
+        positions=ints(positions),
+        query_start=ints(starts),
+        seq_lens=ints([c.end for c in chunks]),
+        num_decodes=num_decodes,
+        max_query_len=max(len(c.token_ids) for c in chunks),
+        max_seq_len=max(c.end for c in chunks),
+        paged={
+            group.name: _paged_index([c.blocks[g] for c in chunks], chunks, block_size, device)
+            for g, group in enumerate(groups)
+        },
+        state_slots=ints([c.slot for c in chunks]),
+        has_history=torch.tensor([c.start > 0 for c in chunks], device=device),
+        logit_rows=ints(logit_rows),
+    )
 
-    def recording(self, tokens: int, logits: int) -> Any: ...
-    def run(
-        self, program: Any, *, tokens: int, logits: int, seqs: int, steps: int = 1, between: Any = None
-    ) -> None: ...
-    def following(self, tokens: int, logits: int, *args: Any) -> Any: ...
-    def close(self) -> None: ...
+
+def _paged_index(
+    tables: Sequence[tuple[int, ...]], chunks: Sequence[Chunk], block_size: int, device: torch.device
+) -> PagedIndex:
+    width = max(map(len, tables))
+    padded = torch.tensor([[*t, *[0] * (width - len(t))] for t in tables], dtype=torch.int64, device=device)
+    mapping = [
+        table[p // block_size] * block_size + p % block_size
+        for table, c in zip(tables, chunks, strict=True)
+        for p in range(c.start, c.end)
+    ]
+    return PagedIndex(padded, torch.tensor(mapping, dtype=torch.int64, device=device))
+
+
+def add_pooled(plan: StepPlan, hidden: Tensor, answers: Sequence[Sampled]) -> list[Sampled]:
+    """The answers to a plan's chunks, in order, with the sums of hidden states that they requested.
+
+    hidden: [at least the plan's tokens, hidden]. A sum is computed in float64, so that only its last bits
+    depend on how a prompt was cut into chunks. Raises EngineError for a sum that is not finite.
+    """
+    if not any(chunk.num_pooled for chunk in plan.chunks):
+        return list(answers)
+    found, given, end = [], iter(answers), 0
+    for chunk in plan.chunks:
+        end += len(chunk.token_ids)
+        if not chunk.has_answer:
+            continue
+        answer = next(given)
+        if chunk.num_pooled:
+            total = hidden[end - chunk.num_pooled : end].double().sum(0)
+            if not total.isfinite().all():
+                raise EngineError("the hidden states are no numbers; a weight or a state is broken")
+            answer = replace(answer, pooled=tuple(total.tolist()))
+        found.append(answer)
+    return found
 
 
 class ModelRunner:
@@ -61,7 +113,7 @@ class ModelRunner:
     ) -> None:
         self.decoder, self.store, self.sampler, self.device = decoder, store, sampler, device
         self.groups, self.executor = block_groups(decoder.states), executor
-        self._replay, self._static, self.step_kind = None, None, "op by op: nobody asked for a recording"
+        self._replay, self._static, self.step_kind = None, None, "op by op: no recording was requested"
         if capacity:
             made = record_step(decoder, store, executor, self.groups, capacity, sampler.plain_largest)
             self._replay, self._static, self.step_kind = made
@@ -97,31 +149,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _arrange(self, plan: StepPlan) -> None:
-        """Move and zero memory as the plan requires before the pass."""
-        self._move(plan.moves)
+        """Make the moves in their order, neighbours that copy the same kind together; then zero slots."""
+        for group, moves in groupby(plan.moves, _group_of):
+            if group is not None:
+                copies = (move for move in moves if isinstance(move, CopySlot | CopyBlock))
+                self.store.copy_rows(group, ((copy.source, copy.target) for copy in copies))
+                continue
+            for move in moves:
+                match move:
+                    case Save(handle, blocks, slot):
+                        self.store.save(handle, blocks, slot)
+                    case Load(handle, blocks, slot):
+                        self.store.load(handle, blocks, slot)
+                    case Drop(handle):
+                        self.store.drop(handle)
         self.store.zero_slots(plan.fresh)
-
-    def _move(self, moves: Sequence[Move]) -> None:
-        """Make the moves in their order; neighbours that copy the same kind of memory are made together."""
-        for target, some in groupby(moves, _group_of):
-            match target:
-                case None:
-                    for move in some:
-                        self._swap(move)
-                case -1:
-                    self.store.copy_slots((m.source, m.target) for m in some if isinstance(m, CopySlot))
-                case group:
-                    pairs = ((m.source, m.target) for m in some if isinstance(m, CopyBlock))
-                    self.store.copy_blocks(group, pairs)
-
-    def _swap(self, move: Move) -> None:
-        match move:
-            case Save(handle, blocks, slot):
-                self.store.save(handle, blocks, slot)
-            case Load(handle, blocks, slot):
-                self.store.load(handle, blocks, slot)
-            case Drop(handle):
-                self.store.drop(handle)
 
     @property
     def is_recorded(self) -> bool:
@@ -150,7 +192,9 @@ class ModelRunner:
         step = chunk_size if self.decoder.spec.causal else len(ids)
         size = self.store.block_size
         table = tuple(range(1, -(-len(ids) // size) + 1))
-        store = self._private_store(len(table) + 1)
+        blocks = {group.name: len(table) + 1 for group in self.groups}
+        states, dtype = self.decoder.states, self.decoder.embed.dtype
+        store = StateStore(states, blocks, 2 if has_slots(states) else 0, size, self.device, dtype)
         parts = []
         for start in range(0, len(ids), step):
             piece = ids[start : start + step]
@@ -160,19 +204,9 @@ class ModelRunner:
             parts.append(self.decoder(build_batch(plan, self.groups, size, self.device), store).cpu())
         return torch.cat(parts)
 
-    def _private_store(self, num_blocks: int) -> StateStore:
-        states = self.decoder.states
-        blocks: Mapping[str, int] = {group.name: num_blocks for group in self.groups}
-        slots = 2 if has_slots(states) else 0
-        dtype = self.decoder.embed.dtype
-        return StateStore(states, blocks, slots, self.store.block_size, self.device, dtype)
-
 
 def _group_of(move: Move) -> int | None:
     """What a move copies: a block group, -1 for slots, None if it goes to or from host memory."""
-    match move:
-        case CopyBlock(group=group):
-            return group
-        case CopySlot():
-            return -1
-    return None
+    if isinstance(move, CopyBlock):
+        return move.group
+    return -1 if isinstance(move, CopySlot) else None

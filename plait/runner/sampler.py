@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,7 +24,8 @@ from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 FLOOR = -9999.0  # log-probabilities stay finite: JSON has no infinity
 ROWS_AT_ONCE = 64  # of prompt log-probabilities: [64, vocab] float32 in addition to the logits
 Draw = tuple[SamplingRow, int]  # which of a row's samples, from 0
-Largest = tuple[Any, Any]  # the ids and values of a batch's largest logits: tensors or arrays
+Numbers = Tensor | npt.NDArray[np.generic]
+Largest = tuple[Numbers, Numbers]  # the ids and values of a batch's largest logits: tensors or arrays
 
 
 class Sampler:
@@ -41,7 +43,7 @@ class Sampler:
         banned: Iterable[int] = (),
         device: str = "cpu",
         ops: str = "auto",
-        executor: Any = None,
+        executor: object = None,
     ) -> None:
         holes = sorted({i for i in banned if 0 <= i < vocab_size})
         self.limit = vocab_size
@@ -70,9 +72,9 @@ class Sampler:
         rows = batch.rows
         if logits.dtype != torch.float32:
             logits = logits.float()
-        asked, count = sum([row.num_logits for row in rows]), logits.shape[0]
-        if asked != count:
-            raise EngineError(f"{count} rows of logits for {asked} asked")
+        expected, count = sum([row.num_logits for row in rows]), logits.shape[0]
+        if expected != count:
+            raise EngineError(f"{count} rows of logits, and {expected} are requested")
         draws = [(row, i) for row in rows for i in range(row.num_samples)]
         ids: list[int] = []
         if draws:
@@ -98,7 +100,7 @@ class Sampler:
         """
         return self._choose(logits, [(row, step) for row in batch.rows], largest)
 
-    def likeliest(self, ids: Any, values: Any) -> list[Sampled]:
+    def likeliest(self, ids: npt.NDArray[np.int64], values: npt.NDArray[np.float32]) -> list[Sampled]:
         """Answers of rows that `is_greedy`: ids and values of the largest logits, arrays [steps, rows]."""
         _check(values.ravel().tolist())
         return [Sampled(tuple(tokens)) for tokens in ids.T.tolist()]
@@ -144,14 +146,7 @@ class Sampler:
 
     def _edited(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         """With what each row's settings forbid, favour or penalise; a copy [n, limit] if anything changes."""
-        edits = [
-            at
-            for at, (row, i) in enumerate(draws)
-            if row.history
-            or row.params.logit_bias
-            or row.masks
-            or (row.stop_token_ids and i < row.num_stopless)
-        ]
+        edits = [at for at, (row, i) in enumerate(draws) if _is_edited(row, i)]
         if not edits and not self._has_holes:
             return logits
         logits = logits[:, : self.limit].clone()
@@ -198,8 +193,7 @@ class Sampler:
         if num_top is None or not ids:
             return None
         # One by one: a row's bits must not depend on its neighbours.
-        found = [self._logprobs(logits[at : at + 1], [t], num_top)[0] for at, t in enumerate(ids, first)]
-        return tuple(found)
+        return tuple(self._logprobs(logits[n : n + 1], [t], num_top)[0] for n, t in enumerate(ids, first))
 
     def _prompt_logprobs(self, logits: Tensor, first: int, row: SamplingRow) -> tuple[TokenLogprobs, ...]:
         found: list[TokenLogprobs] = []
@@ -262,6 +256,11 @@ def _penalise(logits: Tensor, past: Tensor, prompt_len: int, params: SamplingPar
         logits[ids] -= params.presence_penalty
 
 
+def _is_edited(row: SamplingRow, i: int) -> bool:
+    must_go_on = bool(row.stop_token_ids) and i < row.num_stopless
+    return bool(row.history or row.params.logit_bias or row.masks or must_go_on)
+
+
 def is_greedy(batch: SamplingBatch) -> bool:
     """Whether all tokens are those of the model's largest logits, if no row has a past or a mask."""
     return not any(row.params.temperature or row.params.logit_bias or row.num_stopless for row in batch.rows)
@@ -276,12 +275,10 @@ def _check(values: Sequence[float]) -> None:
         )
 
 
-def _sampled_rows(rows: Iterable[SamplingRow]) -> list[int]:
+def _sampled_rows(rows: Sequence[SamplingRow]) -> list[int]:
     """Which rows of logits are sampled from: of each row the last `num_samples`."""
     index: list[int] = []
-    end = 0
-    for row in rows:
-        end += row.num_logits
+    for row, end in zip(rows, accumulate(row.num_logits for row in rows), strict=True):
         index += range(end - row.num_samples, end)
     return index
 

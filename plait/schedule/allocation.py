@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from plait.memory import BlockGroup
-from plait.schedule.plan import CopySlot, Move, StepPlan
+from plait.schedule.plan import CopySlot, Drop, Move, Save
 from plait.schedule.pools import CacheOptions, Pools
 from plait.schedule.sequence import TokenSequence
-from plait.state.blocks import GARBAGE
-from plait.state.prefix import Hit, Snapshot, extend, root
+from plait.state.blocks import GARBAGE, Hit, Snapshot, extend, root
 
 
 def num_window_blocks(window: int, block_size: int) -> int:
@@ -42,9 +41,12 @@ class Allocation:
         self.windows = tuple(group.window if trims else None for group in self.groups)
         self.options, self._caches = cache or CacheOptions(), trims
         self._trims = any(window is not None for window in self.windows)
-        self.pools = Pools(self.windows, num_blocks, num_slots, block_size, self.options)
-        self.has_slots = num_slots > 0
+        self._num_blocks, self._num_slots, self.has_slots = num_blocks, num_slots, num_slots > 0
         self._computing: dict[bytes, TokenSequence] = {}
+        self.pools = self._new_pools()
+
+    def _new_pools(self) -> Pools:
+        return Pools(self.windows, self._num_blocks, self._num_slots, self.block_size, self.options)
 
     # What fits
 
@@ -75,14 +77,12 @@ class Allocation:
                     return False
                 continue
             shared = hit.blocks[g] if hit.length and not self._is_restored(seq, hit) else ()
-            missing = sum(self._num_missing(other, g) for other in running)
+            held = [(-(-other.num_tokens // self.block_size), other.tables[g]) for other in running]
+            missing = sum(max(needed - len(table), 0) for needed, table in held)
             missing += -(-seq.num_tokens // self.block_size) - len(shared)
             if missing > pool.num_available - sum(pool.is_cached(block) for block in shared):
                 return False
         return True
-
-    def _num_missing(self, seq: TokenSequence, group: int) -> int:
-        return max(-(-seq.num_tokens // self.block_size) - len(seq.tables[group]), 0)
 
     # What is known already
 
@@ -170,27 +170,21 @@ class Allocation:
     def reserve(self, seq: TokenSequence, length: int) -> bool:
         """Reserve blocks for the first `length` tokens, in every group or in none."""
         blocks = -(-length // self.block_size)
-        for table in seq.tables:
-            if len(table) < blocks:
-                return self._lengthen(seq, blocks)
-        return True
+        return all(len(table) >= blocks for table in seq.tables) or self._lengthen([seq], [blocks])
 
     def reserve_ahead(self, sequences: Sequence[TokenSequence], count: int) -> bool:
         """Reserve blocks for `count` more tokens of each sequence, in every group: for all or for none."""
-        blocks = [-(-(seq.num_computed_tokens + count) // self.block_size) for seq in sequences]
-        for g, pool in enumerate(self.pools.blocks):
-            missing = [max(n - len(seq.tables[g]), 0) for seq, n in zip(sequences, blocks, strict=True)]
-            if sum(missing) > pool.num_available:
-                return False
-        return all(self._lengthen(seq, n) for seq, n in zip(sequences, blocks, strict=True))
+        ends = [seq.num_computed_tokens + count for seq in sequences]
+        return self._lengthen(sequences, [-(-end // self.block_size) for end in ends])
 
-    def _lengthen(self, seq: TokenSequence, blocks: int) -> bool:
-        pools = self.pools.blocks
-        missing = [max(blocks - len(table), 0) for table in seq.tables]
-        if any(n > pool.num_available for n, pool in zip(missing, pools, strict=True)):
-            return False
-        for n, pool, table in zip(missing, pools, seq.tables, strict=True):
-            table.extend(pool.take(n))
+    def _lengthen(self, sequences: Sequence[TokenSequence], blocks: Sequence[int]) -> bool:
+        pools, pairs = self.pools.blocks, list(zip(sequences, blocks, strict=True))
+        for g, pool in enumerate(pools):
+            if sum(max(n - len(seq.tables[g]), 0) for seq, n in pairs) > pool.num_available:
+                return False
+        for seq, n in pairs:
+            for pool, table in zip(pools, seq.tables, strict=True):
+                table.extend(pool.take(max(n - len(table), 0)))
         return True
 
     def until_mark(self, seq: TokenSequence) -> int:
@@ -203,10 +197,8 @@ class Allocation:
 
     def branch(self, seq: TokenSequence) -> bool:
         """Copy the recurrent state before a draft is computed. False: no slot is available for the copy."""
-        if not self.pools.slots:
-            return True
-        if not self.pools.slots.num_available:
-            return False
+        if not self.pools.slots or not self.pools.slots.num_available:
+            return not self.pools.slots
         seq.scratch = self.pools.take_slot()
         self.pools.moves.append(CopySlot(seq.slot, seq.scratch))
         return True
@@ -220,12 +212,9 @@ class Allocation:
             seq.scratch = GARBAGE
         if accepted or not self.has_slots:
             self._advance(seq, end)
-        if not accepted:
-            self._give_back_unused(seq)
-
-    def _give_back_unused(self, seq: TokenSequence) -> None:
-        """Give back the blocks behind all known tokens: they were reserved for tokens that did not come."""
-        needed = -(-seq.num_tokens // self.block_size)
+        if accepted:
+            return
+        needed = -(-seq.num_tokens // self.block_size)  # the rest was reserved for tokens that did not come
         for pool, table in zip(self.pools.blocks, seq.tables, strict=True):
             pool.give(block for block in reversed(table[needed:]) if block)
             del table[needed:]
@@ -243,18 +232,13 @@ class Allocation:
             self._trim(seq)
 
     def _take_snapshots(self, seq: TokenSequence, begin: int, end: int) -> None:
-        if not seq.marks:  # most of the time
-            if not end % self.options.snapshot_interval:
-                self._snapshot(seq, end, is_spare=True)
-            return
         marks = {mark for mark in seq.marks if begin < mark <= end}
         seq.marks -= marks
-        if self.has_slots:
-            if end in marks or not end % self.options.snapshot_interval:
-                self._snapshot(seq, end, is_spare=end not in marks)
-            return
-        for mark in marks:
-            self._snapshot(seq, mark, is_spare=False)
+        if not self.has_slots:
+            for mark in marks:
+                self._snapshot(seq, mark, is_spare=False)
+        elif end in marks or not end % self.options.snapshot_interval:
+            self._snapshot(seq, end, is_spare=end not in marks)
 
     def _record(self, seq: TokenSequence) -> None:
         whole = seq.num_computed_tokens // self.block_size
@@ -294,10 +278,6 @@ class Allocation:
                 pool.give((table[i],))
                 table[i] = GARBAGE
 
-    def moved_nbytes(self, plan: StepPlan) -> int:
-        """Bytes that a plan moves to or from host memory."""
-        return self.pools.moved_nbytes(plan)
-
     def saved_nbytes(self, seq: TokenSequence) -> int:
         """Bytes of host memory that a running sequence's state would take."""
         return self.pools.nbytes(self._computed(seq))
@@ -328,8 +308,7 @@ class Allocation:
         for pool, table in zip(self.pools.blocks, seq.tables, strict=False):
             pool.give(block for block in reversed(table) if block)
         self.pools.give_slot(seq.slot)
-        seq.tables, seq.slot, seq.scratch, seq.draft, seq.in_step = (), GARBAGE, GARBAGE, (), False
-        seq.num_computed_tokens = seq.num_recorded = 0
+        seq.forget_memory()
 
     def _leave(self, seq: TokenSequence, place: tuple[bytes, tuple[int, ...]]) -> None:
         """Turn the sequence's own slot into a snapshot, if there is none at this place."""
@@ -340,27 +319,26 @@ class Allocation:
         partial = tuple(table[at] for table in seq.tables) if place[1] else ()
         self.pools.keep(Snapshot(*place, seq.slot, partial))
 
-    def forget(self, moves: Sequence[Move]) -> None:
-        """Drop the whole prefix cache after a failed step. `moves`: those of the step that failed."""
-        self.pools.forget(moves)
+    def reset(self, moves: Sequence[Move]) -> None:
+        """Begin again with empty memory, because its content or its accounting cannot be trusted any more.
+
+        No sequence may hold any. It is unknown which `moves` of a failed step were made, so what they were to
+        drop is dropped again.
+        """
+        drops = {move.handle for move in [*moves, *self.pools.moves] if isinstance(move, Drop)}
+        unsaved = {move.handle for move in self.pools.moves if isinstance(move, Save)}
+        handles = (drops | self.pools.host.handles) - unsaved
+        self.pools = self._new_pools()
+        self.pools.moves += [Drop(handle) for handle in sorted(handles)]
         self._computing.clear()
 
     # Invariants
 
     def check(self, running: Iterable[TokenSequence], waiting: Iterable[TokenSequence]) -> None:
         """Every held block, slot and saved copy is explained; AssertionError if not."""
-        self.pools.check(*self._holders(running), {seq.saved.handle for seq in waiting if seq.saved})
-
-    def rebuild(self, running: Iterable[TokenSequence], waiting: Iterable[TokenSequence]) -> None:
-        """Count references again from what the sequences hold; nothing stays cached."""
-        saved = {seq.saved.handle: seq.saved.nbytes for seq in waiting if seq.saved}
-        self.pools.rebuild(*self._holders(running), saved)
-        self._computing.clear()
-
-    def _holders(self, running: Iterable[TokenSequence]) -> tuple[list[Counter[int]], Counter[int]]:
         blocks, slots = [Counter[int]() for _ in self.groups], Counter[int]()
         for seq in running:
             for held, table in zip(blocks, seq.tables, strict=True):
                 held.update(block for block in table if block)
             slots.update(slot for slot in (seq.slot, seq.scratch) if slot)
-        return blocks, slots
+        self.pools.check(blocks, slots, {seq.saved.handle for seq in waiting if seq.saved})

@@ -20,8 +20,7 @@ FIXED_TOKENS = 8.0  # where nothing is measured: a step without tokens would cos
 class StepCosts:
     """Seconds of a step as a function of its tokens: positive and never falling.
 
-    Straight lines between the sizes that were measured; beyond them in proportion to the tokens and
-    `FIXED_TOKENS`.
+    Straight lines between measured sizes; beyond them in proportion to the tokens and `FIXED_TOKENS`.
     """
 
     def __init__(self) -> None:

@@ -6,6 +6,7 @@ of a frozen dataclass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -94,9 +95,8 @@ Move = CopySlot | CopyBlock | Save | Load | Drop
 class StepPlan:
     """What one step computes: chunks, decodes first, and the copies of memory that come before it.
 
-    `moves`: in this order, before the pass; then `fresh` slots are zeroed. A plan without chunks moves memory
-    only: there is no pass, and nothing to sample. `num_steps`: that many decode steps in a row, each of what
-    the one before it sampled. Blocks for all of them are in the tables.
+    `moves`: in this order, before the pass; then `fresh` slots are zeroed. Without chunks there is no pass.
+    `num_steps`: decode steps in a row, each of what the one before it sampled; the tables have their blocks.
     """
 
     step: int
@@ -115,12 +115,11 @@ class SamplingRow(Struct, frozen=True, gc=False):
     """What the sampler must know about one chunk with logits; its `num_logits` rows are consecutive.
 
     The first `len(prompt_targets)` rows give the log-probabilities of those prompt tokens. The last
-    `num_samples` rows give the tokens at `position`, `position` + 1, … of the sequence. A token's random
-    number is a function of `seed` and its position alone. `draft` holds the draft tokens that the second row
-    and those after it assume: row i follows `history` + `draft[:i]`. `history` is the prompt (`prompt_len`
-    tokens) and the output so far, empty where no penalty needs it. None of the first `num_stopless` samples
-    may be one of `stop_token_ids` (min_tokens). `masks`: what each sample may be, one bit per token id in
-    little-endian uint32 words, the lowest first; () or an empty one: anything. Where a mask leaves nothing
+    `num_samples` rows give the tokens at `position`, `position` + 1, … A token's random number is a function
+    of `seed` and its position alone. Row i of the samples follows `history` + `draft[:i]`. `history` is the
+    prompt (`prompt_len` tokens) and the output so far, empty where no penalty needs it. None of the first
+    `num_stopless` samples may be one of `stop_token_ids` (min_tokens). `masks`: what each sample may be, one
+    bit per token id in little-endian uint32 words; () or an empty one: anything. Where a mask leaves nothing
     but what `num_stopless` forbids, the mask counts.
     """
 
@@ -155,3 +154,14 @@ class Sampled(Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     pooled: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """Requests up to `limit` draft tokens after `token_ids` (read only), drawn by `params` and `seed`."""
+
+    seq_id: int
+    token_ids: Sequence[int]
+    limit: int
+    params: SamplingParams
+    seed: int

@@ -7,15 +7,14 @@ pass.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from plait.schedule.plan import CopyBlock, CopySlot, Drop, Load, Move, Save, StepPlan
 from plait.schedule.sequence import SavedSequence
-from plait.schedule.swap_space import HostSpace
-from plait.state.blocks import GARBAGE, BlockPool
-from plait.state.prefix import PrefixIndex, Snapshot
+from plait.state.blocks import GARBAGE, BlockPool, PrefixIndex, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +47,11 @@ class Pools:
         options: CacheOptions,
     ) -> None:
         self.options, self.block_size = options, block_size
-        self.blocks = tuple(BlockPool(n, self._evictor(g)) for g, n in enumerate(num_blocks))
+        self.blocks = tuple(BlockPool(n, partial(self._evict_block, g)) for g, n in enumerate(num_blocks))
         slots = BlockPool(num_slots, self._evict_slot, what="slot", option="--max-num-seqs")
         self.slots = slots if num_slots else None
         self.index = PrefixIndex(windows, block_size, self.slots is not None)
-        self.host = HostSpace(options.host_nbytes, self._evict_spilled)
+        self.host = HostSpace(options.host_nbytes, lambda handle: self._lose(self._spilled[handle]))
         self.moves: list[Move] = []
         self._spilled: dict[int, Snapshot] = {}
         self._nowhere: tuple[tuple[int, ...], ...] = tuple(() for _ in num_blocks)
@@ -114,18 +113,19 @@ class Pools:
     def keep(self, snapshot: Snapshot) -> None:
         """Make what a sequence still holds a snapshot, which stays cached when the sequence releases it."""
         self.index.add(snapshot)
-        if self.slots and snapshot.slot:
-            self.slots.keep(snapshot.slot)
-        for pool, block in zip(self.blocks, snapshot.blocks, strict=False):
+        for pool, block in self._places(snapshot):
             pool.keep(block)
 
     def touch(self, snapshot: Snapshot) -> None:
         """Mark a snapshot as recently used."""
         snapshot.is_spare = False
-        if self.slots:
-            self.slots.touch(snapshot.slot)
-        for pool, block in zip(self.blocks, snapshot.blocks, strict=False):
+        for pool, block in self._places(snapshot):
             pool.touch(block)
+
+    def _places(self, snapshot: Snapshot) -> Iterator[tuple[BlockPool, int]]:
+        if self.slots and snapshot.slot:
+            yield self.slots, snapshot.slot
+        yield from zip(self.blocks, snapshot.blocks, strict=False)
 
     # Host memory
 
@@ -141,7 +141,7 @@ class Pools:
     def save(self, tables: Sequence[Sequence[int]], slot: int, length: int) -> SavedSequence:
         """Copy a sequence's state of `length` tokens to host memory, where `can_save`."""
         handle = self.host.take(self.nbytes(tables))
-        assert handle is not None, "there is no room to save a sequence"
+        assert handle is not None, "there is no memory to save a sequence"
         blocks = tuple(tuple(b for b in table if b) for table in tables)
         holes = tuple(len(table) - len(b) for table, b in zip(tables, blocks, strict=True))
         self.moves.append(Save(handle, blocks, slot))
@@ -168,14 +168,24 @@ class Pools:
                 total += self.options.slot_nbytes if move.slot else 0
         return total
 
+    def stats(self) -> dict[str, int]:
+        """Numbers of blocks (of all groups) and slots, bytes of host memory."""
+        slots = self.slots or BlockPool(1)
+        return {
+            "num_blocks": sum(max(pool.num_blocks - 1, 0) for pool in self.blocks),
+            "num_free_blocks": sum(pool.num_free for pool in self.blocks),
+            "num_cached_blocks": sum(pool.num_cached for pool in self.blocks),
+            "num_slots": slots.num_blocks - 1,
+            "num_free_slots": slots.num_free,
+            "num_snapshots": slots.num_cached,
+            "host_nbytes": self.host.num_used_bytes,
+        }
+
     # Eviction
 
-    def _evictor(self, group: int) -> Callable[[int], None]:
-        def evict(block: int) -> None:
-            if snapshot := self.index.forget(group, block):
-                self._lose(snapshot)
-
-        return evict
+    def _evict_block(self, group: int, block: int) -> None:
+        if snapshot := self.index.forget(group, block):
+            self._lose(snapshot)
 
     def _evict_slot(self, slot: int) -> None:
         snapshot = self.index.in_slot(slot)
@@ -189,36 +199,14 @@ class Pools:
         self.index.move_to_host(snapshot, handle)
         self._spilled[handle] = snapshot
 
-    def _evict_spilled(self, handle: int) -> None:
-        self._lose(self._spilled[handle])
-
     def _lose(self, snapshot: Snapshot) -> None:
         """Remove a snapshot of which one part is gone, because the others are of no use."""
         self.index.remove(snapshot)
-        if self.slots and snapshot.slot:
-            self.slots.drop(snapshot.slot)
-        for pool, block in zip(self.blocks, snapshot.blocks, strict=False):
+        for pool, block in self._places(snapshot):
             pool.drop(block)
         if snapshot.handle:
             del self._spilled[snapshot.handle]
             self.drop(snapshot.handle)
-
-    def forget(self, moves: Iterable[Move]) -> None:
-        """Drop all that is cached, here and in host memory, because none of it can be trusted any more.
-
-        It is unknown which `moves` of a failed step were made, so what they were to drop is dropped again.
-        """
-        for g, pool in enumerate(self.blocks):
-            for block in self.index.kept(g):
-                pool.drop(block)
-        for slot in self.index.kept_slots:
-            assert self.slots is not None
-            self.slots.drop(slot)
-        self.index.clear()
-        self._spilled.clear()
-        dropped = {move.handle for move in [*moves, *self.moves] if isinstance(move, Drop)}
-        self.moves = [Drop(handle) for handle in sorted(dropped | self.host.handles)]
-        self.host.clear()
 
     # Invariants
 
@@ -232,17 +220,55 @@ class Pools:
         assert self.host.handles == handles | self._spilled.keys(), "a saved copy is lost"
         assert not handles & self._spilled.keys(), "a saved copy is a sequence's and a snapshot's"
 
-    def rebuild(self, held: Sequence[Counter[int]], slots: Counter[int], handles: Mapping[int, int]) -> None:
-        """Count again from what sequences hold; nothing stays cached. `handles`: bytes of saved copies."""
-        self.index.clear()
-        self._spilled.clear()
-        lost = self.host.handles - handles.keys()
-        self.moves += [Drop(handle) for handle in sorted(lost)]
-        self.host.rebuild(handles)
-        for pool, refs in zip(self.blocks, held, strict=True):
-            pool.rebuild(refs, set())
-        if self.slots:
-            self.slots.rebuild(slots, set())
+
+class HostSpace:
+    """Gives out handles while their bytes fit into `nbytes`.
+
+    A handle is *needed* (a sequence resumes from it) or *spare*. The oldest spare ones are evicted when space
+    runs out, and `on_evict(handle)` is called.
+    """
+
+    def __init__(self, nbytes: int, on_evict: Callable[[int], None]) -> None:
+        self.nbytes, self._on_evict = nbytes, on_evict
+        self.num_used_bytes = 0
+        self._sizes: dict[int, int] = {}
+        self._spare: OrderedDict[int, None] = OrderedDict()
+        self._last = 0
+
+    @property
+    def handles(self) -> set[int]:
+        return set(self._sizes)
+
+    def can_take(self, nbytes: int) -> bool:
+        """Whether so many bytes fit once spare ones are evicted."""
+        spare = sum(self._sizes[handle] for handle in self._spare)
+        return self.num_used_bytes - spare + nbytes <= self.nbytes
+
+    def take(self, nbytes: int, *, spare: bool = False) -> int | None:
+        """A new handle, or None if it does not fit."""
+        if not self.can_take(nbytes):
+            return None
+        while self.num_used_bytes + nbytes > self.nbytes:
+            self._on_evict(next(iter(self._spare)))
+        self._last += 1
+        self._sizes[self._last] = nbytes
+        self.num_used_bytes += nbytes
+        if spare:
+            self._spare[self._last] = None
+        return self._last
+
+    def pin(self, handle: int) -> None:
+        """Protect a spare handle from eviction while it is in use."""
+        del self._spare[handle]
+
+    def unpin(self, handle: int) -> None:
+        """Make a handle spare again, and the last to be evicted."""
+        self._spare[handle] = None
+
+    def give(self, handle: int) -> None:
+        """Free a handle that is not needed any more."""
+        self.num_used_bytes -= self._sizes.pop(handle)
+        self._spare.pop(handle, None)
 
 
 def _check_pool(pool: BlockPool, refs: Counter[int], kept: set[int], what: str) -> None:
@@ -252,5 +278,5 @@ def _check_pool(pool: BlockPool, refs: Counter[int], kept: set[int], what: str) 
             f"{what} {block}: {pool.refs(block)} references, {refs[block]} holders"
         )
         if pool.is_cached(block):
-            assert block in kept, f"{what} {block} is cached and nobody can find it"
+            assert block in kept, f"{what} {block} is cached and cannot be found"
     assert all(pool.refs(b) or pool.is_cached(b) for b in kept), f"a {what} that is known was given away"

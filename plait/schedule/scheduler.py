@@ -1,9 +1,8 @@
 """The scheduler: picks the sequences of a step by priority, then arrival; decodes before prompt chunks.
 
-A step has a budget of tokens. The scheduler knows no tensors, and is deterministic but for two measured
-things. The first is how many tokens a step may have so that running replies do not wait too long. The second
-is whether a preempted sequence is swapped to host memory or computed again. Neither changes a text. The last
-in line is preempted, so the first always proceeds.
+A step has a budget of tokens. The last in line is preempted, so the first always proceeds. The scheduler is
+deterministic but for two measured things, which change no text: how many tokens a step may have so that
+running replies do not wait too long, and whether a preempted sequence is swapped out or computed again.
 """
 
 from __future__ import annotations
@@ -15,16 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from plait.errors import CapacityError, QueueFull
-from plait.schedule import multi_step
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import StepCosts
 from plait.schedule.plan import Chunk, Move, Sampled, SamplingBatch, StepPlan
-from plait.schedule.sequence import Phase, TokenSequence, Update, num_computed
-from plait.schedule.updates import answers_by_id, as_update, keep_tokens, num_right
-from plait.state.prefix import Hit
+from plait.schedule.sequence import Phase, TokenSequence, Update, answers_by_id, num_computed
+from plait.state.blocks import Hit
 
 AGING_S = 30.0  # waiting this long counts as much as one level of priority: no request waits for ever
 LEAST_PIECE = 32  # the smallest prompt chunk in a step with running replies, however slow the machine
+LONGEST_S = 0.05  # of several decode steps at once: a request that arrives meanwhile waits for them
 NOTHING: Mapping[int, tuple[int, ...]] = {}
 
 
@@ -32,9 +30,8 @@ NOTHING: Mapping[int, tuple[int, ...]] = {}
 class SchedulerLimits:
     """What the scheduler may do in one step and at one time, with the names of `EngineConfig`.
 
-    `max_step_s`: prompts are cut so that a step with running replies takes no longer, as measured (None:
-    never). `num_steps`: the most decode steps of one plan (`schedule.multi_step`). `causal` False: earlier
-    outputs change as tokens are appended, so all is computed in each step.
+    `max_step_s`: prompts are cut so that a step with running replies takes no longer, if not None.
+    `num_steps`: the most decode steps of one plan. `causal` False: all is computed in each step.
     """
 
     max_num_seqs: int
@@ -49,9 +46,7 @@ class SchedulerLimits:
 class Scheduler:
     """Owns the sequences and their memory. `plan()`, run it, `commit()`; `cancel()` at any time.
 
-    While there are *suspects* (sequences of a step that failed, see `isolate`), they run alone, one after the
-    other. `costs`: the engine reports the time of each step to it. `clock`: seconds, for deadlines and for
-    how long a sequence waits.
+    *Suspects*, sequences of a step that failed, run alone, one after the other. The engine feeds `costs`.
     """
 
     def __init__(
@@ -82,13 +77,11 @@ class Scheduler:
             if short := self.memory.shortage(length):
                 raise CapacityError(
                     f"a sequence of {length} tokens needs {short[0]} blocks and there are {short[1]}; send a "
-                    "shorter prompt, ask for fewer tokens, or start with a larger --memory-limit"
+                    "shorter prompt, request fewer tokens, or start with a larger --memory-limit"
                 )
         if not self.has_room():
-            raise QueueFull(
-                f"{self.num_waiting_requests} requests are waiting and max_waiting is "
-                f"{self.limits.max_waiting}; try again later"
-            )
+            counts = f"{self.num_waiting_requests} requests are waiting and max_waiting is"
+            raise QueueFull(f"{counts} {self.limits.max_waiting}; try again later")
         for seq in sequences:
             seq.arrival, self._arrivals = self._arrivals, self._arrivals + 1
             seq.arrived_at = self.clock()
@@ -123,9 +116,8 @@ class Scheduler:
 
     def plan(self, drafts: Mapping[int, tuple[int, ...]] = NOTHING) -> StepPlan | None:
         """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `drafting`."""
-        suspect, limits = self._next_suspect(), self.limits
-        if suspect is not None:
-            shares = {suspect.id: self._share(suspect, limits.max_num_batched_tokens)}
+        if suspect := self._next_suspect():
+            shares = {suspect.id: self._share(suspect, self.limits.max_num_batched_tokens)}
         else:
             shares = self._shares()
         self._reserve(shares)
@@ -133,9 +125,7 @@ class Scheduler:
             self._admit_waiting(shares)
         if drafts and not self._suspects:
             self._add_drafts(shares, drafts)
-        num_steps = 1
-        if not (drafts or self.waiting or self._suspects):
-            num_steps = multi_step.num_steps(self.running, limits, self.costs, self.memory)
+        num_steps = 1 if drafts or self.waiting or self._suspects else self._num_steps()
         chunks = [self._chunk(seq, shares[seq.id]) for seq in self.running if shares.get(seq.id)]
         self._moves, self.memory.pools.moves = tuple(self.memory.pools.moves), []
         if not chunks and not self._moves:
@@ -155,8 +145,7 @@ class Scheduler:
 
         `sampled`: one entry per chunk with logits, in order. Raises EngineError, changing nothing, if not.
         """
-        answers = answers_by_id(plan, sampled, self._by_id)
-        updates = []
+        answers, updates = answers_by_id(plan, sampled, self._by_id), []
         for chunk in plan.chunks:
             seq = self._by_id.get(chunk.seq_id)
             if seq and seq.in_step and (update := self._advance(seq, chunk, answers.get(seq.id))):
@@ -165,13 +154,18 @@ class Scheduler:
 
     def isolate(self) -> None:
         """After a failed step, preempt all, because no state can be trusted; suspects run one by one."""
-        suspects = {seq.id: seq for seq in [*self._suspects, *self.running]}.values()
+        suspects = {seq.id: seq for seq in [*self._suspects, *self.running]}
+        self._reset_memory(self._moves)
+        self._suspects = sorted(suspects.values(), key=self._place)
+
+    def _reset_memory(self, moves: Sequence[Move]) -> None:
+        """Preempt all, and begin again with empty memory. `moves`: those that may not have been made."""
         for seq in [*self.running]:
-            self._preempt(seq)
+            seq.forget_memory()
+            self._wait_again(seq)
         for seq in self.waiting:
             seq.saved = None
-        self.memory.forget(self._moves)
-        self._suspects = sorted(suspects, key=self._place)
+        self.memory.reset(moves)
 
     @property
     def has_work(self) -> bool:
@@ -183,17 +177,10 @@ class Scheduler:
 
     def stats(self) -> Mapping[str, int]:
         """What is running and waiting; blocks (of all groups), slots and host memory; preemptions."""
-        pools, slots = self.memory.pools.blocks, self.memory.pools.slots
         return {
             "num_running": len(self.running),
             "num_waiting": len(self.waiting),
-            "num_blocks": sum(max(pool.num_blocks - 1, 0) for pool in pools),
-            "num_free_blocks": sum(pool.num_free for pool in pools),
-            "num_cached_blocks": sum(pool.num_cached for pool in pools),
-            "num_slots": slots.num_blocks - 1 if slots else 0,
-            "num_free_slots": slots.num_free if slots else 0,
-            "num_snapshots": slots.num_cached if slots else 0,
-            "host_nbytes": self.memory.pools.host.num_used_bytes,
+            **self.memory.pools.stats(),
             "num_preemptions": self.num_preemptions,
             "num_swaps": self.num_swaps,
         }
@@ -203,19 +190,19 @@ class Scheduler:
         self.memory.check(self.running, self.waiting)
         assert {seq.id for seq in [*self.running, *self.waiting]} == set(self._by_id)
         assert len(self.running) <= self.limits.max_num_seqs
-        assert self.running == sorted(self.running, key=self._place), "somebody runs out of line"
+        assert self.running == sorted(self.running, key=self._place), "a sequence runs out of line"
         assert all(seq.phase is Phase.RUNNING and seq.num_left > 0 for seq in self.running)
         assert all(seq.phase is Phase.WAITING and not seq.num_computed_tokens for seq in self.waiting)
         assert all(seq.id in self._by_id for seq in self._suspects)
 
-    def repair(self) -> list[str]:
-        """Repair the block accounting from what the running sequences hold. Returns what was wrong."""
+    def repair(self) -> str:
+        """Check; if a block table is wrong, begin again with empty memory. Returns what was wrong."""
         try:
             self.check()
-        except AssertionError as error:
-            self.memory.rebuild(self.running, self.waiting)
-            return [str(error)]
-        return []
+        except Exception as error:  # any exception of the check is a wrong entry
+            self._reset_memory(())
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     # How many tokens each sequence gets
 
@@ -224,7 +211,6 @@ class Scheduler:
         return seq.priority + seq.arrived_at / AGING_S, seq.arrival
 
     def _share(self, seq: TokenSequence, budget: int) -> int:
-        """Tokens of `seq` that this step computes."""
         if self.limits.causal:
             return min(seq.num_left, budget, self.memory.until_mark(seq))
         return seq.num_tokens if seq.num_tokens <= budget else 0
@@ -255,13 +241,34 @@ class Scheduler:
         for seq in [*self.running]:
             if not shares.get(seq.id):
                 continue
-            while seq.phase is Phase.RUNNING and not self.memory.reserve(
-                seq, seq.num_computed_tokens + shares[seq.id]
-            ):
+            end = seq.num_computed_tokens + shares[seq.id]
+            while seq.phase is Phase.RUNNING and not self.memory.reserve(seq, end):
                 victim = self.running[-1]
                 shares.pop(victim.id, None)
                 self._save_if_cheaper(victim)
                 self._preempt(victim)
+
+    def _num_steps(self) -> int:
+        """How many decode steps this plan can have, with blocks for all of them reserved.
+
+        Planning, committing and emitting events cost a small model 5 % of a step, so several are planned at
+        once where no reply has to be read in between. Each computes what the one before it sampled, so the
+        text is the same. A model with recurrent state takes one: behind a sequence's end it would be that of
+        tokens that do not count, so no sequence could start from it.
+        """
+        most = self.limits.num_steps
+        if most == 1 or self.memory.has_slots or not self.running:
+            return 1
+        for seq in self.running:
+            # A first token is emitted at once, because its time is how long the client waited for it.
+            if not seq.is_unobserved or seq.is_prefilling or not seq.num_output_tokens:
+                return 1
+            most = min(most, seq.max_len - seq.num_tokens)
+        seconds = self.costs.step_s(len(self.running))  # expensive: computed after all cheap checks
+        if seconds is None:
+            return 1
+        most = min(most, int(min(LONGEST_S, self.limits.max_step_s or LONGEST_S) / seconds))
+        return most if most > 1 and self.memory.reserve_ahead(self.running, most) else 1
 
     def _add_drafts(self, shares: dict[int, int], drafts: Mapping[int, tuple[int, ...]]) -> None:
         """Add draft tokens where the budget and memory allow it; no sequence is preempted for a draft."""
@@ -282,8 +289,8 @@ class Scheduler:
     def _admit_waiting(self, shares: dict[int, int]) -> None:
         budget = self._budget([s for s in self.running if shares.get(s.id) and not s.is_prefilling])
         budget -= sum(n for seq_id, n in shares.items() if self._by_id[seq_id].is_prefilling)
-        room = self.limits.max_num_seqs - len(self.running)
-        for seq in [seq for seq in self.waiting if seq.is_ready][: 2 * room]:
+        places = self.limits.max_num_seqs - len(self.running)
+        for seq in [seq for seq in self.waiting if seq.is_ready][: 2 * places]:
             hit = self.memory.lookup(seq)
             if self.memory.leader(seq, hit):
                 continue  # what it begins with is being computed
@@ -327,8 +334,11 @@ class Scheduler:
 
     def _preempt(self, seq: TokenSequence) -> None:
         """Take a running sequence's memory; it waits at its place in line."""
-        self.running.remove(seq)
         self.memory.release(seq)
+        self._wait_again(seq)
+
+    def _wait_again(self, seq: TokenSequence) -> None:
+        self.running.remove(seq)
         seq.phase = Phase.WAITING
         seq.num_preemptions += 1
         self.num_preemptions += 1
@@ -355,7 +365,7 @@ class Scheduler:
             blocks=tuple([tuple(table) for table in seq.tables]),
             slot=seq.slot,
             num_logits=seq.num_logits(start, end),
-            num_pooled=seq.num_pooled(start, end) if seq.pool else 0,
+            num_pooled=seq.pool.wanted(start, end, seq.num_tokens) if seq.pool else 0,
         )
 
     def _advance(self, seq: TokenSequence, chunk: Chunk, answer: Sampled | None) -> Update | None:
@@ -367,16 +377,18 @@ class Scheduler:
             self._settle(seq, end, accepted=True)
             return None
         new = answer.token_ids if answer else ()
-        num_ahead = num_right(draft, new) if draft else max(len(new) - 1, 0)  # of further steps: all
-        tokens, reason = keep_tokens(seq, new[: num_ahead + 1])
+        # Of a draft, the tokens that were sampled in its places are right; of further steps, all are.
+        wrong = (i for i, token_id in enumerate(draft) if new[i] != token_id)
+        num_ahead = next(wrong, len(draft)) if draft else max(len(new) - 1, 0)
+        tokens, reason = seq.keep_tokens(new[: num_ahead + 1])
         seq.token_ids += tokens  # before the memory settles, because it names blocks by their tokens
         self._settle(seq, end + num_ahead, accepted=not draft or num_ahead == len(draft))
         if seq in self._suspects:
             self._suspects.remove(seq)
         if reason is not None:
             self._finish(seq)
-        checked = (len(draft), num_ahead) if draft else (0, 0)
-        return as_update(seq, answer, tokens, reason, checked, is_scoring=is_scoring)
+        event = seq.event(answer, tokens, reason, is_scoring=is_scoring)
+        return Update(seq.id, event, len(draft), num_ahead if draft else 0)
 
     def _settle(self, seq: TokenSequence, end: int, *, accepted: bool) -> None:
         if self.limits.causal:  # an end inside of a right draft leaves state of tokens that do not count

@@ -1,49 +1,71 @@
-"""A sequence: one choice of a request as the scheduler sees it, with its tokens, block tables and slot."""
+"""A sequence: one choice of a request as the scheduler sees it, with its tokens, block tables and slot.
+
+Also what a step brings: sampled tokens become an `Update` of their sequence.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 from msgspec import Struct
 
-from plait.request import FinishReason, SamplingParams, TokenLogprobs
-from plait.schedule.plan import Chunk, Sampled, SamplingRow
-from plait.schedule.pooling import Pool
-from plait.state.prefix import root
+from plait.errors import EngineError
+from plait.request import Event, FinishReason, Pooling, SamplingParams, TokenLogprobs
+from plait.schedule.plan import Chunk, Sampled, SamplingRow, StepPlan
+from plait.state.blocks import root
 
 
 class Guide(Protocol):
-    """Constrains the tokens of one sequence (a grammar). Nothing raises: `error` is why it failed.
-
-    `is_wanted` is set to False when the sequence has ended.
-    """
+    """Constrains the tokens of one sequence, see `engine.grammar_guide.GrammarGuide`. Nothing raises."""
 
     is_wanted: bool
 
     @property
     def error(self) -> Exception | None: ...
-
     @property
     def is_ready(self) -> bool: ...
+    @property
+    def is_finished(self) -> bool: ...
+    def masks(self, draft: tuple[int, ...] = ()) -> tuple[bytes, ...]: ...
+    def accept(self, token_id: int) -> bool: ...
+    def forced(self) -> tuple[int, ...]: ...
+
+
+@dataclass(slots=True)
+class Pool:
+    """The pooled sum of one sequence so far: of its first `length` tokens ("mean") or its last ("last")."""
+
+    kind: Pooling
+    total: tuple[float, ...] = ()
+    length: int = 0
 
     @property
-    def is_finished(self) -> bool:
-        """Whether nothing but the end may follow."""
-        ...
+    def needs_all_tokens(self) -> bool:
+        """Whether tokens with known state must be computed too, because hidden states are not kept."""
+        return self.kind == "mean"
 
-    def masks(self, draft: tuple[int, ...] = ()) -> tuple[bytes, ...]:
-        """Masks (see `SamplingRow`) of the next token, and of the one after each allowed draft token."""
-        ...
+    def wanted(self, start: int, end: int, num_tokens: int) -> int:
+        """How many hidden states, at its end, a chunk start..end of so many tokens must give."""
+        if self.kind == "last":
+            return int(end == num_tokens)
+        return max(end - max(start, self.length), 0)
 
-    def accept(self, token_id: int) -> bool:
-        """Record the sequence's next token. Returns whether the sequence must end with it."""
-        ...
+    def add(self, total: Sequence[float], end: int) -> None:
+        """Add the sum of the chunk that ended at `end`. Raises EngineError if it is empty or misshapen."""
+        if not total or (self.total and len(self.total) != len(total)):
+            raise EngineError(f"{len(total)} numbers of hidden state arrived, after {len(self.total)}")
+        if self.kind == "last":
+            self.total, self.length = tuple(total), 1
+        else:
+            before = self.total or (0.0,) * len(total)
+            self.total, self.length = tuple(a + b for a, b in zip(before, total, strict=True)), end
 
-    def forced(self) -> tuple[int, ...]:
-        """Tokens that are likely to come next, where the text that must come is known."""
-        ...
+    def vector(self) -> tuple[float, ...]:
+        """The pooled hidden state, as long as the model is wide."""
+        return tuple(value / self.length for value in self.total)
 
 
 class Phase(Enum):
@@ -71,16 +93,13 @@ class TokenSequence:
     """Tokens, memory and progress of one sequence. Only the `Scheduler` and its `Allocation` change it.
 
     `token_ids`: prompt and output; `num_computed_tokens` of them are in the state that `tables` (one block
-    table per group) and `slot` point to. `max_len`: where it must end, in tokens. `scored`: log-probabilities
-    of prompt tokens so far, the first of them for the second token. `pool`: its hidden states, if those are
-    requested instead of tokens. `deadline`: on the scheduler's clock. `is_watched`: its reply is streamed.
-
-    `chain` and `num_recorded`: its hashes, and how many of its blocks the prefix cache knows. `marks`:
-    positions where a snapshot is needed. `in_step`: a step was planned with it and is not committed.
-    `draft`: the draft tokens after its last one in that step; `scratch`: the slot with the state before them.
-    `saved`: its state while it waits, if that is in host memory. `guide`: what its tokens may be, None for
-    anything. `num_cached_tokens` of the prompt were not computed when it first ran, and `miss_cause` is why
-    there were not more.
+    table per group) and `slot` point to. `max_len`: where it must end. `scored`: log-probabilities of prompt
+    tokens so far, from the second token on. `pool`: its hidden states, if requested. `deadline`: on the
+    scheduler's clock. `is_watched`: its reply is streamed. `chain` and `num_recorded`: its hashes, and how
+    many of its blocks the prefix cache knows. `marks`: positions where a snapshot is needed. `in_step`: a
+    step was planned with it and is not committed. `draft`: its draft tokens in that step; `scratch`: the slot
+    with the state before them. `saved`: its state in host memory while it waits. `num_cached_tokens` of the
+    prompt were not computed when it first ran, and `miss_cause` is why there were not more.
     """
 
     id: int
@@ -172,10 +191,6 @@ class TokenSequence:
             return last + len(self.draft)
         return max(end - max(start, len(self.scored)), last)
 
-    def num_pooled(self, start: int, end: int) -> int:
-        """Hidden states that a chunk start..end must give."""
-        return self.pool.wanted(start, end, len(self.token_ids)) if self.pool else 0
-
     @property
     def needs_all_tokens(self) -> bool:
         """Whether each of its tokens must be computed, also those of which the state is cached."""
@@ -183,11 +198,52 @@ class TokenSequence:
             return self.pool.needs_all_tokens
         return self.wants_prompt_logprobs and len(self.scored) < self.prompt_len - 1
 
+    def forget_memory(self) -> None:
+        """Forget the blocks and slots, which are given back; all is computed again."""
+        self.tables, self.slot, self.scratch, self.draft, self.in_step = (), 0, 0, (), False
+        self.num_computed_tokens = self.num_recorded = 0
+
     def take(self, answer: Sampled, end: int) -> None:
         """Keep what a step computed of the tokens before `end`: log-probabilities and hidden states."""
         self.scored.extend(answer.prompt_logprobs)
         if self.pool and answer.pooled:
             self.pool.add(answer.pooled, end)
+
+    def keep_tokens(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """The first of these new tokens that belong to the sequence, and whether it ends with them."""
+        if self.max_len <= self.prompt_len:
+            return (), "length"
+        guide, num_tokens = self.guide, len(self.token_ids)
+        for i, token_id in enumerate(token_ids):
+            # An end that comes before min_tokens was the only thing that its guide allowed.
+            is_allowed = guide is not None or num_tokens - self.prompt_len + i >= self.params.min_tokens
+            if token_id in self.stop_token_ids and is_allowed:
+                return token_ids[:i], "stop"
+            if guide is not None and guide.accept(token_id):
+                return token_ids[: i + 1], "stop"
+            if num_tokens + i + 1 >= self.max_len:
+                return token_ids[: i + 1], "length"
+        return token_ids, None
+
+    def event(
+        self, answer: Sampled | None, kept: tuple[int, ...], reason: FinishReason | None, *, is_scoring: bool
+    ) -> Event:
+        """What a step added to the sequence. `kept`: the tokens of the answer that belong to it."""
+        new, logprobs = (answer.token_ids, answer.logprobs) if answer else ((), None)
+        stop_token = None
+        if reason == "stop" and len(kept) < len(new) and not (self.guide and self.guide.is_finished):
+            stop_token = new[len(kept)]  # else the guide ended it, without a token of its own
+        return Event(
+            self.request_id,
+            self.index,
+            token_ids=kept,
+            logprobs=logprobs[: len(kept)] if logprobs and kept else None,
+            prompt_logprobs=tuple(self.scored) if is_scoring else None,
+            finish_reason=reason,
+            stop_token_id=stop_token,
+            num_cached_tokens=self.num_cached_tokens,
+            embedding=self.pool.vector() if self.pool else None,
+        )
 
     def sampling_row(self, chunk: Chunk) -> SamplingRow:
         """What the sampler must know about its chunk of a step that was just planned."""
@@ -220,21 +276,33 @@ def num_computed(prompt_len: int, max_len: int) -> int:
 
 
 class Update(Struct, frozen=True, gc=False):
-    """What one plan added to a sequence, and why it ended if it did.
-
-    `num_accepted` of the `num_drafted` draft tokens of the step were accepted. `embedding`: the pooled hidden
-    state, once, at the end of a sequence for which it was requested.
-    """
+    """What one plan added to a sequence: its event, and what was accepted of the step's draft tokens."""
 
     seq_id: int
-    request_id: str
-    index: int
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    num_cached_tokens: int = 0
+    event: Event
     num_drafted: int = 0
     num_accepted: int = 0
-    embedding: tuple[float, ...] | None = None
+
+
+def answers_by_id(
+    plan: StepPlan, sampled: Sequence[Sampled], sequences: Mapping[int, TokenSequence]
+) -> dict[int, Sampled]:
+    """What was sampled, by sequence id; every sequence that has caught up must have its tokens.
+
+    Raises EngineError if there are more or fewer.
+    """
+    chunks, answers = [c for c in plan.chunks if c.has_answer], {}
+    if len(chunks) != len(sampled):
+        raise EngineError(f"step {plan.step}: {len(sampled)} answers for {len(chunks)} chunks that have one")
+    for chunk, answer in zip(chunks, sampled, strict=True):
+        answers[chunk.seq_id] = answer
+        seq = sequences.get(chunk.seq_id)
+        if seq is None or not seq.in_step:
+            continue
+        wanted = (plan.num_steps + len(seq.draft)) * seq.samples_after(chunk.end - len(seq.draft))
+        if len(answer.token_ids) != wanted:
+            raise EngineError(
+                f"step {plan.step}: {len(answer.token_ids)} tokens were sampled for "
+                f"{seq.request_id}[{seq.index}], not {wanted}"
+            )
+    return answers

@@ -13,10 +13,11 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import Protocol
 
-from plait.request import SamplingParams
 from plait.schedule.costs import NUM_BELIEVED, NUM_REMEMBERED, StepCosts, median
+from plait.schedule.plan import DraftRequest
 from plait.schedule.sequence import TokenSequence
 
 log = logging.getLogger("plait")
@@ -34,17 +35,6 @@ GAIN = 1.02  # factor in tokens per second that drafts must bring at least
 PATIENCE = 8  # draft tokens that are still considered when one more did not help
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRequest:
-    """Requests up to `limit` draft tokens after `token_ids` (read only), drawn by `params` and `seed`."""
-
-    seq_id: int
-    token_ids: Sequence[int]
-    limit: int
-    params: SamplingParams
-    seed: int
-
-
 class Proposer(Protocol):
     """Proposes draft tokens by sequence id; a sequence without a draft may be left out."""
 
@@ -55,8 +45,7 @@ class Proposer(Protocol):
 class NgramProposer:
     """Prompt lookup (Saxena 2023): drafts what followed the last tokens earlier in this sequence.
 
-    The longest match of at most `LONGEST` tokens counts, of equally long ones the last. A step costs the
-    tokens that are new in it.
+    The longest match of at most `LONGEST` tokens counts, then the last. A step costs the tokens new in it.
     """
 
     def __init__(self) -> None:
@@ -108,34 +97,28 @@ class _Index:
         best, longest = 0, 0
         place = self._last.get(tokens[-2] << 32 | tokens[-1], 0)
         for _ in range(MOST_MATCHES):
-            if not place:
+            if not place or longest == LONGEST:
                 break
             length = 2
             while length < min(LONGEST, place) and tokens[place - length - 1] == tokens[-length - 1]:
                 length += 1
             if length > longest:
                 best, longest = place, length
-            if length == LONGEST:
-                break
             place = self._before[place]
         return best
 
 
 def _continue_tokens(tokens: Sequence[int], start: int, count: int) -> tuple[int, ...]:
     """`count` tokens from `start` on; behind the last known one it goes on with what was just proposed."""
-    found = list(tokens[start : start + count])
-    ahead = len(tokens) - start
-    while len(found) < count:
-        found.append(found[len(found) - ahead])
-    return tuple(found)
+    known = tuple(tokens[start : start + count])
+    return tuple(islice(cycle(known), count))
 
 
 @dataclass(slots=True)
 class _Record:
     """How drafts for one sequence fared: fading counts of tokens that were accepted and checked.
 
-    `pause`: tokens until the next probe; `due`: the length of the sequence at which it is time, None while
-    drafts pay.
+    `pause`: tokens until the next probe; `due`: the sequence's length then, None while drafts pay.
     """
 
     accepted: float
@@ -166,8 +149,7 @@ class _Choice:
     def outlook(self, length: int, *, replays: bool) -> _Outlook:
         """What a draft of this length brings and costs in a step.
 
-        In a model that replays, a partly accepted draft is followed by a step that computes the accepted
-        tokens again and brings one token. The outlook is then a mean over both.
+        In a model that replays, the mean over a partly accepted draft and the step that computes it again.
         """
         a = self.record.acceptance
         every = a**length  # all of it is accepted
@@ -232,11 +214,8 @@ class Speculation:
         self._choose(choices, plain)
         if due := [choice for choice in choices if _is_due(choice)]:
             self._probe(due, choices, plain)
-        wanted = [
-            DraftRequest(c.seq.id, c.seq.token_ids, c.length, c.seq.params, c.seq.seed)
-            for c in choices
-            if c.length
-        ]
+        drafting = [(c.seq, c.length) for c in choices if c.length]
+        wanted = [DraftRequest(s.id, s.token_ids, length, s.params, s.seed) for s, length in drafting]
         found = self._propose(wanted) if wanted else {}
         for choice in choices:
             if found.get(choice.seq.id) and choice.record.is_probing:
@@ -261,20 +240,13 @@ class Speculation:
         self._records.pop(seq_id, None)
         self.proposer.forget(seq_id)
 
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Draft tokens that were checked since startup, and those of them that were accepted."""
-        return {"num_drafted_tokens": self.num_drafted, "num_accepted_tokens": self.num_accepted}
-
     def _choice(self, seq: TokenSequence) -> _Choice | None:
         """The choice of a sequence; None if it needs only one more token, which a step brings anyway."""
         limit = min(self.num_draft_tokens, seq.max_len - seq.num_tokens - 1)
         if limit < 1:
             return None
-        record = self._records.get(seq.id)
-        if record is None:
-            record = self._records[seq.id] = _Record(TRUST * self._overall.acceptance, TRUST)
-        return _Choice(seq, record, limit)
+        new = _Record(TRUST * self._overall.acceptance, TRUST)
+        return _Choice(seq, self._records.setdefault(seq.id, new), limit)
 
     def _choose(self, choices: Sequence[_Choice], plain: _Outlook) -> None:
         """Set every choice's length to what gives the most tokens per second; 0: no draft pays."""
@@ -284,7 +256,7 @@ class Speculation:
         best, lengths = worth, [0] * len(choices)
         # Draft tokens that cost a pass each are made for all sequences side by side, so each gets as many.
         # Free ones go to the most promising sequences.
-        is_free = self._guess_s() < FREE * (self.costs.step_s(plain.rows) or 0.0)
+        is_free = self._draft_token_s() < FREE * (self.costs.step_s(plain.rows) or 0.0)
         for most in [longest] if is_free or not knows else range(1, longest + 1):
             found, value = self._most_promising(choices, plain, most)
             if value <= best and best > worth:
@@ -341,12 +313,10 @@ class Speculation:
         """Tokens of all sequences by the time of a step; without measured costs in an arbitrary unit."""
         seconds = self.costs.step_s(step.rows)
         if seconds is None:
-            seconds = StepCosts.assumed(step.rows)
-        else:
-            seconds += self._guess_s() * step.drafted
-        return step.tokens / seconds
+            return step.tokens / StepCosts.assumed(step.rows)
+        return step.tokens / (seconds + self._draft_token_s() * step.drafted)
 
-    def _guess_s(self) -> float:
+    def _draft_token_s(self) -> float:
         """Seconds that one draft token takes, for all sequences side by side."""
         return median(self._proposing) if self._proposing else 0.0
 
@@ -356,11 +326,8 @@ class Speculation:
             found = self.proposer.propose(wanted)
         except Exception as error:
             self.error = error
-            log.warning(
-                "speculation is off from now on, replies go on without it: %s: %s",
-                type(error).__name__,
-                error,
-            )
+            text = f"{type(error).__name__}: {error}"
+            log.warning("speculation is off from now on, replies go on without it: %s", text)
             return {}
         drafts = {w.seq_id: tuple(found.get(w.seq_id, ())[: w.limit]) for w in wanted}
         if longest := max(map(len, drafts.values())):

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from plait.errors import EngineError
-from plait.memory import PagedState, SlotState, State, block_groups, group_name
+from plait.memory import DTYPE_BYTES, PagedState, State, block_groups, group_name
 
 Pairs = Iterable[tuple[int, int]]
+SLOTS = "slots"
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -41,30 +42,22 @@ class StateStore:
         self.block_size = block_size
         self._tensors: dict[str, dict[str, Tensor]] = {}
         self._saved: dict[int, SavedState] = {}
-        slots: list[Tensor] = []
-        blocks: dict[str, list[Tensor]] = {group.name: [] for group in block_groups(states)}
+        names = [*(group.name for group in block_groups(states)), SLOTS]
+        rows: dict[str, list[Tensor]] = {name: [] for name in names}
+        kinds = {name: getattr(torch, name) for name in DTYPE_BYTES} | {"model": dtype}
         for name, state in states.items():
-            match state:
-                case PagedState():
-                    group = group_name(state.window)
-                    rows = (num_blocks[group], block_size)
-                    kind = dtype_of(state.dtype, dtype)
-                    self._tensors[name] = {
-                        key: torch.empty(*rows, *shape, dtype=kind, device=device)
-                        for key, shape in state.entry.items()
-                    }
-                    blocks[group] += self._tensors[name].values()
-                case SlotState():
-                    self._tensors[name] = {
-                        key: torch.empty(num_slots, *shape, dtype=dtype_of(kind, dtype), device=device)
-                        for key, (shape, kind) in state.tensors.items()
-                    }
-                    slots += self._tensors[name].values()
+            if isinstance(state, PagedState):
+                group = group_name(state.window)
+                shape: tuple[int, ...] = (num_blocks[group], block_size)
+            else:
+                group, shape = SLOTS, (num_slots,)
+            self._tensors[name] = {
+                key: torch.empty(*shape, *entry, dtype=kinds[kind], device=device)
+                for key, (entry, kind) in state.tensors.items()
+            }
+            rows[group] += self._tensors[name].values()
         self._pins = device.type == "cuda"
-        self._rows = [
-            *map(StateRows, blocks.values()),
-            StateRows(slots),
-        ]  # of each block group, then of slots
+        self._rows = [*map(StateRows, rows.values())]  # of each block group, then of slots
 
     def __getitem__(self, name: str) -> dict[str, Tensor]:
         return self._tensors[name]
@@ -73,12 +66,8 @@ class StateStore:
         """Zero the slots of new sequences, because a one-token prompt must never read the last owner's."""
         self._rows[-1].zero(slots)
 
-    def copy_slots(self, pairs: Pairs) -> None:
-        """Copy slot states, (from, to), one after the other: snapshot, restore, fork."""
-        self._rows[-1].copy(pairs)
-
-    def copy_blocks(self, group: int, pairs: Pairs) -> None:
-        """Copy blocks of one group, (from, to), one after the other."""
+    def copy_rows(self, group: int, pairs: Pairs) -> None:
+        """Copy blocks of a group, or slots (group -1), (from, to), one after the other."""
         self._rows[group].copy(pairs)
 
     def save(self, handle: int, blocks: Sequence[Sequence[int]], slot: int) -> None:
@@ -88,8 +77,8 @@ class StateStore:
         index = (*blocks, (slot,) if slot else ())
         nbytes = sum(len(some) * rows.nbytes for rows, some in zip(self._rows, index, strict=True))
         saved = SavedState(tuple(map(len, blocks)), bool(slot), host_memory(nbytes, pinned=self._pins))
-        for rows, some, room in self._parts(index, saved.content):
-            rows.save(some, room)
+        for rows, some, part in self._parts(index, saved.content):
+            rows.save(some, part)
         self._saved[handle] = saved
 
     def load(self, handle: int, blocks: Sequence[Sequence[int]], slot: int) -> None:
@@ -100,14 +89,12 @@ class StateStore:
         self._check_groups(blocks)
         if (saved := self._saved.get(handle)) is None:
             raise EngineError(f"nothing is saved as {handle}: it was never saved, or was dropped")
-        asked = tuple(map(len, blocks)), bool(slot)
-        if asked != (saved.tables, saved.has_slot):
-            raise EngineError(
-                f"{saved.tables} blocks and {int(saved.has_slot)} slots are saved as {handle}, not the "
-                f"{asked[0]} blocks and {int(asked[1])} slots that are to be loaded"
-            )
-        for rows, some, room in self._parts((*blocks, (slot,) if slot else ()), saved.content):
-            rows.load(some, room)
+        sizes = tuple(map(len, blocks)), bool(slot)
+        if sizes != (saved.tables, saved.has_slot):
+            text = f"{saved.tables} blocks and {int(saved.has_slot)} slots are saved as {handle}, not the"
+            raise EngineError(f"{text} {sizes[0]} blocks and {int(sizes[1])} slots that are to be loaded")
+        for rows, some, part in self._parts((*blocks, (slot,) if slot else ()), saved.content):
+            rows.load(some, part)
 
     def drop(self, handle: int) -> None:
         """Free a saved copy; one that is not there (a step failed before it was saved) is free already."""
@@ -155,7 +142,8 @@ class StateRows:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = [_bytes(tensor) for tensor in tensors]
+        wide = [tensor.view(tensor.shape[0], prod(tensor.shape[1:])) for tensor in tensors]
+        self._tensors = [tensor.view(torch.uint8) for tensor in wide]  # [rows, bytes], the same memory
         self.nbytes = sum(tensor.shape[1] for tensor in self._tensors)  # of one row
         self._arrays: list[Bytes] | None = None
         if all(tensor.device.type == "cpu" for tensor in tensors):
@@ -163,19 +151,16 @@ class StateRows:
 
     def zero(self, index: Iterable[int]) -> None:
         """Fill these rows with zeros."""
-        rows = list(index)
-        if self._arrays is None:
-            for tensor in self._tensors if rows else ():
-                tensor[rows] = 0
-            return
-        for row in rows:
-            for array in self._arrays:
-                array[row] = 0
+        if rows := list(index):
+            for kept in self._tensors if self._arrays is None else self._arrays:
+                kept[rows] = 0
 
     def copy(self, pairs: Pairs) -> None:
         """Copy rows, (from, to), as if one after the other."""
         if self._arrays is None:
-            self._copy_at_once(pairs)
+            for batch in _independent(pairs):
+                for tensor in self._tensors:
+                    tensor[list(batch)] = tensor[list(batch.values())]
             return
         for source, target in pairs:
             for array in self._arrays:
@@ -183,23 +168,21 @@ class StateRows:
 
     def save(self, index: Sequence[int], content: Tensor) -> None:
         """Copy rows to host memory, [len(index) * nbytes] uint8. From a GPU the copy may be unfinished."""
-        if self._arrays is None:
-            for tensor, part in zip(self._tensors, self._split(content, len(index)), strict=True):
-                part.copy_(tensor[list(index)], non_blocking=True)
-            return
-        for array, part in zip(self._arrays, self._split(content, len(index)), strict=True):
+        for i, part in enumerate(self._split(content, len(index))):
+            if self._arrays is None:
+                part.copy_(self._tensors[i][list(index)], non_blocking=True)
+                continue
             for kept, row in zip(part.numpy(), index, strict=True):
-                kept[:] = array[row]
+                kept[:] = self._arrays[i][row]
 
     def load(self, index: Sequence[int], content: Tensor) -> None:
         """Copy what `save` wrote back into rows."""
-        if self._arrays is None:
-            for tensor, part in zip(self._tensors, self._split(content, len(index)), strict=True):
-                tensor[list(index)] = part.to(tensor.device, non_blocking=True)
-            return
-        for array, part in zip(self._arrays, self._split(content, len(index)), strict=True):
+        for i, part in enumerate(self._split(content, len(index))):
+            if self._arrays is None:
+                self._tensors[i][list(index)] = part.to(self._tensors[i].device, non_blocking=True)
+                continue
             for kept, row in zip(part.numpy(), index, strict=True):
-                array[row] = kept
+                self._arrays[i][row] = kept
 
     def _split(self, content: Tensor, count: int) -> Iterator[Tensor]:
         """Each tensor's rows of what was saved, [count, bytes]; nothing is saved of no rows."""
@@ -208,12 +191,6 @@ class StateRows:
             nbytes = count * tensor.shape[1]
             yield content[at : at + nbytes].view(count, tensor.shape[1])
             at += nbytes
-
-    def _copy_at_once(self, pairs: Pairs) -> None:
-        for batch in _independent(pairs):
-            sources, targets = list(batch.values()), list(batch)
-            for tensor in self._tensors:
-                tensor[targets] = tensor[sources]
 
 
 def _independent(pairs: Pairs) -> Iterator[dict[int, int]]:
@@ -228,20 +205,8 @@ def _independent(pairs: Pairs) -> Iterator[dict[int, int]]:
         yield batch
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """[rows, ...] -> the same memory as [rows, bytes]."""
-    rows, width = tensor.shape[0], prod(tensor.shape[1:])
-    return tensor.view(rows, width).view(torch.uint8)
-
-
 def host_memory(nbytes: int, *, pinned: bool) -> Tensor:
     """Bytes that are not initialised. `pinned`: a GPU reads and writes them directly."""
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return torch.from_numpy(np.empty(nbytes, np.uint8))  # numpy asks for huge pages, torch does not
-
-
-def dtype_of(name: str, model: torch.dtype) -> torch.dtype:
-    """A state's dtype by its name; "model" is the one the model computes in."""
-    found: torch.dtype = model if name == "model" else getattr(torch, name)
-    return found

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from plait.engine.core import Engine
 from plait.errors import EngineError
 from plait.schedule.costs import StepCosts
-from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
-from plait.schedule.speculate import DraftRequest
+from plait.schedule.plan import DraftRequest, Sampled, SamplingBatch, StepPlan
 
 FAILS_EVERY = 5  # steps, where steps fail on purpose
 WRONG_EVERY = 4  # tokens, of drafts that are often right

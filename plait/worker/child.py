@@ -17,55 +17,30 @@ import threading
 import time
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from plait.config import EngineConfig
-from plait.engine.core import Engine, StepRunner
-from plait.engine.idle_audit import Rounds
+from plait.engine.core import Engine
+from plait.engine.metrics import Family
 from plait.errors import EngineError, PlaitError
 from plait.frontend.event_batching import TokenInterval, join_events
 from plait.kernels.load import lend
 from plait.loading.text_side import TextSource
-from plait.process_memory import is_memory_error
 from plait.request import Event, Request
+from plait.resource_limits import is_memory_error
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
 from plait.spec import ModelSpec
-from plait.worker.protocol import (
-    Cancel,
-    Close,
-    Count,
-    Events,
-    Fault,
-    Frames,
-    FromChild,
-    FromFront,
-    Headers,
-    Hello,
-    Logged,
-    LogLevels,
-    MetricsReport,
-    ProgressReport,
-    Ready,
-    Spoken,
-    Submit,
-    decode_error,
-    encode_error,
-    encode_event,
-    encode_spec_value,
-    frame,
-    to_json,
-)
-from plait.worker.shared_status import Page
+from plait.worker import protocol
 from plait.worker.torch_preload import TorchStart
 
-BEAT_S = 0.25
 STATS_S = 0.05  # the numbers of an engine at work are this old at most, or as old as its step
+BEAT_S = 0.25
 PIECE = 1 << 18  # bytes read at a time
 log = logging.getLogger("plait.engine")
 Report = Callable[[str, int, int], None]
 
 
-class Housed(NamedTuple):
+class BuiltEngine(NamedTuple):
     """What a builder makes: an engine that no thread runs yet, its model's spec, and how to release it."""
 
     engine: Engine
@@ -74,7 +49,7 @@ class Housed(NamedTuple):
     fingerprint: str = ""
 
 
-Builder = Callable[[str, EngineConfig, Report, Callable[[TextSource], None]], Housed]
+Builder = Callable[[str, EngineConfig, Report, Callable[[TextSource], None]], BuiltEngine]
 
 
 class Link:
@@ -82,18 +57,18 @@ class Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._frames: Frames[FromFront] = Frames(FromFront)
+        self._frames: protocol.Frames[protocol.FromFront] = protocol.Frames(protocol.FromFront)
         self._lock = threading.Lock()  # logs come from any thread
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
-    def send(self, message: FromChild) -> None:
+    def send(self, message: protocol.FromChild) -> None:
         """Raises OSError when the front has gone."""
-        data = frame(message)
+        data = protocol.frame(message)
         with self._lock:
             self._socket.sendall(data)
 
-    def receive(self, timeout_s: float | None) -> list[FromFront]:
+    def receive(self, timeout_s: float | None) -> list[protocol.FromFront]:
         """What has arrived; waits so long for it. Raises EOFError or OSError when the front has gone."""
         if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
             return []
@@ -101,12 +76,6 @@ class Link:
         if not piece:
             raise EOFError("the front process has gone")
         return list(self._frames.feed(piece))
-
-    def first(self) -> FromFront:
-        """The first message. Raises as `receive` does."""
-        while True:
-            for message in self.receive(None):
-                return message
 
 
 class WireLog(logging.Handler):
@@ -118,51 +87,41 @@ class WireLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._link.send(Logged(record.name, record.levelno, self.format(record)))
+            self._link.send(protocol.Logged(record.name, record.levelno, self.format(record)))
         except OSError:
             self.handleError(record)
-
-
-class Watched:
-    """A runner that records, before each step, the requests in it: the front can read them after any end."""
-
-    def __init__(self, child: EngineChild, inner: StepRunner) -> None:
-        self._child, self._inner = child, inner
-
-    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
-        self._child.note_plan(plan)
-        return self._inner.execute(plan, sampling)
 
 
 class EngineChild:
     """Runs an engine for the front at the other end of `link`, until that says `Close`."""
 
-    def __init__(self, link: Link, page: Page, engine: Engine) -> None:
-        self._link, self._page, self._engine = link, page, engine
+    def __init__(self, link: Link, status: protocol.SharedStatus, engine: Engine) -> None:
+        self._link, self._status, self._engine = link, status, engine
         self._keys: dict[str, int] = {}  # of open requests, by id
         self._ids: dict[int, str] = {}
-        self._spoken: list[Spoken] = []
-        self._rounds, self._closing = Rounds(engine), False
+        self._events: list[protocol.EventMessage] = []
+        self._closing = False
         self._counted_s = 0.0
-        engine.runner = Watched(self, engine.runner)
+        engine.runner, self._runner = self, engine.runner
         self._show_stats()
 
     def run(self) -> None:
         """Serve. Raises OSError or EOFError when the front has gone, and what escapes the engine."""
         while not self._closing:
             for message in self._next():
-                self._obey(message)
+                self._handle(message)
             if self._engine.has_work and not self._closing:
-                self._rounds.step()
+                self._engine.step_or_wait()
             self.flush()
 
-    def note_plan(self, plan: StepPlan) -> None:
-        """A step begins: write its requests to the shared status block."""
-        self._page.planned = [self._keys[i] for i in self._engine.requests_in(plan) if i in self._keys]
+    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+        """Run a step. Its requests are in the shared status block before, where the front finds them."""
+        self._status.planned = [self._keys[i] for i in self._engine.requests_in(plan) if i in self._keys]
+        return self._runner.execute(plan, sampling)
 
-    def say(self, key: int, event: Event) -> None:
+    def send_event(self, key: int, event: Event) -> None:
         """Send an event, together with all others of its step."""
-        self._spoken.append(encode_event(key, event))
+        self._events.append(protocol.encode_event(key, event))
         if event.prompt_logprobs:  # megabytes
             self.flush()
 
@@ -170,44 +129,44 @@ class EngineChild:
         """Send the events that wait. Now and then, and at the end, update the shared numbers before that."""
         if not self._engine.has_work or time.monotonic() - self._counted_s > STATS_S:
             self._show_stats()
-        if self._spoken:
-            events, self._spoken = tuple(self._spoken), []
-            self._link.send(Events(events))
+        if self._events:
+            events, self._events = tuple(self._events), []
+            self._link.send(protocol.Events(events))
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""
         self._ids.pop(self._keys.pop(request_id, 0), None)
 
-    def _next(self) -> list[FromFront]:
+    def _next(self) -> list[protocol.FromFront]:
         if self._engine.has_work:
-            self._page.begin()
+            self._status.begin()
             return self._link.receive(0)
-        self._page.rest()
-        messages = self._link.receive(self._rounds.idle_s)
-        self._page.begin()
+        self._status.rest()
+        messages = self._link.receive(self._engine.idle_s)
+        self._status.begin()
         if not messages:
-            self._rounds.audit()
+            self._engine.audit()
         return messages
 
-    def _obey(self, message: FromFront) -> None:
+    def _handle(self, message: protocol.FromFront) -> None:
         match message:
-            case Submit():
-                self._page.arriving = message.key
+            case protocol.Submit():
+                self._status.arriving = message.key
                 self._submit(message.key, message.request, message.arrival_s)
-                self._page.arriving = 0
-            case Cancel(key, index):
+                self._status.arriving = 0
+            case protocol.Cancel(key, index):
                 if request_id := self._ids.get(key):
                     self._engine.cancel(request_id, index)
-            case Count(number):
-                self._link.send(MetricsReport(number, self._families()))
-            case LogLevels(levels):
+            case protocol.Count(number):
+                self._link.send(protocol.MetricsReport(number, self._families()))
+            case protocol.LogLevels(levels):
                 _log_from(levels)
-            case Close():
+            case protocol.Close():
                 for request_id in self._engine.open_requests:
                     self._engine.cancel(request_id)
                 self._closing = True
-            case Hello():
-                raise EngineError("the front process said hello twice")
+            case protocol.Hello():
+                raise EngineError("the front process message hello twice")
 
     def _submit(self, key: int, request: Request, arrival_s: float) -> None:
         reader = _Reader(self, key, request)
@@ -219,18 +178,11 @@ class EngineChild:
 
     def _show_stats(self) -> None:
         self._counted_s = time.monotonic()
-        self._page.put_stats(list(self._engine.stats().values()))
+        self._status.put_stats(list(self._engine.stats().values()))
 
-    def _families(self) -> tuple[Any, ...]:
-        return tuple(
-            (
-                family.name,
-                family.documentation,
-                family.type,
-                tuple((sample.name, sample.labels, sample.value) for sample in family.samples),
-            )
-            for family in self._engine.metrics.registry.collect()
-        )
+    def _families(self) -> tuple[Family, ...]:
+        families = self._engine.metrics.collect()
+        return tuple((f.name, f.documentation, f.type, tuple(s[:3] for s in f.samples)) for f in families)
 
 
 class _Reader:
@@ -250,7 +202,7 @@ class _Reader:
         held.append(event)
         if self._paces[event.index].is_due(event):
             for one in join_events(held):
-                self._child.say(self._key, one)
+                self._child.send_event(self._key, one)
             held.clear()
         if event.finish_reason is not None:
             self._num_open -= 1
@@ -260,7 +212,7 @@ class _Reader:
 
 def load_engine(
     model: str, config: EngineConfig, report: Report, on_source: Callable[[TextSource], None]
-) -> Housed:
+) -> BuiltEngine:
     """The builder of every real model. Raises what `plait.loading.build.build` does."""
     from plait.loading.build import build
     from plait.loading.fingerprint import fingerprint
@@ -273,36 +225,30 @@ def load_engine(
         return source.tokenizer()
 
     built = build(model, config, report, on_open)
-    return Housed(built.engine, built.spec, built.close, fingerprint(built.opened, built.target))
+    return BuiltEngine(built.engine, built.spec, built.close, fingerprint(built.opened, built.target))
 
 
-def serve_link(link: Link, page: Page, hello: Hello) -> None:
+def serve_link(link: Link, status: protocol.SharedStatus, hello: protocol.Hello) -> None:
     """Load what `hello` asks for and run it. Raises what loading and the engine raise."""
-    builder = load_builder(hello.builder)
-    housed = builder(
+    module, _, function = hello.builder.partition(":")
+    builder: Builder = getattr(import_module(module), function)
+    built = builder(
         hello.model,
         hello.config,
-        lambda text, done, total: link.send(ProgressReport(text, done, total)),
-        lambda source: link.send(Headers(to_json(source))),
+        lambda text, done, total: link.send(protocol.ProgressReport(text, done, total)),
+        lambda source: link.send(protocol.Headers(protocol.to_json(source))),
     )
     gc.freeze()  # what exists now stays; looking at it would take a quarter of a second, and find nothing
     gc.enable()
-    engine = housed.engine
-    child = EngineChild(link, page, engine)
+    engine = built.engine
+    child = EngineChild(link, status, engine)
+    spec, longest = protocol.encode_spec_value(built.spec), engine.scheduler.longest
     names = tuple(engine.stats())
-    spec = encode_spec_value(housed.spec)
-    link.send(Ready(spec, engine.limits.max_model_len, engine.scheduler.longest, names, housed.fingerprint))
+    link.send(protocol.Ready(spec, engine.limits.max_model_len, longest, names, built.fingerprint))
     try:
         child.run()
     finally:
-        housed.close()
-
-
-def load_builder(builder: str) -> Builder:
-    """The function that "package.module:function" names."""
-    module, _, function = builder.partition(":")
-    found: Builder = getattr(import_module(module), function)
-    return found
+        built.close()
 
 
 def main(torch: TorchStart | None = None) -> None:
@@ -311,32 +257,34 @@ def main(torch: TorchStart | None = None) -> None:
     import, begun.
     """
     gc.disable()  # while it loads: looking for cycles in what libraries define is a twentieth of the time
-    fd, page_fd, max_planned = map(int, sys.argv[2:5])
+    fd, status_fd, max_planned = map(int, sys.argv[2:5])
     faulthandler.enable()
     if (spare := int(sys.argv[7])) >= 0:
         lend(spare)
-    page, link = Page(page_fd, max_planned), Link(socket.socket(fileno=fd))
-    threading.Thread(target=_beat, args=(page,), name="plait-beat", daemon=True).start()
+    status, link = protocol.SharedStatus(status_fd, max_planned), Link(socket.socket(fileno=fd))
+    threading.Thread(target=_beat, args=(status,), name="plait-beat", daemon=True).start()
     try:
-        hello = link.first()
-        if not isinstance(hello, Hello):
+        while not (messages := link.receive(None)):
+            pass  # the first message has not arrived whole
+        hello = messages[0]
+        if not isinstance(hello, protocol.Hello):
             raise EngineError(f"a hello was expected, not {type(hello).__name__}")
         _log_to(link, hello.log_levels)
         if torch is not None:
             torch.finish()
-        serve_link(link, page, hello)
+        serve_link(link, status, hello)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the front has gone, so nothing reads a report
     except BaseException as error:
-        _tell(link, error)
+        _report_end(link, error)
         os._exit(1)  # whatever state things are in, there is nothing left to do
 
 
-def _tell(link: Link, error: BaseException) -> None:
+def _report_end(link: Link, error: BaseException) -> None:
     if not isinstance(error, PlaitError) and not is_memory_error(error):
         log.exception("the engine's process ends")
     try:
-        link.send(Fault(error if isinstance(error, PlaitError) else decode_error(*encode_error(error))))
+        link.send(protocol.Fault(protocol.decode_error(*protocol.encode_error(error))))
     except OSError:
         sys.stderr.write(f"plait: the engine's process ends: {error}\n")
 
@@ -352,7 +300,7 @@ def _log_from(levels: dict[str, int]) -> None:
         logging.getLogger(name).setLevel(level)
 
 
-def _beat(page: Page) -> None:
+def _beat(status: protocol.SharedStatus) -> None:
     while True:
-        page.beat()
+        status.beat()
         time.sleep(BEAT_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -15,19 +16,27 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from plait.config import GIB
-from plait.worker import oom
-from plait.worker.protocol import LOAD_ENGINE, Frames, FromChild, FromFront, Hello, frame
-from plait.worker.shared_status import Page, new_page
+from plait.resource_limits import num_oom_kills
+from plait.worker.protocol import (
+    LOAD_ENGINE,
+    Frames,
+    FromChild,
+    FromFront,
+    Hello,
+    SharedStatus,
+    frame,
+    new_status,
+)
 
 PIECE = 1 << 18  # bytes read at a time
 MAX_LINE = 8192  # of what the process writes to its output
-LAST_WORDS_S = 1.0  # for the rest of that to be read, if a process of its own still holds the pipe
+LAST_OUTPUT_S = 1.0  # for the rest of that to be read, if a process of its own still holds the pipe
 log = logging.getLogger("plait.engine")
 # Signals for a whole group (Ctrl-C, a terminal or a service that goes) are the front's to answer.
 _RUN = (
     "import json, sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
-    "sys.path[:] = json.loads(sys.argv[1]); from plait.worker.parent_watch import die_with; "
-    "die_with(int(sys.argv[5])); from plait.worker.torch_preload import TorchStart; "
+    "sys.path[:] = json.loads(sys.argv[1]); from plait.worker.torch_preload import TorchStart, die_with; "
+    "die_with(int(sys.argv[5])); "
     "begun = TorchStart() if sys.argv[6] == '1' else None; from plait.worker.child import main; main(begun)"
 )
 
@@ -54,13 +63,13 @@ class Spawned:
         """`spare`: descriptor of memory for kernels that no folder can take, or -1; the caller keeps it."""
         self._frames: Frames[FromChild] = Frames(FromChild)
         self._outbox: deque[memoryview] = deque()
-        self._num_oom_kills = oom.num_killed()
+        self._num_oom_kills = num_oom_kills()
         self.socket, theirs = socket.socketpair()
-        page = new_page(max_planned)
+        status = new_status(max_planned)
         output, written = os.pipe()
         try:
             wants_torch = hello.builder == LOAD_ENGINE
-            numbers = (theirs.fileno(), page, max_planned, os.getpid(), int(wants_torch), spare)
+            numbers = (theirs.fileno(), status, max_planned, os.getpid(), int(wants_torch), spare)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _RUN, json.dumps(sys.path), *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
@@ -70,7 +79,7 @@ class Spawned:
             )
         except BaseException:
             self.socket.close()
-            os.close(page)
+            os.close(status)
             os.close(output)
             raise
         finally:
@@ -78,7 +87,7 @@ class Spawned:
             os.close(written)
         self._relay = threading.Thread(target=_relay, args=(output,), name="plait-output", daemon=True)
         self._relay.start()
-        self.page = Page(page, max_planned)
+        self.status = SharedStatus(status, max_planned)
         self.socket.setblocking(False)
         self.send(hello)
 
@@ -125,26 +134,29 @@ class Spawned:
             self._process.wait()
             code = None
         self.socket.close()
-        self._relay.join(LAST_WORDS_S)
+        self._relay.join(LAST_OUTPUT_S)
         if code is None:
             return End("it was ended")
         if code == -signal.SIGKILL:
             return self._killed()
         if code < 0:
-            return End(f"it was ended by {_signal_name(-code)}")
+            names = {known.value: known.name for known in signal.Signals}
+            return End(f"it was ended by {names.get(-code, f'signal {-code}')}")
         return End(f"it exited with code {code}")
 
     def _killed(self) -> End:
         """How a process ended that SIGKILL ended: by another process, or for want of memory."""
-        before, now = self._num_oom_kills, oom.num_killed()
+        before, now = self._num_oom_kills, num_oom_kills()
         is_oom = None if before is None or now is None else now > before
         known = {
             True: "because memory ran out, as the system's count of such kills says",
             False: "which was not for memory: the system's count of such kills stayed the same, so "
-            "somebody sent it, or a program that watches memory",
+            "a user or a program sent it",
             None: "and the system does not say whether for memory, which is one possibility",
         }
-        peak = f"its memory was {oom.peak_of_children() / GIB:.2f} GiB at most"
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak_nbytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
+        peak = f"its memory was {peak_nbytes / GIB:.2f} GiB at most"
         return End(f"it was ended by SIGKILL, {known[is_oom]}; {peak}", is_killed=True, is_oom=is_oom)
 
 
@@ -154,10 +166,3 @@ def _relay(output: int) -> None:
         while line := lines.readline(MAX_LINE):
             if text := line.decode(errors="replace").rstrip():
                 log.warning("%s", text)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

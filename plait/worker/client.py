@@ -12,31 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
 from plait.config import EngineConfig
-from plait.engine.open_request import OnEvent
+from plait.engine.admission import OnEvent
+from plait.engine.metrics import RemoteMetrics
 from plait.errors import EngineError, EngineLost, PlaitError, QueueFull
 from plait.frontend.frontend import TEMPLATES_OWN, Front, Parsers
 from plait.loading.text_side import TextSource
 from plait.request import JsonStyle, Request
 from plait.spec import ModelSpec
+from plait.worker import protocol
 from plait.worker.child_process import Spawned
-from plait.worker.protocol import (
-    LOAD_ENGINE,
-    Cancel,
-    Count,
-    Headers,
-    Hello,
-    MetricsReport,
-    ProgressReport,
-    Ready,
-    decode_spec,
-)
-from plait.worker.remote_metrics import Collected
-from plait.worker.supervisor import FAREWELL_S, Patience, Supervisor
+from plait.worker.supervisor import CLOSE_GRACE_S, Patience, Supervisor
 
 SUMS = ("num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_swaps")
 ASK_AGAIN_S = 0.5  # between two checks whether a caller still waits for a model that is loading
@@ -56,40 +47,43 @@ class EngineProcess:
         model: str,
         config: EngineConfig,
         *,
-        builder: str = LOAD_ENGINE,
+        builder: str = protocol.LOAD_ENGINE,
         patience: Patience | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.max_open = config, config.max_waiting + config.max_num_seqs
         self.fault: PlaitError | None = None
         self._lost: EngineLost | None = None  # given up for now: another is tried all the same
         self._patience = patience or Patience()
         self._changed = threading.Condition()
-        self._progress = ProgressReport("starting", 0, 1)
+        self._progress = protocol.ProgressReport("starting", 0, 1)
         self._source: TextSource | None = None
-        self._ready: Ready | None = None
+        self._ready: protocol.Ready | None = None
         self._engine: Spawned | None = None  # one that is up
         self._past_sums = dict.fromkeys(SUMS, 0)
         self._closing = self._has_ended = False
         self._num_arriving = 0
-        self._collected = Collected(self._ask_counts, self._counts_of_front)
-        self._supervisor = Supervisor(Hello(builder, model, config, {}), self, self._patience)
+        self._collected = RemoteMetrics(
+            lambda number: self.healthy and self._supervisor.mailbox.put(lambda s: s.ask_counts(number)),
+            lambda: (self.num_restarts, self.healthy),
+        )
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self._collected)
+        self._supervisor = Supervisor(protocol.Hello(builder, model, config, {}), self, self._patience)
         self._thread = threading.Thread(target=self._supervisor.run, name="plait-supervisor", daemon=True)
         self._thread.start()
+        self._abandon = partial(self.close, drain=False)
         atexit.register(self._abandon)
 
     # While it loads
 
     def source(self, report: Report) -> TextSource:
-        """Where the files of the model's text side are; waits until that is known, and reports progress.
-
-        `report` is called with the progress of loading. Raises what loading raises, and what `report` does.
-        """
+        """Where the files of the text side are, once known. Raises what loading and `report` raise."""
         return self._wait_for(lambda: self._source, report)
 
     def ready(self, report: Report) -> tuple[ModelSpec, int]:
         """The model and its longest sequence, once requests are accepted. Raises as `source` does."""
         ready = self._wait_for(lambda: self._ready, report)
-        return decode_spec(ready.spec), ready.max_model_len
+        return protocol.decode_spec(ready.spec), ready.max_model_len
 
     @property
     def fingerprint(self) -> str:
@@ -101,14 +95,10 @@ class EngineProcess:
         """The most tokens of one sequence that memory holds; None until requests are accepted."""
         return self._ready.longest if self._ready else None
 
-    # As `EngineLoop`
+    # As `EngineLoop`, which documents what is the same
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
-        """Hand over a request; `on_event` is called on a thread of ours and must only pass events on.
-
-        Raises QueueFull, and EngineError if the engine is loading, closed or given up. What `Engine.submit`
-        refuses arrives as events with finish_reason "error".
-        """
+        """Hand over a request. Raises QueueFull, and EngineError if it is loading, closed or given up."""
         arrived = time.monotonic()
         with self._changed:
             self.check_room()
@@ -119,33 +109,23 @@ class EngineProcess:
             raise EngineError("the engine is closing and takes no more requests")
 
     def check_room(self) -> None:
-        """Raises QueueFull or EngineError if a request that came now would be refused, whatever is in it."""
         self._check_open()
-        config = self.config
         if self._num_open >= self.max_open:
-            raise QueueFull(f"max_waiting ({config.max_waiting}) requests wait already; try again later")
-
-    @property
-    def max_open(self) -> int:
-        """Requests that can be there at once, running or waiting."""
-        return self.config.max_waiting + self.config.max_num_seqs
+            most = self.config.max_waiting
+            raise QueueFull(f"max_waiting ({most}) requests wait already; try again later")
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its choices, before the next step. Safe after its end, and after close."""
-        self._supervisor.mailbox.put(lambda s: _cancel(s, request_id, index))
+        self._supervisor.mailbox.put(lambda s: s.cancel(request_id, index))
 
     def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool:
-        """Stop. With `drain`, open requests get `timeout_s` seconds; what is left then is cancelled.
-
-        Returns whether the process and the thread have ended. May be called twice.
-        """
+        """Stop. Returns whether the process and the thread have ended."""
         deadline = time.monotonic() + (timeout_s if drain else 0.0)
         with self._changed:
             self._closing = True
         self._supervisor.mailbox.put(lambda s: s.close(deadline))
         atexit.unregister(self._abandon)
         if threading.current_thread() is not self._thread:
-            self._thread.join(max(deadline - time.monotonic(), 0.0) + 2 * FAREWELL_S)
+            self._thread.join(max(deadline - time.monotonic(), 0.0) + 2 * CLOSE_GRACE_S)
         return not self._thread.is_alive()
 
     @property
@@ -159,9 +139,9 @@ class EngineProcess:
         with self._changed:
             if self._engine is None or self._closing or self.fault is not None:
                 return False
-            page = self._engine.page
-            hangs = page.busy_since_s and now - page.busy_since_s > self._patience.stalled_s
-            return not hangs and now - page.alive_s < self._patience.frozen_s / 2
+            status = self._engine.status
+            hangs = status.busy_since_s and now - status.busy_since_s > self._patience.stalled_s
+            return not hangs and now - status.alive_s < self._patience.frozen_s / 2
 
     @property
     def loading(self) -> tuple[str, int, int] | None:
@@ -180,8 +160,7 @@ class EngineProcess:
             return self.fault is None and self._supervisor.is_watching
 
     def follow_log_levels(self) -> None:
-        """Have the engine log what this process's loggers would."""
-        self._supervisor.mailbox.put(lambda s: s.tell_log_levels())
+        self._supervisor.mailbox.put(lambda s: s.send_log_levels())
 
     @property
     def pid(self) -> int | None:
@@ -195,59 +174,47 @@ class EngineProcess:
         return self._supervisor.num_restarts
 
     def stats(self) -> Mapping[str, int]:
-        """The engine's numbers as of a moment ago; totals are of all engines since the start.
-
-        A request that a long step has kept the engine from looking at waits.
-        """
+        """The engine's numbers as of a moment ago; totals are of all engines since startup."""
         with self._changed:
             found = self._stats()
+            # A request that a long step has kept the engine from looking at waits.
             unseen = self._num_open - found.get("num_running", 0) - found.get("num_waiting", 0)
             found["num_waiting"] = found.get("num_waiting", 0) + max(0, unseen)
             for name, value in self._past_sums.items():
                 found[name] = found.get(name, 0) + value
         return {**found, "num_restarts": self.num_restarts}
 
-    @property
-    def registry(self) -> CollectorRegistry:
-        """The engine's metrics, to be scraped from any thread and at any time."""
-        return self._collected.registry
-
     # As `Watcher`, on the supervisor's thread
 
-    def on_message(self, message: ProgressReport | Headers | MetricsReport) -> None:
-        """The process has sent its progress, its headers or its metrics."""
-        if isinstance(message, MetricsReport):
-            self._collected.arrive(message)
+    def on_message(self, message: protocol.FromChild) -> None:
+        if isinstance(message, protocol.MetricsReport):
+            self._collected.arrive(message.number, message.families)
             return
         with self._changed:
-            if isinstance(message, ProgressReport):
+            if isinstance(message, protocol.ProgressReport):
                 self._progress = message
-            elif self._source is None:
+            elif isinstance(message, protocol.Headers) and self._source is None:
                 self._source = TextSource(**json.loads(message.source))
             self._changed.notify_all()
 
-    def on_up(self, engine: Spawned, ready: Ready) -> None:
-        """The engine accepts requests."""
+    def on_up(self, engine: Spawned, ready: protocol.Ready) -> None:
         with self._changed:
             self._engine, self._ready, self._lost = engine, ready, None
             self._changed.notify_all()
 
     def on_down(self) -> None:
-        """The engine has ended; its numbers are kept."""
         self._collected.keep()
         with self._changed:
             last, self._engine = self._stats(), None
-            self._progress = ProgressReport("starting another engine", 0, 1)
+            self._progress = protocol.ProgressReport("starting another engine", 0, 1)
             for name in SUMS:
                 self._past_sums[name] += last.get(name, 0)
 
     def on_lost(self, error: EngineLost) -> None:
-        """No engine stays up: requests are refused until one does."""
         with self._changed:
             self._lost = error
 
     def on_end(self, error: PlaitError | None) -> None:
-        """The supervisor ends: no other engine will be started."""
         with self._changed:
             self.fault, self._has_ended = error, True
             self._changed.notify_all()
@@ -278,30 +245,19 @@ class EngineProcess:
 
     @property
     def _num_open(self) -> int:
-        return len(self._supervisor.ledger) + self._num_arriving
+        return len(self._supervisor.requests) + self._num_arriving
 
     def _submit(self, supervisor: Supervisor, request: Request, on_event: OnEvent, arrived: float) -> None:
         with self._changed:
             self._num_arriving -= 1
-        supervisor.ledger.add(request, on_event, arrived)
+        supervisor.requests.add(request, on_event, arrived)
 
     def _stats(self) -> dict[str, int]:
         """With the lock: the numbers of the engine that is up, zeros if none is."""
         names = self._ready.stat_names if self._ready else ()
         if self._engine is None:
             return dict.fromkeys(names, 0)
-        return dict(zip(names, self._engine.page.stats(len(names)), strict=True))
-
-    def _ask_counts(self, number: int) -> bool:
-        """Ask the engine for its metrics; False: there is none to ask."""
-        return self.healthy and self._supervisor.mailbox.put(lambda s: _count(s, number))
-
-    def _counts_of_front(self) -> Mapping[str, float]:
-        return {"restarts": self.num_restarts, "up": float(self.healthy)}
-
-    def _abandon(self) -> None:
-        """Stop the engine at the exit of this process, if it was not closed before."""
-        self.close(drain=False)
+        return dict(zip(names, self._engine.status.stats(len(names)), strict=True))
 
 
 def load_process(
@@ -326,14 +282,3 @@ def load_process(
     except BaseException:
         process.close(drain=False)
         raise
-
-
-def _cancel(supervisor: Supervisor, request_id: str, index: int | None) -> None:
-    key = supervisor.ledger.cancel(request_id, index)
-    if key is not None and supervisor.engine is not None:
-        supervisor.engine.send(Cancel(key, index))
-
-
-def _count(supervisor: Supervisor, number: int) -> None:
-    if supervisor.engine is not None and supervisor.is_up:
-        supervisor.engine.send(Count(number))

@@ -1,14 +1,19 @@
-"""The messages between the front process and the engine process: msgpack in frames with a length.
+"""What the front process and the engine process exchange: messages, and the shared status block.
 
-Nothing that arrives is code. A frame is four bytes of length, big-endian, and one message. A frame that is
-longer than `MAX_FRAME_NBYTES`, or holds no message of the other side, is a `BadFrame` and ends the sender.
+Nothing that arrives is code. A frame is four bytes of length, big-endian, and one msgpack message. One that
+is longer than `MAX_FRAME_NBYTES`, or holds no message of the other side, is a `BadFrame` and ends the sender.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import struct
-from collections.abc import Iterator, Mapping
+import tempfile
+import time
+from array import array
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -16,14 +21,20 @@ import msgspec
 
 from plait import errors, spec
 from plait.config import MIB, EngineConfig
+from plait.engine.metrics import Family
 from plait.errors import BadFile, EngineError, OutOfMemory, PlaitError, RequestError, clip_text
-from plait.process_memory import is_memory_error, out_of_memory_text
+from plait.loading.text_side import TextSource
 from plait.request import Event, Request
+from plait.resource_limits import is_memory_error, out_of_memory_text
 from plait.spec import ModelSpec
 
 MAX_FRAME_NBYTES = 256 * MIB  # log-probabilities of a long prompt, with alternatives, are tens of megabytes
 LENGTH = struct.Struct(">I")
 LOAD_ENGINE = "plait.worker.child:load_engine"  # the builder of every real model
+NUM_STATS = 64
+ALIVE, BUSY, ARRIVING, NUM_PLANNED = range(4)
+STATS = 4
+PLANNED = STATS + NUM_STATS
 M = TypeVar("M")
 
 
@@ -99,7 +110,7 @@ class Ready(WireMessage, frozen=True, tag=3):
     fingerprint: str = ""
 
 
-class Spoken(WireMessage, frozen=True, gc=False):
+class EventMessage(WireMessage, frozen=True, gc=False):
     """An `Event` of the request `key`; `more` is all of it, if it has more than the fields before."""
 
     key: int
@@ -112,14 +123,14 @@ class Spoken(WireMessage, frozen=True, gc=False):
 class Events(WireMessage, frozen=True, tag=4):
     """All events of one step."""
 
-    spoken: tuple[Spoken, ...]
+    events: tuple[EventMessage, ...]
 
 
 class MetricsReport(WireMessage, frozen=True, tag=5):
     """The engine's metrics: families as (name, help, type, samples), a sample as (name, labels, value)."""
 
     number: int
-    families: tuple[tuple[str, str, str, tuple[tuple[str, dict[str, str], float], ...]], ...]
+    families: tuple[Family, ...]
 
 
 class Logged(WireMessage, frozen=True, tag=6):
@@ -133,7 +144,7 @@ class Logged(WireMessage, frozen=True, tag=6):
 class Fault(WireMessage, frozen=True, tag=7):
     """The child ends, for this reason."""
 
-    error: Exception
+    error: PlaitError
 
 
 FromFront = Hello | Submit | Cancel | Count | Close | LogLevels
@@ -157,7 +168,7 @@ def frame(message: WireMessage) -> bytes:
 class Frames(Generic[M]):
     """Bytes as they arrive, cut into the messages of one side."""
 
-    def __init__(self, kinds: Any) -> None:
+    def __init__(self, kinds: object) -> None:
         self._decoder = msgspec.msgpack.Decoder(kinds, dec_hook=_read_error)
         self._rest = bytearray()
 
@@ -182,19 +193,108 @@ class Frames(Generic[M]):
         del rest[:start]
 
 
-def encode_event(key: int, event: Event) -> Spoken:
+class SharedStatus:
+    """What an engine process is doing, in shared memory: it outlives any way to die, and is free to write.
+
+    One thread of the child writes it (a second one the signs of life), and the front reads it at any time.
+    Every value is eight bytes, stored at once. Times are on the clock of all processes (`time.monotonic`).
+    `alive_s`: when a thread of the child last ran, 0 before it has begun. `busy_since_s`: since when the
+    engine's thread is at its present round; 0: it waits for work. `arriving`: the key of the request that the
+    engine is taking. `planned`: keys of the requests in the last step that began.
+    """
+
+    def __init__(self, fd: int, max_planned: int) -> None:
+        """Over a file from `new_status`, which is closed."""
+        self._max_planned = max_planned
+        self._memory = mmap.mmap(fd, 8 * (PLANNED + max_planned))
+        os.close(fd)
+        self._times = memoryview(self._memory).cast("d")
+        self._numbers = memoryview(self._memory).cast("q")
+
+    @property
+    def alive_s(self) -> float:
+        return self._times[ALIVE]
+
+    def beat(self) -> None:
+        """Show that the process runs."""
+        self._times[ALIVE] = time.monotonic()
+
+    @property
+    def busy_since_s(self) -> float:
+        return self._times[BUSY]
+
+    def begin(self) -> None:
+        """A round begins: there is work."""
+        self._times[BUSY] = time.monotonic()
+
+    def rest(self) -> None:
+        """There is no work."""
+        self._times[BUSY] = 0.0
+
+    @property
+    def arriving(self) -> int:
+        return self._numbers[ARRIVING]
+
+    @arriving.setter
+    def arriving(self, key: int) -> None:
+        self._numbers[ARRIVING] = key
+
+    @property
+    def planned(self) -> tuple[int, ...]:
+        count = min(max(self._numbers[NUM_PLANNED], 0), self._max_planned)
+        return tuple(self._numbers[PLANNED : PLANNED + count])
+
+    @planned.setter
+    def planned(self, keys: Collection[int]) -> None:
+        # No request is blamed because of a list that is half written.
+        self._numbers[NUM_PLANNED] = 0
+        self._numbers[PLANNED : PLANNED + len(keys)] = memoryview(array("q", keys))
+        self._numbers[NUM_PLANNED] = len(keys)
+
+    def stats(self, count: int) -> tuple[int, ...]:
+        """The first `count` numbers of those `put_stats` wrote."""
+        return tuple(self._numbers[STATS : STATS + count])
+
+    def put_stats(self, values: Sequence[int]) -> None:
+        """At most `NUM_STATS` numbers, in an order that both sides know."""
+        for i, value in enumerate(values):
+            self._numbers[STATS + i] = value
+
+    def close(self) -> None:
+        """Release the memory. May be called twice."""
+        self._times.release()
+        self._numbers.release()
+        self._memory.close()
+
+
+def new_status(max_planned: int) -> int:
+    """The descriptor of memory for a `SharedStatus`: all zero."""
+    fd = new_memory("plait-engine")
+    os.truncate(fd, 8 * (PLANNED + max_planned))
+    return fd
+
+
+def new_memory(name: str) -> int:
+    """The descriptor of memory that processes can share, empty; gone with its last user. Raises OSError."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def encode_event(key: int, event: Event) -> EventMessage:
     """An event as it is sent: most are a token and nothing more."""
     rare = (event.finish_reason, event.logprobs, event.prompt_logprobs, event.prompt_progress)
     is_more = any(value is not None for value in rare)
     more = event if is_more else None  # a stop token, an error, a trace, an embedding come with the end
-    return Spoken(key, event.index, event.token_ids, event.num_cached_tokens, more)
+    return EventMessage(key, event.index, event.token_ids, event.num_cached_tokens, more)
 
 
-def decode_event(request_id: str, said: Spoken) -> Event:
-    """The event that `said` stands for."""
-    if said.more is not None:
-        return said.more
-    return Event(request_id, said.index, said.token_ids, num_cached_tokens=said.num_cached_tokens)
+def decode_event(request_id: str, message: EventMessage) -> Event:
+    """The event that `message` stands for."""
+    if message.more is not None:
+        return message.more
+    return Event(request_id, message.index, message.token_ids, num_cached_tokens=message.num_cached_tokens)
 
 
 def encode_error(error: BaseException) -> tuple[str, str, str | None]:
@@ -203,7 +303,8 @@ def encode_error(error: BaseException) -> tuple[str, str, str | None]:
     match error:
         case PlaitError():
             param = error.param if isinstance(error, RequestError) else None
-            return _public(type(error)).__name__, str(error), param
+            public = (c for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c)
+            return next(public).__name__, str(error), param  # the nearest class that both sides know
         case _ if is_memory_error(error):
             return OutOfMemory.__name__, out_of_memory_text(error), None
         case OSError(filename=name) if name is not None:
@@ -222,12 +323,6 @@ def decode_error(kind: str, message: str, param: str | None) -> PlaitError:
     return cls(message, param) if issubclass(cls, RequestError) else cls(message)
 
 
-def _public(cls: type) -> type:
-    """The nearest base class that both sides know, because `plait.errors` has it."""
-    known: type = next(c for c in cls.__mro__ if getattr(errors, c.__name__, None) is c)
-    return known
-
-
 def _write_error(value: object) -> tuple[str, str, str | None]:
     if isinstance(value, BaseException):
         return encode_error(value)
@@ -241,7 +336,7 @@ def _read_error(kind: type, value: Any) -> PlaitError:
     raise NotImplementedError(f"a {kind.__name__} is not sent between processes")
 
 
-def encode_spec_value(value: Any) -> Any:
+def encode_spec_value(value: object) -> object:
     """A spec as plain values: a dataclass becomes a dict of its fields, with its class under "".
 
     A mixer's spec that a plug-in defines is sent as the class of `plait.spec` from which it is derived,
@@ -252,12 +347,12 @@ def encode_spec_value(value: Any) -> Any:
         return {"": cls.__name__, **{f.name: encode_spec_value(getattr(value, f.name)) for f in fields(cls)}}
     if isinstance(value, list | tuple):
         return [encode_spec_value(item) for item in value]
-    return (
-        {key: encode_spec_value(item) for key, item in value.items()} if isinstance(value, Mapping) else value
-    )
+    if isinstance(value, Mapping):
+        return {key: encode_spec_value(item) for key, item in value.items()}
+    return value
 
 
-def decode_spec_value(value: Any) -> Any:
+def decode_spec_value(value: object) -> object:
     """What `encode_spec_value` encoded, of the classes in `plait.spec`."""
     if isinstance(value, list | tuple):
         return tuple(decode_spec_value(item) for item in value)
@@ -272,7 +367,7 @@ def decode_spec_value(value: Any) -> Any:
     return cls(**items)
 
 
-def decode_spec(value: Any) -> ModelSpec:
+def decode_spec(value: object) -> ModelSpec:
     """A whole model. Raises BadFrame if it is none."""
     try:
         found = decode_spec_value(value)
@@ -283,6 +378,7 @@ def decode_spec(value: Any) -> ModelSpec:
     return found
 
 
-def to_json(value: Any) -> bytes:
-    """The JSON of a dataclass of plain values. Strings in files may not be Unicode; JSON can escape those."""
-    return json.dumps({f.name: getattr(value, f.name) for f in fields(value)}, default=list).encode()
+def to_json(source: TextSource) -> bytes:
+    """Where the text side is, as JSON. Strings in files may not be Unicode; JSON can escape those."""
+    values = {field.name: getattr(source, field.name) for field in fields(source)}
+    return json.dumps(values, default=list).encode()

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
-from plait.engine.open_request import OnEvent
+from plait.engine.admission import OnEvent
 from plait.errors import DeadlineExceeded, EngineKilled, InvalidField
 from plait.request import Event, Request, RequestTrace
-from plait.worker.protocol import Spoken, decode_event
+from plait.worker.protocol import EventMessage, decode_event
 
 MAX_DEATHS = 4  # engines that end with a request in their last step, others being there as well
 TRIAL_TOKENS = 2  # of each choice: the step that ended the engine, and a first one of another kind
@@ -58,13 +58,8 @@ class RequestEntry:
         resumed = tuple(None if p is None else tuple(p.token_ids) for p in parts)
         return replace(self.request, resumed=resumed, interval=1)  # what it brings shows that it is sound
 
-    @property
-    def has_passed(self) -> bool:
-        """Whether it has got past the place where the last engine ended."""
-        return all(part.num_on_trial >= part.num_to_pass for part in self.parts.values())
 
-
-class Ledger:
+class RequestTable:
     """Every open request, by key. Events are delivered on the caller's thread; a reader that raises has its
     request ended.
     """
@@ -108,13 +103,13 @@ class Ledger:
             del self._unsent[entry.key]
             yield entry
 
-    def deliver(self, said: Spoken, now: float) -> None:
+    def deliver(self, message: EventMessage, now: float) -> None:
         """Pass an event of the engine on, and record what it brought. `now`: on the common clock."""
-        entry = self._entries.get(said.key)
-        if entry is None or said.index not in entry.parts:  # ended here, while this was on its way
+        entry = self._entries.get(message.key)
+        if entry is None or message.index not in entry.parts:  # ended here, while this was on its way
             return
-        part = entry.parts[said.index]
-        event = decode_event(entry.request.id, said)
+        part = entry.parts[message.index]
+        event = decode_event(entry.request.id, message)
         if part.token_ids and event.num_cached_tokens != part.num_cached_tokens:
             # What the first engine found counts: a later one finds the reply's own tokens.
             event = replace(event, num_cached_tokens=part.num_cached_tokens)
@@ -126,8 +121,9 @@ class Ledger:
         part.token_ids += event.token_ids
         part.num_on_trial += len(event.token_ids)
         self._pass(entry, event)
-        if entry is self._on_trial and entry.has_passed:
-            self._acquit(entry)
+        parts = entry.parts.values()
+        if entry is self._on_trial and all(part.num_on_trial >= part.num_to_pass for part in parts):
+            entry.is_suspect, self._on_trial = False, None
 
     def cancel(self, request_id: str, index: int | None) -> int | None:
         """The key that the engine needs to end a request or its choice; None: no engine has it.
@@ -144,14 +140,17 @@ class Ledger:
                     self._pass(entry, Event(request_id, i, finish_reason="cancelled"))
         return entry.key if entry.is_sent else None
 
-    def bury(self, planned: Collection[int], arriving: int, *, is_foreign: bool = False) -> bool:
-        """Record that the engine has ended. `planned` and `arriving`: what it was doing, see `Page`.
+    def record_end(self, planned: Collection[int], arriving: int, *, is_foreign: bool = False) -> bool:
+        """Record that the engine has ended. `planned` and `arriving`: what it was doing, see `SharedStatus`.
 
         `is_foreign`: it was killed from outside. Every request must go to the next engine; those in the last
         step are suspects. Returns whether there were any. A request fails that was in two of these steps, and
         alone in this one. One that was never alone may be innocent and is tried again, until `MAX_DEATHS`.
         """
-        charged = self._charged(planned, arriving)
+        # Those that may have ended it: one arriving, one on trial, or all of the last step.
+        charged = [self._entries[k] for k in ((arriving,) if arriving else planned) if k in self._entries]
+        if self._on_trial is not None and self._on_trial in charged:
+            charged = [self._on_trial]
         is_alone = len(charged) == 1 and not is_foreign and (bool(arriving) or len({*planned}) == 1)
         self._on_trial, self._unsent = None, {**self._entries}
         for entry in self._unsent.copy().values():
@@ -166,7 +165,9 @@ class Ledger:
             entry.num_deaths += 1
             entry.is_suspect = True
             if entry.key in self._entries and entry.num_deaths >= (2 if is_alone else MAX_DEATHS):
-                self.fail(entry, EngineKilled(_death_text(entry.num_deaths)))
+                text = f"{entry.num_deaths} engines have ended in a step with this request; it is not tried"
+                more = "again. What it had generated was delivered. The server's log says how they ended"
+                self.fail(entry, EngineKilled(f"{text} {more}"))
         return bool(charged)
 
     def expire(self, now: float) -> None:
@@ -189,20 +190,10 @@ class Ledger:
             for i in [*entry.parts]:
                 self._pass(entry, Event(entry.request.id, i, finish_reason="cancelled"))
 
-    def _charged(self, planned: Collection[int], arriving: int) -> list[RequestEntry]:
-        """Requests that may have ended the engine: one arriving, one on trial, or all of the last step."""
-        keys = (arriving,) if arriving else planned
-        found = [self._entries[key] for key in keys if key in self._entries]
-        return [self._on_trial] if self._on_trial in found and self._on_trial else found
-
     def fail(self, entry: RequestEntry, error: Exception) -> None:
         """End a request with this error."""
         for i in [*entry.parts]:
             self._pass(entry, Event(entry.request.id, i, finish_reason="error", error=error))
-
-    def _acquit(self, entry: RequestEntry) -> None:
-        entry.is_suspect = False
-        self._on_trial = None
 
     def _pass(self, entry: RequestEntry, event: Event) -> None:
         if event.finish_reason is not None:
@@ -211,7 +202,7 @@ class Ledger:
                 del self._entries[entry.key], self._keys[entry.request.id]
                 self._unsent.pop(entry.key, None)
                 if entry is self._on_trial:
-                    self._acquit(entry)
+                    entry.is_suspect, self._on_trial = False, None
         self._tell(entry, event)
 
     def _tell(self, entry: RequestEntry, event: Event) -> None:
@@ -220,7 +211,7 @@ class Ledger:
         except Exception:
             # Its reader is broken and gets no event. No other request may suffer, and the fault must be seen.
             log.exception("the reader of %s failed, and its request is ended", entry.request.id)
-            entry.on_event = _nobody
+            entry.on_event = lambda _: None
             self.unread.append(entry.key)
             for part in entry.parts.values():
                 part.is_cancelled = True
@@ -236,14 +227,3 @@ def _whole_trace(trace: RequestTrace, part: ChoiceEntry) -> RequestTrace:
         first_scheduled_s=min(scheduled, default=None),
         num_cached_tokens=part.num_cached_tokens,
     )
-
-
-def _death_text(num_deaths: int) -> str:
-    return (
-        f"{num_deaths} engines have ended in a step with this request; it is not tried again. What it had "
-        "generated was delivered. The server's log says how they ended"
-    )
-
-
-def _nobody(event: Event) -> None:
-    """Drops an event: what a request with a broken reader has as its callback."""

@@ -17,28 +17,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from plait.errors import EngineError, EngineLost, OutOfMemory, PlaitError
+from plait.worker import protocol
 from plait.worker.child_process import End, Spawned
-from plait.worker.protocol import (
-    BadFrame,
-    Cancel,
-    Close,
-    Count,
-    Events,
-    Fault,
-    FromChild,
-    Headers,
-    Hello,
-    Logged,
-    LogLevels,
-    MetricsReport,
-    ProgressReport,
-    Ready,
-    Submit,
-    decode_error,
-    encode_error,
-)
-from plait.worker.request_table import Ledger
-from plait.worker.shared_status import new_memory
+from plait.worker.request_table import RequestTable
 
 TICK_S = 1.0  # between two looks at the signs of life
 ASLEEP_S = 5.0  # without a look, this process was stopped itself, and perhaps the engine with it
@@ -49,7 +30,7 @@ LONGEST_BACKOFF_S = 10.0
 LOST_BACKOFF_S = 60.0  # between attempts, where an engine that was lost is tried for ever
 STABLE_S = 60.0  # an engine that has run so long, or has emitted a token, begins a new row
 COUNTS_S = 5.0  # what was counted since is lost with an engine
-FAREWELL_S = 5.0  # a last step may still be running when the time to drain is over
+CLOSE_GRACE_S = 5.0  # a last step may still be running when the time to drain is over
 LOGGERS = ("plait", "plait.engine", "plait.step", "plait.trace")
 GONE = "its end of the socket is closed"
 Command = Callable[["Supervisor"], None]
@@ -72,10 +53,14 @@ class Patience:
 
 
 class Watcher(Protocol):
-    """Receives changes of the engine's state; called on the supervisor's thread."""
+    """Receives changes of the engine's state; called on the supervisor's thread.
 
-    def on_message(self, message: ProgressReport | Headers | MetricsReport) -> None: ...
-    def on_up(self, engine: Spawned, ready: Ready) -> None: ...
+    `on_message`: progress, headers, metrics. `on_up`: requests are accepted. `on_down`: the engine has ended.
+    `on_lost`: no engine stays up, so requests are rejected until one does. `on_end`: none will be started.
+    """
+
+    def on_message(self, message: protocol.FromChild) -> None: ...
+    def on_up(self, engine: Spawned, ready: protocol.Ready) -> None: ...
     def on_down(self) -> None: ...
     def on_lost(self, error: EngineLost) -> None: ...
     def on_end(self, error: PlaitError | None) -> None: ...
@@ -121,9 +106,9 @@ class Mailbox:
 class Supervisor:
     """`run` it on a thread of its own. It ends after a call of `close`, or when the engine is given up."""
 
-    def __init__(self, hello: Hello, watcher: Watcher, patience: Patience) -> None:
+    def __init__(self, hello: protocol.Hello, watcher: Watcher, patience: Patience) -> None:
         self._hello, self._watcher, self._patience = hello, watcher, patience
-        self.mailbox, self.ledger = Mailbox(), Ledger()
+        self.mailbox, self.requests = Mailbox(), RequestTable()
         self.engine: Spawned | None = None
         self.num_restarts = 0
         self._up_since: float | None = None  # None: it is loading
@@ -134,7 +119,9 @@ class Supervisor:
         self._reported: PlaitError | None = None  # why the process says that it ends
         self._close_at: float | None = None
         self._num_in_row = self._num_unexplained = 0
-        self._spare = _spare()
+        self._spare = -1  # memory for compiled kernels that no folder can take, kept for the next engine
+        with suppress(OSError):
+            self._spare = protocol.new_memory("plait-kernels")
         self._last = End(NOT_STARTED)
 
     @property
@@ -155,7 +142,7 @@ class Supervisor:
                 lost = self._after(death)
                 if lost is not None:
                     break
-                self._pause(self._backoff())
+                self._pause()
                 if self._is_over():
                     break
         except BaseException as error:
@@ -168,10 +155,21 @@ class Supervisor:
         """End at this time, or as soon as no request is open. A later call may only hurry."""
         self._close_at = at if self._close_at is None else min(at, self._close_at)
 
-    def tell_log_levels(self) -> None:
+    def cancel(self, request_id: str, index: int | None) -> None:
+        """End a request, or one of its choices."""
+        key = self.requests.cancel(request_id, index)
+        if key is not None and self.engine is not None:
+            self.engine.send(protocol.Cancel(key, index))
+
+    def ask_counts(self, number: int) -> None:
+        """Ask an engine that is up for its metrics."""
+        if self.engine is not None and self.is_up:
+            self.engine.send(protocol.Count(number))
+
+    def send_log_levels(self) -> None:
         """Send the levels of loggers, which may have changed. An engine that loads gets them once up."""
         if self.engine is not None and self.is_up:
-            self.engine.send(LogLevels(_log_levels()))
+            self.engine.send(protocol.LogLevels(_log_levels()))
 
     # One process
 
@@ -179,7 +177,7 @@ class Supervisor:
         """One process from its start to its end. Returns why it ended, or None if it was closed."""
         self._reported, self._has_spoken, self._up_since = None, False, None
         try:
-            hello = Hello(self._hello.builder, self._hello.model, self._hello.config, _log_levels())
+            hello = protocol.Hello(self._hello.builder, self._hello.model, self._hello.config, _log_levels())
             engine = self.engine = Spawned(hello, hello.config.max_num_seqs, self._spare)
         except OSError as error:  # no memory, no processes, no files left: it may be better later
             self._num_in_row = max(self._num_in_row, 1) + 1
@@ -196,9 +194,9 @@ class Supervisor:
             if death is not None:
                 self._last = end if death == GONE else End(death)
                 death = self._last.how
-                self._bury(engine)
+                self._record_end(engine)
             self.engine, self._up_since = None, None
-            engine.page.close()
+            engine.status.close()
         return death
 
     def _attend(self, engine: Spawned) -> str | None:
@@ -207,105 +205,98 @@ class Supervisor:
         while True:
             self._obey()
             if self._is_over():
-                self._part(engine)
+                self._close_engine(engine)
                 return None
             try:
                 if self.is_up:
-                    self._give(engine)
-                engine.pump()
-                poll.register(engine.socket, select.POLLIN | (select.POLLOUT if engine.has_outbox else 0))
-                poll.poll(self._wait_s() * 1000)
-                self._listen(engine)
+                    self._send_requests(engine)
+                self._exchange(engine, poll, self._wait_s())
             except (EOFError, OSError):
                 return GONE
-            except BadFrame as error:
+            except protocol.BadFrame as error:
                 return f"it sent {error}"
-            self._count(engine)
+            if self.is_up and len(self.requests) and time.monotonic() - self._counted_s > COUNTS_S:
+                self._counted_s = time.monotonic()
+                self.ask_counts(0)  # now and then: the engine's totals must outlive it
             if overdue := self._overdue(engine):
                 return overdue
 
-    def _give(self, engine: Spawned) -> None:
+    def _send_requests(self, engine: Spawned) -> None:
         """Send every request that is due, and end those with readers that have failed."""
-        for entry in self.ledger.due():
+        for entry in self.requests.due():
             try:
-                engine.send(Submit(entry.key, entry.so_far(), entry.arrival_s))
+                engine.send(protocol.Submit(entry.key, entry.so_far(), entry.arrival_s))
             except EngineError as error:  # too long for a frame
-                self.ledger.fail(entry, error)
-        while self.ledger.unread:
-            engine.send(Cancel(self.ledger.unread.pop(), None))
+                self.requests.fail(entry, error)
+        while self.requests.unread:
+            engine.send(protocol.Cancel(self.requests.unread.pop(), None))
 
-    def _count(self, engine: Spawned) -> None:
-        """Ask an engine at work for its metrics, now and then: its totals must outlive it."""
-        if self.is_up and len(self.ledger) and time.monotonic() - self._counted_s > COUNTS_S:
-            self._counted_s = time.monotonic()
-            engine.send(Count(0))
-
-    def _listen(self, engine: Spawned) -> None:
+    def _exchange(self, engine: Spawned, poll: select.poll, wait_s: float) -> None:
+        """Send and receive what there is, and wait for it. Raises EOFError or OSError when it has gone."""
+        engine.pump()
+        poll.register(engine.socket, select.POLLIN | (select.POLLOUT if engine.has_outbox else 0))
+        poll.poll(wait_s * 1000)
         for message in engine.receive():
-            self._hear(engine, message)
+            self._handle(engine, message)
 
-    def _hear(self, engine: Spawned, message: FromChild) -> None:
+    def _handle(self, engine: Spawned, message: protocol.FromChild) -> None:
         match message:
-            case Events():
+            case protocol.Events():
                 now = time.monotonic()
-                for said in message.spoken:
-                    self._has_spoken = self._has_spoken or bool(said.token_ids)
-                    self.ledger.deliver(said, now)
-            case Logged(name, level, text):
+                for event in message.events:
+                    self._has_spoken = self._has_spoken or bool(event.token_ids)
+                    self.requests.deliver(event, now)
+            case protocol.Logged(name, level, text):
                 logger = logging.getLogger(name)
                 if logger.isEnabledFor(level):
                     logger.log(level, "%s", text)
-            case Ready():
+            case protocol.Ready():
                 self._up_since, self._was_up = time.monotonic(), True
-                self.tell_log_levels()
+                self.send_log_levels()
                 self._watcher.on_up(engine, message)
                 if self.num_restarts:
                     log.warning("the engine is back (process %d)", engine.pid)
-            case Fault(error):
-                self._reported = (
-                    error if isinstance(error, PlaitError) else decode_error(*encode_error(error))
-                )
+            case protocol.Fault(error):
+                self._reported = error
             case _:
                 self._progress_s = time.monotonic()
                 self._watcher.on_message(message)
 
     def _overdue(self, engine: Spawned) -> str | None:
         """Why a process that has not ended is taken for dead."""
-        now, patience, page = time.monotonic(), self._patience, engine.page
+        now, patience, status = time.monotonic(), self._patience, engine.status
         if now - self._looked_s > ASLEEP_S:
             self._awake_s = now
         self._looked_s = now
         # Before its first sign of life it imports, which a slow disk may draw out: that is loading.
-        if page.alive_s and now - max(page.alive_s, self._awake_s) > patience.frozen_s:
+        if status.alive_s and now - max(status.alive_s, self._awake_s) > patience.frozen_s:
             return f"no thread of it has run for {patience.frozen_s:g} s"
         if not self.is_up:
             stands = now - self._progress_s > patience.loading_s
             return f"loading has not got on for {patience.loading_s:g} s" if stands else None
-        since = page.busy_since_s
+        since = status.busy_since_s
         if since and now - max(since, self._awake_s) > patience.stalled_s:
             return f"a step has taken more than {patience.stalled_s:g} s"
         return None
 
-    def _part(self, engine: Spawned) -> None:
+    def _close_engine(self, engine: Spawned) -> None:
         """Close an engine, and deliver the events that it still sends."""
         if not self.is_up:
             return
-        until = time.monotonic() + FAREWELL_S
-        with suppress(EOFError, OSError, BadFrame):
-            engine.send(Close())
+        until = time.monotonic() + CLOSE_GRACE_S
+        with suppress(EOFError, OSError, protocol.BadFrame):
+            engine.send(protocol.Close())
             while time.monotonic() < until:
-                engine.pump()
-                poll = select.poll()
-                poll.register(engine.socket, select.POLLIN | (select.POLLOUT if engine.has_outbox else 0))
-                poll.poll(max(until - time.monotonic(), 0) * 1000)
-                self._listen(engine)
+                self._exchange(engine, select.poll(), max(until - time.monotonic(), 0))
         engine.end(max(until - time.monotonic(), 0.1))
 
     # Between two processes
 
-    def _bury(self, engine: Spawned) -> None:
-        page = engine.page
-        is_blamed = self.ledger.bury(page.planned, page.arriving, is_foreign=self._last.is_foreign)
+    def _record_end(self, engine: Spawned) -> None:
+        status = engine.status
+        is_blamed = self.requests.record_end(
+            status.planned, status.arriving, is_foreign=self._last.is_foreign
+        )
         stood = self._up_since is not None and time.monotonic() - self._up_since > STABLE_S
         self._num_in_row = 1 if stood or self._has_spoken else self._num_in_row + 1
         if self._has_spoken or is_blamed:
@@ -327,22 +318,19 @@ class Supervisor:
                 return EngineLost(text + "it is not started any more: restart the server")
             lost = EngineLost(text + "another is tried again and again, with pauses; try again later")
             self._watcher.on_lost(lost)
-            self.ledger.end_all(lost)
+            self.requests.end_all(lost)
         self.num_restarts += 1
-        num_open = len(self.ledger)
+        num_open = len(self.requests)
         log.error("the engine's process has ended: %s; starting another for %d requests", why, num_open)
         return None
 
-    def _backoff(self) -> float:
-        if self._num_in_row < 2:
-            return 0.0
-        longest = LONGEST_BACKOFF_S if self._num_unexplained < MAX_DEATHS else LOST_BACKOFF_S
-        return min(BACKOFF_S * 2.0 ** min(self._num_in_row - 2, 32), longest)
-
-    def _pause(self, seconds: float) -> None:
+    def _pause(self) -> None:
+        """Wait, the longer the more processes ended in a row, and obey commands."""
         self._obey()
-        until = time.monotonic() + seconds
-        poll = select.poll()
+        seconds, longest = 0.0, LONGEST_BACKOFF_S if self._num_unexplained < MAX_DEATHS else LOST_BACKOFF_S
+        if self._num_in_row > 1:
+            seconds = min(BACKOFF_S * 2.0 ** min(self._num_in_row - 2, 32), longest)
+        until, poll = time.monotonic() + seconds, select.poll()
         poll.register(self.mailbox.fd, select.POLLIN)
         while not self._is_over() and (left := until - time.monotonic()) > 0:
             poll.poll(min(left, self._wait_s()) * 1000)
@@ -352,11 +340,11 @@ class Supervisor:
         self._turned_s = time.monotonic()
         for command in self.mailbox.take():
             command(self)
-        self.ledger.expire(time.monotonic())
+        self.requests.expire(time.monotonic())
 
     def _is_over(self) -> bool:
         at = self._close_at
-        return at is not None and (not len(self.ledger) or time.monotonic() >= at)
+        return at is not None and (not len(self.requests) or time.monotonic() >= at)
 
     def _wait_s(self) -> float:
         tick = min(TICK_S, self._patience.frozen_s / 4)
@@ -369,17 +357,9 @@ class Supervisor:
                 command(self)
             except Exception:  # none of them may keep open requests from their end
                 log.exception("a command to an engine that has ended failed")
-        self.ledger.end_all(lost)
+        self.requests.end_all(lost)
         if self._spare >= 0:
             os.close(self._spare)
-
-
-def _spare() -> int:
-    """Memory for compiled kernels that no folder can take, kept from one engine to the next; -1: none."""
-    try:
-        return new_memory("plait-kernels")
-    except OSError:
-        return -1
 
 
 def _log_levels() -> dict[str, int]:

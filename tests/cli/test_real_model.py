@@ -37,7 +37,7 @@ def test_ids_and_text_are_the_same_prompt(plait: Run, smollm2: Path) -> None:
 
 def test_verbose_says_which_device_and_why(plait: Run, smollm2: Path) -> None:
     result = plait("generate", "-m", str(smollm2), "-p", "x", "--max-tokens", "1", "--verbose", *GREEDY)
-    assert "plait: device: cpu (asked for)" in result.err
+    assert "plait: device: cpu (requested)" in result.err
     assert "memory: weights" in result.err
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from plait.schedule.costs import StepCosts
-from plait.schedule.speculate import DraftRequest, Speculation
+from plait.schedule.plan import DraftRequest
+from plait.schedule.speculate import Speculation
 from tests.engine.hash_model import HOST, VOCAB, Reader, engine, finish, oracle, prompts, request
 
 
@@ -82,7 +83,7 @@ def speculating(given: Sequence[Sequence[int]], wrong_every: int, **limits: Any)
 
 
 @pytest.mark.parametrize("wrong_every", [2, 3, 5, 1000])
-def test_texts_are_the_same_when_tokens_are_guessed_ahead(wrong_every: int) -> None:
+def test_texts_are_the_same_with_draft_tokens(wrong_every: int) -> None:
     given = prompts(6)
     (e, teacher), reader = speculating(given, wrong_every), Reader()
     for i, prompt in enumerate(given):
@@ -104,7 +105,7 @@ def test_texts_are_the_same_when_tokens_are_guessed_ahead(wrong_every: int) -> N
 
 
 @pytest.mark.parametrize("cut", range(6))
-def test_an_end_inside_a_right_guess_cuts_the_rest(cut: int) -> None:
+def test_end_inside_a_right_draft_cuts_the_rest(cut: int) -> None:
     prompt = [3, 1, 4]
     expected = oracle(prompt, 20)
     stop = expected[8 + cut]

@@ -62,7 +62,7 @@ def test_every_choice_is_what_the_schema_says_and_ends_with_it(front: Front, par
         assert len({choice.text for choice in out.outputs}) == 3
 
 
-def test_a_reply_ends_where_its_grammar_does_whatever_else_was_asked(front: Front) -> None:
+def test_reply_ends_where_its_grammar_does_whatever_else_was_requested(front: Front) -> None:
     asked = {"structured_outputs": {"choice": ["yes", "no"]}}
     for more in ({"ignore_eos": True}, {"min_tokens": 50}, {"logit_bias": {EOS: -100}}):
         (choice,) = run(front, **asked, **more).outputs
@@ -101,7 +101,7 @@ def test_a_grammar_that_cannot_be_kept_is_refused_before_there_is_a_request(
     assert refused.value.param == f"structured_outputs.{next(iter(asked))}"
 
 
-def test_two_wishes_at_once_are_refused(front: Front) -> None:
+def test_two_grammars_at_once_are_rejected(front: Front) -> None:
     with pytest.raises(InvalidField, match="both set"):
         run(front, structured_outputs={"regex": "a", "choice": ["a"]})
 
@@ -168,7 +168,7 @@ def test_a_reply_goes_on_in_a_new_engine_with_what_its_grammar_has_seen(front: F
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 9, "top_k": 0, "top_p": 1.0}])
-def test_guesses_are_cut_by_the_grammar_and_change_no_text(params: dict[str, Any]) -> None:
+def test_drafts_are_cut_by_the_grammar_and_change_no_text(params: dict[str, Any]) -> None:
     texts = []
     prompt = json.dumps({"name": "aaaaaaaa", "age": 1}) * 3
     for speculates in (False, True):
@@ -183,7 +183,7 @@ def test_guesses_are_cut_by_the_grammar_and_change_no_text(params: dict[str, Any
         texts.append([(c.text, c.finish_reason, c.stop_reason) for out in outs for c in out])
         if speculates:
             assert sum(trace.num_accepted_tokens for trace in engine.traces) > 10
-        assert engine.audit() == []
+        assert engine.audit() == ""
         front.close(drain=False)
     assert texts[0] == texts[1]
 
@@ -198,7 +198,7 @@ def texts_of(front: Front, prompts: list[str]) -> list[str]:
     return [collect(stream, None, params).outputs[0].text for stream in streams]
 
 
-def test_who_makes_room_goes_on_where_its_grammar_was(front: Front) -> None:
+def test_preempted_sequence_goes_on_where_its_grammar_was(front: Front) -> None:
     prompts = [f"{name} " * 20 for name in ("one", "two", "six", "ten")]
     wanted = texts_of(front, prompts)
     narrow = engine_front(num_blocks=40)
@@ -225,7 +225,7 @@ def test_a_step_that_fails_costs_a_guided_reply_nothing(
     assert engine_of(front).metrics.num_failed_steps == 2
 
 
-def test_a_sequence_whose_grammar_is_compiled_waits_and_others_go_on(front: Front) -> None:
+def test_sequence_waits_for_its_grammar_and_others_go_on(front: Front) -> None:
     made: list[GrammarGuide] = []
 
     def slow(request: Request) -> list[GrammarGuide | None]:

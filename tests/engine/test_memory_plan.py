@@ -62,14 +62,14 @@ def test_the_limit_is_kept_and_used(limit: int) -> None:
     assert sizing.num_blocks["full"] - 1 >= -(-sizing.max_model_len // 4)
 
 
-def test_a_length_nobody_asked_for_is_made_shorter_with_a_note() -> None:
+def test_default_length_is_made_shorter_with_a_note() -> None:
     sizing = size({"a": FULL}, memory_limit=11 * 512)
     assert sizing.max_model_len == 40
     assert sizing.num_blocks == {"full": 11}
     assert "max_model_len is 40 instead of 64" in sizing.notes[0]
 
 
-def test_a_length_that_was_asked_for_is_honoured_or_refused_with_the_way_out() -> None:
+def test_requested_length_is_honoured_or_rejected_with_the_way_out() -> None:
     with pytest.raises(OutOfMemory) as error:
         size({"a": FULL, "c": SLOT}, max_model_len=64, memory_limit=8000)
     text = str(error.value)
@@ -81,7 +81,7 @@ def test_a_length_that_was_asked_for_is_honoured_or_refused_with_the_way_out() -
     assert size({"a": FULL, "c": SLOT}, max_model_len=64, memory_limit=9504).max_model_len == 64
 
 
-def test_slots_that_do_not_fit_at_all_are_an_error_even_if_nothing_was_asked() -> None:
+def test_slots_that_do_not_fit_are_an_error_even_by_default() -> None:
     with pytest.raises(OutOfMemory, match=r"windows and slots for 3 sequences"):
         size({"a": FULL, "c": SLOT}, memory_limit=700)
     with pytest.raises(OutOfMemory, match=r"Start with a --memory-limit of at least \d+$"):
@@ -112,7 +112,7 @@ def test_the_scheduler_has_exactly_this_memory() -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("max_len", [5, 30, 31, 64, 200])
-def test_every_sequence_of_the_longest_length_runs_beside_all_others(max_len: int, causal: bool) -> None:
+def test_every_sequence_of_the_longest_length_runs_with_all_others(max_len: int, causal: bool) -> None:
     """With memory sized by need, no sequence is ever preempted."""
     from plait.request import SamplingParams
     from plait.schedule.plan import Sampled
@@ -144,7 +144,7 @@ def test_snapshots_take_a_quarter_of_the_limit_at_most_and_nothing_from_a_longes
     assert size({"a": FULL}).num_snapshots == 0
 
 
-def test_host_memory_is_what_all_sequences_need_or_a_share_of_what_is_free_or_what_was_asked_for() -> None:
+def test_host_memory_is_what_all_sequences_need_or_a_share_of_free_memory_or_the_option() -> None:
     each = sequence_nbytes(HYBRID, "float32", 64, 4)
     assert size().host_nbytes == 3 * each
     assert size(free=8 * each).host_nbytes == 2 * each
@@ -164,7 +164,7 @@ def test_the_start_up_table_adds_up() -> None:
         "weights",
         "paged state, full",
         "paged state, window:20",
-        "state of fixed size",
+        "recurrent state",
         "snapshots of it",
         "total",
     ]

@@ -160,7 +160,7 @@ def test_two_engines_count_apart() -> None:
     assert read(other)["plait_steps_total"] == 0
 
 
-def test_a_scrape_beside_the_running_engine_is_of_one_piece() -> None:
+def test_scrape_of_a_running_engine_is_consistent() -> None:
     """A histogram's buckets never fall and its count is the last of them, whatever is observed meanwhile."""
     metrics, stop = Metrics(Books()), threading.Event()
 

@@ -258,10 +258,10 @@ def test_a_deadline_passes_while_the_engine_is_busy_with_others() -> None:
         assert boxes[0].wait()[-1].finish_reason == "cancelled"
 
 
-def test_books_are_checked_once_after_work_and_not_while_nothing_changes(
+def test_engine_audits_block_tables_once_after_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("plait.engine.idle_audit.AUDIT_AFTER_S", 0.01)
+    monkeypatch.setattr("plait.engine.core.AUDIT_AFTER_S", 0.01)
     with running() as (loop, _):
         threads: list[str] = []
         check = loop.engine.scheduler.check
@@ -281,10 +281,10 @@ def test_books_are_checked_once_after_work_and_not_while_nothing_changes(
         assert loop.engine.metrics.num_repairs == 0
 
 
-def test_wrong_books_are_mended_in_an_idle_moment_and_the_engine_goes_on(
+def test_idle_engine_repairs_wrong_block_tables(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("plait.engine.idle_audit.AUDIT_AFTER_S", 0.01)
+    monkeypatch.setattr("plait.engine.core.AUDIT_AFTER_S", 0.01)
     with running(max_num_seqs=2) as (loop, _):
         slots = loop.engine.scheduler.memory.pools.slots
         assert slots is not None
@@ -300,13 +300,13 @@ def test_wrong_books_are_mended_in_an_idle_moment_and_the_engine_goes_on(
     assert any(r.name == "plait.engine" and r.levelname == "ERROR" for r in caplog.records)
 
 
-def test_books_that_cannot_be_mended_end_nobody(
+def test_failed_repair_of_block_tables_ends_no_request(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken() -> list[str]:
         raise RuntimeError("torn beyond repair")
 
-    monkeypatch.setattr("plait.engine.idle_audit.AUDIT_AFTER_S", 0.01)
+    monkeypatch.setattr("plait.engine.core.AUDIT_AFTER_S", 0.01)
     with running() as (loop, _):
         monkeypatch.setattr(loop.engine.scheduler, "check", broken)
         monkeypatch.setattr(loop.engine.scheduler, "repair", broken)
@@ -314,7 +314,7 @@ def test_books_that_cannot_be_mended_end_nobody(
             box = Mailbox()
             loop.submit(request(name), box)
             assert box.wait()[-1].finish_reason == "length"
-            until(lambda: "could not be mended" in caplog.text)
+            until(lambda: "could not be repaired" in caplog.text)
         assert loop.healthy
 
 

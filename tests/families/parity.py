@@ -14,7 +14,7 @@ from plait.families.resolve import resolve
 from plait.memory import block_groups
 from plait.model.decoder import Decoder
 from plait.quant.weight import as_tensor
-from plait.runner.inputs import build_batch
+from plait.runner.runner import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 

@@ -18,8 +18,8 @@ from plait.request import SamplingParams
 from plait.runner.draft import DraftMemory, DraftModel
 from plait.runner.graphs import Capacity
 from plait.runner.runner import ModelRunner
-from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow, StepPlan
-from plait.schedule.speculate import DraftRequest, Proposer
+from plait.schedule.plan import DraftRequest, Sampled, SamplingBatch, SamplingRow, StepPlan
+from plait.schedule.speculate import Proposer
 from plait.state.store import StateStore
 from tests.families import tiny
 from tests.runner.recordings import loaded
@@ -129,7 +129,7 @@ def prompt(count: int, seed: int = 0) -> list[int]:
     return [rng.randrange(97) for _ in range(count)]
 
 
-def test_it_is_a_proposer_whose_steps_are_recorded(models: Mapping[str, Loaded]) -> None:
+def test_draft_model_is_a_proposer_with_recorded_steps(models: Mapping[str, Loaded]) -> None:
     b = bench(models["llama"])
     proposer: Proposer = b.draft
     assert proposer.propose([]) == {}
@@ -138,7 +138,7 @@ def test_it_is_a_proposer_whose_steps_are_recorded(models: Mapping[str, Loaded])
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", NAMES)
-def test_guesses_are_what_the_model_says_by_itself(
+def test_drafts_are_what_the_model_generates_alone(
     name: str, params: SamplingParams, models: Mapping[str, Loaded]
 ) -> None:
     b = bench(models[name])
@@ -178,7 +178,7 @@ def test_sequences_side_by_side_do_not_meet(name: str, models: Mapping[str, Load
             text += [*found[n][:accepted], rng.randrange(97)]
 
 
-def test_guessing_costs_one_pass_and_one_for_each_token_more(models: Mapping[str, Loaded]) -> None:
+def test_draft_costs_one_pass_and_one_for_each_token_more(models: Mapping[str, Loaded]) -> None:
     b = bench(models["bamba"])
     text = prompt(9)
     text += [*b.ask(text, 5), 3]
@@ -189,7 +189,7 @@ def test_guessing_costs_one_pass_and_one_for_each_token_more(models: Mapping[str
     assert [chunk.token_ids for chunk in b.runner.plans[0].chunks if chunk.seq_id == 1] == [tuple(text[-2:])]
 
 
-def test_a_long_prompt_is_computed_in_pieces_of_several_calls(models: Mapping[str, Loaded]) -> None:
+def test_long_prompt_is_computed_in_chunks_of_several_calls(models: Mapping[str, Loaded]) -> None:
     for name in ("bamba", "mistral"):
         b, text = bench(models[name]), prompt(40)
         assert b.ask(text) == b.ask(text) == ()
@@ -197,7 +197,7 @@ def test_a_long_prompt_is_computed_in_pieces_of_several_calls(models: Mapping[st
         assert max(plan.num_tokens for plan in b.runner.plans) == 16
 
 
-def test_a_long_prompt_does_not_keep_others_from_guesses(models: Mapping[str, Loaded]) -> None:
+def test_long_prompt_does_not_keep_others_from_drafts(models: Mapping[str, Loaded]) -> None:
     b, short, long = bench(models["bamba"]), prompt(6), prompt(50, 1)
     b.ask(short)
     short.append(4)
@@ -206,7 +206,9 @@ def test_a_long_prompt_does_not_keep_others_from_guesses(models: Mapping[str, Lo
 
 
 @pytest.mark.parametrize("name", ["llama", "bamba"])
-def test_asked_again_it_says_the_same_and_computes_nothing(name: str, models: Mapping[str, Loaded]) -> None:
+def test_repeated_request_gives_the_same_draft_and_computes_nothing(
+    name: str, models: Mapping[str, Loaded]
+) -> None:
     b, text = bench(models[name]), prompt(9)
     guesses = b.ask(text, 5)
     b.runner.plans.clear()
@@ -227,7 +229,7 @@ def test_other_tokens_under_the_same_id_are_computed_anew(
     assert b.ask(other) == b.alone(other)
 
 
-def test_sequences_beyond_the_places_get_no_guesses_until_one_is_free(models: Mapping[str, Loaded]) -> None:
+def test_sequences_beyond_the_places_get_no_drafts_until_one_is_free(models: Mapping[str, Loaded]) -> None:
     b = bench(models["bamba"], places=2)
     texts = {n: prompt(6, n) for n in (1, 2, 3)}
     everybody = [DraftRequest(n, texts[n], 2, GREEDY, 7) for n in texts]
@@ -255,7 +257,7 @@ def test_the_place_that_was_not_used_for_longest_is_given_away(models: Mapping[s
 
 
 @pytest.mark.parametrize("name", ["llama", "bamba"])
-def test_a_sequence_longer_than_a_place_gets_no_guesses(name: str, models: Mapping[str, Loaded]) -> None:
+def test_sequence_longer_than_a_place_gets_no_draft(name: str, models: Mapping[str, Loaded]) -> None:
     b, text = bench(models[name], max_len=32, step=32), prompt(30)
     assert b.ask(text, 8) == b.alone(text, 3)
     text += [1, 2]

@@ -20,7 +20,7 @@ from plait.kernels.cpu.runtime.executor import Executor
 from plait.loading.build import Loaded
 from plait.memory import PagedState, block_groups
 from plait.runner.graphs import Capacity, StaticBatch, ViewsOnly, record_step
-from plait.runner.inputs import build_batch
+from plait.runner.runner import build_batch
 from plait.runner.sampler import Sampler
 from plait.schedule.plan import Chunk, StepPlan
 from tests.families import tiny, tiny_attention, tiny_ssm

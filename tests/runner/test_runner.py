@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from plait.errors import EngineError
 from plait.loading.build import Loaded
 from plait.memory import has_slots
 from plait.runner.graphs import Capacity
-from plait.runner.runner import ModelRunner
+from plait.runner.runner import ModelRunner, add_pooled
 from plait.schedule.plan import (
     Chunk,
     CopyBlock,
@@ -335,14 +336,14 @@ def test_moves_are_made_in_order_and_before_fresh_slots_are_zeroed(one: Loaded) 
     )  # fmt: skip
     assert runner.execute(StepPlan(1, (), moves, fresh=(4,)), SamplingBatch(())) == []
     assert store.calls == [
-        ("copy_slots", [(1, 2), (2, 3)]),
-        ("copy_blocks", 0, [(4, 5), (5, 6)]),
-        ("copy_blocks", 1, [(7, 8)]),
-        ("copy_slots", [(3, 4)]),
+        ("copy_rows", -1, [(1, 2), (2, 3)]),
+        ("copy_rows", 0, [(4, 5), (5, 6)]),
+        ("copy_rows", 1, [(7, 8)]),
+        ("copy_rows", -1, [(3, 4)]),
         ("save", 9, ((1, 2), ()), 3),
         ("drop", 9),
         ("load", 8, ((3,), (4,)), 0),
-        ("copy_blocks", 0, [(1, 2)]),
+        ("copy_rows", 0, [(1, 2)]),
         ("zero_slots", (4,)),
     ]
 
@@ -351,3 +352,21 @@ def test_a_plan_that_loads_what_was_never_saved_fails_by_name(one: Loaded) -> No
     moves = (Load(404, tuple(() for _ in one.runner.groups), 0),)
     with pytest.raises(EngineError, match="nothing is saved as 404"):
         one.runner.execute(StepPlan(1, (), moves), SamplingBatch(()))
+
+
+def pooled_chunk(num_tokens: int, num_pooled: int) -> Chunk:
+    fields = dict(seq_id=1, start=0, token_ids=(0,) * num_tokens, blocks=(), slot=0, num_logits=0)
+    return Chunk(**fields, num_pooled=num_pooled)  # type: ignore[arg-type]
+
+
+def test_add_pooled_sums_the_last_rows_of_a_chunk() -> None:
+    hidden = torch.arange(10.0).view(5, 2)
+    found = add_pooled(StepPlan(1, (pooled_chunk(2, 1), pooled_chunk(3, 2))), hidden, [Sampled(), Sampled()])
+    assert [answer.pooled for answer in found] == [(2.0, 3.0), (6.0 + 8.0, 7.0 + 9.0)]
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_add_pooled_rejects_a_sum_that_is_no_number(broken: float) -> None:
+    hidden = torch.full((2, 4), broken)
+    with pytest.raises(EngineError, match="hidden states are no numbers"):
+        add_pooled(StepPlan(1, (pooled_chunk(2, 2),)), hidden, [Sampled()])

@@ -315,7 +315,7 @@ def test_a_greedy_choice_is_the_best_alternative_to_the_bit() -> None:
         assert len(values) == 3
 
 
-def test_no_alternatives_asked_is_the_chosen_token_only() -> None:
+def test_without_alternatives_only_the_chosen_token_is_reported() -> None:
     (sampled,) = answer(random_logits(1), row(logprobs=0))
     assert sampled.logprobs is not None
     assert sampled.logprobs[0].top == ()
@@ -362,7 +362,7 @@ def test_broken_logits_are_an_error_and_not_a_token(value: float, temperature: f
 
 
 def test_too_few_rows_of_logits_are_an_error() -> None:
-    with pytest.raises(EngineError, match=r"1 rows of logits for 2 asked"):
+    with pytest.raises(EngineError, match=r"1 rows of logits, and 2 are requested"):
         answer(random_logits(1), row(num_logits=2))
 
 

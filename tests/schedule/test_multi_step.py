@@ -41,30 +41,34 @@ def commit(s: Scheduler, plan: StepPlan, *tokens: tuple[int, ...]) -> list[Updat
     return updates
 
 
-def test_sequences_that_nobody_watches_decode_several_steps_at_once() -> None:
+def test_sequences_that_are_not_streamed_decode_several_steps_at_once() -> None:
     s = world()
     plan = decoding(s, unseen(1), unseen(2))
     assert (plan.num_steps, plan.num_tokens) == (8, 2)
     assert all(len(chunk.blocks[0]) == 4 for chunk in plan.chunks), "blocks of 4 for 14 tokens"
     first, second = commit(s, plan, tuple(range(20, 28)), tuple(range(30, 38)))
-    assert (first.token_ids, second.token_ids) == (tuple(range(20, 28)), tuple(range(30, 38)))
+    assert (first.event.token_ids, second.event.token_ids) == (tuple(range(20, 28)), tuple(range(30, 38)))
     assert (first.num_drafted, first.num_accepted) == (0, 0)
     assert [c.start for c in planned(s).chunks] == [14, 14]
 
 
-def test_the_last_steps_are_as_many_as_tokens_are_wanted() -> None:
+def test_last_steps_are_as_many_as_the_missing_tokens() -> None:
     s = world()
     plan = decoding(s, unseen(1, max_tokens=4), unseen(2))
     assert plan.num_steps == 3
     first, _ = commit(s, plan, (1, 2, 3), (1, 2, 3))
-    assert (first.token_ids, first.finish_reason) == ((1, 2, 3), "length")
+    assert (first.event.token_ids, first.event.finish_reason) == ((1, 2, 3), "length")
 
 
 def test_what_follows_a_stop_token_is_dropped_and_its_memory_is_given_back() -> None:
     s = world(cache=None)
     plan = decoding(s, unseen(1, stops=frozenset({9})))
     (update,) = commit(s, plan, (5, 9, 6, 7, 8, 5, 5, 5))
-    assert (update.token_ids, update.finish_reason, update.stop_token_id) == ((5,), "stop", 9)
+    assert (update.event.token_ids, update.event.finish_reason, update.event.stop_token_id) == (
+        (5,),
+        "stop",
+        9,
+    )
     stats = s.stats()
     assert stats["num_free_blocks"] + stats["num_cached_blocks"] == stats["num_blocks"]
 
@@ -82,7 +86,7 @@ def test_one_that_is_looked_at_between_two_steps_has_one_after_the_other(options
     assert decoding(world(), unseen(1, **options), unseen(2)).num_steps == 1
 
 
-def test_so_have_all_while_somebody_waits_or_a_prompt_is_computed() -> None:
+def test_one_step_at_a_time_while_a_request_waits_or_a_prompt_is_computed() -> None:
     s = world(max_num_seqs=1)
     assert decoding(s, unseen(1), unseen(2)).num_steps == 1
     s = world()
@@ -91,7 +95,7 @@ def test_so_have_all_while_somebody_waits_or_a_prompt_is_computed() -> None:
     assert plan.num_steps == 1
 
 
-def test_so_have_those_with_state_of_fixed_size_and_suspects() -> None:
+def test_one_step_at_a_time_with_recurrent_state_and_for_suspects() -> None:
     assert decoding(world(slots=True), unseen(1)).num_steps == 1
     s = world()
     decoding(s, unseen(1), unseen(2))
@@ -117,7 +121,7 @@ def test_nothing_is_known_about_costs_before_the_first_step() -> None:
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
-def test_nobody_and_nothing_makes_room_for_steps_of_only_some(groups: Any) -> None:
+def test_steps_ahead_are_for_all_sequences_or_for_none(groups: Any) -> None:
     """Three sequences of 3 blocks, one of 12 left for six more each, and a prompt of two blocks is cached."""
     s = world(blocks=13, groups=groups)
     s.add(sequence(9, 9, 1))
@@ -133,7 +137,7 @@ def test_nobody_and_nothing_makes_room_for_steps_of_only_some(groups: Any) -> No
     assert all(n == -(-chunk.end // 4) for n, chunk in zip(tables, plan.chunks, strict=False)), tables
 
 
-def test_a_first_token_is_told_when_it_is_there() -> None:
+def test_first_token_is_emitted_at_once() -> None:
     """Its prompt was known but for the last token: what is left looks like a decode."""
     s = world()
     s.add(sequence(1, list(range(9)), 1))
@@ -147,7 +151,7 @@ def test_a_first_token_is_told_when_it_is_there() -> None:
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
-def test_nobody_makes_room_for_steps_ahead(groups: Any) -> None:
+def test_no_sequence_is_preempted_for_steps_ahead(groups: Any) -> None:
     """Two sequences of 7 tokens: 7 tokens more of each would be 8 blocks, and there are 6."""
     s = world(blocks=7, groups=groups)
     plan = decoding(s, unseen(1, 7, 8), unseen(2, 7, 8))

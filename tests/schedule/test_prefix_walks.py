@@ -141,7 +141,7 @@ def test_a_saved_copy_that_a_failed_step_should_have_dropped_is_dropped_later() 
     assert world.device.num_moves[Save] > 0
 
 
-def test_blocks_that_a_wrong_draft_had_need_no_room_when_its_sequence_comes_back() -> None:
+def test_blocks_of_a_wrong_draft_are_not_needed_when_its_sequence_resumes() -> None:
     size = Size(num_blocks=7, num_seqs=2, budget=24, max_model_len=26, host_nbytes=100_000)
     world = World(SHAPES["full"], size)
     for trunk, length in ((1, 6), (2, 12)):
@@ -170,7 +170,7 @@ def test_blocks_that_wrong_drafts_had_are_there_for_the_next_request(shape: str)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_books_that_were_spoiled_are_mended_and_no_text_is_wrong(shape: str) -> None:
+def test_repair_of_wrong_block_tables_changes_no_text(shape: str) -> None:
     rng = random.Random(shape)
     world = World(SHAPES[shape], Size(num_blocks=16, host_nbytes=1000))
     spoiled = 0
@@ -224,7 +224,7 @@ def test_a_prompt_is_computed_once_for_all_choices(shape: str, shares: bool) -> 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_with_room_for_all_a_conversation_computes_every_token_once(shape: str) -> None:
+def test_conversation_computes_every_token_once_if_all_fits(shape: str) -> None:
     size = Size(num_blocks=200, num_spare_slots=50, budget=64, max_model_len=100)
     world = World(SHAPES[shape], size)
     text, extra = branch(0, 24, 0, 17), (1, 2, 3, 4, 0, 1)

@@ -10,7 +10,7 @@ from tests.schedule.walk import SHAPES, Size, Wish, World, wander
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_everybody_is_served_with_the_right_tokens_and_nothing_is_shared(shape: str) -> None:
+def test_every_sequence_gets_its_own_tokens_and_nothing_is_shared(shape: str) -> None:
     rng = random.Random(shape)
     size = Size(num_blocks=rng.randint(10, 14), num_seqs=3, budget=rng.randint(6, 20), shares=False)
     world = World(SHAPES[shape], size)

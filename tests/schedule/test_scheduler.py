@@ -74,7 +74,7 @@ def test_nothing_to_do_is_no_plan() -> None:
     assert scheduler().plan() is None
 
 
-def test_a_prompt_longer_than_the_budget_is_computed_in_pieces_and_only_the_last_has_logits() -> None:
+def test_prompt_longer_than_the_budget_is_cut_into_chunks_and_only_the_last_has_logits() -> None:
     s = scheduler()
     s.add(sequence(1, 40))
     seen = []
@@ -83,7 +83,7 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_pieces_and_only_the_last
         seen += [(c.start, c.end, c.num_logits) for c in plan.chunks]
         updates = run(s, plan)
     assert seen == [(0, 16, 0), (16, 32, 0), (32, 40, 1)]
-    assert [u.token_ids for u in updates] == [(7,)]
+    assert [u.event.token_ids for u in updates] == [(7,)]
     assert shape(planned(s)) == [(1, 40, 41)]
 
 
@@ -97,7 +97,7 @@ def test_decodes_come_first_and_never_wait_for_a_prompt() -> None:
     assert shape(planned(s)) == [(1, 40, 41), (2, 3, 4)]
 
 
-def test_a_late_decode_stands_before_an_earlier_prompt_in_the_plan() -> None:
+def test_late_decode_comes_before_an_earlier_prompt_in_the_plan() -> None:
     s = scheduler(max_num_batched_tokens=8)
     s.add(sequence(1, 4, max_tokens=30))
     run(s, planned(s))
@@ -243,7 +243,7 @@ def test_the_end_of_generation_token_ends_and_is_not_output() -> None:
     s.add(sequence(1, 2, stops=frozenset({9})))
     run(s, planned(s))
     (update,) = run(s, planned(s), token=9)
-    assert (update.token_ids, update.finish_reason, update.stop_token_id) == ((), "stop", 9)
+    assert (update.event.token_ids, update.event.finish_reason, update.event.stop_token_id) == ((), "stop", 9)
     assert not s.has_work
 
 
@@ -255,15 +255,15 @@ def test_min_tokens_forbids_the_end_until_then() -> None:
     run(s, plan)
     plan = planned(s)
     assert s.sampling(plan).rows[0].stop_token_ids == frozenset()
-    assert run(s, plan, token=9)[0].finish_reason == "stop"
+    assert run(s, plan, token=9)[0].event.finish_reason == "stop"
 
 
 def test_the_last_token_is_reported_with_its_reason() -> None:
     s = scheduler()
     s.add(sequence(1, 3, max_tokens=2))
-    assert run(s, planned(s))[0].finish_reason is None
+    assert run(s, planned(s))[0].event.finish_reason is None
     (update,) = run(s, planned(s))
-    assert (update.token_ids, update.finish_reason) == ((7,), "length")
+    assert (update.event.token_ids, update.event.finish_reason) == ((7,), "length")
 
 
 def logprob(token_id: int) -> TokenLogprobs:
@@ -291,10 +291,10 @@ def test_a_scored_prompt_has_every_token_after_the_first_once(prompt: int, max_t
     seq = sequence(0, prompt, max_tokens, params={"prompt_logprobs": 0}, wants_prompt_logprobs=True)
     s.add(seq)
     updates = score(s)
-    assert updates[0].prompt_logprobs == tuple(map(logprob, range(1, prompt)))
-    assert all(u.prompt_logprobs is None for u in updates[1:])
-    assert [t for u in updates for t in u.token_ids] == [7] * max_tokens
-    assert updates[-1].finish_reason == "length"
+    assert updates[0].event.prompt_logprobs == tuple(map(logprob, range(1, prompt)))
+    assert all(u.event.prompt_logprobs is None for u in updates[1:])
+    assert [t for u in updates for t in u.event.token_ids] == [7] * max_tokens
+    assert updates[-1].event.finish_reason == "length"
 
 
 def test_a_preempted_scoring_goes_on_where_it_was() -> None:
@@ -310,7 +310,7 @@ def test_a_preempted_scoring_goes_on_where_it_was() -> None:
     plan = planned(s)
     assert (plan.chunks[0].start, plan.chunks[0].num_logits) == (0, 0)  # these were scored before
     s.commit(plan, [])
-    assert score(s)[0].prompt_logprobs == tuple(map(logprob, range(1, 40)))
+    assert score(s)[0].event.prompt_logprobs == tuple(map(logprob, range(1, 40)))
 
 
 def test_after_a_failed_step_sequences_run_alone_until_each_has_given_a_token() -> None:
@@ -331,7 +331,7 @@ def test_after_a_failed_step_sequences_run_alone_until_each_has_given_a_token() 
     assert shape(planned(s)) == [(1, 4, 5), (2, 4, 5), (3, 4, 5), (4, 0, 3)]
 
 
-def test_suspects_that_do_not_fit_beside_the_cleared_wait_for_them() -> None:
+def test_suspects_that_do_not_fit_with_the_cleared_wait_for_them() -> None:
     s = scheduler(blocks=5)
     for i in (1, 2):
         s.add(sequence(i, 7, max_tokens=8))
@@ -341,7 +341,7 @@ def test_suspects_that_do_not_fit_beside_the_cleared_wait_for_them() -> None:
     finished = []
     while s.has_work:
         plan = planned(s)
-        finished += [u.seq_id for u in run(s, plan) if u.finish_reason]
+        finished += [u.seq_id for u in run(s, plan) if u.event.finish_reason]
     assert finished == [1, 2]
 
 
@@ -394,7 +394,7 @@ def test_history_is_given_to_the_sampler_only_for_penalties() -> None:
     assert (first.history, second.history, second.prompt_len, second.position) == ((), (5, 6, 7), 2, 3)
 
 
-def test_prompts_of_a_model_with_slots_are_cut_where_a_snapshot_is_wanted() -> None:
+def test_prompts_of_a_model_with_slots_are_cut_where_a_snapshot_is_needed() -> None:
     s = scheduler(slots=True, max_num_batched_tokens=32)
     s.add(sequence(1, 20, boundaries=(7, 19, 40)))
     seen = []
@@ -487,7 +487,7 @@ def test_a_lower_priority_number_runs_first_and_waiting_makes_up_for_it() -> Non
     s.add(sequence(4, 3, priority=0))  # one level is worth half a minute
     order = []
     while s.has_work:
-        order += [u.seq_id for u in run(s, planned(s)) if u.finish_reason]
+        order += [u.seq_id for u in run(s, planned(s)) if u.event.finish_reason]
     assert order == [3, 2, 1, 4]
 
 
@@ -506,7 +506,7 @@ def test_prompts_are_cut_so_that_running_replies_do_not_wait_too_long() -> None:
     assert 45 <= plan.num_tokens <= 50
 
 
-def test_a_running_reply_that_nobody_sees_before_its_end_cuts_no_prompt() -> None:
+def test_reply_that_is_not_streamed_cuts_no_prompt() -> None:
     costs = StepCosts()
     for tokens in (1, 64, 128) * 9:
         costs.observe(tokens, 0.001 * tokens)
@@ -523,7 +523,7 @@ def test_a_running_reply_that_nobody_sees_before_its_end_cuts_no_prompt() -> Non
     assert 45 <= planned(s).num_tokens <= 50  # the third is streamed
 
 
-def test_a_sequence_that_makes_room_is_saved_or_computed_again_whichever_is_quicker() -> None:
+def test_preempted_sequence_is_saved_or_computed_again_whichever_is_faster() -> None:
     for byte_s, swaps in ((1e-9, 1), (1.0, 0)):
         costs = StepCosts()
         costs.observe(8, 0.01)
@@ -536,14 +536,14 @@ def test_a_sequence_that_makes_room_is_saved_or_computed_again_whichever_is_quic
         while s.has_work:
             plan = planned(s)
             moves += [type(move) for move in plan.moves]
-            finished += [u.seq_id for u in run(s, plan) if u.finish_reason]
+            finished += [u.seq_id for u in run(s, plan) if u.event.finish_reason]
         assert finished == [1, 2]
         assert (s.num_preemptions, s.num_swaps) == (1, swaps)
         assert moves == [Save, Load, Drop] * swaps
         assert s.stats()["host_nbytes"] == 0
 
 
-def test_right_guesses_count_and_wrong_ones_are_computed_again() -> None:
+def test_right_draft_tokens_count_and_wrong_ones_are_computed_again() -> None:
     for slots in (True, False):
         s = scheduler(slots=slots)
         s.add(sequence(1, 5, max_tokens=12))
@@ -556,7 +556,7 @@ def test_right_guesses_count_and_wrong_ones_are_computed_again() -> None:
         assert (row.num_samples, row.position, row.draft) == (4, 6, (7, 7, 8))
         (update,) = s.commit(plan, [Sampled((7, 7, 7, 9))])
         s.check()
-        assert (update.token_ids, update.num_drafted, update.num_accepted) == ((7, 7, 7), 3, 2)
+        assert (update.event.token_ids, update.num_drafted, update.num_accepted) == ((7, 7, 7), 3, 2)
         # Recurrent state cannot be cut: the tokens that were right are computed again.
         assert shape(planned(s)) == [(1, 5, 9) if slots else (1, 8, 9)]
 
@@ -569,7 +569,11 @@ def test_an_end_inside_of_a_draft_cuts_the_rest() -> None:
     plan = s.plan({1: (7, 9, 7)})
     assert plan is not None
     (update,) = s.commit(plan, [Sampled((7, 9, 7, 7))])
-    assert (update.token_ids, update.finish_reason, update.stop_token_id) == ((7,), "stop", 9)
+    assert (update.event.token_ids, update.event.finish_reason, update.event.stop_token_id) == (
+        (7,),
+        "stop",
+        9,
+    )
     s.check()
     assert not s.running
 
@@ -581,9 +585,9 @@ def test_memory_that_was_lost_is_found_by_a_repair() -> None:
     s.memory.pools.blocks[0].take(2)  # a fault of ours
     with pytest.raises(AssertionError):
         s.check()
-    assert "references" in s.repair()[0]
+    assert "references" in s.repair()
     s.check()
-    assert s.repair() == []
+    assert s.repair() == ""
     while s.has_work:
         run(s, planned(s))
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from plait.request import SamplingParams
 from plait.schedule.costs import StepCosts
+from plait.schedule.plan import DraftRequest
 from plait.schedule.sequence import TokenSequence
-from plait.schedule.speculate import DraftRequest, NgramProposer, Proposer, Speculation
+from plait.schedule.speculate import NgramProposer, Proposer, Speculation
 
 PARAMS = SamplingParams(temperature=0.0)
 PATTERN = (5, 1, 4, 1, 3, 9, 2, 6, 8, 7)
@@ -186,7 +187,7 @@ def test_a_proposal_is_what_followed_the_longest_match(tokens: list[int], limit:
 # The controller
 
 
-def test_text_that_repeats_itself_is_guessed_as_far_as_allowed() -> None:
+def test_repeated_text_is_drafted_as_far_as_allowed() -> None:
     speculation = Speculation(NgramProposer(), measured(flat), 8)
     seq, text = sequence(repetitive_text(60)), repetitive_text(1000)
     steps = 0
@@ -194,12 +195,12 @@ def test_text_that_repeats_itself_is_guessed_as_far_as_allowed() -> None:
         advance(speculation, [seq], {1: text})
         steps += 1
     assert steps < 840 / 5
-    assert speculation.counts["num_accepted_tokens"] > 0.95 * speculation.counts["num_drafted_tokens"] > 0
+    assert speculation.num_accepted > 0.95 * speculation.num_drafted > 0
     assert len(advance(speculation, [seq], {1: text})[1]) == 8
 
 
 @pytest.mark.parametrize("cost", [flat, steep])
-def test_where_guesses_are_wrong_there_are_fewer_and_fewer(cost: Callable[[float], float]) -> None:
+def test_wrong_drafts_become_rarer(cost: Callable[[float], float]) -> None:
     text = {1: random_text(6000)}
     speculation, seq = Speculation(Oracle(text, 0.0), measured(cost), 8), sequence(text[1][:10])
     early = drafted_by(speculation, seq, text[1], 500)
@@ -208,7 +209,7 @@ def test_where_guesses_are_wrong_there_are_fewer_and_fewer(cost: Callable[[float
     assert late > 0
 
 
-def test_guessing_comes_back_when_the_text_repeats_itself() -> None:
+def test_drafts_come_back_when_the_text_repeats_itself() -> None:
     text = random_text(700) + repetitive_text(1500)
     speculation, seq = Speculation(Oracle({1: text}, 0.0), measured(flat), 8), sequence(text[:10])
     drafted_by(speculation, seq, text, 700)
@@ -218,7 +219,7 @@ def test_guessing_comes_back_when_the_text_repeats_itself() -> None:
     assert len(last[1]) == 8
 
 
-def test_good_guesses_are_dropped_where_rows_cost_too_much() -> None:
+def test_good_drafts_are_dropped_where_rows_cost_too_much() -> None:
     text = {1: random_text(1000)}
     for cost, pays in ((flat, True), (steep, False)):
         oracle = Oracle(text, 0.6)
@@ -244,7 +245,7 @@ def test_the_chosen_length_is_close_to_the_best(chance: float, slope: float) -> 
     assert 3890 / seconds > 0.88 * max(speed(length) for length in range(9))
 
 
-def test_the_time_that_guessing_takes_counts() -> None:
+def test_time_of_the_proposer_counts() -> None:
     now = [0.0]
 
     class Slow(Oracle):
@@ -260,7 +261,7 @@ def test_the_time_that_guessing_takes_counts() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_a_proposer_that_is_always_right_and_too_slow_is_hardly_asked(count: int) -> None:
+def test_proposer_that_is_always_right_and_too_slow_is_hardly_called(count: int) -> None:
     """A probe that was right and did not pay was once followed by another at every step."""
     now = [0.0]
 
@@ -281,7 +282,7 @@ def test_a_proposer_that_is_always_right_and_too_slow_is_hardly_asked(count: int
     assert speculation.num_drafted - early <= count * 30
 
 
-def test_guesses_side_by_side_pay_though_the_first_few_do_not() -> None:
+def test_drafts_side_by_side_pay_though_the_first_few_do_not() -> None:
     """One pass of a draft model serves all sequences: it is worth it for many of them, not for a few."""
     now = [0.0]
 
@@ -299,7 +300,7 @@ def test_guesses_side_by_side_pay_though_the_first_few_do_not() -> None:
     assert len(drafts) == 16
 
 
-def test_replays_make_guesses_dearer() -> None:
+def test_replays_make_drafts_more_expensive() -> None:
     text = {1: random_text(3000)}
     costs = measured(lambda tokens: 1.0 + 0.2 * tokens)
     plain = Speculation(Oracle(text, 0.55), costs, 8)
@@ -308,7 +309,7 @@ def test_replays_make_guesses_dearer() -> None:
     assert drafted[1] < drafted[0]
 
 
-def test_guesses_go_to_the_sequence_where_they_are_right() -> None:
+def test_drafts_go_to_the_sequence_where_they_are_right() -> None:
     text = {n: random_text(3000, n) for n in (1, 2)}
     sure, unsure = Oracle(text, 1.0), Oracle(text, 0.1)
 
@@ -332,7 +333,7 @@ def test_guesses_go_to_the_sequence_where_they_are_right() -> None:
     assert sum(lengths[2]) < 30
 
 
-def test_other_rows_that_are_paid_anyway_do_not_keep_from_guessing() -> None:
+def test_other_rows_that_are_computed_anyway_do_not_prevent_drafts() -> None:
     text = {1: random_text(500)}
     speculation = Speculation(Oracle(text, 1.0), measured(flat), 8)
     seq = sequence(text[1][:10])
@@ -341,7 +342,7 @@ def test_other_rows_that_are_paid_anyway_do_not_keep_from_guessing() -> None:
     assert len(speculation.drafts([seq], 400)[1]) == 8
 
 
-def test_without_measured_costs_guesses_are_few() -> None:
+def test_without_measured_costs_drafts_are_short() -> None:
     text = {1: random_text(500)}
     speculation, seq = Speculation(Oracle(text, 1.0), StepCosts(), 8), sequence(text[1][:10])
     for _ in range(50):
@@ -350,7 +351,7 @@ def test_without_measured_costs_guesses_are_few() -> None:
     assert set(lengths) == {2}
 
 
-def test_no_more_is_guessed_than_the_sequence_can_take() -> None:
+def test_draft_is_no_longer_than_the_sequence_can_take() -> None:
     text = {1: repetitive_text(200)}
     speculation = Speculation(NgramProposer(), measured(flat), 8)
     seq = sequence(text[1][:60], max_len=100)
@@ -361,7 +362,7 @@ def test_no_more_is_guessed_than_the_sequence_can_take() -> None:
     assert speculation.drafts([seq], 1) == {}
 
 
-def test_the_same_sequence_of_events_gives_the_same_guesses() -> None:
+def test_same_sequence_of_events_gives_the_same_drafts() -> None:
     def run() -> list[Mapping[int, tuple[int, ...]]]:
         text = {n: random_text(400, n) for n in (1, 2, 3)}
         speculation = Speculation(Oracle(text, 0.5), measured(flat), 6, clock=lambda: 0.0)
@@ -371,7 +372,7 @@ def test_the_same_sequence_of_events_gives_the_same_guesses() -> None:
     assert run() == run()
 
 
-def test_a_proposer_that_fails_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_proposer_that_fails_is_not_called_again(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         asked = 0
 
@@ -391,7 +392,7 @@ def test_a_proposer_that_fails_is_not_asked_again(caplog: pytest.LogCaptureFixtu
     assert "the chip is on fire" in caplog.text
 
 
-def test_proposals_are_cut_to_what_was_asked_for() -> None:
+def test_proposals_are_cut_to_the_requested_length() -> None:
     class Eager:
         def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
             return {w.seq_id: (3,) * (w.limit + 5) for w in wanted} | {99: (1,)}
@@ -410,7 +411,7 @@ def test_an_end_is_passed_on() -> None:
     speculation.forget(1)
     assert oracle.forgotten == [1]
     speculation.observe(1, 2, 2)  # of a step that was under way
-    assert speculation.counts == {"num_drafted_tokens": 2, "num_accepted_tokens": 2}
+    assert (speculation.num_drafted, speculation.num_accepted) == (2, 2)
 
 
 def test_a_new_sequence_starts_from_what_the_others_have_shown() -> None:

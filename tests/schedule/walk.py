@@ -17,7 +17,7 @@ from plait.schedule.plan import Drop, SamplingBatch, Save, StepPlan
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler, SchedulerLimits
 from plait.schedule.sequence import TokenSequence, Update
-from plait.state.prefix import PrefixIndex, extend
+from plait.state.blocks import PrefixIndex, extend
 from tests.schedule.memory_model import (
     BLOCK_NBYTES,
     POISON,
@@ -279,23 +279,26 @@ class World:
         story = self.stories[update.seq_id]
         self.suspects.discard(update.seq_id)
         said, reply = story.num_output_tokens, story.reply
-        assert update.token_ids == reply.token_ids[said : said + len(update.token_ids)]
+        assert update.event.token_ids == reply.token_ids[said : said + len(update.event.token_ids)]
         if story.ask.params.logprobs is not None:
-            expected = reply.logprobs[said : said + len(update.token_ids)]
-            assert (update.logprobs or ()) == expected
-        if said == 0 and self.wishes[update.seq_id].scores and update.index == 0:
-            assert update.prompt_logprobs == prompt_scores(story.ask)
-        story.extend(update.token_ids)
-        self.counts["accepted"] += max(len(update.token_ids) - 1, 0)
+            expected = reply.logprobs[said : said + len(update.event.token_ids)]
+            assert (update.event.logprobs or ()) == expected
+        if said == 0 and self.wishes[update.seq_id].scores and update.event.index == 0:
+            assert update.event.prompt_logprobs == prompt_scores(story.ask)
+        story.extend(update.event.token_ids)
+        self.counts["accepted"] += max(len(update.event.token_ids) - 1, 0)
         finished = story.num_output_tokens == len(reply.token_ids)
-        if update.finish_reason is None:
-            assert update.token_ids
+        if update.event.finish_reason is None:
+            assert update.event.token_ids
             assert not finished or reply.finish_reason == "stop"
             return
         assert finished
-        assert (update.finish_reason, update.stop_token_id) == (reply.finish_reason, reply.stop_token_id)
-        assert update.num_cached_tokens == self.starts[update.seq_id]
-        self.counts["hit tokens"] += update.num_cached_tokens
+        assert (update.event.finish_reason, update.event.stop_token_id) == (
+            reply.finish_reason,
+            reply.stop_token_id,
+        )
+        assert update.event.num_cached_tokens == self.starts[update.seq_id]
+        self.counts["hit tokens"] += update.event.num_cached_tokens
         self.counts["finished"] += 1
         self.told.append(tuple(story.tokens))
         del self.stories[update.seq_id]

@@ -11,7 +11,7 @@ from plait.engine.grammar_guide import Guides
 from plait.engine.thread import EngineLoop
 from plait.frontend.frontend import Front, Language
 from plait.memory import BlockGroup
-from plait.runner.pooling import add_pooled
+from plait.runner.runner import add_pooled
 from plait.runner.sampler import Sampler
 from plait.schedule.allocation import Allocation
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan

@@ -71,15 +71,9 @@ class Mirror:
     def of(self, names: list[str]) -> list[Any]:
         return [array for (name, _), array in self.arrays.items() if name in names]
 
-    def copy_slots(self, pairs: list[tuple[int, int]]) -> None:
-        self._copy(self.slots, pairs)
-
-    def copy_blocks(self, group: int, pairs: list[tuple[int, int]]) -> None:
-        self._copy(self.groups[group], pairs)
-
-    def _copy(self, names: list[str], pairs: list[tuple[int, int]]) -> None:
+    def copy_rows(self, group: int, pairs: list[tuple[int, int]]) -> None:
         for source, target in pairs:
-            for array in self.of(names):
+            for array in self.of([*self.groups, self.slots][group]):
                 array[target] = array[source].copy()
 
     def zero_slots(self, slots: list[int]) -> None:
@@ -125,10 +119,10 @@ def walked(data: st.DataObject, mirror: Mirror, store: StateStore) -> None:
     arguments: tuple[Any, ...]
     match what:
         case "slots" if mirror.slots:
-            name, arguments = "copy_slots", (data.draw(pairs["slot"]),)
+            name, arguments = "copy_rows", (-1, data.draw(pairs["slot"]))
         case "blocks" if mirror.groups:
             group = data.draw(st.integers(0, len(mirror.groups) - 1))
-            name, arguments = "copy_blocks", (group, data.draw(pairs["block"]))
+            name, arguments = "copy_rows", (group, data.draw(pairs["block"]))
         case "zero" if mirror.slots:
             name, arguments = "zero_slots", (data.draw(st.lists(index["slot"], max_size=3)),)
         case "load" if mirror.saved:
@@ -172,7 +166,7 @@ def test_a_saved_copy_does_not_follow_what_is_written_later() -> None:
     before = contents(store, states)
     store.save(7, [[3], [1, 2]], 2)
     store.zero_slots([2])
-    store.copy_blocks(0, [(1, 3)])
+    store.copy_rows(0, [(1, 3)])
     store.load(7, [[3], [1, 2]], 2)
     after = contents(store, states)
     assert all(np.array_equal(before[key], after[key]) for key in before)

@@ -23,8 +23,7 @@ from plait.ops.linear import Packing, dense
 from plait.ops.registry import Op, Variant
 from plait.ops.ssm import mamba2_scan
 from plait.request import SamplingParams, TokenLogprobs
-from plait.schedule.plan import Chunk, Sampled, SamplingBatch, StepPlan
-from plait.schedule.speculate import DraftRequest
+from plait.schedule.plan import Chunk, DraftRequest, Sampled, SamplingBatch, StepPlan
 from plait.state.store import StateStore
 from plait.verify.fakes import FAILS_EVERY, FailingRunner, KnownReplies
 from plait.verify.matrix import PLAIN, Cell, cells

@@ -19,7 +19,7 @@ from plait.errors import BadFile, ConfigError
 from plait.loading.text_side import TextSource
 from plait.schedule.plan import Chunk, Sampled, SamplingBatch, StepPlan
 from plait.spec import ModelSpec, NormSpec
-from plait.worker.child import Housed
+from plait.worker.child import BuiltEngine
 from tests.engine.hash_model import VOCAB, HashModel, engine
 
 POISON, STALL, GARBAGE, LONG, WORDY, LOUD = 90, 91, 92, 93, 94, 95  # tokens
@@ -73,7 +73,7 @@ def build(
     config: EngineConfig,
     report: Callable[[str, int, int], None],
     on_source: Callable[[TextSource], None],
-) -> Housed:
+) -> BuiltEngine:
     """An engine without text. The model's name may be a fault of loading."""
     report("reading headers", 0, 1)
     on_source(TextSource(name=model, vocab_size=VOCAB, metadata={"tokenizer.odd": "\udcff"}))
@@ -99,4 +99,4 @@ def build(
     limits: dict[str, Any] = {"max_num_seqs": config.max_num_seqs, "max_waiting": config.max_waiting}
     made = engine(Mortal(), length=CONTEXT, blocks=1000, **limits)
     report("ready", 1, 1)
-    return Housed(made, ModelSpec("hash", 8, VOCAB, (), NormSpec(), CONTEXT), lambda: None)
+    return BuiltEngine(made, ModelSpec("hash", 8, VOCAB, (), NormSpec(), CONTEXT), lambda: None)

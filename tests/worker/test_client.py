@@ -127,7 +127,7 @@ def test_streams_of_an_engine_that_is_killed_go_on_with_the_same_tokens() -> Non
             assert trace.num_output_tokens == 150
 
 
-def test_what_was_told_of_a_prompt_is_told_once_and_limits_count_from_the_prompt() -> None:
+def test_restart_emits_prompt_results_once_and_limits_count_from_the_prompt() -> None:
     reader, prompt = Reader(), [3, 5, 7, 11] * 6
     told = oracle(prompt, 120)
     stops = frozenset([told[10], told[100]])
@@ -159,7 +159,7 @@ def test_what_was_cached_of_a_prompt_stays_what_it_was() -> None:
     assert 0 < cached.pop() < len(prompt)
 
 
-def test_a_request_that_ends_engines_is_failed_after_two_and_nobody_else_is() -> None:
+def test_request_that_ends_engines_fails_after_two_and_no_other_does() -> None:
     given, reader = prompts(12, seed=4), Reader()
     with running() as process:
         for i, prompt in enumerate(given):
@@ -273,7 +273,7 @@ def test_what_goes_wrong_while_loading_is_raised_as_it_was_there(
     ("counts", "error", "says"),
     [
         ((3, 4), OutOfMemory, "because memory ran out.*choose a smaller --max-model-len"),
-        ((3, 3), EngineError, "not for memory.*somebody sent it"),
+        ((3, 3), EngineError, "not for memory.*a user or a program sent it"),
         ((None, None), EngineError, "does not say whether for memory, which is one possibility"),
     ],
 )
@@ -284,7 +284,7 @@ def test_a_kill_while_loading_says_what_is_known_of_it(
     says: str,
 ) -> None:
     left = list(counts)
-    monkeypatch.setattr("plait.worker.oom.num_killed", lambda: left.pop(0))
+    monkeypatch.setattr("plait.worker.child_process.num_oom_kills", lambda: left.pop(0))
     process = EngineProcess("killed", SETTINGS, builder=BUILDER)
     with pytest.raises(error, match=says) as caught:
         process.ready(lambda *_: None)
@@ -292,7 +292,7 @@ def test_a_kill_while_loading_says_what_is_known_of_it(
     assert process.close()
 
 
-def test_whoever_waits_for_a_model_is_told_how_it_gets_on_and_may_leave() -> None:
+def test_waiting_for_a_model_reports_progress_and_may_be_left() -> None:
     said: list[str] = []
 
     def report(text: str, done: int, total: int) -> None:
@@ -471,7 +471,7 @@ def test_requests_that_the_engine_has_not_looked_at_yet_wait() -> None:
 def test_a_request_that_is_replayed_when_its_engine_is_killed_again_is_not_blamed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("plait.worker.oom.num_killed", lambda: 0)
+    monkeypatch.setattr("plait.worker.child_process.num_oom_kills", lambda: 0)
     reader = Reader()
     with running() as process:
         process.submit(request("r", [5], max_tokens=200), reader)
@@ -529,7 +529,7 @@ def test_an_engine_that_still_imports_ends_with_the_process_in_front_of_it(tmp_p
     until(lambda: not Path(f"/proc/{pid}").exists(), 20)
 
 
-def test_an_engine_logs_what_is_wanted_now_and_so_does_the_next_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_follows_log_levels_and_so_does_the_next_one(caplog: pytest.LogCaptureFixture) -> None:
     reader = Reader()
 
     def say(name: str) -> int:
@@ -562,7 +562,7 @@ def test_an_engine_that_takes_another_s_place_says_how_it_gets_on() -> None:
     assert process.loading is None
 
 
-def test_tokens_that_are_told_together_cross_in_one_event() -> None:
+def test_tokens_of_one_interval_cross_in_one_event() -> None:
     reader, prompt = Reader(), [3, 5, 7, 11]
     with running() as process:
         process.submit(request("fours", prompt, max_tokens=11, n=2, more={"interval": 4}), reader)

@@ -34,6 +34,7 @@ from plait.worker.protocol import (
     FromChild,
     FromFront,
     Hello,
+    SharedStatus,
     Submit,
     decode_error,
     decode_event,
@@ -42,8 +43,8 @@ from plait.worker.protocol import (
     encode_event,
     encode_spec_value,
     frame,
+    new_status,
 )
-from plait.worker.shared_status import Page, new_page
 
 
 def crossed(message: protocol.WireMessage, kinds: object = FromFront) -> protocol.WireMessage:
@@ -82,15 +83,15 @@ def test_a_request_crosses_whole() -> None:
 def test_an_event_crosses_whole(event: Event) -> None:
     found = crossed(Events((encode_event(9, event),)), FromChild)
     assert isinstance(found, Events)
-    assert decode_event("r", found.spoken[0]) == event
-    assert found.spoken[0].key == 9
+    assert decode_event("r", found.events[0]) == event
+    assert found.events[0].key == 9
 
 
 def test_errors_cross_by_class_message_and_field() -> None:
     event = Event("r", 0, finish_reason="error", error=InvalidField("n: too many", "n"))
     found = crossed(Events((encode_event(9, event),)), FromChild)
     assert isinstance(found, Events)
-    error = decode_event("r", found.spoken[0]).error
+    error = decode_event("r", found.events[0]).error
     assert isinstance(error, InvalidField)
     assert (str(error), error.param) == ("n: too many", "n")
     fault = crossed(Fault(ContextTooLong("too long", "prompt")), FromChild)
@@ -98,7 +99,7 @@ def test_errors_cross_by_class_message_and_field() -> None:
     assert isinstance(fault.error, ContextTooLong)
 
 
-def test_errors_that_are_not_ours_are_told_in_words_of_ours() -> None:
+def test_encode_error_rewords_errors_that_are_not_plaits() -> None:
     for error, kind, says in (
         (MemoryError(), OutOfMemory, "out of memory"),
         (OSError(2, "No such file or directory", "/x"), BadFile, "/x: No such file"),
@@ -173,8 +174,8 @@ def test_where_a_text_lies_crosses_even_if_its_tokens_are_no_unicode() -> None:
 
 
 def test_a_page_is_read_as_it_was_written_also_by_another_owner() -> None:
-    fd = new_page(3)
-    ours, theirs = Page(os.dup(fd), 3), Page(fd, 3)
+    fd = new_status(3)
+    ours, theirs = SharedStatus(os.dup(fd), 3), SharedStatus(fd, 3)
     assert (ours.planned, ours.busy_since_s, ours.arriving, ours.stats(2)) == ((), 0.0, 0, (0, 0))
     theirs.planned = [5, 7]
     theirs.begin()

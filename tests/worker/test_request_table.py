@@ -5,7 +5,7 @@ from typing import Any
 from plait.errors import EngineKilled
 from plait.request import Event
 from plait.worker.protocol import encode_event
-from plait.worker.request_table import MAX_DEATHS, Ledger
+from plait.worker.request_table import MAX_DEATHS, RequestTable
 from tests.engine.hash_model import Reader, request
 
 
@@ -13,21 +13,21 @@ class Book:
     """A request table with readers; the test plays the engine."""
 
     def __init__(self, *names: str, **params: Any) -> None:
-        self.ledger, self.reader = Ledger(), Reader()
+        self.table, self.reader = RequestTable(), Reader()
         for name in names:
-            self.ledger.add(request(name, [1, 2], **params), self.reader, 1.0)
+            self.table.add(request(name, [1, 2], **params), self.reader, 1.0)
         self.keys = {name: key for key, name in enumerate(names, 1)}
 
     def due(self) -> list[str]:
-        return [entry.request.id for entry in self.ledger.due()]
+        return [entry.request.id for entry in self.table.due()]
 
     def say(self, name: str, *token_ids: int, index: int = 0, **more: Any) -> None:
         event = Event(name, index, token_ids, **more)
-        self.ledger.deliver(encode_event(self.keys[name], event), 2.0)
+        self.table.deliver(encode_event(self.keys[name], event), 2.0)
 
     def die(self, *names: str, arriving: str | None = None, is_foreign: bool = False) -> bool:
         key = self.keys[arriving] if arriving else 0
-        return self.ledger.bury([self.keys[n] for n in names], key, is_foreign=is_foreign)
+        return self.table.record_end([self.keys[n] for n in names], key, is_foreign=is_foreign)
 
     def failed(self) -> set[str]:
         return {name for name in self.keys if "error" in self.reader.ends(name)}
@@ -41,7 +41,7 @@ def test_everything_is_due_once_and_what_is_missing_again_after_a_death() -> Non
     book.say("a", 8, 9, index=1, finish_reason="stop")
     book.say("b", 5)
     assert not book.die()
-    again = {entry.request.id: entry.so_far() for entry in book.ledger.due()}
+    again = {entry.request.id: entry.so_far() for entry in book.table.due()}
     assert again["a"].resumed == ((7,), None)
     assert again["b"].resumed == ((5,), ())
     assert again["a"].prompt_token_ids == (1, 2)
@@ -50,7 +50,7 @@ def test_everything_is_due_once_and_what_is_missing_again_after_a_death() -> Non
 def test_a_request_that_no_engine_had_begins_anew() -> None:
     book = Book("a")
     book.die()
-    assert [entry.so_far().resumed for entry in book.ledger.due()] == [()]
+    assert [entry.so_far().resumed for entry in book.table.due()] == [()]
 
 
 def test_suspects_run_one_after_the_other_the_newest_first_and_before_all_others() -> None:
@@ -84,7 +84,7 @@ def test_who_was_alone_in_neither_of_two_deaths_is_tried_again_alone() -> None:
     assert book.due() == ["c"]
 
 
-def test_a_death_from_outside_blames_nobody_who_was_alone() -> None:
+def test_kill_from_outside_blames_no_request_that_was_alone() -> None:
     book = Book("a")
     for _ in range(MAX_DEATHS):
         assert not book.failed()
@@ -113,26 +113,26 @@ def test_requests_that_are_never_alone_get_some_more_engines() -> None:
         book.due()
         book.die("a", "b")
     assert book.failed() == {"a", "b"}
-    assert len(book.ledger) == 0
+    assert len(book.table) == 0
 
 
-def test_events_of_what_has_ended_here_are_not_told() -> None:
+def test_events_of_an_ended_choice_are_dropped() -> None:
     book = Book("a")
     book.due()
     book.say("a", 1, finish_reason="stop")
     book.say("a", 2)
     assert book.reader.tokens("a") == [1]
-    assert book.ledger.cancel("a", None) is None
+    assert book.table.cancel("a", None) is None
 
 
 def test_a_choice_that_was_to_be_cancelled_ends_with_its_engine() -> None:
     book = Book("a", n=2)
     book.due()
-    assert book.ledger.cancel("a", 1) == 1
+    assert book.table.cancel("a", 1) == 1
     assert book.reader.ends("a") == []
     book.die("a")
     assert [e.finish_reason for e in book.reader.events["a", 1]] == ["cancelled"]
-    assert [entry.so_far().resumed for entry in book.ledger.due()] == [((), None)]
+    assert [entry.so_far().resumed for entry in book.table.due()] == [((), None)]
 
 
 def test_a_trial_is_as_long_as_what_an_engine_may_have_kept() -> None:
@@ -145,7 +145,7 @@ def test_a_trial_is_as_long_as_what_an_engine_may_have_kept() -> None:
     assert book.due() == ["b"]  # it had emitted nothing, so nothing is lost
     book.say("b", 1)
     book.say("b", 2)
-    (entry,) = book.ledger.due()
+    (entry,) = book.table.due()
     assert entry.so_far().interval == 1
     for token_id in range(6, 10):  # three that may be lost, the step that ended the engine
         book.say("a", token_id)

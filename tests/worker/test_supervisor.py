@@ -14,11 +14,11 @@ from plait.worker.supervisor import Mailbox, Patience, Supervisor
 
 
 def overdue(supervisor: Supervisor, alive_s: float, busy_since_s: float = 0.0) -> str | None:
-    page: Any = SimpleNamespace(alive_s=alive_s, busy_since_s=busy_since_s)
-    return supervisor._overdue(SimpleNamespace(page=page))  # type: ignore[arg-type]
+    status: Any = SimpleNamespace(alive_s=alive_s, busy_since_s=busy_since_s)
+    return supervisor._overdue(SimpleNamespace(status=status))  # type: ignore[arg-type]
 
 
-def test_whoever_has_slept_himself_does_not_blame_others_for_it() -> None:
+def test_supervisor_that_was_stopped_itself_does_not_blame_the_engine() -> None:
     patience = Patience(frozen_s=0.05, stalled_s=0.05, loading_s=1e9)
     supervisor = Supervisor(Hello("a:b", "m", EngineConfig(), {}), None, patience)  # type: ignore[arg-type]
     long_ago = time.monotonic() - 100

@@ -35,7 +35,7 @@ def test_torch_computes_and_what_only_meta_tensors_need_is_not_there() -> None:
     assert said(script).splitlines() == ["[3.0, 3.0] 2", "False False", "True True"]
 
 
-def test_what_was_left_out_comes_when_something_of_it_is_wanted() -> None:
+def test_absent_module_is_imported_when_an_attribute_is_read() -> None:
     script = (
         "from plait.worker.torch_preload import TorchStart; TorchStart().finish(); import torch;"
         "print(callable(torch._meta_registrations.activate_meta))"
@@ -80,7 +80,7 @@ def test_a_library_that_cannot_be_mapped_is_left_to_torchs_own_import(tmp_path: 
     torch_preload._map(broken)  # neither an error nor the end of the process
 
 
-def test_a_machine_without_torch_is_told_so() -> None:
+def test_finish_reports_that_torch_is_missing() -> None:
     script = (
         "import sys; sys.modules['torch'] = None; from plait.worker.torch_preload import TorchStart;"
         "TorchStart().finish()\n"

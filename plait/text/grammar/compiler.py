@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 
 from plait.errors import BadGrammar, OutOfMemory
-from plait.process_memory import is_free
+from plait.resource_limits import is_free
 from plait.text.grammar.grammar import Grammar, GrammarLimits
 from plait.text.grammar.library import compile_grammar, readable
 from plait.text.grammar.state import CompiledGrammar

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from plait.errors import BadGrammar, EngineError, OutOfMemory
-from plait.process_memory import is_free
+from plait.resource_limits import is_free
 from plait.text.grammar.grammar import GrammarLimits
 from plait.text.grammar.library import CONTROL_MARKER, readable
 from plait.text.grammar.vocabulary import Mask, Vocabulary

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from plait.engine.limits import MAX_CHARS_PER_TOKEN
+from plait.engine.admission import MAX_CHARS_PER_TOKEN
 from tests.contract.wire import Client
 from tests.server.conftest import serving
 from tests.server.fake import CONTEXT, VOCAB_SIZE, ByteTokenizer, TurnTemplate, fake_front

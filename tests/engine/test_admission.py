@@ -1,4 +1,4 @@
-"""An open request: its trace, and how far it was when its deadline passed."""
+"""Limits of requests, and what an open request reports: events, times, deadlines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,68 @@ from typing import Any
 
 import pytest
 
-from plait.engine.core import NUM_TRACES, Engine
-from plait.errors import CapacityError, DeadlineExceeded, EngineError
-from plait.request import Event
+from plait.engine.admission import MAX_CHARS_PER_TOKEN, RequestLimits
+from plait.engine.core import Engine
+from plait.errors import CapacityError, ContextTooLong, DeadlineExceeded, EngineError, InvalidField
+from plait.request import Event, Request, SamplingParams
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
 from tests.engine.hash_model import HashModel, Reader, engine, finish, oracle, request
+
+LIMITS = RequestLimits(vocab_size=97, max_model_len=20, longest=15, may_grow=", or grow")
+
+
+def prompt_request(prompt: Any, **params: Any) -> Request:
+    return Request("r", tuple(prompt), SamplingParams(**{"max_tokens": 1, **params}))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "kind", "message"),
+    [
+        ([], {}, InvalidField, "prompt: it is empty"),
+        ([1, 97], {}, InvalidField, r"prompt: token id 97 is not one of this model's 0\.\.96"),
+        ([-1], {}, InvalidField, "prompt: token id -1"),
+        ([True], {}, InvalidField, "prompt: token id True"),
+        ([None], {}, InvalidField, "prompt: token id None"),
+        ([1], {"logit_bias": {97: 1.0}}, InvalidField, "logit_bias: token id 97"),
+        ([1], {"stop_token_ids": (97,)}, InvalidField, "stop_token_ids: token id 97"),
+        (range(20), {}, ContextTooLong, r"is 20 tokens\. However, you requested 21 tokens \(20 in the"),
+        (range(18), {"max_tokens": 9, "min_tokens": 3}, ContextTooLong, r"18 in the prompt, 3 in the comp"),
+        (range(21), {"max_tokens": 0}, ContextTooLong, "shorten the prompt to 20 tokens, or grow"),
+        (range(16), {}, CapacityError, "16 tokens does not fit, and the longest that does has 15"),
+        ([1], {"max_tokens": 16}, CapacityError, "16 tokens does not fit"),
+    ],
+)
+def test_admit_refuses_what_the_model_cannot_serve(
+    prompt: Any, params: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        LIMITS.admit(prompt_request(prompt, **params))
+
+
+@pytest.mark.parametrize(("asked", "most"), [(None, 17), (3, 3), (99, 17), (0, 0)])
+def test_admit_makes_max_tokens_what_the_context_has_left(asked: int | None, most: int) -> None:
+    roomy = RequestLimits(97, 20)
+    admitted = roomy.admit(prompt_request([1, 2, 3], max_tokens=asked))
+    assert admitted.params.max_tokens == most
+    assert roomy.admit(admitted) is admitted
+
+
+def test_admit_blames_the_vocabulary_that_wrote_the_prompt() -> None:
+    with pytest.raises(InvalidField, match="the vocabulary cl100k_base writes it with token 97"):
+        LIMITS.admit(prompt_request([97]), "cl100k_base")
+
+
+def test_check_chars_refuses_text_that_no_tokenizer_makes_fit() -> None:
+    LIMITS.check_chars(20 * MAX_CHARS_PER_TOKEN, "prompt")
+    with pytest.raises(ContextTooLong, match=r"21 tokens or more \(1281 characters in the messages\)"):
+        LIMITS.check_chars(20 * MAX_CHARS_PER_TOKEN + 1, "messages")
+
+
+def test_check_count_asks_for_parts() -> None:
+    LIMITS.check_count(20, "tokens")
+    with pytest.raises(ContextTooLong, match=r"you requested 21 tokens\. Please send them in parts"):
+        LIMITS.check_count(21, "tokens")
+
 
 SHARED = [5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
 
@@ -41,7 +98,7 @@ def timed(**options: Any) -> tuple[Engine, Clock, Reader]:
     return engine(Timed(clock), options={"clock": clock}, **options), clock, Reader()
 
 
-def test_the_last_event_tells_where_the_time_went() -> None:
+def test_last_event_has_the_times_of_its_choice() -> None:
     e, _, reader = timed(max_num_seqs=1)
     e.submit(request("first", [1, 2, 3]), reader)
     e.submit(request("second", [4, 5]), reader, 99.0)
@@ -54,7 +111,6 @@ def test_the_last_event_tells_where_the_time_went() -> None:
     assert times == (99.0, 105.0, 106.0, 110.0)
     assert (trace.num_prompt_tokens, trace.num_output_tokens, trace.num_steps) == (2, 5, 5)
     assert (trace.num_preemptions, trace.num_drafted_tokens, trace.num_accepted_tokens) == (0, 0, 0)
-    assert [t.request_id for t in e.traces] == ["first", "second"]
     sample = e.metrics.registry.get_sample_value
     assert sample("plait_queue_time_seconds_sum") == 6.0
     assert sample("plait_time_to_first_token_seconds_sum") == 1.0 + 7.0
@@ -72,7 +128,7 @@ def test_every_choice_has_a_trace_of_its_own() -> None:
     assert e.metrics.registry.get_sample_value("plait_prompt_tokens_total") == 3
 
 
-def test_what_was_known_already_is_told_with_every_event() -> None:
+def test_every_event_has_the_number_of_cached_tokens() -> None:
     e, _, reader = timed()
     e.submit(request("a", SHARED), reader)
     finish(e)
@@ -107,22 +163,21 @@ def test_a_dead_engine_leaves_traces_too() -> None:
     e.submit(request("r", [1]), reader)
     e.step()
     e.fail_all(EngineError("gone"))
-    assert reader.last("r").trace is e.traces[-1]
-    assert e.traces[-1].finish_reason == "error"
+    trace = reader.last("r").trace
+    assert trace is not None
+    assert trace.finish_reason == "error"
 
 
-def test_traces_are_kept_for_a_while_and_logged_without_what_was_said(
+def test_traces_are_logged_without_text(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     e, _, reader = timed()
     with caplog.at_level(logging.DEBUG, "plait.trace"):
-        for i in range(NUM_TRACES + 3):
+        for i in range(8):
             e.submit(request(f"r{i}", [91, 92, 93], max_tokens=1), reader)
             finish(e)
-    assert len(e.traces) == NUM_TRACES
-    assert e.traces[0].request_id == "r3"
     records = [r.getMessage() for r in caplog.records if r.name == "plait.trace"]
-    assert len(records) == NUM_TRACES + 3
+    assert len(records) == 8
     assert "request_id='r7'" in records[7]
     assert not any("91" in text or "token_ids" in text for text in records[:80])
 
@@ -140,7 +195,7 @@ def refusal(event: Event) -> str:
     return str(event.error)
 
 
-def test_a_deadline_ends_a_reply_and_what_was_said_stays_said() -> None:
+def test_deadline_ends_a_reply_and_keeps_its_tokens() -> None:
     e, _, reader = timed()
     e.submit(limited("late", 2.5, max_tokens=50), reader)
     e.submit(request("other", [7], max_tokens=9), reader)
@@ -150,7 +205,9 @@ def test_a_deadline_ends_a_reply_and_what_was_said_stays_said() -> None:
     assert "3 tokens were generated until then, and reach those who stream" in text
     assert reader.tokens("late") == oracle([1, 2, 3], 3)
     assert reader.tokens("other") == oracle([7], 9)
-    assert e.traces[0].finish_reason == "error"
+    trace = reader.last("late").trace
+    assert trace is not None
+    assert trace.finish_reason == "error"
 
 
 def test_a_deadline_ends_a_request_that_still_waits() -> None:
@@ -159,7 +216,9 @@ def test_a_deadline_ends_a_request_that_still_waits() -> None:
     e.submit(limited("late", 3), reader)
     finish(e)
     assert "it was still waiting for its turn" in refusal(reader.last("late"))
-    assert e.traces[0].finish_s == 103.0
+    trace = reader.last("late").trace
+    assert trace is not None
+    assert trace.finish_s == 103.0
     assert reader.tokens("first") == oracle([1], 20)
 
 

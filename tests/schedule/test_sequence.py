@@ -6,9 +6,8 @@ import pytest
 
 from plait.errors import EngineError
 from plait.schedule.plan import Chunk, Sampled, StepPlan
-from plait.schedule.pooling import Pool
 from plait.schedule.scheduler import Scheduler
-from plait.schedule.sequence import Update
+from plait.schedule.sequence import Pool, Update
 from tests.schedule.test_scheduler import planned, scheduler, sequence, shape
 
 
@@ -25,7 +24,7 @@ def run(s: Scheduler, plan: StepPlan) -> list[Update]:
     return updates
 
 
-def test_the_last_token_s_state_is_asked_for_once() -> None:
+def test_state_of_the_last_token_is_requested_once() -> None:
     s = scheduler()
     s.add(sequence(1, 20, 0, pool=Pool("last")))
     first = planned(s)
@@ -35,7 +34,11 @@ def test_the_last_token_s_state_is_asked_for_once() -> None:
     last = planned(s)
     assert (last.chunks[0].num_pooled, last.chunks[0].num_logits) == (1, 0)
     (update,) = run(s, last)
-    assert (update.embedding, update.finish_reason, update.token_ids) == ((119.0, 1.0), "length", ())
+    assert (update.event.embedding, update.event.finish_reason, update.event.token_ids) == (
+        (119.0, 1.0),
+        "length",
+        (),
+    )
     assert not s.has_work
 
 
@@ -44,7 +47,7 @@ def test_the_mean_is_that_of_all_tokens_however_the_prompt_was_cut() -> None:
     s.add(sequence(1, 20, 0, pool=Pool("mean")))
     while not (updates := run(s, planned(s))):
         pass
-    assert updates[0].embedding == (sum(range(100, 120)) / 20, 1.0)
+    assert updates[0].event.embedding == (sum(range(100, 120)) / 20, 1.0)
 
 
 def test_a_mean_computes_what_is_cached_and_the_last_state_does_not() -> None:
@@ -54,11 +57,11 @@ def test_a_mean_computes_what_is_cached_and_the_last_state_does_not() -> None:
     s.add(sequence(2, tokens, 0, pool=Pool("mean")))
     plan = planned(s)
     assert shape(plan) == [(2, 0, 12)]
-    assert run(s, plan)[0].embedding == (sum(tokens) / 12, 1.0)
+    assert run(s, plan)[0].event.embedding == (sum(tokens) / 12, 1.0)
     s.add(sequence(3, tokens, 0, pool=Pool("last")))
     plan = planned(s)
     assert plan.chunks[0].start > 0
-    assert run(s, plan)[0].embedding == (511.0, 1.0)
+    assert run(s, plan)[0].event.embedding == (511.0, 1.0)
 
 
 def test_a_failed_step_counts_no_token_twice() -> None:
@@ -70,7 +73,7 @@ def test_a_failed_step_counts_no_token_twice() -> None:
     updates: list[Update] = []
     while not updates:
         updates = run(s, planned(s))
-    assert updates[0].embedding == (sum(range(100, 120)) / 20, 1.0)
+    assert updates[0].event.embedding == (sum(range(100, 120)) / 20, 1.0)
 
 
 def test_an_answer_without_a_state_is_an_error() -> None:

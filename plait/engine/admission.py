@@ -1,4 +1,4 @@
-"""Validates requests against a model's limits: context length, vocabulary, memory; one text for each.
+"""Admission: the limits that requests are validated against, and the requests that are open.
 
 `Front.prepare` admits every request of every entry point, once. The engine admits it again: its process
 trusts no other, and one token id that the model lacks would end every request there.
@@ -6,14 +6,15 @@ trusts no other, and one token id that the model lacks would end every request t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 from plait.errors import CapacityError, ContextTooLong, InvalidField
-from plait.request import Request, shorten
-from plait.schedule.sequence import num_computed
+from plait.request import Event, FinishReason, Request, RequestTrace, shorten
+from plait.schedule.sequence import TokenSequence, num_computed
 
 MAX_CHARS_PER_TOKEN = 64  # longer text cannot fit the context and is refused before it is tokenized
+OnEvent = Callable[[Event], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +33,15 @@ class RequestLimits:
     def admit(self, request: Request, vocabulary: str = "") -> Request:
         """Validate a request. Returns it with a `max_tokens` that fits into the rest of the context.
 
-        `vocabulary`: the one that wrote the prompt; "": its ids were sent. Raises InvalidField for a prompt
-        without tokens and for ids that the model lacks, ContextTooLong, and CapacityError for a sequence that
-        memory can never hold.
+        `vocabulary`: the one that wrote the prompt; "": its ids were sent. Raises InvalidField,
+        ContextTooLong, and CapacityError for a sequence that memory can never hold.
         """
         params, num_prompt = request.params, len(request.prompt_token_ids)
         if not num_prompt:
-            text = (
-                "prompt: it is empty, and this model has no beginning-of-text token; send at least one token"
-            )
-            raise InvalidField(text, "prompt")
-        least, left = (
-            0 if params.max_tokens == 0 else max(params.min_tokens, 1),
-            self.max_model_len - num_prompt,
-        )
+            text = "it is empty, and this model has no beginning-of-text token; send at least one token"
+            raise InvalidField(f"prompt: {text}", "prompt")
+        least = 0 if params.max_tokens == 0 else max(params.min_tokens, 1)
+        left = self.max_model_len - num_prompt
         if least > left:
             parts = f" ({num_prompt} in the prompt, {least} in the completion)"
             advice = f"shorten the prompt to {self.max_model_len - least} tokens{self.may_grow}"
@@ -60,13 +56,10 @@ class RequestLimits:
         if self.longest is not None and length > self.longest:
             raise CapacityError(
                 f"a sequence of {length} tokens does not fit, and the longest that does has {self.longest}; "
-                "send a shorter prompt, ask for fewer tokens, or start with a larger --memory-limit"
+                "send a shorter prompt, request fewer tokens, or start with a larger --memory-limit"
             )
-        return (
-            request
-            if most == params.max_tokens
-            else replace(request, params=replace(params, max_tokens=most))
-        )
+        fits = most == params.max_tokens
+        return request if fits else replace(request, params=replace(params, max_tokens=most))
 
     def check_ids(self, name: str, ids: Iterable[int], vocabulary: str = "") -> None:
         """Raises InvalidField where the field `name` has a token id that the model lacks."""
@@ -104,3 +97,68 @@ class RequestLimits:
             num_prompt_tokens=num_prompt,
             max_model_len=self.max_model_len,
         )
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request with choices that have not ended. `open`: those choices, by their index."""
+
+    request: Request
+    on_event: OnEvent
+    open: dict[int, OpenChoice] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class OpenChoice:
+    """A choice that has not ended. Times are seconds on the engine's clock.
+
+    `sequence`: read only here. `num_failures`: failed steps since its last token in which it was alone.
+    """
+
+    entry: OpenRequest
+    sequence: TokenSequence
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    num_steps: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_failures: int = 0
+
+    @property
+    def misguided_by(self) -> Exception | None:
+        """Why the choice's guide cannot be followed any more; None while it can."""
+        return None if self.sequence.guide is None else self.sequence.guide.error
+
+    def trace(self, finish_s: float, finish_reason: FinishReason) -> RequestTrace:
+        """The trace of the choice at its end."""
+        seq = self.sequence
+        return RequestTrace(
+            request_id=seq.request_id,
+            index=seq.index,
+            arrival_s=self.arrival_s,
+            first_scheduled_s=self.first_scheduled_s,
+            first_token_s=self.first_token_s,
+            finish_s=finish_s,
+            finish_reason=finish_reason,
+            num_prompt_tokens=seq.prompt_len,
+            num_cached_tokens=seq.num_cached_tokens,
+            miss_cause=seq.miss_cause,
+            num_output_tokens=seq.num_output_tokens,
+            num_preemptions=seq.num_preemptions,
+            num_steps=self.num_steps,
+            num_drafted_tokens=self.num_drafted_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+        )
+
+    def overdue(self) -> str:
+        """The error text of a choice past its deadline: the limit, and how far the choice got until then."""
+        limit, num_tokens = self.entry.request.timeout_s, self.sequence.num_output_tokens
+        if num_tokens:
+            so_far = f"{num_tokens} tokens were generated until then, and reach those who stream"
+        elif self.first_scheduled_s is not None:
+            so_far = f"its prompt of {self.sequence.prompt_len} tokens was still being computed"
+        else:
+            so_far = "it was still waiting for its turn"
+        return f"not done within timeout_s ({limit:g} s): {so_far}; ask for less, or allow it more time"
