@@ -65,13 +65,11 @@ class LLM:
         `cache_salt`, `priority` (one for all, or one for each prompt) and `timeout_s`: see `Terms`.
         """
         many = _as_list(prompts)
-        settings = _per_prompt(params, len(many))
         terms = _terms(len(many), cache_salt, priority, timeout_s)
-        asked = [
-            (self.front.prepare(p, s, terms=t), p if isinstance(p, str) else None, s)
-            for p, s, t in zip(many, settings, terms, strict=True)
-        ]
-        return self._run(asked)
+        each = zip(many, _per_prompt(params, len(many)), terms, strict=True)
+        return self._run(
+            [(self.front.prepare(p, s, terms=t), p if isinstance(p, str) else None, s) for p, s, t in each]
+        )
 
     def chat(
         self,
@@ -89,11 +87,8 @@ class LLM:
         many: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         settings = params or CHAT_PARAMS
         terms = _terms(len(many), cache_salt, priority, timeout_s)
-        asked = [
-            (self.front.prepare_chat(m, settings, t), None, settings)
-            for m, t in zip(many, terms, strict=True)
-        ]
-        return self._run(asked)
+        each = zip(many, terms, strict=True)
+        return self._run([(self.front.prepare_chat(m, settings, t), None, settings) for m, t in each])
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, terms: Terms = NO_TERMS

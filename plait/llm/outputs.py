@@ -102,11 +102,6 @@ def _by_token(chosen: TextLogprob, asked: int) -> TokenLogprobs:
         lp.token_id: Logprob(lp.logprob, rank if rank <= asked else None, lp.token)
         for rank, lp in enumerate(chosen.top, 1)
     }
-    return (
-        ranked
-        if chosen.token_id in ranked
-        else {
-            chosen.token_id: Logprob(chosen.logprob, None, chosen.token),
-            **ranked,
-        }
-    )
+    if chosen.token_id in ranked:
+        return ranked
+    return {chosen.token_id: Logprob(chosen.logprob, None, chosen.token), **ranked}

@@ -48,26 +48,16 @@ def load_tokenizer(
     directory), tokenizer.json, the GGUF file's own (`metadata`), tokenizer.model, the config's
     `tokenizer_vocab`, the built-in vocabulary of the size `vocab_size`. Its `name` shows which it was.
     """
+    config = config or {}
     with _blame_files("tokenizer", directory):
-        return _load_tokenizer(directory, metadata, vocab, vocab_size, config or {}, oxidizr)
-
-
-def _load_tokenizer(
-    directory: Path | None,
-    metadata: Mapping[str, Any] | None,
-    vocab: str | None,
-    vocab_size: int,
-    config: Mapping[str, Any],
-    oxidizr: bool,
-) -> TextTokenizer | None:
-    tokenizer = _find(directory, metadata, vocab, oxidizr)
-    if tokenizer is None:
-        name = config.get("tokenizer_vocab") or detect_vocabulary(vocab_size)
-        tokenizer = builtin_tokenizer(str(name), oxidizr) if name else None
-    if tokenizer is None:
-        return None
-    ends = _eos_ids(load_generation_config(directory, metadata)) | _eos_ids(config)
-    return tokenizer.ending_with(frozenset(i for i in ends if not tokenizer.is_hole(i)))
+        tokenizer = _find(directory, metadata, vocab, oxidizr)
+        if tokenizer is None:
+            name = config.get("tokenizer_vocab") or detect_vocabulary(vocab_size)
+            tokenizer = builtin_tokenizer(str(name), oxidizr) if name else None
+        if tokenizer is None:
+            return None
+        ends = _eos_ids(load_generation_config(directory, metadata)) | _eos_ids(config)
+        return tokenizer.ending_with(frozenset(i for i in ends if not tokenizer.is_hole(i)))
 
 
 @contextmanager
@@ -156,15 +146,16 @@ def _sentencepiece(path: Path) -> TextTokenizer:
     for key in ("add_bos_token", "add_eos_token"):
         if config.get(key) is not None:
             metadata[f"tokenizer.ggml.{key}"] = config[key]
-    tokenizer = gguf_tokenizer(metadata)
-    if tokenizer is None:
-        raise BadFile(f"{path}: a SentencePiece model without a piece")
-    return replace(tokenizer, name=path.name)
+    return _load_pieces(metadata, path)
 
 
 def _plamo(path: Path) -> TextTokenizer:
     """PLaMo 2's tokenizer.jsonl, with BOS and EOS as tokenizer_config.json next to it sets them."""
-    tokenizer = gguf_tokenizer(plamo_metadata(path, _json(path.parent / "tokenizer_config.json")))
+    return _load_pieces(plamo_metadata(path, _json(path.parent / "tokenizer_config.json")), path)
+
+
+def _load_pieces(metadata: Mapping[str, Any], path: Path) -> TextTokenizer:
+    tokenizer = gguf_tokenizer(metadata)
     if tokenizer is None:
         raise BadFile(f"{path}: a vocabulary without a piece")
     return replace(tokenizer, name=path.name)
@@ -193,31 +184,22 @@ def load_chat_template(
     tokenizer_config.json, the GGUF file's; a model in oxidizr's format without any has the format it was
     trained on. Raises ConfigError for an option that cannot be honoured.
     """
+    metadata = metadata or {}
     with _blame_files("chat template", directory):
-        return _load_chat_template(directory, metadata or {}, option, tokenizer, oxidizr)
-
-
-def _load_chat_template(
-    directory: Path | None,
-    metadata: Mapping[str, Any],
-    option: str | None,
-    tokenizer: Tokenizer | None,
-    oxidizr: bool,
-) -> ChatTemplate | None:
-    if tokenizer is None:
-        if option is not None:
-            raise ConfigError(
-                f"chat_template: {option!r} needs a tokenizer, and none was found; give --vocab"
-            )
+        if tokenizer is None:
+            if option is not None:
+                raise ConfigError(
+                    f"chat_template: {option!r} needs a tokenizer, and none was found; give --vocab"
+                )
+            return None
+        if option in FORMATS:
+            return MarkerTemplate(str(option), tokenizer)
+        name, sources = _sources(directory, metadata, option)
+        if sources:
+            return JinjaTemplate(name, sources, tokenizer, _variables(directory, metadata, tokenizer))
+        if oxidizr and tokenizer.token_id("<|assistant|>") in tokenizer.special_ids:
+            return MarkerTemplate("oxidizr", tokenizer)
         return None
-    if option in FORMATS:
-        return MarkerTemplate(str(option), tokenizer)
-    name, sources = _sources(directory, metadata, option)
-    if sources:
-        return JinjaTemplate(name, sources, tokenizer, _variables(directory, metadata, tokenizer))
-    if oxidizr and tokenizer.token_id("<|assistant|>") in tokenizer.special_ids:
-        return MarkerTemplate("oxidizr", tokenizer)
-    return None
 
 
 def template_sources(directory: Path | None, metadata: Mapping[str, Any] | None) -> dict[str, str]:

@@ -9,7 +9,7 @@ import json
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from plait.errors import BadGrammar, InvalidField
@@ -138,21 +138,16 @@ class Speech:
         if calls is None and self.reasoning is None:
             return None
         parallel = self._may_be_several(shape)
-
-        def parser() -> OutputParser:
-            if calls is None:
-                return OutputParser(
-                    reasoning=self.reasoning, starts_open=shape.is_open, may_think=shape.may_think
-                )
-            return calls.parser(
-                shape.tools,
-                _new_id,
-                reasoning=self.reasoning,
-                starts_open=shape.is_open,
-                may_think=shape.may_think,
-                parallel=parallel,
-            )
-
+        parser = partial(
+            OutputParser,
+            calls=calls.syntax if calls else None,
+            reasoning=self.reasoning,
+            tools=tool_schemas(shape.tools) if calls else None,
+            make_id=_new_id,
+            starts_open=shape.is_open,
+            may_think=shape.may_think,
+            most_calls=None if parallel else 1,
+        )
         shown = parser().shown(self._special)
         ends_early = calls is not None and not parallel
         return ReplyReader(parser, frozenset(self._special[text] for text in shown), ends_early)

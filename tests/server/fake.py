@@ -18,8 +18,7 @@ from plait.errors import BadTemplate, CapacityError, EngineError, QueueFull
 from plait.frontend.frontend import Front, Language
 from plait.request import Event, Pooling, Request, TokenLogprobs
 from plait.spec import ModelSpec, NormSpec
-from plait.text.chat.template import normalize_messages
-from plait.text.chat.tool_probe import CallsTaken
+from plait.text.chat.template import CallsTaken, normalize_messages
 
 BOS, EOS, TURN = 256, 257, 258
 VOCAB_SIZE, CONTEXT, HIDDEN_SIZE = 259, 2048, 8

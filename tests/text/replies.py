@@ -17,6 +17,7 @@ from plait.text.output import (
     OutputDelta,
     OutputParser,
     Reasoning,
+    tool_schemas,
 )
 
 DS = {
@@ -77,7 +78,13 @@ def gathered(deltas: Sequence[OutputDelta]) -> Read:
 
 def parser(name: str, **options: Any) -> OutputParser:
     count = itertools.count()
-    return FORMATS[name].parser(options.pop("tools", TOOLS), lambda: f"call_{next(count)}", **options)
+    return OutputParser(
+        calls=FORMATS[name].syntax,
+        tools=tool_schemas(options.pop("tools", TOOLS)),
+        make_id=lambda: f"call_{next(count)}",
+        most_calls=None if options.pop("parallel", True) else 1,
+        **options,
+    )
 
 
 def pieces(text: str, cuts: Sequence[int]) -> list[str]:

@@ -17,7 +17,7 @@ from plait.request import Request, RequestTrace
 from plait.server.http.errors import NotReady
 from plait.server.http.fair_threads import capture_call
 from plait.server.http.tasks import cancel_tasks
-from plait.text.grammar.trial_verdicts import apply_verdict, too_late
+from plait.text.grammar.trial_pool import apply_verdict, too_late
 
 if TYPE_CHECKING:
     from plait.frontend.delta import Delta

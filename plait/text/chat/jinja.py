@@ -18,8 +18,17 @@ from typing import Any
 
 from plait.errors import BadTemplate, CapacityError, ConfigError, InvalidField
 from plait.text.chat.sandbox import Sandbox, TemplateEnded
-from plait.text.chat.template import TOOLS, Message, cut_at_mark, normalize_messages, refuse_unread
-from plait.text.chat.tool_probe import QUESTION, TOOL, CallsTaken, probe_calls
+from plait.text.chat.template import (
+    QUESTION,
+    TOOL,
+    TOOLS,
+    CallsTaken,
+    Message,
+    cut_at_mark,
+    normalize_messages,
+    probe_calls,
+    refuse_unread,
+)
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.errors import BadTemplate, ConfigError
-from plait.text.chat.template import Message, message_text, normalize_messages, refuse_unread
-from plait.text.chat.tool_probe import CallsTaken
+from plait.text.chat.template import CallsTaken, Message, message_text, normalize_messages, refuse_unread
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 _ROLES = ("system", "user", "assistant")

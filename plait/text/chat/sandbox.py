@@ -9,20 +9,15 @@ a time, so that another's costly conversations leave one free.
 from __future__ import annotations
 
 import json
-import os
-import select
 import signal
-import subprocess
 import threading
-import time
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from plait.errors import BadTemplate, CapacityError
 from plait.fair_queue import Turns
-from plait.text.isolation.child_process import command, is_foreign
+from plait.text.isolation.child_process import ChildProcess, is_foreign
 
 _MIB = 1 << 20
 _BUSY = "conversations of others are being rendered; try again later"
@@ -98,18 +93,17 @@ class Sandbox:
     def _ask(self, request: Mapping[str, Any], lead: str) -> dict[str, Any]:
         # The child's own watch on the clock is for when this process is gone.
         times = {"cpu_s": self._limits.timeout_s, "clock_s": self._limits.clock_s + 1}
-        line = json.dumps({**request, **times}).encode() + b"\n"
+        line = json.dumps({**request, **times}) + "\n"
         with self._turns.take(self._limits.wait_s, _BUSY) as place, self._locks[place]:
             answer = self._answer(place, line)
         if "error" in answer:
             raise BadTemplate(lead + answer["error"])
         return answer
 
-    def _answer(self, place: int, line: bytes) -> dict[str, Any]:
+    def _answer(self, place: int, line: str) -> dict[str, Any]:
         limits, child = self._limits, self._ready(place)
         try:
-            most = 12 * limits.max_chars + _MIB
-            answer: dict[str, Any] = json.loads(child.ask(line, limits.clock_s, most))
+            answer: dict[str, Any] = json.loads(child.ask(line, limits.clock_s))
         except TimeoutError as error:
             self._drop(place)
             raise CapacityError(
@@ -144,85 +138,25 @@ class Sandbox:
             child.stop()
 
 
-class _Child:
-    """The process and its two pipes. `walls`: what keeps it in, see `confine`."""
+class _Child(ChildProcess):
+    """A rendering child; `walls`: what keeps it in. Raises CapacityError if it does not start."""
 
     def __init__(self, limits: SandboxLimits) -> None:
         try:
-            self._process = subprocess.Popen(
-                command("plait.text.chat.sandbox_child", str(limits.memory_bytes)),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
-                env={},
+            super().__init__(
+                "plait.text.chat.sandbox_child",
+                str(limits.memory_bytes),
+                max_bytes=12 * limits.max_chars + _MIB,
             )
         except OSError as error:
             raise CapacityError(
                 f"no process can be started that renders chat templates: {error}; try again later"
             ) from error
-        self.stop = weakref.finalize(self, _reap, self._process)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._in, False)
         try:
-            self.walls: list[str] = json.loads(self._read_line(time.monotonic() + limits.start_s, 4096))
+            self.walls: list[str] = json.loads(self.read_line(limits.start_s))
         except (OSError, EOFError, ValueError) as error:
             self.stop()
             raise CapacityError(
                 "the process that renders chat templates did not start within "
                 f"{limits.start_s:g} s; try again"
             ) from error
-
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def ended(self) -> int | None:
-        """The exit status of a process that closed its pipe; negative for the signal that ended it."""
-        try:
-            return self._process.wait(1)  # its pipe closes a moment before it is gone
-        except subprocess.TimeoutExpired:
-            return None
-
-    def ask(self, line: bytes, timeout_s: float, max_bytes: int) -> bytes:
-        """The answer to one request. Raises TimeoutError, EOFError, ValueError (too long) or OSError."""
-        deadline = time.monotonic() + timeout_s
-        rest = memoryview(line)
-        while rest:
-            _wait(self._in, select.POLLOUT, deadline)
-            rest = rest[os.write(self._in, rest[: 1 << 16]) :]
-        return self._read_line(deadline, max_bytes)
-
-    def _read_line(self, deadline: float, max_bytes: int) -> bytes:
-        pieces: list[bytes] = []
-        size = 0
-        while not (pieces and pieces[-1].endswith(b"\n")):
-            _wait(self._out, select.POLLIN, deadline)
-            piece = os.read(self._out, 1 << 16)
-            if not piece:
-                raise EOFError("the child closed its pipe")
-            size += len(piece)
-            if size > max_bytes:
-                raise ValueError(f"an answer of more than {max_bytes} bytes")
-            pieces.append(piece)
-        return b"".join(pieces)
-
-
-def _wait(pipe: int, event: int, deadline: float) -> None:
-    poll = select.poll()  # select() itself cannot watch descriptors above 1023, which a busy server has
-    poll.register(pipe, event)
-    left = deadline - time.monotonic()
-    if left <= 0 or not poll.poll(left * 1000):
-        raise TimeoutError
-
-
-def _reap(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()

@@ -68,13 +68,13 @@ def _until(part: FreeUntil | Value, special_ids: Mapping[str, int], rules: Rules
         from llguidance import regex_to_lark  # a library that most requests need not load
 
         patterns = [f"({regex_to_lark(pattern, '')})" for pattern in part.patterns]
-        kept = f"~/(?s:.*){_regex(part.closing)}(?s:.+)/" if part.closing else ""
+        kept = f"~/(?s:.*){quote_regex(part.closing)}(?s:.+)/" if part.closing else ""
     elif part.end.text not in special_ids:
         kept = _without(part.without, special_ids)
     if isinstance(part.end, FormatMarker) and part.end.text in special_ids:
         text = ": " + " & ".join(f"/{pattern}/" for pattern in patterns)
         return f"{_rule(rules, text)} <[{special_ids[part.end.text]}]>"
-    texts = [f"/{pattern}{_regex(part.end.text)}/" for pattern in patterns]
+    texts = [f"/{pattern}{quote_regex(part.end.text)}/" for pattern in patterns]
     return _rule(rules, "[lazy]: " + " & ".join([*texts, kept] if kept else texts))
 
 
@@ -84,7 +84,7 @@ def _without(markers: Iterable[str], special_ids: Mapping[str, int]) -> str:
     What is no UTF-8 matches no expression, and so every complement of one. So the caller adds one that it
     must match as well. Otherwise a lexer would go on behind a marker, waiting for bytes that are no text.
     """
-    texts = "|".join(_regex(text) for text in markers if text not in special_ids)
+    texts = "|".join(quote_regex(text) for text in markers if text not in special_ids)
     return f"~/(?s:.*)({texts})(?s:.*)/" if texts else ""
 
 
@@ -114,7 +114,8 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _regex(text: str) -> str:
+def quote_regex(text: str) -> str:
+    """A regular expression of exactly this text, for llguidance."""
     return _REGEX_MARKS.sub(r"\\\g<0>", text).replace("\n", "\\n")
 
 

@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 
 from plait.errors import BadGrammar, OutOfMemory
+from plait.request import Grammar
 from plait.resource_limits import is_free
-from plait.text.grammar.grammar import Grammar, GrammarLimits
-from plait.text.grammar.library import compile_grammar, readable
+from plait.text.grammar.library import GrammarLimits, compile_grammar, readable
 from plait.text.grammar.state import CompiledGrammar
-from plait.text.grammar.trial_pool import TrialPool
-from plait.text.grammar.trial_verdicts import Verdict, apply_verdict, too_late
+from plait.text.grammar.trial_pool import TrialPool, Verdict, apply_verdict, too_late
 from plait.text.grammar.vocabulary import Vocabulary, ends_of, special_of, vocabulary_of
 from plait.text.tokenizers.tokenizer import Tokenizer
 

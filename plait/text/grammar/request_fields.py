@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from plait.errors import BadGrammar, InvalidField
-from plait.text.grammar.grammar import Grammar
+from plait.request import Grammar
 
 _ANY_OBJECT = {"type": "object"}
 _FORMATS = "'text', 'json_object' or 'json_schema'"

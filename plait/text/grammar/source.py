@@ -12,9 +12,9 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
+from plait.request import JsonStyle
 from plait.text.grammar.closed_objects import with_closed_objects
 from plait.text.grammar.gbnf import lark_from_gbnf
-from plait.text.grammar.grammar import JsonStyle
 
 # Between two tokens of JSON. Small models get lost in white space, and each token of it costs a step.
 _SPACE: dict[str, dict[str, Any]] = {

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from plait.errors import BadGrammar, EngineError, OutOfMemory
 from plait.resource_limits import is_free
-from plait.text.grammar.grammar import GrammarLimits
-from plait.text.grammar.library import CONTROL_MARKER, readable
+from plait.text.grammar.library import CONTROL_MARKER, GrammarLimits, readable
 from plait.text.grammar.vocabulary import Mask, Vocabulary
 
 
+@dataclass(frozen=True, slots=True)
 class CompiledGrammar:
     """A grammar at the beginning of a reply. It never changes; every reply gets a state of its own."""
 
-    def __init__(
-        self, matcher: Any, vocabulary: Vocabulary, limits: GrammarLimits, param: str | None = None
-    ) -> None:
-        self._matcher = matcher
-        self._vocabulary = vocabulary
-        self._limits = limits
-        self._param = param
+    matcher: Any
+    vocabulary: Vocabulary
+    limits: GrammarLimits
+    param: str | None = None
 
     def state(self) -> GrammarState:
         """A reply without a token yet."""
-        return GrammarState(self._matcher.deep_copy(), self._vocabulary, self._limits, self._param)
+        return GrammarState(self)
 
 
 class GrammarState:
@@ -38,15 +37,10 @@ class GrammarState:
     then fail, and never go on without its grammar.
     """
 
-    def __init__(
-        self, matcher: Any, vocabulary: Vocabulary, limits: GrammarLimits, param: str | None = None
-    ) -> None:
-        self._matcher = matcher
-        self._vocabulary = vocabulary
-        self._limits = limits
-        self._param = param
-        self._ended = False
-        self._left_s = limits.reply_s
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self._matcher = grammar.matcher.deep_copy()
+        self._vocabulary, self._limits, self._param = grammar.vocabulary, grammar.limits, grammar.param
+        self._ended, self._left_s = False, grammar.limits.reply_s
 
     @property
     def may_stop(self) -> bool:
@@ -143,8 +137,8 @@ class GrammarState:
 
     def copy(self) -> GrammarState:
         """Another reply with the same beginning."""
-        twin = GrammarState(self._matcher.deep_copy(), self._vocabulary, self._limits, self._param)
-        twin._ended, twin._left_s = self._ended, self._left_s
+        twin = copy(self)
+        twin._matcher = self._matcher.deep_copy()
         return twin
 
     def _check(self) -> None:

@@ -6,10 +6,10 @@ lists), a reply is read as a call because of how it begins and which tool it nam
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from plait.text.grammar.call_lark import quote_regex
 from plait.text.output.call_grammar import (
     FormatMarker,
     Frame,
@@ -24,21 +24,18 @@ from plait.text.output.call_grammar import (
     Unlike,
     write_arguments,
 )
-from plait.text.output.parser import CallSyntax
+from plait.text.output.json_calls import CallSyntax
 from plait.text.output.reasoning import ReasoningFormat
 
 _ANY = "(?s:.*)"
 _SPACE, _SOME = r"[ \t\r\n]*", r"[ \t\r\n]{0,9}"
-_MOST_AFTER_TEXT = (
-    16  # tools: each is looked for at every character of a text, and a lexer's steps are bounded
-)
+_MOST_AFTER_TEXT = 16  # tools: each is searched at every character of a text; a lexer's steps are bounded
 _LINE_END = rf"[ \t]*\r?\n{_SPACE}"
 _NAMED_BY = "(name|tool|tool_name|function)"
 _JSON = (
     r'\{{{s}("type"{s}:{s}"function"{s},{s})?"(tool_)?name"{s}:{s}"{name}"{t},{t}'
     r'"(arguments|parameters)"{t}:{t}'
 )
-_REGEX_MARKS = re.compile(r"[\\^$.|?*+()\[\]{}/]")
 
 
 def hold_calls(
@@ -161,10 +158,10 @@ def _calls(
 def _head(style: Style, name: str, before: str) -> str:
     """The beginning of a call up to its arguments."""
     if style == "python":
-        return rf"{before}{_quote_regex(name)}\("
+        return rf"{before}{quote_regex(name)}\("
     if style == "line":
-        return rf"{before}{_quote_regex(name)}{_LINE_END}"
-    return before + _JSON.format(s=_SPACE, t=_SOME, name=_quote_regex(name))
+        return rf"{before}{quote_regex(name)}{_LINE_END}"
+    return before + _JSON.format(s=_SPACE, t=_SOME, name=quote_regex(name))
 
 
 def _further(
@@ -184,18 +181,18 @@ def _calls_as_text(
     reasoning: ReasoningFormat | None,
 ) -> Iterable[str]:
     """Regular expressions of the texts that would be read as calls, or as thinking with a call after it."""
-    wrappers = "|".join(_quote_regex(text) for text in (reasoning.wrappers if reasoning else ()) if text)
+    wrappers = "|".join(quote_regex(text) for text in (reasoning.wrappers if reasoning else ()) if text)
     start = rf"([ \t\r\n]|{wrappers})*" if wrappers else _SPACE
-    markers = "|".join(_quote_regex(marker) for marker in plain)
+    markers = "|".join(quote_regex(marker) for marker in plain)
     behind = f"{_ANY}({markers}){_SPACE}"
     if frame.style == "line":
-        yield rf"{start}({'|'.join(map(_quote_regex, schemas))}){_LINE_END}\{{{_ANY}"
+        yield rf"{start}({'|'.join(map(quote_regex, schemas))}){_LINE_END}\{{{_ANY}"
     elif not syntax.bare:  # every name is taken for a tool's
         yield rf"{behind}(\[{_SPACE})?\{{{_ANY}"
     else:
         yield from _bare_calls(syntax.bare, start, behind if plain else "", schemas)
     for pair in reasoning.pairs if reasoning else ():
-        yield f"{_ANY}{_quote_regex(pair.opening)}{_ANY}"
+        yield f"{_ANY}{quote_regex(pair.opening)}{_ANY}"
 
 
 def _bare_calls(bare: str, start: str, behind: str, names: Collection[str]) -> Iterable[str]:
@@ -205,7 +202,7 @@ def _bare_calls(bare: str, start: str, behind: str, names: Collection[str]) -> I
     if behind:
         objects.append(rf"{behind}(\[{_SPACE})?")
         lists.append(behind)
-    spelled, quoted = "|".join(map(_spell_in_json, names)), "|".join(map(_quote_regex, names))
+    spelled, quoted = "|".join(map(_spell_in_json, names)), "|".join(map(quote_regex, names))
     yield rf'({"|".join(objects)})\{{{_ANY}"{_NAMED_BY}"{_SPACE}:{_SPACE}"({spelled})"{_ANY}'
     if lists:
         yield rf"({'|'.join(lists)})\[{_SPACE}({quoted})\({_ANY}"
@@ -214,17 +211,13 @@ def _bare_calls(bare: str, start: str, behind: str, names: Collection[str]) -> I
 def _spell_in_json(text: str) -> str:
     """The text as it may appear in a JSON string: a character or its escape."""
     return "".join(
-        f"({_quote_regex(char)}|\\\\u{_hex(ord(char))})" if ord(char) < 0x10000 else _quote_regex(char)
+        f"({quote_regex(char)}|\\\\u{_hex(ord(char))})" if ord(char) < 0x10000 else quote_regex(char)
         for char in text
     )
 
 
 def _hex(code: int) -> str:
     return "".join(d if d.isdigit() else f"[{d}{d.upper()}]" for d in f"{code:04x}")
-
-
-def _quote_regex(text: str) -> str:
-    return _REGEX_MARKS.sub(r"\\\g<0>", text).replace("\n", "\\n")
 
 
 def _rest(structure: Structure, marker: str) -> Structure | None:

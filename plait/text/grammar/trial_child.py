@@ -17,8 +17,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from plait.text.grammar.grammar import GrammarLimits, JsonStyle
-from plait.text.grammar.library import PARTS, compile_grammar, token_table, with_parts
+from plait.request import JsonStyle
+from plait.text.grammar.library import PARTS, GrammarLimits, compile_grammar, token_table, with_parts
 from plait.text.grammar.source import library_form
 from plait.text.isolation.confine import confine
 

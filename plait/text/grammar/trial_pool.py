@@ -6,23 +6,114 @@ submit ──> verdict known? ────────────────�
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
+import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from plait.errors import CapacityError, EngineError, PlaitError
+from plait.errors import BadGrammar, CapacityError, EngineError, PlaitError
 from plait.fair_queue import Lanes
-from plait.text.grammar.grammar import Grammar, GrammarLimits
-from plait.text.grammar.library import PARTS, readable
-from plait.text.grammar.trial_process import TrialChild, refusal
-from plait.text.grammar.trial_verdicts import Verdict, Verdicts, digest
-from plait.text.isolation.child_process import is_foreign
+from plait.request import Grammar
+from plait.text.grammar.library import PARTS, GrammarLimits, readable
+from plait.text.isolation.child_process import ChildProcess, is_foreign
 
+_OVERHEAD = 512  # bytes of the objects around a text
+_MIB = 1 << 20
 _ASKED = ("kind", "source", "open_objects", "space", *PARTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a grammar is good, and its form for the library, or what is wrong with it."""
+
+    is_good: bool
+    text: str
+
+
+def apply_verdict(grammar: Grammar, verdict: Verdict) -> Grammar:
+    """The grammar with its form. Raises BadGrammar if the verdict is a refusal."""
+    if not verdict.is_good:
+        raise BadGrammar(verdict.text, grammar.param)
+    return replace(grammar, form=verdict.text)
+
+
+def too_late(waited_s: float) -> CapacityError:
+    """The error for a request with a grammar that did not get its turn in time."""
+    return CapacityError(
+        f"the grammar was not tried out within {waited_s:g} s, as others are before it; try again later"
+    )
+
+
+def digest(grammar: Grammar) -> bytes:
+    """Equal for two grammars exactly when the library would compile the same from them."""
+    parts = (grammar.kind, grammar.source, grammar.lead, grammar.instead, grammar.opening)
+    style = (str(grammar.open_objects), str(grammar.space))
+    found = hashlib.sha256()
+    for part in parts + style:
+        data = part.encode("utf-8", "surrogatepass")
+        found.update(b"%d:" % len(data) + data)
+    return found.digest()
+
+
+class Verdicts:
+    """The verdicts that were used last, as many as fit into `max_bytes`. Not thread-safe.
+
+    One that takes more than an eighth is not kept: a few such would drop all others.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._nbytes = max_bytes, 0
+        self._kept: OrderedDict[bytes, Verdict] = OrderedDict()
+
+    def get(self, key: bytes) -> Verdict | None:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
+
+    def put(self, key: bytes, verdict: Verdict) -> None:
+        if (old := self._kept.pop(key, None)) is not None:
+            self._nbytes -= _nbytes(old)
+        if _nbytes(verdict) > self._max_bytes // 8:
+            return
+        self._kept[key] = verdict
+        self._nbytes += _nbytes(verdict)
+        while self._nbytes > self._max_bytes:
+            self._nbytes -= _nbytes(self._kept.popitem(last=False)[1])
+
+
+class TrialChild(ChildProcess):
+    """A process that tries grammars out."""
+
+    def __init__(self, limits: GrammarLimits) -> None:
+        super().__init__("plait.text.grammar.trial_child", max_bytes=limits.memory_bytes)
+
+    def set_up(self, setup: str, limits: GrammarLimits) -> None:
+        """Say which vocabulary it is for. Raises CapacityError if it does not come up."""
+        try:
+            self.ask(setup, limits.start_s)
+        except (OSError, EOFError, ValueError) as error:
+            self.stop()
+            raise CapacityError(
+                f"the process that tries grammars out did not start within {limits.start_s:g} s, or found no "
+                "memory; try again"
+            ) from error
+
+
+def _refusal(status: int, limits: GrammarLimits) -> str:
+    """What is wrong with a grammar for which the process ended with that status."""
+    if status == -signal.SIGPROF:
+        return f"the grammar takes more than {limits.cpu_s:g} s to compile; make it simpler"
+    return (
+        "the grammar is too large or its references too deep to compile in "
+        f"{limits.memory_bytes // _MIB} MiB of memory and {limits.stack_bytes / _MIB:g} MiB of stack; "
+        "make it simpler"
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +150,9 @@ class TrialPool:
             free = [i for i, child in enumerate(self._children) if child is None and i not in self._running]
             self._running |= dict.fromkeys(free)
         try:
-            made = [(place, TrialChild()) for place in free]  # all import their library at the same time
+            made = [
+                (place, TrialChild(self._limits)) for place in free
+            ]  # all import their library at the same time
             for place, child in made:
                 self._set_up(place, child)
         except OSError as error:
@@ -191,19 +284,20 @@ class TrialPool:
         limits = self._limits
         try:
             answer: dict[str, Any] = json.loads(child.ask(line, limits.timeout_s))
-        except (OSError, ValueError):
+        except (OSError, EOFError, ValueError) as error:
             with self._lock:
                 if self._children[place] is child:
                     self._children[place] = None
-            status = child.ended()
-            if status == -signal.SIGKILL:
+            status = None if isinstance(error, TimeoutError) else child.ended()
+            child.stop()
+            if status in (None, -signal.SIGKILL):
                 return CapacityError(
                     f"the grammar could not be tried out within {limits.timeout_s:g} s, as the "
                     "machine is busy; try again later, or make it simpler"
                 )
             if is_foreign(status):
                 return CapacityError("the process that tries grammars out was ended by the system; try again")
-            return Verdict(False, refusal(status, limits))
+            return Verdict(False, _refusal(status, limits))
         if "error" in answer:
             return Verdict(False, f"the grammar cannot be honoured: {readable(answer['error'])}")
         return Verdict(True, answer["form"])
@@ -214,7 +308,7 @@ class TrialPool:
             return child
         if child is not None:
             child.stop()
-        return self._set_up(place, TrialChild())
+        return self._set_up(place, TrialChild(self._limits))
 
     def _set_up(self, place: int, child: TrialChild) -> TrialChild:
         child.set_up(self._setup, self._limits)
@@ -231,3 +325,7 @@ def _deliver(job: _Job, result: Verdict | PlaitError) -> None:
             future.set_result(result)
         else:
             future.set_exception(type(result)(str(result)))
+
+
+def _nbytes(verdict: Verdict) -> int:
+    return sys.getsizeof(verdict.text) + _OVERHEAD

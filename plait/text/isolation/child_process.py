@@ -1,10 +1,17 @@
-"""Starts the child processes that run code of strangers, and explains their exit status. See `confine`."""
+"""Child processes that run code of strangers: one line in, one line out, within a time. See `confine`."""
 
 from __future__ import annotations
 
+import os
+import select
 import signal
+import subprocess
 import sys
+import time
+import weakref
+from io import FileIO
 from pathlib import Path
+from typing import cast
 
 _ROOT = Path(__file__).resolve().parents[3]
 # Signals for a whole group (Ctrl-C, a terminal or a service that goes) are the server's to answer. Before all
@@ -23,9 +30,83 @@ _OWN = frozenset(
 )
 
 
-def command(module: str, *arguments: str) -> list[str]:
-    """The command line of a child that runs `main` of a module; `arguments` end its `sys.argv`."""
-    return [sys.executable, "-I", "-c", _RUN.format(module=module), str(_ROOT), *arguments]
+class ChildProcess:
+    """A process that runs `main` of a module, and its two pipes. It may be killed at any time.
+
+    `arguments` end its `sys.argv`; `max_bytes`: of an answer. One thread at a time may ask it; `stop` and
+    `kill` may be called by any. Raises OSError if it cannot be started.
+    """
+
+    def __init__(self, module: str, *arguments: str, max_bytes: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _RUN.format(module=module), str(_ROOT), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env={},
+        )
+        self.stop = weakref.finalize(self, _reap, self._process)
+        self._max_bytes = max_bytes
+        self._in, self._out = cast(FileIO, self._process.stdin), cast(FileIO, self._process.stdout)
+        os.set_blocking(self._in.fileno(), False)
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def ended(self) -> int | None:
+        """The exit status of a process that closed its pipe; negative for the signal that ended it."""
+        try:
+            return self._process.wait(1)  # its pipe closes a moment before it is gone
+        except subprocess.TimeoutExpired:
+            return None
+
+    def ask(self, line: str, timeout_s: float) -> bytes:
+        """The line that it answers to `line`. Raises TimeoutError, after which it must be stopped.
+
+        Raises EOFError or OSError if it ends before that, ValueError for an answer that is too long.
+        """
+        deadline = time.monotonic() + timeout_s
+        rest = memoryview(line.encode())
+        while rest:
+            _wait(self._in, select.POLLOUT, deadline)
+            rest = rest[self._in.write(rest[: 1 << 16]) or 0 :]
+        return self.read_line(timeout_s=deadline - time.monotonic())
+
+    def read_line(self, timeout_s: float) -> bytes:
+        """The next line that it writes. Raises as `ask` does."""
+        deadline = time.monotonic() + timeout_s
+        pieces: list[bytes] = []
+        size = 0
+        while not (pieces and pieces[-1].endswith(b"\n")):
+            _wait(self._out, select.POLLIN, deadline)
+            piece = self._out.read(1 << 16)
+            if not piece:
+                raise EOFError("the child closed its pipe")
+            size += len(piece)
+            if size > self._max_bytes:
+                raise ValueError(f"an answer of more than {self._max_bytes} bytes")
+            pieces.append(piece)
+        return b"".join(pieces)
+
+
+def _wait(pipe: FileIO, event: int, deadline: float) -> None:
+    poll = select.poll()  # select() itself cannot watch descriptors above 1023, which a busy server has
+    poll.register(pipe, event)
+    left = deadline - time.monotonic()
+    if left <= 0 or not poll.poll(left * 1000):
+        raise TimeoutError
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
 
 
 def is_foreign(status: int) -> bool:

@@ -26,54 +26,19 @@ _KILL, _DENY, _NO_SUCH, _ALLOW = 0x80000000, 0x50000 | errno.EPERM, 0x50000 | er
 _LOAD, _JUMP_EQUAL, _JUMP_SET, _RETURN = 0x20, 0x15, 0x45, 0x06
 _AT_CALL, _AT_ARCH, _AT_ARGS = 0, 4, 16  # in the kernel's struct seccomp_data
 _MACHINES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)}
-# name -> number on (x86-64, 64-bit ARM); -1: there is none
-_CALLS = {
-    "read": (0, 63),
-    "readv": (19, 65),
-    "write": (1, 64),
-    "writev": (20, 66),
-    "close": (3, 57),
-    "lseek": (8, 62),
-    "fstat": (5, 80),
-    "newfstatat": (262, 79),  # the C library asks for its time zone's file at each local time
-    "poll": (7, -1),
-    "ppoll": (271, 73),
-    "mmap": (9, 222),
-    "mprotect": (10, 226),
-    "munmap": (11, 215),
-    "mremap": (25, 216),
-    "madvise": (28, 233),
-    "brk": (12, 214),
-    "membarrier": (324, 283),
-    "rt_sigaction": (13, 134),
-    "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139),
-    "sigaltstack": (131, 132),
-    "restart_syscall": (219, 128),
-    "futex": (202, 98),
-    "set_robust_list": (273, 99),
-    "rseq": (334, 293),
-    "set_tid_address": (218, 96),
-    "sched_yield": (24, 124),
-    "sched_getaffinity": (204, 123),
-    "getcpu": (309, 168),
-    "nanosleep": (35, 101),
-    "clock_nanosleep": (230, 115),
-    "clock_gettime": (228, 113),
-    "clock_getres": (229, 114),
-    "gettimeofday": (96, 169),
-    "time": (201, -1),
-    "times": (100, 153),
-    "setitimer": (38, 103),
-    "getpid": (39, 172),
-    "gettid": (186, 178),
-    "getrusage": (98, 165),
-    "getrandom": (318, 278),
-    "sysinfo": (99, 179),
-    "uname": (63, 160),
-    "exit": (60, 93),
-    "exit_group": (231, 94),
-}
+# Name, number on x86-64, number on 64-bit ARM (-1: there is none). The C library asks `newfstatat` for its
+# time zone's file at each local time.
+_TABLE = """
+read 0 63; readv 19 65; write 1 64; writev 20 66; close 3 57; lseek 8 62; fstat 5 80; newfstatat 262 79;
+poll 7 -1; ppoll 271 73; mmap 9 222; mprotect 10 226; munmap 11 215; mremap 25 216; madvise 28 233;
+brk 12 214; membarrier 324 283; rt_sigaction 13 134; rt_sigprocmask 14 135; rt_sigreturn 15 139;
+sigaltstack 131 132; restart_syscall 219 128; futex 202 98; set_robust_list 273 99; rseq 334 293;
+set_tid_address 218 96; sched_yield 24 124; sched_getaffinity 204 123; getcpu 309 168; nanosleep 35 101;
+clock_nanosleep 230 115; clock_gettime 228 113; clock_getres 229 114; gettimeofday 96 169; time 201 -1;
+times 100 153; setitimer 38 103; getpid 39 172; gettid 186 178; getrusage 98 165; getrandom 318 278;
+sysinfo 99 179; uname 63 160; exit 60 93; exit_group 231 94
+"""
+_CALLS = {name: (int(x86), int(arm)) for name, x86, arm in map(str.split, _TABLE.split(";"))}
 _CLONE, _CLONE3, _PRCTL, _PRLIMIT, _TGKILL = (56, 220), (435, 435), (157, 167), (302, 261), (234, 131)
 
 

@@ -110,7 +110,7 @@ Structure = tuple[Part, ...]
 
 
 Style = Literal["json", "line", "python", "xml", "glm"]
-NUMBER = "\0"
+NUMBER, NAME, ARGUMENTS = "\0", "\1", "\2"  # in the texts of a `Frame`
 _BREAK = OneOf(((Text("\n"),), ()))
 
 
@@ -118,13 +118,11 @@ _BREAK = OneOf(((Text("\n"),), ()))
 class Frame:
     """How a format writes calls: `opening`, then calls with `separator` between them, then `closing`.
 
-    A call is `before`, its name, `between`, its arguments written as `style`, `after`; `NUMBER` in one of
-    these is the call's number. `name_in_json`: the name is inside a JSON string.
+    `call`: a text with `NAME`, `ARGUMENTS` (written as `style`) and perhaps `NUMBER`, the call's number.
+    `name_in_json`: the name is inside a JSON string.
     """
 
-    before: str
-    between: str
-    after: str
+    call: str
     opening: str = ""
     separator: str = ""
     closing: str = ""
@@ -144,15 +142,8 @@ def json_frame(
     """Calls as JSON objects, `tag` and what closes it around each. `name`, `key`: their keys."""
     ends = {"<tool_call>": "\n</tool_call>", "<|function|>": "<|/function|>"}
     begin = tag + "\n" if ends.get(tag, "").startswith("\n") else tag
-    return Frame(
-        before=f'{begin}{{"{name}": "',
-        between=f'", "{key}": ',
-        after="}" + ends.get(tag, ""),
-        opening=opening,
-        separator=separator,
-        closing=closing,
-        name_in_json=True,
-    )
+    call = f'{begin}{{"{name}": "{NAME}", "{key}": {ARGUMENTS}}}{ends.get(tag, "")}'
+    return Frame(call, opening, separator, closing, name_in_json=True)
 
 
 def required_tools(schemas: Mapping[str, Mapping[str, Any]], choice: Any) -> tuple[str, ...]:
@@ -196,13 +187,15 @@ def frame_call(
         )
         return tuple(found)
 
+    before, after = frame.call.split(NAME)
+    between, after = after.split(ARGUMENTS)
     calls = tuple(
         (
-            *parts(frame.before),
+            *parts(before),
             Text(json.dumps(name, ensure_ascii=False)[1:-1] if frame.name_in_json else name),
-            *parts(frame.between),
+            *parts(between),
             *write_arguments(frame.style, schema),
-            *parts(frame.after),
+            *parts(after),
         )
         for name, schema in schemas.items()
     )
@@ -230,15 +223,6 @@ def begin_thinking(reasoning: ReasoningFormat | None, starts_open: bool, *, agai
     return (*rest, *more) if starts_open else more
 
 
-def write_arguments(style: Style, schema: Mapping[str, Any]) -> Structure:
-    """The arguments of one call, in a style of `Frame`."""
-    return _STYLES[style](schema)
-
-
-def _as_json(schema: Mapping[str, Any]) -> Structure:
-    return (Json(schema if schema.get("type") == "object" else {"type": "object", **schema}),)
-
-
 def _properties(schema: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
     """(required, optional) parameters with their schemas, in the order of the schema.
 
@@ -258,10 +242,9 @@ def _properties(schema: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[
 def _as_python(schema: Mapping[str, Any]) -> Structure:
     """`a=1, b="x"`: required ones first, for the order of keywords is free and a comma needs a left side."""
     required, optional = _properties(schema)
-    written = [(Text(f"{name}="), Json(one)) for name, one in required]
     head: list[Part] = []
-    for pair in written:
-        head += [*([Text(", ")] if head else []), *pair]
+    for name, one in required:
+        head += [*([Text(", ")] if head else []), Text(f"{name}="), Json(one)]
     tails = [OneOf(((Text(f", {name}="), Json(one)), ())) for name, one in optional]
     if required:
         return (*head, *tails)
@@ -269,15 +252,6 @@ def _as_python(schema: Mapping[str, Any]) -> Structure:
         (Text(f"{name}="), Json(one), *tails[n + 1 :]) for n, (name, one) in enumerate(optional)
     ]
     return (OneOf((*begins, ())),) if begins else ()
-
-
-def _as_xml(schema: Mapping[str, Any]) -> Structure:
-    return _rows(schema, _xml_row)
-
-
-def _as_glm(schema: Mapping[str, Any]) -> Structure:
-    """GLM-4.5 and 4.6 break lines between all parts, GLM-4.7 breaks none."""
-    return (_BREAK, *_rows(schema, _glm_row))
 
 
 def _rows(schema: Mapping[str, Any], row: Callable[[str, Any], Structure]) -> Structure:
@@ -291,14 +265,8 @@ def _xml_row(name: str, schema: Any) -> Structure:
 
 
 def _glm_row(name: str, schema: Any) -> Structure:
-    key: Structure = (
-        FormatMarker("<arg_key>"),
-        Text(name),
-        FormatMarker("</arg_key>"),
-        _BREAK,
-        FormatMarker("<arg_value>"),
-    )
-    return (*key, *_bare(schema, FormatMarker("</arg_value>")), _BREAK)
+    key = (FormatMarker("<arg_key>"), Text(name), FormatMarker("</arg_key>"))
+    return (*key, _BREAK, FormatMarker("<arg_value>"), *_bare(schema, FormatMarker("</arg_value>")), _BREAK)
 
 
 def _bare(schema: Any, closing: FormatMarker | Text, pad: str = "") -> Structure:
@@ -334,10 +302,14 @@ def _text(schema: Mapping[str, Any], closing: FormatMarker | Text, pad: str) -> 
     return Value(Text(pad + closing.text) if pad else closing, (*counted, *forms), closing.text)
 
 
-_STYLES: Mapping[Style, Callable[[Mapping[str, Any]], Structure]] = {
-    "json": _as_json,
-    "line": _as_json,
-    "python": _as_python,
-    "xml": _as_xml,
-    "glm": _as_glm,
-}
+def write_arguments(style: Style, schema: Mapping[str, Any]) -> Structure:
+    """The arguments of one call, in a style of `Frame`. GLM-4.7 breaks no lines, 4.5 and 4.6 do."""
+    match style:
+        case "json" | "line":
+            return (Json(schema if schema.get("type") == "object" else {"type": "object", **schema}),)
+        case "python":
+            return _as_python(schema)
+        case "xml":
+            return _rows(schema, _xml_row)
+        case "glm":
+            return (_BREAK, *_rows(schema, _glm_row))

@@ -93,6 +93,12 @@ class TextCursor:
             taken += self.run(SPACES)
         return taken
 
+    def skip_spaced(self, literal: str) -> Reading[None]:
+        """Takes `literal` if it comes next, and white space on both sides."""
+        yield from self.space()
+        yield from self.skip(literal)
+        yield from self.space()
+
     def run(self, pattern: re.Pattern[str]) -> str:
         """Takes what `pattern` matches in the text that is here; may be nothing."""
         match = pattern.match(self.text, self.at)

@@ -6,14 +6,18 @@ entry that a template fits is taken, so the particular come before the general.
 
 from __future__ import annotations
 
+import hashlib
+import re
 import string
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from plait.errors import ConfigError, InvalidField
-from plait.text.chat.template import Message
+from plait.text.chat.template import THOUGHTS, Message
 from plait.text.output.call_grammar import (
+    ARGUMENTS,
+    NAME,
     NUMBER,
     Frame,
     Structure,
@@ -22,24 +26,21 @@ from plait.text.output.call_grammar import (
     json_frame,
     required_tools,
 )
-from plait.text.output.history import with_plans, with_short_ids
-from plait.text.output.json_calls import one_or_list
+from plait.text.output.json_calls import CallSyntax, one_or_list
 from plait.text.output.marked_calls import (
     DEEPSEEK,
     GLM,
     KIMI,
-    deepseek,
     function_tag,
     harmony,
-    kimi,
     lines,
     mistral,
     tool_call,
 )
-from plait.text.output.parser import CallSyntax, OutputParser
 from plait.text.output.python_calls import call_lines, call_list
 from plait.text.output.reasoning import COHERE_END, COHERE_FINAL, HARMONY_FINAL, ReasoningFormat
 
+_PLAIN_ID = re.compile(r"[A-Za-z0-9]+")
 Tool = Mapping[str, Any]
 """A tool as requests name it: `{"type": "function", "function": {"name": …, "parameters": …}}`."""
 
@@ -49,7 +50,8 @@ class ToolFormat:
     """One format of tool calls.
 
     `syntax` is how its calls are read, `frame` how one that is demanded is written. `signs`: groups of texts;
-    a chat template that holds all of a group is of this kind. `tokens`: control tokens that mean this kind
+    a chat template that holds all of a group is of this kind (None: one that holds the first marker that
+    opens calls). `tokens`: control tokens that mean this kind
     where no template decides it. `id_length`: of the ids that its templates take; `plan`: the key under which
     they take what was thought before calls. `asides` (opening, closing), `final` and `final_end`: the markers
     of text next to calls, where that has markers.
@@ -58,7 +60,7 @@ class ToolFormat:
     name: str
     syntax: CallSyntax
     frame: Frame
-    signs: tuple[tuple[str, ...], ...] = ()
+    signs: tuple[tuple[str, ...], ...] | None = None
     tokens: tuple[str, ...] = ()
     id_length: int | None = None
     plan: str = ""
@@ -70,30 +72,6 @@ class ToolFormat:
     def markers(self) -> frozenset[str]:
         """Every marker that must appear in the text: see `OutputParser.shown`."""
         return frozenset(self.syntax.markers)
-
-    def parser(
-        self,
-        tools: Sequence[Tool],
-        make_id: Callable[[], str],
-        *,
-        reasoning: ReasoningFormat | None = None,
-        starts_open: bool = False,
-        may_think: bool = True,
-        parallel: bool = True,
-    ) -> OutputParser:
-        """A reader for one reply. `tools` are the request's; `make_id` gives a new id for each call.
-
-        `parallel=False`: at most one call is emitted. See `OutputParser` for the rest.
-        """
-        return OutputParser(
-            calls=self.syntax,
-            reasoning=reasoning,
-            tools=tool_schemas(tools),
-            make_id=make_id,
-            starts_open=starts_open,
-            may_think=may_think,
-            most_calls=None if parallel else 1,
-        )
 
     def history(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The conversation as templates of this kind take it: see `with_short_ids` and `with_plans`."""
@@ -121,53 +99,30 @@ def tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
 
 
 _object_or_list = one_or_list()
-_deepseek = CallSyntax(
-    deepseek,
-    (DEEPSEEK["begin"],),
-    (DEEPSEEK["close"],),
-    (DEEPSEEK["call"], DEEPSEEK["separator"], DEEPSEEK["end"]),
-)
+_deepseek = DEEPSEEK.syntax()
 _mistral = CallSyntax(mistral, ("[TOOL_CALLS]",), (), ("[ARGS]", "[CALL_ID]"))
+_HARMONY = ("commentary to=functions.", "analysis to=functions.")
 FORMATS: Mapping[str, ToolFormat] = {
     form.name: form
     for form in (
         ToolFormat(
             "agent",
             CallSyntax(_object_or_list, ("<|function|>",), ("<|/function|>",)),
-            frame=json_frame(separator="\n", tag="<|function|>"),
-            signs=(("<|function|>",),),
+            json_frame(separator="\n", tag="<|function|>"),
             tokens=("<|function|>", "<|/function|>"),
         ),
         ToolFormat(
             "deepseek",
             _deepseek,
-            frame=Frame(
-                before=f"{DEEPSEEK['call']}function{DEEPSEEK['separator']}",
-                between="\n```json\n",
-                after=f"\n```{DEEPSEEK['end']}",
-                opening=DEEPSEEK["begin"],
-                separator="\n",
-                closing=DEEPSEEK["close"],
-            ),
-            signs=((DEEPSEEK["begin"], "```json"),),
-            tokens=(DEEPSEEK["begin"],),
+            DEEPSEEK.frame(f"function{DEEPSEEK.separator}{NAME}\n```json\n{ARGUMENTS}\n```", "\n"),
+            signs=((DEEPSEEK.begin, "```json"),),
+            tokens=(DEEPSEEK.begin,),
         ),
-        ToolFormat(
-            "deepseek_v31",
-            _deepseek,
-            frame=Frame(
-                before=DEEPSEEK["call"],
-                between=DEEPSEEK["separator"],
-                after=DEEPSEEK["end"],
-                opening=DEEPSEEK["begin"],
-                closing=DEEPSEEK["close"],
-            ),
-            signs=((DEEPSEEK["begin"],),),
-        ),
+        ToolFormat("deepseek_v31", _deepseek, DEEPSEEK.frame(f"{NAME}{DEEPSEEK.separator}{ARGUMENTS}")),
         ToolFormat(
             "mistral_args",
             _mistral,
-            frame=Frame("[TOOL_CALLS]", "[ARGS]", ""),
+            Frame(f"[TOOL_CALLS]{NAME}[ARGS]{ARGUMENTS}"),
             signs=(("[TOOL_CALLS]", "[ARGS]"),),
             tokens=("[TOOL_CALLS]", "[ARGS]"),
             id_length=9,
@@ -175,139 +130,109 @@ FORMATS: Mapping[str, ToolFormat] = {
         ToolFormat(
             "mistral",
             _mistral,
-            frame=json_frame("[TOOL_CALLS] [", "]"),
-            signs=(("[TOOL_CALLS]",),),
+            json_frame("[TOOL_CALLS] [", "]"),
             tokens=("[TOOL_CALLS]",),
             id_length=9,
         ),
         ToolFormat(
             "qwen_xml",
             CallSyntax(tool_call, ("<tool_call>",), ("</tool_call>",)),
-            frame=Frame(
-                "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", separator="\n", style="xml"
+            Frame(
+                f"<tool_call>\n<function={NAME}>\n{ARGUMENTS}</function>\n</tool_call>",
+                separator="\n",
+                style="xml",
             ),
             signs=(("<tool_call>", "<function="),),
         ),
         ToolFormat(
             "glm",
             CallSyntax(tool_call, ("<tool_call>",), ("</tool_call>",), GLM),
-            frame=Frame("<tool_call>", "", "</tool_call>", style="glm"),
+            Frame(f"<tool_call>{NAME}{ARGUMENTS}</tool_call>", style="glm"),
             signs=(("<tool_call>", "<arg_key>"),),
             tokens=("<tool_call>", "<arg_key>"),
         ),
         ToolFormat(
             "hermes",
             CallSyntax(tool_call, ("<tool_call>",), ("</tool_call>",)),
-            frame=json_frame(separator="\n", tag="<tool_call>"),
-            signs=(("<tool_call>",),),
+            json_frame(separator="\n", tag="<tool_call>"),
         ),
         ToolFormat(
             "lfm2",
             CallSyntax(call_list(), ("<|tool_call_start|>",), ("<|tool_call_end|>",)),
-            frame=Frame(
-                before="",
-                between="(",
-                after=")",
-                opening="<|tool_call_start|>[",
-                separator=", ",
-                closing="]<|tool_call_end|>",
-                style="python",
-            ),
-            signs=(("<|tool_call_start|>",),),
+            Frame(f"{NAME}({ARGUMENTS})", "<|tool_call_start|>[", ", ", "]<|tool_call_end|>", "python"),
             tokens=("<|tool_call_start|>",),
         ),
         ToolFormat(
             "granite",
             CallSyntax(_object_or_list, ("<|tool_call|>", "<tool_call>"), ("<|/tool_call|>", "</tool_call>")),
-            frame=json_frame("<|tool_call|>[", "]"),
-            signs=(("<|tool_call|>",),),
+            json_frame("<|tool_call|>[", "]"),
             tokens=("<|tool_call|>",),
         ),
         ToolFormat(
             "nemotron",
             CallSyntax(_object_or_list, ("<TOOLCALL>",), ("</TOOLCALL>",)),
-            frame=json_frame("<TOOLCALL>[", "]</TOOLCALL>"),
-            signs=(("<TOOLCALL>",),),
+            json_frame("<TOOLCALL>[", "]</TOOLCALL>"),
         ),
         ToolFormat(
             "minimax",
             CallSyntax(_object_or_list, ("<tool_calls>",), ("</tool_calls>",)),
-            frame=json_frame("<tool_calls>\n", "\n</tool_calls>", "\n"),
+            json_frame("<tool_calls>\n", "\n</tool_calls>", "\n"),
             signs=tuple(("<tool_calls>", f"<tool_calls>{gap}{{") for gap in ("\n", "\\n", "")),
         ),
         ToolFormat(
             "jamba",
             CallSyntax(_object_or_list, ("<tool_calls>",), ("</tool_calls>",)),
-            frame=json_frame("<tool_calls>[", "]</tool_calls>"),
-            signs=(("<tool_calls>",),),
+            json_frame("<tool_calls>[", "]</tool_calls>"),
         ),
         ToolFormat(
             "function_tag",
             CallSyntax(function_tag, ("<function=",), ("</function>",)),
-            frame=Frame("<function=", ">", "</function>"),
+            Frame(f"<function={NAME}>{ARGUMENTS}</function>"),
             signs=(("<function=", "</function>"),),
         ),
         ToolFormat(
             "kimi",
-            CallSyntax(
-                kimi, (KIMI["begin"],), (KIMI["close"],), (KIMI["call"], KIMI["separator"], KIMI["end"])
-            ),
-            frame=Frame(
-                before=f"{KIMI['call']}functions.",
-                between=f":{NUMBER}{KIMI['separator']}",
-                after=KIMI["end"],
-                opening=KIMI["begin"],
-                closing=KIMI["close"],
-            ),
-            signs=((KIMI["begin"],),),
-            tokens=(KIMI["begin"],),
+            KIMI.syntax(),
+            KIMI.frame(f"functions.{NAME}:{NUMBER}{KIMI.separator}{ARGUMENTS}"),
+            tokens=(KIMI.begin,),
         ),
         ToolFormat(
             "olmo",
             CallSyntax(call_lines, ("<function_calls>",), ("</function_calls>",)),
-            frame=Frame("", "(", ")", "<function_calls>\n", "\n", "\n</function_calls>", "python"),
-            signs=(("<function_calls>",),),
+            Frame(f"{NAME}({ARGUMENTS})", "<function_calls>\n", "\n", "\n</function_calls>", "python"),
         ),
         ToolFormat(
             "phi",
             CallSyntax(_object_or_list, ("functools",)),
-            frame=json_frame("functools[", "]"),
+            json_frame("functools[", "]"),
             signs=(("functools[",),),
         ),
         ToolFormat(
             "harmony",
             CallSyntax(
                 harmony,
-                (
-                    "<|channel|>commentary to=functions.",
-                    "<|channel|>analysis to=functions.",
-                    "<|start|>assistant to=functions.",
-                ),
+                (*(f"<|channel|>{text}" for text in _HARMONY), "<|start|>assistant to=functions."),
                 ("<|call|>",),
                 ("<|constrain|>", "<|message|>"),
             ),
-            frame=Frame("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>"),
+            Frame(f"<|channel|>{_HARMONY[0]}{NAME} <|constrain|>json<|message|>{ARGUMENTS}<|call|>"),
             signs=(("<|channel|>", "to=functions."), ("<|channel|>", "<|constrain|>")),
             tokens=("<|channel|>", "<|constrain|>", "<|call|>"),
-            asides=(
-                ("<|channel|>analysis<|message|>", "<|end|>"),
-                ("<|channel|>commentary<|message|>", "<|end|>"),
+            asides=tuple(
+                (f"<|channel|>{channel}<|message|>", "<|end|>") for channel in ("analysis", "commentary")
             ),
             final=HARMONY_FINAL,
         ),
         ToolFormat(
             "cohere",
             CallSyntax(_object_or_list, ("<|START_ACTION|>",), ("<|END_ACTION|>",)),
-            frame=Frame(
-                before=f'{{"tool_call_id": "{NUMBER}", "tool_name": "',
-                between='", "parameters": ',
-                after="}",
-                opening="<|START_ACTION|>[\n    ",
-                separator=",\n    ",
-                closing="\n]<|END_ACTION|>",
+            Frame(
+                f'{{"tool_call_id": "{NUMBER}", "tool_name": "{NAME}", "parameters": {ARGUMENTS}}}',
+                "<|START_ACTION|>[\n    ",
+                ",\n    ",
+                "\n]<|END_ACTION|>",
                 name_in_json=True,
             ),
-            signs=(("<|START_ACTION|>",),),
             tokens=("<|START_ACTION|>", "<|END_ACTION|>"),
             plan="tool_plan",
             final=COHERE_FINAL,
@@ -316,26 +241,26 @@ FORMATS: Mapping[str, ToolFormat] = {
         ToolFormat(
             "command",
             CallSyntax(one_or_list(known_only=True), ("Action: ```json",), ("```",)),
-            frame=json_frame("Action: ```json\n[", "]\n```", name="tool_name", key="parameters"),
+            json_frame("Action: ```json\n[", "]\n```", name="tool_name", key="parameters"),
             signs=(("Action:", "tool_name"),),
         ),
         ToolFormat(
             "glm4",
             CallSyntax(lines, bare=string.ascii_letters + string.digits + "_"),
-            frame=Frame("", "\n", "", separator="\n", style="line"),
+            Frame(f"{NAME}\n{ARGUMENTS}", separator="\n", style="line"),
             signs=(("[gMASK]", "<|observation|>", "tools"),),
         ),
         ToolFormat(
             "pythonic",
             CallSyntax(call_list(known_only=True), ("<|python_start|>",), ("<|python_end|>",), bare="["),
-            frame=Frame("", "(", ")", opening="[", separator=", ", closing="]", style="python"),
+            Frame(f"{NAME}({ARGUMENTS})", "[", ", ", "]", "python"),
             signs=(("[func_name1(",), ("<|python_start|>",)),
             tokens=("<|python_start|>",),
         ),
         ToolFormat(
             "llama_json",
             CallSyntax(call_list(known_only=True), ("<|python_tag|>",), bare="{"),
-            frame=json_frame(separator="; ", key="parameters"),
+            json_frame(separator="; ", key="parameters"),
             signs=(("<|python_tag|>",), ('"parameters": dictionary',)),
             tokens=("<|python_tag|>",),
         ),
@@ -343,6 +268,7 @@ FORMATS: Mapping[str, ToolFormat] = {
             "json",
             CallSyntax(one_or_list(known_only=True), ("```json",), ("```",), bare="{["),
             json_frame(separator="\n"),
+            signs=(),
         ),
     )
 }
@@ -363,7 +289,8 @@ def tool_format(
             raise ConfigError(f"tool format {name!r} is not known; there are {', '.join(FORMATS)}, and none")
         return FORMATS[name]
     for form in FORMATS.values():
-        if any(all(sign in template for sign in group) for group in form.signs):
+        signs = (form.syntax.opens[:1],) if form.signs is None else form.signs
+        if any(all(sign in template for sign in group) for group in signs):
             return form
     for form in FORMATS.values():
         if form.tokens and all(token in special_tokens for token in form.tokens):
@@ -392,3 +319,43 @@ def call_grammar(
     several = parallel and choice == "required"
     calls = frame_call(form.frame, form.markers, {name: schemas[name] for name in names}, several)
     return (*begin_thinking(reasoning, starts_open), *calls)
+
+
+def with_short_ids(messages: Sequence[Message], length: int) -> list[Message]:
+    """The same messages, every call's id `length` letters and digits long.
+
+    Equal ids stay equal, in calls and in the answers to them; ids that fit already stay as they are. What is
+    not a list of calls is left for `normalize_messages` to refuse.
+    """
+    return [_shorten_ids(m, length) if isinstance(m, Mapping) else m for m in messages]
+
+
+def with_plans(messages: Sequence[Message], key: str) -> list[Message]:
+    """The same messages; those with calls also have the thinking or text before the calls under `key`."""
+    return [_set_plan(m, key) if isinstance(m, Mapping) and m.get("tool_calls") else m for m in messages]
+
+
+def _set_plan(message: Message, key: str) -> Message:
+    plan = next((text for name in (key, *THOUGHTS, "content") if (text := message.get(name))), None)
+    return {**message, key: plan} if isinstance(plan, str) else message
+
+
+def _shorten_ids(message: Message, length: int) -> Message:
+    changed: dict[str, Any] = dict(message)
+    if isinstance(answered := message.get("tool_call_id"), str):
+        changed["tool_call_id"] = _short(answered, length)
+    calls = message.get("tool_calls")
+    if isinstance(calls, Sequence) and not isinstance(calls, str):
+        changed["tool_calls"] = [_shorten_id(call, length) for call in calls]
+    return changed
+
+
+def _shorten_id(call: Any, length: int) -> Any:
+    known = isinstance(call, Mapping) and isinstance(call.get("id"), str)
+    return {**call, "id": _short(call["id"], length)} if known else call
+
+
+def _short(call_id: str, length: int) -> str:
+    if len(call_id) == length and _PLAIN_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.blake2b(call_id.encode("utf-8", "surrogatepass"), digest_size=length).hexdigest()[:length]

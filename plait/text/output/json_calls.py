@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from plait.text.output.cursor import SPACE, Reading, TextCursor
 from plait.text.output.deltas import ReplyBuilder
@@ -15,6 +16,25 @@ Body = Callable[[ReplyBuilder], Reading[bool]]
 _NAMES = frozenset({"name", "tool", "tool_name", "function"})
 _ARGUMENTS = frozenset({"arguments", "parameters", "args", "input", "tool_input"})
 _SEPARATORS = ",;"
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """How calls are found: a marker of `opens` and then what `body` reads, then perhaps one of `closes`.
+
+    `bare`: characters that, at the start of the content, may begin a call without a marker.
+    """
+
+    body: Body
+    opens: tuple[str, ...] = ()
+    closes: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    bare: str = ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Every marker that must appear in the text."""
+        return (*self.opens, *self.inner, *self.closes)
 
 
 def call_object(reply: ReplyBuilder, known_only: bool = False) -> Reading[bool]:

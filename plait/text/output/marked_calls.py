@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from plait.text.output.call_grammar import Frame
 from plait.text.output.cursor import SPACE, Reading, TextCursor, read_whole
 from plait.text.output.deltas import ReplyBuilder
-from plait.text.output.json_calls import call_arguments, one_or_list, tell
+from plait.text.output.json_calls import Body, CallSyntax, call_arguments, one_or_list, tell
 from plait.text.output.json_stream import Sink, is_json
 from plait.text.output.parameters import alternatives, kinds
 from plait.text.output.python_calls import python_value
@@ -38,69 +39,83 @@ def mistral(reply: ReplyBuilder) -> Reading[bool]:
     return (yield from cursor.peek()) == "{" and (yield from call_arguments(reply, name))
 
 
-DEEPSEEK = {
-    "begin": "<｜tool▁calls▁begin｜>",
-    "call": "<｜tool▁call▁begin｜>",
-    "separator": "<｜tool▁sep｜>",
-    "end": "<｜tool▁call▁end｜>",
-    "close": "<｜tool▁calls▁end｜>",
-}
-"""DeepSeek's tool tokens: the bars are full width, the low lines U+2581."""
+@dataclass(frozen=True, slots=True)
+class CallTokens:
+    """The tokens of a format in which calls have tokens of their own; `read_one` reads one behind `call`."""
+
+    read_one: Body
+    begin: str
+    call: str
+    separator: str
+    end: str
+    close: str
+
+    def syntax(self) -> CallSyntax:
+        """How its calls are found and read."""
+        return CallSyntax(self._read, (self.begin,), (self.close,), (self.call, self.separator, self.end))
+
+    def frame(self, call: str, separator: str = "") -> Frame:
+        """How its calls are written; `call`: the text of one, see `Frame`."""
+        return Frame(f"{self.call}{call}{self.end}", self.begin, separator, self.close)
+
+    def _read(self, reply: ReplyBuilder) -> Reading[bool]:
+        """Calls up to the first that is none, or does not end."""
+        cursor = reply.cursor
+        yield from cursor.space()
+        found = False
+        while (yield from cursor.skip(self.call)):
+            found = (yield from self.read_one(reply)) and (yield from cursor.skip(self.end))
+            if not found:
+                return False
+            yield from cursor.space()
+        return found
 
 
-def deepseek(reply: ReplyBuilder) -> Reading[bool]:
-    """Calls between DeepSeek's tokens: V3 fences its JSON, V3.1 does not."""
+def _deepseek(reply: ReplyBuilder) -> Reading[bool]:
+    """V3 names the kind before the separator and fences its JSON, V3.1 does neither."""
     cursor = reply.cursor
-    yield from cursor.space()
-    found = False
-    while (yield from cursor.skip(DEEPSEEK["call"])):
+    name = yield from cursor.word(_NAME)
+    if not (yield from cursor.skip(DEEPSEEK.separator)):
+        return False
+    if (yield from cursor.peek()) != "{":
         name = yield from cursor.word(_NAME)
-        if not (yield from cursor.skip(DEEPSEEK["separator"])):
-            return False
-        if (yield from cursor.peek()) != "{":
-            name = yield from cursor.word(_NAME)
-            yield from cursor.space()
-            yield from cursor.skip("```json")
-            yield from cursor.space()
-        found = bool(name) and (yield from call_arguments(reply, name))
-        if not found:
-            return False
-        yield from cursor.space()
-        yield from cursor.skip("```")
-        yield from cursor.space()
-        if not (yield from cursor.skip(DEEPSEEK["end"])):
-            return False
-        yield from cursor.space()
+        yield from cursor.skip_spaced("```json")
+    found = bool(name) and (yield from call_arguments(reply, name))
+    if found:
+        yield from cursor.skip_spaced("```")
     return found
 
 
-KIMI = {
-    "begin": "<|tool_calls_section_begin|>",
-    "call": "<|tool_call_begin|>",
-    "separator": "<|tool_call_argument_begin|>",
-    "end": "<|tool_call_end|>",
-    "close": "<|tool_calls_section_end|>",
-}
-
-
-def kimi(reply: ReplyBuilder) -> Reading[bool]:
-    """Calls between Kimi's tokens: `functions.name:index` ⟨separator⟩ JSON."""
+def _kimi(reply: ReplyBuilder) -> Reading[bool]:
+    """`functions.name:index`, the separator and JSON."""
     cursor = reply.cursor
     yield from cursor.space()
-    found = False
-    while (yield from cursor.skip(KIMI["call"])):
-        yield from cursor.space()
-        name = (yield from cursor.word(_NAME)).removeprefix("functions.").rsplit(":", 1)[0]
-        yield from cursor.space()
-        if not name or not (yield from cursor.skip(KIMI["separator"])):
-            return False
-        yield from cursor.space()
-        found = yield from call_arguments(reply, name)
-        yield from cursor.space()
-        if not found or not (yield from cursor.skip(KIMI["end"])):
-            return False
-        yield from cursor.space()
+    name = (yield from cursor.word(_NAME)).removeprefix("functions.").rsplit(":", 1)[0]
+    yield from cursor.space()
+    if not name or not (yield from cursor.skip(KIMI.separator)):
+        return False
+    yield from cursor.space()
+    found = yield from call_arguments(reply, name)
+    yield from cursor.space()
     return found
+
+
+DEEPSEEK = CallTokens(
+    _deepseek,
+    begin="<｜tool▁calls▁begin｜>",  # the bars are full width, the low lines U+2581
+    call="<｜tool▁call▁begin｜>",
+    separator="<｜tool▁sep｜>",
+    end="<｜tool▁call▁end｜>",
+    close="<｜tool▁calls▁end｜>",
+)
+KIMI = CallTokens(
+    _kimi,
+    begin="<|tool_calls_section_begin|>",
+    call="<|tool_call_begin|>",
+    separator="<|tool_call_argument_begin|>",
+    end="<|tool_call_end|>",
+    close="<|tool_calls_section_end|>",
+)
 
 
 def harmony(reply: ReplyBuilder) -> Reading[bool]:

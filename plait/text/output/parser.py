@@ -23,34 +23,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from plait.text.output.cursor import SPACE, SPACES, Reading
 from plait.text.output.deltas import Content, OutputDelta, ReplyBuilder
-from plait.text.output.json_calls import Body
+from plait.text.output.json_calls import CallSyntax
 from plait.text.output.reasoning import ReasoningFormat
 
 _LEFT_OVER = SPACE + "}],;`"
-
-
-@dataclass(frozen=True, slots=True)
-class CallSyntax:
-    """How calls are found: a marker of `opens` and then what `body` reads, then perhaps one of `closes`.
-
-    `bare`: characters that, at the start of the content, may begin a call without a marker.
-    """
-
-    body: Body
-    opens: tuple[str, ...] = ()
-    closes: tuple[str, ...] = ()
-    inner: tuple[str, ...] = ()
-    bare: str = ""
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Every marker that must appear in the text."""
-        return (*self.opens, *self.inner, *self.closes)
 
 
 class Markers:

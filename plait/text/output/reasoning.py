@@ -74,6 +74,7 @@ class ReasoningFormat:
 
 
 HARMONY_TURN, HARMONY_FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
+_COMMENTARY = "<|channel|>commentary<|message|>"
 COHERE_FINAL, COHERE_END = "<|START_RESPONSE|>", "<|END_RESPONSE|>"
 _THINK = Pair("<think>", "</think>")
 REASONING: Mapping[str, ReasoningFormat] = {
@@ -120,13 +121,7 @@ REASONING: Mapping[str, ReasoningFormat] = {
             (Pair("<|channel|>analysis<|message|>", "<|end|>"),),
             signs=("<|channel|>", "analysis", "<|message|>"),
             tokens=("<|channel|>", "<|message|>", "<|constrain|>"),
-            wrappers=(
-                HARMONY_TURN,
-                HARMONY_FINAL,
-                "<|channel|>commentary<|message|>",
-                "<|end|>",
-                "<|return|>",
-            ),
+            wrappers=(HARMONY_TURN, HARMONY_FINAL, _COMMENTARY, "<|end|>", "<|return|>"),
             between=(HARMONY_TURN,),
             final=HARMONY_FINAL,
             anywhere=True,

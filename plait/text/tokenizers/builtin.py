@@ -81,7 +81,7 @@ def _assemble(
 
 
 def _special_tokens(ids: Mapping[str, int]) -> SpecialTokens:
-    return SpecialTokens(Special(token_id, text) for text, token_id in ids.items())
+    return SpecialTokens(Special(i, text) for text, i in ids.items())
 
 
 def tiktoken_tokenizer(path: Path, pattern: str | None = None, oxidizr: bool = False) -> TextTokenizer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
@@ -18,21 +17,8 @@ from plait.text.tokenizers.spm import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEF
 from plait.text.tokenizers.tokenizer import TextTokenizer, TokenizerBackend
 
 _KEY = "tokenizer.ggml."
-_OTHER_KINDS = {
-    "bert": "WordPiece",
-    "t5": "Unigram",
-    "rwkv": "RWKV",
-    "none": "no tokenizer",
-}
+_OTHER_KINDS = {"bert": "WordPiece", "t5": "Unigram", "rwkv": "RWKV", "none": "no tokenizer"}
 _NO_WAY = "give another vocabulary with --vocab (a tokenizer.json of the model)"
-
-
-@dataclass(frozen=True, slots=True)
-class _Defaults:
-    """The defaults for keys that a file leaves out."""
-
-    add_bos: bool
-    add_eos: bool = False
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> TextTokenizer | None:
@@ -80,7 +66,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> TextTokenizer:
     library = _library(metadata, tokens, kinds)
     unused = frozenset(i for i in _odd(kinds) if kinds[i] == UNUSED)
     engine = HfEngine(library, unused, range(len(tokens)))
-    return _assemble(f"gguf:gpt2/{name}", engine, metadata, (tokens, kinds), _Defaults(pattern.add_bos))
+    return _assemble(f"gguf:gpt2/{name}", engine, metadata, (tokens, kinds), pattern.add_bos)
 
 
 def byte_level_library(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
@@ -118,7 +104,7 @@ def _pattern(metadata: Mapping[str, Any]) -> tuple[str, Pattern]:
     if name is None:
         raise UnsupportedFormat(
             "tokenizer.ggml.pre is missing: the file does not say how its vocabulary cuts text into words, "
-            f"and a guess gives wrong ids; {_NO_WAY}"
+            f"and an assumed way gives wrong ids; {_NO_WAY}"
         )
     pattern = PATTERNS.get(str(name))
     if pattern is None:
@@ -151,7 +137,7 @@ def _scores(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[float]:
 def _plamo(metadata: Mapping[str, Any]) -> TextTokenizer:
     tokens, kinds = _tokens(metadata)
     engine = PlamoEngine(Pieces(tokens, _scores(metadata, tokens), kinds, space_first=False))
-    return _assemble("gguf:plamo2", engine, metadata, (tokens, kinds), _Defaults(add_bos=False))
+    return _assemble("gguf:plamo2", engine, metadata, (tokens, kinds), add_bos=False)
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> TextTokenizer:
@@ -159,9 +145,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> TextTokenizer:
     scores = _scores(metadata, tokens)
     space_first = bool(metadata.get(f"{_KEY}add_space_prefix", True))
     engine = SpmEngine(Pieces(tokens, scores, kinds, space_first))
-    return _assemble(
-        "gguf:llama", engine, metadata, (tokens, kinds), _Defaults(add_bos=True), space_first=space_first
-    )
+    return _assemble("gguf:llama", engine, metadata, (tokens, kinds), add_bos=True, space_first=space_first)
 
 
 def _assemble(
@@ -169,7 +153,7 @@ def _assemble(
     engine: TokenizerBackend,
     metadata: Mapping[str, Any],
     listed: tuple[Sequence[str], Sequence[int]],
-    defaults: _Defaults,
+    add_bos: bool,
     space_first: bool = False,
 ) -> TextTokenizer:
     tokens, kinds = listed
@@ -181,8 +165,8 @@ def _assemble(
     known = {s.id for s in by_kind}
     control = [*by_kind, *(Special(i, tokens[i]) for i in sorted(ends - known))]
     user = [Special(i, tokens[i]) for i in odd if kinds[i] == USER_DEFINED]
-    add_bos = metadata.get(f"{_KEY}add_bos_token", defaults.add_bos)
-    add_eos = metadata.get(f"{_KEY}add_eos_token", defaults.add_eos)
+    add_bos = metadata.get(f"{_KEY}add_bos_token", add_bos)
+    add_eos = metadata.get(f"{_KEY}add_eos_token", False)
     return TextTokenizer(
         name=name,
         engine=engine,

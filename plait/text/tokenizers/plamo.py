@@ -17,41 +17,40 @@ import tokenizers
 from tokenizers import models
 
 from plait.errors import BadFile
-from plait.text.tokenizers.hf import sentencepiece_bytes
-from plait.text.tokenizers.spm import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Pieces
+from plait.text.tokenizers.spm import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    PieceEngine,
+    Pieces,
+)
 
 _UNIT = 1e4  # of a score: what is added up are whole numbers of it
 _WORST = 10 - 1000 * _UNIT
-_KINDS = {
-    "NORMAL": NORMAL,
-    "UNKNOWN": UNKNOWN,
-    "CONTROL": CONTROL,
-    "USER_DEFINED": USER_DEFINED,
-    "UNUSED": UNUSED,
-    "BYTE": BYTE,
-}
+_NAMES = ("NORMAL", "UNKNOWN", "CONTROL", "USER_DEFINED", "UNUSED", "BYTE")
+_KINDS = dict(zip(_NAMES, (NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE), strict=True))
 _LONG_CHARS = 10_000
 _PRIVATE = range(0x10FFFD, 0x100000, -1)  # characters without an assigned meaning
 
 
-class PlamoEngine:
+class PlamoEngine(PieceEngine):
     """Ordinary text by a PLaMo 2 vocabulary. Raises BadFile if it has not all 256 bytes."""
 
     def __init__(self, pieces: Pieces) -> None:
-        self._pieces, kinds = pieces, pieces.kinds
-        self._bytes = {sentencepiece_bytes(pieces.texts[i])[0]: i for i, k in enumerate(kinds) if k == BYTE}
+        super().__init__(pieces)
         if len(self._bytes) != 256:
             raise BadFile(f"tokenizer: {len(self._bytes)} byte tokens instead of 256")
-        self._ids = [i for i, kind in enumerate(kinds) if kind in (NORMAL, USER_DEFINED) and pieces.texts[i]]
+        self._ids = [
+            i for i, kind in enumerate(pieces.kinds) if kind in (NORMAL, USER_DEFINED) and pieces.texts[i]
+        ]
         used = {pieces.texts[i] for i in self._ids}
         nothing = next(c for c in map(chr, _PRIVATE) if c not in used)
         scores = (max(float(round(pieces.scores[i] * _UNIT)), _WORST) for i in self._ids)
         scored = [(pieces.texts[i][::-1], score) for i, score in zip(self._ids, scores, strict=True)]
         self._library = tokenizers.Tokenizer(models.Unigram([*scored, (nothing, _WORST)], unk_id=len(scored)))
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._pieces.texts)
 
     def encode(self, text: str, first: bool) -> list[int]:
         """Ids of `text`. No space is ever prepended."""
@@ -65,17 +64,8 @@ class PlamoEngine:
             if piece < len(self._ids):
                 ids.append(self._ids[piece])
             else:  # no piece fits
-                ids.extend(self._bytes[byte] for byte in text[start:end][::-1].encode())
+                ids.extend(self._bytes[bytes([byte])] for byte in text[start:end][::-1].encode())
         return ids
-
-    def has_token(self, token_id: int) -> bool:
-        return token_id < len(self._pieces.texts) and self._pieces.kinds[token_id] != UNUSED
-
-    def token_bytes(self, token_id: int) -> bytes | None:
-        if not self.has_token(token_id):
-            return None
-        text = self._pieces.texts[token_id]
-        return sentencepiece_bytes(text) if self._pieces.kinds[token_id] == BYTE else text.encode()
 
 
 def plamo_metadata(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:

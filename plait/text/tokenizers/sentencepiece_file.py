@@ -26,8 +26,8 @@ def sentencepiece_metadata(path: Path) -> dict[str, Any]:
     """
     try:
         fields = list(_fields(path.read_bytes()))
-        pieces = [_first(list(_fields(value))) for number, value in fields if number == 1]
-        parts = {number: _first(list(_fields(value))) for number, value in fields if number in (2, 3)}
+        pieces = [dict(_fields(value)) for number, value in fields if number == 1]
+        parts = {number: dict(_fields(value)) for number, value in fields if number in (2, 3)}
         texts = [bytes(piece[1]).decode() for piece in pieces]
     except OSError as error:
         raise BadFile(f"{path}: {error.strerror or error}") from error
@@ -55,10 +55,6 @@ def _check(path: Path, trainer: Mapping[int, Any], normalizer: Mapping[int, Any]
 def _ids(trainer: Mapping[int, Any], size: int) -> dict[str, int]:
     found = {"bos": trainer.get(41, 1), "eos": trainer.get(42, 2)}
     return {f"tokenizer.ggml.{name}_token_id": i for name, i in found.items() if 0 <= i < size}
-
-
-def _first(fields: list[tuple[int, Any]]) -> dict[int, Any]:
-    return dict(fields)
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:

@@ -103,35 +103,12 @@ def _inside_word(text: str, start: int, end: int) -> bool:
     return before or (end < len(text) and (text[end].isalnum() or text[end] == "_"))
 
 
-_END_OF_GENERATION = frozenset(
-    {
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|eot|>",
-        "<|eom|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<|end_of_turn|>",
-        "<end_of_turn>",
-        "<|return|>",
-        "<|call|>",
-        "<|flush|>",
-        "<|calls|>",
-        "<|endofturn|>",
-        "<|stop|>",
-        "<end_of_utterance>",
-        "<EOT>",
-        "_<EOT>",
-        "<|EOT|>",
-        "[EOT]",
-        "[EOS]",
-        "[e~[",
-        "<turn|>",
-        "<｜end▁of▁sentence｜>",
-    }
-)
+_ENDS = """
+<|endoftext|> <|end_of_text|> <|eot_id|> <|eom_id|> <|eot|> <|eom|> <|im_end|> <|end|> <|end_of_turn|>
+<end_of_turn> <|return|> <|call|> <|flush|> <|calls|> <|endofturn|> <|stop|> <end_of_utterance>
+<EOT> _<EOT> <|EOT|> [EOT] [EOS] [e~[ <turn|> <｜end▁of▁sentence｜>
+"""
+_END_OF_GENERATION = frozenset(_ENDS.split())
 _ONLY_IF_CONTROL = frozenset({"</s>", "<eos>"})  # HTML's strike-through is an ordinary piece of Gemma
 
 

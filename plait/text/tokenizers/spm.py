@@ -35,19 +35,42 @@ class Pieces:
     space_first: bool = True
 
 
-class SpmEngine:
+class PieceEngine:
+    """What the engines of scored pieces have in common."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._bytes = {
+            sentencepiece_bytes(pieces.texts[i]): i for i, kind in enumerate(pieces.kinds) if kind == BYTE
+        }
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._pieces.texts)
+
+    def has_token(self, token_id: int) -> bool:
+        return token_id < len(self._pieces.texts) and self._pieces.kinds[token_id] != UNUSED
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        if not self.has_token(token_id):
+            return None
+        text, is_byte = self._pieces.texts[token_id], self._pieces.kinds[token_id] == BYTE
+        return sentencepiece_bytes(text) if is_byte else self._text_bytes(text)
+
+    def _text_bytes(self, text: str) -> bytes:
+        return text.encode()
+
+
+class SpmEngine(PieceEngine):
     """Ordinary text by a SentencePiece BPE model with byte fallback, so that no text is unknown.
 
     Raises BadFile for a model without a piece for the space, UnsupportedFormat without the 256 bytes.
     """
 
     def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
+        super().__init__(pieces)
         if "▁" not in pieces.texts:
             raise BadFile("tokenizer: no piece '▁' (the space) among its tokens; not a SentencePiece model")
-        self._bytes = {
-            sentencepiece_bytes(pieces.texts[i]): i for i, k in enumerate(pieces.kinds) if k == BYTE
-        }
         if len(self._bytes) != 256:
             raise UnsupportedFormat(
                 f"tokenizer: {len(self._bytes)} byte tokens instead of 256; a SentencePiece vocabulary that "
@@ -72,10 +95,6 @@ class SpmEngine:
 
     def _escape(self, text: str) -> str:
         return text.replace(" ", self._space).replace("▁", self._space)
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._pieces.texts)
 
     def encode(self, text: str, first: bool) -> list[int]:
         """Ids of `text`; a space is prepended if this is the first text and the model has it so."""
@@ -103,12 +122,5 @@ class SpmEngine:
         ids: list[int] = self._merger.encode_ordinary(escaped)[self._foreign :] if escaped else []
         return ids
 
-    def has_token(self, token_id: int) -> bool:
-        return token_id < len(self._pieces.texts) and self._pieces.kinds[token_id] != UNUSED
-
-    def token_bytes(self, token_id: int) -> bytes | None:
-        if not self.has_token(token_id):
-            return None
-        if self._pieces.kinds[token_id] == BYTE:
-            return sentencepiece_bytes(self._pieces.texts[token_id])
-        return self._pieces.texts[token_id].replace("▁", " ").encode()
+    def _text_bytes(self, text: str) -> bytes:
+        return text.replace("▁", " ").encode()

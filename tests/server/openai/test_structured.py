@@ -16,8 +16,8 @@ from plait.config import EngineConfig
 from plait.frontend.frontend import Front, Language
 from plait.request import Grammar
 from plait.spec import ModelSpec, NormSpec
-from plait.text.grammar.grammar import GrammarLimits
-from plait.text.grammar.trial_verdicts import Verdict
+from plait.text.grammar.library import GrammarLimits
+from plait.text.grammar.trial_pool import Verdict
 from plait.worker import client as process
 from tests.server.conftest import Client, serving, wait_until
 from tests.server.fake import ByteTokenizer, fake_front

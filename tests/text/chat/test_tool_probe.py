@@ -10,8 +10,7 @@ import pytest
 from plait.errors import InvalidField
 from plait.text.chat.jinja import JinjaTemplate
 from plait.text.chat.sandbox import Sandbox
-from plait.text.chat.template import normalize_messages
-from plait.text.chat.tool_probe import CallsTaken
+from plait.text.chat.template import CallsTaken, normalize_messages
 from plait.text.tokenizers.builtin import builtin_tokenizer
 
 HEAD = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"

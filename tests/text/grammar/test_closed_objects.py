@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from plait.errors import BadGrammar
+from plait.request import Grammar, JsonStyle
 from plait.text.grammar.closed_objects import with_closed_objects
 from plait.text.grammar.compiler import GrammarCompiler
-from plait.text.grammar.grammar import Grammar, JsonStyle
 from plait.text.grammar.source import library_form
 from plait.text.tokenizers.hf import TokenizerFiles, load_hf_tokenizer
 

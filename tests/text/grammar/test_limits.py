@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from plait.errors import BadGrammar, CapacityError, OutOfMemory
+from plait.request import Grammar
 from plait.text.grammar import compiler as grammar_compiler
 from plait.text.grammar import state as grammar_state
 from plait.text.grammar.compiler import GrammarCompiler
-from plait.text.grammar.grammar import Grammar, GrammarLimits
-from plait.text.grammar.library import readable
+from plait.text.grammar.library import GrammarLimits, readable
 from plait.text.grammar.request_fields import grammar_from
 from plait.text.tokenizers.hf import TokenizerFiles, load_hf_tokenizer
 from plait.text.tokenizers.tokenizer import TextTokenizer

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from plait.errors import BadGrammar
+from plait.request import Grammar
 from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.grammar.gbnf import lark_from_gbnf
-from plait.text.grammar.grammar import Grammar
 from plait.text.grammar.request_fields import grammar_from
 from plait.text.tokenizers.hf import TokenizerFiles, load_hf_tokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plait.errors import BadGrammar, InvalidField
-from plait.text.grammar.grammar import Grammar
+from plait.request import Grammar
 from plait.text.grammar.request_fields import GRAMMAR_FIELDS, grammar_from
 
 SCHEMA = {"type": "object", "properties": {"größe": {"type": "integer"}}}

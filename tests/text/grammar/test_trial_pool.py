@@ -13,12 +13,11 @@ import pytest
 
 from plait.errors import BadGrammar, CapacityError
 from plait.fair_queue import Lanes
+from plait.request import Grammar
 from plait.text.grammar import trial_pool
 from plait.text.grammar.compiler import GrammarChecker
-from plait.text.grammar.grammar import Grammar, GrammarLimits
-from plait.text.grammar.trial_pool import TrialPool
-from plait.text.grammar.trial_process import TrialChild
-from plait.text.grammar.trial_verdicts import Verdict, Verdicts, digest
+from plait.text.grammar.library import GrammarLimits
+from plait.text.grammar.trial_pool import TrialPool, Verdict, Verdicts, digest
 from tests.server.fake import ByteTokenizer
 
 WAIT_S = 60.0
@@ -49,7 +48,7 @@ class Stage:
         self._begun = threading.Condition()
         self._may_end: dict[str, threading.Event] = {}
 
-    def child(self) -> Any:
+    def child(self, limits: GrammarLimits) -> Any:
         self.num_started += 1
         return self
 
@@ -237,17 +236,6 @@ def test_an_end_from_outside_is_no_verdict(
     stage.end("a")
     assert submit("a").result(WAIT_S).is_good
     made.close()
-
-
-def test_a_process_whose_time_nothing_can_watch_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    child = TrialChild()
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(OSError, match="can't start new thread"):
-        child.ask("", 1.0)
-    child.stop()
 
 
 def test_a_wait_that_is_too_long_is_no_verdict(stage: Stage) -> None:
