@@ -1,24 +1,22 @@
 """Embedding lookup: rows of a table, decoded from their stored bytes; which kernel reads which storage.
 
-The kernels are in `gguf_blocks` (plain numbers, the blocks that most files have), `gguf_small` (blocks of
-small codes) and `packed` (packed safetensors); `skeleton` has their loops.
+The kernels are in `gguf` (plain numbers, blocks) and `packed` (packed safetensors); loops in `skeleton`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import plait.kernels.cpu.embed.gguf  # noqa: F401  it fills KERNELS
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import Kernel
-from plait.kernels.cpu.embed import gguf_blocks, gguf_small
 from plait.kernels.cpu.embed.packed import eights, fours, groups, places
-from plait.kernels.cpu.embed.skeleton import PIECE
+from plait.kernels.cpu.embed.skeleton import KERNELS, PIECE
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.row_checks import float32_rows
 from plait.ops.registry import OpFacts
@@ -31,12 +29,8 @@ from plait.quant.gguf_iq import grid
 from plait.quant.grouped import Grouped
 from plait.quant.weight import Dense, Weight
 
-KERNELS: Mapping[str, Kernel] = {**gguf_blocks.KERNELS, **gguf_small.KERNELS}
-"""The name of a block format, or of plain numbers -> the kernel that reads it."""
-
-GRIDS = {name: name for name in ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")} | {
-    "IQ1_M": "IQ1_S"
-}
+_GRIDS = ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+GRIDS = {**{name: name for name in _GRIDS}, "IQ1_M": "IQ1_S"}
 PACKED = re.compile(r"int\d(_g\d+)?|fp8(_b\d+)?|mxfp4|nvfp4|bnb_\w+")
 
 
