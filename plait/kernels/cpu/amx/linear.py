@@ -44,7 +44,7 @@ SUMS = TALL // 32 * (WIDE // 2) * 4 * TILE  # bytes
 SCRATCH = MEMORY + WIDE * DECODED + SUMS  # bytes of a thread
 _FILES = (
     *("amx/linear.py", "codegen/amx_tiles.py", "linear/blocks_source.py", "linear/float_codes.py"),
-    *("linear/layout.py", "linear/codebooks.py", "linear/bf16_codes.py"),
+    *("linear/layout.py", "linear/codebooks.py", "linear/bf16_codes.py", "linear/dense.py"),
 )
 Kept = Layout | Records | Coded | str  # how weights are kept; of plain numbers their name
 

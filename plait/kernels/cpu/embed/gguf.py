@@ -166,11 +166,11 @@ def _runs(name: str, at: int) -> None:
         for half in range(8):
             run, part = half // 2, half % 2 * 16
             packed, fifth = vec.load_u8(block + at + 32 * run + part), vec.load_u8(block + 16 + part)
-            for g in range(2 * run, 2 * run + 2):
-                q = _field(packed, g % 2 * 4, 15)
+            for i in range(2):
+                q = _field(packed, 4 * i, 15)
                 if at > 16:
-                    q = vec.or_i32(q, vec.left(_field(fifth, g, 1), np.int32(4)))
-                _put_k(block, g, 32 * g + part, q, to, scale)
+                    q = vec.or_i32(q, vec.left(_field(fifth, 2 * run + i, 1), np.int32(4)))
+                _put_k(block, 2 * run + i, 64 * run + 32 * i + part, q, to, scale)
 
     by_block(decode, name)
 

@@ -41,6 +41,7 @@ from plait.quant.fp8 import Fp8
 from plait.quant.packed import CachedWeight
 from plait.quant.weight import Weight
 
+_FILES = ("linear/float_codes.py", "linear/codebooks.py", "linear/dense.py", "codegen/plain_x86.py")
 AHEAD = 3072  # bytes that weights are fetched before they are needed
 _FP8 = re.compile(r"fp8(?:_b(?P<block>\d+))?")
 
@@ -160,7 +161,7 @@ def product(kept: Records) -> Kernel:
     """The kernel that multiplies rows by records of that kind."""
     source = _SOURCE.substitute(
         name="floats_rows",
-        digest=digest("linear/float_codes.py", "linear/codebooks.py", "codegen/plain_x86.py"),
+        digest=digest(*_FILES),
         kept=repr(kept),
         tile_bytes=f"(n + {kept.step - 1}) // {kept.step} * {kept.nbytes}",
         header=kept.header,
