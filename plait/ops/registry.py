@@ -63,7 +63,7 @@ class Variant:
         """What is called with the op's own arguments."""
         if not self.native:
             return self.fn
-        place = getattr(self.fn, "on", None)
+        place = self.fn if isinstance(self.fn, type) else getattr(self.fn, "on", None)
         return place(executor) if place else partial(self.fn, executor)
 
 

@@ -191,7 +191,7 @@ def mixed(folder: Path, into: Path, parts: tuple[str, ...]) -> Path:
     ("parts", "why"),
     [
         (("gate", "up", "down"), "experts are stored in several ways: [('bfloat16', 8, 20, 'float32'), "),
-        (("up",), "expert 0 is not one packed map"),
+        (("up",), "expert 0 is not one packed weight matrix"),
     ],
 )
 def test_experts_of_several_formats_run_one_by_one(

@@ -18,28 +18,13 @@ import torch
 from torch import Tensor
 
 from plait.kernels.cpu.attention import attention  # noqa: F401  what they register is compared
+from plait.kernels.cpu.codegen import vec
 from plait.kernels.cpu.codegen.kernel import kernel
 from plait.kernels.cpu.codegen.target import name
-from plait.kernels.cpu.codegen.vec import (
-    and_i32,
-    dot,
-    dot8,
-    load_bf16,
-    load_f16,
-    load_f32,
-    load_i32,
-    nearest,
-    spread_int,
-    store_bf16,
-    store_f16,
-    store_f32,
-    store_i32,
-    to_i32,
-    word,
-)
 from plait.kernels.cpu.linear import blocks  # noqa: F401  what they register is compared
 from plait.kernels.cpu.pointwise import norm  # noqa: F401  what they register is compared
 from plait.kernels.cpu.runtime.executor import Executor
+from plait.kernels.cpu.runtime.frame import word
 from plait.ops.attention import paged_attention
 from plait.ops.linear import linear
 from plait.ops.norm import rms_norm
@@ -56,10 +41,10 @@ def byte_products(frame: int, args: int, thread: int, threads: int) -> None:
     """u and v (64 bytes each step), sums: to each, by fours, u·v is added, of seven bits of u and of all."""
     u, v, sums = word(args, 2), word(args, 3), word(args, 4)
     for i in range(thread, STEPS, threads):
-        whole, other, at = load_i32(u + 64 * i), load_i32(v + 64 * i), sums + 128 * i
-        seven = and_i32(whole, spread_int(np.int32(0x7F7F7F7F)))
-        store_i32(at, dot(load_i32(at), seven, other))
-        store_i32(at + 64, dot8(load_i32(at + 64), whole, other))
+        whole, other, at = vec.load_i32(u + 64 * i), vec.load_i32(v + 64 * i), sums + 128 * i
+        seven = vec.and_i32(whole, vec.spread_int(np.int32(0x7F7F7F7F)))
+        vec.store_i32(at, vec.dot(vec.load_i32(at), seven, other))
+        vec.store_i32(at + 64, vec.dot8(vec.load_i32(at + 64), whole, other))
 
 
 @kernel
@@ -67,12 +52,12 @@ def roundings(frame: int, args: int, thread: int, threads: int) -> None:
     """x (float32), then what it is as float16, bfloat16 and the nearest int32, and the first two widened."""
     x, half, brain, whole, wide = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
     for i in range(thread, STEPS, threads):
-        v = load_f32(x + 64 * i)
-        store_f16(half + 32 * i, v)
-        store_bf16(brain + 32 * i, v)
-        store_i32(whole + 64 * i, to_i32(nearest(v)))
-        store_f32(wide + 128 * i, load_f16(half + 32 * i))
-        store_f32(wide + 128 * i + 64, load_bf16(brain + 32 * i))
+        v = vec.load_f32(x + 64 * i)
+        vec.store_f16(half + 32 * i, v)
+        vec.store_bf16(brain + 32 * i, v)
+        vec.store_i32(whole + 64 * i, vec.to_i32(vec.nearest(v)))
+        vec.store_f32(wide + 128 * i, vec.load_f16(half + 32 * i))
+        vec.store_f32(wide + 128 * i + 64, vec.load_bf16(brain + 32 * i))
 
 
 def wrong_products(cpu: Executor) -> bool:
@@ -102,9 +87,7 @@ def wrong_roundings(cpu: Executor) -> bool:
     whole, wide = torch.empty_like(x, dtype=torch.int32), x.new_empty(STEPS, 2, 16)
     cpu.launch(roundings, x, half, brain, whole, wide, rows=1)
     kept = torch.stack([half.float().view(STEPS, 16), brain.float().view(STEPS, 16)], 1)
-    pairs: list[tuple[Tensor, Tensor]] = [
-        *((half, x.half()), (brain, x.bfloat16()), (whole, x.round().int()), (wide, kept))
-    ]
+    pairs = (half, x.half()), (brain, x.bfloat16()), (whole, x.round().int()), (wide, kept)
     return not all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -130,8 +113,8 @@ CHECKS: Mapping[str, Callable[[Executor], bool]] = {
     "products of bytes": wrong_products,
     "rounding": wrong_roundings,
     "RMS norm": lambda cpu: differs(rms_norm, dict(tokens=5, hidden=136, groups=1), cpu),
-    "linear maps of Q8_0": lambda cpu: differs(linear, _linear_case("Q8_0", 13, "int8"), cpu),
-    "linear maps of Q4_0": lambda cpu: differs(linear, _linear_case("Q4_0", 3, "int8x2"), cpu),
+    "linear layers of Q8_0": lambda cpu: differs(linear, _linear_case("Q8_0", 13, "int8"), cpu),
+    "linear layers of Q4_0": lambda cpu: differs(linear, _linear_case("Q4_0", 3, "int8x2"), cpu),
     "attention": lambda cpu: differs(paged_attention, _ATTENTION, cpu),
 }
 

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from plait.kernels.cpu.amx.linear import LEAST
-from plait.kernels.cpu.amx.variants import TILES, When, in_bfloat16
+from plait.kernels.cpu.amx.linear import LEAST, TILES, in_bfloat16
 from plait.kernels.cpu.attention import attention, bf16
 from plait.kernels.cpu.attention.bf16_rows import WIDEST
 from plait.kernels.cpu.attention.source import Form, module
 from plait.kernels.cpu.codegen.amx_tiles import LINE, MEMORY, ROWS, TILE, Kind, Tiles
 from plait.kernels.cpu.codegen.kernel import Kernel
-from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block, digest
 from plait.ops.attention import paged_attention
 from plait.ops.registry import OpFacts
 
@@ -29,11 +28,11 @@ BEFORE = MEMORY + ROWS * SPAN * 2  # bytes before the rest of a thread's scratch
 
 _PRELUDE = '''
 from plait.kernels.cpu.amx import attention as amx_attention
-from plait.kernels.cpu.amx import linear as amx_linear
+from plait.kernels.cpu.linear import blocks_source
 from plait.kernels.cpu.runtime.frame import rows_of
 
-start_tiles, stop_tiles = amx_linear.make_start("{kind}"), amx_linear.make_stop("{kind}")
-pair_values = amx_attention.make_pair()  # {digest}
+start_tiles, stop_tiles = blocks_source.start("{kind}", None), blocks_source.stop("{kind}")
+pair_values = amx_attention.pair_values()  # {digest}
 
 
 @inline
@@ -51,141 +50,109 @@ def pack_bf16(args, s, kv_head, base, count, size, to):
 '''
 
 
-@cache
-def make_pair() -> Any:
+@block(takes=8)
+def pair_values(w: Writer, *words: Word) -> None:
     """Block (places, stride, columns, first, end, start, stop, to): values of groups first..end as pairs.
 
     to: `[SPAN / 2 pairs][columns][2]`; tokens outside start..stop, and groups outside first..end, are zeros.
     """
+    places, stride, columns, first, end, start, stop, to = words
 
-    def write(
-        w: Writer,
-        places: Word,
-        stride: Word,
-        columns: Word,
-        first: Word,
-        end: Word,
-        start: Word,
-        stop: Word,
-        to: Word,
-    ) -> None:
-        def bits(at: Word, token: Word) -> Value:
-            zero = w.zero_i32()
-            x = w.pick(stop.above(token), w.bits_i32(w.load_bf16(at)), zero)
-            return w.pick(start.above(token), zero, x)
+    def bits(at: Word, token: Word) -> Value:
+        zero = w.zero_i32()
+        x = w.pick(stop.above(token), w.bits_i32(w.load_bf16(at)), zero)
+        return w.pick(start.above(token), zero, x)
 
-        def group(g: Word) -> None:
-            row = to + g * columns * 32
+    def group(g: Word) -> None:
+        row = to + g * columns * 32
 
-            def pair(j: Word) -> None:
-                v, token = w.get_i64(places + 8 * g) + stride * 2 * j, 16 * g + 2 * j
-                at = row + columns * 4 * j
+        def pair(j: Word) -> None:
+            v, token = w.get_i64(places + 8 * g) + stride * 2 * j, 16 * g + 2 * j
+            at = row + columns * 4 * j
 
-                def some(c: Word) -> None:
-                    low, high = bits(v + 2 * c, token), bits(v + stride + 2 * c, token + 1)
-                    w.store_i32(at + 4 * c, w.or_i32(w.right(low, 16), high))
+            def some(c: Word) -> None:
+                low, high = bits(v + 2 * c, token), bits(v + stride + 2 * c, token + 1)
+                w.store_i32(at + 4 * c, w.or_i32(w.right(low, 16), high))
 
-                w.loop(0, columns, 16, (), some)
+            w.loop(0, columns, 16, (), some)
 
-            def zeros(i: Word) -> None:
-                w.store_i32(row + i, w.zero_i32())
+        def zeros(i: Word) -> None:
+            w.store_i32(row + i, w.zero_i32())
 
-            inside = w.pick(first.above(g), w.number(0), (end - g).most(0))
-            w.when(inside.above(0), lambda: w.loop(0, 8, 1, (), pair))
-            w.when(inside.equals(0), lambda: w.loop(0, columns * 32, LINE, (), zeros))
+        inside = w.pick(first.above(g), w.number(0), (end - g).most(0))
+        w.when(inside.above(0), lambda: w.loop(0, 8, 1, (), pair))
+        w.when(inside.equals(0), lambda: w.loop(0, columns * 32, LINE, (), zeros))
 
-        w.loop((first >> 1) << 1, ((end + 1) >> 1) << 1, 1, (), group)
-
-    return straight(write)
+    w.loop((first >> 1) << 1, ((end + 1) >> 1) << 1, 1, (), group)
 
 
-@cache
-def scores(line: int, kind: Kind) -> Any:
+@block(takes=7)
+def scores(line: int, kind: Kind, w: Writer, *words: Word) -> None:
     """Block: as `source.scores`, of sixteen rows of bfloat16."""
+    _, q, d, places, first, end, to = words
+    tiles = Tiles(w, kind, places - BEFORE)
 
-    def write(
-        w: Writer, size: Word, q: Word, d: Word, places: Word, first: Word, end: Word, to: Word
-    ) -> None:
-        tiles = Tiles(w, kind, places - BEFORE)
+    def some(g: Word) -> None:
+        own = [(g + i).least(end - 1) for i in range(4)]  # a group too many is computed twice
+        keys = [w.get_i64(places + 8 * n) for n in own]
+        for i in range(4):
+            tiles.zero(i)
 
-        def some(g: Word) -> None:
-            own = [(g + i).least(end - 1) for i in range(4)]  # a group too many is computed twice
-            keys = [w.get_i64(places + 8 * n) for n in own]
-            for i in range(4):
-                tiles.zero(i)
+        def columns(k: Word) -> None:
+            tiles.load(4, q + LINE * k, d * 2)
+            for i, at in enumerate(keys):
+                tiles.load(5 + i % 3, at + TILE * k, LINE)
+                tiles.bf16(i, 4, 5 + i % 3)
 
-            def columns(k: Word) -> None:
-                tiles.load(4, q + LINE * k, d * 2)
-                for i, at in enumerate(keys):
-                    tiles.load(5 + i % 3, at + TILE * k, LINE)
-                    tiles.bf16(i, 4, 5 + i % 3)
+        w.loop(0, d >> 5, 1, (), columns)
+        for i, n in enumerate(own):
+            tiles.store(i, to + LINE * n, line)
 
-            w.loop(0, d >> 5, 1, (), columns)
-            for i, n in enumerate(own):
-                tiles.store(i, to + LINE * n, line)
-
-        w.loop(first, end, 4, (), some)
-
-    return straight(write)
+    w.loop(first, end, 4, (), some)
 
 
-@cache
-def values(line: int, kind: Kind) -> Any:
-    """Block: as `source.values`, of sixteen rows; `pairs` is what `make_pair` made."""
+@block(takes=10)
+def values(line: int, kind: Kind, w: Writer, *words: Word) -> None:
+    """Block: as `source.values`, of sixteen rows; `pairs` is what `pair_values` made."""
+    _, at, start, end, places, pairs, columns, out, record, _ = words
+    memory = places - (SPAN // 16 * 8 + BEFORE)
+    tiles, weights = Tiles(w, kind, memory), memory + MEMORY
+    head, tail = start >> 4, (end + 15) >> 4
+    first, last = head >> 1, (tail + 1) >> 1
 
-    def write(
-        w: Writer,
-        size: Word,
-        at: Word,
-        start: Word,
-        end: Word,
-        places: Word,
-        pairs: Word,
-        columns: Word,
-        out: Word,
-        record: Word,
-        soon: list[Word],
-    ) -> None:
-        memory = places - (SPAN // 16 * 8 + BEFORE)
-        tiles, weights = Tiles(w, kind, memory), memory + MEMORY
-        head, tail = start >> 4, (end + 15) >> 4
-        first, last = head >> 1, (tail + 1) >> 1
+    def group(g: Word) -> None:
+        hidden = w.pick(head.above(g), w.number(1), (g + 1 - tail).most(0))
 
-        def group(g: Word) -> None:
-            hidden = w.pick(head.above(g), w.number(1), (g + 1 - tail).most(0))
+        def row(r: Word) -> None:
+            x = w.load_f32(at + r * line + LINE * g)
+            w.store_bf16(weights + r * (2 * SPAN) + 32 * g, w.pick(hidden.above(0), w.zero_f32(), x))
 
-            def row(r: Word) -> None:
-                x = w.load_f32(at + r * line + LINE * g)
-                w.store_bf16(weights + r * (2 * SPAN) + 32 * g, w.pick(hidden.above(0), w.zero_f32(), x))
+        w.loop(0, ROWS, 1, (), row)
 
-            w.loop(0, ROWS, 1, (), row)
+    def some(c: Word, wide: int) -> None:
+        for i in range(wide):
+            tiles.zero(i)
 
-        def some(c: Word, wide: int) -> None:
+        def tokens(p: Word) -> None:
+            tiles.load(4, weights + LINE * p, 2 * SPAN)
             for i in range(wide):
-                tiles.zero(i)
+                tiles.load(5 + i % 3, pairs + (columns * p * 16 + c + 16 * i) * 4, columns * 4)
+                tiles.bf16(i, 4, 5 + i % 3)
 
-            def tokens(p: Word) -> None:
-                tiles.load(4, weights + LINE * p, 2 * SPAN)
-                for i in range(wide):
-                    tiles.load(5 + i % 3, pairs + (columns * p * 16 + c + 16 * i) * 4, columns * 4)
-                    tiles.bf16(i, 4, 5 + i % 3)
+        w.loop(first, last, 1, (), tokens)
+        for i in range(wide):
+            tiles.store(i, out + LINE + 4 * c + LINE * i, record)
 
-            w.loop(first, last, 1, (), tokens)
-            for i in range(wide):
-                tiles.store(i, out + LINE + 4 * c + LINE * i, record)
-
-        w.loop(first << 1, last << 1, 1, (), group)
-        whole = columns >> 6 << 6
-        w.loop(0, whole, 64, (), partial(some, wide=4))
-        w.loop(whole, columns, 16, (), partial(some, wide=1))
-
-    return straight(write)
+    w.loop(first << 1, last << 1, 1, (), group)
+    whole = columns >> 6 << 6
+    w.loop(0, whole, 64, (), partial(some, wide=4))
+    w.loop(whole, columns, 16, (), partial(some, wide=1))
 
 
 def form_of(kind: Kind) -> Form:
     """What the kernel is made for."""
     plain = attention.form_of(torch.bfloat16)
-    made_from = digest("amx/attention.py", "codegen/amx_tiles.py")
+    made_from = digest("amx/attention.py", "codegen/amx_tiles.py", "linear/blocks_source.py")
     products = (
         "from plait.kernels.cpu.amx import attention as amx_attention\n"
         'tile_scores = amx_attention.scores({line}, "{kind}")\n'
@@ -238,5 +205,6 @@ def paged_attention_on_tiles(cpu: Any, *args: Any, **more: Any) -> torch.Tensor:
     return attention.attend(cpu, chosen, *args, **more)
 
 
-_when: When = in_bfloat16(why_unserved)
-paged_attention.variant("amx-bf16", on="cpu", when=_when, native=True)(paged_attention_on_tiles)
+paged_attention.variant("amx-bf16", on="cpu", when=in_bfloat16(why_unserved), native=True)(
+    paged_attention_on_tiles
+)

@@ -16,7 +16,7 @@ import numpy as np
 
 from plait.kernels.cpu.codegen.amx_tiles import MEMORY, Kind, Tiles
 from plait.kernels.cpu.codegen.kernel import load_generated
-from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, digest, straight
+from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, block, digest
 from plait.kernels.cpu.codegen.target import no_amx
 
 log = logging.getLogger("plait")
@@ -42,21 +42,17 @@ def products(frame, args, thread, threads):
 '''
 
 
-@cache
-def product(what: str, kind: Kind) -> Any:
+@block()
+def product(what: str, kind: Kind, w: Writer, scratch: Word, a: Word, b: Word, c: Word) -> None:
     """Block (scratch, a, b, c): c += a · b, all of them in memory, on tiles of their own."""
     shapes, stride = SHAPES[what]
-
-    def write(w: Writer, scratch: Word, a: Word, b: Word, c: Word) -> None:
-        tiles = Tiles(w, kind, scratch, shapes)
-        tiles.configure()
-        for tile, (at, apart) in enumerate(((c, 64), (a, stride), (b, 64))):
-            tiles.load(tile, at, apart)
-        getattr(tiles, what)(0, 1, 2)
-        tiles.store(0, c, 64)
-        tiles.release()
-
-    return straight(write)
+    tiles = Tiles(w, kind, scratch, shapes)
+    tiles.configure()
+    for tile, (at, apart) in enumerate(((c, 64), (a, stride), (b, 64))):
+        tiles.load(tile, at, apart)
+    getattr(tiles, what)(0, 1, 2)
+    tiles.store(0, c, 64)
+    tiles.release()
 
 
 def products(kind: Kind) -> Any:

@@ -1,9 +1,9 @@
-"""Linear layers for many rows on AMX: activations and weights in bfloat16, float32 sums.
+"""Linear layers on AMX: quantized ones to the same bits, and on request all in bfloat16 where rows are many.
 
-A thread takes some rows through some outputs. It decodes PANEL inputs of these weights at a time into pairs
-of bfloat16, which stay in its L2, and multiplies blocks of 32 rows by 32 outputs. Their sums stay in four
-tiles for a panel. Rows are rounded first, by all threads: panel after panel, a panel's rows side by side, so
-that a group of rows never falls into the same few sets of a cache.
+In bfloat16, with float32 sums, a thread takes some rows through some outputs. It decodes PANEL inputs of
+these weights at a time into pairs of bfloat16, which stay in its L2, and multiplies blocks of 32 rows by 32
+outputs. Their sums stay in four tiles for a panel. Rows are rounded first, by all threads: panel after panel,
+a panel's rows side by side, so that a group of rows never falls into the same few sets of a cache.
 
 An output is the sum of its tiles of 32 inputs in their order, whatever other rows there are, and whatever
 the number of threads. It is not what the kernel for few rows computes, which takes over below LEAST rows.
@@ -11,33 +11,48 @@ the number of threads. It is not what the kernel for few rows computes, which ta
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from string import Template
-from typing import Any
 
+import torch
+
+from plait.kernels.cpu.amx import check
 from plait.kernels.cpu.codegen.amx_tiles import MEMORY, TILE, Kind, Tiles
 from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
-from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
-from plait.kernels.cpu.linear import bf16_codes, blocks_source, float_codes
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block, digest
+from plait.kernels.cpu.linear import bf16_codes, blocks, blocks_source, dense, float_codes
 from plait.kernels.cpu.linear.bf16_codes import Coded
+from plait.kernels.cpu.linear.dense import PAIR_BYTES
 from plait.kernels.cpu.linear.float_codes import Records
 from plait.kernels.cpu.linear.layout import BLOCK, LINE, Layout
 from plait.kernels.cpu.linear.packed import PackedWeight
+from plait.kernels.cpu.runtime.executor import Executor
+from plait.ops.linear import linear
+from plait.ops.registry import OpFacts
+from plait.quant.packed import CachedWeight
+from plait.quant.weight import Weight
 
+When = Callable[[OpFacts], str | None]
+TILES: Kind = "amx"
 LEAST = 32  # rows (of a group, on average) from which tiles are faster
 PANEL = 256  # inputs of which weights are decoded at a time: 16 KiB of a pair of tiles stay in L1
 WIDE, TALL = 16, 512  # tiles of outputs, and rows, that one piece of work has at most
 DECODED = PANEL * 32  # bytes of a panel of sixteen outputs
 SUMS = TALL // 32 * (WIDE // 2) * 4 * TILE  # bytes
 SCRATCH = MEMORY + WIDE * DECODED + SUMS  # bytes of a thread
-PAIR_BYTES = {"float32": 128, "bfloat16": 64, "float16": 64}
+_FILES = (
+    *("amx/linear.py", "codegen/amx_tiles.py", "linear/blocks_source.py", "linear/float_codes.py"),
+    *("linear/layout.py", "linear/codebooks.py", "linear/bf16_codes.py", "linear/dense.py"),
+)
 Kept = Layout | Records | Coded | str  # how weights are kept; of plain numbers their name
 
-_SOURCE = Template('''"""Linear map for many rows on tiles: made by plait, from $digest."""
+_SOURCE = Template('''"""Linear layer for many rows on tiles: made by plait, from $digest."""
 import numpy as np
 
 from plait.kernels.cpu.amx import linear as amx_linear
+from plait.kernels.cpu.linear import blocks_source
 from plait.kernels.cpu.linear.bf16_codes import Coded
 from plait.kernels.cpu.runtime.frame import barrier, rows_of, scratch_of, common_scratch
 from plait.kernels.cpu.linear.float_codes import Records
@@ -48,8 +63,8 @@ from plait.kernels.cpu.codegen.vec import (
 )
 
 decode = amx_linear.decoder($kept)
-start, stop = amx_linear.make_start("$kind"), amx_linear.make_stop("$kind")
-multiply, keep = amx_linear.make_multiply("$kind"), amx_linear.make_keep()
+start, stop = blocks_source.start("$kind", None), blocks_source.stop("$kind")
+multiply, keep = amx_linear.multiply_tiles("$kind"), amx_linear.keep_sums()
 
 
 @inline
@@ -125,11 +140,8 @@ def amx_rows(frame, args, thread, threads):
 
 def _layout_block(w: Writer, layout: Layout, step: Word, b: Word, to: Word) -> None:
     """Block b of a step: 32 inputs of sixteen outputs, as sixteen rows of pairs."""
-    above, parts, quads = step + layout.outer_at, layout.parts, BLOCK // 4 // layout.parts
-    if layout.scales in ("level", "small"):
-        outer = [w.load_f32(above)]
-    else:
-        outer = [w.load_f16(above + 32 * i) for i in range(layout.outer_bytes // 32)]
+    parts, quads = layout.parts, BLOCK // 4 // layout.parts
+    outer = blocks_source._outer(w, layout, step + layout.outer_at)
     for j in range(parts):
         index = j + (b * parts if layout.group <= BLOCK else w.number(0))
         at = step + layout.scales_at + index * layout.scale_bytes
@@ -149,21 +161,65 @@ def _layout_block(w: Writer, layout: Layout, step: Word, b: Word, to: Word) -> N
             w.store_i32(to + 2 * LINE * q + LINE, w.pair_bf16(*found[2:]))
 
 
-def _from_layout(layout: Layout) -> Any:
-    def write(w: Writer, _: Word, tile: Word, k0: Word, count: Word, n: Word, to: Word) -> None:
-        def block(i: Word) -> None:
-            index = (k0 >> 5) + i
-            step = index // layout.blocks
-            b = index - step * layout.blocks
-            _layout_block(w, layout, tile + step * layout.nbytes, b, to + i * TILE)
+def _from_layout(layout: Layout, w: Writer, tile: Word, k0: Word, count: Word, to: Word) -> None:
+    def block(i: Word) -> None:
+        index = (k0 >> 5) + i
+        step = index // layout.blocks
+        b = index - step * layout.blocks
+        _layout_block(w, layout, tile + step * layout.nbytes, b, to + i * TILE)
 
-        w.loop(0, count >> 5, 1, (), block)
-
-    return straight(write)
+    w.loop(0, count >> 5, 1, (), block)
 
 
-def _zeros(w: Writer, to: Word, pairs: Word, count: Word) -> None:
-    """Rows of pairs behind the last that there is, up to a whole tile."""
+def _from_plain(kind: str, w: Writer, tile: Word, k0: Word, count: Word, to: Word) -> Word:
+    source, step, pairs = tile + (k0 >> 1) * PAIR_BYTES[kind], PAIR_BYTES[kind], (count + 1) >> 1
+
+    def pair(p: Word) -> None:
+        at = source + p * step
+        words = w.load_i32(at) if kind == "bfloat16" else w.pair_bf16(*dense._pair(w, kind, at))
+        w.store_i32(to + LINE * p, words)
+
+    w.loop(0, pairs, 1, (), pair)
+    return pairs
+
+
+def _from_records(
+    kept: Records, w: Writer, weight: Word, tile: Word, k0: Word, count: Word, to: Word
+) -> Word:
+    table, lines = w.load_f32(weight) if kept.header else None, count // kept.each
+
+    def line(i: Word) -> None:
+        k = k0 + i * kept.each
+        record = k // kept.step
+        at = tile + record * kept.nbytes
+        scale = w.load_f32(at + kept.codes)
+        codes = at + (k - record * kept.step) // kept.each * LINE
+        values = [w.mul(v, scale) for v in float_codes._weights(w, kept, codes, table)]
+        for p in range(kept.each // 2):
+            place = to + i * (LINE * kept.each // 2) + LINE * p
+            w.store_i32(place, w.pair_bf16(*values[2 * p : 2 * p + 2]))
+
+    w.loop(0, lines, 1, (), line)
+    return lines * (kept.each // 2)
+
+
+@block(takes=6)
+def decoder(kept: Kept, w: Writer, *words: Word) -> None:
+    """Block (weight, tile, k0, count, n, to): inputs k0..k0+count of a tile of weights, as pairs of bfloat16.
+
+    k0 is a multiple of PANEL; rows of pairs are filled up with zeros to whole tiles.
+    """
+    weight, tile, k0, count, n, to = words
+    if isinstance(kept, Layout):
+        _from_layout(kept, w, tile, k0, count, to)
+        return
+    if isinstance(kept, Coded):
+        bf16_codes.unpack(w, weight, tile, n, k0, count, to)
+        pairs = count >> 1
+    elif isinstance(kept, Records):
+        pairs = _from_records(kept, w, weight, tile, k0, count, to)
+    else:
+        pairs = _from_plain(kept, w, tile, k0, count, to)
 
     def zero(p: Word) -> None:
         w.store_i32(to + LINE * p, w.zero_i32())
@@ -171,166 +227,68 @@ def _zeros(w: Writer, to: Word, pairs: Word, count: Word) -> None:
     w.loop(pairs, (count + 31) // 32 * 16, 1, (), zero)
 
 
-def _from_plain(kind: str) -> Any:
-    def write(w: Writer, _: Word, tile: Word, k0: Word, count: Word, n: Word, to: Word) -> None:
-        source, step = tile + (k0 >> 1) * PAIR_BYTES[kind], PAIR_BYTES[kind]
-
-        def pair(p: Word) -> None:
-            at = source + p * step
-            match kind:
-                case "float32":
-                    words = w.pair_bf16(w.load_f32(at), w.load_f32(at + 64))
-                case "float16":
-                    words = w.pair_bf16(w.load_f16(at), w.load_f16(at + 32))
-                case _:
-                    words = w.load_i32(at)
-            w.store_i32(to + LINE * p, words)
-
-        pairs = (count + 1) >> 1
-        w.loop(0, pairs, 1, (), pair)
-        _zeros(w, to, pairs, count)
-
-    return straight(write)
-
-
-def _from_codes() -> Any:
-    def write(w: Writer, weight: Word, tile: Word, k0: Word, count: Word, n: Word, to: Word) -> None:
-        bf16_codes.unpack(w, weight, tile, n, k0, count, to)
-        _zeros(w, to, count >> 1, count)
-
-    return straight(write)
-
-
-def _from_records(kept: Records) -> Any:
-    def write(w: Writer, weight: Word, tile: Word, k0: Word, count: Word, n: Word, to: Word) -> None:
-        table = w.load_f32(weight) if kept.header else None
-
-        def line(i: Word) -> None:
-            k = k0 + i * kept.each
-            record = k // kept.step
-            at = tile + record * kept.nbytes
-            scale = w.load_f32(at + kept.codes)
-            codes = at + (k - record * kept.step) // kept.each * LINE
-            values = [w.mul(v, scale) for v in float_codes._weights(w, kept, codes, table)]
-            for p in range(kept.each // 2):
-                place = to + i * (LINE * kept.each // 2) + LINE * p
-                w.store_i32(place, w.pair_bf16(*values[2 * p : 2 * p + 2]))
-
-        lines = count // kept.each
-        w.loop(0, lines, 1, (), line)
-        _zeros(w, to, lines * (kept.each // 2), count)
-
-    return straight(write)
-
-
-@cache
-def decoder(kept: Kept) -> Any:
-    """Block (weight, tile, k0, count, n, to): inputs k0..k0+count of a tile of weights, as pairs of bfloat16.
-
-    k0 is a multiple of PANEL; rows of pairs are filled up with zeros to whole tiles.
-    """
-    if isinstance(kept, Layout):
-        return _from_layout(kept)
-    if isinstance(kept, Coded):
-        return _from_codes()
-    return _from_records(kept) if isinstance(kept, Records) else _from_plain(kept)
-
-
-@cache
-def make_start(kind: Kind) -> Any:
-    """Block (scratch): this thread may use tiles from here on."""
-    return straight(lambda w, scratch: Tiles(w, kind, scratch).configure())
-
-
-@cache
-def make_stop(kind: Kind) -> Any:
-    """Block (scratch): it will not any more."""
-    return straight(lambda w, scratch: Tiles(w, kind, scratch).release())
-
-
-@cache
-def make_multiply(kind: Kind) -> Any:
+@block(takes=7)
+def multiply_tiles(kind: Kind, w: Writer, *words: Word) -> None:
     """Block (scratch, earlier, count, a, a_bytes, b, c): c += 32 rows at a · two tiles of outputs at b.
 
     count: tiles of 32 inputs; earlier: 0 if there were none, and c is written anew.
     """
+    scratch, earlier, count, a, a_bytes, b, c = words
+    tiles = Tiles(w, kind, scratch)
 
-    def write(
-        w: Writer, scratch: Word, earlier: Word, count: Word, a: Word, a_bytes: Word, b: Word, c: Word
-    ) -> None:
-        tiles = Tiles(w, kind, scratch)
+    def each(what: Callable[[int], None]) -> None:
+        for t in range(4):
+            what(t)
 
-        def each(what: Any) -> None:
-            for t in range(4):
-                what(t)
+    w.when(earlier.equals(0), lambda: each(tiles.zero))
+    w.when(earlier.above(0), lambda: each(lambda t: tiles.load(t, c + TILE * t, LINE)))
 
-        w.when(earlier.equals(0), lambda: each(tiles.zero))
-        w.when(earlier.above(0), lambda: each(lambda t: tiles.load(t, c + TILE * t, LINE)))
+    def inputs(k: Word) -> None:
+        tiles.load(6, b + k * TILE, LINE)
+        tiles.load(4, a + k * LINE, a_bytes)
+        tiles.bf16(0, 4, 6)
+        tiles.load(7, b + DECODED + k * TILE, LINE)
+        tiles.bf16(1, 4, 7)
+        tiles.load(5, a + a_bytes * 16 + k * LINE, a_bytes)
+        tiles.bf16(2, 5, 6)
+        tiles.bf16(3, 5, 7)
 
-        def inputs(k: Word) -> None:
-            tiles.load(6, b + k * TILE, LINE)
-            tiles.load(4, a + k * LINE, a_bytes)
-            tiles.bf16(0, 4, 6)
-            tiles.load(7, b + DECODED + k * TILE, LINE)
-            tiles.bf16(1, 4, 7)
-            tiles.load(5, a + a_bytes * 16 + k * LINE, a_bytes)
-            tiles.bf16(2, 5, 6)
-            tiles.bf16(3, 5, 7)
-
-        w.loop(0, count, 1, (), inputs)
-        each(lambda t: tiles.store(t, c + TILE * t, LINE))
-
-    return straight(write)
+    w.loop(0, count, 1, (), inputs)
+    each(lambda t: tiles.store(t, c + TILE * t, LINE))
 
 
-@cache
-def make_keep() -> Any:
+@block(takes=6)
+def keep_sums(w: Writer, *words: Word) -> None:
     """Block (c, to, out_bytes, rows, left, bias): the first rows of 32 of sums, for `left` outputs."""
+    c, to, out_bytes, rows, left, bias = words
 
-    def write(w: Writer, c: Word, to: Word, out_bytes: Word, rows: Word, left: Word, bias: Word) -> None:
-        def biases(*_: Value) -> list[Value]:
-            return [w.load_some(bias + LINE * t, left - 16 * t) for t in (0, 1)]
+    def biases(*_: Value) -> list[Value]:
+        return [w.load_some(bias + LINE * t, left - 16 * t) for t in (0, 1)]
 
-        more = w.unless_zero(bias, [w.spread(-0.0)] * 2, biases)
+    more = w.unless_zero(bias, [w.spread(-0.0)] * 2, biases)
 
-        def row(r: Word) -> None:
-            source = c + (r >> 4) * (2 * TILE) + (r - (r >> 4 << 4)) * LINE
-            for t in (0, 1):
-                at = to + r * out_bytes + LINE * t
-                w.store_some(at, w.add(w.load_f32(source + TILE * t), more[t]), left - 16 * t)
+    def row(r: Word) -> None:
+        source = c + (r >> 4) * (2 * TILE) + (r - (r >> 4 << 4)) * LINE
+        for t in (0, 1):
+            at = to + r * out_bytes + LINE * t
+            w.store_some(at, w.add(w.load_f32(source + TILE * t), more[t]), left - 16 * t)
 
-        w.loop(0, rows, 1, (), row)
-
-    return straight(write)
-
-
-def _header(kept: Kept) -> int:
-    """Bytes in front of the first tile."""
-    return kept.header if isinstance(kept, Records) else LINE if isinstance(kept, Coded) else 0
+    w.loop(0, rows, 1, (), row)
 
 
 @cache
 def many_rows(kept: Kept, kind: Kind) -> Kernel:
     """The kernel of `packed.multiply` for weights kept that way, from LEAST rows on."""
-    match kept:
-        case Layout():
-            tile_bytes = f"(n + {kept.step - 1}) // {kept.step} * {kept.nbytes}"
-        case Records():
-            tile_bytes = f"(n + {kept.step - 1}) // {kept.step} * {kept.nbytes}"
-        case Coded():
-            tile_bytes = bf16_codes.TILE_BYTES
-        case _:
-            tile_bytes = f"(n + 1) // 2 * {PAIR_BYTES[kept]}"
+    header = 0  # bytes in front of the first tile
+    if isinstance(kept, Coded):
+        header, tile_bytes = LINE, bf16_codes.TILE_BYTES
+    elif isinstance(kept, str):
+        tile_bytes = f"(n + 1) // 2 * {PAIR_BYTES[kept]}"
+    else:
+        tile_bytes = f"(n + {kept.step - 1}) // {kept.step} * {kept.nbytes}"
+        header = kept.header if isinstance(kept, Records) else 0
     source = _SOURCE.substitute(
-        digest=digest(
-            "amx/linear.py",
-            "codegen/amx_tiles.py",
-            "linear/blocks_source.py",
-            "linear/float_codes.py",
-            "linear/layout.py",
-            "linear/codebooks.py",
-            "linear/bf16_codes.py",
-        ),
+        digest=digest(*_FILES),
         kept=repr(kept),
         kind=kind,
         panel=PANEL,
@@ -340,7 +298,7 @@ def many_rows(kept: Kept, kind: Kind) -> Kernel:
         tall=TALL,
         decoded=DECODED,
         tile_bytes=tile_bytes,
-        header=_header(kept),
+        header=header,
     )
     made: Kernel = load_generated(f"amx_{kind}", source).amx_rows
     return made
@@ -356,4 +314,50 @@ def on_tiles(weight: PackedWeight, kept: Kept, kind: Kind) -> PackedWeight:
         shared_per_row=max(weight.shared_per_row, rounded),
         scratch=SCRATCH,
         joins=False,
+    )
+
+
+def pack_byte_tiles(cpu: Executor, weight: Weight | CachedWeight, dtype: torch.dtype) -> PackedWeight:
+    """As `blocks.pack`; sixteen rows and more go through tiles of bytes."""
+    return blocks.pack(cpu, weight, dtype, TILES)
+
+
+def pack_for_many(pack: Callable[..., PackedWeight]) -> Callable[..., PackedWeight]:
+    """The same packing; many rows go through tiles of bfloat16."""
+
+    def packed(cpu: Executor, weight: Weight | CachedWeight, dtype: torch.dtype) -> PackedWeight:
+        made = pack(cpu, weight, dtype)
+        return on_tiles(made, made.layout or made.kind, TILES)
+
+    return packed
+
+
+def in_bfloat16(when: When) -> When:
+    """`when`, where there is AMX, and other arithmetic in long steps is requested."""
+
+    def refusal(facts: OpFacts) -> str | None:
+        if reason := when(facts):
+            return reason
+        if getattr(facts.executor, "prefill", "same") != "bf16":
+            return "--prefill bf16 was not requested"
+        return check.refusal()
+
+    return refusal
+
+
+def _unless_refused(facts: OpFacts) -> str | None:
+    return blocks.blocks_and_rounding(facts) or check.refusal()
+
+
+linear.variant("native-amx", on="cpu", when=_unless_refused, native=True)(
+    replace(blocks.native, pack=pack_byte_tiles)
+)
+_BFLOAT16: tuple[tuple[str, Callable[..., PackedWeight], When], ...] = (
+    ("amx-bf16", pack_byte_tiles, blocks.blocks_and_rounding),  # fewer rows go through those of bytes
+    ("amx-bf16-dense", dense.pack, dense.plain_numbers),
+    ("amx-bf16-floats", float_codes.pack, float_codes.small_floats),
+)
+for _name, _pack, _when in _BFLOAT16:
+    linear.variant(_name, on="cpu", when=in_bfloat16(_when), native=True)(
+        replace(blocks.native, pack=pack_for_many(_pack))
     )

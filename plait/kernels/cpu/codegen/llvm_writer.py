@@ -12,8 +12,9 @@ of their files (`digest`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial, wraps
 from hashlib import sha256
-from inspect import signature
+from inspect import Parameter, Signature, signature
 from typing import Any, TypeAlias
 
 from llvmlite import ir
@@ -236,6 +237,26 @@ def straight(write: Callable[..., Sequence[Value] | None], *, gives: int = 0, ki
     typed.__signature__ = signature(write)  # type: ignore[attr-defined]  # Numba asks how many arguments
     typed.__name__ = typed.__qualname__ = getattr(write, "__name__", "straight")
     return intrinsic(typed)
+
+
+def block(*, takes: int = 0, gives: int | Callable[..., int] = 0) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: a function (*made_for, w, *arguments) -> one that makes its straight block for `made_for`.
+
+    takes: how many words its `*words` stands for; gives: as in `straight`, or computed from `made_for`.
+    """
+
+    def family(write: Callable[..., Any]) -> Any:
+        @cache
+        def make(*made_for: Any) -> Any:
+            one: Any = partial(write, *made_for)
+            if takes:
+                names = ["w", *(f"word{i}" for i in range(takes))]
+                one.__signature__ = Signature([Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in names])
+            return straight(one, gives=gives(*made_for) if callable(gives) else gives)
+
+        return wraps(write)(make)
+
+    return family
 
 
 def digest(*files: str) -> str:

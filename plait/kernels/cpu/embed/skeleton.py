@@ -24,6 +24,8 @@ from plait.kernels.cpu.runtime.frame import rows_of, word
 from plait.quant.gguf import block_type
 
 PIECE = 256  # numbers of a row that a thread takes at a time, where a format has no blocks of its own
+KERNELS: dict[str, Kernel] = {}
+"""The name of a block format, or of plain numbers -> the kernel that reads it. `gguf` fills it."""
 
 
 @inline
@@ -44,13 +46,19 @@ def share(frame: Int, args: Int, thread: Int, threads: Int) -> tuple[Int, Int]:
     return blocks * thread // threads, blocks * (thread + 1) // threads
 
 
-def by_block(decode: Callable[[int, int, float, int], None]) -> Kernel:
+def _set_name(decode: Callable[..., None], name: str) -> str:
+    """The name of its kernel: its own, or the one that it is given."""
+    decode.__name__ = decode.__qualname__ = name or decode.__name__
+    return decode.__name__
+
+
+def by_block(decode: Callable[[int, int, float, int], None], name: str = "") -> Kernel:
     """Decorator: the function of a GGUF format, of that name in lower case -> Kernel.
 
     It is given the addresses of a block and of where its numbers go, the scale, and the address of the
     format's grid: word 9, which is 0 for formats without one.
     """
-    kind = block_type(decode.__name__.upper())
+    kind = block_type(_set_name(decode, name).upper())
     nbytes, numbers = kind.nbytes, kind.elements
 
     def loop(one: Callable[[int, int, float, int], None]) -> Body:
@@ -64,15 +72,17 @@ def by_block(decode: Callable[[int, int, float, int], None]) -> Kernel:
 
         return run
 
-    return Kernel(decode, loop)
+    KERNELS[kind.name] = Kernel(decode, loop)
+    return KERNELS[kind.name]
 
 
-def by_piece(decode: Callable[[int, int, int, int, int, int, float], None]) -> Kernel:
+def by_piece(decode: Callable[[int, int, int, int, int, int, float], None], name: str = "") -> Kernel:
     """Decorator: the function of a storage without blocks -> Kernel.
 
     It is given the address of the words, and of one piece: the row of the table, the address of that row's
     codes, the piece's first column and the one behind its last, where the whole row goes, and the scale.
     """
+    _set_name(decode, name)
 
     def loop(one: Callable[[int, int, int, int, int, int, float], None]) -> Body:
         def run(frame: int, args: int, thread: int, threads: int) -> None:

@@ -221,19 +221,16 @@ def pack_codes(frame: int, args: int, thread: int, threads: int) -> None:
             for j in range(min(16, n_out - 16 * t)):
                 row = source + (16 * t + j) * row_bytes
                 for i in range(4):  # two inputs of the first two pairs, and four inputs on
-                    k = 8 * r + i
-                    low, high = _number(row, k), _number(row, k + 4)
-                    c, d = _code(codes, low), _code(codes, high)
-                    if c == 255:
-                        low, c, missed = 0, 0, missed + 1
-                    if d == 255:
-                        high, d, missed = 0, 0, missed + 1
-                    place = 2 * j + (i & 1)
+                    place, both = 2 * j + (i & 1), np.int64(0)
                     at = to + place // 8 * 16 + 8 * (i >> 1) + place % 8
-                    c, d = c | low >> 15 << 3, d | high >> 15 << 3
-                    put_u8(at, np.int32(low & 255))
-                    put_u8(at + 64, np.int32(high & 255))
-                    put_u8(at + 128, np.int32(c | d << 4))
+                    for half in range(2):
+                        number = _number(row, 8 * r + i + 4 * half)
+                        code = _code(codes, number)
+                        if code == 255:
+                            number, code, missed = 0, 0, missed + 1
+                        both |= (code | number >> 15 << 3) << 4 * half
+                        put_u8(at + 64 * half, np.int32(number & 255))
+                    put_u8(at + 128, np.int32(both))
             at = tile + 8 * (r // 32)
             put_i64(at, get_i64(at) + missed)
 

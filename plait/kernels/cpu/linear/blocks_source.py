@@ -27,12 +27,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from string import Template
-from typing import Any
+from textwrap import indent
 
 from plait.kernels.cpu.codegen import avx2_dot
-from plait.kernels.cpu.codegen.amx_tiles import MEMORY, TILE
+from plait.kernels.cpu.codegen.amx_tiles import FULL, MEMORY, TILE, Kind, Shapes, Tiles
 from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
-from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block, digest
 from plait.kernels.cpu.linear.codebooks import TABLES
 from plait.kernels.cpu.linear.layout import BLOCK, LINE, Layout
 from plait.kernels.cpu.linear.quantize_rows import BASE_BITS, BUNDLES
@@ -51,11 +51,18 @@ PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next ro
 STREAMS = 3  # that one row reads weights in: of two and four, memory liked each less
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
 
-_SOURCE = Template('''"""Quantized linear map: made by plait, from $digest."""
+_FILES = (
+    *("linear/blocks_source.py", "linear/quantize_rows.py", "linear/layout.py", "linear/codebooks.py"),
+    *("codegen/avx2_dot.py", "codegen/amx_tiles.py"),
+)
+_SOURCE = Template('''"""Quantized linear layer: made by plait, from $digest."""
 import numpy as np
 
 from plait.kernels.cpu.linear import blocks_source as linear_source
 from plait.kernels.cpu.linear import quantize_rows as rounding
+from plait.kernels.cpu.linear.blocks_source import (
+    ALONE, FETCHED, PAGES, PANEL, PIECES, SHARED, STREAMS, TOGETHER,
+)
 from plait.kernels.cpu.runtime.frame import barrier, rows_of, scratch_of, common_scratch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.linear.layout import Layout
@@ -70,7 +77,7 @@ def panels(codes, most):
     """Panels that so many rows of codes are cut into, rows of each (of the last: at most), what one costs."""
     count = max((codes + most - 1) // most, 1)
     panel = ((codes + count - 1) // count + $largest - 1) // $largest * $largest
-    return count if codes > 0 else 0, panel, min(panel, codes) + $fetched
+    return count if codes > 0 else 0, panel, min(panel, codes) + FETCHED
 
 
 @inline
@@ -79,7 +86,7 @@ def pieces(codes, most, tiles, wanted):
 
     Panels become shorter rather than pieces narrower: a bundle comes into L1 once per piece.
     """
-    parts, bundles = (tiles + $together - 1) // $together, (codes + $largest - 1) // $largest
+    parts, bundles = (tiles + TOGETHER - 1) // TOGETHER, (codes + $largest - 1) // $largest
     each = max(bundles * parts // wanted, 1)
     most = min(most, each * $largest)
     count = (codes + most - 1) // most
@@ -99,7 +106,7 @@ def next_tiles(weight, t, low, high, tile_bytes, up, to_up):
     half = tile_bytes // 128 * 64
     if to_up != 0:
         return weight + min(t + 1, high - 1) * tile_bytes + up * half, to_up
-    if tile_bytes >= $pages:
+    if tile_bytes >= PAGES:
         return weight + min(t + 1, high - 1) * tile_bytes, half
     pair = t - (t - low) % 2 + 2
     if pair >= high:
@@ -130,17 +137,17 @@ def linear_rows(frame, args, thread, threads):
     steps = (n + $step - 1) // $step
     blocks, tile_bytes = steps * $blocks, steps * $nbytes
     rounded, each = common_scratch(frame), blocks * $record
-    alone = rows * terms <= $alone and threads * rows * terms * each <= room
+    alone = rows * terms <= ALONE and threads * rows * terms * each <= room
     apart = 2 * each  # room for one row of codes more than a group has: its last bundle may be larger
     if alone:
         apart = terms * each
         rounded += thread * rows * terms * each
     halves = 2 if join != 0 else 1
-    most, tiles = max($largest, $panel // each // $largest * $largest), (n_out + 15) // 16 // halves
+    most, tiles = max($largest, PANEL // each // $largest * $largest), (n_out + 15) // 16 // halves
     to_up = (halves - 1) * tiles * tile_bytes
-    taken, left, shared, piece = np.int64(0), 0, threads > 1 and rows * terms >= $shared * max(groups, 1), 1
+    taken, left, shared, piece = np.int64(0), 0, threads > 1 and rows * terms >= SHARED * max(groups, 1), 1
     if shared:
-        most, piece = pieces(rows * terms, most, tiles, $pieces * threads)
+        most, piece = pieces(rows * terms, most, tiles, PIECES * threads)
     work, all_tiles = 0, 0
     me, all_of_us = (0, 1) if alone else (thread, threads)
     for g in range(max(groups, 1)):
@@ -168,15 +175,15 @@ def linear_rows(frame, args, thread, threads):
             i, last = taken - done, count * tiles
         if rows * terms == 1 and groups == 0:
             # One row reads several parts of its tiles at a time: a single stream leaves memory waiting.
-            part = (last - i) // $streams
+            part = (last - i) // STREAMS
             for k in range(halves * part):
                 t, up = i + k // halves, k % halves
                 to, between = (ups, 64) if up else (out + 64 * t, 64 * part)
                 at = weight + t * tile_bytes + up * to_up
                 sums = tiles_apart(at, part * tile_bytes, rounded, steps)
 $kept                if up:
-                    call_kernel(join, out + 64 * t, ups, 64 * part, $streams)
-            i += $streams * part
+                    call_kernel(join, out + 64 * t, ups, 64 * part, STREAMS)
+            i += STREAMS * part
         begun = i
         while i < last:
             at, tile, rest = i // tiles * panel, i % tiles, 1
@@ -311,18 +318,61 @@ def _block(
     return found
 
 
-@cache
-def tile(layout: Layout, rows: int) -> Any:
+@block(gives=lambda layout, rows: rows)
+def tile(
+    layout: Layout, rows: int, w: Writer, weights: Word, a: Word, steps: Word, ahead: Word, apart: Word
+) -> list[Value]:
     """Block (weights, a, steps, ahead, apart): a bundle of `rows` rows of codes, at a, times a tile in that
     layout. As many bytes are fetched meanwhile, half of them from `ahead` and half from `apart` behind it."""
-
-    def write(w: Writer, weights: Word, a: Word, steps: Word, ahead: Word, apart: Word) -> list[Value]:
-        return through(w, layout, rows, (weights, a, steps), partial(_products, w, layout), (ahead, apart))
-
-    return straight(write, gives=rows)
+    return _through(w, layout, rows, (weights, a, steps), partial(_products, w, layout), (ahead, apart))
 
 
-def through(
+def _amx_shapes(layout: Layout) -> Shapes:
+    """Two tiles of sums, one of codes of x, one of weights, each as many quads as a group has in a block."""
+    quads = BLOCK // 4 // layout.parts
+    return ((TILED, LINE), (TILED, LINE), (TILED, 4 * quads), (quads, LINE))
+
+
+def _products_on_tiles(
+    w: Writer, layout: Layout, tiles: Tiles, p: Word, a: Word, quads: range, whole: list[Value]
+) -> list[Value]:
+    """As `_products`, of TILED rows: the same bits, because integer sums are exact in any order."""
+    at, to = tiles.at + MEMORY, tiles.at + MEMORY + QUADS
+    which = quads.start // len(quads) % 2
+    weights = p + LINE * quads.start
+    if layout.bits + layout.high != 8:
+        weights = at + LINE * quads.start
+        for q in quads:
+            w.store_i32(at + LINE * q, _codes(w, layout, p, q))
+    tiles.zero(which)
+    tiles.load(2, a + 4 * quads.start, BLOCK)
+    tiles.load(3, weights, LINE)
+    tiles.s8u8(which, 2, 3)
+    tiles.store(which, to + TILE * which, LINE)
+    return [w.add_i32(n, w.load_i32(to + TILE * which + LINE * r)) for r, n in enumerate(whole)]
+
+
+@block(takes=6, gives=TILED)
+def amx_tile(layout: Layout, kind: Kind, w: Writer, *words: Word) -> list[Value]:
+    """Block (weights, a, steps, ahead, apart, scratch): as `tile`, of TILED rows, on AMX."""
+    weights, a, steps, ahead, apart, scratch = words
+    products = partial(_products_on_tiles, w, layout, Tiles(w, kind, scratch, _amx_shapes(layout)))
+    return _through(w, layout, TILED, (weights, a, steps), products, (ahead, apart), TILED)
+
+
+@block()
+def start(kind: Kind, layout: Layout | None, w: Writer, scratch: Word) -> None:
+    """Block (scratch): this thread may use tiles from here on, those of `amx_tile` or whole ones."""
+    Tiles(w, kind, scratch, _amx_shapes(layout) if layout else FULL).configure()
+
+
+@block()
+def stop(kind: Kind, w: Writer, scratch: Word) -> None:
+    """Block (scratch): it will not any more."""
+    Tiles(w, kind, scratch).release()
+
+
+def _through(
     w: Writer,
     layout: Layout,
     rows: int,
@@ -359,62 +409,50 @@ def _outer(w: Writer, layout: Layout, at: Word) -> list[Value]:
     return [w.load_f16(at + 32 * i) for i in range(layout.outer_bytes // 32)]
 
 
-@cache
-def tiles_apart(layout: Layout) -> Any:
+@block(gives=STREAMS)
+def tiles_apart(layout: Layout, w: Writer, weights: Word, apart: Word, a: Word, steps: Word) -> list[Value]:
     """Block (weights, apart, a, steps): a row of codes times STREAMS tiles, from `weights` on, each `apart`
     from the one before."""
-    lines = -(-layout.nbytes // LINE // layout.blocks)
+    lines, products = -(-layout.nbytes // LINE // layout.blocks), partial(_products, w, layout)
 
-    def write(w: Writer, weights: Word, apart: Word, a: Word, steps: Word) -> list[Value]:
-        products = partial(_products, w, layout)
+    def step(_: Word, at: Word, a: Word, *sums: Value) -> list[Value]:
+        tiles = [at + apart * k for k in range(STREAMS)]
+        outer = [_outer(w, layout, tile + layout.outer_at) for tile in tiles]
 
-        def step(_: Word, at: Word, a: Word, *sums: Value) -> list[Value]:
-            tiles = [at + apart * k for k in range(STREAMS)]
-            outer = [_outer(w, layout, tile + layout.outer_at) for tile in tiles]
+        def block(b: Word, a: Word, *sums: Value) -> list[Value]:
+            found = []
+            for tile, above, sum in zip(tiles, outer, sums, strict=True):
+                for k in range(lines):
+                    w.prefetch(tile + AHEAD[layout.step] + LINE * k + LINE * lines * b)
+                found += _block(w, layout, (tile, b, a), above, [sum], products, 1)
+            return [a + layout.rounded_block, *found]
 
-            def block(b: Word, a: Word, *sums: Value) -> list[Value]:
-                found = []
-                for tile, above, sum in zip(tiles, outer, sums, strict=True):
-                    for k in range(lines):
-                        w.prefetch(tile + AHEAD[layout.step] + LINE * k + LINE * lines * b)
-                    found += _block(w, layout, (tile, b, a), above, [sum], products, 1)
-                return [a + layout.rounded_block, *found]
+        return [at + layout.nbytes, *w.loop(0, layout.blocks, 1, (a, *sums), block)]
 
-            return [at + layout.nbytes, *w.loop(0, layout.blocks, 1, (a, *sums), block)]
-
-        return w.loop(0, steps, 1, (weights, a, *[w.zero_f32()] * STREAMS), step)[2:]
-
-    return straight(write, gives=STREAMS)
+    return w.loop(0, steps, 1, (weights, a, *[w.zero_f32()] * STREAMS), step)[2:]
 
 
-@cache
-def make_join(rows: int) -> Any:
+@block(gives=lambda rows: rows)
+def make_join(rows: int, w: Writer, sums: list[Value]) -> list[Value]:
     """Block (sums): each pair, an input's two terms, becomes one; they come first, the rest is not kept."""
-
-    def write(w: Writer, sums: list[Value]) -> list[Value]:
-        return [w.add(*sums[r : r + 2]) for r in range(0, rows // 2 * 2, 2)] + sums[rows // 2 :]
-
-    return straight(write, gives=rows)
+    return [w.add(*sums[r : r + 2]) for r in range(0, rows // 2 * 2, 2)] + sums[rows // 2 :]
 
 
-@cache
-def keep(rows: int) -> Any:
+@block()
+def keep(
+    rows: int, w: Writer, to: Word, out_bytes: Word, kept: Word, columns: Word, more: Value, sums: list[Value]
+) -> None:
     """Block (to, out_bytes, kept, columns, more, sums): the first `kept` sums, each with `more` added."""
 
-    def write(
-        w: Writer, to: Word, out_bytes: Word, kept: Word, columns: Word, more: Value, sums: list[Value]
-    ) -> None:
-        def one(r: int) -> None:
-            w.store_some(to + out_bytes * r, w.add(sums[r], more), columns)
+    def one(r: int) -> None:
+        w.store_some(to + out_bytes * r, w.add(sums[r], more), columns)
 
-        one(0)
-        for r in range(1, rows):
-            w.when(kept.above(r), partial(one, r))
-
-    return straight(write)
+    one(0)
+    for r in range(1, rows):
+        w.when(kept.above(r), partial(one, r))
 
 
-_TILE = """tile_{rows} = linear_source.tile(layout, {rows})
+_TILE = """tile_{rows} = linear_source.{tile}
 joined_{rows}, keep_{rows} = linear_source.make_join({rows}), linear_source.keep({rows})"""
 
 # One row less than a large bundle takes is one, too: what is computed for the missing row is not kept.
@@ -440,12 +478,8 @@ _KEPT = """                u = t + {k} * part + up * tiles
                 keep_1(to + {k} * between, 0, 1, n_out - 16 * u, beside(bias, u, n_out), sums[{k}:{end}])
 """
 
-_TILED = """
-from plait.kernels.cpu.linear import amx_int8
-
-tile_{rows} = amx_int8.tile(layout, "{kind}")
-start_tiles, stop_tiles = amx_int8.start(layout, "{kind}"), amx_int8.stop(layout, "{kind}")
-joined_{rows}, keep_{rows} = linear_source.make_join({rows}), linear_source.keep({rows})"""
+_TILES = """
+start_tiles, stop_tiles = linear_source.start("{kind}", layout), linear_source.stop("{kind}")"""
 
 _START = """
     scratch, tiled = scratch_of(frame, thread), rows * terms >= {least}
@@ -457,17 +491,8 @@ _STOP = """
         stop_tiles(scratch)"""
 
 
-def _bundles(sizes: Sequence[int], tiled: bool) -> list[str]:
-    """Statements that take `codes` rows of codes through a tile. tiled: the first ones are AMX's."""
-    texts = (
-        _BUNDLE.format(rows=n, least=n - 1 if n > 2 else n, more=", scratch" if tiled and i == 0 else "")
-        for i, n in enumerate(sizes)
-    )
-    return [line for text in texts for line in text.split("\n")]
-
-
 @cache
-def linear_kernel(layout: Layout, kind: str = "") -> Kernel:
+def linear_kernel(layout: Layout, kind: Kind = "") -> Kernel:
     """The kernel of `packed.multiply` for weights in that layout.
 
     kind: "amx" multiplies bundles of TILED rows of codes on its tiles ("software": on what stands for them),
@@ -475,10 +500,16 @@ def linear_kernel(layout: Layout, kind: str = "") -> Kernel:
     """
     plain = tuple(n for n in BUNDLES if n < TILED) if kind else BUNDLES
     sizes = (TILED, *plain) if kind else plain
-    files: tuple[str, ...] = ()
-    scratch = 0
+    tiles, bundles = [], []
+    for n in sizes:
+        tiled = bool(kind) and n == TILED
+        tiles.append(
+            _TILE.format(rows=n, tile=f'amx_tile(layout, "{kind}")' if tiled else f"tile(layout, {n})")
+        )
+        more = ", scratch" if tiled else ""
+        bundles.append(indent(_BUNDLE.format(rows=n, least=n - 1 if n > 2 else n, more=more), " " * 12))
     if kind:
-        files, scratch = ("linear/amx_int8.py", "codegen/amx_tiles.py"), AMX_SCRATCH
+        tiles.append(_TILES.format(kind=kind))
     source = _SOURCE.substitute(
         step=layout.step,
         blocks=layout.blocks,
@@ -488,32 +519,12 @@ def linear_kernel(layout: Layout, kind: str = "") -> Kernel:
         sizes=repr(sizes),
         start=_START.format(least=TILED - 1) if kind else "",
         stop=_STOP if kind else "",
-        ups=scratch,
-        panel=PANEL,
-        pages=PAGES,
-        streams=STREAMS,
+        ups=AMX_SCRATCH if kind else 0,
         kept="".join(_KEPT.format(k=k, end=k + 1) for k in range(STREAMS)),
-        fetched=FETCHED,
-        shared=SHARED,
-        pieces=PIECES,
-        together=TOGETHER,
-        alone=ALONE,
         layout=repr(layout),
-        bundles="\n".join(" " * 12 + line for line in _bundles(sizes, bool(kind))),
-        tiles="\n".join(
-            [
-                *(_TILE.format(rows=n) for n in plain),
-                *([_TILED.format(rows=TILED, kind=kind)] if kind else []),
-            ]
-        ),
-        digest=digest(
-            "linear/blocks_source.py",
-            "linear/quantize_rows.py",
-            "linear/layout.py",
-            "linear/codebooks.py",
-            "codegen/avx2_dot.py",
-            *files,
-        ),
+        bundles="\n".join(bundles),
+        tiles="\n".join(tiles),
+        digest=digest(*_FILES),
     )
     name = f"linear_{layout.bits}_{layout.scales.split(',')[0]}"
     made: Kernel = load_generated(f"{name}_{kind}" if kind else name, source).linear_rows

@@ -6,14 +6,14 @@ results are unsigned, and `OFFSETS` has what they are too large by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from llvmlite import ir
 
+from plait.kernels.cpu.codegen import vec
 from plait.kernels.cpu.codegen.target import DOT
-from plait.kernels.cpu.codegen.vec import DEFINED, LANES, SOFT_HALF, VF, VI, f16, i8, i16, i32, vf32, vi32
+from plait.kernels.cpu.codegen.vec import DEFINED, LANES, SOFT_HALF, VF, VI, _ints, i32, vf32, vi32
 from plait.quant.gguf_iq import IQ1_VALUES, IQ2_VALUES, IQ3_S_VALUES, IQ3_XXS_VALUES
 from plait.quant.gguf_k import IQ4_VALUES
 from plait.quant.gguf_parts import E2M1_TWICE
@@ -27,8 +27,8 @@ TABLES: Mapping[str, tuple[int, ...]] = {
     "e2m1": E2M1_TWICE,
 }
 OFFSETS: Mapping[str, int] = {name: -min(values) for name, values in TABLES.items()}
-_v64i8, _v32i8, _v16i8 = (ir.VectorType(i8, n) for n in (64, 32, 16))
-_v32i16 = ir.VectorType(i16, 32)
+_v64i8, _v32i8, _v16i8 = (ir.VectorType(vec.i8, n) for n in (64, 32, 16))
+_v32i16 = ir.VectorType(vec.i16, 32)
 
 
 def _constant(kind: ir.VectorType, values: list[int]) -> ir.Constant:
@@ -36,25 +36,25 @@ def _constant(kind: ir.VectorType, values: list[int]) -> ir.Constant:
     return ir.Constant(kind, [v - 256 if v > 127 else v for v in values])
 
 
-def _call(b: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
-    kind = ir.FunctionType(result, [v.type for v in values])
-    return b.call(b.module.declare_intrinsic(name, fnty=kind), values)
-
-
 def _shuffle_bytes(b: ir.IRBuilder, table: ir.Value, x: ir.Value) -> ir.Value:
     """One byte shuffle of AVX-512, or two of AVX2: table[x], of sixteen bytes that are there four times."""
     if DOT == "vnni":
-        return _call(b, "llvm.x86.avx512.pshuf.b.512", _v64i8, table, x)
+        return vec._call(b, "llvm.x86.avx512.pshuf.b.512", _v64i8, table, x)
     parts = []
     for start in (0, 32):
         order = ir.Constant(ir.VectorType(i32, 32), list(range(start, start + 32)))
         half = (b.shuffle_vector(v, v, order) for v in (table, x))
-        parts.append(_call(b, "llvm.x86.avx2.pshuf.b", _v32i8, *half))
+        parts.append(vec._call(b, "llvm.x86.avx2.pshuf.b", _v32i8, *half))
     return b.shuffle_vector(*parts, ir.Constant(ir.VectorType(i32, 64), list(range(64))))
 
 
 def _look_up(b: ir.IRBuilder, table: list[int], x: ir.Value) -> ir.Value:
     return _shuffle_bytes(b, _constant(_v64i8, table * 4), x)
+
+
+def _look_bytes(b: ir.IRBuilder, table: ir.Value, x: ir.Value) -> ir.Value:
+    """table[x] of bytes 0..15."""
+    return b.bitcast(_shuffle_bytes(b, b.bitcast(table, _v64i8), b.bitcast(x, _v64i8)), vi32)
 
 
 def _interleave(start: int, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
@@ -92,7 +92,7 @@ def _whole(b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
 def _look_up_neon(b: ir.IRBuilder, table: list[int], x: ir.Value) -> ir.Value:
     """Four table lookups of NEON."""
     every = _constant(_v16i8, table)
-    return _whole(b, [_call(b, "llvm.aarch64.neon.tbl1.v16i8", _v16i8, every, p) for p in _parts(b, x)])
+    return _whole(b, [vec._call(b, "llvm.aarch64.neon.tbl1.v16i8", _v16i8, every, p) for p in _parts(b, x)])
 
 
 def _look(name: str, b: ir.IRBuilder, x: ir.Value) -> ir.Value:
@@ -105,20 +105,20 @@ def _look(name: str, b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 def _pick(b: ir.IRBuilder, table: ir.Value, index: ir.Value) -> ir.Value:
     """table[index & 15], of sixteen floats."""
     if DOT == "vnni":
-        return _call(b, "llvm.x86.avx512.permvar.sf.512", vf32, table, index)
-    index = b.and_(index, ir.Constant(vi32, [15] * LANES))
+        return vec._call(b, "llvm.x86.avx512.permvar.sf.512", vf32, table, index)
+    index = b.and_(index, _ints(15))
     if DOT.startswith("neon"):  # by bytes: four of each float
-        places = b.add(b.mul(index, _every(0x04040404)), _every(0x03020100))
+        places = b.add(b.mul(index, _ints(0x04040404)), _ints(0x03020100))
         all_of_it = _parts(b, b.bitcast(table, _v64i8))
         found = [
-            _call(b, "llvm.aarch64.neon.tbl4.v16i8", _v16i8, *all_of_it, p)
+            vec._call(b, "llvm.aarch64.neon.tbl4.v16i8", _v16i8, *all_of_it, p)
             for p in _parts(b, b.bitcast(places, _v64i8))
         ]
         return b.bitcast(_whole(b, found), vf32)
     picked: ir.Value = ir.Constant(vf32, [0.0] * LANES)
     for place in range(16):
-        every = b.shuffle_vector(table, table, ir.Constant(vi32, [place] * LANES))
-        hit = b.icmp_unsigned("==", index, ir.Constant(vi32, [place] * LANES))
+        every = b.shuffle_vector(table, table, _ints(place))
+        hit = b.icmp_unsigned("==", index, _ints(place))
         picked = b.select(hit, every, picked)
     return picked
 
@@ -128,44 +128,31 @@ def _widen(start: int, b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     order = ir.Constant(vi32, list(range(start, start + LANES)))
     bits = b.shuffle_vector(b.bitcast(x, _v32i16), b.bitcast(x, _v32i16), order)
     if not SOFT_HALF:
-        return b.fpext(b.bitcast(bits, ir.VectorType(f16, LANES)), vf32)
-    size = b.shl(b.zext(b.and_(bits, ir.Constant(bits.type, [0x7FFF] * LANES)), vi32), _every(13))
+        return b.fpext(b.bitcast(bits, ir.VectorType(vec.f16, LANES)), vf32)
+    size = b.shl(b.zext(b.and_(bits, ir.Constant(bits.type, [0x7FFF] * LANES)), vi32), _ints(13))
     value = b.fmul(b.bitcast(size, vf32), ir.Constant(vf32, [2.0**112] * LANES))
-    sign = b.shl(b.zext(b.lshr(bits, ir.Constant(bits.type, [15] * LANES)), vi32), _every(31))
+    sign = b.shl(b.zext(b.lshr(bits, ir.Constant(bits.type, [15] * LANES)), vi32), _ints(31))
     return b.bitcast(b.or_(b.bitcast(value, vi32), sign), vf32)
-
-
-def _every(value: int) -> ir.Constant:
-    return ir.Constant(vi32, [value] * LANES)
 
 
 def _halves(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The upper byte of every two, an E4M3 number, as a float16 that is 256 times too small."""
-    sign = b.and_(x, ir.Constant(vi32, [-0x7FFF8000] * LANES))
-    return b.or_(sign, b.and_(b.lshr(x, _every(1)), _every(0x3F803F80)))
+    sign = b.and_(x, _ints(-0x7FFF8000))
+    return b.or_(sign, b.and_(b.lshr(x, _ints(1)), _ints(0x3F803F80)))
 
 
 def _small(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Sixteen E4M3 numbers without a sign, one in each lane, as float32."""
-    return b.fmul(b.bitcast(b.shl(x, _every(20)), vf32), ir.Constant(vf32, [2.0**120] * LANES))
+    return b.fmul(b.bitcast(b.shl(x, _ints(20)), vf32), ir.Constant(vf32, [2.0**120] * LANES))
 
 
-OPERATIONS: Mapping[str, tuple[Any, tuple[Any, ...], Callable[..., ir.Value]]] = {
-    **{f"look_{name}": (VI, (VI,), partial(_look, name)) for name in TABLES},
-    "low_words": (VI, (VI, VI), partial(_interleave, 0)),
-    "high_words": (VI, (VI, VI), partial(_interleave, 8)),
-    "pick_f32": (VF, (VF, VI), _pick),
-    "upper_e4m3": (VI, (VI,), _halves),
-    "low_halves": (VF, (VI,), partial(_widen, 0)),
-    "high_halves": (VF, (VI,), partial(_widen, LANES)),
-    "from_e4m3": (VF, (VI,), _small),
-}
-DEFINED.update(OPERATIONS)
-if DOT in ("vnni", "avx2"):  # table[x] of bytes 0..15
-    DEFINED["look_bytes"] = (
-        VI,
-        (VI, VI),
-        lambda b, table, x: b.bitcast(
-            _shuffle_bytes(b, b.bitcast(table, _v64i8), b.bitcast(x, _v64i8)), vi32
-        ),
-    )
+DEFINED.update({f"look_{name}": (VI, (VI,), partial(_look, name)) for name in TABLES})
+DEFINED["low_words"] = (VI, (VI, VI), partial(_interleave, 0))
+DEFINED["high_words"] = (VI, (VI, VI), partial(_interleave, 8))
+DEFINED["pick_f32"] = (VF, (VF, VI), _pick)
+DEFINED["upper_e4m3"] = (VI, (VI,), _halves)
+DEFINED["low_halves"] = (VF, (VI,), partial(_widen, 0))
+DEFINED["high_halves"] = (VF, (VI,), partial(_widen, LANES))
+DEFINED["from_e4m3"] = (VF, (VI,), _small)
+if DOT in ("vnni", "avx2"):
+    DEFINED["look_bytes"] = (VI, (VI, VI), _look_bytes)

@@ -11,30 +11,29 @@ same for bfloat16 in twelve bits (`bf16_codes`): a thread makes plain tiles of a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product as pairs_of
 from string import Template
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.codegen.kernel import Kernel, inline, kernel, load_generated
-from plait.kernels.cpu.codegen.kinds import Int
-from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
+from plait.kernels.cpu.codegen.kernel import Kernel, kernel, load_generated
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block, digest
 from plait.kernels.cpu.codegen.plain_x86 import write_fma
 from plait.kernels.cpu.codegen.target import TARGETS, config, host_features
 from plait.kernels.cpu.codegen.vec import get_i32, get_u8, put_i32, put_u8, word
 from plait.kernels.cpu.linear import bf16_codes
 from plait.kernels.cpu.linear.bf16_codes import Coded
-from plait.kernels.cpu.linear.packed import PackedWeight, multiply
+from plait.kernels.cpu.linear.packed import COUNTED, PackedWeight, multiply
 from plait.kernels.cpu.runtime.executor import LINE, Executor
 from plait.kernels.cpu.runtime.row_checks import float32_rows
 from plait.kernels.cpu.runtime.tile_memory import room
-from plait.ops.linear import Activations, Packing, linear
+from plait.ops.linear import Packing, linear
 from plait.ops.registry import OpFacts
 from plait.quant.packed import CachedWeight
 from plait.quant.weight import Dense, Weight
@@ -45,6 +44,7 @@ BLOCK = 192  # rows of one piece of work
 FEW = (4, 2, 1)  # rows that codes are decoded for in registers, of up to MOST; more take plain tiles
 MOST = 12
 AHEAD = 4096  # bytes that one row fetches weights before it needs them
+_FILES = ("linear/dense.py", "linear/bf16_codes.py", "linear/codebooks.py", "codegen/plain_x86.py")
 CHUNK_BYTES = CHUNK * 3 // 2 * 32  # of a plain tile of bfloat16, at most
 
 
@@ -52,6 +52,15 @@ def wide_registers() -> bool:
     """Whether a vector of sixteen floats is one register, of which there are many."""
     name = config.CPU_NAME or ""
     return name in (TARGETS["amx"], TARGETS["avx512"]) or (not name and "avx512f" in host_features())
+
+
+def write_groups(w: Writer, rows: Word, sizes: Iterable[int], write: Callable[[Word, int], None]) -> None:
+    """write(row, size) for so many rows, in groups of these sizes, the larger first."""
+    row = w.number(0)
+    for size in sizes:
+        end = row + (rows - row) // size * size
+        w.loop(row, end, size, (), lambda i, size=size: write(i, size))
+        row = end
 
 
 def _shapes() -> tuple[tuple[int, int], ...]:
@@ -75,6 +84,8 @@ def _pair(w: Writer, kind: str, at: Word) -> tuple[Value, Value]:
 class _Part:
     """Rows through some tiles, over part of the inputs. The arguments of `rows_through`."""
 
+    kind: str
+    tiles: int
     x: Word
     row_bytes: Word
     weights: Word
@@ -86,8 +97,6 @@ class _Part:
     bias: Word
     left: Word
     apart: Word
-    kind: str
-    tiles: int
 
     def write(self, w: Writer, row: Word, rows: int, sums: list[Any] | None = None) -> None:
         """Write rows row..row+rows, as many as registers hold sums of. `sums`: theirs, if computed before."""
@@ -137,95 +146,50 @@ class _Part:
         return [w.add(a, b) for a, b in zip(even, sums[count:], strict=True)]
 
 
-@cache
-def rows_through(tiles: int, kind: str) -> Any:
-    """Block: `rows` rows through so many tiles, over n inputs, in the largest groups that registers hold.
+@block(takes=12)
+def rows_through(tiles: int, kind: str, w: Writer, *words: Word) -> None:
+    """Block (the words of `_Part`, rows): `rows` rows through so many tiles, in the largest groups that
+    registers hold.
 
     earlier: 0 if these are the first inputs; otherwise what `out` has is added. bias: an address or 0.
     left: outputs from the first tile on; apart: from one of the tiles to the next, in tiles, and
     weights_apart in bytes.
     """
+    *places, rows = words
     sizes = sorted({r for r, t in _shapes() if t == tiles}, reverse=True)
-
-    def write(
-        w: Writer,
-        x: Word,
-        row_bytes: Word,
-        weights: Word,
-        weights_apart: Word,
-        n: Word,
-        rows: Word,
-        out: Word,
-        out_bytes: Word,
-        earlier: Word,
-        bias: Word,
-        left: Word,
-        apart: Word,
-    ) -> None:
-        part = _Part(
-            x, row_bytes, weights, weights_apart, n, out, out_bytes, earlier, bias, left, apart, kind, tiles
-        )
-        row = w.number(0)
-        for size in sizes:
-            end = row + (rows - row) // size * size
-            w.loop(row, end, size, (), partial(part.write, w, rows=size))
-            row = end
-
-    return straight(write)
+    write_groups(w, rows, sizes, partial(_Part(kind, tiles, *places).write, w))
 
 
-@cache
-def few_through_codes(tiles: int) -> Any:
+@block(takes=15)
+def few_through_codes(tiles: int, w: Writer, *words: Word) -> None:
     """Block: as `rows_through`, of a few rows, with weights in twelve bits: `bf16_codes.Walk` says where."""
+    x, row_bytes, weight, tile, tile_apart, n, first, count, scratch, *places, rows = words
+    out, out_bytes, bias, left, apart = places
+    walk = bf16_codes.Walk(weight, tile, tile_apart, n, first, count, scratch, tiles)
+    none = w.number(0)
 
-    def write(
-        w: Writer,
-        x: Word,
-        row_bytes: Word,
-        weight: Word,
-        tile: Word,
-        weights_apart: Word,
-        n: Word,
-        first: Word,
-        count: Word,
-        rows: Word,
-        scratch: Word,
-        out: Word,
-        out_bytes: Word,
-        bias: Word,
-        left: Word,
-        apart: Word,
-    ) -> None:
-        walk = bf16_codes.Walk(weight, tile, weights_apart, n, first, count, scratch, tiles)
-        none = w.number(0)
+    def some(row: Word, size: int) -> None:
+        source, to, half = x + row_bytes * row, out + out_bytes * row, size * tiles
 
-        def some(row: Word, size: int) -> None:
-            source, to, half = x + row_bytes * row, out + out_bytes * row, size * tiles
+        def add(p: Word, lines: list[Value], sums: list[Value]) -> list[Value]:
+            evens, odds = [w.low_bf16(line) for line in lines], [w.high_bf16(line) for line in lines]
+            at = [source + row_bytes * r + 8 * p for r in range(size)]
+            made = [(w.spread_f32(a + 4 * odd), odds if odd else evens) for odd in (0, 1) for a in at]
+            terms = [(v, weights) for v, several in made for weights in several]
+            return [write_fma(w, v, weights, s) for (v, weights), s in zip(terms, sums, strict=True)]
 
-            def add(p: Word, lines: list[Value], sums: list[Value]) -> list[Value]:
-                evens, odds = [w.low_bf16(line) for line in lines], [w.high_bf16(line) for line in lines]
-                at = [source + row_bytes * r + 8 * p for r in range(size)]
-                made = [(w.spread_f32(a + 4 * odd), odds if odd else evens) for odd in (0, 1) for a in at]
-                terms = [(v, weights) for v, several in made for weights in several]
-                return [write_fma(w, v, weights, s) for (v, weights), s in zip(terms, sums, strict=True)]
+        sums = walk.lines(w, [w.zero_f32()] * (2 * half), add)
+        joined = [w.add(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
+        part = _Part(
+            "bfloat16", tiles, source, none, tile, none, count, to, out_bytes, first, bias, left, apart
+        )
+        part.write(w, none, size, joined)
 
-            sums = walk.lines(w, [w.zero_f32()] * (2 * half), add)
-            joined = [w.add(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
-            part = _Part(
-                source, none, tile, none, count, to, out_bytes, first, bias, left, apart, "bfloat16", tiles
-            )
-            part.write(w, none, size, joined)
-
-        row = none
-        for size in FEW if wide_registers() else (1,):
-            end = row + (rows - row) // size * size
-            w.loop(row, end, size, (), partial(some, size=size))
-            row = end
-
-    return straight(write)
+    write_groups(w, rows, FEW if wide_registers() else (1,), some)
 
 
-_SOURCE = Template('''"""Products of float32 rows with $kind tiles: made by plait, from $digest."""
+_SOURCE = Template(
+    '''"""Products of float32 rows with $kind tiles: made by plait, from $digest."""
 import numpy as np
 
 from plait.kernels.cpu.linear import bf16_codes
@@ -259,57 +223,29 @@ def tiles_of(x, row_bytes, n, weight, tile_bytes, begin, end, n_out, bias, out, 
         t += 1 if half > 1 else tiles
         if half > 1 and t == begin + half:
             t, half = begin + 2 * half, 0
-
-
-@kernel
-def dense_$kind(frame, args, thread, threads):
-    """The words of `packed`; pieces of work are taken from the counter."""
-    x, row_bytes, n, weight = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    n_out, bias, out, out_bytes = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
-    groups, starts, weights, counter = word(args, 11), word(args, 12), word(args, 13), word(args, 1)
-    tiles, tile_bytes, scratch = (n_out + 15) // 16, $tile_bytes, scratch_of(frame, thread)
-    unit = max(2, min(tiles // (4 * threads), 262144 // tile_bytes) // 2 * 2)
-    units = (tiles + unit - 1) // unit
-    item, done = np.int64(atomic_add(counter, np.int32(1))), 0
-    for g in range(max(groups, 1)):
-        start, rows = 0, 0
-        if groups != 0:
-            start = get_i64(starts + 8 * g)
-            rows, weight = get_i64(starts + 8 * g + 8) - start, get_i64(weights + 8 * g)
-        else:
-            rows = rows_of(frame, args)
-        blocks = (rows + $block - 1) // $block
-        while item < done + units * blocks:
-            begin = (item - done) // blocks * unit
-            row = (item - done) % blocks * $block
-            first = start + row
-            tiles_of(
-                x + first * row_bytes, row_bytes, n, weight, tile_bytes, begin, min(begin + unit, tiles),
-                n_out, bias, out + first * out_bytes, out_bytes, min($block, rows - row), scratch,
-            )
-            item = np.int64(atomic_add(counter, np.int32(1)))
-        done += units * blocks
-''')
+'''
+    + COUNTED
+)
 
 
 _MULTIPLY = """
             if tiles == 2:
-                through_two(some, row_bytes, at, apart, count, rows, to, out_bytes, k, plus, left, step)
+                through_two(some, row_bytes, at, apart, count, to, out_bytes, k, plus, left, step, rows)
             else:
-                through_one(some, row_bytes, at, apart, count, rows, to, out_bytes, k, plus, left, step)
+                through_one(some, row_bytes, at, apart, count, to, out_bytes, k, plus, left, step, rows)
 """
 _PLAIN = f"at += k // 2 * $pair_bytes{_MULTIPLY}"
 _CODED = (
     """if rows <= $most:
                 if tiles == 2:
                     few_two(
-                        some, row_bytes, weight, at, apart, n, k, count, rows, scratch, to, out_bytes, plus,
-                        left, step,
+                        some, row_bytes, weight, at, apart, n, k, count, scratch, to, out_bytes, plus, left,
+                        step, rows,
                     )
                 else:
                     few_one(
-                        some, row_bytes, weight, at, apart, n, k, count, rows, scratch, to, out_bytes, plus,
-                        left, step,
+                        some, row_bytes, weight, at, apart, n, k, count, scratch, to, out_bytes, plus, left,
+                        step, rows,
                     )
                 k += count
                 continue
@@ -327,12 +263,12 @@ def product(kind: str, coded: bool = False) -> Kernel:
     """The kernel that multiplies rows by tiles of that width; `coded`: of bfloat16 in twelve bits."""
     most = MOST if coded and wide_registers() else 1
     source = _SOURCE.safe_substitute(
+        name=f"dense_{kind}",
         kind=kind,
-        digest=digest(
-            "linear/dense.py", "linear/bf16_codes.py", "linear/codebooks.py", "codegen/plain_x86.py"
-        ),
+        digest=digest(*_FILES),
         chunk=CHUNK,
         block=BLOCK,
+        least=2,
         find=Template(_CODED).safe_substitute(most=most) if coded else _PLAIN,
         most=most,
         few=_FEW if coded else "",
@@ -344,86 +280,48 @@ def product(kind: str, coded: bool = False) -> Kernel:
     return made
 
 
-@inline
-def _half(address: Int) -> Int:
-    """The sixteen bits at an address that may be odd to the machine."""
-    return np.int32(get_u8(address) | (get_u8(address + 1) << 8))
-
-
-@inline
-def _put_half(address: Int, value: Int) -> None:
-    put_u8(address, np.int32(value & 255))
-    put_u8(address + 1, np.int32(value >> 8))
-
-
 @kernel
 def pack_dense(frame: int, args: int, thread: int, threads: int) -> None:
-    """source, bytes between its rows, n_in, n_out, tiles, layout: 0 float32, 1 bfloat16, 2 float16."""
-    source, row_bytes, n = word(args, 2), word(args, 3), word(args, 4)
-    n_out, out = word(args, 5), word(args, 6)
-    layout = word(args, 7)
+    """source, bytes between its rows, n_in, n_out, tiles, bytes of a number, from one output to the next, and
+    from an even input to the odd one."""
+    source, row_bytes, n, n_out = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    out, size, each, apart = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
     tiles, pairs = (n_out + 15) // 16, (n + 1) // 2
-    size = 4 if layout == 0 else 2
     for t in range(tiles * thread // threads, tiles * (thread + 1) // threads):
-        for p0 in range(0, pairs, 8):  # a cache line of each of the sixteen rows
-            for j in range(16):
-                row = source + (16 * t + j) * row_bytes
-                inside = 16 * t + j < n_out
-                for p in range(p0, min(p0 + 8, pairs)):
-                    to = out + (t * pairs + p) * 32 * size
-                    for odd in range(2):
-                        value: Int = np.int32(0)
-                        k = 2 * p + odd
-                        if inside and k < n:
-                            value = get_i32(row + 4 * k) if layout == 0 else _half(row + 2 * k)
-                        if layout == 0:
-                            put_i32(to + 64 * odd + 4 * j, value)
-                        elif layout == 1:
-                            _put_half(to + 4 * j + 2 * odd, value)
-                        else:
-                            _put_half(to + 32 * odd + 2 * j, value)
+        for k0 in range(0, n, 16):  # a cache line of each of the sixteen rows
+            for j in range(min(16, n_out - 16 * t)):
+                row, to = source + (16 * t + j) * row_bytes, out + t * pairs * 32 * size + each * j
+                for k in range(k0, min(k0 + 16, n)):
+                    at = to + k // 2 * 32 * size + k % 2 * apart
+                    if size == 4:
+                        put_i32(at, get_i32(row + 4 * k))
+                    else:  # these may lie anywhere
+                        put_u8(at, get_u8(row + 2 * k))
+                        put_u8(at + 1, get_u8(row + 2 * k + 1))
 
 
 def pack(cpu: Executor, weight: Weight | CachedWeight, dtype: torch.dtype) -> PackedWeight:
     """A Dense weight in tiles, in its own width."""
+    kind, (n_out, n_in) = weight.format, weight.shape
     if isinstance(weight, CachedWeight):
-        return _pack_coded(weight.tiles, weight) if weight.layout else _as_it_is(weight.tiles, weight)
-    if not isinstance(weight, Dense) or weight.format not in PAIR_BYTES:
-        raise ShapeMismatch(f"only {', '.join(PAIR_BYTES)} are packed here, not {weight.format}")
-    source, kind = weight.tensor, weight.format
-    n_out, n_in = weight.shape
+        return _wrap_tiles(weight.tiles, weight, bool(weight.layout))
+    if not isinstance(weight, Dense) or kind not in PAIR_BYTES:
+        raise ShapeMismatch(f"only {', '.join(PAIR_BYTES)} are packed here, not {kind}")
+    source = weight.tensor
     if n_in > 1 and source.stride(1) != 1:
         source = source.contiguous()
     if kind == "bfloat16" and (found := bf16_codes.pack(cpu, source)) is not None:
-        return _pack_coded(found, weight)
-    data = room((n_out + 15) // 16 * ((n_in + 1) // 2) * PAIR_BYTES[kind])
-    row_bytes, layout = (
-        source.stride(0) * source.element_size(),
-        ("float32", "bfloat16", "float16").index(kind),
-    )
-    cpu.launch(pack_dense, source, row_bytes, n_in, n_out, data, layout, rows=n_out)
-    return _as_it_is(data, weight)
+        return _wrap_tiles(found, weight, True)
+    data, size = room((n_out + 15) // 16 * ((n_in + 1) // 2) * PAIR_BYTES[kind]), source.element_size()
+    places = {"float32": (4, 64), "bfloat16": (4, 2), "float16": (2, 32)}[kind]
+    cpu.launch(pack_dense, source, source.stride(0) * size, n_in, n_out, data, size, *places, rows=n_out)
+    return _wrap_tiles(data, weight, False)
 
 
-def _as_it_is(data: Tensor, weight: Weight | CachedWeight) -> PackedWeight:
-    return PackedWeight(data, weight.format, *weight.shape, product(weight.format), 0)
-
-
-def _pack_coded(data: Tensor, weight: Weight | CachedWeight) -> PackedWeight:
-    made = product(weight.format, coded=True)
-    return PackedWeight(data, weight.format, *weight.shape, made, 0, layout=Coded(), scratch=2 * CHUNK_BYTES)
-
-
-def apply(
-    cpu: Executor,
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    activations: Activations,
-    out: Tensor | None = None,
-) -> Tensor:
-    """x: [..., in] float32 -> [..., out] float32."""
-    return multiply(cpu, x, weight, bias, activations, out)
+def _wrap_tiles(data: Tensor, weight: Weight | CachedWeight, coded: bool) -> PackedWeight:
+    layout, scratch = (Coded(), 2 * CHUNK_BYTES) if coded else (None, 0)
+    made = product(weight.format, coded)
+    return PackedWeight(data, weight.format, *weight.shape, made, 0, layout=layout, scratch=scratch)
 
 
 def plain_numbers(facts: OpFacts) -> str | None:
@@ -436,5 +334,5 @@ def plain_numbers(facts: OpFacts) -> str | None:
     return float32_rows(facts)
 
 
-native = Packing(pack=pack, apply=apply)
+native = Packing(pack=pack, apply=multiply)
 linear.variant("native-dense", on="cpu", when=plain_numbers, native=True)(native)

@@ -10,11 +10,11 @@ rest, whatever the number of rows or threads.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from math import gcd
 from string import Template
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,26 +22,26 @@ from torch import Tensor
 
 import plait.kernels.cpu.linear.codebooks  # noqa: F401  operations that `Writer` has then
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.codegen.kernel import Kernel, kernel, load_generated
-from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
+from plait.kernels.cpu.codegen.kernel import Body, Kernel, load_generated
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block, digest
 from plait.kernels.cpu.codegen.plain_x86 import write_fma
 from plait.kernels.cpu.codegen.vec import get_u8, put_u8
-from plait.kernels.cpu.linear.bit_streams import Plane, put_plane
-from plait.kernels.cpu.linear.dense import wide_registers
+from plait.kernels.cpu.linear.blocks import Plane, pack_rows
+from plait.kernels.cpu.linear.dense import wide_registers, write_groups
 from plait.kernels.cpu.linear.layout import LINE, TILE
-from plait.kernels.cpu.linear.packed import PackedWeight, multiply
+from plait.kernels.cpu.linear.packed import COUNTED, PackedWeight, multiply
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import word
 from plait.kernels.cpu.runtime.row_checks import float32_rows
 from plait.kernels.cpu.runtime.tile_memory import room
-from plait.ops.linear import Activations, Packing, linear
+from plait.ops.linear import Packing, linear
 from plait.ops.registry import OpFacts
 from plait.quant.codebook import Codebook
 from plait.quant.fp8 import Fp8
 from plait.quant.packed import CachedWeight
 from plait.quant.weight import Weight
 
-PIECE = 1 << 22  # numbers at a time
+_FILES = ("linear/float_codes.py", "linear/codebooks.py", "linear/dense.py", "codegen/plain_x86.py")
 AHEAD = 3072  # bytes that weights are fetched before they are needed
 _FP8 = re.compile(r"fp8(?:_b(?P<block>\d+))?")
 
@@ -112,130 +112,101 @@ def _sums(w: Writer, kept: Records, x: list[Word], n: Word, tile: Word, table: V
     return w.loop(0, steps, 1, (tile, *[w.zero_f32()] * rows), record)[1:]
 
 
-@cache
-def rows_through(kept: Records) -> Any:
+@block(takes=10)
+def rows_through(kept: Records, w: Writer, *words: Word) -> None:
     """Block: rows through one tile. bias: an address or 0; left: outputs from this tile on."""
-    sizes = (4, 2, 1) if wide_registers() else (2, 1)
+    x, row_bytes, n, tile, rows, out, out_bytes, bias, left, table_at = words
+    table = w.load_f32(table_at) if kept.header else None
 
-    def write(
-        w: Writer,
-        x: Word,
-        row_bytes: Word,
-        n: Word,
-        tile: Word,
-        rows: Word,
-        out: Word,
-        out_bytes: Word,
-        bias: Word,
-        left: Word,
-        table_at: Word,
-    ) -> None:
-        table = w.load_f32(table_at) if kept.header else None
+    def some(row: Word, size: int) -> None:
+        at = [x + row_bytes * (row + r) for r in range(size)]
+        sums = _sums(w, kept, at, n, tile, table)
 
-        def some(row: Word, size: int) -> None:
-            at = [x + row_bytes * (row + r) for r in range(size)]
-            sums = _sums(w, kept, at, n, tile, table)
+        def biased(*sums: Value) -> list[Value]:
+            more = w.load_some(bias, left)
+            return [w.add(s, more) for s in sums]
 
-            def biased(*sums: Value) -> list[Value]:
-                more = w.load_some(bias, left)
-                return [w.add(s, more) for s in sums]
+        for r, s in enumerate(w.unless_zero(bias, sums, biased)):
+            w.store_some(out + out_bytes * (row + r), s, left)
 
-            for r, s in enumerate(w.unless_zero(bias, sums, biased)):
-                w.store_some(out + out_bytes * (row + r), s, left)
-
-        row = w.number(0)
-        for size in sizes:
-            end = row + (rows - row) // size * size
-            w.loop(row, end, size, (), partial(some, size=size))
-            row = end
-
-    return straight(write)
+    write_groups(w, rows, (4, 2, 1) if wide_registers() else (2, 1), some)
 
 
-_SOURCE = Template('''"""Products with small floats: made by plait, from $digest."""
+_SOURCE = Template(
+    '''"""Products with small floats: made by plait, from $digest."""
 import numpy as np
 
-from plait.kernels.cpu.linear import float_codes as floats
-from plait.kernels.cpu.runtime.frame import rows_of
-from plait.kernels.cpu.codegen.kernel import kernel
+from plait.kernels.cpu.linear import float_codes
+from plait.kernels.cpu.runtime.frame import rows_of, scratch_of
+from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.vec import atomic_add, get_i64, word
 
-through = floats.rows_through(floats.$kept)
+through = float_codes.rows_through(float_codes.$kept)
 
 
-@kernel
-def floats_rows(frame, args, thread, threads):
-    """The words of `packed`; pieces of work are taken from the counter."""
-    x, row_bytes, n, weight = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    n_out, bias, out, out_bytes = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
-    groups, starts, weights, counter = word(args, 11), word(args, 12), word(args, 13), word(args, 1)
-    tiles, tile_bytes = (n_out + 15) // 16, (n + $step - 1) // $step * $nbytes
-    unit = max(1, min(tiles // (4 * threads), 262144 // tile_bytes))
-    units = (tiles + unit - 1) // unit
-    item, done = np.int64(atomic_add(counter, np.int32(1))), 0
-    for g in range(max(groups, 1)):
-        start, rows = 0, 0
-        if groups != 0:
-            start = get_i64(starts + 8 * g)
-            rows, weight = get_i64(starts + 8 * g + 8) - start, get_i64(weights + 8 * g)
-        else:
-            rows = rows_of(frame, args)
-        blocks = (rows + 31) // 32
-        while item < done + units * blocks:
-            begin, row = (item - done) // blocks * unit, (item - done) % blocks * 32
-            first, count = start + row, min(32, rows - row)
-            for t in range(begin, min(begin + unit, tiles)):
-                through(
-                    x + first * row_bytes, row_bytes, n, weight + $header + t * tile_bytes, count,
-                    out + first * out_bytes + 64 * t, out_bytes, bias + 64 * t if bias != 0 else 0,
-                    n_out - 16 * t, weight,
-                )
-            item = np.int64(atomic_add(counter, np.int32(1)))
-        done += units * blocks
-''')
+@inline
+def tiles_of(x, row_bytes, n, weight, tile_bytes, begin, end, n_out, bias, out, out_bytes, rows, scratch):
+    """Rows through the tiles begin..end."""
+    for t in range(begin, end):
+        plus = bias + 64 * t if bias != 0 else 0
+        at, left = weight + $header + t * tile_bytes, n_out - 16 * t
+        through(x, row_bytes, n, at, rows, out + 64 * t, out_bytes, plus, left, weight)
+'''
+    + COUNTED
+)
 
 
 @cache
 def product(kept: Records) -> Kernel:
     """The kernel that multiplies rows by records of that kind."""
     source = _SOURCE.substitute(
-        digest=digest("linear/float_codes.py", "linear/codebooks.py", "codegen/plain_x86.py"),
+        name="floats_rows",
+        digest=digest(*_FILES),
         kept=repr(kept),
-        step=kept.step,
-        nbytes=kept.nbytes,
+        tile_bytes=f"(n + {kept.step - 1}) // {kept.step} * {kept.nbytes}",
         header=kept.header,
+        least=1,
+        block=32,
     )
     made: Kernel = load_generated(f"floats_{kept.bits}_{kept.step}", source).floats_rows
     return made
 
 
-@kernel
-def pack_eights(frame: int, args: int, thread: int, threads: int) -> None:
-    """source (a byte for each input), bytes between its rows, n_in, n_out, tiles, bytes of a record, step."""
-    source, row_bytes, n, n_out = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    out, nbytes, step = word(args, 6), word(args, 7), word(args, 8)
-    tiles, steps = (n_out + 15) // 16, (n + step - 1) // step
-    for t in range(tiles * thread // threads, tiles * (thread + 1) // threads):
-        for j in range(min(16, n_out - 16 * t)):
-            row = source + (16 * t + j) * row_bytes
-            for k in range(n):
-                to = out + (t * steps + k // step) * nbytes + k % step // 4 * 64 + 2 * j
-                put_u8(to + 32 * (k & 1) + (k >> 1 & 1), get_u8(row + k))
+def _packer(each: int) -> Callable[[Callable[[int, int, int], None]], Kernel]:
+    """Decorator: a function that moves `each` inputs, four bytes, of output j of a tile -> Kernel.
+
+    Its words: source, bytes between its rows, n_out, n_in, tiles, bytes of a record, step.
+    """
+
+    def loop(move: Callable[[int, int, int], None]) -> Body:
+        def run(frame: int, args: int, thread: int, threads: int) -> None:
+            source, row_bytes, n_out, n = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+            out, nbytes, step = word(args, 6), word(args, 7), word(args, 8)
+            tiles, steps = (n_out + 15) // 16, (n + step - 1) // step
+            for t in range(tiles * thread // threads, tiles * (thread + 1) // threads):
+                for j in range(min(16, n_out - 16 * t)):
+                    row = source + (16 * t + j) * row_bytes
+                    for k in range(0, n, each):
+                        to = out + (t * steps + k // step) * nbytes + k % step // each * 64
+                        move(row + k // each * 4, to, j)
+
+        return run
+
+    return lambda move: Kernel(move, loop)
 
 
-@kernel
-def pack_fours(frame: int, args: int, thread: int, threads: int) -> None:
-    """As `pack_eights`, of two inputs to a byte, the first in its upper half."""
-    source, row_bytes, n, n_out = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    out, nbytes, step = word(args, 6), word(args, 7), word(args, 8)
-    tiles, steps = (n_out + 15) // 16, (n + step - 1) // step
-    for t in range(tiles * thread // threads, tiles * (thread + 1) // threads):
-        for j in range(min(16, n_out - 16 * t)):
-            row = source + (16 * t + j) * row_bytes
-            for k in range(0, n, 2):
-                to = out + (t * steps + k // step) * nbytes + k % step // 8 * 64 + 4 * j
-                both = get_u8(row + k // 2)
-                put_u8(to + (k >> 1 & 3), (both >> 4) | (both & np.int32(15)) << 4)
+@_packer(4)
+def pack_eights(codes: int, to: int, j: int) -> None:
+    for i in range(4):
+        put_u8(to + 32 * (i & 1) + 2 * j + (i >> 1), get_u8(codes + i))
+
+
+@_packer(8)
+def pack_fours(codes: int, to: int, j: int) -> None:
+    """The first input of a byte is in its upper half."""
+    for i in range(4):
+        both = get_u8(codes + i)
+        put_u8(to + 4 * j + i, (both >> 4) | (both & np.int32(15)) << 4)
 
 
 def records_of(weight: Weight) -> Records | None:
@@ -250,18 +221,19 @@ def records_of(weight: Weight) -> Records | None:
     return None
 
 
-def _codes_and_scales(weight: Weight, kept: Records, start: int, stop: int) -> tuple[Tensor, Tensor]:
+def _codes_and_scales(weight: Weight, kept: Records, start: int, stop: int) -> tuple[Tensor, list[Plane]]:
     """Bytes of some rows, and the scales of their records, float32 [rows, records]."""
     at = torch.arange(kept.steps(weight.shape[1])) * kept.step
     if isinstance(weight, Codebook):
         part = weight.rows(start, stop)
-        return part.codes, part.magnitudes()[:, at // part.block]
+        return part.codes, [Plane(kept.codes, 1, part.magnitudes()[:, at // part.block])]
     assert isinstance(weight, Fp8)  # `records_of` has looked
     codes = weight.codes[start:stop].view(torch.uint8)
     scale = weight.scale[torch.arange(start, stop) // weight.block[0]][:, at // weight.block[1]]
     scale = scale * 256  # codes are read as float16 that are so much too small
     damaged = torch.nn.functional.pad((codes & 0x7F) == 0x7F, (0, len(at) * kept.step - codes.shape[1]))
-    return codes, scale.masked_fill(damaged.unflatten(1, (-1, kept.step)).any(-1), float("nan"))
+    scale = scale.masked_fill(damaged.unflatten(1, (-1, kept.step)).any(-1), float("nan"))
+    return codes, [Plane(kept.codes, 1, scale)]
 
 
 def pack(cpu: Executor, weight: Weight | CachedWeight, dtype: torch.dtype) -> PackedWeight:
@@ -272,34 +244,13 @@ def pack(cpu: Executor, weight: Weight | CachedWeight, dtype: torch.dtype) -> Pa
     kept, (n_out, n_in) = records_of(weight), weight.shape
     if kept is None or n_in % kept.each:
         raise ShapeMismatch(f"a {weight.format} weight of {[n_out, n_in]} cannot be packed")
-    tile = kept.steps(n_in) * kept.nbytes
-    data = room(kept.header + -(-n_out // TILE) * tile)
+    data = room(kept.header + -(-n_out // TILE) * kept.steps(n_in) * kept.nbytes)
     if isinstance(weight, Codebook):
         data[: kept.header] = weight.table.float().contiguous().view(torch.uint8)
-    packer, rows = pack_eights if kept.bits == 8 else pack_fours, max(1, PIECE // n_in // TILE) * TILE
-    for start in range(0, n_out, rows):
-        stop = min(start + rows, n_out)
-        codes, scales = _codes_and_scales(weight, kept, start, stop)
-        if codes.device.type != "cpu":
-            raise ShapeMismatch(f"packing wants codes in the CPU's memory, got {codes.device}")
-        codes = codes if codes.stride(1) == 1 else codes.contiguous()
-        part = data[kept.header + start // TILE * tile : kept.header + -(-stop // TILE) * tile]
-        sizes = (codes.stride(0), n_in, stop - start, part, kept.nbytes, kept.step)
-        cpu.launch(packer, codes, *sizes, rows=stop - start)
-        put_plane(part.view(-1, kept.steps(n_in), kept.nbytes), Plane(kept.codes, 1, scales))
+    packer, some = pack_eights if kept.bits == 8 else pack_fours, partial(_codes_and_scales, weight, kept)
+    sizes = (n_in, kept.nbytes, kept.step)
+    pack_rows(cpu, packer, data[kept.header :], (n_out, n_in), kept.nbytes, some, *sizes)
     return PackedWeight(data, weight.format, n_out, n_in, product(kept), 0, layout=kept)
-
-
-def apply(
-    cpu: Executor,
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    activations: Activations,
-    out: Tensor | None = None,
-) -> Tensor:
-    """x: [..., in] float32 -> [..., out] float32."""
-    return multiply(cpu, x, weight, bias, activations, out)
 
 
 def small_floats(facts: OpFacts) -> str | None:
@@ -315,5 +266,5 @@ def small_floats(facts: OpFacts) -> str | None:
     return float32_rows(facts)
 
 
-native = Packing(pack=pack, apply=apply)
+native = Packing(pack=pack, apply=multiply)
 linear.variant("native-floats", on="cpu", when=small_floats, native=True)(native)

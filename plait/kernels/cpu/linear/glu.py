@@ -12,7 +12,8 @@ from types import MappingProxyType
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.codegen.kernel import Kernel, kernel
+from plait.kernels.cpu.codegen.kernel import Kernel, inline, kernel
+from plait.kernels.cpu.codegen.kinds import Floats
 from plait.kernels.cpu.codegen.vec import load_f32, mul, store_f32
 from plait.kernels.cpu.linear.layout import TILE
 from plait.kernels.cpu.linear.packed import PackedWeight, multiply
@@ -23,60 +24,32 @@ from plait.ops.glu import glu
 from plait.ops.linear import Linear
 from plait.ops.registry import OpFacts
 
-# Each takes a tile of the gate, which the result replaces, bytes between its rows, the tile of up, rows 64
-# bytes apart, and how many rows there are.
+
+def _join(kind: str, combine: Callable[[Floats, Floats], Floats]) -> Kernel:
+    """The kernel that takes a tile of the gate, which the result replaces, bytes between its rows, the tile
+    of up, rows 64 bytes apart, and how many rows there are."""
+
+    def join(gate: int, up: int, row_bytes: int, rows: int) -> None:
+        for r in range(rows):
+            at = gate + r * row_bytes
+            store_f32(at, combine(load_f32(at), load_f32(up + 64 * r)))
+
+    join.__name__ = join.__qualname__ = f"join_{kind}"
+    return kernel(join)
 
 
-@kernel
-def join_silu(gate: int, up: int, row_bytes: int, rows: int) -> None:
-    for r in range(rows):
-        at = gate + r * row_bytes
-        store_f32(at, mul(silu(load_f32(at)), load_f32(up + 64 * r)))
-
-
-@kernel
-def join_gelu(gate: int, up: int, row_bytes: int, rows: int) -> None:
-    for r in range(rows):
-        at = gate + r * row_bytes
-        store_f32(at, mul(gelu(load_f32(at)), load_f32(up + 64 * r)))
-
-
-@kernel
-def join_gelu_tanh(gate: int, up: int, row_bytes: int, rows: int) -> None:
-    for r in range(rows):
-        at = gate + r * row_bytes
-        store_f32(at, mul(gelu_tanh(load_f32(at)), load_f32(up + 64 * r)))
-
-
-@kernel
-def join_relu(gate: int, up: int, row_bytes: int, rows: int) -> None:
-    for r in range(rows):
-        at = gate + r * row_bytes
-        store_f32(at, mul(relu(load_f32(at)), load_f32(up + 64 * r)))
-
-
-@kernel
-def join_relu2(gate: int, up: int, row_bytes: int, rows: int) -> None:
-    for r in range(rows):
-        at = gate + r * row_bytes
-        store_f32(at, mul(relu2(load_f32(at)), load_f32(up + 64 * r)))
-
-
-@kernel
-def join_swiglu_oai(gate: int, up: int, row_bytes: int, rows: int) -> None:
-    for r in range(rows):
-        at = gate + r * row_bytes
-        store_f32(at, swiglu_oai(load_f32(at), load_f32(up + 64 * r)))
+def _join_product(kind: str, activate: Callable[[Floats], Floats]) -> Kernel:
+    return _join(kind, inline(lambda gate, up: mul(activate(gate), up)))
 
 
 JOINS: Mapping[str, Kernel] = MappingProxyType(
     {
-        "silu": join_silu,
-        "gelu": join_gelu,
-        "gelu_pytorch_tanh": join_gelu_tanh,
-        "relu": join_relu,
-        "relu2": join_relu2,
-        "swiglu_oai": join_swiglu_oai,
+        "silu": _join_product("silu", silu),
+        "gelu": _join_product("gelu", gelu),
+        "gelu_pytorch_tanh": _join_product("gelu_tanh", gelu_tanh),
+        "relu": _join_product("relu", relu),
+        "relu2": _join_product("relu2", relu2),
+        "swiglu_oai": _join("swiglu_oai", swiglu_oai),
     }
 )
 """What a kernel joins gate and up with, by activation."""
@@ -93,7 +66,7 @@ def why_unjoinable(facts: OpFacts) -> str | None:
     up, kind = facts.sizes.get("up"), facts["kind"]
     part = up.only_part if isinstance(up, Linear) else None
     if part is None or not isinstance(part[0], PackedWeight):
-        return "gate and up are not one packed map"
+        return "gate and up are not one packed weight matrix"
     if not part[0].joins:
         return f"the kernel of these {part[0].kind} weights does not join"
     if join_of(part[0], kind, True) is None:
@@ -106,12 +79,7 @@ def why_unjoinable(facts: OpFacts) -> str | None:
 def _glu(
     cpu: Executor, x: Tensor, up: Linear, kind: str, activate: Callable[[Tensor, str, bool], Tensor]
 ) -> Tensor:
-    part = up.only_part
-    if (
-        part is None
-        or not isinstance(part[0], PackedWeight)
-        or (join := join_of(part[0], kind, True)) is None
-    ):
-        raise ShapeMismatch(f"a map to {up.n_out} outputs cannot be joined by {kind} in one launch")
-    weight, bias, rounding = part
+    weight, bias, rounding = up.only_part or (None, None, "float32")
+    if not isinstance(weight, PackedWeight) or (join := join_of(weight, kind, True)) is None:
+        raise ShapeMismatch(f"a linear layer of {up.n_out} outputs cannot be joined by {kind} in one launch")
     return multiply(cpu, x, weight, bias, rounding, join=join)

@@ -27,7 +27,13 @@ Scales = Literal[
     "half", "half, half", "byte", "six, six", "nibbles", "level", "small",
     "brain", "float", "half, zero", "brain, zero", "float, zero",
 ]  # fmt: skip
-_BYTES = {"half": 2, "brain": 2, "float": 4}  # of one scale; others take a byte
+_BYTES: Mapping[str, tuple[int, int, int]] = {
+    "half": (32, 0, 0), "brain": (32, 0, 0), "float": (64, 0, 0),
+    "half, half": (32, 32, 0), "half, zero": (32, 16, 0), "brain, zero": (32, 16, 0),
+    "float, zero": (64, 16, 0), "byte": (16, 0, 32), "six, six": (16, 8, 64), "nibbles": (16, 0, 64),
+    "level": (16, 0, 64), "small": (16, 0, 64),
+}  # fmt: skip
+"""Of a vector of sixteen scales, of minima or zero points behind them, and of what is above all of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +84,12 @@ class Layout:
     @property
     def scale_bytes(self) -> int:
         """Bytes of one vector of group scales."""
-        return TILE * _BYTES.get(self.scales.split(",")[0], 1)
+        return _BYTES[self.scales][0]
 
     @property
     def minimum_bytes(self) -> int:
         """Bytes of one vector of minima, or what scales have no bits for of them, or zero points."""
-        if self.scales == "six, six":
-            return TILE // 2
-        return TILE if self.zeros else self.scale_bytes
+        return _BYTES[self.scales][1]
 
     @property
     def zeros(self) -> bool:
@@ -99,18 +103,12 @@ class Layout:
     @property
     def outer_at(self) -> int:
         """Where the float16s above the group scales are; the minima's one is 32 bytes later."""
-        return self.minima_at + (self.groups * self.minimum_bytes if "," in self.scales else 0)
+        return self.minima_at + self.groups * self.minimum_bytes
 
     @property
     def outer_bytes(self) -> int:
         """Bytes of what is above the group scales."""
-        match self.scales:
-            case "byte":
-                return 2 * TILE
-            case "six, six" | "nibbles" | "level" | "small":
-                return 4 * TILE
-            case _:
-                return 0
+        return _BYTES[self.scales][2]
 
     @property
     def nbytes(self) -> int:
@@ -132,10 +130,6 @@ class Layout:
     def parts(self) -> int:
         """Groups, or pieces of one, in a block."""
         return max(1, BLOCK // self.group)
-
-    def rounded_bytes(self, n_in: int) -> int:
-        """Bytes of one row of codes."""
-        return self.steps(n_in) * self.blocks * self.rounded_block
 
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(

@@ -27,7 +27,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import Kernel, kernel
 from plait.kernels.cpu.codegen.vec import get_i32, get_i64, put_i32, word
-from plait.kernels.cpu.linear.layout import TILE
+from plait.kernels.cpu.linear.layout import TILE, Layout
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows
@@ -35,6 +35,38 @@ from plait.ops.linear import Activations
 
 JOINED = 64 * TILE  # bytes of a thread's scratch for a tile of as many rows
 ROUNDINGS: tuple[Activations, ...] = ("float32", "int8", "int8x2")
+COUNTED = '''
+
+@kernel
+def $name(frame, args, thread, threads):
+    """The words of `packed`; pieces of work are taken from the counter."""
+    x, row_bytes, n, weight = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    n_out, bias, out, out_bytes = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
+    groups, starts, weights, counter = word(args, 11), word(args, 12), word(args, 13), word(args, 1)
+    tiles, tile_bytes, scratch = (n_out + 15) // 16, $tile_bytes, scratch_of(frame, thread)
+    unit = max($least, min(tiles // (4 * threads), 262144 // tile_bytes) // $least * $least)
+    units = (tiles + unit - 1) // unit
+    item, done = np.int64(atomic_add(counter, np.int32(1))), 0
+    for g in range(max(groups, 1)):
+        start, rows = 0, 0
+        if groups != 0:
+            start = get_i64(starts + 8 * g)
+            rows, weight = get_i64(starts + 8 * g + 8) - start, get_i64(weights + 8 * g)
+        else:
+            rows = rows_of(frame, args)
+        blocks = (rows + $block - 1) // $block
+        while item < done + units * blocks:
+            begin, row = (item - done) // blocks * unit, (item - done) % blocks * $block
+            first = start + row
+            tiles_of(
+                x + first * row_bytes, row_bytes, n, weight, tile_bytes, begin, min(begin + unit, tiles),
+                n_out, bias, out + first * out_bytes, out_bytes, min($block, rows - row), scratch,
+            )
+            item = np.int64(atomic_add(counter, np.int32(1)))
+        done += units * blocks
+'''
+"""Text of a kernel around `tiles_of`, for weights in tiles of `tile_bytes`: `least` of them and `block` rows
+at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +121,13 @@ def order_columns(frame: int, args: int, thread: int, threads: int) -> None:
                 put_i32(to + 4 * c, get_i32(source + 4 * np.int64(get_i32(order + 4 * c))))
 
 
+def check_bias(bias: Tensor) -> Tensor:
+    """Raises ShapeMismatch for a bias that a kernel would misread."""
+    if bias.dtype != torch.float32 or not bias.is_contiguous():
+        raise ShapeMismatch(f"a bias must be dense float32, got {bias.dtype} with strides {bias.stride()}")
+    return bias
+
+
 def multiply(
     cpu: Executor,
     x: Tensor,
@@ -107,11 +146,13 @@ def multiply(
     `join` (`glu.JOINS`), n_out is gate and up, a whole number of tiles each, and half as wide rows come out.
     """
     shape = x.shape
+    if activations == "float32" and isinstance(weight.layout, Layout):
+        raise ShapeMismatch(f"the kernel of {weight.kind} weights rounds activations: ask for int8 or int8x2")
     if x.dim() == 3:
         x = x.reshape(-1, shape[-1])
     a = TensorRows.of(x)
     if a.width != weight.n_in or (bias is not None and tuple(bias.shape) != (weight.n_out,)):
-        raise ShapeMismatch(f"a map of {weight.n_in} -> {weight.n_out} numbers was given rows of {a.width}")
+        raise ShapeMismatch(f"a linear layer {weight.n_in} -> {weight.n_out} was given rows of {a.width}")
     width = weight.n_out // 2 if join else weight.n_out
     if join and not (weight.joins and width % TILE == 0):
         raise ShapeMismatch(f"{weight.kind} weights of {weight.n_out} outputs are not joined by their kernel")
@@ -119,8 +160,8 @@ def multiply(
     b = TensorRows.of(out)
     if b.count != a.count:
         raise ShapeMismatch(f"{a.count} rows go in and {b.count} come out")
-    if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
-        raise ShapeMismatch(f"a bias must be dense float32, got {bias.dtype}")
+    if bias is not None:
+        check_bias(bias)
     grouping: tuple[Any, ...] = (groups.count, groups.starts, groups.weights) if groups else (0, None, None)
     need = a.count * weight.shared_per_row
     asked = a.count if rows is None else rows

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, straight
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block
 from plait.kernels.cpu.codegen.target import DOT
 from plait.kernels.cpu.codegen.vec import LANES
 from plait.kernels.cpu.linear.dense import wide_registers
@@ -146,39 +146,6 @@ def _bundle_of(w: Writer, at: Word, codes: Word, sizes: Sequence[int]) -> tuple[
     return start + (at - start) // size * size, size
 
 
-@cache
-def round_rows(layout: Layout, sizes: Sequence[int] = BUNDLES) -> Any:
-    """Block: this thread's share of blocks of all rows, into bundles at `to`. Blocks behind n are zeros.
-
-    Threads share out the blocks of a bundle, not its rows: no two of them write one line of memory.
-    x: the first row, others follow every `row_bytes`; terms: rows of codes per row.
-    """
-
-    def write(
-        w: Writer,
-        x: Word,
-        row_bytes: Word,
-        n: Word,
-        to: Word,
-        rows: Word,
-        terms: Word,
-        thread: Word,
-        threads: Word,
-    ) -> None:
-        blocks = (n + layout.step - 1) // layout.step * layout.blocks
-        work = _Rounding(layout, sizes, x, row_bytes, n, to, rows, terms, blocks, thread, threads)
-        if sizes[0] != TOGETHER:
-            work.apart(w)
-            return
-        whole = w.pick(terms.equals(1), (rows + 1) // TOGETHER, w.number(0))  # one row less will do
-        work.together(w, whole)
-        left = (rows - whole * TOGETHER).most(0)
-        rest = replace(work, x=x + row_bytes * TOGETHER * whole, to=to + work.bundle_bytes * whole, rows=left)
-        w.when(left.above(0), partial(rest.apart, w))
-
-    return straight(write)
-
-
 @dataclass(frozen=True, slots=True)
 class _Rounding:
     """The work of `round_rows`, and its arguments."""
@@ -191,9 +158,13 @@ class _Rounding:
     to: Word
     rows: Word
     terms: Word
-    blocks: Word  # of a row
     thread: Word
     threads: Word
+
+    @property
+    def blocks(self) -> Word:
+        """Of a row."""
+        return (self.n + self.layout.step - 1) // self.layout.step * self.layout.blocks
 
     @property
     def bundle_bytes(self) -> Word:
@@ -260,3 +231,22 @@ class _Rounding:
         """A block of zeros in rows first..end of a bundle."""
         zeros, size = [w.zero_f32()] * 2, w.number(size) if isinstance(size, int) else size
         w.loop(first, end, 1, (), lambda k: _put(w, self.layout, zeros, to, size, k, 0.0))
+
+
+@block(takes=8)
+def round_rows(layout: Layout, sizes: Sequence[int], w: Writer, *words: Word) -> None:
+    """Block: this thread's share of blocks of all rows, into bundles at `to`. Blocks behind n are zeros.
+
+    Threads share out the blocks of a bundle, not its rows: no two of them write one line of memory.
+    x: the first row, others follow every `row_bytes`; terms: rows of codes per row.
+    """
+    work = _Rounding(layout, sizes, *words)
+    if sizes[0] != TOGETHER:
+        work.apart(w)
+        return
+    rows = work.rows
+    whole = w.pick(work.terms.equals(1), (rows + 1) // TOGETHER, w.number(0))  # one row less will do
+    work.together(w, whole)
+    left = (rows - whole * TOGETHER).most(0)
+    x, to = work.x + work.row_bytes * TOGETHER * whole, work.to + work.bundle_bytes * whole
+    w.when(left.above(0), partial(replace(work, x=x, to=to, rows=left).apart, w))

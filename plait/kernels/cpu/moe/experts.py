@@ -15,21 +15,11 @@ import torch
 from torch import Tensor
 
 from plait.errors import CannotRecord, ShapeMismatch
+from plait.kernels.cpu.codegen import vec
 from plait.kernels.cpu.codegen.kernel import Kernel, inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
-from plait.kernels.cpu.codegen.vec import (
-    add,
-    fma,
-    get_f32,
-    get_i64,
-    load_some,
-    put_i64,
-    spread,
-    store_some,
-    zero_f32,
-)
 from plait.kernels.cpu.linear.glu import join_of
-from plait.kernels.cpu.linear.packed import Groups, PackedWeight, multiply
+from plait.kernels.cpu.linear.packed import Groups, PackedWeight, check_bias, multiply
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import barrier, rows_of, word
 from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
@@ -45,23 +35,23 @@ def _sort(
 ) -> None:
     """Where each pair goes if pairs are sorted by expert, then by token; where each expert's rows start."""
     for e in range(count + 1):
-        put_i64(starts + 8 * e, 0)
+        vec.put_i64(starts + 8 * e, 0)
     for t in range(tokens):
         for j in range(k):
-            e = get_i64(index + t * row_bytes + j * pair_bytes)
-            put_i64(starts + 8 * e + 8, get_i64(starts + 8 * e + 8) + 1)
+            e = vec.get_i64(index + t * row_bytes + j * pair_bytes)
+            vec.put_i64(starts + 8 * e + 8, vec.get_i64(starts + 8 * e + 8) + 1)
     for e in range(count):
-        put_i64(starts + 8 * e + 8, get_i64(starts + 8 * e + 8) + get_i64(starts + 8 * e))
+        vec.put_i64(starts + 8 * e + 8, vec.get_i64(starts + 8 * e + 8) + vec.get_i64(starts + 8 * e))
     for t in range(tokens):  # starts[e] walks to the end of e, which is where e + 1 starts
         for j in range(k):
-            e = get_i64(index + t * row_bytes + j * pair_bytes)
-            place = get_i64(starts + 8 * e)
-            put_i64(places + 8 * (t * k + j), place)
-            put_i64(starts + 8 * e, place + 1)
+            e = vec.get_i64(index + t * row_bytes + j * pair_bytes)
+            place = vec.get_i64(starts + 8 * e)
+            vec.put_i64(places + 8 * (t * k + j), place)
+            vec.put_i64(starts + 8 * e, place + 1)
     for i in range(count):
         e = count - i
-        put_i64(starts + 8 * e, get_i64(starts + 8 * e - 8))
-    put_i64(starts, 0)
+        vec.put_i64(starts + 8 * e, vec.get_i64(starts + 8 * e - 8))
+    vec.put_i64(starts, 0)
 
 
 @kernel
@@ -77,10 +67,10 @@ def sort_rows(frame: int, args: int, thread: int, threads: int) -> None:
     barrier(frame, threads)
     pairs = tokens * k
     for p in range(pairs * thread // threads, pairs * (thread + 1) // threads):
-        source, to = x + p // k * x_bytes, out + get_i64(places + 8 * p) * 4 * n
+        source, to = x + p // k * x_bytes, out + vec.get_i64(places + 8 * p) * 4 * n
         for i in range(0, n, 16):
             left = np.int32(n - i)
-            store_some(to + 4 * i, load_some(source + 4 * i, left), left)
+            vec.store_some(to + 4 * i, vec.load_some(source + 4 * i, left), left)
 
 
 @kernel
@@ -91,20 +81,24 @@ def add_biases(frame: int, args: int, thread: int, threads: int) -> None:
     """
     x, n, starts = word(args, 2), word(args, 3), word(args, 4)
     count, biases = word(args, 5), word(args, 6)
-    pairs = get_i64(starts + 8 * count)
+    pairs = vec.get_i64(starts + 8 * count)
     for p in range(pairs * thread // threads, pairs * (thread + 1) // threads):
         low: Int = np.int64(0)
         high = count  # starts[low] <= p < starts[high]
         while high - low > 1:
             middle = (low + high) // 2
-            if get_i64(starts + 8 * middle) <= p:
+            if vec.get_i64(starts + 8 * middle) <= p:
                 low = middle
             else:
                 high = middle
-        row, bias = x + 4 * n * p, get_i64(biases + 8 * low)
+        row, bias = x + 4 * n * p, vec.get_i64(biases + 8 * low)
         for i in range(0, n, 16):
             left = np.int32(n - i)
-            store_some(row + 4 * i, add(load_some(row + 4 * i, left), load_some(bias + 4 * i, left)), left)
+            vec.store_some(
+                row + 4 * i,
+                vec.add(vec.load_some(row + 4 * i, left), vec.load_some(bias + 4 * i, left)),
+                left,
+            )
 
 
 @kernel
@@ -122,28 +116,31 @@ def weigh_rows(frame: int, args: int, thread: int, threads: int) -> None:
         before: Int = np.int64(-1)
         for i in range(0, n, 16):
             left = np.int32(n - i)
-            start = zero_f32()
+            start = vec.zero_f32()
             if shared != 0:
-                start = load_some(shared + t * shared_bytes + 4 * i, left)
-            store_some(to + 4 * i, start, left)
+                start = vec.load_some(shared + t * shared_bytes + 4 * i, left)
+            vec.store_some(to + 4 * i, start, left)
         for _ in range(k):
             pair: Int = np.int64(-1)
             place: Int = pair
             for j in range(k):
-                other = get_i64(places + 8 * (t * k + j))
+                other = vec.get_i64(places + 8 * (t * k + j))
                 if other > before and (pair < 0 or other < place):
                     pair, place = j, other
-            factor, row = spread(get_f32(weight + t * weight_row + pair * weight_pair)), x + place * 4 * n
+            factor, row = (
+                vec.spread(vec.get_f32(weight + t * weight_row + pair * weight_pair)),
+                x + place * 4 * n,
+            )
             before = place
             for i in range(0, n, 16):
                 left = np.int32(n - i)
-                value = fma(factor, load_some(row + 4 * i, left), load_some(to + 4 * i, left))
-                store_some(to + 4 * i, value, left)
+                value = vec.fma(factor, vec.load_some(row + 4 * i, left), vec.load_some(to + 4 * i, left))
+                vec.store_some(to + 4 * i, value, left)
 
 
 @dataclass(frozen=True, slots=True)
 class Maps:
-    """Maps of one shape and storage, one for each expert: what one grouped product goes through."""
+    """Weight matrices of one shape and storage, one for each expert, which one grouped product reads."""
 
     first: PackedWeight
     rounding: Activations
@@ -158,42 +155,22 @@ class Maps:
         packed, biases, kinds = [], list[Any](), set()
         for e, part in enumerate(parts):
             if part is None or not isinstance(part[0], PackedWeight):
-                return f"expert {e} is not one packed map"
+                return f"expert {e} is not one packed weight matrix"
             weight, bias, rounding = part
             packed.append(weight)
             biases.append(bias)
-            told = (
-                weight.kind,
-                weight.n_in,
-                weight.n_out,
-                rounding,
-                *(["biased"] if bias is not None else []),
-            )
-            kinds.add((told, id(weight.kernel), weight.order is not None))
+            more = [] if bias is None else ["biased"]
+            kind = (weight.kind, weight.n_in, weight.n_out, rounding, *more)
+            kinds.add((kind, id(weight.kernel), weight.order is not None))
         if len(kinds) != 1:
-            return f"experts are stored in several ways: {sorted(told for told, *_ in kinds)}"
-        places = None if biases[0] is None else _addresses([_dense(bias) for bias in biases])
+            return f"experts are stored in several ways: {sorted(kind for kind, *_ in kinds)}"
+        places = None if biases[0] is None else _addresses([check_bias(bias) for bias in biases])
         orders = None if packed[0].order is None else _addresses([weight.order for weight in packed])
         return cls(packed[0], rounding, _addresses([weight.data for weight in packed]), places, orders)
 
 
-def _dense(bias: Tensor) -> Tensor:
-    """Raises ShapeMismatch for a bias that a kernel would misread."""
-    if bias.dtype != torch.float32 or not bias.is_contiguous():
-        raise ShapeMismatch(f"a bias must be dense float32, got {bias.dtype} with strides {bias.stride()}")
-    return bias
-
-
 def _addresses(tensors: Sequence[Tensor]) -> Tensor:
     return torch.from_numpy(np.array([tensor.data_ptr() for tensor in tensors], np.int64))
-
-
-def _maps(up: Sequence[Linear], down: Sequence[Linear]) -> tuple[Maps, Maps] | str:
-    """Or why native kernels cannot serve them."""
-    a, b = Maps.of(up), Maps.of(down)
-    if isinstance(a, Maps) and isinstance(b, Maps):
-        return a, b
-    return " and ".join(m for m in (a, b) if isinstance(m, str))
 
 
 class GroupedExperts:
@@ -203,11 +180,7 @@ class GroupedExperts:
         self._cpu = cpu
         self._activate = activate.bind(OpFacts("cpu", torch.float32, {}, cpu))[0]
         self._seen: tuple[Sequence[Linear], Sequence[Linear]] = ([], [])
-        self._maps: tuple[Maps, Maps] | str = "there are none"
-
-    @classmethod
-    def on(cls, cpu: Executor) -> GroupedExperts:
-        return cls(cpu)
+        self._maps: tuple[Maps | str, Maps | str] = ("", "")
 
     def __call__(
         self,
@@ -224,26 +197,17 @@ class GroupedExperts:
         Raises CannotRecord in a recording if the weights do not share a kernel: then they are called singly.
         """
         if self._seen[0] is not up or self._seen[1] is not down:
-            self._seen, self._maps = (up, down), _maps(up, down)
-        if not isinstance(self._maps, str):
-            return self._grouped(x, weight, index, self._maps, activation, shared)
-        if self._cpu.is_recording:
-            raise CannotRecord(f"a mixture of experts cannot be recorded: {self._maps}")
-        y: Tensor = experts.reference(x, weight, index, up, down, activation, shared)
-        return y
-
-    def _grouped(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        index: Tensor,
-        maps: tuple[Maps, Maps],
-        activation: tuple[str, bool],
-        shared: Tensor | None,
-    ) -> Tensor:
-        cpu, (up, down), rows = self._cpu, maps, TensorRows.of(x)
-        tokens, k, count = rows.count, index.shape[-1], len(up.addresses)
-        _check(x, weight, index, maps, activation, shared)
+            self._seen, self._maps = (up, down), (Maps.of(up), Maps.of(down))
+        first, second = self._maps
+        if isinstance(first, str) or isinstance(second, str):
+            if self._cpu.is_recording:
+                why = " and ".join(m for m in self._maps if isinstance(m, str))
+                raise CannotRecord(f"a mixture of experts cannot be recorded: {why}")
+            y: Tensor = experts.reference(x, weight, index, up, down, activation, shared)
+            return y
+        cpu, rows = self._cpu, TensorRows.of(x)
+        tokens, k, count = rows.count, index.shape[-1], len(first.addresses)
+        _check(x, weight, index, first.first, second.first, activation[1], shared)
         pair_bytes = (index.stride(0) * 8, index.stride(1) * 8)
         starts = cpu.empty(count + 1, dtype=torch.int64)
         places = cpu.empty(tokens, k, dtype=torch.int64)
@@ -253,12 +217,12 @@ class GroupedExperts:
             *(index, *pair_bytes, k, count, starts, places, x, rows.row_bytes, rows.width, ordered),
             rows=tokens,
         )
-        join = join_of(up.first, *activation) if up.biases is None else None
-        h = self._multiply(ordered, up, starts, tokens, join)
+        join = join_of(first.first, *activation) if first.biases is None else None
+        h = self._multiply(ordered, first, starts, tokens, join)
         if join is None:
             # As many rows as pairs: k "heads" of each token, so that the frame's count of tokens is right.
             h = self._activate(h.view(tokens, k, -1), *activation).view(tokens * k, -1)
-        h = self._multiply(h, down, starts, tokens)
+        h = self._multiply(h, second, starts, tokens)
         out = cpu.empty(tokens, rows.width)
         weight_bytes = (weight.stride(0) * 4, weight.stride(1) * 4)
         shared_bytes = shared.stride(0) * 4 if shared is not None else 0
@@ -282,16 +246,11 @@ class GroupedExperts:
 
 
 def _check(
-    x: Tensor,
-    weight: Tensor,
-    index: Tensor,
-    maps: tuple[Maps, Maps],
-    activation: tuple[str, bool],
+    x: Tensor, weight: Tensor, index: Tensor, up: PackedWeight, down: PackedWeight, gated: bool,
     shared: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """Raises ShapeMismatch if kernels would misread their arguments."""
-    up, down = (m.first for m in maps)
-    size = up.n_out // 2 if activation[1] else up.n_out
+    size = up.n_out // 2 if gated else up.n_out
     if index.dtype != torch.int64 or weight.dtype != torch.float32 or index.shape != weight.shape:
         raise ShapeMismatch(
             f"pairs want int64 and float32 [tokens, k], got {index.dtype} {list(index.shape)} and "
@@ -304,7 +263,7 @@ def _check(
             f"experts {up.n_in} -> {up.n_out}, {down.n_in} -> {down.n_out} do not fit rows of {x.shape[1]}"
         )
     if shared is not None and (shared.shape != x.shape or TensorRows.of(shared).count != len(x)):
-        raise ShapeMismatch(f"the shared expert gave {list(shared.shape)} beside rows of {list(x.shape)}")
+        raise ShapeMismatch(f"the shared expert gave {list(shared.shape)} next to rows of {list(x.shape)}")
 
 
 experts.variant("native", on="cpu", when=float32_rows, native=True)(GroupedExperts)

@@ -9,28 +9,10 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
+from plait.kernels.cpu.codegen import vec
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Float, Floats, Int
 from plait.kernels.cpu.codegen.maths import exp, sigmoid
-from plait.kernels.cpu.codegen.vec import (
-    add,
-    div,
-    get_f32,
-    lanes,
-    largest,
-    load_some,
-    peak,
-    put_f32,
-    put_i64,
-    spread,
-    store_some,
-    sub,
-    to_f32,
-    total,
-    where_below,
-    where_less,
-    zero_f32,
-)
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, word
 from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
@@ -41,34 +23,34 @@ from plait.spec import RouterSpec
 @inline
 def _or_nan(x: Floats, value: Floats) -> Floats:
     """value, or x where x is NaN, which exp forgets: neither below 0 nor above -1."""
-    return where_less(x, zero_f32(), value, where_less(spread(np.float32(-1.0)), x, value, x))
+    return vec.where_less(x, vec.zero_f32(), value, vec.where_less(vec.spread(np.float32(-1.0)), x, value, x))
 
 
 @inline
 def _softmax(logits: Int, n: Int, out: Int) -> None:
-    low = spread(np.float32(-np.inf))
+    low = vec.spread(np.float32(-np.inf))
     top = low
     for i in range(0, n, 16):
         left = np.int32(n - i)
-        top = largest(top, where_below(left, load_some(logits + 4 * i, left), low))
-    highest, sums = spread(peak(top)), zero_f32()
+        top = vec.largest(top, vec.where_below(left, vec.load_some(logits + 4 * i, left), low))
+    highest, sums = vec.spread(vec.peak(top)), vec.zero_f32()
     for i in range(0, n, 16):
         left = np.int32(n - i)
-        x = sub(load_some(logits + 4 * i, left), highest)
-        e = where_below(left, _or_nan(x, exp(x)), zero_f32())
-        store_some(out + 4 * i, e, left)
-        sums = add(sums, e)
-    whole = spread(total(sums))
+        x = vec.sub(vec.load_some(logits + 4 * i, left), highest)
+        e = vec.where_below(left, _or_nan(x, exp(x)), vec.zero_f32())
+        vec.store_some(out + 4 * i, e, left)
+        sums = vec.add(sums, e)
+    whole = vec.spread(vec.total(sums))
     for i in range(0, n, 16):
         left = np.int32(n - i)
-        store_some(out + 4 * i, div(load_some(out + 4 * i, left), whole), left)
+        vec.store_some(out + 4 * i, vec.div(vec.load_some(out + 4 * i, left), whole), left)
 
 
 @inline
 def _first_number(values: Int, n: Int) -> Int:
     """Where the first number is that is not NaN, or -1."""
     for i in range(n):
-        value = get_f32(values + 4 * i)
+        value = vec.get_f32(values + 4 * i)
         if value == value:
             return np.int64(i)
     return np.int64(-1)
@@ -77,20 +59,20 @@ def _first_number(values: Int, n: Int) -> Int:
 @inline
 def _best(values: Int, n: Int) -> Int:
     """Where the largest is, the first among equals; it becomes NaN: taken. -1 if all are."""
-    low, nan = spread(np.float32(-np.inf)), spread(np.float32(np.nan))
-    top, where, at = low, spread(np.float32(np.inf)), to_f32(lanes())
+    low, nan = vec.spread(np.float32(-np.inf)), vec.spread(np.float32(np.nan))
+    top, where, at = low, vec.spread(np.float32(np.inf)), vec.to_f32(vec.lanes())
     for i in range(0, n, 16):
         left = np.int32(n - i)
-        value = where_below(left, load_some(values + 4 * i, left), nan)
-        where = where_less(top, value, at, where)
-        top = where_less(top, value, value, top)
-        at = add(at, spread(np.float32(16.0)))
-    highest = spread(peak(top))
-    first = where_less(top, highest, spread(np.float32(np.inf)), where)
-    lowest = -peak(sub(zero_f32(), first))  # the smallest place that holds the highest value
+        value = vec.where_below(left, vec.load_some(values + 4 * i, left), nan)
+        where = vec.where_less(top, value, at, where)
+        top = vec.where_less(top, value, value, top)
+        at = vec.add(at, vec.spread(np.float32(16.0)))
+    highest = vec.spread(vec.peak(top))
+    first = vec.where_less(top, highest, vec.spread(np.float32(np.inf)), where)
+    lowest = -vec.peak(vec.sub(vec.zero_f32(), first))  # the smallest place that holds the highest value
     best = np.int64(lowest) if lowest < np.float32(n) else _first_number(values, n)  # -inf is never `less`
     if best >= 0:
-        put_f32(values + 4 * best, np.float32(np.nan))
+        vec.put_f32(values + 4 * best, np.float32(np.nan))
     return best
 
 
@@ -100,7 +82,7 @@ def _group_score(choice: Int, size: Int, by_two: Int) -> Float:
     first: Float = np.float32(-np.inf)
     second: Float = first
     for i in range(size):
-        value = get_f32(choice + 4 * i)
+        value = vec.get_f32(choice + 4 * i)
         if value > first:
             first, second = value, first
         elif value > second:
@@ -113,14 +95,14 @@ def _keep_groups(choice: Int, n: Int, groups: Int, top_groups: Int, by_two: Int,
     """Experts outside the best groups may not be chosen: their choice becomes -inf."""
     size = n // groups
     for g in range(groups):
-        put_f32(scores + 4 * g, _group_score(choice + 4 * g * size, size, by_two))
+        vec.put_f32(scores + 4 * g, _group_score(choice + 4 * g * size, size, by_two))
     for _ in range(top_groups):
         _best(scores, groups)
     for g in range(groups):
-        score = get_f32(scores + 4 * g)
+        score = vec.get_f32(scores + 4 * g)
         if score == score:  # not taken
             for i in range(g * size, (g + 1) * size):
-                put_f32(choice + 4 * i, np.float32(-np.inf))
+                vec.put_f32(choice + 4 * i, np.float32(-np.inf))
 
 
 @kernel
@@ -129,7 +111,7 @@ def route_rows(frame: int, args: int, thread: int, threads: int) -> None:
     1 to renormalize, its eps, scale, weights (dense), indices (dense)."""
     logits, row_bytes, n, bias, k = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
     by_sigmoid, groups, top_groups, by_two = word(args, 7), word(args, 8), word(args, 9), word(args, 10)
-    renormalize, eps, scale = word(args, 11), get_f32(args + 96), get_f32(args + 104)
+    renormalize, eps, scale = word(args, 11), vec.get_f32(args + 96), vec.get_f32(args + 104)
     weights, indices, rows = word(args, 14), word(args, 15), rows_of(frame, args)
     scores = scratch_of(frame, thread)
     choice = scores + 4 * n
@@ -139,16 +121,16 @@ def route_rows(frame: int, args: int, thread: int, threads: int) -> None:
         if by_sigmoid != 0:
             for i in range(0, n, 16):
                 left = np.int32(n - i)
-                x = load_some(row + 4 * i, left)
-                store_some(scores + 4 * i, _or_nan(x, sigmoid(x)), left)
+                x = vec.load_some(row + 4 * i, left)
+                vec.store_some(scores + 4 * i, _or_nan(x, sigmoid(x)), left)
         else:
             _softmax(row, n, scores)
         for i in range(0, n, 16):
             left = np.int32(n - i)
-            value = load_some(scores + 4 * i, left)
+            value = vec.load_some(scores + 4 * i, left)
             if bias != 0:
-                value = add(value, load_some(bias + 4 * i, left))
-            store_some(choice + 4 * i, value, left)
+                value = vec.add(value, vec.load_some(bias + 4 * i, left))
+            vec.store_some(choice + 4 * i, value, left)
         if groups > 1:
             _keep_groups(choice, n, groups, top_groups, by_two, group_scores)
         whole = np.float32(0.0)
@@ -156,16 +138,16 @@ def route_rows(frame: int, args: int, thread: int, threads: int) -> None:
             e = _best(choice, n)
             if e < 0:  # all that is left is NaN: any expert, so that what follows stays inside its tensors
                 e = np.int64(j)
-            score = get_f32(scores + 4 * e)
-            put_i64(indices + 8 * (r * k + j), e)
-            put_f32(weights + 4 * (r * k + j), score)
+            score = vec.get_f32(scores + 4 * e)
+            vec.put_i64(indices + 8 * (r * k + j), e)
+            vec.put_f32(weights + 4 * (r * k + j), score)
             whole = np.float32(whole + score)
         for j in range(k):
             to = weights + 4 * (r * k + j)
-            weight: Float = get_f32(to)
+            weight: Float = vec.get_f32(to)
             if renormalize != 0:
                 weight = np.float32(weight / np.float32(whole + eps))
-            put_f32(to, np.float32(weight * scale))
+            vec.put_f32(to, np.float32(weight * scale))
 
 
 @route.variant("native", on="cpu", when=float32_rows, native=True)

@@ -27,7 +27,6 @@ check = import_module("plait.kernels.cpu.amx.check")
 target = import_module("plait.kernels.cpu.codegen.target")
 rows_on_tiles = import_module("plait.kernels.cpu.amx.linear")
 packed_maps = import_module("plait.kernels.cpu.linear.packed")
-variants = import_module("plait.kernels.cpu.amx.variants")
 attention = import_module("plait.kernels.cpu.amx.attention")
 pairs = import_module("plait.kernels.cpu.attention.bf16")
 packing = {name: import_module(f"plait.kernels.cpu.linear.{file}") for name, file in PACKING.items()}
@@ -52,7 +51,7 @@ def one() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variants, "TILES", "software")
+    monkeypatch.setattr(rows_on_tiles, "TILES", "software")
     monkeypatch.setattr(attention, "TILES", "software")
 
 
@@ -137,9 +136,12 @@ def test_the_configuration_names_rows_and_bytes_of_each_tile() -> None:
 def on_tiles(cpu: Any, weight: Weight) -> Any:
     """Packed as the variant that would be bound packs it."""
     if isinstance(weight, Dense):
-        return variants.pack_plain(cpu, weight, torch.float32)
-    pack = variants.pack_floats if packing["floats"].records_of(weight) else variants.pack_blocks
-    return pack(cpu, weight, torch.float32)
+        pack = packing["dense"].pack
+    elif packing["floats"].records_of(weight):
+        pack = packing["floats"].pack
+    else:
+        pack = rows_on_tiles.pack_byte_tiles
+    return rows_on_tiles.pack_for_many(pack)(cpu, weight, torch.float32)
 
 
 def expected(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -175,7 +177,7 @@ def test_plain_numbers_and_inputs_that_fill_no_tile(kind: str, n_in: int, cpu: A
     assert (few - linear(x[:31], weight, None)).abs().max() < 5e-5  # exact activations below the limit
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(cpu: Any, one: Any) -> None:
+def test_a_row_does_not_depend_on_other_rows_nor_on_threads(cpu: Any, one: Any) -> None:
     weight = random_weight("Q4_1", 600, 288)
     x = torch.randn(600, 288)
     packed = on_tiles(cpu, weight)
@@ -189,7 +191,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(cpu: Any, on
 def test_tiles_of_bytes_change_no_bit(kind: str, activations: Any, cpu: Any) -> None:
     weight, linears = random_weight(kind, 70, 512), packing["linear"]
     exact = linears.pack(cpu, weight, torch.float32)
-    tiled = linears.pack_on(cpu, weight, "software")
+    tiled = linears.pack(cpu, weight, torch.float32, "software")
     for rows in (14, 15, 16, 45, 200):
         x = torch.randn(rows, 512)
         a, b = (linears.multiply(cpu, x, packed, None, activations) for packed in (exact, tiled))
@@ -248,7 +250,7 @@ def test_what_is_bound_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "refusal", lambda: None)
     variant, skipped = bound(facts("same"))
     assert variant == "native-amx"
-    assert "--prefill bf16 was not asked for" in skipped["amx-bf16"]
+    assert "--prefill bf16 was not requested" in skipped["amx-bf16"]
     assert bound(facts("bf16"))[0] == "amx-bf16"
     plain = facts("bf16", kind="bfloat16", activations="float32")
     assert bound(plain)[0] == "amx-bf16-dense"
@@ -256,7 +258,7 @@ def test_what_is_bound_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bound(facts("same", kind="bfloat16", activations="float32"))[0] == "native-dense"
 
 
-def test_a_wrong_result_is_told_and_nothing_is_bound(
+def test_a_wrong_result_is_reported_and_nothing_is_bound(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(check, "no_amx", lambda: None)
@@ -309,7 +311,7 @@ def test_attention_of_few_tokens_is_that_without_tiles(cpu: Any) -> None:
     assert torch.equal(attention.paged_attention_on_tiles(cpu, *args, **more), exact)
 
 
-def test_memory_is_asked_for_whichever_attention_computes(cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_requested_whichever_attention_computes(cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     case = dict(seqs=[20, 5], heads=4, kv_heads=2, dim=32, window=None, softcap=None, kv_dtype="bfloat16")
     args, more = paged_attention.make(case, torch.float32, "cpu")
     asked: list[int] = []
@@ -326,7 +328,7 @@ def test_memory_is_asked_for_whichever_attention_computes(cpu: Any, monkeypatch:
     assert many >= few > 0
 
 
-def test_attention_of_a_prompt_in_two_pieces_is_that_of_the_whole(cpu: Any) -> None:
+def test_attention_of_a_prompt_in_two_chunks_is_that_of_the_whole(cpu: Any) -> None:
     case = dict(seqs=[400], heads=4, kv_heads=2, dim=64, window=None, softcap=None, kv_dtype="bfloat16")
     args, more = paged_attention.make(case, torch.float32, "cpu")
     whole = attention.paged_attention_on_tiles(cpu, *args, **more)

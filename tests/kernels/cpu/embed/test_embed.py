@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.embed.embed import KERNELS, _embed, why_unknown_format
+from plait.kernels.cpu.embed.embed import _embed, why_unknown_format
+from plait.kernels.cpu.embed.skeleton import KERNELS
 from plait.kernels.load import executor
 from plait.ops.blocks import random_blocks, random_weight
 from plait.ops.registry import OpFacts

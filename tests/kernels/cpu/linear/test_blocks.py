@@ -43,7 +43,7 @@ def one() -> Iterator[Any]:
 def run(
     cpu: Any, x: Tensor, weight: Weight, activations: Activations = "int8", bias: Tensor | None = None
 ) -> Tensor:
-    result: Tensor = kernels.apply(cpu, x, kernels.pack(cpu, weight, torch.float32), bias, activations)
+    result: Tensor = packed.multiply(cpu, x, kernels.pack(cpu, weight, torch.float32), bias, activations)
     return result
 
 
@@ -177,7 +177,7 @@ def test_parts_in_several_orders(cpu: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *STORED])
-def test_a_row_is_the_same_in_every_company(kind: str, cpu: Any, one: Any) -> None:
+def test_a_row_is_the_same_in_every_batch(kind: str, cpu: Any, one: Any) -> None:
     weight, x, bias = random_weight(kind, 37, 768), torch.randn(200, 768), torch.randn(37)
     for activations in ("int8", "int8x2"):
         whole = run(cpu, x, weight, activations, bias)
@@ -244,7 +244,7 @@ def test_rows_that_lie_apart(cpu: Any) -> None:
     weight = whole.cols(256, 768).rows(3, 24)
     x, out = torch.randn(9, 600)[:, 50:562], torch.full((9, 64), 7.0)
     w = kernels.pack(cpu, weight, torch.float32)
-    kernels.apply(cpu, x, w, None, "int8", out[:, 30:51])
+    packed.multiply(cpu, x, w, None, "int8", out[:, 30:51])
     assert torch.equal(out[:, 30:51], run(cpu, x.contiguous(), Gguf(weight.data.contiguous(), weight.kind)))
     assert bool((out[:, :30] == 7).all())
     assert bool((out[:, 51:] == 7).all())
@@ -275,11 +275,11 @@ def test_recorded(kind: str, cpu: Any) -> None:
     weight, bias = random_weight(kind, 33, 256), torch.randn(33)
     w, x, out = kernels.pack(cpu, weight, torch.float32), torch.randn(64, 256), torch.zeros(64, 33)
     with cpu.recording(tokens=64, logits=65) as program:
-        kernels.apply(cpu, x, w, bias, "int8", out)
+        packed.multiply(cpu, x, w, bias, "int8", out)
     for tokens in (1, 5, 64):
         out.zero_()
         cpu.run(program, tokens=tokens, logits=1, seqs=1)
-        assert torch.equal(out[:tokens], kernels.apply(cpu, x[:tokens], w, bias, "int8"))
+        assert torch.equal(out[:tokens], packed.multiply(cpu, x[:tokens], w, bias, "int8"))
         assert not out[tokens:].any()
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
+from plait.kernels.cpu.linear.packed import multiply
 from plait.kernels.load import executor, load_kernels
 from plait.ops.blocks import random_weight
 from plait.ops.linear import FLOATS, linear
@@ -37,7 +38,7 @@ def one() -> Iterator[Any]:
 
 
 def run(cpu: Any, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    result: Tensor = floats.apply(cpu, x, floats.pack(cpu, weight, torch.float32), bias, "float32")
+    result: Tensor = multiply(cpu, x, floats.pack(cpu, weight, torch.float32), bias, "float32")
     return result
 
 
@@ -72,7 +73,7 @@ def test_blocks_of_a_table_of_any_size(block: int, cpu: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", FLOATS)
-def test_a_row_is_the_same_in_every_company(kind: str, cpu: Any, one: Any) -> None:
+def test_a_row_is_the_same_in_every_batch(kind: str, cpu: Any, one: Any) -> None:
     weight, x, bias = random_weight(kind, 37, 704), torch.randn(70, 704), torch.randn(37)
     whole = run(cpu, x, weight, bias)
     assert torch.equal(whole, run(one, x, weight, bias))
@@ -104,11 +105,11 @@ def test_recorded_and_in_parts_of_wider_rows(cpu: Any) -> None:
     weight, bias = random_weight("fp8", 33, 264), torch.randn(33)
     packed, x, out = floats.pack(cpu, weight, torch.float32), torch.randn(64, 300), torch.zeros(64, 40)
     with cpu.recording(tokens=64, logits=65) as program:
-        floats.apply(cpu, x[:, 20:284], packed, bias, "float32", out[:, 3:36])
+        multiply(cpu, x[:, 20:284], packed, bias, "float32", out[:, 3:36])
     for tokens in (1, 5, 64):
         out.zero_()
         cpu.run(program, tokens=tokens, logits=1, seqs=1)
-        alone = floats.apply(cpu, x[:tokens, 20:284].contiguous(), packed, bias, "float32")
+        alone = multiply(cpu, x[:tokens, 20:284].contiguous(), packed, bias, "float32")
         assert torch.equal(out[:tokens, 3:36], alone)
         assert not out[tokens:].any()
         assert not out[:, 36:].any()

@@ -13,7 +13,7 @@ import torch
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.target import SHARED
 from plait.kernels.cpu.linear import glu as native
-from plait.kernels.cpu.linear.blocks import pack_on
+from plait.kernels.cpu.linear.blocks import pack
 from plait.kernels.cpu.linear.packed import multiply
 from plait.kernels.cpu.moe import experts as native_experts
 from plait.kernels.load import executor, load_kernels
@@ -102,7 +102,7 @@ def test_rows_of_a_wider_result(cpu: Any) -> None:
 def test_tiles_of_bytes_have_the_same_bits(cpu: Any) -> None:
     """AMX's kernel, on what stands for its tiles."""
     stored = random_weight("Q8_0", 192, 256)
-    plain, tiled = pack_on(cpu, stored, ""), pack_on(cpu, stored, "software")
+    plain, tiled = (pack(cpu, stored, torch.float32, kind) for kind in ("", "software"))
     for rows in (1, 15, 16, 33, 64):
         x = torch.randn(rows, 256)
         made = [multiply(cpu, x, w, None, "int8", join=native.JOINS["silu"]) for w in (plain, tiled)]
@@ -125,7 +125,7 @@ def test_experts_join_too(cpu: Any, kind: str, monkeypatch: pytest.MonkeyPatch) 
             assert torch.equal(together, fn(*args)), tokens
 
 
-def test_what_cannot_be_joined_is_told(cpu: Any) -> None:
+def test_what_cannot_be_joined_is_reported(cpu: Any) -> None:
     """Half tiles, other activations, split matrices and plain numbers: the reference composes those."""
     mixed = Linear(
         [random_weight("Q4_K", 64, 256), random_weight("Q6_K", 64, 256)],
@@ -139,9 +139,9 @@ def test_what_cannot_be_joined_is_told(cpu: Any) -> None:
     for up, kind, why in (
         (map_of(cpu, "Q4_K", 256, 40), "silu", "whole tiles of 16"),
         (packed, "sigmoid", "by sigmoid"),
-        (mixed, "silu", "not one packed map"),
+        (mixed, "silu", "not one packed weight matrix"),
         (map_of(cpu, None, 256, 64), "silu", "the kernel of these float32 weights does not join"),
-        (None, "silu", "not one packed map"),
+        (None, "silu", "not one packed weight matrix"),
     ):
         fn, row = bound(glu, cpu, kind=kind, up=up)
         assert row.variant == "reference"
@@ -152,7 +152,7 @@ def test_what_cannot_be_joined_is_told(cpu: Any) -> None:
     weight, _, rounding = packed.parts[0]
     with pytest.raises(ShapeMismatch, match="not joined"):
         multiply(
-            cpu, torch.randn(2, 256), replace(weight, joins=False), None, rounding, join=native.join_silu
+            cpu, torch.randn(2, 256), replace(weight, joins=False), None, rounding, join=native.JOINS["silu"]
         )
 
 
