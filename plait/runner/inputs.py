@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from plait.memory import BlockGroup
-from plait.model.layers.batch import Batch, PagedIndex
+from plait.model.layers.layers import Batch, PagedIndex
 from plait.schedule.plan import Chunk, StepPlan
 
 
