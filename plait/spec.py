@@ -1,7 +1,6 @@
 """What a model *is*, as plain data. No torch, no checkpoint names, no device.
 
 A family (`plait.families`) turns a config into a `ModelSpec`; `plait.model.decoder` runs any of them.
-Numbers are per model, never per rank: tensor parallelism rewrites the spec.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from plait.quant.packed import CachedWeight
 from plait.quant.weight import Dense, Weight, as_tensor, as_weight
 
 log = logging.getLogger("plait")
-Split = Literal["out", "in"]
 PLAIN = {"router", "shared_gate"}  # small weight matrices that choose: they are never encoded
 
 
@@ -162,13 +161,10 @@ class Weights:
             raise ShapeMismatch(_shape_message(self._full(name), weight.shape, shape))
         return weight
 
-    def linear(
-        self, *names: str, in_size: int, out_sizes: tuple[int, ...], split: Split | None = None
-    ) -> Linear:
+    def linear(self, *names: str, in_size: int, out_sizes: tuple[int, ...]) -> Linear:
         """One linear layer of several fused row-wise: names ("q", "k", "v") under this scope.
 
         in_size, out_sizes: the widths the model needs of each part; ShapeMismatch says which is off.
-        `split` is how tensor parallelism divides it: rows ("out", column-parallel) or columns ("in").
         """
         target, full, before = self.target, self._full("+".join(names)), Counter(self.target.encoded)
         biases = [self.optional(f"{name}.bias", (out,)) for name, out in zip(names, out_sizes, strict=True)]
@@ -181,7 +177,7 @@ class Weights:
         elif target.shelf:
             target.encoded.update(target.shelf.counts(full))
             weights, biases = self._from_shelf(names, kept, biases)
-        made = Linear(weights, biases, self.bind, target.dtype, split, target.activations)
+        made = Linear(weights, biases, self.bind, target.dtype, target.activations)
         target.weights_nbytes += made.nbytes
         if target.shelf and kept is None:
             target.shelf.note(full, made, (in_size, out_sizes), target.encoded - before)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
+from plait.families.common.detection import Detection
 from plait.families.common.recipes import ends, flat, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
@@ -22,6 +23,9 @@ SHARED = {"norm_eps": 1e-5, "hidden_act": "silu", "logit_scale": 0.0625, "tie_wo
     model_types=("cohere",),
     defaults={**SHARED, "rope_theta": 5e5, "use_qk_norm": False},
     honours=("logit_scale", "use_qk_norm"),
+    detection=Detection(
+        twins=("Cohere2ForCausalLM",), usual={"rope_theta": 8e6, "max_position_embeddings": 8192}
+    ),
 )
 def cohere(c: Config) -> tuple[ModelSpec, NameMap]:
     """Command R and R+: the larger one norms every head of q and k with a weight of its own."""
@@ -36,6 +40,7 @@ def cohere(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("cohere2",),
     defaults={**SHARED, "sliding_window": 4096, "sliding_window_pattern": 4},
     honours=("logit_scale", "sliding_window", "position_embedding_type"),
+    detection=Detection(usual={"rope_theta": 8e6, "max_position_embeddings": 8192}),
 )
 def cohere2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Command R7B, A, Aya Expanse's heirs: three layers with windows and positions, one with neither."""

@@ -6,6 +6,7 @@ import torch
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
+from plait.families.common.detection import Detection
 from plait.families.common.recipes import Stored, expert_bias, expert_rows, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm
@@ -31,6 +32,21 @@ CLAMP = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # what the activation is m
         **CLAMP,
     },
     honours=("sliding_window", "swiglu_limit"),
+    detection=Detection(
+        top_k=4,
+        usual={
+            "rope_theta": 150_000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 32.0,
+                "truncate": False,
+            },
+            "max_position_embeddings": 131_072,
+        },
+    ),
 )
 def gpt_oss(c: Config) -> tuple[ModelSpec, NameMap]:
     """gpt-oss 20b and 120b: from bfloat16 stacks, or from MXFP4 as it was published."""

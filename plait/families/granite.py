@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
+from plait.families.common.detection import Detection
 from plait.families.common.recipes import either, expert, expert_half, half, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
@@ -26,6 +27,7 @@ def granite(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("granitemoe", "granitemoeshared"),
     defaults={**SHARED, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
     honours=MULTIPLIERS,
+    detection=Detection(top_k=8, usual={"rope_theta": 1e4, "max_position_embeddings": 4096}),
 )
 def granite_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """Granite 3 with experts, and perhaps a shared one."""

@@ -6,6 +6,7 @@ import torch
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
+from plait.families.common.detection import Detection
 from plait.families.common.recipes import (
     attention_tensors,
     either,
@@ -72,6 +73,7 @@ def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
         *("residual_multiplier", "attention_multiplier", "embedding_multiplier", "logits_scaling"),
         "position_embedding_type",
     ),
+    detection=Detection(usual={"rope_theta": 1e4, "max_position_embeddings": 4096}),
 )
 def granite_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
     """Granite 4: no positions as a rule; a shared feed-forward, with or without experts next to it."""
@@ -205,6 +207,7 @@ MULTIPLIERS = {
         "mamba_norm_before_gate": True,
     },
     honours=(*MULTIPLIERS, "mamba_rms_norm"),
+    detection=Detection(usual={"rope_theta": 1e11}),
 )
 def falcon_h1(c: Config) -> tuple[ModelSpec, NameMap]:
     """Falcon-H1: attention and Mamba2 side by side in every layer.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
+from plait.families.common.detection import Detection
 from plait.families.common.recipes import Stored, conv, either, ends, flat, mixtral_experts, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, sigmoid_router
@@ -43,6 +44,7 @@ NESTED = {  # linear_attn_config's keys
         "mla_use_nope": True,
     },
     honours=("linear_attn_config",),
+    detection=Detection(usual={"max_position_embeddings": 1_048_576}),
 )
 def kimi_linear(c: Config) -> tuple[ModelSpec, NameMap]:
     """Kimi-Linear 48B and its like."""

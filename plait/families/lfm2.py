@@ -7,6 +7,7 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
+from plait.families.common.detection import Detection
 from plait.families.common.recipes import attention_tensors, conv, ends, expert, expert_half, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm
@@ -29,6 +30,7 @@ PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
         "block_ffn_dim_multiplier": 1.0,
         "block_multiple_of": 256,
     },
+    detection=Detection(usual={"rope_theta": 1e6, "max_position_embeddings": 128_000}),
 )
 def lfm2(c: Config) -> tuple[ModelSpec, NameMap]:
     """LFM2: dense feed-forwards. Their width follows from the config's by LLaMA's rule."""
@@ -61,6 +63,7 @@ def _ffn_size(c: Config) -> int:
         "routed_scaling_factor": 1.0,
         "use_expert_bias": True,
     },
+    detection=Detection(usual={"rope_theta": 1e6, "max_position_embeddings": 128_000}),
 )
 def lfm2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """LFM2-MoE: dense in the first layers, then experts chosen by sigmoids and a bias."""

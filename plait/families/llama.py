@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap
+from plait.families.common.detection import Detection
 from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
@@ -16,6 +17,7 @@ from plait.spec import BranchSpec, ModelSpec, NormSpec
     model_types=("llama", "mistral", "ministral"),
     defaults={"norm_eps": 1e-6, "hidden_act": "silu"},
     honours=("sliding_window",),
+    detection=Detection(twins=("SmolLM3ForCausalLM", "GraniteForCausalLM")),
 )
 def llama(c: Config) -> tuple[ModelSpec, NameMap]:
     """Llama 2 and 3, CodeLlama, SmolLM2; Mistral and Ministral, with windows by layer types."""

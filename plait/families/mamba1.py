@@ -7,6 +7,7 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
+from plait.families.common.detection import Detection
 from plait.families.common.recipes import (
     conv,
     expert_tensors,
@@ -26,7 +27,12 @@ SIZES = {"mamba_d_conv": 4, "mamba_d_state": 16, "mamba_expand": 2, "mamba_dt_ra
 ALONE = {**SIZES, "norm_eps": 1e-5, "hidden_act": "silu"}
 
 
-@family("MambaForCausalLM", model_types=("mamba",), defaults=ALONE)
+@family(
+    "MambaForCausalLM",
+    model_types=("mamba",),
+    defaults=ALONE,
+    detection=Detection(twins=("FalconMambaForCausalLM",)),
+)
 def mamba1_only(c: Config) -> tuple[ModelSpec, NameMap]:
     """Mamba: one mixer per layer, no feed-forward."""
     return mamba1_model(c, "mamba")
@@ -68,6 +74,7 @@ def mamba1_model(c: Config, name: str, inner_norm: NormSpec | None = None) -> tu
         "expert_layer_period": 2,
         "expert_layer_offset": 1,
     },
+    detection=Detection(top_k=2, usual={"max_position_embeddings": 262_144}),
 )
 def jamba(c: Config) -> tuple[ModelSpec, NameMap]:
     """Jamba: Mamba1, attention without positions in every eighth layer, experts in every second."""

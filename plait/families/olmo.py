@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
+from plait.families.common.detection import Detection
 from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
@@ -16,7 +17,15 @@ L = "model.layers.{i}"
 SHARED = {"norm_eps": 1e-5, "hidden_act": "silu"}
 
 
-@family("Olmo2ForCausalLM", model_types=("olmo2",), defaults=SHARED)
+@family(
+    "Olmo2ForCausalLM",
+    model_types=("olmo2",),
+    defaults=SHARED,
+    detection=Detection(
+        twins=("Olmo3ForCausalLM",),
+        usual={"rope_theta": 5e5, "norm_eps": 1e-6, "max_position_embeddings": 4096},
+    ),
+)
 def olmo2(c: Config) -> tuple[ModelSpec, NameMap]:
     """OLMo 2: every layer sees everything."""
     return _olmo(c, "olmo2")
@@ -27,6 +36,20 @@ def olmo2(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("olmo3",),
     defaults={**SHARED, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
     honours=("sliding_window",),
+    detection=Detection(
+        usual={
+            "rope_theta": 5e5,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "original_max_position_embeddings": 8192,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 8.0,
+            },
+            "norm_eps": 1e-6,
+            "max_position_embeddings": 65_536,
+        }
+    ),
 )
 def olmo3(c: Config) -> tuple[ModelSpec, NameMap]:
     """OLMo 3: windows in three layers of four, with positions that are never stretched."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules, Source
+from plait.families.common.detection import Detection
 from plait.families.common.recipes import TEXT_PREFIXES, at, expert_tensors, plus_one, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
@@ -40,7 +41,15 @@ FFN, ATTN, MIX, B = "layers.{i}.ffn", "layers.{i}.attn", "layers.{i}.delta", "bl
 OTHERS = (r"^(model\.)?mtp\.", r"^(model\.)?visual\.")  # a second token's predictor; what sees images
 
 
-@family("Qwen3NextForCausalLM", model_types=("qwen3_next",), defaults={**SHARED, **SPARSE}, honours=HONOURS)
+@family(
+    "Qwen3NextForCausalLM",
+    model_types=("qwen3_next",),
+    defaults={**SHARED, **SPARSE},
+    honours=HONOURS,
+    detection=Detection(
+        usual={"rope_theta": 1e7, "max_position_embeddings": 262_144, "norm_topk_prob": True}
+    ),
+)
 def qwen3_next(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3-Next: experts with a gated shared one. Rows of one key head lie together in a weight matrix."""
     return _qwen(c, "qwen3_next", _group_rules)
@@ -51,6 +60,7 @@ def qwen3_next(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("qwen3_5_text", "qwen3_5"),
     defaults=SHARED,
     honours=HONOURS,
+    detection=Detection(usual={"rope_theta": 1e7, "max_position_embeddings": 262_144}),
 )
 def qwen3_5(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3.5, alone or inside its multimodal wrapper, where positions of text are plain ones."""
@@ -62,6 +72,7 @@ def qwen3_5(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
     defaults={**SHARED, **SPARSE, "num_experts_per_tok": 8},
     honours=HONOURS,
+    detection=Detection(usual={"rope_theta": 1e7, "max_position_embeddings": 262_144}),
 )
 def qwen3_5_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3.5 with experts."""

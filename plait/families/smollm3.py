@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from plait.checkpoint.names import NameMap
 from plait.errors import UnsupportedModel
+from plait.families.common.detection import Detection
 from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
@@ -27,6 +28,7 @@ from plait.spec import AttentionSpec, BranchSpec, ModelSpec
         "tie_word_embeddings": True,
     },
     honours=("sliding_window", "no_rope_layers", "no_rope_layer_interval"),
+    detection=Detection(usual={"rope_theta": 5e6, "max_position_embeddings": 65_536}),
 )
 def smollm3(c: Config) -> tuple[ModelSpec, NameMap]:
     """SmolLM3; windows, where a config wants them, are for layers without positions if it does not say."""

@@ -12,6 +12,7 @@ from math import gcd
 from typing import Any, TypeVar
 
 from plait.checkpoint.names import Derived
+from plait.families.common.registry import families
 from plait.families.common.resolved import Resolved
 from plait.families.detect.sizes import HEAD_DIMS
 from plait.spec import AttentionSpec, Mamba2Spec, Mamba3Spec, Mixer, MlpSpec, MoeSpec, RopeSpec
@@ -19,13 +20,6 @@ from plait.spec import AttentionSpec, Mamba2Spec, Mamba3Spec, Mixer, MlpSpec, Mo
 Values = Mapping[str, Any]  # keys of a config, as --set has them
 Part = TypeVar("Part", bound=Mixer)
 OPEN = ("default", "probed", "from the other keys")
-# Families with the same tensors, and the keys without which one of them is never itself.
-TWINS = (
-    ("LlamaForCausalLM", "SmolLM3ForCausalLM", "GraniteForCausalLM"),
-    ("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
-    ("CohereForCausalLM", "Cohere2ForCausalLM"),
-    ("MambaForCausalLM", "FalconMambaForCausalLM"),
-)
 STATES = (128, 64, 256, 32, 16)
 THETAS = (1e4, 1e5, 5e5, 1e6, 2e6, 5e6, 1e7)
 TOP_K = (1, 2, 4, 6, 8, 10)
@@ -86,7 +80,8 @@ def _rope(found: Resolved) -> RopeSpec | None:
 def _architectures(found: Resolved) -> Iterator[Quantity]:
     """Architectures with the same names and shapes of tensors."""
     now = (found.config.get("architectures") or [""])[0]
-    twins = next((names for names in TWINS if now in names), ())
+    groups = ((entry.architectures[0], *entry.detection.twins) for entry in families())
+    twins = next((names for names in groups if len(names) > 1 and now in names), ())
     if twins and is_open(found, "architectures"):
         others = [_name_family(name, found) for name in twins if name != now]
         yield Quantity("architectures", ({"architectures": [now]}, *others))

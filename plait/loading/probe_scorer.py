@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from plait.checkpoint.names import Derived, NameMap, Source, UnknownName
-from plait.checkpoint.weights import Checkpoint, Split, Target, Weights
+from plait.checkpoint.weights import Checkpoint, Target, Weights
 from plait.config import EngineConfig
 from plait.engine.device import choose_device, choose_dtype, out_of_memory
 from plait.engine.memory_plan import gib
@@ -61,16 +61,14 @@ class KeptWeights(Weights):
         view.prefix, view._used, view._made, view.built = prefix, self._used, self._made, self.built
         return view
 
-    def linear(
-        self, *names: str, in_size: int, out_sizes: tuple[int, ...], split: Split | None = None
-    ) -> Linear:
+    def linear(self, *names: str, in_size: int, out_sizes: tuple[int, ...]) -> Linear:
         """A linear layer as of any weights, but not packed again."""
         ours = [f"{name}.{end}" for name in names for end in ("weight", "bias")]
         sources = [found for name in ours if (found := self._source(name)) is not None]
         recipes = tuple((recipe(source), tuple(found.items())) for source, found in sources)
         key = (self.prefix, names, in_size, out_sizes, recipes)
         if key not in self.kept:
-            self.kept[key] = super().linear(*names, in_size=in_size, out_sizes=out_sizes, split=split)
+            self.kept[key] = super().linear(*names, in_size=in_size, out_sizes=out_sizes)
         for source, _ in sources:
             self._used.update(source.sources if isinstance(source, Derived) else (source,))
         self.built[key] = self.kept[key]

@@ -7,9 +7,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
-from plait.model.layers.batch import Batch
-from plait.model.layers.embedding import Embedding, LmHead
-from plait.model.layers.norm import Norm
+from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
 from plait.model.mixers.registry import build
 from plait.model.shared_block import SharedBlockUse
 from plait.ops.activation import combine, rescale

@@ -7,9 +7,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, State, group_name
-from plait.model.layers.batch import Batch
-from plait.model.layers.norm import Norm
-from plait.model.layers.rope import Rope
+from plait.model.layers.layers import Batch, Norm, Rope
 from plait.ops.activation import activate, combine
 from plait.ops.attention import paged_attention
 from plait.ops.entry import head_widths
@@ -26,12 +24,12 @@ class SharedBlock:
     def __init__(self, s: spec.AsideSpec, w: Weights) -> None:
         hidden, sizes = w.target.hidden_size, _widths(s)
         self.norm = Norm(s.norm, w.scope("norm"), 2 * hidden)
-        self.qkv = w.linear("q", "k", "v", in_size=2 * hidden, out_sizes=sizes, split="out")
-        self.o = w.linear("o", in_size=sizes[0], out_sizes=(hidden,), split="in")
+        self.qkv = w.linear("q", "k", "v", in_size=2 * hidden, out_sizes=sizes)
+        self.o = w.linear("o", in_size=sizes[0], out_sizes=(hidden,))
         self.rope = Rope(s.rope, w) if s.rope else None
         self.ffn_norm = Norm(s.norm, w.scope("ffn_norm"), hidden)
-        self.up = w.linear("gate", "up", in_size=hidden, out_sizes=(s.size, s.size), split="out")
-        self.down = w.linear("down", in_size=s.size, out_sizes=(hidden,), split="in")
+        self.up = w.linear("gate", "up", in_size=hidden, out_sizes=(s.size, s.size))
+        self.down = w.linear("down", in_size=s.size, out_sizes=(hidden,))
 
 
 class SharedBlockUse:

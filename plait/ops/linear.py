@@ -186,8 +186,7 @@ class Linear:
 
     Neighbours of one format are stacked; parts of several (Q4_K, Q6_K) are computed one after the other.
     A `CachedWeight` is what its variant made of it at an earlier start.
-    `bind` is `Weights.bind`; `activations`: what the input is rounded to beside weights in blocks; `split`
-    says how tensor parallelism divides the rows ("out") or columns ("in").
+    `bind` is `Weights.bind`; `activations`: what the input is rounded to for weights in blocks.
     """
 
     def __init__(
@@ -196,10 +195,8 @@ class Linear:
         biases: Sequence[Tensor | None],
         bind: Callable[..., Any],
         dtype: torch.dtype,
-        split: Literal["out", "in"] | None = None,
         activations: Activations = "float32",
     ) -> None:
-        self.split = split
         self.n_in = weights[0].shape[1]
         self.n_out = sum(w.shape[0] for w in weights)
         self._parts: list[tuple[Callable[..., Tensor], tuple[Any, Tensor | None, Activations]]] = []

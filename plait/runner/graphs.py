@@ -21,7 +21,7 @@ from plait.errors import CannotRecord
 from plait.kernels.load import why_not_cached
 from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
-from plait.model.layers.batch import Batch, PagedIndex
+from plait.model.layers.layers import Batch, PagedIndex
 from plait.schedule.plan import MOST_STEPS, Chunk, StepPlan
 from plait.state.store import StateStore
 

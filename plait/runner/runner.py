@@ -13,7 +13,7 @@ from torch import Tensor
 from plait.errors import EngineError
 from plait.memory import BlockGroup, block_groups, has_slots
 from plait.model.decoder import Decoder
-from plait.model.layers.batch import Batch, PagedIndex
+from plait.model.layers.layers import Batch, PagedIndex
 from plait.runner.graphs import Capacity, NativeExecutor, StepProgram, record_step
 from plait.runner.sampler import Sampler, is_greedy
 from plait.schedule.plan import (

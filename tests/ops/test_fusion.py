@@ -39,7 +39,7 @@ def on(cpu: Any, value: Any) -> Any:
     def bind(op: Op, **sizes: Any) -> Any:
         return op.bind(OpFacts("cpu", torch.float32, sizes, cpu))[0]
 
-    return Linear([weight], [bias], bind, torch.float32, None, rounding)
+    return Linear([weight], [bias], bind, torch.float32, rounding)
 
 
 def arguments(op: Op, case: Any, dtype: torch.dtype, cpu: Any = None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def bind(op: Any, **sizes: Any) -> Any:
 @pytest.mark.parametrize("kind", ["Q4_K", "IQ2_XXS", "int4_g128+zeros", "fp8_b128", "mxfp4", "bnb_nf4"])
 def test_a_quantized_map_keeps_its_bytes_where_there_is_no_kernel(kind: str) -> None:
     weight = random_weight(kind, 96, 512)
-    made = Linear([weight], [None], bind, torch.float32, None, "int8")
+    made = Linear([weight], [None], bind, torch.float32, "int8")
     assert made.nbytes == weight.nbytes < 96 * 512 * 2
     x = torch.randn(3, 512)
     rounding = made.only_part[2] if made.only_part else "float32"
@@ -59,6 +59,6 @@ def test_the_reference_decodes_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -
 
 def test_inputs_that_are_no_whole_blocks_are_not_rounded() -> None:
     weight = random_weight("int8", 8, 40)
-    made = Linear([weight], [None], bind, torch.float32, None, "int8")
+    made = Linear([weight], [None], bind, torch.float32, "int8")
     x = torch.randn(2, 40)
     torch.testing.assert_close(made(x), x @ weight.dequantize(torch.float32).T)

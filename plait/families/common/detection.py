@@ -35,7 +35,8 @@ class Detection:
 
     kinds: what a layer with a tensor is, as a word of `layer_types`. words: the same where a family has
     words of its own. sizes: concludes from the shapes of tensors that no other family has. usual: values
-    that no shape shows. fill: the same, where they depend on something.
+    that no shape shows. fill: the same, where they depend on something. top_k: the usual experts per token.
+    twins: architectures with the same tensors, which only a trial can distinguish.
     """
 
     markers: tuple[ArchitectureMarker, ...] = ()
@@ -44,6 +45,8 @@ class Detection:
     sizes: Callable[[Tensors], None] = _nothing
     usual: Mapping[str, Any] = field(default_factory=dict)
     fill: Callable[[Tensors], None] = _nothing
+    top_k: int | None = None
+    twins: tuple[str, ...] = ()
 
 
 UNDETECTED = Detection()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from plait.families.common.registry import families_by_name
 from plait.families.common.tensors import Tensors
@@ -19,56 +18,15 @@ LLAMA_VOCABULARIES: Mapping[int, tuple[float, int]] = {
     131072: (1e6, 131072),
 }
 TOP_K = {8: 2, 16: 2, 32: 4, 60: 4, 64: 6, 128: 8, 160: 6, 256: 8, 512: 10}
-# experts per token where a family has its own habit
-FAMILY_TOP_K = {
-    "GptOss": 4,
-    "Glm4Moe": 8,
-    "MiniMax": 2,
-    "GraniteMoeFor": 8,
-    "GraniteMoeShared": 8,
-    "Jamba": 2,
-}
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
-# The first prefix of an architecture that fits: values of keys that its tensors leave open; a family may
-# have such values itself (`Detection.usual`).
-FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "Qwen3Next": {"rope_theta": 1e7, "max_position_embeddings": 262_144, "norm_topk_prob": True},
-    "Qwen3_5": {"rope_theta": 1e7, "max_position_embeddings": 262_144},
-    "Olmo2": {"rope_theta": 5e5, "norm_eps": 1e-6, "max_position_embeddings": 4096},
-    "Olmo3": {
-        "rope_theta": 5e5,
-        "rope_scaling": {**YARN, "factor": 8.0, "original_max_position_embeddings": 8192},
-        "norm_eps": 1e-6,
-        "max_position_embeddings": 65_536,
-    },
-    "OlmoHybrid": {"rope_theta": 5e5, "max_position_embeddings": 65_536},
-    "GptOss": {
-        "rope_theta": 150_000.0,
-        "rope_scaling": {**YARN, "factor": 32.0, "truncate": False},
-        "max_position_embeddings": 131_072,
-    },
-    "Phi3": {"rope_theta": 1e4, "max_position_embeddings": 4096},
-    "SmolLM3": {"rope_theta": 5e6, "max_position_embeddings": 65_536},
-    "Starcoder2": {"rope_theta": 1e6, "max_position_embeddings": 16_384},
-    "Cohere": {"rope_theta": 8e6, "max_position_embeddings": 8192},
-    "Glm4Moe": {"rope_theta": 1e6, "max_position_embeddings": 131_072},
-    "Glm4": {"rope_theta": 1e4, "norm_eps": 1e-5, "max_position_embeddings": 32_768},
-    "Glm": {"rope_theta": 1e4, "max_position_embeddings": 131_072},
-    "GraniteMoe": {"rope_theta": 1e4, "max_position_embeddings": 4096},
-    "Jamba": {"max_position_embeddings": 262_144},
-    "Lfm2": {"rope_theta": 1e6, "max_position_embeddings": 128_000},
-    "KimiLinear": {"max_position_embeddings": 1_048_576},
-    "MiniMax": {"rope_theta": 1e7, "max_position_embeddings": 1_048_576},
-    "RecurrentGemma": {"rope_theta": 1e4, "max_position_embeddings": 8192},
-    "FalconH1": {"rope_theta": 1e11},
-}
 ENDLESS = ("Mamba2", "Mamba", "FalconMamba", "Gemma3")  # no limit, or the family's own
 
 
 def fill_defaults(t: Tensors, architecture: str, experts: int | None) -> None:
     """Every key that is still open and that the family does not settle by itself."""
+    entry = families_by_name().get(architecture)
     if experts is not None:
-        top_k = next((k for name, k in FAMILY_TOP_K.items() if architecture.startswith(name)), None)
+        top_k = entry.detection.top_k if entry is not None else None
         top_k = min(top_k or TOP_K.get(experts, 2), experts)
         t.default("num_experts_per_tok", top_k, f"usual for {experts} experts; --set num_experts_per_tok=…")
     rope_known = any(t.known.get(k) for k in ("rope_parameters", "rope_scaling"))
@@ -76,11 +34,9 @@ def fill_defaults(t: Tensors, architecture: str, experts: int | None) -> None:
         if architecture.startswith(prefix):
             fill(t, architecture, rope_known)
             break
-    entry = families_by_name().get(architecture)
     if entry is not None:
         entry.detection.fill(t)
-    own = next((values for prefix, values in FAMILIES.items() if architecture.startswith(prefix)), {})
-    own = {**own, **(entry.detection.usual if entry else {})}
+    own = entry.detection.usual if entry is not None else {}
     for key, value in own.items():
         if not (rope_known and key.startswith("rope_")):
             t.default(key, value, f"usual for {architecture.partition('For')[0]}")

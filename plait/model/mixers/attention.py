@@ -8,9 +8,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, State, group_name
-from plait.model.layers.batch import Batch
-from plait.model.layers.norm import Norm
-from plait.model.layers.rope import Rope, describe_rope
+from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import gate
 from plait.ops.attention import paged_attention
@@ -35,8 +33,8 @@ class Attention:
         self.spec, self.name = s, w.prefix
         hidden, q, kv = w.target.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
         parts = {"q": q, "k": kv, "v": kv, **({"gate": q} if s.gate else {})}
-        self.qkv = w.linear(*parts, in_size=hidden, out_sizes=tuple(parts.values()), split="out")
-        self.o = w.linear("o", in_size=q, out_sizes=(hidden,), split="in")
+        self.qkv = w.linear(*parts, in_size=hidden, out_sizes=tuple(parts.values()))
+        self.o = w.linear("o", in_size=q, out_sizes=(hidden,))
         self.q_norm = HeadNorm(s.qk_norm, s, w.scope("q_norm"), s.num_heads) if s.qk_norm else None
         self.k_norm = HeadNorm(s.qk_norm, s, w.scope("k_norm"), s.num_kv_heads) if s.qk_norm else None
         self.sinks = w.tensor("sinks", (s.num_heads,), torch.float32) if s.sinks else None

@@ -11,8 +11,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
-from plait.model.layers.batch import Batch
-from plait.model.layers.norm import Norm
+from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, gate
 from plait.ops.ssm import mamba2_scan
@@ -32,7 +31,7 @@ class Lightning:
         hidden, size, device = w.target.hidden_size, s.num_heads * s.head_dim, w.target.device
         self.qkv = w.linear("qkv", in_size=hidden, out_sizes=(3 * size,))
         self.gate = w.linear("gate", in_size=hidden, out_sizes=(size,))
-        self.out = w.linear("o", in_size=size, out_sizes=(hidden,), split="in")
+        self.out = w.linear("o", in_size=size, out_sizes=(hidden,))
         self.norm = Norm(s.norm, w.scope("gated_norm"), size)
         self.A = -torch.tensor(s.slopes, dtype=torch.float32, device=device)
         self.step = torch.ones(1, s.num_heads, device=device)

@@ -8,7 +8,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
-from plait.model.layers.batch import Batch
+from plait.model.layers.layers import Batch
 from plait.model.mixers.mamba2 import DepthwiseConv, ssd_words
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, step_sizes

@@ -12,9 +12,7 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.errors import ShapeMismatch
 from plait.memory import PagedState, State, group_name
-from plait.model.layers.batch import Batch
-from plait.model.layers.norm import Norm
-from plait.model.layers.rope import Rope, describe_rope
+from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
 from plait.model.mixers.registry import mixer
 from plait.ops.attention import paged_latent_attention
 from plait.ops.entry import latent_width
@@ -40,13 +38,11 @@ class Mla:
         self.q_norm = (
             Norm(s.latent_norm, w.scope("q_a_norm"), s.q_rank) if s.q_rank and s.latent_norm else None
         )
-        self.q = w.linear(
-            "q_b" if s.q_rank else "q", in_size=s.q_rank or hidden, out_sizes=(q_size,), split="out"
-        )
+        self.q = w.linear("q_b" if s.q_rank else "q", in_size=s.q_rank or hidden, out_sizes=(q_size,))
         self.kv_a = w.linear("kv_a", in_size=hidden, out_sizes=(s.kv_rank + s.rope_dim,))
         self.kv_norm = Norm(s.latent_norm, w.scope("kv_a_norm"), s.kv_rank) if s.latent_norm else None
         self.k_up, self.v_up = _halves(s, w)
-        self.o = w.linear("o", in_size=heads * s.v_dim, out_sizes=(hidden,), split="in")
+        self.o = w.linear("o", in_size=heads * s.v_dim, out_sizes=(hidden,))
         self.rope = Rope(s.rope, w) if s.rope else None
         sizes = {"heads": heads, "kv_rank": s.kv_rank, "rope_dim": s.rope_dim}
         self._attend = w.bind(paged_latent_attention, **sizes)

@@ -7,7 +7,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
-from plait.model.layers.batch import Batch
+from plait.model.layers.layers import Batch
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate
 from plait.ops.glu import glu
@@ -24,8 +24,8 @@ class Mlp:
         self.spec, self.states = s, dict[str, State]()
         hidden = w.target.hidden_size
         names = ("gate", "up") if s.gated else ("up",)
-        self.up = w.linear(*names, in_size=hidden, out_sizes=(s.size,) * len(names), split="out")
-        self.down = w.linear("down", in_size=s.size, out_sizes=(hidden,), split="in")
+        self.up = w.linear(*names, in_size=hidden, out_sizes=(s.size,) * len(names))
+        self.down = w.linear("down", in_size=s.size, out_sizes=(hidden,))
         self._activate = w.bind(activate, kind=s.activation, gated=s.gated)
         self._glu = w.bind(glu, kind=s.activation, up=self.up) if s.gated else None
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
-from plait.model.layers.batch import Batch
+from plait.model.layers.layers import Batch
 from plait.model.mixers.mlp import Mlp
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import gate_rows

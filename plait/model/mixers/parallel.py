@@ -7,7 +7,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
-from plait.model.layers.batch import Batch
+from plait.model.layers.layers import Batch
 from plait.model.mixers.registry import build, describe, mixer
 from plait.ops.activation import combine
 from plait.state.store import StateStore

@@ -19,7 +19,7 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.errors import UnsupportedModel
 from plait.memory import State, has_slots
-from plait.model.layers.batch import Batch
+from plait.model.layers.layers import Batch
 from plait.state.store import StateStore
 
 S = TypeVar("S", bound=spec.Mixer)

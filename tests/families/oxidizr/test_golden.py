@@ -12,8 +12,7 @@ from plait import spec
 from plait.checkpoint.weights import Target, Weights
 from plait.families.oxidizr.names import read_catalog
 from plait.families.oxidizr.weights import name_map
-from plait.model.layers.batch import Batch
-from plait.model.layers.norm import Norm
+from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.registry import build
 from plait.state.store import StateStore
 from tests.families.oxidizr.oxidizr_checkpoint import (

@@ -15,7 +15,7 @@ from plait import spec
 from plait.checkpoint.names import NameMap
 from plait.checkpoint.weights import Target, Weights
 from plait.memory import SlotState
-from plait.model.layers.batch import Batch
+from plait.model.layers.layers import Batch
 from plait.model.mixers.mamba1 import Mamba1
 from plait.model.mixers.mamba2 import Mamba2
 from plait.model.mixers.mamba3 import Mamba3

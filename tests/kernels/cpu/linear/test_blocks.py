@@ -170,7 +170,7 @@ def test_parts_in_several_orders(cpu: Any) -> None:
     def bind(op: Any, **facts: Any) -> Any:
         return op.bind(OpFacts(sizes=facts, **sizes))[0]
 
-    both = Linear(weights, [None, None], bind, torch.float32, None, "int8")
+    both = Linear(weights, [None, None], bind, torch.float32, "int8")
     x = torch.randn(3, 128)
     want = torch.cat([linear.reference(x, w, None, "int8") for w in weights], 1)
     torch.testing.assert_close(both(x), want, rtol=5e-5, atol=5e-5)

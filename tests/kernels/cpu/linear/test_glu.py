@@ -41,9 +41,7 @@ def map_of(
     halves = [random_weight(kind, size, n_in) if kind else Dense(torch.randn(size, n_in)) for _ in range(2)]
     biases = [torch.randn(size) if biased else None for _ in range(2)]
     rounded = rounding if kind else "float32"
-    return Linear(
-        halves, biases, lambda op, **sizes: bound(op, cpu, **sizes)[0], torch.float32, None, rounded
-    )
+    return Linear(halves, biases, lambda op, **sizes: bound(op, cpu, **sizes)[0], torch.float32, rounded)
 
 
 def one_after_the_other(cpu: Any, x: torch.Tensor, up: Linear, kind: str) -> torch.Tensor:
@@ -132,7 +130,6 @@ def test_what_cannot_be_joined_is_reported(cpu: Any) -> None:
         [None, None],
         lambda op, **sizes: bound(op, cpu, **sizes)[0],
         torch.float32,
-        None,
         "int8",
     )
     packed = map_of(cpu, "Q4_K", 256, 64)
@@ -157,7 +154,7 @@ def test_what_cannot_be_joined_is_reported(cpu: Any) -> None:
 
 
 def plain_map(cpu: Any, weight: Any) -> Linear:
-    return Linear([weight], [None], lambda op, **s: bound(op, cpu, **s)[0], torch.float32, None, "int8")
+    return Linear([weight], [None], lambda op, **s: bound(op, cpu, **s)[0], torch.float32, "int8")
 
 
 def test_inline_functions_of_other_files_are_part_of_what_kernels_are_made_of() -> None:

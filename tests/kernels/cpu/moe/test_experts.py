@@ -60,7 +60,7 @@ def maps(
 
     rounding: Any = "int8" if kind else "float32"
     biases = [torch.randn(n_out) if biased else None for _ in range(count)]
-    return [Linear([weight()], [bias], bind, torch.float32, None, rounding) for bias in biases]
+    return [Linear([weight()], [bias], bind, torch.float32, rounding) for bias in biases]
 
 
 def chosen(tokens: int, count: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,133 @@
+"""What mixers are made with: a batch as tensors, embedding and head, norms, rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait import spec
+from plait.checkpoint.weights import Weights
+from plait.ops import norm
+from plait.ops.activation import combine, rescale
+from plait.ops.linear import Linear
+from plait.ops.rope import frequencies, rotate
+from plait.ops.rows import embed
+
+
+@dataclass(frozen=True, slots=True)
+class PagedIndex:
+    """Where one block group's tokens live. Token t of sequence s is at row t % block_size of block
+    `block_table[s, t // block_size]`; `slot_mapping` is that address, flat, for each new token."""
+
+    block_table: Tensor  # [S, M] int64, padded with 0 (the garbage block)
+    slot_mapping: Tensor  # [T] int64
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A ragged batch: decodes first (one token each), then chunks of prompts.
+
+    The same object in eager runs and in replays of a captured step; passed as an argument, never looked up.
+    """
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    query_start: Tensor  # [S+1] int64: sequence s owns rows query_start[s]..query_start[s+1]
+    seq_lens: Tensor  # [S] int64: tokens in the sequence after this pass
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+    paged: Mapping[str, PagedIndex]  # by block group name
+    state_slots: Tensor  # [S] int64
+    has_history: Tensor  # [S] bool: False where this pass holds the sequence's first token
+    logit_rows: Tensor  # [L] int64: the rows of which logits are needed
+
+
+class Embedding:
+    """A table of token vectors, read row by row from the weight's own storage."""
+
+    def __init__(self, s: spec.ModelSpec, w: Weights) -> None:
+        self.table = w.weight("weight", (s.vocab_size, s.hidden_size))
+        self.scale, self.dtype = s.embed_scale, w.target.dtype
+        self._embed = w.bind(embed, kind=self.table.format)
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """token_ids: [T] -> [T, hidden]."""
+        return self._embed(token_ids, self.table, self.scale, self.dtype)  # type: ignore[no-any-return]
+
+
+class LmHead:
+    """Hidden states to logits, in float32. A tied model reads the embedding's table."""
+
+    def __init__(self, s: spec.ModelSpec, w: Weights) -> None:
+        self.spec = s
+        name = "embed" if s.tied else "head"
+        self.linear: Linear = w.linear(name, in_size=s.hidden_size, out_sizes=(s.vocab_size,))
+        self._rescale = w.bind(rescale)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [L, hidden] -> [L, vocab] float32."""
+        logits = self.linear(x).float()
+        scale, cap = self.spec.logit_scale, self.spec.logit_softcap
+        return logits if scale == 1.0 and not cap else self._rescale(logits, scale, cap)
+
+
+class Norm:
+    """RMS or layer norm over `size` features, or over each of `groups` equal parts of them."""
+
+    def __init__(self, s: spec.NormSpec, w: Weights, size: int, groups: int = 1) -> None:
+        self.spec, self.groups = s, groups
+        # In float32 whatever the model computes in: Gemma's 1 + w would lose its last bits in bfloat16.
+        self.weight = w.tensor("weight", (size,), torch.float32) if s.weight else _ones(size, w)
+        # An RMS norm has no bias, a norm without a weight neither: one in the file is left over, and refused.
+        self.bias = w.optional("bias", (size,), torch.float32) if s.kind == "layer" and s.weight else None
+        self._rms = w.bind(norm.rms_norm, size=size)
+        self._add_rms = w.bind(norm.add_rms_norm, size=size)
+        self._combine = w.bind(combine)
+        self._layer = w.bind(norm.layer_norm, size=size) if s.kind == "layer" else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., size] -> the same shape."""
+        if self._layer:
+            return self._layer(x, self.weight, self.bias, self.spec.eps, self.groups)  # type: ignore[no-any-return]
+        return self._rms(x, self.weight, self.spec.eps, self.groups)  # type: ignore[no-any-return]
+
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm): the step from one branch to the next, one fused op where a kernel has it.
+
+        Of norms with one group, as those between branches are.
+        """
+        if delta is None:
+            return x, self(x)
+        if self._layer:
+            x = self._combine(x, delta, 1.0)
+            return x, self(x)
+        return self._add_rms(x, delta, self.weight, self.spec.eps)  # type: ignore[no-any-return]
+
+
+def _ones(size: int, w: Weights) -> Tensor:
+    """The weight of a norm that has none: what is multiplied by 1 keeps its bits."""
+    return torch.ones(size, device=w.target.device)
+
+
+class Rope:
+    def __init__(self, s: spec.RopeSpec, w: Weights) -> None:
+        inv_freq, self.mscale = frequencies(s, w.target.max_len)
+        self.inv_freq, self.interleaved = inv_freq.to(w.target.device), s.interleaved
+        self._rotate = w.bind(rotate, dim=s.dim, interleaved=s.interleaved, max_len=w.target.max_len)
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x: [T, heads, d], positions: [T] -> like x."""
+        return self._rotate(x, positions, self.inv_freq, self.mscale, self.interleaved)  # type: ignore[no-any-return]
+
+
+def describe_rope(s: spec.RopeSpec | None) -> str:
+    """Rotary positions in a few words, for `plait info`."""
+    if s is None:
+        return "no rope"
+    kind = s.scaling.get("rope_type", "")
+    scaled = f" {kind}" if kind not in ("", "default") else ""
+    return f"rope {s.theta:g}{scaled} on {s.dim}"
