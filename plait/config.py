@@ -6,9 +6,9 @@ The CLI's flags are generated from these dataclasses (`help` in the metadata); t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from plait.errors import ConfigError
 
@@ -30,9 +30,37 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_STREAM_INTERVAL = 256  # tokens of one stream that are read at once, on the loop of all others
 
 
-def option(default: Any, text: str, *also: str) -> Any:
-    """A field with a default and a help text. `also`: more names of its flag."""
-    return field(default=default, metadata={"help": text, "also": also})
+def option(default: Any, text: str, *also: str, least: int | None = None) -> Any:
+    """A field with a default and a help text. `also`: more names of its flag; `least`: the lowest number."""
+    return field(default=default, metadata={"help": text, "also": also, "least": least})
+
+
+def option_types(cls: type) -> dict[str, tuple[Any, bool]]:
+    """Of each field its type, and whether it may also be None: `int | None` is (int, True)."""
+    found = {}
+    for name, hint in get_type_hints(cls).items():
+        parts = [part for part in get_args(hint) if part is not NoneType]
+        optional = get_origin(hint) in (Union, UnionType)
+        found[name] = (parts[0] if optional else hint, optional)
+    return found
+
+
+def _check_fields(config: Any) -> None:
+    """Make lists tuples. Raises ConfigError for a word that is not of its type, and for a number too low."""
+    for each in fields(config):
+        name, value = each.name, getattr(config, each.name)
+        kind, may_be_none = option_types(type(config))[name]
+        least = each.metadata["least"]
+        if get_origin(kind) is tuple:
+            object.__setattr__(config, name, (value,) if isinstance(value, str) else tuple(value))
+        elif value is None and may_be_none:
+            continue
+        elif get_origin(kind) is Literal and value not in get_args(kind):
+            raise ConfigError(f"{name}: {value!r} is not one of {', '.join(get_args(kind))}")
+        elif least is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ConfigError(f"{name}: {value!r} is not a whole number")
+        elif least is not None and value < least:
+            raise ConfigError(f"{name}: {value} is less than {least}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,30 +79,34 @@ class EngineConfig:
     chat_template: str | None = option(
         None, "a Jinja file or a built-in name, used instead of the model's own"
     )
-    max_model_len: int | None = option(None, "longest sequence in tokens; default: the model's own")
-    max_num_seqs: int = option(16, "sequences that run at the same time")
-    max_num_batched_tokens: int = option(1024, "tokens in one step: decodes plus pieces of prompts")
-    max_waiting: int = option(1024, "requests that may wait; one more is refused with 429")
-    block_size: int = option(16, "tokens in a block of paged memory")
-    memory_limit: int | None = option(None, "bytes for the state of running sequences; default: by need")
+    max_model_len: int | None = option(None, "longest sequence in tokens; default: the model's own", least=1)
+    max_num_seqs: int = option(16, "sequences that run at the same time", least=1)
+    max_num_batched_tokens: int = option(1024, "tokens in one step: decodes plus chunks of prompts", least=1)
+    max_waiting: int = option(1024, "requests that may wait; one more is refused with 429", least=0)
+    block_size: int = option(16, "tokens in a block of paged memory", least=1)
+    memory_limit: int | None = option(
+        None, "bytes for the state of running sequences; default: by need", least=1
+    )
     prefix_cache: bool = option(True, "keep what was computed, for requests that begin with the same tokens")
-    snapshot_interval: int = option(512, "tokens between snapshots of state of fixed size in long sequences")
+    snapshot_interval: int = option(
+        512, "tokens between snapshots of recurrent state in long sequences", least=1
+    )
     swap_memory: int | None = option(
-        None, "bytes of host memory for sequences and snapshots that had to make room; default: by need"
+        None, "bytes of host memory for preempted sequences and snapshots; default: by need", least=0
     )
     max_step_ms: int = option(
-        200, "prompts are cut so that no reply that is streamed waits longer for a token; 0: never"
+        200, "prompts are cut so that no reply that is streamed waits longer for a token; 0: never", least=0
     )
     speculate: str = option(
-        "off", "guess tokens and check several at once, same text: off, ngram (prompt lookup) or a model"
+        "off", "draft tokens and check several at once, same text: off, ngram (prompt lookup) or a model"
     )
-    num_draft_tokens: int = option(8, "the most tokens guessed at a time")
+    num_draft_tokens: int = option(8, "the most draft tokens at a time", least=1)
     threads: int | None = option(
-        None, "CPU threads; default: the physical cores this process may use, at most its CPU quota"
+        None, "CPU threads; default: the physical cores this process may use, at most its CPU quota", least=1
     )
     precise: bool = option(
         False,
-        "on a CPU: round activations beside quantized weights to 16 bits, not 8, and keep float32 state",
+        "on a CPU: round activations of quantized layers to 16 bits, not 8, and keep float32 state",
     )
     deterministic: bool = option(
         False,
@@ -82,7 +114,7 @@ class EngineConfig:
     )
     prefill: Prefill = option(
         "same",
-        "linear maps of 32 rows and more. same: as of one row; bf16: in bfloat16 on AMX, faster, not with "
+        "linear layers of 32 rows and more. same: as of one row; bf16: in bfloat16 on AMX, faster, not with "
         "--deterministic or --precise",
     )
     kv_dtype: KvDType = option(
@@ -92,13 +124,13 @@ class EngineConfig:
         "--kv-cache-dtype",
     )
     quantize: Quantize | None = option(
-        None, "encode plain weights of linear maps while loading; files already in blocks stay as they are"
+        None, "encode plain weights of linear layers while loading; files already in blocks stay as they are"
     )
     isa: Isa = option("native", "instructions that CPU kernels are compiled for: to compare, or to be safe")
     cache_dir: str | None = option(None, "where compiled kernels are kept; default: ~/.cache/plait")
     packed_cache: str = option(
         "auto",
-        "where `plait warmup` keeps packed weights and starts look for them; auto: under --cache-dir; off",
+        "where `plait warmup` keeps packed weights, for later runs; auto: under --cache-dir; off",
     )
     ssm_mode: SsmMode = option("ssd", "oxidizr only. ssd: the recurrence; exact: what its trainer computes")
     a_source: ASource = option("auto", "oxidizr only. A of Mamba2/3 from the trainer's rule or from the file")
@@ -113,7 +145,7 @@ class EngineConfig:
         "indentation; any: up to 32 characters of it; none",
     )
     offline: bool = option(
-        False, "models by Hub name: only what is on this disk; nobody is asked (as HF_HUB_OFFLINE)"
+        False, "models by Hub name: only what is on this disk, without network (as HF_HUB_OFFLINE)"
     )
     probe: bool = option(
         False,
@@ -128,21 +160,13 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("no_fuse", "set", "plugins"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        _check_words(self, _WORDS)
-        if self.quantize is not None and self.quantize not in get_args(Quantize):
-            known = ", ".join(get_args(Quantize))
-            raise ConfigError(f"quantize: {self.quantize!r} is not one of {known}")
-        for name, low in _AT_LEAST.items():
-            _check_count(name, getattr(self, name), low)
+        _check_fields(self)
         if not self.packed_cache.strip():
             raise ConfigError("packed_cache: it is empty; name a folder, or auto or off")
         if self.prefill == "bf16" and (self.deterministic or self.precise):
-            asked = "deterministic" if self.deterministic else "precise"
+            strict = "deterministic" if self.deterministic else "precise"
             raise ConfigError(
-                f"prefill: bf16 gives long steps other sums than short ones; {asked} forbids that"
+                f"prefill: bf16 gives long steps other sums than short ones; {strict} forbids that"
             )
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size: {self.block_size} is not a power of two")
@@ -153,53 +177,12 @@ class EngineConfig:
             )
 
 
-def _check_words(config: Any, known: Mapping[str, tuple[str, ...]]) -> None:
-    for name, words in known.items():
-        if getattr(config, name) not in words:
-            raise ConfigError(f"{name}: {getattr(config, name)!r} is not one of {', '.join(words)}")
-
-
-def _check_count(name: str, value: Any, low: int) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name}: {value!r} is not a whole number")
-    if value < low:
-        raise ConfigError(f"{name}: {value} is less than {low}")
-
-
-_WORDS = {
-    "device": get_args(Device),
-    "dtype": get_args(DType),
-    "ops": get_args(Ops),
-    "kv_dtype": get_args(KvDType),
-    "isa": get_args(Isa),
-    "prefill": get_args(Prefill),
-    "ssm_mode": get_args(SsmMode),
-    "a_source": get_args(ASource),
-    "json_space": get_args(JsonSpace),
-}
-_AT_LEAST = {
-    "max_model_len": 1,
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 1,
-    "max_waiting": 0,
-    "block_size": 1,
-    "memory_limit": 1,
-    "threads": 1,
-    "snapshot_interval": 1,
-    "swap_memory": 0,
-    "max_step_ms": 0,
-    "num_draft_tokens": 1,
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Options of the HTTP server. It listens on the loopback address unless `host` is set."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network")
-    port: int = option(8080, "port to listen on; 0: any free one")
+    port: int = option(8080, "port to listen on; 0: any free one", least=0)
     served_model_name: str | None = option(None, "name clients ask for; default: the model's own name")
     any_model_name: bool = option(
         False, "answer under whatever model name a request has, instead of 404 for all but its own"
@@ -213,9 +196,13 @@ class ServerConfig:
     root_path: str = option("", "a prefix that paths may have, as a proxy sends them: /llm")
     api_key: tuple[str, ...] = option((), "a key that clients must send: KEY or NAME:KEY; may be repeated")
     api_key_file: str | None = option(None, "a file of keys, one a line, each with its limits if it has any")
-    requests_per_minute: int | None = option(None, "POST requests a minute for each key; default: no limit")
-    tokens_per_minute: int | None = option(None, "prompt and output tokens a minute for each key")
-    max_requests_per_key: int | None = option(None, "requests that each key may have open at the same time")
+    requests_per_minute: int | None = option(
+        None, "POST requests a minute for each key; default: no limit", least=1
+    )
+    tokens_per_minute: int | None = option(None, "prompt and output tokens a minute for each key", least=1)
+    max_requests_per_key: int | None = option(
+        None, "requests that each key may have open at the same time", least=1
+    )
     metrics_public: bool = option(False, "answer /metrics without a key")
     metrics_vllm_names: bool = option(False, "add the names of vLLM's metrics to /metrics")
     cors_origin: tuple[str, ...] = option(
@@ -227,10 +214,12 @@ class ServerConfig:
     tls_cert: str | None = option(None, "serve https with this chain of certificates, a PEM file")
     tls_key: str | None = option(None, "the certificate's private key, a PEM file")
     stream_interval: int = option(
-        1, "tokens in an event of a streamed reply, the first alone; more: less CPU time, less smooth"
+        1,
+        "tokens in an event of a streamed reply, the first alone; more: less CPU time, less smooth",
+        least=1,
     )
-    max_body_bytes: int = option(8 * MIB, "largest request body")
-    max_connections: int = option(4096, "open connections; one more is closed at once")
+    max_body_bytes: int = option(8 * MIB, "largest request body", least=1)
+    max_connections: int = option(4096, "open connections; one more is closed at once", least=1)
     shutdown_timeout_s: float = option(30.0, "seconds that open requests get to finish when the server stops")
     on_engine_lost: OnEngineLost = option(
         "end",
@@ -248,14 +237,9 @@ class ServerConfig:
     otlp_endpoint: str | None = option(None, "send a trace of each request there, over OTLP and HTTP")
 
     def __post_init__(self) -> None:
-        for name in ("api_key", "cors_origin", "allowed_host"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        _check_count("port", self.port, 0)
+        _check_fields(self)
         if self.port > 65535:
             raise ConfigError(f"port: {self.port} is outside 0..65535")
-        for name in _POSITIVE:
-            _check_count(name, getattr(self, name), 1)
         if self.stream_interval > MAX_STREAM_INTERVAL:
             raise ConfigError(
                 f"stream_interval: {self.stream_interval} tokens in an event are more than "
@@ -263,30 +247,13 @@ class ServerConfig:
             )
         if not 0 <= self.shutdown_timeout_s < math.inf:
             raise ConfigError(f"shutdown_timeout_s: {self.shutdown_timeout_s} is not a number of seconds")
-        for name in _TIMEOUTS:
+        for name in ("step_timeout_s", "frozen_timeout_s", "loading_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not a positive number of seconds")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key: give both, or none of them")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path: {self.root_path!r} must begin with / and not end with one")
-        _check_words(self, _SERVER_WORDS)
-
-
-_TIMEOUTS = ("step_timeout_s", "frozen_timeout_s", "loading_timeout_s")
-_SERVER_WORDS = {
-    "log_format": get_args(LogFormat),
-    "log_level": get_args(LogLevel),
-    "on_engine_lost": get_args(OnEngineLost),
-}
-_POSITIVE = (
-    "stream_interval",
-    "max_body_bytes",
-    "max_connections",
-    "requests_per_minute",
-    "tokens_per_minute",
-    "max_requests_per_key",
-)
 
 
 def option_names(cls: type) -> tuple[str, ...]:

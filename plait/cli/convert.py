@@ -82,7 +82,7 @@ def convert(model: str, out: Path, overrides: tuple[str, ...], **given: Any) -> 
     sizes = f"{bytes_text(result.source_nbytes)} → {bytes_text(result.nbytes)}"
     sys.stdout.write(f"{result.out}: {sizes} of tensors in {seconds:.1f} s\n")
     if result.storages:
-        sys.stdout.write(f"  linear maps: {count_text(result.storages)}\n")
+        sys.stdout.write(f"  linear layers: {count_text(result.storages)}\n")
     sys.stdout.write("".join(f"  {note}\n" for note in result.notes))
     if given["verify"]:
         from plait.convert.compare_quality import compare

@@ -6,14 +6,12 @@ interpreter of another environment, or another revision of Plait, can run it. Th
     class SomeSide:  # or Side: the file's one class of such a name
         facts: dict            # engine, version, threads; anything else worth printing
         def __init__(self, model, threads, max_model_len, max_num_seqs, options): ...     # loads
-        def greedy(self, prompts, tokens) -> list[list[int]]: ...    # new ids of each prompt
-        def prefill(self, ids, level) -> float: ...                  # seconds to the first new token
-        def decode(self, ids, tokens, level) -> float: ...           # seconds of `tokens` after the first
-        def batch(self, prompts, tokens, level) -> dict: ...         # seconds, tokens: of all together;
-                                                      # decode_seconds, decode_tokens: while all decode
+        def run(self, prompts, tokens): ...  # -> (new ids of each prompt, seconds to every first token,
+                                             #     seconds from there)
         def close(self) -> None: ...
 
-Ids are lists of ints; nothing stops at an end-of-text token. `level` is "runner" (the step alone) or "llm"
-(as a program would use it); an engine with one entry point ignores it. `NotImplementedError("why")` from
-`__init__` or a measure says what an engine cannot do, and is printed instead of a number.
+`child.Measures` makes the measures of `run`; a class may have measures of its own instead, as `PlaitSide`
+has. Ids are lists of ints; nothing stops at an end-of-text token. `level` is "runner" (the step alone) or
+"llm" (as a program would use it); an engine with one entry point ignores it. `NotImplementedError("why")`
+from `__init__` or a measure says what an engine cannot do, and is printed instead of a number.
 """

@@ -50,8 +50,39 @@ def memory_kib(pid: int, what: str) -> int:
     return next((int(words[1]) for words in lines if words[0] == f"{what}:"), 0)
 
 
+class Measures:
+    """What is measured of a side that has `run` alone."""
+
+    run: Callable[[list[list[int]], int], tuple[list[list[int]], float, float]]
+
+    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        """The new ids of each prompt."""
+        return [self.run([ids], tokens)[0][0] for ids in prompts]
+
+    def prefill(self, ids: list[int], level: str) -> float:
+        """Seconds to the first new token."""
+        return self.run([ids], 1)[1]
+
+    def decode(self, ids: list[int], tokens: int, level: str) -> float:
+        """Seconds of `tokens` after the first."""
+        return self.run([ids], tokens + 1)[2]
+
+    def batch(self, prompts: list[list[int]], tokens: int, level: str) -> dict[str, float]:
+        """Seconds and tokens of all together, and of the part in which all decode."""
+        _, before, decoding = self.run(prompts, tokens)
+        return {
+            "seconds": before + decoding,
+            "tokens": len(prompts) * tokens,
+            "decode_seconds": decoding,
+            "decode_tokens": len(prompts) * (tokens - 1),
+        }
+
+
 def load_side(path: str) -> Any:
-    """The class of a file with a name that ends in `Side`. Raises ImportError for none, or several."""
+    """The class of a file with a name that ends in `Side`, with the measures that it lacks.
+
+    Raises ImportError for none, or several.
+    """
     spec = importlib.util.spec_from_file_location("bench_side", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -64,7 +95,8 @@ def load_side(path: str) -> Any:
     ]
     if len(found) != 1:
         raise ImportError(f"{path}: one class with a name like LlamaCppSide was expected, found {len(found)}")
-    return found[0]
+    (side,) = found
+    return side if hasattr(side, "prefill") else type(side.__name__, (side, Measures), {})
 
 
 class Child:

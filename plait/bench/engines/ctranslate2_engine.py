@@ -33,30 +33,17 @@ class CTranslate2Side:
             "threads": threads,
         }
 
-    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        return [self._run([ids], tokens)[0][0] for ids in prompts]
-
-    def prefill(self, ids: list[int], level: str) -> float:
-        return self._run([ids], 1)[1]
-
-    def decode(self, ids: list[int], tokens: int, level: str) -> float:
-        return max(self._run([ids], tokens + 1)[1] - self._run([ids], 1)[1], 1e-9)
-
-    def batch(self, prompts: list[list[int]], tokens: int, level: str) -> dict[str, float]:
-        count, before, seconds = len(prompts), self._run(prompts, 1)[1], self._run(prompts, tokens)[1]
-        return {
-            "seconds": seconds,
-            "tokens": count * tokens,
-            "decode_seconds": max(seconds - before, 1e-9),
-            "decode_tokens": count * (tokens - 1),
-        }
-
     def close(self) -> None:
         self.generator.unload_model()
 
-    def _run(self, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float]:
-        """(new ids, seconds)."""
+    def run(self, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float, float]:
+        """(new ids, seconds to the first token, which a run of its own takes, seconds from there)."""
         words = [[self.words[i] for i in ids] for ids in prompts]
+        first = self._generate(words, 1)[1] if tokens > 1 else 0.0
+        ids, seconds = self._generate(words, tokens)
+        return ids, first or seconds, max(seconds - first, 1e-9) if first else 0.0
+
+    def _generate(self, words: list[list[str]], tokens: int) -> tuple[list[list[int]], float]:
         started = time.perf_counter()
         results = self.generator.generate_batch(
             words, max_length=tokens, min_length=tokens, sampling_topk=1, include_prompt_in_result=False

@@ -38,25 +38,6 @@ class LlamaCppSide:
             "threads": self.threads,
         }
 
-    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        return [self._run([ids], tokens)[0][0] for ids in prompts]
-
-    def prefill(self, ids: list[int], level: str) -> float:
-        return self._run([ids], 1)[1]
-
-    def decode(self, ids: list[int], tokens: int, level: str) -> float:
-        return self._run([ids], tokens + 1)[2]
-
-    def batch(self, prompts: list[list[int]], tokens: int, level: str) -> dict[str, float]:
-        count = len(prompts)
-        _, before, decoding = self._run(prompts, tokens)
-        return {
-            "seconds": before + decoding,
-            "tokens": count * tokens,
-            "decode_seconds": decoding,
-            "decode_tokens": count * (tokens - 1),
-        }
-
     def close(self) -> None:
         for context in self.contexts.values():
             self.lib.llama_free(context)
@@ -78,7 +59,7 @@ class LlamaCppSide:
             self.contexts[count, length] = context
         return self.contexts[count, length]
 
-    def _run(self, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float, float]:
+    def run(self, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float, float]:
         """(new ids, seconds to every first token, seconds from there)."""
         lib, context = self.lib, self._context(len(prompts), max(map(len, prompts)) + tokens)
         lib.llama_memory_clear(lib.llama_get_memory(context), False)

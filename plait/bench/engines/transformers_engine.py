@@ -30,29 +30,10 @@ class TransformersSide:
             "dtype": str(dtype).removeprefix("torch."),
         }
 
-    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        return [self._run([ids], tokens)[0][0] for ids in prompts]
-
-    def prefill(self, ids: list[int], level: str) -> float:
-        return self._run([ids], 1)[1]
-
-    def decode(self, ids: list[int], tokens: int, level: str) -> float:
-        return self._run([ids], tokens + 1)[2]
-
-    def batch(self, prompts: list[list[int]], tokens: int, level: str) -> dict[str, float]:
-        count = len(prompts)
-        _, before, decoding = self._run(prompts, tokens)
-        return {
-            "seconds": before + decoding,
-            "tokens": count * tokens,
-            "decode_seconds": decoding,
-            "decode_tokens": count * (tokens - 1),
-        }
-
     def close(self) -> None:
         self.model = None
 
-    def _run(self, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float, float]:
+    def run(self, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float, float]:
         """(new ids, seconds to the first token, seconds from there)."""
         with self.torch.inference_mode():
             started = time.perf_counter()

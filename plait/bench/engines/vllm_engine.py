@@ -46,30 +46,11 @@ class VllmSide:
             "eager": given["enforce_eager"],
         }
 
-    def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        return [self._run([ids], tokens)[0][0] for ids in prompts]
-
-    def prefill(self, ids: list[int], level: str) -> float:
-        return self._run([ids], 1)[1]
-
-    def decode(self, ids: list[int], tokens: int, level: str) -> float:
-        return self._run([ids], tokens + 1)[2]
-
-    def batch(self, prompts: list[list[int]], tokens: int, level: str) -> dict[str, float]:
-        count = len(prompts)
-        _, seconds, decoding = self._run(prompts, tokens)
-        return {
-            "seconds": seconds,
-            "tokens": count * tokens,
-            "decode_seconds": decoding,
-            "decode_tokens": count * (tokens - 1),
-        }
-
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
 
-    def _run(self, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float, float]:
-        """(new ids, seconds of the call, seconds from when every sequence has a token to the last)."""
+    def run(self, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float, float]:
+        """(new ids, seconds until every sequence has a token, seconds from there to the last)."""
         params = self.vllm.SamplingParams(
             temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
         )
@@ -79,7 +60,8 @@ class VllmSide:
         seconds = time.perf_counter() - started
         first = max(r.metrics.first_token_ts for r in results)
         last = max(r.metrics.last_token_ts for r in results)
-        return [list(r.outputs[0].token_ids) for r in results], seconds, max(last - first, 1e-9)
+        decoding = max(last - first, 1e-9)
+        return [list(r.outputs[0].token_ids) for r in results], seconds - decoding, decoding
 
 
 def _surroundings(threads: int | None) -> dict[str, str]:

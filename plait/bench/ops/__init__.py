@@ -1,1 +1,1 @@
-"""`plait bench ops`: every op alone, with the share of memory bandwidth and compute that it reaches."""
+"""`plait bench op`: every op alone, with the share of memory bandwidth and compute that it reaches."""

@@ -355,8 +355,3 @@ def free_bytes(folder: Path) -> int | None:
         return shutil.disk_usage(nearest(folder)).free
     except OSError:
         return None
-
-
-def size_of(folder: Path) -> int:
-    """Bytes of the files under a folder."""
-    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else 0

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
 
 from plait.cli.common.help import path_completion
 from plait.cli.common.session import Session, log_to_stderr
-from plait.config import EngineConfig, ServerConfig
+from plait.config import EngineConfig, ServerConfig, option_types
 from plait.errors import ConfigError
 from plait.request import SAMPLING, SamplingParams
 
@@ -61,16 +60,9 @@ class TokenIds(click.ParamType[tuple[int, ...]]):
         return tuple(int(part) for part in parts)
 
 
-def _plain_type(hint: Any) -> Any:
-    """`int | None` -> int."""
-    if get_origin(hint) in (Union, types.UnionType):
-        (hint,) = (part for part in get_args(hint) if part is not type(None))
-    return hint
-
-
 def flag(cls: type, field: Field[Any], text: str) -> Decorator[Any]:
     """One click option for one field of a dataclass; its default stays the dataclass's own."""
-    hint = _plain_type(get_type_hints(cls)[field.name])
+    hint, _ = option_types(cls)[field.name]
     name = "--" + field.name.replace("_", "-")
     default = None if field.default is MISSING else field.default
     shown: dict[str, Any] = {
