@@ -15,7 +15,7 @@ import torch
 
 from plait.kernels.cpu.amx.linear import LEAST, TILES, in_bfloat16
 from plait.kernels.cpu.attention import attention, bf16
-from plait.kernels.cpu.attention.bf16_rows import WIDEST
+from plait.kernels.cpu.attention.rows import WIDEST
 from plait.kernels.cpu.attention.source import Form, module
 from plait.kernels.cpu.codegen.amx_tiles import LINE, MEMORY, ROWS, TILE, Kind, Tiles
 from plait.kernels.cpu.codegen.kernel import Kernel

@@ -2,7 +2,11 @@
 
 The caches keep their shape. Inside, keys lie as [block][kv head][sixteen tokens][column][token] (bfloat16:
 [column pair][token][2]) and values as [block][kv head][token][column]. So lanes are tokens for the scores and
-columns for the outputs, and nothing but the softmax is summed across lanes. How int8 lies: `int8_cache.py`.
+columns for the outputs, and nothing but the softmax is summed across lanes.
+
+Int8 lies by groups of sixteen tokens with their scales behind them, rounded as `ops.entry` does: [block]
+[kv head][sixteen tokens][codes (keys: [column][token], values: [token][column]), scales (keys: [group of
+columns][token], values: [token])]. A latent lies as `ops.entry` says.
 """
 
 from __future__ import annotations
@@ -11,26 +15,44 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.attention.int8_cache import SCRATCH, store_codes
 from plait.kernels.cpu.attention.source import Form, module, record_bytes
-from plait.kernels.cpu.codegen.kernel import Kernel, kernel
+from plait.kernels.cpu.codegen.kernel import Kernel, inline, kernel
+from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.vec import (
+    absolute,
+    div,
+    fma,
+    get_bf16,
     get_f32,
     get_i32,
     get_i64,
+    get_u8,
+    largest,
     load_f32,
+    load_some,
+    nearest,
+    peak,
     put_bf16,
     put_f32,
     put_i32,
+    put_u8,
+    smallest,
+    spread,
     store_bf16,
+    store_i8,
+    to_i32,
+    total,
+    words,
+    zero_f32,
 )
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, word
-from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
+from plait.kernels.cpu.runtime.frame import rows_of, scratch_of
+from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
 from plait.ops.attention import paged_attention
 from plait.ops.entry import KEY_GROUP, SCALE_NBYTES, head_widths
 from plait.ops.registry import OpFacts
@@ -38,6 +60,7 @@ from plait.ops.registry import OpFacts
 SPAN = 256  # tokens of a split: their scores are in L1 together; threads share out a long sequence by splits
 APART = 8 << 20  # bytes for parts of rows: beyond, one thread computes all splits of a row
 LOCATE = "locate(args, s, kv_head, at, first, end, {k_bytes}, {v_bytes}, to, {groups})"
+SCRATCH = 64  # bytes of each thread that writes codes
 WEIGH = "weigh(args, scores + r * {line}, head, tail, values)"
 KEPT = (torch.float32, torch.bfloat16, torch.int8)
 
@@ -45,10 +68,7 @@ KEPT = (torch.float32, torch.bfloat16, torch.int8)
 @kernel
 def store_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """k, its strides, v, its strides, k_cache, v_cache, slots, kv_heads, d, block_size, bytes of a number."""
-    k, k_row, k_head = word(args, 2), word(args, 3), word(args, 4)
-    v, v_row, v_head = word(args, 5), word(args, 6), word(args, 7)
-    keys, values, slots = word(args, 8), word(args, 9), word(args, 10)
-    heads, d, block, size = word(args, 11), word(args, 12), word(args, 13), word(args, 14)
+    k, k_row, k_head, v, v_row, v_head, keys, values, slots, heads, d, block, size = words(args, 2, 15)
     items, pairs = rows_of(frame, args) * heads, scratch_of(frame, thread)
     for item in range(items * thread // threads, items * (thread + 1) // threads):
         token, head = item // heads, item % heads
@@ -74,6 +94,60 @@ def store_rows(frame: int, args: int, thread: int, threads: int) -> None:
                 put_i32(at + 64 * i, get_i32(pairs + 4 * i))
 
 
+@inline
+def code(x: Int, n: Int, to: Int, stride: Int, scale: Int, scratch: Int) -> None:
+    """n floats become codes, `stride` bytes apart, under a scale that goes to the address `scale`.
+
+    A number that is infinite or none makes the scale none: what reads it is not a number either.
+    """
+    top, odd = zero_f32(), zero_f32()
+    for i in range(0, n, 16):
+        v = load_some(x + 4 * i, np.int32(n - i))
+        top, odd = largest(top, absolute(v)), fma(v, zero_f32(), odd)
+    put_bf16(scale, peak(top) / np.float32(127.0) + total(odd))
+    step = get_bf16(scale)
+    unit = spread(step if step > np.float32(0.0) else np.float32(1.0))
+    low, high = spread(np.float32(-127.0)), spread(np.float32(127.0))
+    for i in range(0, n, 16):
+        v = smallest(largest(div(load_some(x + 4 * i, np.int32(n - i)), unit), low), high)
+        store_i8(scratch, to_i32(nearest(v)))
+        for j in range(min(n - i, 16)):
+            put_u8(to + stride * (i + j), get_u8(scratch + j))
+
+
+@kernel
+def store_codes(frame: int, args: int, thread: int, threads: int) -> None:
+    """k, its strides, v, its strides, k_cache, v_cache, slots, kv_heads, d, block_size, columns of a key's
+    scale."""
+    k, k_row, k_head, v, v_row, v_head, keys, values, slots, heads, d, block, part = words(args, 2, 15)
+    scratch, items = scratch_of(frame, thread), rows_of(frame, args) * heads
+    for item in range(items * thread // threads, items * (thread + 1) // threads):
+        token, head = item // heads, item % heads
+        slot = get_i64(slots + 8 * token)
+        lane = slot % 16
+        group = (slot // block * heads + head) * block + slot % block - lane
+        x, y = k + token * k_row + head * k_head, v + token * v_row + head * v_head
+        key, value = keys + group * (d + (d + part - 1) // part * 2), values + group * (d + 2)
+        for i in range(0, d, part):
+            scale = key + 16 * d + 32 * (i // part) + 2 * lane
+            code(x + 4 * i, min(d - i, part), key + 16 * i + lane, 16, scale, scratch)
+        code(y, d, value + d * lane, 1, value + 16 * d + 2 * lane, scratch)
+
+
+@kernel
+def store_latent_codes(frame: int, args: int, thread: int, threads: int) -> None:
+    """latent, its row stride, cache, slots, columns in codes, of a scale; where the rest begins, how many
+    numbers it has, bytes of an entry."""
+    latent, row_bytes, cached, slots, n, group, rest_at, rest, width = words(args, 2, 11)
+    scratch, rows = scratch_of(frame, thread), rows_of(frame, args)
+    for r in range(rows * thread // threads, rows * (thread + 1) // threads):
+        x, to = latent + r * row_bytes, cached + get_i64(slots + 8 * r) * width
+        for i in range(0, n, group):
+            code(x + 4 * i, min(n - i, group), to + i, 1, to + n + i // group * 2, scratch)
+        for i in range(rest):
+            put_bf16(to + rest_at + 2 * i, get_f32(x + 4 * (n + i)))
+
+
 def form_of(dtype: torch.dtype) -> Form:
     size = dtype.itemsize
     k_bytes, v_bytes = (f"word(args, {dim}) * {size}" for dim in ("K_DIM", "V_DIM"))
@@ -86,7 +160,7 @@ def form_of(dtype: torch.dtype) -> Form:
         span=SPAN,
         key_size=size,
         value_size=size,
-        value_stride=f"word(args, V_DIM) * {size}",
+        stride=f"word(args, V_DIM) * {size}",
         locate=LOCATE.format(k_bytes=k_bytes, v_bytes=v_bytes, groups=SPAN // 16),
         next_keys=f"word(args, BLOCK) * ({k_bytes})",
     )
@@ -160,7 +234,8 @@ def attend(
         check_cache(name, cached, (size, kv_heads, width), k_cache.dtype)
     check_index(block_table, slot_mapping, query_start, seq_lens)
     _check_heads(q, k, v, (kv_heads, d), 4 if coded else 2)
-    _check_sinks(sinks, rows.heads)
+    if sinks is not None:
+        dense("sinks", sinks, rows.heads)
     new = (k, *k_rows.strides, v, *v_rows.strides, k_cache, v_cache, slot_mapping, kv_heads, d, size)
     if coded:
         cpu.launch(store_codes, *new, KEY_GROUP, rows=k_rows.count, scratch=SCRATCH)
@@ -217,14 +292,4 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, kept: tuple[int, int], step: i
         raise ShapeMismatch(
             f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit caches of {kv_heads} kv "
             f"heads of {d}: heads must be a multiple of kv heads, all of one size, a multiple of {step}"
-        )
-
-
-def _check_sinks(sinks: Tensor | None, heads: int) -> None:
-    if sinks is None:
-        return
-    if sinks.dtype != torch.float32 or sinks.shape != (heads,) or not sinks.is_contiguous():
-        raise ShapeMismatch(
-            f"attention of {heads} heads wants as many dense float32 sinks, got {sinks.dtype} "
-            f"{list(sinks.shape)} strides {sinks.stride()}"
         )

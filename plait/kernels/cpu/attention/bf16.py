@@ -8,7 +8,7 @@ order: a row's bits are the same on every machine, as long as no sum is subnorma
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -16,24 +16,25 @@ import torch
 from torch import Tensor
 
 from plait.kernels.cpu.attention import attention
-from plait.kernels.cpu.attention.bf16_rows import QUERY, WIDEST
-from plait.kernels.cpu.attention.rows import SIZES
-from plait.kernels.cpu.attention.source import FEW, Form, module, next_group, soon
-from plait.kernels.cpu.codegen.bf16_dot import HARDWARE, spread_pair, write_dot
+from plait.kernels.cpu.attention.rows import QUERY, WIDEST
+from plait.kernels.cpu.attention.source import FEW, Form, Scoring, Weighing, module, next_group
+from plait.kernels.cpu.codegen.bf16_dot import HARDWARE, Pairs, spread_pair, write_dot
 from plait.kernels.cpu.codegen.kernel import Kernel
-from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest
+from plait.kernels.cpu.runtime.executor import Executor
 from plait.ops.attention import paged_attention
 from plait.ops.registry import OpFacts
 
 NAME = "native-bf16"
-Pairs = Any  # a vector of pairs; without the instruction two of float32: the first numbers, the second
 
 _PRELUDE = """
-from plait.kernels.cpu.attention import bf16 as attention_pairs
-from plait.kernels.cpu.attention.bf16_rows import begin, fold, pack, soften  # {digest}
+from plait.kernels.cpu.attention import bf16  # {digest}
+
+begin, fold, pack, soften = begin_pairs, fold_pairs, pack_pairs, soften_pairs
 """
 _PRODUCTS = """
-tile_scores, tile_values = attention_pairs.scores({line}), attention_pairs.values({line})
+tile_scores = tiles.by_size(bf16.PairScoring, {line}, 2)
+tile_values = tiles.by_size(bf16.PairWeighing, {line}, 2, 0)
 """
 
 
@@ -46,122 +47,43 @@ def _multiply_pairs(w: Writer, xs: Sequence[Pairs], ys: Sequence[Word], sums: Se
     return found
 
 
-@cache
-def scores(line: int) -> Any:
-    """Block: as `source.scores`, of queries that `bf16_rows.pack` left."""
+class PairScoring(Scoring):
+    """Products of queries that `rows.pack_pairs` left with keys."""
 
-    def write(
-        w: Writer, size: Word, q: Word, d: Word, places: Word, first: Word, end: Word, to: Word
-    ) -> None:
-        work = _Scoring(q, d, places, first, end, to, line)
-        for rows in SIZES:
-            w.when(size.equals(rows), partial(work.write, w, rows))
+    def _sums(self, w: Writer, rows: int, keys: list[Word], ahead: list[Word]) -> list[Value]:
+        def step(p: Word, *sums: Value) -> list[Value]:
+            for n in ahead:
+                w.prefetch(n + 64 * p)
+            bits = [w.load_i32(k + 64 * p) for k in keys]
+            xs = bits if HARDWARE else [(w.low_bf16(x), w.high_bf16(x)) for x in bits]
+            at = self.q + (4 if HARDWARE else 8) * p
+            return _multiply_pairs(w, xs, [at + QUERY * r for r in range(rows)], sums)
 
-    return straight(write)
-
-
-@dataclass(frozen=True, slots=True)
-class _Scoring:
-    """The work of `scores`, and its arguments."""
-
-    q: Word
-    d: Word
-    places: Word
-    first: Word
-    end: Word
-    to: Word
-    line: int
-
-    def write(self, w: Writer, rows: int) -> None:
-        wide = 8 if rows <= 2 else 4 if rows <= 4 else 2
-
-        def groups(g: Word) -> None:
-            own = [(g + i).least(self.end - 1) for i in range(wide)]  # a group too many is computed twice
-            keys = [w.get_i64(self.places + 8 * i) for i in own]
-            ahead = soon(w, self.places, self.end, self.line, own, g + wide) if rows <= FEW else []
-
-            def step(p: Word, *sums: Any) -> list[Any]:
-                for n in ahead:
-                    w.prefetch(n + 64 * p)
-                bits = [w.load_i32(k + 64 * p) for k in keys]
-                xs = bits if HARDWARE else [(w.low_bf16(x), w.high_bf16(x)) for x in bits]
-                at = self.q + (4 if HARDWARE else 8) * p
-                return _multiply_pairs(w, xs, [at + QUERY * r for r in range(rows)], sums)
-
-            sums = w.loop(0, self.d >> 1, 1, [w.zero_f32()] * (rows * wide), step)
-            for i, s in enumerate(sums):
-                w.store_f32(self.to + self.line * (i // wide) + 64 * own[i % wide], s)
-
-        w.loop(self.first, self.end, wide, (), groups)
+        return w.loop(0, self.d >> 1, 1, [w.zero_f32()] * (rows * len(keys)), step)
 
 
-@cache
-def values(line: int) -> Any:
-    """Block: as `source.values`, of weights that `bf16_rows.soften` left."""
+class PairWeighing(Weighing):
+    """Sums of values weighted by what `rows.soften_pairs` left."""
 
-    def write(
-        w: Writer,
-        size: Word,
-        scores: Word,
-        start: Word,
-        end: Word,
-        places: Word,
-        stride: Word,
-        columns: Word,
-        out: Word,
-        record: Word,
-        soon: list[Word],
-    ) -> None:
-        work = _Weighing(scores, start, end, places, stride, columns, out, record, soon, line)
-        for rows in SIZES:
-            w.when(size.equals(rows), partial(work.write, w, rows))
-
-    return straight(write)
-
-
-@dataclass(frozen=True, slots=True)
-class _Weighing:
-    """The work of `values`, and its arguments: see `source`."""
-
-    scores: Word
-    start: Word
-    end: Word
-    places: Word
-    stride: Word
-    columns: Word
-    out: Word
-    record: Word
-    soon: list[Word]
-    line: int
-
-    def write(self, w: Writer, rows: int) -> None:
-        most = 2 if rows <= 4 else 1  # times 32 columns
-        bits = 4 + most
-        whole = self.columns >> bits << bits
-
-        def last(c: Word) -> None:
-            self._some(w, rows, c, 1, (self.columns - c).least(32) >> 1)
-
-        w.loop(0, whole, 32 * most, (), lambda c: self._some(w, rows, c, most, None))
-        w.loop(whole, self.columns, 32, (), last)
+    UNIT = 32
 
     def _some(self, w: Writer, rows: int, c: Word, wide: int, left: Word | None) -> None:
         """Columns c and on: 32 * `wide` of them, or `left` pairs as they lie."""
         ahead = rows <= FEW and left is None
 
-        def group(g: Word, *sums: Any) -> list[Any]:
+        def group(g: Word, *sums: Value) -> list[Value]:
             v = w.get_i64(self.places + 8 * g) + 2 * c
             stage = g - (self.start >> 4)
             ns = [next_group(w, self.soon, stage, i) for i in range(4)] if ahead else []
             part = 2 * c + 4 * self.stride * (stage - (stage >> 2 << 2))
             low, high = (self.start - 16 * g).most(0), (self.end - 16 * g).least(16)
 
-            def pair(j: Word, *sums: Any) -> list[Any]:
+            def pair(j: Word, *sums: Value) -> list[Value]:
                 # A token of the first or last pair may be hidden: the other is read instead, at weight 0.
                 both = [self.stride * (2 * j).most(low), self.stride * (2 * j + 1).least(high - 1)]
                 for n in ns:  # of 64 columns, which are two lines
                     w.prefetch(n + part + self.stride * (j >> 1) + 64 * (j - (j >> 1 << 1)))
-                xs = self._read(w, [v + at for at in both], wide, left)
+                xs = self._read_pairs(w, [v + at for at in both], wide, left)
                 y = self.scores + (32 * g + 4 * j if HARDWARE else 64 * g + 8 * j)
                 return _multiply_pairs(w, xs, [y + self.line * r for r in range(rows)], sums)
 
@@ -180,7 +102,7 @@ class _Weighing:
             else:
                 w.when(left.above(8), partial(w.store_f32, at + 64, pair[1]))
 
-    def _read(self, w: Writer, both: list[Word], wide: int, left: Word | None) -> list[Pairs]:
+    def _read_pairs(self, w: Writer, both: list[Word], wide: int, left: Word | None) -> list[Pairs]:
         """Pairs of two tokens' columns: with the instruction in the order of `words_low` and `words_high`."""
         found: list[Pairs] = []
         for i in range(0, 64 * wide, 64):
@@ -201,7 +123,7 @@ class _Weighing:
 def form_of() -> Form:
     """What the kernel is made for."""
     plain = attention.form_of(torch.bfloat16)
-    made_from = digest("attention/bf16.py", "attention/bf16_rows.py", "codegen/bf16_dot.py")
+    made_from = digest("attention/bf16.py", "codegen/bf16_dot.py")
     return replace(
         plain,
         name="bfloat16_pairs",
@@ -230,6 +152,6 @@ def why_unserved(facts: OpFacts) -> str | None:
 
 
 @paged_attention.variant(NAME, on="cpu", when=why_unserved, native=True, tolerance={torch.float32: 1e-2})
-def paged_attention_by_pairs(cpu: Any, *args: Any, **more: Any) -> Tensor:
+def paged_attention_by_pairs(cpu: Executor, *args: Any, **more: Any) -> Tensor:
     """See `ops.attention.paged_attention`."""
     return attention.attend(cpu, attention.Chosen(attend(), form_of()), *args, **more)

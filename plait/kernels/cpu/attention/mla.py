@@ -14,13 +14,19 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.attention.attention import APART, check_cache, check_index, why_unstorable
-from plait.kernels.cpu.attention.int8_cache import SCRATCH, store_latent_codes
+from plait.kernels.cpu.attention.attention import (
+    APART,
+    SCRATCH,
+    check_cache,
+    check_index,
+    store_latent_codes,
+    why_unstorable,
+)
 from plait.kernels.cpu.attention.source import TILES, Form, module, record_bytes
 from plait.kernels.cpu.codegen.kernel import Kernel, kernel
-from plait.kernels.cpu.codegen.vec import get_f32, get_i64, load_some, put_bf16, store_some
+from plait.kernels.cpu.codegen.vec import get_f32, get_i64, load_some, put_bf16, store_some, words
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.frame import rows_of, word
+from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows
 from plait.ops.attention import paged_latent_attention
 from plait.ops.entry import LATENT_ALIGN, LATENT_GROUP, SCALE_NBYTES, latent_codes
@@ -32,8 +38,7 @@ SPAN = 128  # tokens; their latents, turned, have to stay in L2
 @kernel
 def store_latents(frame: int, args: int, thread: int, threads: int) -> None:
     """latent, its row stride, cache, slots, columns, bytes of a cached number."""
-    latent, row_bytes, cached, slots = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    n, size = word(args, 6), word(args, 7)
+    latent, row_bytes, cached, slots, n, size = words(args, 2, 8)
     rows = rows_of(frame, args)
     for r in range(rows * thread // threads, rows * (thread + 1) // threads):
         x, to = latent + r * row_bytes, cached + get_i64(slots + 8 * r) * n * size
@@ -48,11 +53,16 @@ def store_latents(frame: int, args: int, thread: int, threads: int) -> None:
 
 def _turn(size: int) -> str:
     """The text of `unfold`: copies of a split's latents as [group of sixteen][column][token]."""
+    groups = SPAN // 16
     if size > 1:
-        return _square("turn", size, _LOAD[size]) + _UNFOLD.format(size=size, groups=SPAN // 16)
-    text = _square("turn", 2, _LOAD[2]) + _square("turn_codes", 1, _LOAD[1].format(group=LATENT_GROUP))
-    known = {"group": LATENT_GROUP, "scale": SCALE_NBYTES, "align": LATENT_ALIGN, "groups": SPAN // 16}
-    return text + _UNFOLD_CODES.format(**known)
+        text, turn = _square("turn", size, _LOAD[size]), "turn(source, stride, width, copy)"
+        stride, copied = f"width * {size}", "(width + 15) // 16 * 1024"
+    else:
+        text = _square("turn", 2, _LOAD[2]) + _square("turn_codes", 1, _LOAD[1].format(group=LATENT_GROUP))
+        text += _CODES.format(group=LATENT_GROUP, scale=SCALE_NBYTES, align=LATENT_ALIGN)
+        turn, stride = _TURN_CODES, "token_bytes(args)"
+        copied = "((rank + 15) // 16 + (width - rank + 15) // 16) * 1024"
+    return text + _UNFOLD.format(stride=stride, copy_bytes=copied, turn=turn, groups=groups)
 
 
 _LOAD = {
@@ -87,17 +97,18 @@ _UNFOLD = '''
 @inline
 def unfold(args, s, span, first, end, to, copies):
     """Where the groups of a span lie: turned copies as keys, the latents themselves as values."""
-    size, width = word(args, BLOCK), word(args, K_DIM)
+    size, width, rank = word(args, BLOCK), word(args, K_DIM), word(args, V_DIM)
+    stride, copy_bytes = {stride}, {copy_bytes}
     table = word(args, TABLE) + s * word(args, TABLE_ROW)
     for g in range(first, end):
         position = span + 16 * g
         place = get_i64(table + 8 * (position // size)) * size + position % size
-        source, copy = word(args, KEYS) + place * width * {size}, copies + g * ((width + 15) // 16 * 1024)
-        turn(source, width * {size}, width, copy)
+        source, copy = word(args, KEYS) + place * stride, copies + g * copy_bytes
+        {turn}
         put_i64(to + 8 * g, copy)
         put_i64(to + 8 * ({groups} + g), source)
 '''
-_UNFOLD_CODES = '''
+_CODES = '''
 @inline
 def rest_at(args):
     """The byte of a latent at which what is not in codes begins."""
@@ -108,23 +119,9 @@ def rest_at(args):
 def token_bytes(args):
     return (rest_at(args) + 2 * (word(args, K_DIM) - word(args, V_DIM)) + {align} - 1) // {align} * {align}
 
-
-@inline
-def unfold(args, s, span, first, end, to, copies):
-    """Where the groups of a span lie: decoded, turned copies as keys, the latents themselves as values."""
-    size, stride, rank = word(args, BLOCK), token_bytes(args), word(args, V_DIM)
-    rest = word(args, K_DIM) - rank
-    copy_bytes = ((rank + 15) // 16 + (rest + 15) // 16) * 1024
-    table = word(args, TABLE) + s * word(args, TABLE_ROW)
-    for g in range(first, end):
-        position = span + 16 * g
-        place = get_i64(table + 8 * (position // size)) * size + position % size
-        source, copy = word(args, KEYS) + place * stride, copies + g * copy_bytes
-        turn_codes(source, stride, rank, copy)
-        turn(source + rest_at(args), stride, rest, copy + 64 * rank)
-        put_i64(to + 8 * g, copy)
-        put_i64(to + 8 * ({groups} + g), source)
 '''
+_TURN_CODES = """turn_codes(source, stride, rank, copy)
+        turn(source + rest_at(args), stride, width - rank, copy + 64 * rank)"""
 
 
 def form_of(dtype: torch.dtype) -> Form:
@@ -134,7 +131,7 @@ def form_of(dtype: torch.dtype) -> Form:
         span=SPAN,
         key_size=4,
         value_size=size,
-        value_stride=f"word(args, K_DIM) * {size}" if size > 1 else "token_bytes(args)",
+        stride=f"word(args, K_DIM) * {size}" if size > 1 else "token_bytes(args)",
         locate="unfold(args, s, at, first, end, to, copies)",
         least=TILES,
         prelude=_turn(size),

@@ -9,6 +9,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Float, Floats, Int, Ints
+from plait.kernels.cpu.codegen.maths import polynomial
 from plait.kernels.cpu.codegen.vec import (
     add,
     and_i32,
@@ -32,12 +33,20 @@ from plait.kernels.cpu.codegen.vec import (
     sub,
     sub_i32,
     to_i32,
+    words,
     zero_i32,
 )
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, word
-from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
+from plait.kernels.cpu.runtime.frame import rows_of, scratch_of
+from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
 from plait.ops.rope import rotate
+
+_sine_terms = polynomial(
+    "sine_terms", 2.718311493989822e-6, -1.983931190834e-4, 8.33332938589e-3, -1.66666666416e-1
+)
+_cosine_terms = polynomial(
+    "cosine_terms", 2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2, -0.5, 1.0
+)
 
 
 @inline
@@ -73,16 +82,7 @@ def _angles(position: Int, inv_freq: Int, pairs: Int, mscale: Float, cosines: In
         r = fma(n, spread(np.float32(4.37113900018624283e-8)), r)
         r = fma(n, spread(np.float32(-1.71512494405e-15)), r)
         q = mul(r, r)
-        s = spread(np.float32(2.718311493989822e-6))
-        s = fma(s, q, spread(np.float32(-1.983931190834e-4)))
-        s = fma(s, q, spread(np.float32(8.33332938589e-3)))
-        s = fma(s, q, spread(np.float32(-1.66666666416e-1)))
-        s = fma(mul(r, q), s, r)
-        c = spread(np.float32(2.443315711809948e-5))
-        c = fma(c, q, spread(np.float32(-1.388731625493765e-3)))
-        c = fma(c, q, spread(np.float32(4.166664568298827e-2)))
-        c = fma(c, q, spread(np.float32(-0.5)))
-        c = fma(c, q, spread(np.float32(1.0)))
+        s, c = fma(mul(r, q), _sine_terms(q), r), _cosine_terms(q)
         k = to_i32(n)
         after = sub_i32(k, spread_int(np.int32(-1)))
         store_f32(sines + 4 * i, mul(_turn_quarters(s, c, k), scale))
@@ -118,9 +118,8 @@ def _neighbours(x: Int, pairs: Int, cosines: Int, sines: Int, out: Int) -> None:
 @kernel
 def rotate_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its strides, heads, d, positions, inv_freq, pairs, mscale, interleaved, out (dense)."""
-    x, row_bytes, head_bytes = word(args, 2), word(args, 3), word(args, 4)
-    heads, d, positions, inv_freq = word(args, 5), word(args, 6), word(args, 7), word(args, 8)
-    pairs, mscale, interleaved, out = word(args, 9), get_f32(args + 80), word(args, 11), word(args, 12)
+    x, row_bytes, head_bytes, heads, d, positions, inv_freq, pairs = words(args, 2, 10)
+    mscale, (interleaved, out) = get_f32(args + 80), words(args, 11, 13)
     cosines = scratch_of(frame, thread)
     sines = cosines + (pairs + 15) // 16 * 64
     items, ready = rows_of(frame, args) * heads, -1
@@ -144,17 +143,13 @@ def _rotate(
     cpu: Executor, x: Tensor, positions: Tensor, inv_freq: Tensor, mscale: float, interleaved: bool
 ) -> Tensor:
     rows, pairs = TensorRows.of(x), inv_freq.shape[0]
-    dense = positions.is_contiguous() and inv_freq.is_contiguous()
-    if positions.dtype != torch.int64 or inv_freq.dtype != torch.float32 or not dense:
-        raise ShapeMismatch(
-            "rotate wants dense int64 positions and dense float32 inv_freq, got "
-            f"{positions.dtype} {positions.stride()} and {inv_freq.dtype} {inv_freq.stride()}"
-        )
     if 2 * pairs > rows.width or positions.shape[0] != rows.count or x.dim() != 3:
         raise ShapeMismatch(
             f"rotate got {positions.shape[0]} positions and {pairs} frequencies for x {list(x.shape)}: it "
             "wants one position per row, and at most half as many frequencies as columns"
         )
+    dense("positions", positions, rows.count, dtype=torch.int64)
+    dense("inv_freq", inv_freq, pairs)
     out = cpu.empty(*x.shape)
     cpu.launch(
         rotate_rows, x, *rows.strides, rows.heads, rows.width, positions, inv_freq, pairs, float(mscale),

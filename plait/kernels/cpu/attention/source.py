@@ -18,14 +18,15 @@ split: then `gather` folds them behind a barrier. A key that a row must not see 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from plait.kernels.cpu.attention.rows import SIZES, TILE
 from plait.kernels.cpu.codegen.kernel import load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
+from plait.kernels.cpu.codegen.vec import name_arguments
 from plait.ops.entry import KEY_GROUP
 
 TILES = 8  # of one unit of work, at most: they share the keys and values of a split while those are in L2
@@ -45,12 +46,12 @@ class Form:
     span: int  # tokens
     key_size: int  # 4, 1: [column][token]; 2: [column pair][token][2]
     value_size: int
-    value_stride: str  # bytes from token to token, in terms of `args`
+    stride: str  # bytes from token to token, in terms of `args`
     locate: str  # the statement that finds the groups of a split: see `find`
     next_keys: str = ""  # bytes from keys to those of the next kv head; "": keys are not fetched ahead
     least: int = 1  # tiles of a unit of work, at least
     prelude: str = ""  # functions that `locate` calls
-    weigh: str = ""
+    weigh: str = "pass"
     value_group: int = 0
     query: int = 0  # bytes from one packed row to the next, if not as many as numbers take
     # What a kernel on tiles of its own has instead (`amx.attention`):
@@ -94,69 +95,48 @@ def module(form: Form) -> ModuleType:
 
 
 def source(form: Form) -> str:
-    made_from = digest("attention/source.py", "attention/rows.py")
-    parts = [
-        _HEAD.format(name=form.name, digest=made_from),
-        form.prelude,
-        form.products
-        or _TILES.format(
-            key_size=form.key_size, value_size=form.value_size, line=form.line, group=form.value_group
-        ),
-        _BODY.format(
-            span=form.span,
-            groups=form.span // 16,
-            line=form.line,
-            tile=form.rows,
-            parts=TILES,
-            least=form.least,
-            stride=form.value_stride,
-            locate=form.locate,
-            part_at=2 * form.span + form.rows * form.line,
-            query=form.query or "4 * d",
-            weigh=form.weigh or "pass",
-            before=form.before,
-            pack=form.pack,
-            size=form.size,
-            values=form.values,
-            upcoming=_UPCOMING.format(span=form.span, next_keys=form.next_keys) if form.next_keys else "",
-            few=_FEW.format(few=form.few) if form.few else "",
-            enter=form.enter,
-            leave=form.leave,
-            paired=form.paired,
-        ),
-    ]
-    return "\n".join(parts)
+    text = asdict(form) | {
+        "digest": digest("attention/source.py", "attention/rows.py", "codegen/bf16_dot.py"),
+        "line": form.line,
+        "groups": form.span // 16,
+        "tiles": TILES,
+        "part_at": 2 * form.span + form.rows * form.line,
+        "query": form.query or "4 * d",
+    }
+    text["upcoming"] = _UPCOMING.format(**text) if form.next_keys else ""
+    text["few"] = _FEW.format(**text) if form.few else ""
+    return "\n".join(
+        (_HEAD.format(**text), form.prelude, form.products or _TILES.format(**text), _BODY.format(**text))
+    )
 
 
-@cache
-def scores(key_size: int, line: int) -> Any:
-    """Block: products of `size` queries (one of SIZES) with keys, several groups of sixteen at a time.
+def by_size(work: type, *fixed: int) -> Any:
+    """Block (size, and the fields of `work` behind `fixed`): its `write` for one of SIZES of rows."""
 
-    q: queries, [d][size]; places: addresses of the keys of groups; to: scores, a row every `line` bytes.
-    """
-
-    def write(
-        w: Writer, size: Word, q: Word, d: Word, places: Word, first: Word, end: Word, to: Word
-    ) -> None:
-        work = _Scoring(q, d, places, first, end, to, line, key_size)
+    def write(w: Writer, size: Word, *given: Any) -> None:
+        made = work(*fixed, *given)
         for rows in SIZES:
-            w.when(size.equals(rows), partial(work.write, w, rows))
+            w.when(size.equals(rows), partial(made.write, w, rows))
 
+    name_arguments(write, 1 + len(fields(work)) - len(fixed))
     return straight(write)
 
 
 @dataclass(frozen=True, slots=True)
-class _Scoring:
-    """The work of `scores`, and its arguments."""
+class Scoring:
+    """Products of queries with keys, several groups of sixteen at a time: what is fixed, and arguments.
 
+    q: queries, [d][size]; places: addresses of the keys of groups; to: scores, a row every `line` bytes.
+    """
+
+    line: int
+    key_size: int
     q: Word
     d: Word
     places: Word
     first: Word
     end: Word
     to: Word
-    line: int
-    key_size: int
 
     def write(self, w: Writer, rows: int) -> None:
         wide = 8 if rows <= 2 else 4 if rows <= 4 else 2
@@ -165,32 +145,31 @@ class _Scoring:
             own = [(g + i).least(self.end - 1) for i in range(wide)]  # a group too many is computed twice
             keys = [w.get_i64(self.places + 8 * i) for i in own]
             ahead = soon(w, self.places, self.end, self.line, own, g + wide) if rows <= FEW else []
-            zeros = [w.zero_f32()] * (rows * wide)
-
-            def some(first: Word | int, end: Word) -> list[Any]:
-                return w.loop(
-                    first, end, 1, zeros, lambda p, *sums: self._step(w, rows, p, keys, ahead, sums)
-                )
-
-            def scaled(n: Word, *sums: Any) -> list[Any]:
-                first, steps = n * (KEY_GROUP // 4), self.d >> 2
-                products = some(first, (first + KEY_GROUP // 4).least(steps))
-                scales = [w.load_bf16(k + 16 * self.d + 32 * n) for k in keys]
-                both = enumerate(zip(products, sums, strict=True))
-                return [w.fma(p, scales[i % wide], s) for i, (p, s) in both]
-
-            if self.key_size == 1:
-                sums = w.loop(0, (self.d + (KEY_GROUP - 1)) >> KEY_GROUP.bit_length() - 1, 1, zeros, scaled)
-            else:
-                sums = some(0, self.d if self.key_size == 4 else self.d >> 1)
-            for i, s in enumerate(sums):
+            for i, s in enumerate(self._sums(w, rows, keys, ahead)):
                 w.store_f32(self.to + self.line * (i // wide) + 64 * own[i % wide], s)
 
         w.loop(self.first, self.end, wide, (), groups)
 
+    def _sums(self, w: Writer, rows: int, keys: list[Word], ahead: list[Word]) -> list[Value]:
+        zeros, wide = [w.zero_f32()] * (rows * len(keys)), len(keys)
+
+        def some(first: Word | int, end: Word) -> list[Value]:
+            return w.loop(first, end, 1, zeros, lambda p, *sums: self._step(w, rows, p, keys, ahead, sums))
+
+        def scaled(n: Word, *sums: Value) -> list[Value]:
+            first, steps = n * (KEY_GROUP // 4), self.d >> 2
+            products = some(first, (first + KEY_GROUP // 4).least(steps))
+            scales = [w.load_bf16(k + 16 * self.d + 32 * n) for k in keys]
+            both = enumerate(zip(products, sums, strict=True))
+            return [w.fma(p, scales[i % wide], s) for i, (p, s) in both]
+
+        if self.key_size == 1:
+            return w.loop(0, (self.d + (KEY_GROUP - 1)) >> KEY_GROUP.bit_length() - 1, 1, zeros, scaled)
+        return some(0, self.d if self.key_size == 4 else self.d >> 1)
+
     def _step(
-        self, w: Writer, rows: int, p: Word, keys: list[Word], ahead: list[Word], sums: Sequence[Any]
-    ) -> list[Any]:
+        self, w: Writer, rows: int, p: Word, keys: list[Word], ahead: list[Word], sums: Sequence[Value]
+    ) -> list[Value]:
         """The next column, or as many as 64 bytes hold."""
         for n in ahead:
             w.prefetch(n + 64 * p)
@@ -214,7 +193,7 @@ def soon(w: Writer, places: Word, end: Word, line: int, own: Sequence[Word], the
 
 def next_group(w: Writer, soon: list[Word], g: Word, i: Word | int) -> Word:
     """Group i of the four of which few rows fetch a quarter along with group g of the values: memory serves
-    several streams faster than one. soon: as `values` is given it."""
+    several streams faster than one. soon: as `Weighing` has it."""
     addresses, behind, count = soon
     found: Word = w.get_i64(addresses + 8 * ((g >> 2 << 2) + i).least(count - 1))
     return found + behind
@@ -229,40 +208,17 @@ def _multiply_add(w: Writer, xs: Sequence[Value], ys: Iterable[Word], sums: Sequ
     return found
 
 
-@cache
-def values(value_size: int, line: int, group: int) -> Any:
-    """Block: sums of values weighted by `size` rows of scores (one of SIZES), over tokens of a split.
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """Sums of values weighted by rows of scores, over tokens of a split: what is fixed, and arguments.
 
     soon: what few rows fetch meanwhile: where addresses of groups of keys are, how many bytes behind those
     the keys lie, and how many groups there are.
     """
 
-    def write(
-        w: Writer,
-        size: Word,
-        scores: Word,
-        start: Word,
-        end: Word,
-        places: Word,
-        stride: Word,
-        columns: Word,
-        out: Word,
-        record: Word,
-        soon: list[Word],
-    ) -> None:
-        work = _Weighing(
-            scores, start, end, places, stride, columns, out, record, soon, line, value_size, group
-        )
-        for rows in SIZES:
-            w.when(size.equals(rows), partial(work.write, w, rows))
-
-    return straight(write)
-
-
-@dataclass(frozen=True, slots=True)
-class _Weighing:
-    """The work of `values`, and its arguments."""
-
+    line: int
+    value_size: int
+    group: int  # columns that share a scale behind their token's; 0: the scores have it already
     scores: Word
     start: Word  # tokens of the split
     end: Word
@@ -271,34 +227,30 @@ class _Weighing:
     columns: Word
     out: Word  # as many records
     record: Word
-    soon: list[Word]  # what is fetched: see `values`
-    line: int
-    value_size: int
-    group: int  # columns that share a scale behind their token's; 0: the scores have it already
+    soon: list[Word]
+    UNIT: ClassVar[int] = 16  # columns that are loaded together
 
     def write(self, w: Writer, rows: int) -> None:
-        most = 4 if rows <= 4 else 2  # vectors of columns at a time
-        bits = most.bit_length() + 3
-        whole = self.columns >> bits << bits  # a multiple of 16 * most
-        part = 1 if self.value_size == 2 else 0
+        bits, unit = 6 if rows <= 4 else 5, self.UNIT  # 64 columns at a time, or 32
+        whole = self.columns >> bits << bits
 
         def last(c: Word) -> None:
-            self._some(w, rows, c, 1, (self.columns - c).least(16) >> part)
+            self._some(w, rows, c, 1, (self.columns - c).least(unit) >> (1 if self.value_size == 2 else 0))
 
-        w.loop(0, whole, 16 * most, (), lambda c: self._some(w, rows, c, most, None))
-        w.loop(whole, self.columns, 16, (), last)
+        w.loop(0, whole, 1 << bits, (), lambda c: self._some(w, rows, c, (1 << bits) // unit, None))
+        w.loop(whole, self.columns, unit, (), last)
 
     def _some(self, w: Writer, rows: int, c: Word, wide: int, left: Word | None) -> None:
         """Columns c and on: `wide` vectors of them, or `left` float32 as they lie."""
         offset, ahead = self.value_size * c, rows <= FEW and left is None
 
-        def group(g: Word, *sums: Any) -> list[Any]:
+        def group(g: Word, *sums: Value) -> list[Value]:
             v, s = w.get_i64(self.places + 8 * g) + offset, self.scores + 64 * g
             stage = g - (self.start >> 4)
             part = offset + 4 * self.stride * (stage - (stage >> 2 << 2))
             low, high = (self.start - 16 * g).most(0), (self.end - 16 * g).least(16)
 
-            def token(j: Word, *sums: Any) -> list[Any]:
+            def token(j: Word, *sums: Value) -> list[Value]:
                 if ahead:
                     n = next_group(w, self.soon, stage, j - (j >> 2 << 2))
                     for i in range(0, 16 * self.value_size * wide, 64):
@@ -315,7 +267,7 @@ class _Weighing:
         for i, x in enumerate(w.loop(self.start >> 4, (self.end + 15) >> 4, 1, zeros, group)):
             w.store_f32(self.out + self.record * (i // wide) + 64 + 4 * c + 64 * (i % wide), x)
 
-    def _read(self, w: Writer, at: Word, wide: int, left: Word | None) -> list[Any]:
+    def _read(self, w: Writer, at: Word, wide: int, left: Word | None) -> list[Value]:
         if self.value_size == 1:  # what lies behind the last column is read too, as numbers that are not used
             return [w.to_f32(w.load_i8(at + 16 * i)) for i in range(wide)]
         if left is None:
@@ -348,7 +300,8 @@ def widened(x):
 
 _TILES = """
 
-tile_scores, tile_values = tiles.scores({key_size}, {line}), tiles.values({value_size}, {line}, {group})
+tile_scores = tiles.by_size(tiles.Scoring, {line}, {key_size})
+tile_values = tiles.by_size(tiles.Weighing, {line}, {value_size}, {value_group})
 """
 
 _FEW = """
@@ -416,9 +369,9 @@ def plan(args, seqs, threads):
     group, tokens, tiles, spans, units = word(args, HEADS) // word(args, KV_HEADS), 0, 0, 0, 0
     for s in range(seqs):
         tokens += rows_in(args, s)
-        tiles += (rows_in(args, s) * group + {tile} - 1) // {tile} * word(args, KV_HEADS)
+        tiles += (rows_in(args, s) * group + {rows} - 1) // {rows} * word(args, KV_HEADS)
         spans = max(spans, spans_of(args, s))
-    rows = min(max(tiles // (4 * threads), {least}), {parts}) * {tile}
+    rows = min(max(tiles // (4 * threads), {least}), {tiles}) * {rows}
     for s in range(seqs):
         units += units_of(args, s, rows, 0)
     wanted = tokens * word(args, HEADS) * spans * record_bytes(args)
@@ -466,9 +419,9 @@ def attend(frame, args, thread, threads):
     record, scratch = record_bytes(args), scratch_of(frame, thread) + {before}
     {enter}
     scores, parts, values = scratch + 2 * {span}, scratch + {part_at}, scratch + 8 * {groups}
-    packed, query = parts + {tile} * record, {query}
-    states = packed + {parts} * {tile} * query
-    copies = states + {parts} * {tile} * record
+    packed, query = parts + {rows} * record, {query}
+    states = packed + {tiles} * {rows} * query
+    copies = states + {tiles} * {rows} * record
     rows, spans, each = plan(args, seqs, threads)
     s, before, units, taken, rest = -1, 0, 0, np.int64(0), 0
     then = np.int64(-1)  # taken before the last unit is done, so that its first keys are fetched
@@ -495,8 +448,8 @@ def attend(frame, args, thread, threads):
             from_span, to_span = max(from_span, only), min(to_span, only + 1)
         if from_span >= to_span:
             continue
-        for i in range(0, count, {tile}):
-            left = min(count - i, {tile})
+        for i in range(0, count, {rows}):
+            left = min(count - i, {rows})
             {pack}(args, s, kv_head, base + i, left, {size}, packed + i * query)
         alone = spans == 0 and to_span - from_span == 1 and word(args, SINKS) == 0  # a part is all there is
         if not alone:
@@ -508,8 +461,8 @@ def attend(frame, args, thread, threads):
             find(args, s, kv_head, at, first, end, scratch, copies)
             {paired}
             soon = scratch + 8 * first, np.int64(0), end - first{upcoming}
-            for i in range(0, count, {tile}):
-                left = min(count - i, {tile})
+            for i in range(0, count, {rows}):
+                left = min(count - i, {rows})
                 earliest, latest = past + (base + i) // group, past + (base + i + left - 1) // group
                 start, stop = max(first_key(earliest, window) - at, 0), min(latest + 1 - at, {span})
                 if start >= stop:

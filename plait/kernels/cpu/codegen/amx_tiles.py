@@ -10,13 +10,14 @@ here for one that may read and write any memory, and so keeps them, and the stor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 from llvmlite import ir
 
-from plait.kernels.cpu.codegen.llvm_writer import Word, Writer
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer
 from plait.kernels.cpu.codegen.vec import (
     VF,
     VI,
@@ -47,20 +48,14 @@ def _which(tile: ir.Value) -> ir.Constant:
     return ir.Constant(i8, tile.constant)
 
 
-def _make_move(name: str) -> Any:
-    def emit(b: ir.IRBuilder, tile: ir.Value, address: ir.Value, stride: ir.Value) -> ir.Value:
-        _call(b, f"llvm.x86.{name}", VOID, _which(tile), _at(b, address, i8), stride)
-        return _ints(0)
-
-    return emit
+def _move(name: str, b: ir.IRBuilder, tile: ir.Value, address: ir.Value, stride: ir.Value) -> ir.Value:
+    _call(b, f"llvm.x86.{name}", VOID, _which(tile), _at(b, address, i8), stride)
+    return _ints(0)
 
 
-def _make_call(name: str) -> Any:
-    def emit(b: ir.IRBuilder, *tiles: ir.Value) -> ir.Value:
-        _call(b, f"llvm.x86.{name}", VOID, *(_which(t) for t in tiles))
-        return _ints(0)
-
-    return emit
+def _run(name: str, b: ir.IRBuilder, *tiles: ir.Value) -> ir.Value:
+    _call(b, f"llvm.x86.{name}", VOID, *(_which(t) for t in tiles))
+    return _ints(0)
 
 
 def _configure_tiles(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
@@ -87,12 +82,12 @@ def _pair_bf16(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
 
 
 _define("tile_configure", VI, (A,), _configure_tiles)
-_define("tile_release", VI, (), _make_call("tilerelease"))
-_define("tile_zero", VI, (N,), _make_call("tilezero"))
-_define("tile_load", VI, (N, A, A), _make_move("tileloadd64"))
-_define("tile_store", VI, (N, A, A), _make_move("tilestored64"))
-_define("tile_bf16", VI, (N, N, N), _make_call("tdpbf16ps"))
-_define("tile_s8u8", VI, (N, N, N), _make_call("tdpbsud"))
+_define("tile_release", VI, (), partial(_run, "tilerelease"))
+_define("tile_zero", VI, (N,), partial(_run, "tilezero"))
+_define("tile_load", VI, (N, A, A), partial(_move, "tileloadd64"))
+_define("tile_store", VI, (N, A, A), partial(_move, "tilestored64"))
+_define("tile_bf16", VI, (N, N, N), partial(_run, "tdpbf16ps"))
+_define("tile_s8u8", VI, (N, N, N), partial(_run, "tdpbsud"))
 _define("flushed", VF, (VF,), _flush_subnormals)
 _define("pair_bf16", VI, (VF, VF), _pair_bf16)
 _define("fma_flushed", VF, (VF, VF, VF), _fma_flushed)
@@ -128,12 +123,6 @@ class Tiles:
     def _place(self, tile: int) -> Word:
         return self.at + (CONFIG + TILE * tile)
 
-    def _rows(self, count: int, one: Callable[[Word], Any]) -> None:
-        def each(row: Word) -> None:
-            one(row)
-
-        self.w.loop(0, count, 1, (), each)
-
     def configure(self) -> None:
         """Give the tiles their shapes, and zeros. Before anything else, on every thread."""
         self.w.store_i32(self.at, ir.Constant(vi32, configuration(self.shapes)))
@@ -149,7 +138,8 @@ class Tiles:
         if not self._soft:
             self.w.tile_zero(tile)
             return
-        self._rows(ROWS, lambda row: self.w.store_i32(self._place(tile) + LINE * row, self.w.zero_i32()))
+        for row in range(ROWS):
+            self.w.store_i32(self._place(tile) + LINE * row, self.w.zero_i32())
 
     def load(self, tile: int, source: Word, stride: Word | int) -> None:
         """Rows that lie `stride` bytes apart."""
@@ -163,7 +153,7 @@ class Tiles:
             part = self.w.load_some(source + stride * row, nbytes // 4)
             self.w.store_f32(self._place(tile) + LINE * row, part)
 
-        self._rows(rows, one)
+        self.w.loop(0, rows, 1, (), one)
 
     def store(self, tile: int, to: Word, stride: Word | int) -> None:
         if not self._soft:
@@ -175,7 +165,7 @@ class Tiles:
             part = self.w.load_f32(self._place(tile) + LINE * row)
             self.w.store_some(to + stride * row, part, nbytes // 4)
 
-        self._rows(rows, one)
+        self.w.loop(0, rows, 1, (), one)
 
     def bf16(self, c: int, a: int, b: int) -> None:
         """c += a · b, float32 += bfloat16 · bfloat16.
@@ -189,7 +179,7 @@ class Tiles:
         w = self.w
 
         def row(m: Word) -> None:
-            def pair(k: Word, even: Any, odd: Any) -> list[Any]:
+            def pair(k: Word, even: Value, odd: Value) -> list[Value]:
                 x = w.spread_i32(self._place(a) + LINE * m + 4 * k)
                 y = w.load_i32(self._place(b) + LINE * k)
                 low = (w.flushed(w.low_bf16(v)) for v in (x, y))
@@ -201,7 +191,7 @@ class Tiles:
             before = w.flushed(w.load_f32(at))
             w.store_f32(at, w.flushed(w.add(before, w.flushed(w.add(*sums)))))
 
-        self._rows(self.shapes[c][0], row)
+        self.w.loop(0, self.shapes[c][0], 1, (), row)
 
     def s8u8(self, c: int, a: int, b: int) -> None:
         """c += a · b, int32 += int8 · uint8, exactly (modulo 2**32)."""
@@ -211,7 +201,7 @@ class Tiles:
         w = self.w
 
         def row(m: Word) -> None:
-            def quad(k: Word, s: Any) -> list[Any]:
+            def quad(k: Word, s: Value) -> list[Value]:
                 y = w.load_i32(self._place(b) + LINE * k)
                 return [w.dot8(s, y, w.spread_i32(self._place(a) + LINE * m + 4 * k))]
 
@@ -219,4 +209,4 @@ class Tiles:
             (s,) = w.loop(0, self.shapes[a][1] // 4, 1, [w.load_i32(at)], quad)
             w.store_i32(at, s)
 
-        self._rows(self.shapes[c][0], row)
+        self.w.loop(0, self.shapes[c][0], 1, (), row)

@@ -9,25 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from llvmlite import ir
 
-from plait.kernels.cpu.codegen.llvm_writer import Word, Writer
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer
 from plait.kernels.cpu.codegen.target import DOT, X86_64
-from plait.kernels.cpu.codegen.vec import DEFINED, VI, i8, i16, i32, v8i32, v16i16, v32i8, vi32
+from plait.kernels.cpu.codegen.vec import DEFINED, VI, _call, i8, i16, i32, v8i32, v16i16, v32i8, vi32
 
 HERE = DOT == "avx2"
 LARGEST = 127  # of a rounded activation; the smallest is -127
 _v64i8, _v32i16 = ir.VectorType(i8, 64), ir.VectorType(i16, 32)
 
 
-def _call(b: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
-    kind = ir.FunctionType(result, [v.type for v in values])
-    return b.call(b.module.declare_intrinsic(name, fnty=kind), values)
-
-
-def _by_halves(b: ir.IRBuilder, one: Callable[..., ir.Value], *given: ir.Value) -> ir.Value:
+def _by_halves(one: Callable[..., ir.Value], b: ir.IRBuilder, *given: ir.Value) -> ir.Value:
     """`one` of each of the two registers that vectors are in."""
     parts = []
     for k in (0, 8):
@@ -59,14 +53,10 @@ def _as(kind: ir.Type, operation: str, b: ir.IRBuilder, x: ir.Value, y: ir.Value
 if X86_64:  # no other processor has them
     DEFINED.update(
         {
-            "twos": (VI, (VI, VI), lambda b, u, v: _by_halves(b, _multiply_unsigned, u, v)),  # u in 0..127
-            "signed_twos": (
-                VI,
-                (VI, VI),
-                lambda b, u, v: _by_halves(b, _multiply_signed, u, v),
-            ),  # v in -127..127
+            "twos": (VI, (VI, VI), partial(_by_halves, _multiply_unsigned)),  # u in 0..127
+            "signed_twos": (VI, (VI, VI), partial(_by_halves, _multiply_signed)),  # v in -127..127
             "add_twos": (VI, (VI, VI), partial(_as, _v32i16, "add")),
-            "join_twos": (VI, (VI, VI), lambda b, s, x: b.add(s, _by_halves(b, _join_pairs, x))),
+            "join_twos": (VI, (VI, VI), lambda b, s, x: b.add(s, _by_halves(_join_pairs, b, x))),
             "sub_bytes": (VI, (VI, VI), partial(_as, _v64i8, "sub")),
         }
     )
@@ -81,7 +71,7 @@ def together(largest: int, zero: int | None) -> int:
 
 def products(
     w: Writer,
-    codes: Sequence[Callable[[], Any]],
+    codes: Sequence[Callable[[], Value]],
     place: Callable[[int, int], Word],
     sums: Sequence[ir.Value],
     largest: int,
@@ -96,7 +86,7 @@ def products(
     signed, most, rows = largest > LARGEST, together(largest, zero), range(len(sums))
     product, found = (w.signed_twos, [w.spread_int(base) for _ in rows]) if signed else (w.twos, list(sums))
     for start in range(0, len(codes), most):
-        pairs: list[Any] = []
+        pairs: list[Value] = []
         for i in range(start, min(start + most, len(codes))):
             u = codes[i]()
             if signed:

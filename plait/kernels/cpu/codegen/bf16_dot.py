@@ -8,14 +8,29 @@ numbers have the same bits with and without the instruction (`HARDWARE`); tests 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeAlias
 
 from llvmlite import binding, ir
 
 from plait.kernels.cpu.codegen import plain_x86
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer
 from plait.kernels.cpu.codegen.target import config, host_features
-from plait.kernels.cpu.codegen.vec import VF, VI, _call, _define, _ints, _round_bf16, i32, vf32, vi16, vi32
+from plait.kernels.cpu.codegen.vec import (
+    DEFINED,
+    VF,
+    VI,
+    _call,
+    _define,
+    _ints,
+    _round_bf16,
+    vf32,
+    vi16,
+    vi32,
+)
 
+Pairs: TypeAlias = Value | Sequence[Value]
+"""A vector of pairs; without the instruction two of float32: the first numbers, the second."""
 TINY = 0x00800000  # bits of the smallest normal float32
 
 
@@ -49,62 +64,48 @@ class _Bfloat(ir.Type):  # type: ignore[misc]
 v32i16, v32bf = ir.VectorType(ir.IntType(16), 32), ir.VectorType(_Bfloat(), 32)
 
 
-def _int(value: int) -> ir.Constant:
-    return ir.Constant(i32, value)
-
-
-def _low(b: Any, x: ir.Value) -> ir.Value:
-    return b.bitcast(b.shl(x, _ints(16)), vf32)
-
-
-def _high(b: Any, x: ir.Value) -> ir.Value:
-    return b.bitcast(b.and_(x, _ints(-65536)), vf32)
-
-
-def _dot(b: Any, s: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
+def _dot(b: ir.IRBuilder, s: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
     if HARDWARE:
         pairs = (b.bitcast(v, v32bf) for v in (x, y))
         return _call(b, "llvm.x86.avx512bf16.dpbf16ps.512", vf32, s, *pairs)
-    for half in (_high, _low):
+    for half in (DEFINED["high_bf16"][2], DEFINED["low_bf16"][2]):
         s = _call(b, "llvm.fma.v16f32", vf32, half(b, x), half(b, y), s)
     return s
 
 
-def _round_to_bf16(b: Any, x: ir.Value) -> ir.Value:
+def _round_to_bf16(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """x rounded to bfloat16, to nearest even, as float32; zeros for what is not normal then."""
     bits = b.shl(_round_bf16(b, x, vi32, _ints), _ints(16))
     size = b.and_(bits, _ints(0x7FFFFFFF))
     return b.bitcast(b.select(b.icmp_unsigned("<", size, _ints(TINY)), _ints(0), bits), vf32)
 
 
-def _both(b: Any, x: ir.Value, y: ir.Value) -> ir.Value:
+def _both(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     """Thirty-two numbers rounded to bfloat16, those of x first."""
     if HARDWARE:
         made = _call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", v32bf, y, x)
         return b.bitcast(made, vi32)
-    halves = [b.trunc(b.lshr(b.bitcast(_round_to_bf16(b, v), vi32), _ints(16)), vi16) for v in (x, y)]
-    return b.bitcast(
-        b.shuffle_vector(*halves, ir.Constant(ir.VectorType(ir.IntType(32), 32), list(range(32)))), vi32
-    )
+    x, y = (b.trunc(b.lshr(b.bitcast(_round_to_bf16(b, v), vi32), _ints(16)), vi16) for v in (x, y))
+    return b.bitcast(_shuffle(b, x, y, list(range(32))), vi32)
 
 
-def _shuffle(b: Any, x: ir.Value, y: ir.Value, order: list[int]) -> ir.Value:
+def _shuffle(b: ir.IRBuilder, x: ir.Value, y: ir.Value, order: list[int]) -> ir.Value:
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order))
 
 
-def _words(b: Any, x: ir.Value, y: ir.Value, start: int) -> ir.Value:
+def _words(b: ir.IRBuilder, x: ir.Value, y: ir.Value, start: int) -> ir.Value:
     """Pairs of x's and y's 16-bit numbers start..start+4 of every eight: no instruction set crosses those."""
     order = [n for at in range(start, 32, 8) for i in range(at, at + 4) for n in (i, 32 + i)]
     return b.bitcast(_shuffle(b, b.bitcast(x, v32i16), b.bitcast(y, v32i16), order), vi32)
 
 
-def _columns(b: Any, x: ir.Value, y: ir.Value, start: int) -> ir.Value:
+def _columns(b: ir.IRBuilder, x: ir.Value, y: ir.Value, start: int) -> ir.Value:
     """Sixteen of what `words_low` (x) and `words_high` (y) took apart, in order again."""
     order = [lane for at in (start, start + 4) for of in (0, 16) for lane in range(of + at, of + at + 4)]
     return _shuffle(b, x, y, order)
 
 
-def write_dot(w: Any, x: Any, y: Any, s: Any) -> Any:
+def write_dot(w: Writer, x: Pairs, y: Pairs, s: Value) -> Value:
     """Written by `llvm_writer.Writer` w: s + x · y by pairs, the product of the second numbers first.
 
     Pairs are vectors or, without the instruction, two of float32: all first numbers, all second ones.
@@ -116,7 +117,7 @@ def write_dot(w: Any, x: Any, y: Any, s: Any) -> Any:
     return w.fma(x[0], y[0], w.fma(x[1], y[1], s))
 
 
-def spread_pair(w: Any, at: Any) -> Any:
+def spread_pair(w: Writer, at: Word) -> Pairs:
     """The pair at an address in every lane; without the instruction it is two float32."""
     return w.spread_i32(at) if HARDWARE else (w.spread_f32(at), w.spread_f32(at + 4))
 

@@ -173,7 +173,9 @@ class KernelFiles:
                 self.unkept = f"{self.folder} cannot be written ({error.strerror or error})"
         if not self._has_warned:
             self._has_warned = True
-            log.warning("compiled kernels are not kept, and the next start compiles again: %s", self.unkept)
+            log.warning(
+                "compiled kernels are not kept, and the next run compiles them again: %s", self.unkept
+            )
         if self.spare is not None:
             self.spare.add(name, data)
 
@@ -207,7 +209,7 @@ class KernelFiles:
                 has_waited = True
                 time.sleep(ASK_AGAIN_S)
             except OSError as error:
-                log.info("%s: no locks (%s): starts at once compile the same", self.folder, error.strerror)
+                log.info("%s: no locks, so each process compiles (%s)", self.folder, error.strerror)
                 self._lock = -1
         return None, has_waited
 

@@ -38,8 +38,7 @@ class Word:
         self.builder, self.value = builder, value
 
     def _with(self, other: Word | int, operation: str, **how: Any) -> Word:
-        right = other.value if isinstance(other, Word) else ir.Constant(i64, int(other))
-        return Word(self.builder, getattr(self.builder, operation)(self.value, right, **how))
+        return Word(self.builder, getattr(self.builder, operation)(self.value, _raw_word(other), **how))
 
     def __add__(self, other: Word | int) -> Word:
         return self if isinstance(other, int) and other == 0 else self._with(other, "add", flags=("nsw",))
@@ -72,15 +71,13 @@ class Word:
 
     def above(self, other: Word | int) -> ir.Value:
         """Whether this is more: a condition for `Writer.when`."""
-        right = other.value if isinstance(other, Word) else ir.Constant(i64, int(other))
-        return self.builder.icmp_signed(">", self.value, right)
+        return self.builder.icmp_signed(">", self.value, _raw_word(other))
 
     def equals(self, other: Word | int) -> ir.Value:
-        right = other.value if isinstance(other, Word) else ir.Constant(i64, other)
-        return self.builder.icmp_signed("==", self.value, right)
+        return self.builder.icmp_signed("==", self.value, _raw_word(other))
 
     def _picked(self, sign: str, other: Word | int) -> Word:
-        right = other.value if isinstance(other, Word) else ir.Constant(i64, int(other))
+        right = _raw_word(other)
         mine = self.builder.icmp_signed(sign, self.value, right)
         return Word(self.builder, self.builder.select(mine, self.value, right))
 
@@ -119,24 +116,14 @@ class Writer:
 
         Carried values, vectors or words, stay in registers where there are enough.
         """
-        b, before = self._builder, self._builder.block
-        start, stop = self._value(first, A), self._value(end, A)
-        head, inside, after = (b.append_basic_block(name) for name in ("head", "inside", "after"))
-        b.branch(head)
-        b.position_at_end(head)
-        phis = [b.phi(v.type) for v in (start, *(_raw(c) for c in carried))]
-        for phi, value in zip(phis, (start, *(_raw(c) for c in carried)), strict=True):
-            phi.add_incoming(value, before)
-        now = [Word(b, p) if isinstance(c, Word) else p for p, c in zip(phis[1:], carried, strict=True)]
-        b.cbranch(b.icmp_signed("<", phis[0], stop), inside, after)
-        b.position_at_end(inside)
-        i = Word(b, phis[0])
-        made = [i + step, *(body(i, *now) or ())]
-        for phi, value in zip(phis, made, strict=True):
-            phi.add_incoming(_raw(value), b.block)
-        b.branch(head)
-        b.position_at_end(after)
-        return now
+        stop = Word(self._builder, self._value(end, A))
+
+        def inside(i: Word, *now: Value) -> list[Value]:
+            after = i + step
+            return [after, *(body(i, *now) or ())]
+
+        start = Word(self._builder, self._value(first, A))
+        return self.repeat([start, *carried], lambda i, *now: stop.above(i), inside)[1:]
 
     def repeat(
         self,
@@ -152,7 +139,7 @@ class Writer:
         phis = [b.phi(_raw(c).type) for c in carried]
         for phi, value in zip(phis, carried, strict=True):
             phi.add_incoming(_raw(value), before)
-        now = [Word(b, p) if isinstance(c, Word) else p for p, c in zip(phis, carried, strict=True)]
+        now = self._like(carried, phis)
         b.cbranch(more(*now), inside, after)
         b.position_at_end(inside)
         made = body(*now)
@@ -187,7 +174,12 @@ class Writer:
         for phi, old, new in zip(phis, carried, made, strict=True):
             phi.add_incoming(_raw(old), before)
             phi.add_incoming(new, inside)
-        return [Word(b, p) if isinstance(c, Word) else p for p, c in zip(phis, carried, strict=True)]
+        return self._like(carried, phis)
+
+    def _like(self, carried: Sequence[Value], values: Sequence[ir.Value]) -> list[Value]:
+        """These values, those in place of words as words."""
+        pairs = zip(carried, values, strict=True)
+        return [Word(self._builder, v) if isinstance(c, Word) else v for c, v in pairs]
 
     def _value(self, value: Any, kind: object) -> ir.Value:
         if isinstance(value, Word):
@@ -207,6 +199,10 @@ class Writer:
         if isinstance(kind, types.Integer):
             return Word(self._builder, context.cast(self._builder, value, kind, A))
         return value
+
+
+def _raw_word(value: Word | int) -> ir.Value:
+    return value.value if isinstance(value, Word) else ir.Constant(i64, int(value))
 
 
 def _raw(value: Any) -> ir.Value:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+from llvmlite import ir
 
 from plait.kernels.cpu.codegen.kernel import inline
 from plait.kernels.cpu.codegen.kinds import Floats, Int
 from plait.kernels.cpu.codegen.vec import (
+    DEFINED,
+    LANES,
+    VF,
+    _define,
     absolute,
     add,
     add_i32,
@@ -23,10 +30,31 @@ from plait.kernels.cpu.codegen.vec import (
     store_f32,
     store_some,
     sub,
+    vf32,
     where_less,
     zero_f32,
 )
 
+
+def polynomial(name: str, *coefficients: float) -> Callable[[Floats], Floats]:
+    """A polynomial of sixteen numbers, the coefficient of the highest power first, by fma (Horner)."""
+
+    def emit(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+        p, *rest = (ir.Constant(vf32, [c] * LANES) for c in coefficients)
+        for c in rest:
+            p = DEFINED["fma"][2](b, p, x, c)
+        return p
+
+    return _define(name, VF, (VF,), emit)
+
+
+_exp_terms = polynomial(
+    "exp_terms", 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
+    5.0000001201e-1,
+)  # fmt: skip
+_tanh_terms = polynomial(
+    "tanh_terms", -5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1
+)
 WHOLE = np.float32(12582912.0)  # 1.5 * 2**23: added to a small number it leaves the nearest whole one
 
 
@@ -64,13 +92,7 @@ def exp(x: Floats) -> Floats:
     n = sub(at, spread(WHOLE))
     r = fma(n, spread(np.float32(-0.693359375)), x)  # ln 2 in two parts: the first is exact times n
     r = fma(n, spread(np.float32(2.12194440e-4)), r)
-    p = spread(np.float32(1.9875691500e-4))
-    p = fma(p, r, spread(np.float32(1.3981999507e-3)))
-    p = fma(p, r, spread(np.float32(8.3334519073e-3)))
-    p = fma(p, r, spread(np.float32(4.1665795894e-2)))
-    p = fma(p, r, spread(np.float32(1.6666665459e-1)))
-    p = fma(p, r, spread(np.float32(5.0000001201e-1)))
-    p = add(fma(mul(r, r), p, r), spread(np.float32(1.0)))
+    p = add(fma(mul(r, r), _exp_terms(r), r), spread(np.float32(1.0)))
     power = bits_f32(left(add_i32(bits_i32(at), spread_int(np.int32(127))), np.int32(23)))  # 2**n
     return where_less(given, low, zero_f32(), mul(p, power))
 
@@ -94,10 +116,5 @@ def tanh(x: Floats) -> Floats:
     far = div(sub(one, e), add(one, e))
     far = where_less(x, zero_f32(), sub(zero_f32(), far), far)
     q = mul(x, x)
-    p = spread(np.float32(-5.70498872745e-3))
-    p = fma(p, q, spread(np.float32(2.06390887954e-2)))
-    p = fma(p, q, spread(np.float32(-5.37397155531e-2)))
-    p = fma(p, q, spread(np.float32(1.33314422036e-1)))
-    p = fma(p, q, spread(np.float32(-3.33332819422e-1)))
-    near = fma(mul(x, q), p, x)
+    near = fma(mul(x, q), _tanh_terms(q), x)
     return where_less(size, spread(np.float32(0.625)), near, far)

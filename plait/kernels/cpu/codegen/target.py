@@ -26,7 +26,6 @@ config: Any = numba.config  # its names are made when it is imported
 ROOT = Path(__file__).resolve().parents[1]  # plait/kernels/cpu
 SHARED = (
     "codegen/vec.py",
-    "runtime/thread_wait.py",
     "codegen/plain_x86.py",
     "runtime/frame.py",
     "codegen/kernel.py",

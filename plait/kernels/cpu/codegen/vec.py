@@ -9,9 +9,10 @@ Nothing here reorders floating-point additions: a kernel that adds in one order 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, overload
+from inspect import Parameter, Signature
+from typing import Any, TypeVar, TypeVarTuple, overload
 
 from llvmlite import ir
 from numba import types
@@ -19,7 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 from plait.kernels.cpu.codegen import plain_x86
-from plait.kernels.cpu.codegen.kinds import T1, T2, T3, T4, T5, Float, Floats, In, Int, Ints, Kind, Of, Out
+from plait.kernels.cpu.codegen.kinds import Float, Floats, Int, Ints
 from plait.kernels.cpu.codegen.target import AARCH64, DOT
 
 LANES = 16
@@ -47,41 +48,34 @@ class VectorModel(models.PrimitiveModel):
         super().__init__(manager, kind, kind.llvm)  # type: ignore[no-untyped-call]
 
 
-def _kind(numba_type: Any) -> Any:
-    return numba_type
+def _forget_type(value: Any) -> Any:
+    return value
 
 
-VI: Kind[Ints, Ints] = _kind(Vector("v16i32", vi32))
-VF: Kind[Floats, Floats] = _kind(Vector("v16f32", vf32))
-A: Kind[Int, int] = _kind(types.int64)  # an address or size
-N: Kind[Int, int] = _kind(types.int32)
-F: Kind[Float, float] = _kind(types.float32)
+# To Numba a kind is one of its types; to type checkers it is what may be given for it.
+VI: Ints = _forget_type(Vector("v16i32", vi32))
+VF: Floats = _forget_type(Vector("v16f32", vf32))
+A: Int = _forget_type(types.int64)  # an address or size
+N: Int = _forget_type(types.int32)
+F: Float = _forget_type(types.float32)
 Emit = Callable[..., ir.Value]
 DEFINED: dict[str, tuple[Any, tuple[Any, ...], Emit]] = {}  # what `straight` writes by itself
+Args = TypeVarTuple("Args")
+Result = TypeVar("Result")
+
+
+def name_arguments(function: Any, count: int) -> None:
+    """Numba asks how many arguments the function of an intrinsic has."""
+    names = ("context", *(f"argument{i}" for i in range(count)))
+    function.__signature__ = Signature([Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in names])
 
 
 @overload
-def _define(name: str, result: Kind[In, Out], arguments: tuple[()], emit: Emit) -> Callable[[], Out]: ...
+def _define(name: str, result: Int, arguments: tuple[*Args], emit: Emit) -> Callable[[*Args], int]: ...
 @overload
-def _define(
-    name: str, result: Kind[In, Out], arguments: tuple[Of[T1]], emit: Emit
-) -> Callable[[T1], Out]: ...
+def _define(name: str, result: Float, arguments: tuple[*Args], emit: Emit) -> Callable[[*Args], float]: ...
 @overload
-def _define(
-    name: str, result: Kind[In, Out], arguments: tuple[Of[T1], Of[T2]], emit: Emit
-) -> Callable[[T1, T2], Out]: ...
-@overload
-def _define(
-    name: str, result: Kind[In, Out], arguments: tuple[Of[T1], Of[T2], Of[T3]], emit: Emit
-) -> Callable[[T1, T2, T3], Out]: ...
-@overload
-def _define(
-    name: str, result: Kind[In, Out], arguments: tuple[Of[T1], Of[T2], Of[T3], Of[T4]], emit: Emit
-) -> Callable[[T1, T2, T3, T4], Out]: ...
-@overload
-def _define(
-    name: str, result: Kind[In, Out], arguments: tuple[Of[T1], Of[T2], Of[T3], Of[T4], Of[T5]], emit: Emit
-) -> Callable[[T1, T2, T3, T4, T5], Out]: ...
+def _define(name: str, result: Result, arguments: tuple[*Args], emit: Emit) -> Callable[[*Args], Result]: ...
 def _define(name: str, result: Any, arguments: tuple[Any, ...], emit: Emit) -> Any:
     """An intrinsic of that signature; `emit(builder, *values)` writes its instructions."""
     DEFINED[name] = (result, arguments, emit)
@@ -89,17 +83,9 @@ def _define(name: str, result: Any, arguments: tuple[Any, ...], emit: Emit) -> A
     def typed(*_: Any) -> tuple[Any, Any]:
         return result(*arguments), lambda context, builder, signature, values: emit(builder, *values)
 
-    by_arity = (
-        lambda context: typed(),
-        lambda context, a: typed(a),
-        lambda context, a, b: typed(a, b),
-        lambda context, a, b, c: typed(a, b, c),
-        lambda context, a, b, c, d: typed(a, b, c, d),
-        lambda context, a, b, c, d, e: typed(a, b, c, d, e),
-    )
-    function = by_arity[len(arguments)]
-    function.__name__ = function.__qualname__ = name
-    return intrinsic(function)
+    name_arguments(typed, len(arguments))
+    typed.__name__ = typed.__qualname__ = name
+    return intrinsic(typed)
 
 
 def _splat(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
@@ -132,9 +118,7 @@ def _store(b: ir.IRBuilder, address: ir.Value, value: ir.Value, align: int = 1) 
     return ir.Constant(i32, 0)
 
 
-def _loader(
-    name: str, result: Kind[In, Out], kind: ir.Type, convert: Emit | None = None
-) -> Callable[[Int], Out]:
+def _loader(name: str, result: Result, kind: ir.Type, convert: Emit | None = None) -> Callable[[Int], Result]:
     def emit(b: ir.IRBuilder, a: ir.Value) -> ir.Value:
         value = _load(b, a, kind)
         return convert(b, value) if convert else value
@@ -196,9 +180,8 @@ def _to_half(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 def _half_bytes(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The lower halves of eight bytes, then the upper ones, times four."""
     wide = b.zext(b.shuffle_vector(x, x, ir.Constant(vi32, [*range(8), *range(8)])), vi32)
-    kind = ir.FunctionType(vi32, [vi32] * 3)
-    turn = b.module.declare_intrinsic("llvm.fshl.v16i32", fnty=kind)  # one instruction of AVX-512
-    return b.and_(b.call(turn, [wide, wide, ir.Constant(vi32, [2] * 8 + [30] * 8)]), _ints(60))
+    turns = ir.Constant(vi32, [2] * 8 + [30] * 8)
+    return b.and_(_call(b, "llvm.fshl.v16i32", vi32, wide, wide, turns), _ints(60))  # one in AVX-512
 
 
 # ---- vectors from memory and back ----
@@ -573,15 +556,32 @@ call_kernel = _define("call_kernel", N, (A, A, A, A, A), _call_kernel)  # addres
 
 # ---- doubles, one at a time ----
 f64 = ir.DoubleType()
-D: Kind[Float, float] = _kind(types.float64)
+D: Float = _forget_type(types.float64)
 get_f64 = _define("get_f64", D, (A,), lambda b, a: _load(b, a, f64, 8))
 put_f64 = _define("put_f64", N, (A, D), lambda b, a, v: _store(b, a, v, 8))
 bits_f64 = _define("bits_f64", D, (A,), lambda b, n: b.bitcast(n, f64))
 
+
 # ---- the words of a launch ----
-word = _define(  # argument i, at args + 8 * i: one instruction, where `frame.word` would be a function
-    "word", A, (A, A), lambda b, a, i: _load(b, b.add(a, b.shl(i, ir.Constant(i64, 3))), i64, 8)
-)
+def _word(b: ir.IRBuilder, args: ir.Value, i: ir.Value) -> ir.Value:
+    """Argument i, at args + 8 * i."""
+    return _load(b, b.add(args, b.shl(i, ir.Constant(i64, 3))), i64, 8)
+
+
+word = _define("word", A, (A, A), _word)
+
+
+def _words(context: Any, args: Any, first: Any, end: Any) -> tuple[Any, Any]:
+    places = range(first.literal_value, end.literal_value)
+
+    def emit(context: Any, b: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        return cgutils.pack_array(b, [_word(b, values[0], ir.Constant(i64, i)) for i in places])
+
+    return types.UniTuple(types.int64, len(places))(types.int64, first, end), emit
+
+
+# Arguments first..end of a launch: words(args, first, end), with constants for both.
+words: Callable[[Int, int, int], Sequence[int]] = _forget_type(intrinsic(prefer_literal=True)(_words))
 
 # ---- floats, one at a time, where `straight` calculates with them ----
 quotient = _define("quotient", F, (F, F), lambda b, x, y: b.fdiv(x, y))

@@ -6,15 +6,16 @@ Every number depends on its own inputs alone, so rows are cut into pieces that t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.codegen.kernel import inline, kernel
-from plait.kernels.cpu.codegen.kinds import Floats, Int
-from plait.kernels.cpu.codegen.maths import exp, sigmoid
+from plait.kernels.cpu.codegen.kernel import Kernel, inline, kernel
+from plait.kernels.cpu.codegen.kinds import Floats
+from plait.kernels.cpu.codegen.maths import exp, polynomial, sigmoid
 from plait.kernels.cpu.codegen.vec import (
     absolute,
     add,
@@ -30,17 +31,15 @@ from plait.kernels.cpu.codegen.vec import (
     store_some,
     sub,
     where_less,
+    words,
     zero_f32,
 )
+from plait.kernels.cpu.pointwise.elementwise import PIECE, kernel_of
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.frame import rows_of, word
+from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.ops.activation import activate, gate_rows
 from plait.ops.registry import OpFacts
-
-KINDS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid", "swiglu_oai")
-SILU, GELU, GELU_TANH, RELU, RELU2, SIGMOID, SWIGLU_OAI = range(len(KINDS))
-PIECE = 256  # floats that a thread takes at a time, so that one long row is enough for all threads
 
 
 @inline
@@ -54,6 +53,12 @@ def silu(x: Floats) -> Floats:
     return _times_sigmoid(x, x)
 
 
+_gelu_terms = polynomial(
+    "gelu_terms", -1.5710755441e-4, -3.1170242964e-4, 6.8299947977e-4, 2.5240112325e-3, -1.5997551761e-3,
+    -1.6386200693e-2, 9.2355865722e-3, 1.3198698017e-1, -4.3369199187e-1, 7.066566598e-1,
+)  # fmt: skip
+
+
 @inline
 def gelu(x: Floats) -> Floats:
     """x · Φ(x), within some ulp also far below 0.
@@ -65,21 +70,11 @@ def gelu(x: Floats) -> Floats:
     a = smallest(absolute(x), spread(np.float32(14.0)))
     inverse = div(one, add(a, k))
     t = mul(sub(a, k), inverse)
-    p = spread(np.float32(-1.5710755441e-4))
-    p = fma(p, t, spread(np.float32(-3.1170242964e-4)))
-    p = fma(p, t, spread(np.float32(6.8299947977e-4)))
-    p = fma(p, t, spread(np.float32(2.5240112325e-3)))
-    p = fma(p, t, spread(np.float32(-1.5997551761e-3)))
-    p = fma(p, t, spread(np.float32(-1.6386200693e-2)))
-    p = fma(p, t, spread(np.float32(9.2355865722e-3)))
-    p = fma(p, t, spread(np.float32(1.3198698017e-1)))
-    p = fma(p, t, spread(np.float32(-4.3369199187e-1)))
-    p = fma(p, t, spread(np.float32(7.066566598e-1)))
     square = mul(a, a)
     lost = fma(a, a, sub(zero_f32(), square))  # what rounding a² took away counts where the tail is thin
     e = exp(mul(square, spread(np.float32(-0.5))))
     e = fma(mul(e, lost), spread(np.float32(-0.5)), e)
-    tail = mul(mul(e, p), inverse)
+    tail = mul(mul(e, _gelu_terms(t)), inverse)
     below = sub(zero_f32(), mul(a, tail))
     return where_less(x, zero_f32(), below, sub(x, mul(a, tail)))
 
@@ -111,40 +106,6 @@ def _sigmoid(x: Floats) -> Floats:
 
 
 @inline
-def _put(out: Int, up: Int, at: Int, y: Floats) -> None:
-    """Store y · up, or y if there is no up."""
-    if up != 0:
-        y = mul(y, load_f32(up + at))
-    store_f32(out + at, y)
-
-
-@inline
-def _put_some(out: Int, up: Int, at: Int, y: Floats, count: Int) -> None:
-    if up != 0:
-        y = mul(y, load_some(up + at, count))
-    store_some(out + at, y, count)
-
-
-def _piece_of(function: Callable[[Floats], Floats]) -> Callable[[Int, Int, Int, Int], None]:
-    """What writes the activation of n floats at x, times those at `up` if that is not 0, to `out`."""
-
-    def piece(x: Int, up: Int, out: Int, n: Int) -> None:
-        full, left = n // 16 * 64, np.int32(n % 16)
-        for at in range(0, full, 64):
-            _put(out, up, at, function(load_f32(x + at)))
-        if left > 0:
-            _put_some(out, up, full, function(load_some(x + full, left)), left)
-
-    # Machine code goes by this name, and no two functions may share one.
-    piece.__name__ = piece.__qualname__ = f"{function.__name__}_piece"
-    return inline(piece)
-
-
-_silu_piece, _gelu_piece, _gelu_tanh_piece = map(_piece_of, (silu, gelu, gelu_tanh))
-_relu_piece, _relu2_piece, _sigmoid_piece = map(_piece_of, (relu, relu2, _sigmoid))
-
-
-@inline
 def _least(x: Floats, limit: Floats) -> Floats:
     """The smaller of both; a NaN stays one."""
     return where_less(limit, x, limit, x)
@@ -160,70 +121,39 @@ def swiglu_oai(x: Floats, y: Floats) -> Floats:
     return mul(add(y, spread(np.float32(1.0))), _times_sigmoid(x, z))
 
 
-@inline
-def _swiglu_oai_piece(x: Int, up: Int, out: Int, n: Int) -> None:
-    full = n // 16 * 64
-    for at in range(0, full, 64):
-        store_f32(out + at, swiglu_oai(load_f32(x + at), load_f32(up + at)))
-    left = np.int32(n % 16)
-    if left > 0:
-        y = swiglu_oai(load_some(x + full, left), load_some(up + full, left))
-        store_some(out + full, y, left)
+KINDS: dict[str, Callable[..., Floats]] = {
+    "silu": silu, "gelu": gelu, "gelu_pytorch_tanh": gelu_tanh, "relu": relu, "relu2": relu2,
+    "sigmoid": _sigmoid, "swiglu_oai": swiglu_oai,
+}  # fmt: skip
 
 
-@inline
-def _piece(item: Int, n: Int) -> tuple[Int, Int, Int]:
-    """Piece `item` of rows of n floats: its row, its first float and how many there are."""
-    pieces = (n + PIECE - 1) // PIECE
-    start = item % pieces * PIECE
-    return item // pieces, start, min(PIECE, n - start)
+@cache
+def kernel_for(kind: str, gated: bool) -> Kernel:
+    """What computes one activation, times what it gates if it does."""
+    function = KINDS[kind]
 
+    def alone(x: Floats) -> Floats:
+        return function(x)
 
-@inline
-def _share(items: Int, n: Int, thread: Int, threads: Int) -> tuple[Int, Int]:
-    """The pieces of this thread, of `items` rows of n floats."""
-    pieces = items * ((n + PIECE - 1) // PIECE)
-    return pieces * thread // threads, pieces * (thread + 1) // threads
+    def times(x: Floats, up: Floats) -> Floats:
+        return mul(function(x), up)
 
+    def of_both(x: Floats, up: Floats) -> Floats:
+        return function(x, up)
 
-@kernel
-def activate_rows(frame: int, args: int, thread: int, threads: int) -> None:
-    """x, its row and head strides, heads, n of the result, bytes from gate to up or 0, kind, out (dense)."""
-    x, row_bytes, head_bytes = word(args, 2), word(args, 3), word(args, 4)
-    heads, n = word(args, 5), word(args, 6)
-    to_up, kind, out = word(args, 7), word(args, 8), word(args, 9)
-    first, last = _share(rows_of(frame, args) * heads, n, thread, threads)
-    for item in range(first, last):
-        row, start, count = _piece(item, n)
-        gate = x + row // heads * row_bytes + row % heads * head_bytes + 4 * start
-        up = gate + to_up if to_up != 0 else 0
-        to = out + 4 * (n * row + start)
-        if kind == SILU:
-            _silu_piece(gate, up, to, count)
-        elif kind == GELU:
-            _gelu_piece(gate, up, to, count)
-        elif kind == GELU_TANH:
-            _gelu_tanh_piece(gate, up, to, count)
-        elif kind == RELU:
-            _relu_piece(gate, up, to, count)
-        elif kind == RELU2:
-            _relu2_piece(gate, up, to, count)
-        elif kind == SWIGLU_OAI:
-            _swiglu_oai_piece(gate, up, to, count)
-        else:
-            _sigmoid_piece(gate, up, to, count)
+    lanes = of_both if kind == "swiglu_oai" else times if gated else alone
+    return kernel_of(f"{kind}_gated" if gated else kind, lanes, 1 + gated, 0)
 
 
 @kernel
 def apply_gate_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row stride, gate, its row stride, n, out (dense)."""
-    x, x_bytes, gate = word(args, 2), word(args, 3), word(args, 4)
-    gate_bytes, n = word(args, 5), word(args, 6)
-    out = word(args, 7)
-    first, last = _share(rows_of(frame, args), n, thread, threads)
-    for item in range(first, last):
-        row, start, count = _piece(item, n)
-        z = get_f32(gate + row * gate_bytes)
+    x, x_bytes, gate, gate_bytes, n, out = words(args, 2, 8)
+    pieces = (n + PIECE - 1) // PIECE
+    items = rows_of(frame, args) * pieces
+    for item in range(items * thread // threads, items * (thread + 1) // threads):
+        row, start = item // pieces, item % pieces * PIECE
+        count, z = min(PIECE, n - start), get_f32(gate + row * gate_bytes)
         factor = sigmoid(spread(z)) if z == z else spread(z)
         a, to, full = x + row * x_bytes + 4 * start, out + 4 * (n * row + start), count // 16 * 64
         for at in range(0, full, 64):
@@ -234,7 +164,7 @@ def apply_gate_rows(frame: int, args: int, thread: int, threads: int) -> None:
 
 
 def why_unknown_kind(facts: OpFacts) -> str | None:
-    kind = facts.sizes.get("kind", KINDS[0])
+    kind = facts.sizes.get("kind", "silu")
     return float32_rows(facts) if kind in KINDS else f"it does not know the activation {kind!r}"
 
 
@@ -245,8 +175,8 @@ def _activate(cpu: Executor, x: Tensor, kind: str, gated: bool) -> Tensor:
         raise ShapeMismatch(f"{kind} of rows of {rows.width} numbers{', gate and up' if gated else ''}")
     n = rows.width // 2 if gated else rows.width
     out = cpu.empty(*x.shape[:-1], n)
-    where = (*rows.strides, rows.heads, n, 4 * n if gated else 0)
-    cpu.launch(activate_rows, x, *where, KINDS.index(kind), out, rows=rows.count)
+    up = (x.data_ptr() + 4 * n, *rows.strides) if gated else ()
+    cpu.launch(kernel_for(kind, gated), n, rows.heads, out, x, *rows.strides, *up, rows=rows.count)
     return out
 
 

@@ -9,15 +9,15 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
-from plait.kernels.cpu.codegen.vec import get_i64, load_f32, load_some, store_f32, store_some
+from plait.kernels.cpu.codegen.vec import get_i64, load_f32, load_some, store_f32, store_some, words
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.frame import rows_of, word
-from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
+from plait.kernels.cpu.runtime.frame import rows_of
+from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
 from plait.ops.rows import join, take_rows
 
 
 @inline
-def _copy(source: Int, to: Int, n: Int) -> None:
+def copy_row(source: Int, to: Int, n: Int) -> None:
     """n floats."""
     full = n // 16 * 64
     for at in range(0, full, 64):
@@ -30,33 +30,28 @@ def _copy(source: Int, to: Int, n: Int) -> None:
 @kernel
 def gather_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row and head strides, heads, n, index (int64), out (dense)."""
-    x, row_bytes, head_bytes = word(args, 2), word(args, 3), word(args, 4)
-    heads, n = word(args, 5), word(args, 6)
-    index, out = word(args, 7), word(args, 8)
+    x, row_bytes, head_bytes, heads, n, index, out = words(args, 2, 9)
     items = rows_of(frame, args) * heads
     for i in range(items * thread // threads, items * (thread + 1) // threads):
         row = get_i64(index + 8 * (i // heads))
-        _copy(x + row * row_bytes + i % heads * head_bytes, out + 4 * n * i, n)
+        copy_row(x + row * row_bytes + i % heads * head_bytes, out + 4 * n * i, n)
 
 
 @kernel
 def concat_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """a, its row and head strides, n, b, its row and head strides, m, heads, out (dense)."""
-    a, a_row, a_head, n = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    b, b_row, b_head, m = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
-    heads, out = word(args, 10), word(args, 11)
+    a, a_row, a_head, n, b, b_row, b_head, m, heads, out = words(args, 2, 12)
     items = rows_of(frame, args) * heads
     for i in range(items * thread // threads, items * (thread + 1) // threads):
         row, head, to = i // heads, i % heads, out + 4 * (n + m) * i
-        _copy(a + row * a_row + head * a_head, to, n)
-        _copy(b + row * b_row + head * b_head, to + 4 * n, m)
+        copy_row(a + row * a_row + head * a_head, to, n)
+        copy_row(b + row * b_row + head * b_head, to + 4 * n, m)
 
 
 @take_rows.variant("native", on="cpu", when=float32_rows, native=True)
 def _take_rows(cpu: Executor, x: Tensor, index: Tensor) -> Tensor:
     rows = TensorRows.of(x)
-    if index.dtype != torch.int64 or index.dim() != 1 or not index.is_contiguous():
-        raise ShapeMismatch(f"row numbers must be dense int64 [L], got {index.dtype} {list(index.shape)}")
+    dense("row numbers", index, index.numel(), dtype=torch.int64)
     out = cpu.empty(index.shape[0], *x.shape[1:])
     where = (x, *rows.strides, rows.heads, rows.width)
     cpu.launch(gather_rows, *where, index, out, rows=index.shape[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
@@ -24,11 +23,13 @@ from plait.kernels.cpu.codegen.vec import (
     sub,
     total,
     where_below,
+    word,
+    words,
     zero_f32,
 )
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.frame import rows_of, word
-from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
+from plait.kernels.cpu.runtime.frame import rows_of
+from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
 from plait.ops.norm import add_rms_norm, layer_norm, rms_norm
 
 
@@ -89,14 +90,8 @@ def _rms_row(x: Int, weight: Int, eps: Float, n: Int, out: Int) -> None:
 @kernel
 def rms_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row and head strides, heads, groups, n of a group, weight, eps, out (dense)."""
-    x, row_bytes, head_bytes, heads = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    groups, n, weight, eps, out = (
-        word(args, 6),
-        word(args, 7),
-        word(args, 8),
-        get_f32(args + 72),
-        word(args, 10),
-    )
+    x, row_bytes, head_bytes, heads, groups, n, weight = words(args, 2, 9)
+    eps, out = get_f32(args + 72), word(args, 10)
     items = rows_of(frame, args) * heads * groups
     for i in range(items * thread // threads, items * (thread + 1) // threads):
         group, item = 4 * n * (i % groups), i // groups
@@ -117,15 +112,8 @@ def _add_row(x: Int, delta: Int, n: Int, out: Int) -> None:
 @kernel
 def add_rms_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row stride, delta, its row stride, n, weight, eps, sum (dense), out (dense)."""
-    x, x_bytes, delta, delta_bytes = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    n, weight, eps, summed, out = (
-        word(args, 6),
-        word(args, 7),
-        get_f32(args + 64),
-        word(args, 9),
-        word(args, 10),
-    )
-    rows = rows_of(frame, args)
+    x, x_bytes, delta, delta_bytes, n, weight = words(args, 2, 8)
+    eps, (summed, out), rows = get_f32(args + 64), words(args, 9, 11), rows_of(frame, args)
     for r in range(rows * thread // threads, rows * (thread + 1) // threads):
         to = summed + 4 * n * r
         _add_row(x + r * x_bytes, delta + r * delta_bytes, n, to)
@@ -153,15 +141,8 @@ def _layer_row(x: Int, weight: Int, bias: Int, eps: Float, n: Int, out: Int) -> 
 @kernel
 def layer_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row and head strides, heads, groups, n of a group, weight, bias or 0, eps, out (dense)."""
-    x, row_bytes, head_bytes, heads = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    groups, n, weight, bias, eps = (
-        word(args, 6),
-        word(args, 7),
-        word(args, 8),
-        word(args, 9),
-        get_f32(args + 80),
-    )
-    out, items = word(args, 11), rows_of(frame, args) * heads * groups
+    x, row_bytes, head_bytes, heads, groups, n, weight, bias = words(args, 2, 10)
+    eps, out, items = get_f32(args + 80), word(args, 11), rows_of(frame, args) * heads * groups
     for i in range(items * thread // threads, items * (thread + 1) // threads):
         group, item = 4 * n * (i % groups), i // groups
         start = x + item // heads * row_bytes + item % heads * head_bytes + group
@@ -169,20 +150,18 @@ def layer_rows(frame: int, args: int, thread: int, threads: int) -> None:
         _layer_row(start, weight + group, own, eps, n, out + 4 * n * i)
 
 
-def _check(name: str, vector: Tensor, n: int, groups: int = 1) -> None:
+def _check(n: int, groups: int, weight: Tensor, bias: Tensor | None = None) -> None:
     if n % groups:
         raise ShapeMismatch(f"rows of {n} numbers cannot be cut into {groups} equal groups")
-    if vector.dtype != torch.float32 or vector.shape != (n,) or not vector.is_contiguous():
-        raise ShapeMismatch(
-            f"the {name} of a norm over {n} numbers must be dense float32 [{n}], "
-            f"got {vector.dtype} {list(vector.shape)} with strides {vector.stride()}"
-        )
+    dense("a norm's weight", weight, n)
+    if bias is not None:
+        dense("a norm's bias", bias, n)
 
 
 @rms_norm.variant("native", on="cpu", when=float32_rows, native=True)
 def _rms_norm(cpu: Executor, x: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
     rows = TensorRows.of(x)
-    _check("weight", weight, rows.width, groups)
+    _check(rows.width, groups, weight)
     out = cpu.empty(*x.shape)
     where = (x, *rows.strides, rows.heads, groups, rows.width // groups)
     cpu.launch(rms_rows, *where, weight, float(eps), out, rows=rows.count)
@@ -194,7 +173,7 @@ def _add_rms_norm(
     cpu: Executor, x: Tensor, delta: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     a, b = TensorRows.of(x), TensorRows.of(delta)
-    _check("weight", weight, a.width)
+    _check(a.width, 1, weight)
     if x.shape != delta.shape or x.dim() != 2:
         raise ShapeMismatch(f"[T, n] and its like are added, got {list(x.shape)} and {list(delta.shape)}")
     summed, out = cpu.empty(*x.shape), cpu.empty(*x.shape)
@@ -208,9 +187,7 @@ def _layer_norm(
     cpu: Executor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, groups: int = 1
 ) -> Tensor:
     rows = TensorRows.of(x)
-    _check("weight", weight, rows.width, groups)
-    if bias is not None:
-        _check("bias", bias, rows.width)
+    _check(rows.width, groups, weight, bias)
     out = cpu.empty(*x.shape)
     where = (x, *rows.strides, rows.heads, groups, rows.width // groups)
     cpu.launch(layer_rows, *where, weight, bias, float(eps), out, rows=rows.count)

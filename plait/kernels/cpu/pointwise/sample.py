@@ -6,7 +6,6 @@ Weights are float64, as in `ops.sample`. A row is computed by itself, in one ord
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,11 +41,12 @@ from plait.kernels.cpu.codegen.vec import (
     sum_i32,
     where_below,
     where_less,
+    words,
     zero_i32,
 )
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.frame import barrier, common_scratch, rows_of, scratch_of, word
-from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
+from plait.kernels.cpu.runtime.frame import barrier, common_scratch, rows_of, scratch_of
+from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
 from plait.ops import sample
 
 BLOCK = 512  # floats of which the largest is found first, and then where it is
@@ -125,8 +125,7 @@ def _top_of_span(x: Int, first: Int, last: Int) -> tuple[Float, Int]:
 @kernel
 def largest_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row stride, vocab, ids (int64), values (float32): every row is shared out to all threads."""
-    x, row_bytes, vocab = word(args, 2), word(args, 3), word(args, 4)
-    ids, values = word(args, 5), word(args, 6)
+    x, row_bytes, vocab, ids, values = words(args, 2, 7)
     rows, found = rows_of(frame, args), common_scratch(frame)
     first = vocab // 16 * thread // threads * 16
     last = vocab if thread == threads - 1 else vocab // 16 * (thread + 1) // threads * 16
@@ -351,9 +350,7 @@ def _draw_of_all(x: Int, vocab: Int, settings: Settings, memory: Memory) -> Int:
 @kernel
 def draw_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row stride, vocab, temperature, top_k, top_p, min_p, uniform, ids: float64 and int64."""
-    x, row_bytes, vocab = word(args, 2), word(args, 3), word(args, 4)
-    heat, top_k = word(args, 5), word(args, 6)
-    top_p, min_p, uniform, out = word(args, 7), word(args, 8), word(args, 9), word(args, 10)
+    x, row_bytes, vocab, heat, top_k, top_p, min_p, uniform, out = words(args, 2, 11)
     rows, scratch = rows_of(frame, args), scratch_of(frame, thread)
     memory = (scratch + 8 * vocab, scratch + 12 * vocab, scratch)  # values, ids, weights; then counts
     for r in range(rows * thread // threads, rows * (thread + 1) // threads):
@@ -393,17 +390,11 @@ def _sample(
     uniform: Tensor,
 ) -> Tensor:
     rows = _rows(logits)
-    _check(rows.count, torch.float64, (temperature, top_p, min_p, uniform))
-    _check(rows.count, torch.int64, (top_k,))
-    out = cpu.empty(rows.count, dtype=torch.int64)
     settings = (temperature, top_k, top_p, min_p, uniform)
+    for name, setting in zip(("temperature", "top_k", "top_p", "min_p", "uniform"), settings, strict=True):
+        dense(name, setting, rows.count, dtype=torch.int64 if name == "top_k" else torch.float64)
+    out = cpu.empty(rows.count, dtype=torch.int64)
     where = (logits, rows.row_bytes, rows.width)
     scratch = -(-16 * rows.width // 64) * 64 + 1024  # whole cache lines, and the counts of a sort
     cpu.launch(draw_rows, *where, *settings, out, rows=rows.count, scratch=scratch)
     return out
-
-
-def _check(count: int, dtype: torch.dtype, settings: Sequence[Tensor]) -> None:
-    for s in settings:
-        if s.dtype != dtype or s.shape != (count,) or not s.is_contiguous():
-            raise ShapeMismatch(f"settings of {count} rows: {s.dtype} {list(s.shape)}, not dense {dtype} [L]")

@@ -42,9 +42,21 @@ from torch import Tensor
 from plait.errors import CannotRecord, EngineError
 from plait.kernels.cpu.codegen.kernel import Kernel, entry, inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
-from plait.kernels.cpu.codegen.vec import atomic_add, atomic_get, atomic_put, call_kernel, get_i64, pause
+from plait.kernels.cpu.codegen.vec import (
+    atomic_add,
+    atomic_get,
+    atomic_put,
+    call_kernel,
+    get_f32,
+    get_i64,
+    pause,
+    put_f32,
+    put_i64,
+    words,
+)
 from plait.kernels.cpu.runtime.frame import (
     COUNTERS,
+    FUTEX,
     LEAVE,
     LOGITS,
     PATIENCE,
@@ -62,20 +74,17 @@ from plait.kernels.cpu.runtime.frame import (
     WAKE,
     WORDS,
     WORK,
-    barrier,
-)
-from plait.kernels.cpu.runtime.next_step import follow_rows
-from plait.kernels.cpu.runtime.thread_count import ThreadTuner
-from plait.kernels.cpu.runtime.thread_wait import (
-    FUTEX,
     atomic_add_i64,
     atomic_get_i64,
     atomic_swap_i64,
+    barrier,
     clock,
     futex,
     give_way,
     nanosleep,
+    rows_of,
 )
+from plait.kernels.cpu.runtime.thread_count import ThreadTuner
 
 LINE = 64  # bytes of a cache line: words that different threads write stay on lines of their own
 # Of the mailbox, in bytes. A command is counted in its upper bits; the lower 16 say how many threads play it.
@@ -207,6 +216,38 @@ def _run(mailbox: int, threads: int) -> None:
 @entry("void(int64,int64)")
 def _ring(mailbox: int, threads: int) -> None:
     _command(mailbox, threads)
+
+
+@kernel
+def follow_rows(frame: int, args: int, thread: int, threads: int) -> None:
+    """Between two decode steps of one call: what the last one sampled is what the next one computes.
+
+    As `runner.graphs.StaticBatch.follow`, of as many rows as there are sequences; one thread does it all.
+
+    ids (int64) and values (float32) of the largest logits, token_ids (int64), moving (int64 rows: positions,
+    lengths, and of each group where entries go), its row stride, groups, their tables (int64: the address and
+    the row stride of each), tokens in a block, what is kept of ids and values for each step, the row strides
+    of these, the number of the step (int64), which is counted here.
+    """
+    if thread > 0:
+        return
+    ids, values, token_ids, moving, stride, groups, tables, size = words(args, 2, 10)
+    all_ids, all_values, ids_bytes, values_bytes, number = words(args, 10, 15)
+    step = get_i64(number)
+    kept_ids, kept_values = all_ids + step * ids_bytes, all_values + step * values_bytes
+    put_i64(number, step + 1)
+    for s in range(rows_of(frame, args)):
+        token_id = get_i64(ids + 8 * s)
+        put_i64(kept_ids + 8 * s, token_id)
+        put_f32(kept_values + 4 * s, get_f32(values + 4 * s))
+        put_i64(token_ids + 8 * s, token_id)
+        at = get_i64(moving + 8 * s) + 1
+        put_i64(moving + 8 * s, at)
+        put_i64(moving + stride + 8 * s, get_i64(moving + stride + 8 * s) + 1)
+        for g in range(groups):
+            table = get_i64(tables + 16 * g) + s * get_i64(tables + 16 * g + 8)
+            block = get_i64(table + 8 * (at // size))
+            put_i64(moving + (2 + g) * stride + 8 * s, block * size + at % size)
 
 
 def _worker(memory: tuple[Any, Any], thread: int) -> None:

@@ -1,4 +1,4 @@
-"""The frame: numbers that change from step to step, barriers and counters of threads, and scratch memory.
+"""The frame: numbers that change from step to step, barriers, waits and counters of threads, scratch memory.
 
 A frame is a row of int64 words. A kernel reads the number of rows it works on from the frame, at the offset
 that its first argument gives, so that a recorded step serves any batch.
@@ -6,9 +6,35 @@ that its first argument gives, so that a recorded step serves any batch.
 
 from __future__ import annotations
 
+import platform
+import time
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+
+from plait.kernels.cpu.codegen import vec
 from plait.kernels.cpu.codegen.kernel import inline
 from plait.kernels.cpu.codegen.kinds import Int
-from plait.kernels.cpu.codegen.vec import atomic_add, atomic_get, atomic_put, call_kernel, get_i64, pause
+from plait.kernels.cpu.codegen.vec import (
+    VOID,
+    WINDOWS,
+    A,
+    N,
+    _at,
+    _call,
+    _define,
+    atomic_add,
+    atomic_get,
+    atomic_put,
+    call_kernel,
+    get_i64,
+    get_u8,
+    i8,
+    i32,
+    i64,
+    pause,
+)
 
 SYNC, TOKENS, LOGITS, SEQS, SCRATCH, SCRATCH_SIZE, SHARED, WORK, EXACT, WAIT, WAKE = range(11)  # words
 WORDS = 64  # of a frame
@@ -18,6 +44,58 @@ TURN, SLEEPERS, SPINS = 64, 68, 72  # barriers passed; threads that sleep until 
 LEAVE = 80  # after which launch all threads but the first go: see `executor._play`
 COUNTERS = 128  # two lines of counters for sharing out work
 WAITED, PATIENCE = 256, 264  # microseconds of long waits, of all threads; how many thread 0 bears
+# The number of Linux's call that sleeps until a word changes; None elsewhere: a thread that waits takes naps.
+FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if platform.system() == "Linux" else None
+word = vec.word
+
+# Words of eight bytes, at multiples of eight.
+atomic_get_i64 = _define("atomic_get_i64", A, (A,), lambda b, a: b.load_atomic(_at(b, a, i64), "seq_cst", 8))
+atomic_swap_i64 = _define(
+    "atomic_swap_i64", A, (A, A), lambda b, a, v: b.atomic_rmw("xchg", _at(b, a, i64), v, "seq_cst")
+)
+atomic_add_i64 = _define(
+    "atomic_add_i64", A, (A, A), lambda b, a, v: b.atomic_rmw("add", _at(b, a, i64), v, "seq_cst")
+)
+give_way = _define("give_way", N, (), lambda b: _call(b, "SwitchToThread" if WINDOWS else "sched_yield", i32))
+
+
+def _nanosleep(b: ir.IRBuilder, spec: ir.Value) -> ir.Value:
+    """libc's nanosleep; `spec`: the address of two int64, seconds and nanoseconds. On Windows 1 ms."""
+    if WINDOWS:
+        _call(b, "Sleep", VOID, ir.Constant(i32, 1))
+        return ir.Constant(i32, 0)
+    kind = ir.FunctionType(i32, [i8.as_pointer(), i8.as_pointer()])
+    fn = cgutils.get_or_insert_function(b.module, kind, "nanosleep")
+    return b.call(fn, [_at(b, spec, i8), ir.Constant(i8.as_pointer(), None)])
+
+
+def _futex(b: ir.IRBuilder, address: ir.Value, operation: ir.Value, value: ir.Value) -> ir.Value:
+    """A call of Linux. Operation 128: wait while *address == value; 129: wake that many."""
+    if FUTEX is None:
+        return ir.Constant(i32, -1)
+    kind = ir.FunctionType(i64, [i64], var_arg=True)
+    fn = cgutils.get_or_insert_function(b.module, kind, "syscall")
+    null = ir.Constant(i64, 0)
+    number = ir.Constant(i64, FUTEX)
+    words = (number, address, b.sext(operation, i64), b.sext(value, i64), null, null, null)
+    return b.trunc(b.call(fn, words), i32)
+
+
+def _clock(b: ir.IRBuilder) -> ir.Value:
+    """Nanoseconds of a clock that never goes back. On Windows in steps of 16 ms, right in the mean."""
+    if WINDOWS:
+        return b.mul(_call(b, "GetTickCount64", i64), ir.Constant(i64, 1_000_000))
+    place = cgutils.alloca_once(b, ir.ArrayType(i64, 2))
+    kind = ir.FunctionType(i32, [i32, i8.as_pointer()])
+    fn = cgutils.get_or_insert_function(b.module, kind, "clock_gettime")
+    b.call(fn, [ir.Constant(i32, time.CLOCK_MONOTONIC), b.bitcast(place, i8.as_pointer())])
+    seconds, rest = (b.load(cgutils.gep_inbounds(b, place, 0, k)) for k in (0, 1))
+    return b.add(b.mul(seconds, ir.Constant(i64, 1_000_000_000)), rest)
+
+
+nanosleep = _define("nanosleep", N, (A,), _nanosleep)
+clock = _define("clock", A, (), _clock)
+futex = _define("futex", N, (A, N, N), _futex)
 
 
 @inline
@@ -53,9 +131,24 @@ def rows_of(frame: Int, args: Int) -> int:
 
 
 @inline
-def word(args: Int, i: Int) -> int:
-    """Argument i of a launch (argument 0 being its rows), as int64."""
-    return get_i64(args + 8 * i)
+def take_sequence(frame: Int, args: Int, parts: Int, where: tuple[Int, Int, Int]) -> tuple[Int, ...]:
+    """Of the `parts` of every sequence with new tokens, one that no other thread takes.
+
+    where: addresses of slots, query_start and has_history (`row_checks.Sequences`). Gives the part (below 0:
+    all are taken), the slot, whether it has history, the first token and how many there are. The last
+    sequences come first: prompts, the long work, are behind the decodes.
+    """
+    slots, starts, history = where
+    items = get_i64(frame + 8 * SEQS) * parts
+    while True:
+        i = items - 1 - np.int64(atomic_add(word(args, 1), np.int32(1)))
+        if i < 0:
+            return i, i, i, i, i
+        s = i // parts
+        first = get_i64(starts + 8 * s)
+        tokens = get_i64(starts + 8 * s + 8) - first
+        if tokens > 0:
+            return i % parts, get_i64(slots + 8 * s), np.int64(get_u8(history + s)), first, tokens
 
 
 @inline

@@ -38,6 +38,31 @@ class TensorRows:
         return self.row_bytes, self.head_bytes
 
 
+def dense(name: str, tensor: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The tensor of that dtype and shape, dense. Raises ShapeMismatch if it is another."""
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        raise ShapeMismatch(
+            f"a kernel wants {name} as {dtype} {list(shape)}, dense; got {tensor.dtype} "
+            f"{list(tensor.shape)} with strides {tensor.stride()}"
+        )
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Where the sequences of a batch lie: what kernels read per sequence, checked (`frame.take_sequence`)."""
+
+    words: tuple[Tensor, Tensor, Tensor]
+
+    @classmethod
+    def of(cls, slots: Tensor, query_start: Tensor, has_history: Tensor) -> Sequences:
+        """Raises ShapeMismatch if a kernel would misread them."""
+        dense("slots", slots, len(slots), dtype=torch.int64)
+        dense("query_start", query_start, len(slots) + 1, dtype=torch.int64)
+        dense("has_history", has_history, len(slots), dtype=torch.bool)
+        return cls((slots, query_start, has_history))
+
+
 def float32_rows(facts: OpFacts) -> str | None:
     """The `when` of kernels that compute in float32 and nothing else."""
     return None if facts.dtype == torch.float32 else f"it computes in float32, not in {facts.dtype}"

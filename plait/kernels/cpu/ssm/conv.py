@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
@@ -22,53 +19,16 @@ from plait.kernels.cpu.codegen.vec import (
     load_f32,
     put_f32,
     store_f32,
+    words,
     zero_f32,
 )
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.frame import SEQS, scratch_of, word
-from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
+from plait.kernels.cpu.runtime.frame import SEQS, scratch_of
+from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
 from plait.ops.conv import causal_conv
 
 CHANNELS = 128  # that are done together: some lines of a row, and their taps
-
-
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """Where the sequences of a batch lie: what kernels read per sequence, checked."""
-
-    slots: Tensor
-    query_start: Tensor
-    has_history: Tensor
-
-    @classmethod
-    def of(cls, slots: Tensor, query_start: Tensor, has_history: Tensor) -> Sequences:
-        """Raises ShapeMismatch if a kernel would misread them."""
-        wanted = (
-            ("slots", slots, torch.int64, len(slots)),
-            ("query_start", query_start, torch.int64, len(slots) + 1),
-            ("has_history", has_history, torch.bool, len(slots)),
-        )
-        for name, tensor, dtype, size in wanted:
-            if tensor.dtype != dtype or tensor.shape != (size,) or not tensor.is_contiguous():
-                raise ShapeMismatch(
-                    f"a kernel wants {name} as {dtype} [{size}], dense; got {tensor.dtype} "
-                    f"{list(tensor.shape)} with strides {tensor.stride()}"
-                )
-        return cls(slots, query_start, has_history)
-
-    @property
-    def words(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.slots, self.query_start, self.has_history
-
-
-def dense(name: str, tensor: Tensor, *shape: int) -> Tensor:
-    """The float32 tensor of that shape, dense. Raises ShapeMismatch if it is another."""
-    if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        raise ShapeMismatch(
-            f"a kernel wants {name} as torch.float32 {list(shape)}, dense; got {tensor.dtype} "
-            f"{list(tensor.shape)} with strides {tensor.stride()}"
-        )
-    return tensor
+Rows = tuple[Int, Int]  # an address, and the bytes from row to row
 
 
 @inline
@@ -98,31 +58,22 @@ def _gather_four(weight: Int, taps: Int) -> None:
 
 @inline
 def _outputs(
-    x: Int,
-    x_bytes: Int,
-    tail: Int,
-    tail_bytes: Int,
-    first: Int,
-    taps: Int,
-    kernel: Int,
-    bias: Int,
-    silent: Int,
-    out: Int,
-    channels: Int,
+    x: Rows, tail: Rows, first: Int, taps: Int, kernel: Int, bias: Int, silent: Int, out: Int, channels: Int
 ) -> None:
     """One row of some channels. x: its newest input; `first`: which row of its chunk the oldest one is;
     tail: of the row that `first` is counted from, 0 if there is no history. Taps are added oldest first."""
+    (x_at, x_bytes), (tail_at, tail_bytes) = x, tail
     unseen = min(max(-first, 0), kernel)
     for at in range(0, channels, 16):
         left, y, own = channels - at, zero_f32(), taps + 4 * at * kernel
         if bias != 0:
             y = load_left(bias + 4 * at, left)
-        if tail != 0:
-            row = tail + (first + kernel - 1) * tail_bytes + 4 * at
+        if tail_at != 0:
+            row = tail_at + (first + kernel - 1) * tail_bytes + 4 * at
             for k in range(unseen):
                 y = fma(load_left(row, left), load_f32(own + 64 * k), y)
                 row += tail_bytes
-        row = x + (unseen - kernel + 1) * x_bytes + 4 * at
+        row = x_at + (unseen - kernel + 1) * x_bytes + 4 * at
         for k in range(unseen, kernel):
             y = fma(load_left(row, left), load_f32(own + 64 * k), y)
             row += x_bytes
@@ -149,10 +100,8 @@ def _move_tail(
 def conv_channels(frame: int, args: int, thread: int, threads: int) -> None:
     """x, row stride, channels, weight, kernel, bias or 0, tail, slot and row strides, slots, query_start,
     has_history, silent (no activation), out (dense)."""
-    x, x_bytes, channels, weight = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    kernel, bias, tail, slot_bytes = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
-    tail_bytes, slots, start, history = word(args, 10), word(args, 11), word(args, 12), word(args, 13)
-    silent, out = word(args, 14) != 0, word(args, 15)
+    x, x_bytes, channels, weight, kernel, bias, tail, slot_bytes, tail_bytes = words(args, 2, 11)
+    slots, start, history, silent, out = words(args, 11, 16)
     seqs, taps, past = get_i64(frame + 8 * SEQS), scratch_of(frame, thread), kernel - 1
     blocks = (channels + 15) // 16
     last = min(blocks * (thread + 1) // threads * 16, channels)
@@ -173,7 +122,7 @@ def conv_channels(frame: int, args: int, thread: int, threads: int) -> None:
             for t in range(first, end):
                 row, to = x + t * x_bytes + at, out + 4 * t * channels + at
                 oldest = t - first - past
-                _outputs(row, x_bytes, known, tail_bytes, oldest, taps, kernel, shift, silent, to, width)
+                _outputs((row, x_bytes), (known, tail_bytes), oldest, taps, kernel, shift, silent, to, width)
             row = x + first * x_bytes + at
             _move_tail(row, x_bytes, own, tail_bytes, end - first, past, has_history, width)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Float, Floats, Int
-from plait.kernels.cpu.codegen.maths import exp, load_left, silu, store_left
+from plait.kernels.cpu.codegen.maths import exp, load_left, polynomial, silu, store_left
 from plait.kernels.cpu.codegen.vec import (
     absolute,
     add,
@@ -22,10 +22,12 @@ from plait.kernels.cpu.codegen.vec import (
     sub,
     total,
     where_less,
+    word,
+    words,
     zero_f32,
 )
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.frame import rows_of, word
+from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.ops.activation import step_sizes
 from plait.ops.gated_norm import gated_rms_norm
@@ -57,22 +59,14 @@ def norm_gated_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row stride, gate, its row stride, weight or 0, eps, groups, n of one, norm first, out (dense).
 
     Without a weight a row may be cut: groups then are pieces of any size, the last one shorter (n of all)."""
-    x, x_bytes, gate, gate_bytes = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    weight, eps, groups, n = word(args, 6), get_f32(args + 56), word(args, 8), word(args, 9)
-    norm_first, out, width = word(args, 10) != 0, word(args, 11), word(args, 12)
+    x, x_bytes, gate, gate_bytes, weight = words(args, 2, 7)
+    eps, (groups, n, norm_first, out, width) = get_f32(args + 56), words(args, 8, 13)
     items = rows_of(frame, args) * groups
     for i in range(items * thread // threads, items * (thread + 1) // threads):
         r, at = i // groups, i % groups * n
-        scale = weight + 4 * at if weight != 0 else np.int64(0)
-        _gated_row(
-            x + r * x_bytes + 4 * at,
-            gate + r * gate_bytes + 4 * at,
-            scale,
-            eps,
-            min(n, width - at),
-            norm_first,
-            out + 4 * (r * width + at),
-        )
+        scale, to = weight + 4 * at if weight != 0 else np.int64(0), out + 4 * (r * width + at)
+        own, turn = x + r * x_bytes + 4 * at, gate + r * gate_bytes + 4 * at
+        _gated_row(own, turn, scale, eps, min(n, width - at), norm_first, to)
 
 
 @gated_rms_norm.variant("native", on="cpu", when=float32_rows, native=True)
@@ -110,6 +104,9 @@ def _gated_rms_norm(
 PIECE = 256  # numbers of a row that is only gated, for one thread
 
 
+_softplus_terms = polynomial("softplus_terms", *(2.0 / n for n in range(17, 0, -2)))
+
+
 @inline
 def softplus(x: Floats) -> Floats:
     """ln(1 + e**x) = max(x, 0) + ln(1 + z), z = e**-|x|, which is 2 atanh(z / (2 + z)) by its series.
@@ -119,22 +116,13 @@ def softplus(x: Floats) -> Floats:
     z = exp(sub(zero_f32(), absolute(x)))
     s = div(z, add(z, spread(np.float32(2.0))))  # 1/3 at most
     q = mul(s, s)
-    p = spread(np.float32(2.0 / 17.0))
-    p = fma(p, q, spread(np.float32(2.0 / 15.0)))
-    p = fma(p, q, spread(np.float32(2.0 / 13.0)))
-    p = fma(p, q, spread(np.float32(2.0 / 11.0)))
-    p = fma(p, q, spread(np.float32(2.0 / 9.0)))
-    p = fma(p, q, spread(np.float32(2.0 / 7.0)))
-    p = fma(p, q, spread(np.float32(2.0 / 5.0)))
-    p = fma(p, q, spread(np.float32(2.0 / 3.0)))
-    p = fma(p, q, spread(np.float32(2.0)))
-    return fma(p, s, where_less(x, zero_f32(), zero_f32(), x))
+    return fma(_softplus_terms(q), s, where_less(x, zero_f32(), zero_f32(), x))
 
 
 @kernel
 def step_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """dt, its row stride, n, bias or 0, low, high, out (dense): softplus(dt + bias) within low..high."""
-    dt, dt_bytes, n, bias = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    dt, dt_bytes, n, bias = words(args, 2, 6)
     low, high, out = spread(get_f32(args + 48)), spread(get_f32(args + 56)), word(args, 8)
     pieces = (n + 15) // 16
     items = rows_of(frame, args) * pieces

@@ -14,24 +14,23 @@ from plait.kernels.cpu.codegen.kinds import Float, Floats, Int
 from plait.kernels.cpu.codegen.maths import exp, load_left, store_left
 from plait.kernels.cpu.codegen.vec import (
     add,
-    atomic_add,
     fma,
     get_f32,
-    get_i64,
-    get_u8,
     mul,
     put_f32,
     put_i64,
     spread,
     store_f32,
     total,
+    word,
+    words,
     zero_f32,
 )
 from plait.kernels.cpu.linear.packed import Groups, PackedWeight, multiply
+from plait.kernels.cpu.pointwise.copy_rows import copy_row
 from plait.kernels.cpu.runtime.executor import LINE, Executor
-from plait.kernels.cpu.runtime.frame import SEQS, rows_of, scratch_of, word
-from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
-from plait.kernels.cpu.ssm.conv import Sequences, dense
+from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, take_sequence
+from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
 from plait.ops.linear import Linear
 from plait.ops.mamba3 import mamba3_scan, map_each_head, norm_for_heads
 
@@ -45,20 +44,14 @@ def _clear(a: Int, n: Int) -> None:
 
 
 @inline
-def _copy(source: Int, to: Int, n: Int) -> None:
-    for i in range(0, n, 16):
-        store_left(to + 4 * i, load_left(source + 4 * i, n - i), n - i)
-
-
-@inline
 def _rotate_pairs(b: Int, c: Int, n: Int, theta: Int, step: Float, angle: Int, to_b: Int, to_c: Int) -> None:
     """Copies of B and C, their pairs turned by the angle, which moves on first.
 
     The angle is rounded and kept below a full turn at every token: how a prompt is cut changes nothing.
     """
     if theta == 0:
-        _copy(b, to_b, n)
-        _copy(c, to_c, n)
+        copy_row(b, to_b, n)
+        copy_row(c, to_c, n)
         return
     for i in range(n // 2):
         at = np.float64(get_f32(angle + 4 * i)) + np.float64(get_f32(theta + 4 * i) * step)
@@ -90,38 +83,25 @@ def _move(h: Int, n: Int, decay: Floats, v: Floats, b: Int, w: Floats, before: I
 def mamba3_heads(frame: int, args: int, thread: int, threads: int) -> None:
     """heads, rows of one, n; x and B and C with two strides each, dt and blend with one; theta or 0 with two;
     A, D; state, angle or 0, prev_b, prev_x with a slot stride each; slots, query_start, has_history; out."""
-    heads, dim, n = word(args, 2), word(args, 3), word(args, 4)
-    x, x_bytes, x_head = word(args, 5), word(args, 6), word(args, 7)
-    b, b_bytes, b_head = word(args, 8), word(args, 9), word(args, 10)
-    c, c_bytes, c_head = word(args, 11), word(args, 12), word(args, 13)
-    dt, dt_bytes, blend, blend_bytes = word(args, 14), word(args, 15), word(args, 16), word(args, 17)
-    theta, theta_bytes, theta_head = word(args, 18), word(args, 19), word(args, 20)
-    rate, skip, state, state_slot = word(args, 21), word(args, 22), word(args, 23), word(args, 24)
-    angle, angle_slot, prev_b, b_slot = word(args, 25), word(args, 26), word(args, 27), word(args, 28)
-    prev_x, x_slot, slots, starts = word(args, 29), word(args, 30), word(args, 31), word(args, 32)
-    history, out, counter = word(args, 33), word(args, 34), word(args, 1)
-    now_b = scratch_of(frame, thread)
-    now_c = now_b + (4 * n + 63) // 64 * 64
-    now = now_c + (4 * n + 63) // 64 * 64
-    items = get_i64(frame + 8 * SEQS) * heads
+    heads, dim, n, x, x_bytes, x_head, b, b_bytes, b_head, c, c_bytes, c_head = words(args, 2, 14)
+    dt, dt_bytes, blend, blend_bytes, theta, theta_bytes, theta_head, rate, skip = words(args, 14, 23)
+    state, state_slot, angle, angle_slot, prev_b, b_slot, prev_x, x_slot = words(args, 23, 31)
+    slots, starts, history, out = words(args, 31, 35)
+    now_b, row = scratch_of(frame, thread), (4 * n + 63) // 64 * 64
+    now_c, now = now_b + row, now_b + 2 * row
     while True:
-        # The last sequences come first: prompts, the long work, are behind the decodes.
-        i = items - 1 - np.int64(atomic_add(counter, np.int32(1)))
-        if i < 0:
+        head, slot, past, first, tokens = take_sequence(frame, args, heads, (slots, starts, history))
+        if head < 0:
             return
-        s, head = i // heads, i % heads
-        slot, first, end = get_i64(slots + 8 * s), get_i64(starts + 8 * s), get_i64(starts + 8 * s + 8)
-        if end <= first:
-            continue
         h, turned = state + slot * state_slot + 4 * head * dim * n, angle + slot * angle_slot + 2 * head * n
         old_b, old_x = prev_b + slot * b_slot + 4 * head * n, prev_x + slot * x_slot + 4 * head * dim
-        if get_u8(history + s) == 0:
+        if not past:
             _clear(h, dim * n)
             _clear(old_b, n)
             _clear(old_x, dim)
             if theta != 0:
                 _clear(turned, n // 2)
-        for t in range(first, end):
+        for t in range(first, first + tokens):
             step, share = get_f32(dt + t * dt_bytes + 4 * head), get_f32(blend + t * blend_bytes + 4 * head)
             decay = exp(spread(step * get_f32(rate + 4 * head)))
             store_f32(now, decay)
@@ -135,7 +115,7 @@ def mamba3_heads(frame: int, args: int, thread: int, threads: int) -> None:
                 y = _move(h + 4 * n * p, n, decay, v, now_b, w, old_b, now_c)
                 put_f32(out + 4 * ((t * heads + head) * dim + p), y + get_f32(skip + 4 * head) * u)
                 put_f32(old_x + 4 * p, u)
-            _copy(now_b, old_b, n)
+            copy_row(now_b, old_b, n)
 
 
 @mamba3_scan.variant("native", on="cpu", when=float32_rows, native=True)
@@ -202,8 +182,7 @@ def _mamba3_scan(
 @kernel
 def norm_heads(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row and group strides, groups, heads of each, n, weight, bias (dense), eps, out (dense)."""
-    x, row_bytes, group_bytes, groups = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    heads, n, weight, bias = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
+    x, row_bytes, group_bytes, groups, heads, n, weight, bias = words(args, 2, 10)
     eps, out = get_f32(args + 80), word(args, 11)
     items = rows_of(frame, args) * groups
     for item in range(items * thread // threads, items * (thread + 1) // threads):
@@ -237,8 +216,7 @@ def _norm_for_heads(cpu: Executor, x: Tensor, weight: Tensor, bias: Tensor, eps:
 @kernel
 def heads_as_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """heads, starts (int64 [2]), x, its row and head strides, n, copy (dense) or 0: counts the rows."""
-    heads, starts, x, row_bytes = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    head_bytes, n, out = word(args, 6), word(args, 7), word(args, 8)
+    heads, starts, x, row_bytes, head_bytes, n, out = words(args, 2, 9)
     items = rows_of(frame, args) * heads
     if thread == 0:
         put_i64(starts, 0)
@@ -246,7 +224,7 @@ def heads_as_rows(frame: int, args: int, thread: int, threads: int) -> None:
     if out == 0:
         return
     for i in range(items * thread // threads, items * (thread + 1) // threads):
-        _copy(x + i // heads * row_bytes + i % heads * head_bytes, out + 4 * n * i, n)
+        copy_row(x + i // heads * row_bytes + i % heads * head_bytes, out + 4 * n * i, n)
 
 
 @map_each_head.variant("native", on="cpu", when=float32_rows, native=True)
@@ -258,7 +236,7 @@ def _map_each_head(cpu: Executor, x: Tensor, linear: Linear) -> Tensor:
     part, rows = linear.only_part, TensorRows.of(x)
     if part is None or not isinstance(part[0], PackedWeight):
         if cpu.is_recording:
-            raise CannotRecord("a map that heads share is not one packed map")
+            raise CannotRecord("a linear layer that heads share is not one packed weight")
         return map_each_head.reference(x, linear)  # type: ignore[no-any-return]
     weight, bias, rounding = part
     spaced = x.dim() != 3 or rows.row_bytes != rows.heads * rows.head_bytes

@@ -138,7 +138,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_history_in_any_pieces_gives_the_same_bits(cpu: Any, alone: Any, shape: Shape) -> None:
+def test_history_in_any_chunks_gives_the_same_bits(cpu: Any, alone: Any, shape: Shape) -> None:
     length = 530
     text = Text.of(shape, length)
     want = in_pieces(paged_attention, shape, text, [length])
@@ -254,7 +254,7 @@ def latent_in_pieces(
 
 
 @pytest.mark.parametrize("sizes", LATENTS, ids=str)
-def test_latents_in_any_pieces_give_the_same_bits(
+def test_latents_in_any_chunks_give_the_same_bits(
     cpu: Any, alone: Any, sizes: tuple[int, int, int, torch.dtype]
 ) -> None:
     heads, rank, rope, _ = sizes
@@ -313,7 +313,7 @@ def test_what_it_cannot_serve_is_refused_by_name(cpu: Any) -> None:
     assert "multiple of 4, not of 18" in reason(dim=18, kv_dtype="int8")
 
 
-def test_shapes_that_do_not_fit_are_told(cpu: Any) -> None:
+def test_shapes_that_do_not_fit_are_rejected(cpu: Any) -> None:
     shape = Shape()
     text, memory, fn = Text.of(shape, 4), Memory(shape, [4]), bound(cpu, shape)
     index = memory.index([4], [0])

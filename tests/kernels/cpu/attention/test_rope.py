@@ -63,7 +63,7 @@ def test_a_recording_gives_what_the_call_gives(cpu: Any, native: Any) -> None:
     assert torch.equal(out[:5], native(x[:5], positions[:5], inv_freq(16), 1.0, False))
 
 
-def test_arguments_that_do_not_fit_are_told(native: Any) -> None:
+def test_arguments_that_do_not_fit_are_rejected(native: Any) -> None:
     x, positions = torch.randn(4, 2, 16), torch.arange(4)
     with pytest.raises(ShapeMismatch, match="int64"):
         native(x, positions.int(), inv_freq(16), 1.0, False)

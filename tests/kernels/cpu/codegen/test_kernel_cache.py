@@ -22,11 +22,12 @@ from pathlib import Path
 logging.basicConfig(stream=sys.stderr, format="%(message)s")
 from plait.kernels.cpu.codegen import target
 target.keep_in(Path(sys.argv[1]))
-from plait.kernels.cpu.runtime import next_step as following
-assert Path(following.__file__).is_relative_to(Path.cwd()), following.__file__
-following.follow_rows.address
-print(int(following.follow_rows.compile_s > 0), target.cached_files().unkept is None)
+from plait.kernels.cpu.runtime import written
+assert Path(written.__file__).is_relative_to(Path.cwd()), written.__file__
+written.rows_by_hand.address
+print(int(written.rows_by_hand.compile_s > 0), target.cached_files().unkept is None)
 """
+WRITTEN = Path("plait", "kernels", "cpu", "runtime", "written.py")  # a kernel's file, in an install
 TEXT = """
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 {head}
@@ -56,6 +57,7 @@ def compiled(process: subprocess.Popen[str]) -> tuple[bool, bool, str]:
 
 def copy(folder: Path) -> Path:
     shutil.copytree(ROOT / "plait", folder / "plait", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / WRITTEN).write_text(text("by_hand"))
     return folder
 
 
@@ -63,7 +65,7 @@ def test_two_installs_share_hand_written_kernels_and_a_changed_one_compiles_its_
     one, other, cache = copy(tmp_path / "one"), copy(tmp_path / "other"), tmp_path / "cache"
     at_once = [start(one, cache), start(other, cache)]
     assert sorted(compiled(process)[0] for process in at_once) == [False, True]  # one waited for the other
-    source = other / "plait" / "kernels" / "cpu" / "runtime" / "next_step.py"
+    source = other / WRITTEN
     source.write_text(source.read_text() + "\n# changed\n")
     assert [compiled(start(folder, cache)) for folder in (other, one, other)] == [
         (True, True, ""),
@@ -74,7 +76,7 @@ def test_two_installs_share_hand_written_kernels_and_a_changed_one_compiles_its_
 
 def test_kernels_that_cannot_be_kept_are_compiled_with_one_warning(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    made, is_kept, log = compiled(start(ROOT, tmp_path / "file"))
+    made, is_kept, log = compiled(start(copy(tmp_path / "one"), tmp_path / "file"))
     assert (made, is_kept, log.count("\n")) == (True, False, 1)
     assert str(tmp_path / "file") in log
 

@@ -277,7 +277,7 @@ def test_kernels_that_were_unused_for_thirty_days_go_and_others_stay(room: Path)
     assert [path.name for path in room.iterdir()] == [NAME]
 
 
-def test_the_room_of_this_start_stays_and_a_sweep_is_made_once_a_day(room: Path) -> None:
+def test_the_folder_of_this_run_stays_and_a_sweep_is_made_once_a_day(room: Path) -> None:
     other = room.with_name("other")
     for one in (room, other):
         KernelFiles(one).write(NAME, b"code")

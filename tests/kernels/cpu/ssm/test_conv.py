@@ -64,7 +64,7 @@ def test_a_prompt_cut_anywhere_gives_the_same_bits(cpu: Any, size: int) -> None:
     assert cut[[0, 1, 3, 4, 5, 6]].isnan().all()
 
 
-def test_company_and_threads_change_nothing(cpu: Any) -> None:
+def test_batch_composition_and_threads_change_nothing(cpu: Any) -> None:
     weight, bias = layer(130, 4)
     lengths, slots, history = [1, 1, 5, 17, 2], [5, 1, 3, 2, 6], [True, True, False, True, True]
     x, tail = torch.randn(26, 130), torch.randn(SLOTS, 3, 130)

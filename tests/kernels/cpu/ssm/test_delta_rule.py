@@ -110,7 +110,7 @@ def test_a_ragged_batch_is_what_the_reference_says(make: Any, cpu: Any) -> None:
 
 
 @pytest.mark.parametrize("make", LAYERS)
-def test_a_sequence_does_not_depend_on_company_cuts_or_threads(make: Any, cpu: Any) -> None:
+def test_a_sequence_does_not_depend_on_batch_composition_chunks_or_threads(make: Any, cpu: Any) -> None:
     layer, one = make(sum(LENGTHS)), executor(1)
     together = layer.kept()
     out = together.call(native(cpu, layer), where(LENGTHS, OWN, HISTORY), 2)

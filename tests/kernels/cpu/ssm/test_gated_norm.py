@@ -35,7 +35,7 @@ def test_gated_norm_of_any_width(cpu: Any, n: int, groups: int, before: bool, we
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_company_and_threads_change_nothing(cpu: Any) -> None:
+def test_batch_composition_and_threads_change_nothing(cpu: Any) -> None:
     x, gate, weight = torch.randn(9, 96), torch.randn(9, 96), torch.randn(96)
     one = executor(1)
     assert one is not None

@@ -90,7 +90,7 @@ def test_a_prompt_cut_anywhere_gives_the_same_bits(cpu: Any, cut: int) -> None:
         assert b[[0, 1, 3, 4]].isnan().all()
 
 
-def test_company_and_threads_change_nothing(cpu: Any) -> None:
+def test_batch_composition_and_threads_change_nothing(cpu: Any) -> None:
     layer, one, first = Layer(26, 3, 24, 40), executor(1), 0
     together, alone = layer.copied(), layer.copied()
     want = _mamba3_scan(cpu, *layer.args(together, 0, 26), *where(LENGTHS, OWN, HISTORY))
@@ -170,7 +170,7 @@ def shared_map(cpu: Any, n: int, m: int, bias: bool) -> Linear:
 
 @pytest.mark.parametrize(("n", "m"), [(64, 256), (4, 8), (17, 33)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_heads_that_share_a_map_are_rows_of_it(cpu: Any, n: int, m: int, bias: bool) -> None:
+def test_heads_that_share_a_linear_layer_are_rows_of_it(cpu: Any, n: int, m: int, bias: bool) -> None:
     linear, apart = shared_map(cpu, n, m, bias), torch.randn(19, 3, n + 5)[..., 2:-3]
     dense = apart.contiguous()
     want = linear(dense)
@@ -184,9 +184,9 @@ def test_heads_that_share_a_map_are_rows_of_it(cpu: Any, n: int, m: int, bias: b
         assert later[4:].isnan().all()
 
 
-def test_a_map_that_is_not_packed_cannot_be_recorded(cpu: Any) -> None:
+def test_a_weight_that_is_not_packed_cannot_be_recorded(cpu: Any) -> None:
     x, (n, m) = torch.randn(5, 2, 8), (8, 6)
     linear = Linear([Dense(torch.randn(m, n))], [None], lambda op, **_: op.reference, torch.float32)
     assert torch.equal(_map_each_head(cpu, x, linear), linear(x))
-    with cpu.recording(tokens=5, logits=6), pytest.raises(CannotRecord, match="not one packed map"):
+    with cpu.recording(tokens=5, logits=6), pytest.raises(CannotRecord, match="not one packed weight"):
         _map_each_head(cpu, x, linear)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.ssm.scan import _mamba1_scan, _mamba2_scan
-from plait.kernels.cpu.ssm.scan_source import LARGEST
+from plait.kernels.cpu.ssm.scan import LARGEST, _mamba1_scan, _mamba2_scan
 from plait.kernels.load import executor
 from plait.ops.registry import OpFacts
 from plait.ops.ssm import mamba1_scan, mamba2_scan
@@ -125,7 +124,7 @@ def test_a_prompt_cut_anywhere_gives_the_same_bits(cpu: Any, make: Callable[[int
 
 
 @pytest.mark.parametrize("make", LAYERS)
-def test_company_and_threads_change_nothing(cpu: Any, make: Callable[[int], Layer]) -> None:
+def test_batch_composition_and_threads_change_nothing(cpu: Any, make: Callable[[int], Layer]) -> None:
     together = make(63)
     alone, one = together.kept(), executor(1)
     assert one is not None
