@@ -21,7 +21,7 @@ from plait.quant.weight import Dense
 load_kernels()
 list_mixers()  # registers every op that a model can use
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
-# Formats whose kernels are made from the same parts as those of another: compiling them takes minutes.
+# Their kernels are made from the same parts as those of other formats: compiling them takes minutes.
 RARE = {"IQ4_NL", "IQ2_XXS", "IQ2_S", "IQ3_XXS", "IQ1_S", "TQ1_0", "NVFP4", "Q1_0", "Q3_K", "int3_g128"}
 
 
