@@ -25,8 +25,8 @@ from plait.config import ServerConfig
 from plait.server.api.param_aliases import NAMES, REFUSED, REPORTED
 from plait.server.api.unsupported_params import UNREAD
 from plait.server.app import ENDPOINTS, create_app
-from plait.server.docs.openapi import document
-from plait.server.gateway.readiness import LoadingState
+from plait.server.gateway.request_context import LoadingState
+from plait.server.pages import document
 
 COMMITTED = Path(__file__).resolve().parent.parent / "tests" / "surface.txt"
 Json = Mapping[str, Any]

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from plait.server.app import ENDPOINTS
-from plait.server.docs.openapi import document, encode_document
+from plait.server.pages import document, encode_document
 
 if __name__ == "__main__":
     sys.stdout.buffer.write(encode_document(document(ENDPOINTS)))

@@ -24,7 +24,7 @@ from plait.cli.common.vocabulary import read_stdin
 from plait.worker.torch_preload import TorchStart
 
 if TYPE_CHECKING:
-    from plait.frontend.delta import Delta
+    from plait.frontend.deltas import Delta
     from plait.llm.llm import LLM
 
 DEFAULT_MAX_TOKENS = 100

@@ -18,9 +18,8 @@ from prometheus_client import CollectorRegistry
 from plait.config import EngineConfig
 from plait.engine.admission import OnEvent, RequestLimits
 from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
-from plait.frontend.event_batching import MOST_AT_ONCE
-from plait.frontend.loop_bridge import Couriers
-from plait.frontend.output_stream import OutputStream
+from plait.frontend.deltas import MOST_AT_ONCE
+from plait.frontend.output_stream import Couriers, OutputStream
 from plait.frontend.request_options import NO_TERMS, Terms
 from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, Request, SamplingParams, ThinkingBudget
 from plait.spec import ModelSpec, Recurrent

@@ -1,4 +1,4 @@
-"""Turns the engine's events into text: detokenization and stop strings, one choice at a time.
+"""The text of a request while it is generated: events become deltas, one choice at a time.
 
 Runs on the thread or loop that reads the stream, never on the engine's thread.
 """
@@ -6,23 +6,128 @@ Runs on the thread or loop that reads the stream, never on the engine's thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from plait.frontend.delta import Delta, TextLogprob
-from plait.frontend.delta_batching import Gathered
-from plait.frontend.event_batching import TokenInterval, join_events
-from plait.frontend.loop_bridge import Couriers
-from plait.frontend.output_text import Reading
-from plait.request import Event, FinishReason, Request, RequestTrace, TokenLogprobs
-from plait.text.output import Content, OutputDelta
+from plait.frontend.deltas import Delta, Gathered, TextLogprob, TokenInterval, join_events
+from plait.request import Event, FinishReason, Request, RequestTrace, SamplingParams, TokenLogprobs
+from plait.text.output import Content, OutputDelta, OutputParser
 from plait.text.output.deltas import merge_deltas
+from plait.text.output.stop_strings import StopMatcher
 from plait.text.reply_format import ReplyReader
 from plait.text.tokenizers.detokenize import StreamDecoder
 from plait.text.tokenizers.tokenizer import Tokenizer
+
+Inbox = asyncio.Queue[Event]
+
+
+class Courier:
+    """Fills the inboxes of one event loop. `put` is safe from any thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._parcels: deque[tuple[Inbox, Event]] = deque()
+
+    def put(self, inbox: Inbox, event: Event) -> None:
+        """Have the loop put an event into one of its queues, after those that were given before."""
+        with self._lock:
+            self._parcels.append((inbox, event))
+            if len(self._parcels) == 1:
+                # The loop may be gone already when a server is stopped with requests open.
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        with self._lock:
+            parcels, self._parcels = self._parcels, deque()
+        for inbox, event in parcels:
+            inbox.put_nowait(event)
+
+
+class Couriers:
+    """One event-loop bridge for each event loop that needs one, until the loop is closed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_loop: dict[asyncio.AbstractEventLoop, Courier] = {}
+
+    def of(self, loop: asyncio.AbstractEventLoop) -> Courier:
+        """The bridge of this loop."""
+        with self._lock:
+            found = self._by_loop.get(loop)
+            if found is None:
+                # A bridge holds its loop, so no loop would ever be freed by itself.
+                self._by_loop = {one: its for one, its in self._by_loop.items() if not one.is_closed()}
+                found = self._by_loop[loop] = Courier(loop)
+            return found
+
+
+class Reading:
+    """Reads the text of one choice. `parser` None: all of it is content.
+
+    `matched`: the stop string that ended it; `has_ended`: that, or as many calls as were allowed. Text after
+    that is dropped.
+    """
+
+    def __init__(self, params: SamplingParams, parser: OutputParser | None) -> None:
+        self._parser, self._min_tokens = parser, params.min_tokens
+        self._stop = StopMatcher(params.stop, include=params.include_stop_str_in_output)
+        self._content_in = self._content_out = self._num_tokens = 0
+
+    @property
+    def matched(self) -> str | None:
+        return self._stop.matched
+
+    @property
+    def has_ended(self) -> bool:
+        return self.matched is not None or (self._parser is not None and self._parser.has_enough)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._parser.num_reasoning_tokens if self._parser else 0
+
+    @property
+    def num_held(self) -> int:
+        """Characters of the text so far that may or may not be shown, or never are, at its end."""
+        waiting = self._parser.num_held if self._parser else 0
+        return waiting + self._content_in - self._content_out
+
+    def push(self, text: str) -> list[OutputDelta]:
+        """The text of one more token; returns what can be emitted now."""
+        self._num_tokens += 1
+        return self._told(self._parser.push(text) if self._parser else [Content(text)])
+
+    def finish(self, text: str, *, is_cut: bool = False) -> list[OutputDelta]:
+        """The end, with the last of its text: what was held back comes out. `is_cut`: by a limit."""
+        parts: list[OutputDelta] = [Content(text)]
+        if self._parser:
+            parts = [*self._parser.push(text, 0), *self._parser.finish(is_cut=is_cut)]
+        told = self._told(parts)
+        held = "" if self.has_ended else self._stop.flush()
+        self._content_out += len(held)
+        return [*told, *([Content(held)] if held else [])]
+
+    def _told(self, parts: list[OutputDelta]) -> list[OutputDelta]:
+        told: list[OutputDelta] = []
+        for part in parts:
+            if self.matched is not None:
+                break
+            if isinstance(part, Content):
+                self._content_in += len(part.text)
+                # min_tokens keeps stop strings asleep.
+                is_asleep = self._num_tokens <= self._min_tokens
+                shown = part.text if is_asleep else self._stop.push(part.text)[0]
+                self._content_out += len(shown)
+                part = Content(shown)
+            if not isinstance(part, Content) or part.text:
+                told.append(part)
+        return told
+
 
 LAST_WORD_S = 60.0  # how long to wait for the engine's trace of a choice that a stop string ended
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from plait.config import EngineConfig, option_names
 from plait.errors import BadFile, ConfigError, InvalidField, QueueFull
-from plait.frontend.delta import Delta
+from plait.frontend.deltas import Delta
 from plait.frontend.output_stream import OutputStream
 from plait.frontend.request_options import NO_TERMS, Terms
 from plait.kernels.load import why_not_cached

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from plait.frontend.best_of import ChoiceScore, best
-from plait.frontend.delta import Delta, TextLogprob
+from plait.frontend.deltas import ChoiceScore, Delta, TextLogprob, best_of
 from plait.frontend.output_stream import OutputStream
 from plait.request import RequestTrace, SamplingParams
 
@@ -84,7 +83,7 @@ def collect(stream: OutputStream, prompt: str | None, params: SamplingParams) ->
         out.trace = stream.trace(out.index)
     result.metrics = outputs[0].trace
     if params.is_ranked:
-        result.outputs = [replace(outputs[i], index=at) for at, i in enumerate(best(scores, params.n))]
+        result.outputs = [replace(outputs[i], index=at) for at, i in enumerate(best_of(scores, params.n))]
     return result
 
 

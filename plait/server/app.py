@@ -19,24 +19,20 @@ from starlette.types import Receive, Scope, Send
 from plait.config import ServerConfig
 from plait.errors import Cancelled
 from plait.fair_queue import asker
+from plait.server import pages
 from plait.server.anthropic import messages
 from plait.server.api import validate
-from plait.server.api.endpoint import Answer, Endpoint
-from plait.server.api.reply import WARNING_HEADER, respond
+from plait.server.api.reply import WARNING_HEADER, Answer, Endpoint, respond
 from plait.server.api.schema import present
-from plait.server.docs import assets, openapi
-from plait.server.gateway import rate_limits
+from plait.server.gateway import api_keys
 from plait.server.gateway.accounting import Traffic
 from plait.server.gateway.middleware import REQUEST_ID_HEADER, Door, Edge, Refusal
-from plait.server.gateway.readiness import Health, LoadingState, Readiness
-from plait.server.gateway.request_context import SCOPE_KEY, RequestContext
+from plait.server.gateway.request_context import SCOPE_KEY, Health, LoadingState, Readiness, RequestContext
+from plait.server.http.bodies import linger, read_object
 from plait.server.http.errors import BodyTooLarge, http_problem, json_response, problem
-from plait.server.http.fair_threads import FairThreads
-from plait.server.http.request_body import linger, read_object
-from plait.server.http.slice_turns import Slices, SliceTurns
-from plait.server.http.tasks import until_disconnect
+from plait.server.http.tasks import FairThreads, Slices, SliceTurns, until_disconnect
 from plait.server.metrics import exposition
-from plait.server.openai import chat, completions, embeddings, models, rerank, responses, tokenize
+from plait.server.openai import chat, completions, embeddings, models, responses
 from plait.version import __version__
 
 if TYPE_CHECKING:
@@ -49,7 +45,7 @@ EXPOSED_HEADERS = (
     WARNING_HEADER,
     "retry-after",
     "retry-after-ms",
-    *rate_limits.HEADERS,
+    *api_keys.HEADERS,
 )
 PLAN_THREADS = max(min(32, (os.cpu_count() or 1) + 4), 3)  # as many as Python's own executor has
 PATHS = (
@@ -61,11 +57,9 @@ ENDPOINTS = (
     *completions.ENDPOINTS,
     *chat.ENDPOINTS,
     *embeddings.ENDPOINTS,
-    *rerank.ENDPOINTS,
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
     *models.ENDPOINTS,
-    *tokenize.ENDPOINTS,
 )
 
 
@@ -86,8 +80,8 @@ def create_app(
         _route("/v1/models/{id:path}", service.get_model, "GET"),
         _route("/tokenizer_info", service.tokenizer_info, "GET"),
         *(_route(e.path, service.serves(e), "POST", e.refusal) for e in ENDPOINTS),
-        *assets.routes(),
-        *openapi.routes(ENDPOINTS),
+        *pages.page_routes(),
+        *pages.api_routes(ENDPOINTS),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
     app.router.redirect_slashes = False
@@ -137,7 +131,7 @@ class Service:
         return await asyncio.to_thread(exposition, self._loading, self._traffic)
 
     async def version(self, request: Request) -> Response:
-        return json_response(openapi.Version(__version__))
+        return json_response(pages.Version(__version__))
 
     async def list_models(self, request: Request) -> Response:
         front = self._loading.ready()
@@ -148,7 +142,7 @@ class Service:
         return json_response(models.card(front, self._named(front, request.path_params["id"])))
 
     async def tokenizer_info(self, request: Request) -> Response:
-        return json_response(await asyncio.to_thread(tokenize.tokenizer_info, self._loading.ready()))
+        return json_response(await asyncio.to_thread(models.tokenizer_info, self._loading.ready()))
 
     def serves(self, endpoint: Endpoint) -> Handler:
         """The handler of an endpoint: a reply by its `plan`, or its `answer` computed in a thread."""
@@ -173,8 +167,8 @@ class Service:
     def _named(self, front: Front, asked: object) -> str:
         """The model's name for a reply to this request. Raises InvalidField and ModelNotFound."""
         if self._config.any_model_name:
-            return models.any_name(asked) or self.served(front)
-        models.check(asked, self.served(front))
+            return validate.any_model_name(asked) or self.served(front)
+        validate.check_model(asked, self.served(front))
         return self.served(front)
 
     async def _read(self, request: Request) -> tuple[RequestContext, dict[str, Any]]:

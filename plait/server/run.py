@@ -21,12 +21,11 @@ from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
 from plait.server.app import create_app
 from plait.server.gateway import middleware, tracing
-from plait.server.gateway.access_log import follow, start_log
+from plait.server.gateway.access_log import LogWriter, follow, start_log
 from plait.server.gateway.accounting import Traffic
-from plait.server.gateway.log_writer import LogWriter
-from plait.server.gateway.readiness import LoadingState
-from plait.server.http import connection, listen_backlog, tls
-from plait.server.http.transport import READ_BYTES, Reads
+from plait.server.gateway.request_context import LoadingState
+from plait.server.http import connection, listening
+from plait.server.http.connection import READ_BYTES, Reads
 
 if TYPE_CHECKING:
     from plait.frontend.frontend import Front
@@ -147,7 +146,7 @@ class Server(uvicorn.Server):
         self._should_reload, self._log = False, log
         self.fault: BaseException | None = None
         self.traffic = Traffic(config, tracing.recorder(config), log)
-        self._certificate = tls.certificate(config)
+        self._certificate = listening.certificate(config)
         host = f"[{config.host}]" if ":" in config.host else config.host
         scheme = "https" if self._certificate else "http"
         self.url = f"{scheme}://{host}:{sock.getsockname()[1]}"
@@ -273,7 +272,7 @@ class Server(uvicorn.Server):
         try:
             await self._finish()
             if not self.force_exit:
-                await listen_backlog.drain(sockets or ())
+                await listening.drain(sockets or ())
             await super().shutdown(sockets)
         finally:
             ending.cancel()

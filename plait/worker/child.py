@@ -23,7 +23,7 @@ from plait.config import EngineConfig
 from plait.engine.core import Engine
 from plait.engine.metrics import Family
 from plait.errors import EngineError, PlaitError
-from plait.frontend.event_batching import TokenInterval, join_events
+from plait.frontend.deltas import TokenInterval, join_events
 from plait.kernels.load import lend
 from plait.loading.text_side import TextSource
 from plait.request import Event, Request

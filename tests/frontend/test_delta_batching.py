@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.frontend.delta import Delta
-from plait.frontend.delta_batching import Gathered
-from plait.frontend.event_batching import TokenInterval
+from plait.frontend.deltas import Delta, Gathered, TokenInterval
 from plait.frontend.output_stream import OutputStream
 from plait.request import Event, FinishReason, Request, SamplingParams
 from plait.text.output import Arguments, CallEnd, CallStart, Content, OutputDelta, Reasoning

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plait.frontend.loop_bridge import Courier, Couriers, Inbox
+from plait.frontend.output_stream import Courier, Couriers, Inbox
 from plait.request import Event
 
 

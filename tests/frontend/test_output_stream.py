@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.frontend.delta import Delta
-from plait.frontend.event_batching import AT_ONCE, join_events
+from plait.frontend.deltas import AT_ONCE, Delta, join_events
 from plait.frontend.output_stream import ChoiceText, OutputStream
 from plait.request import Event, Request, RequestTrace, SamplingParams, TokenLogprobs
 from plait.text.tokenizers.builtin import builtin_tokenizer

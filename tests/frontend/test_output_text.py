@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.frontend.delta import Delta
+from plait.frontend.deltas import Delta
 from plait.frontend.output_stream import ChoiceText
 from plait.request import Event, ReplyShape, Request, SamplingParams, TokenLogprobs
 from plait.text.chat.markers import MarkerTemplate

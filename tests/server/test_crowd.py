@@ -20,8 +20,7 @@ from plait.errors import QueueFull
 from plait.request import SamplingParams
 from plait.server.api.generation import Generation
 from plait.server.gateway.request_context import Exchange, RequestContext
-from plait.server.http.connection import Connection
-from plait.server.http.transport import MOST_BYTES, TurnTransport
+from plait.server.http.connection import MOST_BYTES, Connection, TurnTransport
 from tests.server.conftest import Client, serving, wait_until
 from tests.server.fake import EchoLoop, fake_front
 from tests.server.gateway.test_access_log import Kept, kept

@@ -15,7 +15,7 @@ from plait.server.api import validate
 from plait.server.gateway import api_keys, middleware, request_context
 from plait.server.gateway.accounting import RELOADED, Traffic
 from plait.server.gateway.vllm_metrics import PER_REQUEST, RENAMED
-from plait.server.http import connection, request_body
+from plait.server.http import bodies, connection
 from tests.server.real_engine import engine_front
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text("utf-8")
@@ -58,9 +58,9 @@ def test_every_name_of_vllms_is_there() -> None:
         f"{middleware.MAX_HEAD_BYTES >> 10} KiB, {middleware.MAX_HEADERS} headers",
         f"{connection.HEAD_TIMEOUT_S:g} s ",
         f"{run.KEEP_ALIVE_S} s ",
-        f"{request_body.MAX_DEPTH} levels",
-        f"{request_body.BODY_TIMEOUT_S:g} s between pieces; after {request_body.BODY_TIMEOUT_S:g} s, "
-        f"{request_body.MIN_BODY_RATE >> 10} KiB/s",
+        f"{bodies.MAX_DEPTH} levels",
+        f"{bodies.BODY_TIMEOUT_S:g} s between pieces; after {bodies.BODY_TIMEOUT_S:g} s, "
+        f"{bodies.MIN_BODY_RATE >> 10} KiB/s",
         f"{connection.WRITE_BUFFER_BYTES >> 10} KiB, and what the kernel keeps",
         f"48 KiB in {connection.READ_TIMEOUT_S:g} s",
         f"{connection.FLUSH_S:g} s after",

@@ -25,18 +25,23 @@ from plait.server.anthropic.message_blocks import (
     convert_thinking,
 )
 from plait.server.api import validate
-from plait.server.api.content_blocks import BlockReply, BlockStep, ChatPlan, ReplyBlock
-from plait.server.api.endpoint import Endpoint
-from plait.server.api.error_translation import in_words_of, refuse_words_of_a_chat
-from plait.server.api.reply import Count, Usage
+from plait.server.api.content_blocks import (
+    BlockReply,
+    BlockStep,
+    ChatPlan,
+    ReplyBlock,
+    in_words_of,
+    refuse_words_of_a_chat,
+)
+from plait.server.api.reply import Count, Endpoint, Usage
 from plait.server.api.schema import Objects, field_names, parse_as
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.errors import Problem
 from plait.server.http.tasks import new_id
-from plait.server.openai import chat, tokenize
+from plait.server.openai import chat, models
 
 if TYPE_CHECKING:
-    from plait.frontend.delta import Delta
+    from plait.frontend.deltas import Delta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +209,10 @@ def count(context: RequestContext, body: Mapping[str, Any]) -> InputTokens:
     _refuse(body, COUNT_FIELDS)
     asked = parse_as(body, CountRequest)
     found, sent = conversation(asked.messages, asked.system), _translate_fields(asked)
-    seen = {name: value for name, value in sent.items() if name in tokenize.FIELDS}
+    seen = {name: value for name, value in sent.items() if name in models.TEMPLATE_FIELDS}
     with in_words_of(_NAMES, found.places):
-        asking = tokenize.TemplateRequest(messages=found.messages, **_continuation(found), **seen)
-        return InputTokens(len(tokenize.prompt_ids(context, asking, _NAMES)))
+        asking = models.TemplateRequest(messages=found.messages, **_continuation(found), **seen)
+        return InputTokens(len(models.prompt_ids(context, asking, _NAMES)))
 
 
 def refusal(found: Problem) -> MessageError:

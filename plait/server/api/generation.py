@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, TypeVar
 from plait.errors import DeadlineExceeded, EngineError, QueueFull
 from plait.request import Request, RequestTrace
 from plait.server.http.errors import NotReady
-from plait.server.http.fair_threads import capture_call
-from plait.server.http.tasks import cancel_tasks
+from plait.server.http.tasks import cancel_tasks, capture_call
 from plait.text.grammar.trial_pool import apply_verdict, too_late
 
 if TYPE_CHECKING:
-    from plait.frontend.delta import Delta
+    from plait.frontend.deltas import Delta
     from plait.frontend.output_stream import OutputStream
     from plait.server.gateway.request_context import RequestContext
 

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -18,12 +19,13 @@ from plait.request import Request, RequestTrace
 from plait.server.api.generation import Generation, run_plan
 from plait.server.api.schema import Sampling, StreamOptions
 from plait.server.gateway.request_context import RequestContext
+from plait.server.http.bodies import EventStream
 from plait.server.http.errors import Problem, json_response
-from plait.server.http.sse import EventStream
-from plait.server.http.tasks import new_id, until_disconnect
+from plait.server.http.tasks import Slices, new_id, until_disconnect
 
 if TYPE_CHECKING:
-    from plait.frontend.delta import Delta, TextLogprob
+    from plait.frontend.deltas import Delta, TextLogprob
+
 
 WARNING_HEADER = "x-plait-warning"
 LOGPROB_FLOOR = -9999.0  # JSON has no -inf
@@ -359,3 +361,24 @@ def finite(logprob: float) -> float:
 def best(lp: TextLogprob) -> list[TextLogprob]:
     """The alternatives of a token, most likely first."""
     return sorted(lp.top, key=lambda one: -finite(one.logprob))
+
+
+Body = dict[str, Any] | msgspec.Struct
+Plan = Callable[[RequestContext, Mapping[str, Any]], ApiReply]
+Answer = Callable[[RequestContext, Mapping[str, Any]], Body | Slices[Body]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """`POST path`, with the known body fields `fields`: others are accepted, and reported as ignored.
+
+    Called with the context of the request, and its body without its nulls. `plan` makes a reply that is
+    generated, whole or streamed; `answer` computes a body in a thread, in slices if it is a generator
+    (`turns`). One of the two is there. `refusal`: the body of an error, if it is not OpenAI's.
+    """
+
+    path: str
+    fields: frozenset[str]
+    plan: Plan | None = None
+    answer: Answer | None = None
+    refusal: Callable[[Problem], msgspec.Struct] | None = None

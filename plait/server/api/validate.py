@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from plait.errors import InvalidField
+from plait.errors import InvalidField, ModelNotFound
 from plait.request import MAX_LOGPROBS, ChoiceFields, SamplingParams, check_range, shorten
 from plait.server.api.schema import ChatRequest, CompletionRequest, Sampling
 from plait.server.api.unsupported_params import HINTS, UNREAD
@@ -19,8 +19,73 @@ from plait.text.chat.template import THOUGHTS
 from plait.text.output import tool_schemas
 from plait.text.output.call_grammar import required_tools
 
+if TYPE_CHECKING:
+    from plait.text.reply_format import Speech
+
+
+Tool = Mapping[str, Any]
+XML_TOOLS = "xml_tools"
+AT = "tool_choice.allowed_tools"
+
+
+def allow_tools(tools: Sequence[Tool], choice: Any) -> tuple[list[Any], Any]:
+    """The tools that may be called, and the choice among them: any other choice leaves both as they are.
+
+    The template gets those tools alone. Raises InvalidField for an unknown mode, and for a tool that is not
+    there.
+    """
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return [*tools], choice
+    found = choice.get("allowed_tools", choice)  # a chat nests it, /v1/responses does not
+    mode, listed = (found.get("mode"), found.get("tools")) if isinstance(found, Mapping) else (None, None)
+    if mode not in ("auto", "required"):
+        raise InvalidField(f"{AT}.mode: it must be 'auto' or 'required'", f"{AT}.mode")
+    if not isinstance(listed, list) or not listed:
+        raise InvalidField(f"{AT}.tools: it must be a list of tools, and not empty", f"{AT}.tools")
+    names = {_name(tool, f"{AT}.tools[{i}]") for i, tool in enumerate(listed)}
+    kept = [tool for tool in tools if _function(tool).get("name") in names]
+    if len(kept) < len(names):
+        known = {_function(tool).get("name") for tool in kept}
+        missing = sorted(names - known)[0]
+        raise InvalidField(f"{AT}.tools: there is no tool {missing!r:.80} in tools", f"{AT}.tools")
+    return kept, mode
+
+
+def from_template_kwargs(
+    tools: Sequence[Tool], kwargs: Mapping[str, Any], speech: Speech
+) -> tuple[Sequence[Tool], Mapping[str, Any]]:
+    """Tools, and the template's arguments without those of SmolLM3 that are tools.
+
+    They reach the template and the parser of calls as tools of the request do. A bare function is accepted,
+    as in that model's own examples. Raises InvalidField.
+    """
+    found, at = kwargs.get(XML_TOOLS), f"chat_template_kwargs.{XML_TOOLS}"
+    if found is None or XML_TOOLS not in speech.variables:
+        return tools, kwargs
+    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+        raise InvalidField(f"{at}: it must be a list of tools", at)
+    if tools and found:
+        raise InvalidField(f"{at}: the request has tools already; send them in one place", at)
+    wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in found]
+    return tools or wrapped, {name: value for name, value in kwargs.items() if name != XML_TOOLS}
+
+
+def _name(tool: Any, at: str) -> str:
+    name = _function(tool).get("name") or (tool.get("name") if isinstance(tool, Mapping) else None)
+    if not isinstance(name, str):
+        raise InvalidField(f'{at}: it must be {{"type": "function", "function": {{"name": …}}}}', at)
+    return name
+
+
+def _function(tool: Any) -> Mapping[str, Any]:
+    found = tool.get("function") if isinstance(tool, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_MODEL_NAME = 256  # in each chunk of a reply
+DEFAULT_MODEL = "default"  # vLLM's and SGLang's name for whatever model is served
 MAX_LOGIT_BIAS = 1024
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1024
@@ -61,6 +126,27 @@ def list_ignored(body: Mapping[str, Any], read: frozenset[str], unread: Sequence
     safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:MAX_REPORTED_CHARS]) for name in unknown[:MAX_REPORTED]]
     more = [f"+{len(unknown) - MAX_REPORTED}"] if len(unknown) > MAX_REPORTED else []
     return ",".join(safe + more)
+
+
+def check_model(asked: object, served: str) -> None:
+    """Check a request's model. Raises InvalidField for no string, ModelNotFound for one that is not served.
+
+    Null and "default" always mean the served one.
+    """
+    if asked is None or asked in (served, DEFAULT_MODEL):
+        return
+    if not isinstance(asked, str):
+        raise InvalidField("model: it must be a string", "model")
+    raise ModelNotFound(f"the model {asked[:200]!r} is not served here; {served!r} is", "model")
+
+
+def any_model_name(asked: object) -> str:
+    """The model's name in a request that may use any name; "": the served one. Raises InvalidField."""
+    if asked is None or asked == DEFAULT_MODEL:
+        return ""
+    if not (isinstance(asked, str) and len(asked) <= MAX_MODEL_NAME):
+        raise InvalidField(f"model: it must be a string of at most {MAX_MODEL_NAME} characters", "model")
+    return asked
 
 
 def completion_params(asked: CompletionRequest) -> SamplingParams:

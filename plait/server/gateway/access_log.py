@@ -1,19 +1,28 @@
 """The log: a line for each request and each event, text or JSON. Never a prompt, a reply or a key.
 
 What clients send reaches it escaped: no control character of theirs makes a line or moves a cursor.
+
+    any thread ──emit──▶ lines (bounded) ──one thread──▶ stderr or a file
+                 full: dropped and counted
+
+A pipe that is not read, a slow disk or a full one blocks that one thread, and nothing else.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import select
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from plait.config import ServerConfig
-from plait.server.gateway.log_writer import LogWriter
+from plait.errors import ConfigError
 
 access = logging.getLogger("plait.access")
 _OTHERS = (("", "WARNING"), ("uvicorn", "WARNING"), ("opentelemetry", "ERROR"))  # "": all others
@@ -105,3 +114,137 @@ def _value(value: Any) -> str:
 def _when(record: logging.LogRecord) -> str:
     """The time of a record: UTC, to the millisecond."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+
+
+STDERR = 2
+QUEUE_BYTES = 4 << 20  # of lines that wait; some ten thousand
+LINE_OVERHEAD = 64  # a short line takes memory, too
+BATCH_BYTES = 64 * 1024  # in one call of the system
+FLUSH_S = 2.0  # at the end, for a reader that is slow
+RETRY_MS = 1000
+
+
+class LogWriter(logging.Handler):
+    """Writes formatted records to stderr, or appends them to the file `path`. Safe from any thread.
+
+    Raises ConfigError if the file cannot be opened.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        super().__init__()
+        self.num_dropped = 0
+        self._fd = _open_log(path)
+        self._next_fd: int | None = None  # set by `reopen`; the thread changes over between two writes
+        self._lines: deque[bytes] = deque()
+        self._size = self._num_unreported = 0
+        self._is_writing = self._is_stuck = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="plait-log", daemon=True).start()
+
+    def reopen(self, path: str | None) -> None:
+        """Write there from the next line on; a file that was renamed or removed is made again.
+
+        Raises ConfigError, and goes on writing where it did.
+        """
+        fd = _open_log(path)
+        with self._changed:
+            unused, self._next_fd = self._next_fd, fd
+        if unused is not None:
+            _close(unused)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self._changed:
+            if self._size >= QUEUE_BYTES:
+                self._drop(1)
+                return
+        try:
+            text = self.format(record)
+        except Exception as error:  # a caller's fault, which must be seen and must not end the caller
+            text = f"{record.levelname} a record of {record.name} cannot be formatted: {error!r}"
+        with self._changed:
+            if self._num_unreported:
+                text = f"{self._report()}\n{text}"
+            line = text.encode(errors="backslashreplace") + b"\n"
+            self._lines.append(line)
+            self._size += len(line) + LINE_OVERHEAD
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until all is written, `FLUSH_S` seconds at most, and once only for a stuck reader."""
+        with self._changed:
+            if not self._is_stuck:
+                self._is_stuck = not self._changed.wait_for(self._is_idle, FLUSH_S)
+
+    def _is_idle(self) -> bool:
+        return not self._lines and not self._is_writing
+
+    def _report(self) -> str:
+        count, self._num_unreported = self._num_unreported, 0
+        text = f"the log was not written in time: {count} lines were dropped here"
+        return self.format(logging.LogRecord("plait.server", logging.WARNING, "", 0, text, (), None))
+
+    def _drop(self, count: int) -> None:
+        self.num_dropped += count
+        self._num_unreported += count
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._lines)
+                self._is_writing = True
+                batch = self._take()
+                fd = self._current_fd()
+            written = _write(fd, b"".join(batch))
+            with self._changed:
+                self._is_stuck = False
+                if not written:
+                    self._drop(len(batch))
+
+    def _take(self) -> list[bytes]:
+        batch: list[bytes] = []
+        size = 0
+        while self._lines and size < BATCH_BYTES:
+            batch.append(self._lines.popleft())
+            size += len(batch[-1])
+            self._size -= len(batch[-1]) + LINE_OVERHEAD
+        return batch
+
+    def _current_fd(self) -> int:
+        if self._next_fd is not None:
+            _close(self._fd)
+            self._fd, self._next_fd = self._next_fd, None
+        return self._fd
+
+
+def _write(fd: int, data: bytes) -> bool:
+    """Whether all of it was written; waits for a pipe that is full."""
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[os.write(fd, left) :]
+        except BlockingIOError:  # another process may have made the pipe we share so
+            poll = select.poll()
+            poll.register(fd, select.POLLOUT)
+            poll.poll(RETRY_MS)
+        except OSError:  # the pipe has no reader, or the disk no space
+            time.sleep(0.01)
+            return False
+    return True
+
+
+def _open_log(path: str | None) -> int:
+    if path is None:
+        return STDERR
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY  # a FIFO must not hold us
+    try:
+        return os.open(path, flags, 0o640)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"log_file: {path} cannot be opened: {why}") from error
+
+
+def _close(fd: int) -> None:
+    if fd != STDERR:
+        os.close(fd)

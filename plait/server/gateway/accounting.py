@@ -14,10 +14,8 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from plait.config import ServerConfig
-from plait.server.gateway.access_log import log_request, shows_requests
-from plait.server.gateway.api_keys import Keyring, read_keys
-from plait.server.gateway.log_writer import LogWriter
-from plait.server.gateway.rate_limits import RateLimits
+from plait.server.gateway.access_log import LogWriter, log_request, shows_requests
+from plait.server.gateway.api_keys import Keyring, RateLimits, read_keys
 from plait.server.gateway.request_context import Exchange
 from plait.server.gateway.vllm_metrics import PerRequest
 from plait.server.http.errors import InvalidKey

@@ -19,8 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from plait.config import KIB
 from plait.errors import PlaitError, QueueFull
 from plait.server.gateway.accounting import Traffic
-from plait.server.gateway.readiness import LoadingState
-from plait.server.gateway.request_context import SCOPE_KEY, Exchange
+from plait.server.gateway.request_context import SCOPE_KEY, Exchange, LoadingState
 from plait.server.http.errors import (
     BadHost,
     HeadTooLarge,

@@ -19,7 +19,7 @@ from plait.errors import ConfigError, RequestError
 from plait.server.api.param_aliases import rename_params
 from plait.server.api.reply import WARNING_HEADER
 from plait.server.api.validate import IGNORED_HEADER
-from plait.server.http.request_body import decode_object
+from plait.server.http.bodies import decode_object
 from plait.server.http.tasks import new_id
 
 METHOD = "POST"

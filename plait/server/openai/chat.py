@@ -9,21 +9,29 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from plait.frontend import best_of
+from plait.frontend.deltas import ChoiceScore, best_of
 from plait.request import ReplyShape, RequestTrace
 from plait.server.api import validate
 from plait.server.api.content_blocks import ChatPlan, ChoiceCourse, Part, ReplyBlocks, is_hidden, parts_of
-from plait.server.api.endpoint import Endpoint
-from plait.server.api.reply import ChoicesReply, ChosenToken, Count, PromptProgress, Timings, Usage, head
+from plait.server.api.reply import (
+    ChoicesReply,
+    ChosenToken,
+    Count,
+    Endpoint,
+    PromptProgress,
+    Timings,
+    Usage,
+    head,
+)
 from plait.server.api.schema import ChatRequest, field_names, parse_as
-from plait.server.api.tool_choice import allow_tools, from_template_kwargs
+from plait.server.api.validate import allow_tools, from_template_kwargs
 from plait.server.gateway.request_context import RequestContext
 from plait.text.chat.template import num_chars
 from plait.text.grammar.request_fields import grammar_from
 from plait.text.output import Arguments, CallStart, Content, Reasoning
 
 if TYPE_CHECKING:
-    from plait.frontend.delta import Delta
+    from plait.frontend.deltas import Delta
 
 FIELDS = field_names(ChatRequest)
 THOUGHTS = ("reasoning_content", "reasoning")  # DeepSeek's name and vLLM's: clients read one of them
@@ -253,7 +261,7 @@ class ChatReply(ChoicesReply):
 
     def whole(self, traces: Iterable[RequestTrace | None]) -> ChatCompletion:
         if len(self._choices) > self._n:
-            best = best_of.best([choice.score for choice in self._choices], self._n)
+            best = best_of([choice.score for choice in self._choices], self._n)
             self._choices = [self._choices[i] for i in best]
         choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
         return ChatCompletion(choices=choices, **self.fields_of_whole(traces), **self._once)
@@ -285,7 +293,7 @@ class _Choice(ReplyBlocks):
         super().__init__(chat)
         self._chat = chat
         self.logprobs: list[ChosenToken] = []
-        self.score = best_of.ChoiceScore()
+        self.score = ChoiceScore()
         self.token_ids: list[int] = []
 
     def add(self, delta: Delta, *, shows: bool) -> None:

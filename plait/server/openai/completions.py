@@ -10,13 +10,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from plait.errors import InvalidField
-from plait.frontend import best_of
+from plait.frontend.deltas import ChoiceScore, best_of
 from plait.request import Request, RequestTrace
 from plait.server.api import validate
-from plait.server.api.endpoint import Endpoint
 from plait.server.api.reply import (
     ChoicesReply,
     Count,
+    Endpoint,
     Logprob,
     PromptProgress,
     Timings,
@@ -31,7 +31,7 @@ from plait.text.grammar.request_fields import grammar_from
 from plait.text.tokenizers.detokenize import StreamDecoder, text_offsets
 
 if TYPE_CHECKING:
-    from plait.frontend.delta import Delta, TextLogprob
+    from plait.frontend.deltas import Delta, TextLogprob
     from plait.text.tokenizers.tokenizer import Tokenizer
 
 FIELDS = field_names(CompletionRequest)
@@ -127,7 +127,7 @@ class CompletionReply(ChoicesReply):
         found: list[CompletionChoice] = []
         for prompt in self._prompts:
             scores = [choice.score for choice in prompt.choices]
-            kept = best_of.best(scores, self._n) if self._is_ranked else range(self._n)
+            kept = best_of(scores, self._n) if self._is_ranked else range(self._n)
             found += [prompt.choices[j].whole(index) for index, j in enumerate(kept, len(found))]
         return Completion(choices=found, **self.fields_of_whole(traces))
 
@@ -199,7 +199,7 @@ class _Choice:
             if tokenizer and prompt.lists is not None
             else None
         )
-        self.score = best_of.ChoiceScore()
+        self.score = ChoiceScore()
         self._once: Sequence[int] | UnsetType = request.prompt_token_ids  # vLLM's: in a stream's first chunk
         self._begun, self._offset = False, 0
         self._pieces: list[CompletionChoice] = []

@@ -1,4 +1,8 @@
-"""The served model under its name, and text ↔ token ids: /v1/models, /tokenize, /detokenize."""
+"""The served model without a reply: its card, its template, its vocabulary, and text ↔ token ids.
+
+`/apply-template` and `/detokenize` are llama.cpp's too, `/tokenizer_info` vLLM's: clients that build their
+prompts themselves, such as lm-eval, read it.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +12,22 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from plait.errors import InvalidField, ModelNotFound
+from plait.errors import InvalidField
 from plait.server.api import validate
-from plait.server.api.endpoint import Endpoint
-from plait.server.api.reply import Count
+from plait.server.api.reply import Count, Endpoint
 from plait.server.api.schema import DetokenizeRequest, TokenizeRequest, field_names, parse_as
+from plait.server.api.validate import allow_tools, from_template_kwargs
 from plait.server.gateway.request_context import RequestContext
-from plait.server.http.slice_turns import Slices
-from plait.server.openai.tokenize import TemplateRequest, prompt_ids, tokenizer_of
+from plait.server.http.tasks import Slices
 from plait.text.tokenizers.tokenizer import join_text
 
 if TYPE_CHECKING:
     from plait.frontend.frontend import Front
     from plait.text.tokenizers.tokenizer import Tokenizer
 
+
 T = TypeVar("T")
 SLICE = 4096  # tokens that are looked up before others have their turn
-MAX_NAME = 256  # of a model, in each chunk of a reply
-DEFAULT = "default"  # vLLM's and SGLang's name for whatever model is served
 TOKENIZE_FIELDS, DETOKENIZE_FIELDS = field_names(TokenizeRequest), field_names(DetokenizeRequest)
 _OF_A_CHAT = ("tools", "reasoning_effort", "chat_template_kwargs", "continue_final_message")
 
@@ -64,27 +66,6 @@ class DetokenizeReply(msgspec.Struct, frozen=True):
 
     prompt: str
     content: str
-
-
-def check(asked: object, served: str) -> None:
-    """Check a request's model. Raises InvalidField for no string, ModelNotFound for one that is not served.
-
-    Null and "default" always mean the served one.
-    """
-    if asked is None or asked in (served, DEFAULT):
-        return
-    if not isinstance(asked, str):
-        raise InvalidField("model: it must be a string", "model")
-    raise ModelNotFound(f"the model {asked[:200]!r} is not served here; {served!r} is", "model")
-
-
-def any_name(asked: object) -> str:
-    """The model's name in a request that may use any name; "": the served one. Raises InvalidField."""
-    if asked is None or asked == DEFAULT:
-        return ""
-    if not (isinstance(asked, str) and len(asked) <= MAX_NAME):
-        raise InvalidField(f"model: it must be a string of at most {MAX_NAME} characters", "model")
-    return asked
 
 
 def card(front: Front, name: str) -> ModelCard:
@@ -171,7 +152,82 @@ def _template_request(asked: TokenizeRequest, messages: list[dict[str, Any]]) ->
     )
 
 
+class TemplateRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /apply-template: the fields of a chat that its prompt depends on."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+
+TEMPLATE_FIELDS = field_names(TemplateRequest)
+
+
+def prompt_ids(context: RequestContext, asked: TemplateRequest, words: Mapping[str, str] = {}) -> list[int]:
+    """The prompt of a chat, however long it is. Raises InvalidField and BadTemplate.
+
+    `words`: see `chat.plan_chat`.
+    """
+    front = context.front
+    validate.check_messages(asked.messages)
+    validate.check_template_kwargs(asked.chat_template_kwargs)
+    listed, wishes = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.speech)
+    choosable, choice = allow_tools(listed, asked.tool_choice)
+    validate.check_tools(choosable, choice)
+    kwargs, _, unread = front.speech.switched(wishes, asked.reasoning_effort)
+    context.report_unread(unread, words)
+    tools: Sequence[Any] = () if choice == "none" else choosable
+    options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}
+    return front.render_chat(asked.messages, **options)
+
+
+def apply_template(context: RequestContext, body: Mapping[str, Any]) -> dict[str, Any]:
+    """A conversation as the text that the model would get. Raises InvalidField and BadTemplate."""
+    validate.refuse(body, TEMPLATE_FIELDS)
+    ids = prompt_ids(context, parse_as(body, TemplateRequest))
+    return {"prompt": tokenizer_of(context.front).decode(ids, skip_special=False)}
+
+
+def tokenizer_info(front: Front) -> dict[str, Any]:
+    """The vocabulary in the words of a tokenizer_config.json. Raises InvalidField without one."""
+    tokenizer, template = tokenizer_of(front), front.chat_template
+    special = sorted(tokenizer.special_ids)
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "name": tokenizer.name,
+        "vocab_size": front.spec.vocab_size,
+        "model_max_length": front.max_model_len,
+        "bos_token": _token_text(tokenizer, tokenizer.bos_token_id),
+        "eos_token": _token_text(tokenizer, tokenizer.eos_token_id),
+        "pad_token": None,
+        "unk_token": None,
+        "add_bos_token": tokenizer.add_bos,
+        "added_tokens_decoder": {
+            str(i): {"content": tokenizer.token_text(i), "special": True} for i in special
+        },
+        "chat_template": (template.source or None) if template else None,
+        "chat_template_name": template.name if template else None,
+    }
+
+
+def tokenizer_of(front: Front) -> Tokenizer:
+    """Raises InvalidField for a model that has none."""
+    if front.tokenizer is None:
+        raise InvalidField(f"{front.name} has no tokenizer; name a vocabulary with --vocab")
+    return front.tokenizer
+
+
+def _token_text(tokenizer: Tokenizer, token_id: int | None) -> str | None:
+    return None if token_id is None else tokenizer.token_text(token_id)
+
+
 ENDPOINTS = (
     Endpoint("/tokenize", TOKENIZE_FIELDS, answer=tokenize),
     Endpoint("/detokenize", DETOKENIZE_FIELDS, answer=detokenize),
+    Endpoint("/apply-template", TEMPLATE_FIELDS, answer=apply_template),
 )

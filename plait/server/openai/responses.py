@@ -18,14 +18,20 @@ from plait.errors import InvalidField
 from plait.frontend.request_options import Terms
 from plait.request import NO_ENTRIES, MaxTokens, NumLogprobs, Request, RequestTrace, SamplingFields
 from plait.server.api import validate
-from plait.server.api.content_blocks import BlockKind, BlockReply, BlockStep, ChatPlan, ReplyBlock
-from plait.server.api.endpoint import Endpoint
-from plait.server.api.error_translation import in_words_of, refuse_words_of_a_chat
-from plait.server.api.reply import Count, Usage
+from plait.server.api.content_blocks import (
+    BlockKind,
+    BlockReply,
+    BlockStep,
+    ChatPlan,
+    ReplyBlock,
+    in_words_of,
+    refuse_words_of_a_chat,
+)
+from plait.server.api.reply import Count, Endpoint, Usage
 from plait.server.api.schema import Objects, field_names, parse_as
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.tasks import new_id
-from plait.server.openai import chat, tokenize
+from plait.server.openai import chat, models
 from plait.server.openai.response_items import (
     DeltaEvent,
     DoneEvent,
@@ -49,7 +55,7 @@ from plait.server.openai.response_items import (
 )
 
 if TYPE_CHECKING:
-    from plait.frontend.delta import Delta
+    from plait.frontend.deltas import Delta
     from plait.server.http.errors import Problem
 
 
@@ -145,10 +151,10 @@ def plan(context: RequestContext, body: Mapping[str, Any]) -> ResponsesReply:
 def count(context: RequestContext, body: Mapping[str, Any]) -> ResponseInputTokens:
     """Count the tokens of a response's prompt. Raises RequestErrors."""
     _, found, sent = _read(body)
-    seen = {name: value for name, value in sent.items() if name in tokenize.FIELDS}
+    seen = {name: value for name, value in sent.items() if name in models.TEMPLATE_FIELDS}
     with in_words_of(_NAMES, found.places):
-        asking = parse_as({**seen, "messages": found.messages}, tokenize.TemplateRequest)
-        return ResponseInputTokens(input_tokens=len(tokenize.prompt_ids(context, asking, _NAMES)))
+        asking = parse_as({**seen, "messages": found.messages}, models.TemplateRequest)
+        return ResponseInputTokens(input_tokens=len(models.prompt_ids(context, asking, _NAMES)))
 
 
 def _read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, ResponseConversation, dict[str, Any]]:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from anthropic import Anthropic
 
-from plait.frontend.delta import Delta
+from plait.frontend.deltas import Delta
 from plait.server.anthropic.message_blocks import (
     chat_output,
     chat_tool_choice,

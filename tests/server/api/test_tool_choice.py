@@ -6,7 +6,7 @@ import pytest
 
 from plait.errors import ConfigError, InvalidField
 from plait.frontend.frontend import Front, Language, Parsers
-from plait.server.api.tool_choice import allow_tools
+from plait.server.api.validate import allow_tools
 from tests.server.conftest import serving
 from tests.server.fake import fake_front
 from tests.server.openai.speaking import CLOCK, TOOLS, SpeakingTemplate, said_call

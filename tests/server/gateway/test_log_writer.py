@@ -16,20 +16,20 @@ from pathlib import Path
 import pytest
 
 from plait.errors import ConfigError
-from plait.server.gateway import log_writer
-from plait.server.gateway.log_writer import LogWriter
+from plait.server.gateway import access_log
+from plait.server.gateway.access_log import LogWriter
 from tests.server.conftest import Client, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import sys
 from plait.config import ServerConfig
-from plait.server.gateway import log_writer
+from plait.server.gateway import access_log
 from plait.server.gateway.access_log import start_log
 from plait.server.run import serve_front
 from tests.server.fake import fake_front
 
-log_writer.QUEUE_BYTES, log_writer.FLUSH_S = 16384, 0.2
+access_log.QUEUE_BYTES, access_log.FLUSH_S = 16384, 0.2
 config = ServerConfig(port=0, log_level="debug", log_file=sys.argv[1] if sys.argv[1:] else None)
 log = start_log(config)
 serve_front(lambda report: fake_front(), config, lambda server: print(server.url, flush=True), log=log)
@@ -116,8 +116,8 @@ def logged(writer: LogWriter, text: str) -> None:
 def test_what_does_not_fit_is_dropped_and_what_comes_after_says_so(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_writer, "QUEUE_BYTES", 1000)
-    monkeypatch.setattr(log_writer, "STDERR", pipe[1])
+    monkeypatch.setattr(access_log, "QUEUE_BYTES", 1000)
+    monkeypatch.setattr(access_log, "STDERR", pipe[1])
     fcntl.fcntl(pipe[1], fcntl.F_SETPIPE_SZ, 4096)
     writer = LogWriter()
     logged(writer, "x" * 20_000)  # keeps the thread in a write

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from plait.server.gateway.api_keys import Allowance, Key
-from plait.server.gateway.rate_limits import Account, Bucket, RateLimits, _span
+from plait.server.gateway.api_keys import Account, Allowance, Bucket, Key, RateLimits, _span
 from plait.server.http.errors import RateLimited, problem
 from tests.server.conftest import serving, wait_until
 from tests.server.fake import fake_front

@@ -16,9 +16,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from plait.server.api.validate import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_TOKEN_IDS, MAX_STOPS
 from plait.server.gateway import middleware, request_context
-from plait.server.http import connection, sse, transport
-from plait.server.http import request_body as body
-from plait.server.http.transport import READ_BYTES
+from plait.server.http import bodies, connection
+from plait.server.http.connection import READ_BYTES
 from plait.server.openai.completions import MAX_CHOICES
 from tests.server.conftest import Client, serving, wait_until
 from tests.server.fake import EchoLoop, fake_front
@@ -83,7 +82,7 @@ def test_a_megabyte_of_headers_is_told_so_and_ends_the_connection(client: Client
 
 
 def test_who_was_refused_is_not_read_for_ever(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "LINGER_S", 0.1)
+    monkeypatch.setattr(connection, "LINGER_S", 0.1)
     with connected(client) as sock:
         sent = sock.send(b"no HTTP at all\r\n\r\n")
         with contextlib.suppress(ConnectionError):
@@ -204,8 +203,8 @@ def test_a_body_in_tiny_chunks_is_parsed_a_little_at_a_time(
 
 
 def test_a_body_that_drips_is_408(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.15)
-    monkeypatch.setattr(body, "MIN_BODY_RATE", 1_000_000)
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.15)
+    monkeypatch.setattr(bodies, "MIN_BODY_RATE", 1_000_000)
     with connected(client) as sock:
         sock.sendall(POST + b"Content-Length: 9999\r\n\r\n{")
         with contextlib.suppress(OSError):
@@ -216,8 +215,8 @@ def test_a_body_that_drips_is_408(client: Client, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_body_that_comes_fast_enough_is_taken(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(body, "MIN_BODY_RATE", 1)
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(bodies, "MIN_BODY_RATE", 1)
     sent = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode()
     with connected(client) as sock:
         sock.sendall(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(sent))
@@ -295,7 +294,7 @@ def test_a_stream_that_nobody_reads_waits_in_a_bounded_buffer_and_is_cut(
         assert wait_until(lambda: front.stats()["running"] == 0)
         assert client.complete("Hi", max_tokens=2).status == 200
     assert max(sizes) < connection.WRITE_BUFFER_BYTES + 16 * 1024
-    assert sse.SEND_TIMEOUT_S >= 10  # it was the connection that gave up
+    assert bodies.SEND_TIMEOUT_S >= 10  # it was the connection that gave up
 
 
 def test_an_answer_that_nobody_reads_is_cut(

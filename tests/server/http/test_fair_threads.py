@@ -10,7 +10,7 @@ import pytest
 
 from plait.fair_queue import asker
 from plait.server.api.generation import run_plan
-from plait.server.http.fair_threads import FairThreads
+from plait.server.http.tasks import FairThreads
 
 
 def test_work_of_another_asker_goes_before_a_crowd_of_one() -> None:

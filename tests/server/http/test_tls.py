@@ -16,7 +16,7 @@ from plait.config import ServerConfig
 from plait.errors import ConfigError
 from plait.server import run
 from plait.server.http import connection
-from plait.server.http.tls import certificate
+from plait.server.http.listening import certificate
 from tests.server.conftest import Running, start, wait_until
 from tests.server.fake import fake_front
 

@@ -12,11 +12,10 @@ from openai import OpenAI
 from openai.types.responses import Response
 
 from plait.errors import BadGrammar
-from plait.frontend.delta import Delta
+from plait.frontend.deltas import Delta
 from plait.request import FinishReason, Request, SamplingParams
 from plait.server.anthropic import messages
-from plait.server.api.content_blocks import ChatPlan, Part
-from plait.server.api.error_translation import in_words_of
+from plait.server.api.content_blocks import ChatPlan, Part, in_words_of
 from plait.server.api.reply import ApiReply
 from plait.server.api.schema import ChatRequest
 from plait.server.http.errors import Problem

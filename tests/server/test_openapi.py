@@ -11,17 +11,17 @@ import msgspec
 import pytest
 
 from plait.config import ServerConfig
-from plait.server.api.endpoint import Endpoint
+from plait.server import pages
+from plait.server.api.reply import Endpoint
 from plait.server.app import ENDPOINTS, create_app
-from plait.server.docs import openapi, page
-from plait.server.gateway.readiness import LoadingState
+from plait.server.gateway.request_context import LoadingState
 from tests.server.conftest import Client
 
-COMMITTED = Path(__file__).resolve().parents[3] / "docs" / "openapi.json"
+COMMITTED = Path(__file__).resolve().parents[2] / "docs" / "openapi.json"
 
 
 def test_the_committed_document_is_that_of_this_version() -> None:
-    found = openapi.document(ENDPOINTS)
+    found = pages.document(ENDPOINTS)
     told = "docs/openapi.json is old: python tools/print_openapi.py > docs/openapi.json"
     assert msgspec.json.decode(COMMITTED.read_bytes()) == msgspec.json.decode(msgspec.json.encode(found)), (
         told
@@ -32,14 +32,12 @@ def test_every_route_is_described() -> None:
     routes: list[Any] = list(create_app(LoadingState(), ServerConfig()).routes)
     paths = {re.sub(r":\w+}", "}", route.path) for route in routes}
     own = {path for path in paths if path == "/" or path.startswith("/page/")}
-    told = openapi.document(ENDPOINTS)["paths"]
-    assert paths - own - {"/docs", "/openapi.json"} == set(told), (
-        "describe it in plait/server/docs/openapi.py"
-    )
+    told = pages.document(ENDPOINTS)["paths"]
+    assert paths - own - {"/docs", "/openapi.json"} == set(told), "describe it in plait/server/pages.py"
 
 
 def test_a_route_that_no_table_knows_is_described_by_its_fields() -> None:
-    told = openapi.document([Endpoint("/v1/new", frozenset({"b", "a"}))])["paths"]["/v1/new"]["post"]
+    told = pages.document([Endpoint("/v1/new", frozenset({"b", "a"}))])["paths"]["/v1/new"]["post"]
     body = told["requestBody"]["content"]["application/json"]["schema"]
     assert list(body["properties"]) == ["a", "b"]
 
@@ -66,7 +64,7 @@ class Loaded(HTMLParser):
 def test_the_page_loads_nothing_and_its_links_lead_somewhere(client: Client) -> None:
     answer = client.get("/docs")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    assert answer.headers["content-security-policy"] == page.POLICY
+    assert answer.headers["content-security-policy"] == pages.DOCS_POLICY
     found = Loaded()
     found.feed(answer.body.decode())
     assert found.loads == []
@@ -76,8 +74,8 @@ def test_the_page_loads_nothing_and_its_links_lead_somewhere(client: Client) -> 
 
 
 def test_what_the_document_says_is_escaped() -> None:
-    told = openapi.document([Endpoint("/v1/<b>", frozenset({"<i>"}))])
-    text = page.page(told).decode()
+    told = pages.document([Endpoint("/v1/<b>", frozenset({"<i>"}))])
+    text = pages.write_page(told).decode()
     assert "<b>" not in text
     assert "&lt;b&gt;" in text
 

@@ -1,4 +1,9 @@
-"""The API as an OpenAPI 3.1 document, made from the types of requests and replies, and as a page.
+"""The page at `/`, and the API as an OpenAPI 3.1 document and as a page, made from its types.
+
+The page at `/` is a chat with the model and a live view of the engine, as static files of the package. It is
+one more client of the API. It needs no build step and loads nothing from anywhere else: its
+Content-Security-Policy makes browsers enforce that. Trusted Types keep its scripts from turning text into
+markup.
 
 `tools/print_openapi.py` prints the document; `docs/openapi.json` is that output. An endpoint that is not in
 the tables below is in the document all the same, with the fields it reads.
@@ -6,31 +11,178 @@ the tables below is in the document all the same, with the fields it reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import base64
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from html import escape
+from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any
 
 import msgspec
+from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from plait.server.anthropic import messages
 from plait.server.api import schema
-from plait.server.api.endpoint import Endpoint
-from plait.server.docs.assets import Asset
-from plait.server.docs.page import POLICY, page
-from plait.server.gateway.readiness import Health, Readiness
+from plait.server.api.reply import Endpoint
+from plait.server.gateway.request_context import Health, Readiness
 from plait.server.http.errors import ErrorBody
 from plait.server.openai import (
     chat,
     completions,
     embeddings,
     models,
-    rerank,
     response_items,
     responses,
-    tokenize,
 )
 from plait.version import __version__
+
+POLICY = (
+    "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
+    "require-trusted-types-for 'script'"
+)
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+
+class Asset:
+    """One file, as an ASGI endpoint. A browser that has it already gets 304."""
+
+    def __init__(self, body: bytes, kind: str, policy: str = POLICY) -> None:
+        self._body, self._kind, self._policy = body, kind, policy
+        self._tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_known = self._tag in Headers(scope=scope).get("if-none-match", "")
+        headers = {
+            "Content-Type": self._kind,
+            "Content-Security-Policy": self._policy,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Opener-Policy": "same-origin",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cache-Control": "no-cache",
+            "ETag": self._tag,
+        }
+        response = Response(b"" if is_known else self._body, 304 if is_known else 200, headers)
+        await response(scope, receive, send)
+
+
+def page_routes() -> list[Route]:
+    """`/` and everything it loads, under `/page/`. Reads the files once, here."""
+    found = []
+    for name, file in _files(resources.files("plait.server") / "page"):
+        kind = KINDS["." + name.rpartition(".")[2]]
+        path = "/" if name == "index.html" else f"/page/{name}"
+        found.append(Route(path, Asset(file.read_bytes(), kind), methods=["GET"]))
+    return found
+
+
+def _files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Traversable]]:
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from _files(entry, f"{prefix}{entry.name}/")
+        else:
+            yield prefix + entry.name, entry
+
+
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 small { font-weight: normal; opacity: .7; }
+h2, h3 { margin-top: 2rem; overflow-wrap: anywhere; }
+code { font: .9em ui-monospace, monospace; }
+.method { border: 1px solid; border-radius: .3em; padding: 0 .4em; margin-right: .4em; font-size: .8em; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0;
+  border-bottom: 1px solid #8884; overflow-wrap: anywhere; }
+"""
+_HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+DOCS_POLICY = f"default-src 'none'; style-src 'sha256-{_HASH}'; base-uri 'none'; frame-ancestors 'none'"
+
+
+def write_page(document: Mapping[str, Any]) -> bytes:
+    """An OpenAPI document as one HTML page."""
+    about = document["info"]
+    title, version = escape(about["title"]), escape(about["version"])
+    operations = [
+        _operation_html(path, method, told)
+        for path, methods in document["paths"].items()
+        for method, told in methods.items()
+    ]
+    types = [_type_html(name, schema) for name, schema in document["components"]["schemas"].items()]
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width">',
+        f"<title>{title}: API</title><style>{STYLE}</style></head><body>",
+        f"<h1>{title} <small>{version}</small></h1><p>{escape(about['description'])}</p>",
+        '<p>To be read by machines: <a href="openapi.json">openapi.json</a>.</p>',
+        "<h2>Operations</h2>",
+        *operations,
+        "<h2>Types</h2>",
+        *types,
+        "</body></html>\n",
+    ]
+    return "\n".join(parts).encode()
+
+
+def _operation_html(path: str, method: str, told: Mapping[str, Any]) -> str:
+    lines = [
+        f'<h3 id="{escape(told["operationId"])}"><span class="method">{method.upper()}</span>'
+        f"<code>{escape(path)}</code></h3><p>{escape(told['summary'])}</p>"
+    ]
+    body = told.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+    if body is not None:
+        lines.append(f"<p>Takes {_kind_html(body)}.</p>")
+    for kind, content in told["responses"]["200"]["content"].items():
+        shown = _kind_html(content["schema"]) if "$ref" in content.get("schema", {}) else ""
+        text = content.get("schema", {}).get("description", "")
+        lines.append(f"<p>Answers with <code>{escape(kind)}</code> {shown} {escape(text)}</p>")
+    return "\n".join(lines)
+
+
+def _type_html(name: str, schema: Mapping[str, Any]) -> str:
+    required = set(schema.get("required", ()))
+    rows = [
+        f"<tr><td><code>{escape(field)}</code></td><td>{_kind_html(told)}</td>"
+        f"<td>{'required' if field in required else _default(told)}</td>"
+        f"<td>{escape(told.get('description', ''))}</td></tr>"
+        for field, told in schema.get("properties", {}).items()
+    ]
+    text = escape(schema.get("description", ""))
+    return (
+        f'<h3 id="{escape(name)}"><code>{escape(name)}</code></h3><p>{text}</p><table>{"".join(rows)}</table>'
+    )
+
+
+def _kind_html(schema: Mapping[str, Any]) -> str:
+    """A schema in a few words, with links to the types it names."""
+    if "$ref" in schema:
+        name = escape(str(schema["$ref"]).rpartition("/")[2])
+        return f'<a href="#{name}"><code>{name}</code></a>'
+    if "anyOf" in schema:
+        return " or ".join(_kind_html(one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return " or ".join(f"<code>{escape(repr(value))}</code>" for value in schema["enum"])
+    if schema.get("type") == "array":
+        return f"list of {_kind_html(schema.get('items', {}))}"
+    inner = schema.get("additionalProperties")
+    if isinstance(inner, Mapping) and inner:
+        return f"object of {_kind_html(inner)}"
+    return escape(str(schema.get("type", "anything")))
+
+
+def _default(schema: Mapping[str, Any]) -> str:
+    return f"default <code>{escape(repr(schema['default']))}</code>" if "default" in schema else "optional"
+
 
 SCHEMA = "#/components/schemas/{name}"
 TITLE = "Plait"
@@ -69,8 +221,8 @@ GETS: Mapping[str, Operation] = {
     "/tokenizer_info": Operation("The vocabulary and the chat template"),
     "/v1/models/{id}": Operation("One model", models.ModelCard),
 }
-_SCORE = Operation("How near texts are to each other", rerank.Scores, rerank.ScoreRequest)
-_RERANK = Operation("Documents by how near they are to a query", rerank.Ranking, rerank.RerankRequest)
+_SCORE = Operation("How near texts are to each other", embeddings.Scores, embeddings.ScoreRequest)
+_RERANK = Operation("Documents by how near they are to a query", embeddings.Ranking, embeddings.RerankRequest)
 POSTS: Mapping[str, Operation] = {
     "/v1/completions": Operation(
         "Text that follows a prompt",
@@ -87,7 +239,7 @@ POSTS: Mapping[str, Operation] = {
     "/v1/embeddings": Operation("Texts as vectors", embeddings.Embeddings, embeddings.EmbeddingRequest),
     **dict.fromkeys(("/v1/score", "/score"), _SCORE),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANK),
-    "/apply-template": Operation("A conversation as the model's prompt", body=tokenize.TemplateRequest),
+    "/apply-template": Operation("A conversation as the model's prompt", body=models.TemplateRequest),
     "/v1/responses": Operation(
         "The reply to a conversation, as items",
         response_items.Response,
@@ -140,12 +292,12 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     }
 
 
-def routes(endpoints: Iterable[Endpoint]) -> list[Route]:
+def api_routes(endpoints: Iterable[Endpoint]) -> list[Route]:
     """GET /openapi.json, and GET /docs: the same document as an HTML page that loads nothing."""
     found = document(endpoints)
     return [
         Route("/openapi.json", Asset(encode_document(found), "application/json"), methods=["GET"]),
-        Route("/docs", Asset(page(found), "text/html; charset=utf-8", POLICY), methods=["GET"]),
+        Route("/docs", Asset(write_page(found), "text/html; charset=utf-8", DOCS_POLICY), methods=["GET"]),
     ]
 
 
