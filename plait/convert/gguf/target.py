@@ -25,7 +25,6 @@ from plait.ops.rope import frequencies
 from plait.spec import (
     AttentionSpec,
     DeltaNetSpec,
-    Mamba1Spec,
     Mamba2Spec,
     MlaSpec,
     ModelSpec,
@@ -87,7 +86,7 @@ def gguf_target(model: Model) -> GgufTarget:
 
 
 def _notes(spec: ModelSpec, arch: str) -> Iterator[str]:
-    attention = [m for _, m in spec.mixers() if isinstance(m, AttentionSpec)]
+    attention = list(spec.mixers_of(AttentionSpec))
     if arch in NO_WINDOWS and any(m.window for m in attention):
         yield f"llama.cpp has no windows for {arch}: there, attention sees all keys"
     if any(m.rope and m.rope.scaling.get("rope_type") == "dynamic" for m in attention):
@@ -103,7 +102,7 @@ def arches_of(model: Model) -> list[str]:
     own = next((families[n] for n in names_in(model.resolved.config) if n in families), None)
     found = [a.name for a in ARCHITECTURES.values() if own and families.get(a.architecture) is own]
     found += [name for name in ALSO.get(model.resolved.family, ()) if name not in found]
-    has_experts = any(isinstance(m, MoeSpec) for _, m in model.spec.mixers())
+    has_experts = any(model.spec.mixers_of(MoeSpec))
     return sorted(found, key=lambda name: ("moe" in name) != has_experts)
 
 
@@ -112,7 +111,7 @@ def _as_arch(model: Model, arch: str) -> GgufTarget:
     config = Config({**model.resolved.config, **_counts(spec), "gguf_architecture": arch})
     made = plan_tensors(model.wanted, gguf_names(config), FORM)
     made = [replace(m, shape=_shape(m, spec, arch)) for m in made]
-    keys = {"general.architecture": arch, **model_keys(arch, spec, config, made)}
+    keys = {"general.architecture": arch, **model_keys(arch, spec, config)}
     extra = _extra(spec)
     theirs = read_back(keys, made, extra)
     check_complete(
@@ -131,7 +130,7 @@ def read_back(keys: Mapping[str, Any], made: list[Made], extra: Mapping[str, Ten
 def _counts(spec: ModelSpec) -> dict[str, Any]:
     """What `gguf_names` asks a config for, of any model."""
     found: dict[str, Any] = {"num_hidden_layers": len(spec.layers)}
-    mla = next((m for _, m in spec.mixers() if isinstance(m, MlaSpec)), None)
+    mla = next(spec.mixers_of(MlaSpec), None)
     if mla:
         found |= {"num_attention_heads": mla.num_heads, "kv_lora_rank": mla.kv_rank}
         found["qk_nope_head_dim"] = mla.nope_dim
@@ -141,18 +140,17 @@ def _counts(spec: ModelSpec) -> dict[str, Any]:
 def _shape(made: Made, spec: ModelSpec, arch: str) -> tuple[int, ...]:
     """Shapes that the format has otherwise than a plain tensor of ours."""
     kind = made.name.removeprefix("blk.").partition(".")[2]
-    scans = [m for _, m in spec.mixers() if isinstance(m, (Mamba1Spec, Mamba2Spec))]
-    grouped = next((m for m in scans if isinstance(m, Mamba2Spec)), None)
+    grouped = next(spec.mixers_of(Mamba2Spec), None)
     if kind in ("ssm_a", "ssm_d") and grouped:
         return (*made.shape, 1)
     if kind == "ssm_norm.weight" and grouped:
         return (grouped.norm_groups, made.shape[0] // grouped.norm_groups)
     if arch == "plamo2" and kind in ("attn_q_norm.weight", "attn_k_norm.weight"):
-        dim = next(m.head_dim for _, m in spec.mixers() if isinstance(m, AttentionSpec))
+        dim = next(spec.mixers_of(AttentionSpec)).head_dim
         return (made.shape[0] // dim, dim)
     if kind == "ffn_gate_inp_shexp.weight":
         return (made.shape[-1],)
-    delta = next((m for _, m in spec.mixers() if isinstance(m, DeltaNetSpec)), None)
+    delta = next(spec.mixers_of(DeltaNetSpec), None)
     if delta and delta.decay == "channel":
         if kind == "ssm_a":
             return (1, 1, delta.num_heads, 1)
@@ -163,7 +161,7 @@ def _shape(made: Made, spec: ModelSpec, arch: str) -> tuple[int, ...]:
 
 def _extra(spec: ModelSpec) -> dict[str, Tensor]:
     """Divisors of rotary frequencies, where the scaling is none that the metadata can name."""
-    ropes = [m.rope for _, m in spec.mixers() if isinstance(m, AttentionSpec) and m.rope]
+    ropes = [m.rope for m in spec.mixers_of(AttentionSpec) if m.rope]
     for rope in ropes:
         kind = rope.scaling.get("rope_type")
         if kind in ("llama3", "divisors"):
