@@ -20,8 +20,7 @@ from plait.checkpoint.quantized.scheme import BESIDE
 from plait.checkpoint.readers.gguf import GgufFile
 from plait.checkpoint.readers.gguf_plait import is_own, own_config
 from plait.config import EngineConfig
-from plait.convert.gguf.file import total_nbytes, write_gguf
-from plait.convert.gguf.file_type import file_type
+from plait.convert.gguf.file import file_type, total_nbytes, write_gguf
 from plait.convert.gguf.own_target import drop_packing, own_target, with_overrides, writable
 from plait.convert.gguf.target import Unsayable, gguf_target
 from plait.convert.gguf.vocabulary import (

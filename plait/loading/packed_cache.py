@@ -132,7 +132,7 @@ def keep(shelf: Shelf, opened: Opened, target: Target, limit: int) -> str:
     if shelf.is_full:
         return f"packed weights: {gib(shelf.nbytes)} are kept in {shelf.path}"
     if not needed:
-        return "packed weights: none are kept: this model has no map that is packed"
+        return "packed weights: none are kept: this model has no linear layer that is packed"
     if key_of(opened, target) != shelf.key:
         return "packed weights: none are kept: the model's files, or Plait's own, changed meanwhile"
     try:
@@ -151,8 +151,8 @@ def _no_room(shelf: Shelf, needed: int, limit: int) -> str | None:
     held = sum(item.nbytes for item in list_packed(folder) if item.path != shelf.path)
     if held + needed > limit:
         return (
-            f"{gib(needed)} beside {gib(held)} in {folder} are more than --packed-limit, {gib(limit)}; "
-            "`plait warmup --clear` removes what is there"
+            f"{gib(needed)} and the {gib(held)} already in {folder} are more than --packed-limit, "
+            f"{gib(limit)}; `plait warmup --clear` removes what is there"
         )
     free = shutil.disk_usage(folder).free
     if free < needed + RESERVE_NBYTES:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 
-from plait.checkpoint.names import Derived, NameMap, Source, UnknownName
+from plait.checkpoint.names import NameMap, Source, UnknownName, sources_of
 from plait.checkpoint.weights import Checkpoint, Target, Weights
 from plait.config import EngineConfig
 from plait.engine.device import choose_device, choose_dtype, out_of_memory
@@ -70,7 +70,7 @@ class KeptWeights(Weights):
         if key not in self.kept:
             self.kept[key] = super().linear(*names, in_size=in_size, out_sizes=out_sizes)
         for source, _ in sources:
-            self._used.update(source.sources if isinstance(source, Derived) else (source,))
+            self._used.update(sources_of(source))
         self.built[key] = self.kept[key]
         return self.kept[key]
 
@@ -175,8 +175,8 @@ def probe(opened: Opened, report: Progress, text: str | None = None) -> Probed:
     size = opened.resolved.spec.vocab_size
     if len(ids) < LEAST:
         raise ConfigError(
-            f"probe: a text of {len(ids)} tokens tells too little; wanted are at least {LEAST}, and up to "
-            f"{LONG} are read: a longer one is needed (--probe-text)"
+            f"probe: a text of {len(ids)} tokens is too short; at least {LEAST} are needed, and up to {LONG} "
+            "are read: give a longer one (--probe-text)"
         )
     if max(ids) >= size:
         raise ConfigError(

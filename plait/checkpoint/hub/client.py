@@ -7,7 +7,7 @@ their class names.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from plait.checkpoint.hub.addresses import hub_text
-from plait.errors import CheckpointError, ConfigError, clip_text
+from plait.errors import CheckpointError, ConfigError, clip_text, list_some
 
 _WORD, _REVISION = r"[\w][\w.-]*", r"[\w][\w./-]*?"
 _NAME = re.compile(
@@ -88,17 +88,17 @@ def name_files(name: HubName, names: Collection[str]) -> list[str]:
     where = f"{name.repo} on the Hub"
     if name.file is not None:
         if name.file not in names:
-            raise ConfigError(f"{where} has no file {name.file!r}; it has: {_list_names(sorted(names))}")
+            raise ConfigError(f"{where} has no file {name.file!r}; it has: {list_some(sorted(names), 12)}")
         return with_parts(name.file, names)
     found = quantizations(names)
     wanted = (name.quant or "").lower()
     models = sorted({m for quant, files in found.items() if quant.lower() == wanted for m in files})
     if not models:
         raise ConfigError(
-            f"{where} has no {name.quant}; it has: {_list_names(list(found)) or 'no GGUF file'}"
+            f"{where} has no {name.quant}; it has: {list_some(list(found), 12) or 'no GGUF file'}"
         )
     if len(models) > 1:
-        raise ConfigError(f"{where} has several models in {name.quant}; name one: {_list_names(models)}")
+        raise ConfigError(f"{where} has several models in {name.quant}; name one: {list_some(models, 12)}")
     return with_parts(models[0], names)
 
 
@@ -178,7 +178,7 @@ def advice(error: BaseException, name: HubName) -> str:
     status = next((answer.status_code for answer in answers if answer is not None), None)
     login = "log in with `hf auth login`, or set HF_TOKEN"
     if "OfflineModeIsEnabled" in kinds:
-        return "HF_HUB_OFFLINE is set, so nobody is asked; unset it to fetch"
+        return "HF_HUB_OFFLINE is set, so the Hub is not asked; unset it to fetch"
     if "GatedRepoError" in kinds:
         return f"it is gated (HTTP {status}): accept its terms on its page on the Hub, then {login}"
     if "RevisionNotFoundError" in kinds:
@@ -210,8 +210,3 @@ def library(model: str) -> ModuleType:
         ) from error
     module: ModuleType = huggingface_hub
     return module
-
-
-def _list_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
-    return ", ".join(names[:12]) + more
