@@ -11,13 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from plait.checkpoint.hub.addresses import is_file_address
 from plait.checkpoint.hub.client import (
     HubName,
     Listing,
     ask,
     cached_folder,
     cached_names,
+    is_file_address,
     is_hub_name,
     library,
     name_files,
@@ -25,8 +25,7 @@ from plait.checkpoint.hub.client import (
     quantizations,
     repo_folder,
 )
-from plait.checkpoint.hub.fetch import fetch
-from plait.checkpoint.hub.web import fetch_file
+from plait.checkpoint.hub.fetch import fetch, fetch_file
 from plait.checkpoint.readers.gguf import part_paths
 from plait.checkpoint.readers.mmap_json import read_json, read_start
 from plait.errors import BadFile, CheckpointError, ConfigError, PlaitError, UnsupportedFormat, list_some

@@ -22,8 +22,7 @@ from plait.errors import MissingTensor, ShapeMismatch, UnusedTensor, list_some
 from plait.ops.linear import Activations, Linear
 from plait.ops.registry import Binding, Op, OpFacts
 from plait.quant.encode import find_encoder
-from plait.quant.packed import CachedWeight
-from plait.quant.weight import Dense, Weight, as_tensor, as_weight
+from plait.quant.weight import CachedWeight, Dense, Weight, as_tensor, as_weight
 
 log = logging.getLogger("plait")
 PLAIN = {"router", "shared_gate"}  # small weight matrices that choose: they are never encoded

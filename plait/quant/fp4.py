@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.quant.bits import unpack
-from plait.quant.fields import constants
+from plait.quant.bits import constants, unpack
 from plait.quant.weight import check_range, check_rows, decode_in_pieces
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.quant import gguf_iq, gguf_parts
-from plait.quant.fields import bits, half, nibbles
+from plait.quant.bits import bits, half, nibbles
 from plait.quant.fp4 import Fp4
 from plait.quant.gguf_k import iq4_nl, iq4_xs, q2_k, q3_k, q4_k, q5_k, q6_k
 from plait.quant.gguf_parts import BlockParts, nvfp4

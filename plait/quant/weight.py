@@ -1,4 +1,4 @@
-"""The protocol of a weight in some storage, and the plain one.
+"""The protocol of a weight in some storage, the plain one, and one from the packed-weight cache.
 
 Every format has `shape` (out, in), exact `nbytes`, `dequantize`, row and column slices, concatenation and a
 move between devices; `ops.linear` works on any of them through `dequantize`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -171,3 +171,29 @@ class Scalable(Protocol):
     def times(self, factor: Tensor) -> Weight:
         """factor: float32, one number [] or one for each row [out]."""
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedWeight:
+    """What a variant of `linear` made of a weight (out, in) in an earlier run, and would make of it again.
+
+    `format`: of the weight; `rounding`: what its inputs are rounded to; `layout`: the fields of the
+    variant's own description of its tiles; `tiles`: uint8, at a multiple of 64 bytes; `order`: int32 [in] or
+    None, which input a column belongs to.
+    """
+
+    format: str
+    shape: tuple[int, int]
+    rounding: Any
+    layout: tuple[Any, ...]
+    tiles: Tensor
+    order: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.tiles.numel()
+
+    @property
+    def stack_key(self) -> Hashable:
+        """No two of them are stacked: what could be, was so when it was packed."""
+        return id(self)

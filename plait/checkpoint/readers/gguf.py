@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.readers.gguf_metadata import FileMetadata, MetadataCursor
-from plait.checkpoint.readers.gguf_plait import is_own, restore_names
+from plait.checkpoint.readers.gguf_metadata import FileMetadata, MetadataCursor, is_own, restore_names
 from plait.checkpoint.readers.mmap_json import map_file
 from plait.errors import BadFile, MissingTensor, UnsupportedFormat, list_some
 from plait.quant.fp4 import Fp4
