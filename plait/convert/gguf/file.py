@@ -24,7 +24,7 @@ from plait.quant.gguf import BlockType
 
 Advance = Callable[[int], None]  # so many bytes more are written
 _KIND = gguf.GGMLQuantizationType
-TYPES = {dtype: _KIND[name] for name, dtype in PLAIN_TYPES.values()}
+TYPES = {dtype: gguf.GGMLQuantizationType[name] for name, dtype in PLAIN_TYPES.values()}
 _UINT32_END = 1 << 32
 # Where llama.cpp's file types have another name; of those with sizes (S, M, L) the one without additions.
 _FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"} | {
