@@ -140,11 +140,16 @@ class ModelScorer:
         weights.check_all_used()
         self._kept, self._built = weights.built, True  # what this model does not use is freed
         opened.checkpoint.release()
-        blocks = {group.name: 2 for group in block_groups(decoder.states)}
-        slots = 2 if has_slots(decoder.states) else 0
-        store = StateStore(decoder.states, blocks, slots, target.block_size, target.device, target.dtype)
-        sampler = Sampler(found.spec.vocab_size)
-        return ModelRunner(decoder, store, sampler, target.device, executor=target.executor)
+        return single_runner(decoder, target)
+
+
+def single_runner(decoder: Decoder, target: Target) -> ModelRunner:
+    """A runner for `logits` alone, which has memory of its own: here it has the least that there can be."""
+    blocks = {group.name: 2 for group in block_groups(decoder.states)}
+    slots = 2 if has_slots(decoder.states) else 0
+    store = StateStore(decoder.states, blocks, slots, target.block_size, target.device, target.dtype)
+    sampler = Sampler(decoder.spec.vocab_size)
+    return ModelRunner(decoder, store, sampler, target.device, executor=target.executor)
 
 
 def _target(opened: Opened) -> Target:

@@ -6,15 +6,14 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from plait.checkpoint.names import NameMap, Source, sources_of
 from plait.checkpoint.synthetic import Synthetic
-from plait.checkpoint.weights import Checkpoint, Target, Weights
+from plait.checkpoint.weights import Checkpoint, Weights
 from plait.errors import CheckpointError, UnsupportedFormat
 from plait.families.common.resolved import Resolved
-from plait.loading.meta_model import Outline
+from plait.loading.meta_model import Outline, meta_target
 from plait.model.decoder import Decoder
 from plait.quant.weight import Weight
 from plait.spec import ModelSpec
@@ -68,10 +67,7 @@ class Model:
         self.resolved, self.checkpoint = resolved, checkpoint
         self.spec: ModelSpec = resolved.spec
         outline, asked = Outline(checkpoint), RecordingNameMap(resolved.names)
-        target = Target(
-            torch.device("meta"), torch.float32, self.spec.max_len, self.spec.hidden_size, "reference"
-        )
-        weights = Weights(outline, asked, target)
+        weights = Weights(outline, asked, meta_target(self.spec))
         Decoder(self.spec, weights)
         weights.check_all_used()
         self.wanted: Mapping[str, NeededTensor] = {
