@@ -6,6 +6,7 @@ RequestError (400): the client's fault. EngineError (500): our own fault, of one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from typing import ClassVar, Self
 
@@ -23,6 +24,12 @@ def clip_text(text: object, most: int = MAX_TEXT) -> str:
         return whole
     head = most * 2 // 3
     return f"{whole[:head]}…{whole[len(whole) - (most - head - 1) :]}"
+
+
+def list_some(names: Sequence[str], most: int) -> str:
+    """The first names, at most `most`, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 class PlaitError(Exception):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 UNLIMITED = float("inf")
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "swiglu_oai"]
@@ -42,6 +42,9 @@ class RopeSpec:
 @dataclass(frozen=True, slots=True)
 class Mixer:
     """What happens in a residual branch, as data. A plug-in derives its own from this or from `Recurrent`."""
+
+
+Part = TypeVar("Part", bound=Mixer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,3 +320,7 @@ class ModelSpec:
                 yield from ((f"{name}.{part}", mixer) for part, mixer in branch.mixer.parts.items())
             else:
                 yield name, branch.mixer
+
+    def mixers_of(self, kind: type[Part]) -> Iterator[Part]:
+        """The mixers of one kind."""
+        return (mixer for _, mixer in self.mixers() if isinstance(mixer, kind))

@@ -11,13 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from plait.checkpoint.hub.addresses import is_file_address
 from plait.checkpoint.hub.client import (
     HubName,
     Listing,
     ask,
     cached_folder,
     cached_names,
+    is_file_address,
     is_hub_name,
     library,
     name_files,
@@ -25,11 +25,10 @@ from plait.checkpoint.hub.client import (
     quantizations,
     repo_folder,
 )
-from plait.checkpoint.hub.fetch import fetch
-from plait.checkpoint.hub.web import fetch_file
+from plait.checkpoint.hub.fetch import fetch, fetch_file
 from plait.checkpoint.readers.gguf import part_paths
 from plait.checkpoint.readers.mmap_json import read_json, read_start
-from plait.errors import BadFile, CheckpointError, ConfigError, PlaitError, UnsupportedFormat
+from plait.errors import BadFile, CheckpointError, ConfigError, PlaitError, UnsupportedFormat, list_some
 
 __all__ = ["Fetch", "ModelFiles", "choose_weights", "fetch_model", "find_model", "plan_fetch", "read_json"]
 
@@ -157,7 +156,7 @@ def _on_hub(name: HubName, offline: bool) -> ModelFiles:
     if offline:
         if folder is None:
             raise CheckpointError(
-                f"{name} is not on this disk, and --offline asks nobody for it; "
+                f"{name} is not on this disk, and with --offline the Hub is not asked; "
                 f"`plait list` shows what is here, `plait pull {name}` fetches it"
             )
         return _in_snapshot(name, folder)
@@ -292,7 +291,10 @@ def _index_map(index: Path) -> dict[str, str]:
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors") or "/" in file or "\\" in file:
             what = f"{file!r}"[:200]
-            raise BadFile(f"{index}: tensor {tensor[:80]!r} is said to be in {what}, not a file beside it")
+            raise BadFile(
+                f"{index}: names {what} as the file of tensor {tensor[:80]!r}; it must be a *.safetensors "
+                "file in the same directory"
+            )
     return weight_map
 
 
@@ -319,10 +321,8 @@ def _make_files(
     weights = _shards(weights[0]) if kind == "safetensors" and index is None else weights
     directory = weights[0].parent
     if missing := [path.name for path in weights if not path.exists()]:
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        raise BadFile(
-            f"{directory}: {len(missing)} file(s) of the model are missing: {', '.join(missing[:8])}{more}"
-        )
+        shown = list_some(missing, 8)
+        raise BadFile(f"{directory}: {len(missing)} file(s) of the model are missing: {shown}")
     beside = [] if alone else sorted(directory.iterdir())
     side_files = {p.name: p for p in beside if p.name in _SIDE_NAMES or p.suffix == ".tiktoken"}
     config = directory / "config.json"
@@ -346,8 +346,7 @@ def _only(choices: Sequence[str], result: Sequence[str], where: str) -> Sequence
     """`result` if there is one choice. Raises ConfigError listing them otherwise."""
     if len(choices) == 1:
         return result
-    more = f" and {len(choices) - 12} more" if len(choices) > 12 else ""
-    raise ConfigError(f"{where} holds several models; name one: {', '.join(choices[:12])}{more}")
+    raise ConfigError(f"{where} holds several models; name one: {list_some(choices, 12)}")
 
 
 def _nothing(names: Sequence[str], where: str) -> ConfigError | UnsupportedFormat:

@@ -48,6 +48,11 @@ Source = str | Derived
 Rules = Mapping[str, Source | tuple[Source, ...]]
 
 
+def sources_of(source: Source) -> tuple[str, ...]:
+    """Their tensors that one of ours is made of."""
+    return source.sources if isinstance(source, Derived) else (source,)
+
+
 class UnknownName(KeyError):
     """No rule of the name map has this name: the family never has such a tensor."""
 
@@ -85,7 +90,7 @@ def _fill(target: Source, fields: dict[str, str], rest: str) -> Source:
 
 
 def _is_there(source: Source, present: Container[str]) -> bool:
-    return all(s in present for s in (source.sources if isinstance(source, Derived) else (source,)))
+    return all(s in present for s in sources_of(source))
 
 
 def _compile(pattern: str) -> re.Pattern[str]:

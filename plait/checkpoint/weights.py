@@ -16,14 +16,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from plait.checkpoint.names import Derived, NameMap, UnknownName
+from plait.checkpoint.names import NameMap, UnknownName, sources_of
 from plait.checkpoint.packed_cache.cache import Shelf
-from plait.errors import MissingTensor, ShapeMismatch, UnusedTensor
+from plait.errors import MissingTensor, ShapeMismatch, UnusedTensor, list_some
 from plait.ops.linear import Activations, Linear
 from plait.ops.registry import Binding, Op, OpFacts
 from plait.quant.encode import find_encoder
-from plait.quant.packed import CachedWeight
-from plait.quant.weight import Dense, Weight, as_tensor, as_weight
+from plait.quant.weight import CachedWeight, Dense, Weight, as_tensor, as_weight
 
 log = logging.getLogger("plait")
 PLAIN = {"router", "shared_gate"}  # small weight matrices that choose: they are never encoded
@@ -98,8 +97,7 @@ class Weights:
             source, _ = self.names.resolve(self._full(name), self.checkpoint)
         except UnknownName:
             return False
-        sources = source.sources if isinstance(source, Derived) else (source,)
-        return all(s in self.checkpoint for s in sources)
+        return all(s in self.checkpoint for s in sources_of(source))
 
     def read(self, name: str) -> Tensor | Weight:
         """What the checkpoint has for our name, in its own format. Raises MissingTensor with both names."""
@@ -189,7 +187,7 @@ class Weights:
         """What was packed, and of each part the bias; the tensors it came from count as used."""
         for name in names:
             source, _ = self.names.resolve(self._full(f"{name}.weight"), self.checkpoint)
-            self._used.update(source.sources if isinstance(source, Derived) else (source,))
+            self._used.update(sources_of(source))
         joined, at = list[Tensor | None](), 0
         for _, count in parts:
             some = [bias for bias in biases[at : at + count] if bias is not None]
@@ -218,7 +216,7 @@ class Weights:
         nothing = all(name.endswith("as it was") for name in found)
         log.log(
             logging.WARNING if nothing else logging.INFO,
-            "quantize %s: of the linear maps, %s%s",
+            "quantize %s: of the linear layers, %s%s",
             wanted,
             counts,
             "; nothing was encoded" if nothing else "",
@@ -247,9 +245,8 @@ class Weights:
         Raises UnusedTensor: a tensor left over means the model built is not the one in the file.
         """
         if left := self.unused():
-            shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
             raise UnusedTensor(
-                f"the model does not use {len(left)} tensor(s) of the checkpoint: {shown}. "
+                f"the model does not use {len(left)} tensor(s) of the checkpoint: {list_some(left, 8)}. "
                 "Either the architecture was detected wrongly (see `plait info`) or the family is incomplete."
             )
         self._log_encoded()

@@ -37,8 +37,7 @@ def pull(model: str, revision: str | None, offline: bool, dry_run: bool, as_json
     HF_HUB_CACHE); for gated models log in with `hf auth login`, or set HF_TOKEN.
     """
     from plait.checkpoint.find_files import fetch_model, find_model, plan_fetch
-    from plait.checkpoint.hub.addresses import is_file_address
-    from plait.checkpoint.hub.client import ask, is_hub_name, parse_hub_name
+    from plait.checkpoint.hub.client import ask, is_file_address, is_hub_name, parse_hub_name
 
     facts: dict[str, Any]
     if is_file_address(model) and not is_hub_name(model):

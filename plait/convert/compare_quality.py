@@ -16,11 +16,8 @@ from plait.convert.convert import Order
 from plait.errors import CheckpointError, UnsupportedFormat
 from plait.kernels.load import executor, load_kernels
 from plait.loading.open_model import Opened, load_decoder, open_model
-from plait.memory import block_groups, has_slots
+from plait.loading.probe_scorer import single_runner
 from plait.resource_limits import default_threads
-from plait.runner.runner import ModelRunner
-from plait.runner.sampler import Sampler
-from plait.state.store import StateStore
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 Progress = Callable[[str, int, int], None]
@@ -108,13 +105,8 @@ def model_logits(
     opened: Opened, ids: Sequence[int], built: Callable[[int], Target], progress: Progress
 ) -> Tensor:
     """Logits after every token, [tokens, vocab] float32."""
-    spec = opened.resolved.spec
-    target = built(spec.hidden_size)
-    decoder = load_decoder(opened, target, progress)
-    blocks = {group.name: 2 for group in block_groups(decoder.states)}
-    slots = 2 if has_slots(decoder.states) else 0
-    store = StateStore(decoder.states, blocks, slots, target.block_size, target.device, target.dtype)
-    runner = ModelRunner(decoder, store, Sampler(spec.vocab_size), target.device, executor=target.executor)
+    target = built(opened.resolved.spec.hidden_size)
+    runner = single_runner(load_decoder(opened, target, progress), target)
     try:
         return runner.logits(ids, CHUNK)
     finally:

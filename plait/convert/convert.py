@@ -18,12 +18,17 @@ from plait.checkpoint.find_files import read_json
 from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.checkpoint.quantized.scheme import BESIDE
 from plait.checkpoint.readers.gguf import GgufFile
-from plait.checkpoint.readers.gguf_plait import is_own, own_config
+from plait.checkpoint.readers.gguf_metadata import is_own, own_config
 from plait.config import EngineConfig
-from plait.convert.gguf.file import total_nbytes, write_gguf
-from plait.convert.gguf.file_type import file_type
-from plait.convert.gguf.own_target import drop_packing, own_target, with_overrides, writable
-from plait.convert.gguf.target import Unsayable, gguf_target
+from plait.convert.gguf.file import file_type, total_nbytes, write_gguf
+from plait.convert.gguf.target import (
+    Unsayable,
+    drop_packing,
+    gguf_target,
+    own_target,
+    with_overrides,
+    writable,
+)
 from plait.convert.gguf.vocabulary import (
     KEY,
     VOCABULARIES,
@@ -32,8 +37,7 @@ from plait.convert.gguf.vocabulary import (
     vocabulary_keys,
 )
 from plait.convert.hf.file import write_safetensors
-from plait.convert.hf.quantization_config import quantization_config
-from plait.convert.hf.target import hf_target
+from plait.convert.hf.target import hf_target, quantization_config
 from plait.convert.hf.vocabulary import write_vocabulary
 from plait.convert.plan.block_kinds import block_kind
 from plait.convert.plan.choose_storage import (

@@ -168,7 +168,9 @@ def _bind_packed(target: Target) -> Binding:
     """Whether packed weights were mapped, as `plait info --ops` shows it."""
     shelf = target.shelf
     if shelf is not None and shelf.is_full:
-        log.info("weights: %d packed maps (%s) from %s", shelf.num_found, gib(shelf.nbytes), shelf.path)
+        log.info(
+            "weights: %d packed linear layers (%s) from %s", shelf.num_found, gib(shelf.nbytes), shelf.path
+        )
         return Binding("weights", "mapped", str(shelf.path), ())
     why = "`plait warmup` has kept none for this model and these options"
     return Binding("weights", "packed while loading", "", (("mapped", why),))
@@ -240,8 +242,8 @@ def draft_headers(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | 
     """
     if config.speculate != "off" and not spec.causal:
         raise ConfigError(
-            f"speculate: {config.speculate} was asked for, and this model computes a whole sequence in every "
-            "step, so that guesses save nothing; leave the option out, or use --ssm-mode ssd"
+            f"speculate: {config.speculate} is set, but this model computes a whole sequence in every step, "
+            "so draft tokens save no time; leave the option out, or use --ssm-mode ssd"
         )
     if config.speculate in ("off", "ngram"):
         return None
@@ -344,7 +346,7 @@ def _store(decoder: Decoder, sizing: Sizing, target: Target) -> StateStore:
 
 
 def _check_vocabulary(asked: str | None, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-    """Raises ConfigError for a named vocabulary with more tokens than the model: it is probably another's."""
+    """Log a warning for a named vocabulary with more tokens than the model: it is probably another's."""
     if asked and tokenizer and tokenizer.vocab_size > vocab_size:
         log.warning(
             "the vocabulary %s has %d tokens and the model only %d: its text may make no sense",

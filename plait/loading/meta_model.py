@@ -16,6 +16,7 @@ from plait.checkpoint.weights import Checkpoint, Target, Weights
 from plait.families.common.resolved import Resolved
 from plait.memory import State
 from plait.model.decoder import Decoder
+from plait.spec import ModelSpec
 
 
 class Outline:
@@ -46,12 +47,16 @@ class Outline:
         return format_of is None or isinstance(getattr(torch, format_of(name), None), torch.dtype)
 
 
+def meta_target(spec: ModelSpec) -> Target:
+    """A target for a model without numbers."""
+    return Target(torch.device("meta"), torch.float32, spec.max_len, spec.hidden_size, ops="reference")
+
+
 def model_states(resolved: Resolved, checkpoint: Checkpoint, kv_dtype: str = "model") -> Mapping[str, State]:
     """The state of every mixer, by mixer name; `kv_dtype`: of keys, values and latents.
 
     Raises MissingTensor, ShapeMismatch.
     """
-    spec = resolved.spec
-    target = Target(torch.device("meta"), torch.float32, spec.max_len, spec.hidden_size, ops="reference")
+    target = meta_target(resolved.spec)
     target.kv_dtype = kv_dtype
-    return Decoder(spec, Weights(Outline(checkpoint), resolved.names, target)).states
+    return Decoder(resolved.spec, Weights(Outline(checkpoint), resolved.names, target)).states

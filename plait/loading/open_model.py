@@ -16,7 +16,7 @@ from plait.checkpoint.find_files import ModelFiles, find_model, read_json
 from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.checkpoint.quantized.scheme import find_scheme
 from plait.checkpoint.readers.gguf import GgufFile
-from plait.checkpoint.readers.gguf_plait import CONFIG, is_own, own_config
+from plait.checkpoint.readers.gguf_metadata import CONFIG, is_own, own_config
 from plait.checkpoint.readers.safetensors import SafetensorsFiles
 from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig

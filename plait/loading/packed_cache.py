@@ -1,4 +1,7 @@
-"""The packed-weight cache: which packed weights belong to a model and its options, and when to write."""
+"""The packed-weight cache: which packed weights belong to a model and its options, and when to write.
+
+Also OpenAI's `system_fingerprint`: a hash of all but the request that decides the numbers of a reply.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,10 @@ from plait.engine.memory_plan import gib
 from plait.errors import BadFile
 from plait.kernels.load import describe_target
 from plait.loading.open_model import Opened
+from plait.version import __version__
 
 log = logging.getLogger("plait")
+NOT_ARITHMETIC = frozenset({"weights", "step"})  # rows of `Target.bound` that change no number
 RESERVE_NBYTES = 1 << 30  # of the disk, which stay free
 # Options that change nothing of what is packed: all others are in the key.
 APART = frozenset({
@@ -132,7 +137,7 @@ def keep(shelf: Shelf, opened: Opened, target: Target, limit: int) -> str:
     if shelf.is_full:
         return f"packed weights: {gib(shelf.nbytes)} are kept in {shelf.path}"
     if not needed:
-        return "packed weights: none are kept: this model has no map that is packed"
+        return "packed weights: none are kept: this model has no linear layer that is packed"
     if key_of(opened, target) != shelf.key:
         return "packed weights: none are kept: the model's files, or Plait's own, changed meanwhile"
     try:
@@ -151,8 +156,8 @@ def _no_room(shelf: Shelf, needed: int, limit: int) -> str | None:
     held = sum(item.nbytes for item in list_packed(folder) if item.path != shelf.path)
     if held + needed > limit:
         return (
-            f"{gib(needed)} beside {gib(held)} in {folder} are more than --packed-limit, {gib(limit)}; "
-            "`plait warmup --clear` removes what is there"
+            f"{gib(needed)} and the {gib(held)} already in {folder} are more than --packed-limit, "
+            f"{gib(limit)}; `plait warmup --clear` removes what is there"
         )
     free = shutil.disk_usage(folder).free
     if free < needed + RESERVE_NBYTES:
@@ -181,3 +186,26 @@ def _versions(key: Mapping[str, Any]) -> tuple[str, ...]:
     """The versions in a key, without the processor: machines of several kinds may share a folder."""
     ours, torch_version, room = key.get("made by", ("", "", ""))
     return ours, torch_version, room.rpartition("-")[2]
+
+
+def fingerprint(opened: Opened, target: Target) -> str:
+    """`fp_` and 16 hexadecimal digits. Raises BadFile for weights that cannot be read any more.
+
+    Of the version, the plug-ins, the weights and the model's config, and of what was bound to compute it on
+    this machine. Neither the folder nor a file's time is in it: a copy of a model is the same model.
+    """
+    resolved, config = opened.resolved, opened.config
+    known = (
+        (__version__, torch.__version__, *(plugin.digest for plugin in opened.plugins)),
+        [_content(path) for path in opened.files.weights],
+        repr((resolved.spec, sorted(resolved.config.items()))),
+        (target.device.type, str(target.dtype), target.activations, target.kv_dtype, target.quantize),
+        (config.isa, config.precise, config.prefill, config.ssm_mode, config.a_source),
+        sorted({(row.op, row.variant) for row in target.bound if row.op not in NOT_ARITHMETIC}),
+    )
+    return f"fp_{hashlib.blake2b(repr(known).encode(), digest_size=8).hexdigest()}"
+
+
+def _content(path: Path) -> tuple[int, str]:
+    size, _, digest = identity(path)
+    return size, digest

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, TypeVar
+from typing import Any
 
 from plait.checkpoint.names import Derived
 from plait.families.common.registry import families
 from plait.families.common.resolved import Resolved
 from plait.families.detect.sizes import HEAD_DIMS
-from plait.spec import AttentionSpec, Mamba2Spec, Mamba3Spec, Mixer, MlpSpec, MoeSpec, RopeSpec
+from plait.spec import AttentionSpec, Mamba2Spec, Mamba3Spec, MlpSpec, MoeSpec, RopeSpec
 
 Values = Mapping[str, Any]  # keys of a config, as --set has them
-Part = TypeVar("Part", bound=Mixer)
 OPEN = ("default", "probed", "from the other keys")
 STATES = (128, 64, 256, 32, 16)
 THETAS = (1e4, 1e5, 5e5, 1e6, 2e6, 5e6, 1e7)
@@ -64,10 +63,6 @@ def _ways(found: Resolved, key: str, *values: Any, is_long: bool = False) -> Ite
         yield Quantity(key, options, is_long)
 
 
-def _first(found: Resolved, kind: type[Part]) -> Part | None:
-    return next((mixer for _, mixer in found.spec.mixers() if isinstance(mixer, kind)), None)
-
-
 def _rope(found: Resolved) -> RopeSpec | None:
     """The rope of the first layer that has one; None if no layer has."""
     asides = [branch.aside for _, branch in found.spec.branches()]
@@ -96,7 +91,7 @@ def _name_family(name: str, found: Resolved) -> Values:
 def _head_dim(found: Resolved) -> Iterator[Quantity]:
     """The head size: shapes show only its product with the number of heads."""
     c, source = found.config, found.provenance.get("head_dim", "")
-    if _first(found, AttentionSpec) is None or not source.startswith(("default", "probed")):
+    if not any(found.spec.mixers_of(AttentionSpec)) or not source.startswith(("default", "probed")):
         return
     common = c["head_dim"] * gcd(c["num_attention_heads"], c["num_key_value_heads"])
     yield from _ways(found, "head_dim", *(d for d in HEAD_DIMS if common % d == 0))
@@ -134,13 +129,14 @@ def _norm_offset(found: Resolved) -> Iterator[Quantity]:
 
 
 def _activation(found: Resolved) -> Iterator[Quantity]:
-    if _first(found, MlpSpec) or _first(found, MoeSpec):
+    if any(found.spec.mixers_of(MlpSpec)) or any(found.spec.mixers_of(MoeSpec)):
         yield from _ways(found, "hidden_act", "silu", "gelu_pytorch_tanh", "relu2")
 
 
 def _states(found: Resolved) -> Iterator[Quantity]:
     """The groups and states of a Mamba mixer: a tensor's rows show only their product."""
-    mamba = _first(found, Mamba2Spec) or _first(found, Mamba3Spec)
+    spec = found.spec
+    mamba = next(spec.mixers_of(Mamba2Spec), None) or next(spec.mixers_of(Mamba3Spec), None)
     own = found.family == "oxidizr"
     groups = "mamba2_n_groups" if own else "mamba_n_groups"
     if mamba is None or not is_open(found, groups):
@@ -188,7 +184,7 @@ def _query_scale(found: Resolved) -> Iterator[Quantity]:
 
 def _experts(found: Resolved) -> Iterator[Quantity]:
     """How many experts a token has, and how their weights are scaled."""
-    if (moe := _first(found, MoeSpec)) is None:
+    if (moe := next(found.spec.mixers_of(MoeSpec), None)) is None:
         return
     key = "experts_per_tok" if found.family == "oxidizr" else "num_experts_per_tok"
     yield from _ways(found, key, *(k for k in TOP_K if k <= moe.num_experts), is_long=True)
@@ -210,7 +206,7 @@ def _method(now: Values, groups: int) -> Values:
 
 
 def _part_of_a_head(found: Resolved) -> Iterator[Quantity]:
-    attention = _first(found, AttentionSpec)
+    attention = next(found.spec.mixers_of(AttentionSpec), None)
     if attention is None or attention.rope is None or not is_open(found, "partial_rotary_factor"):
         return
     now, dim = attention.rope.dim / attention.head_dim, attention.head_dim

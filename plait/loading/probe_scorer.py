@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 
-from plait.checkpoint.names import Derived, NameMap, Source, UnknownName
+from plait.checkpoint.names import NameMap, Source, UnknownName, sources_of
 from plait.checkpoint.weights import Checkpoint, Target, Weights
 from plait.config import EngineConfig
 from plait.engine.device import choose_device, choose_dtype, out_of_memory
@@ -70,7 +70,7 @@ class KeptWeights(Weights):
         if key not in self.kept:
             self.kept[key] = super().linear(*names, in_size=in_size, out_sizes=out_sizes)
         for source, _ in sources:
-            self._used.update(source.sources if isinstance(source, Derived) else (source,))
+            self._used.update(sources_of(source))
         self.built[key] = self.kept[key]
         return self.kept[key]
 
@@ -140,11 +140,16 @@ class ModelScorer:
         weights.check_all_used()
         self._kept, self._built = weights.built, True  # what this model does not use is freed
         opened.checkpoint.release()
-        blocks = {group.name: 2 for group in block_groups(decoder.states)}
-        slots = 2 if has_slots(decoder.states) else 0
-        store = StateStore(decoder.states, blocks, slots, target.block_size, target.device, target.dtype)
-        sampler = Sampler(found.spec.vocab_size)
-        return ModelRunner(decoder, store, sampler, target.device, executor=target.executor)
+        return single_runner(decoder, target)
+
+
+def single_runner(decoder: Decoder, target: Target) -> ModelRunner:
+    """A runner for `logits` alone, which has memory of its own: here it has the least that there can be."""
+    blocks = {group.name: 2 for group in block_groups(decoder.states)}
+    slots = 2 if has_slots(decoder.states) else 0
+    store = StateStore(decoder.states, blocks, slots, target.block_size, target.device, target.dtype)
+    sampler = Sampler(decoder.spec.vocab_size)
+    return ModelRunner(decoder, store, sampler, target.device, executor=target.executor)
 
 
 def _target(opened: Opened) -> Target:
@@ -175,8 +180,8 @@ def probe(opened: Opened, report: Progress, text: str | None = None) -> Probed:
     size = opened.resolved.spec.vocab_size
     if len(ids) < LEAST:
         raise ConfigError(
-            f"probe: a text of {len(ids)} tokens tells too little; wanted are at least {LEAST}, and up to "
-            f"{LONG} are read: a longer one is needed (--probe-text)"
+            f"probe: a text of {len(ids)} tokens is too short; at least {LEAST} are needed, and up to {LONG} "
+            "are read: give a longer one (--probe-text)"
         )
     if max(ids) >= size:
         raise ConfigError(

@@ -22,8 +22,7 @@ from plait.ops.registry import Arguments, OpFacts, op
 from plait.quant.codebook import Codebook
 from plait.quant.fp8 import Fp8
 from plait.quant.gguf import BLOCK_TYPES
-from plait.quant.packed import CachedWeight
-from plait.quant.weight import Dense, Weight, piece_of, stack_key
+from plait.quant.weight import CachedWeight, Dense, Weight, piece_of, stack_key
 
 Activations = Literal["float32", "int8", "int8x2"]
 KINDS = tuple(kind.name for kind in BLOCK_TYPES.values() if kind.name not in ("Q8_1", "Q8_K"))

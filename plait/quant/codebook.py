@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.quant.weight import check_range, check_rows, decode_in_pieces
+from plait.quant.weight import BlockWeight, check_range
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +40,7 @@ class Nested:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Codebook:
+class Codebook(BlockWeight):
     """A weight matrix [out, in] of indices into a table.
 
     codes: uint8 [out, in / 2]; table: float32 [16]; absmax: float32 [out, in / block], or uint8 of that shape
@@ -94,29 +94,12 @@ class Codebook:
         numbers = self.nested.table[self.absmax.int()] * self.nested.scale[:, of]
         return numbers + self.nested.offset[:, None]
 
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """All weights as numbers, [out, in]: decoded in float32, a few rows at a time, then cast."""
-        return decode_in_pieces(self._decode, self.shape, dtype, self.codes.device)
-
     def _decode(self, start: int, stop: int) -> Tensor:
         some = self._take(slice(start, stop))
         index = torch.stack((some.codes >> 4, some.codes & 15), -1).flatten(1)
         numbers = self.table[index.int()].unflatten(1, (-1, self.block))
         decoded: Tensor = (numbers * some.magnitudes().unsqueeze(-1)).flatten(1)
         return decoded
-
-    def gather(self, index: Tensor, dtype: torch.dtype) -> Tensor:
-        """index [n] -> [n, in]; only those rows are read and decoded."""
-        return self._take(index).dequantize(dtype)
-
-    def rows(self, start: int, stop: int) -> Codebook:
-        """Rows start..stop, a view. Raises ShapeMismatch outside the matrix."""
-        check_range("rows", start, stop, self.shape[0], self)
-        return self._take(slice(start, stop))
-
-    def pick(self, index: Tensor) -> Codebook:
-        """Some rows, copied. Raises ShapeMismatch for a row that is not there."""
-        return self._take(check_rows(index, self))
 
     def _take(self, index: Tensor | slice) -> Codebook:
         nested = self.nested

@@ -1,4 +1,4 @@
-"""Quantizes to GGUF's block formats, while a model is loaded. `encode_packed` has those of safetensors.
+"""Quantizes to GGUF's block formats, while a model is loaded.
 
 For each block a grid is searched. The numbers are rounded to codes for a few widths of the grid around the
 obvious one. For these codes the scale (and offset) of least squared error is solved for. Without an offset,

@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.quant.bits import unpack
-from plait.quant.fields import constants
-from plait.quant.weight import check_range, check_rows, decode_in_pieces
+from plait.quant.bits import constants, unpack
+from plait.quant.weight import BlockWeight, check_range
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _GROUPS = {torch.uint8: ("mxfp4", 32), torch.float8_e4m3fn: ("nvfp4", 16)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fp4:
+class Fp4(BlockWeight):
     """A weight matrix [out, in] of E2M1 numbers.
 
     codes: uint8 [out, in / 2]; scales: [out, in / group], uint8 (exponents, group 32) or float8_e4m3fn (group
@@ -63,12 +62,6 @@ class Fp4:
         return rows, row_bytes * 2
 
     @property
-    def nbytes(self) -> int:
-        return (
-            self.codes.numel() + self.scales.numel() + (0 if self.factor is None else self.factor.numel() * 4)
-        )
-
-    @property
     def format(self) -> str:
         """'mxfp4' or 'nvfp4'."""
         return _GROUPS[self.scales.dtype][0]
@@ -77,10 +70,6 @@ class Fp4:
     def group(self) -> int:
         """Columns that share a scale."""
         return _GROUPS[self.scales.dtype][1]
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """All weights as numbers, [out, in]: decoded in float32, a few rows at a time, then cast."""
-        return decode_in_pieces(self._decode, self.shape, dtype, self.codes.device)
 
     def _decode(self, start: int, stop: int) -> Tensor:
         table = constants(VALUES, torch.float32, self.codes.device)
@@ -93,19 +82,6 @@ class Fp4:
             by = by * (self.factor if len(self.factor) == 1 else self.factor[start:stop, None])
         decoded: Tensor = (numbers.unflatten(1, (-1, self.group)) * by.unsqueeze(-1)).flatten(1)
         return decoded
-
-    def gather(self, index: Tensor, dtype: torch.dtype) -> Tensor:
-        """index [n] -> [n, in]; only those rows are read and decoded."""
-        return self._take(index).dequantize(dtype)
-
-    def rows(self, start: int, stop: int) -> Fp4:
-        """Rows start..stop, a view. Raises ShapeMismatch outside the matrix."""
-        check_range("rows", start, stop, self.shape[0], self)
-        return self._take(slice(start, stop))
-
-    def pick(self, index: Tensor) -> Fp4:
-        """Some rows, copied. Raises ShapeMismatch for a row that is not there."""
-        return self._take(check_rows(index, self))
 
     def _take(self, index: Tensor | slice) -> Fp4:
         shared = self.factor is None or len(self.factor) == 1
@@ -144,7 +120,3 @@ class Fp4:
         """The matrix times a number, or one number for each row."""
         by = factor.to(self.codes.device, torch.float32).reshape(-1)
         return replace(self, factor=by if self.factor is None else self.factor * by)
-
-    def to(self, device: torch.device) -> Fp4:
-        factor = None if self.factor is None else self.factor.to(device)
-        return Fp4(self.codes.to(device), self.scales.to(device), factor)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.quant.weight import check_range, check_rows, decode_in_pieces
+from plait.quant.weight import BlockWeight, check_range
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fp8:
+class Fp8(BlockWeight):
     """A weight matrix [out, in] of E4M3 numbers.
 
     codes: float8_e4m3fn [out, in]; scale: float32 [ceil(out / block[0]), ceil(in / block[1])], it multiplies;
@@ -53,17 +53,9 @@ class Fp8:
         return rows, cols
 
     @property
-    def nbytes(self) -> int:
-        return self.codes.numel() + self.scale.numel() * 4
-
-    @property
     def format(self) -> str:
         """'fp8' with at most a scale for each row; like 'fp8_b128' where columns come in blocks."""
         return "fp8" if self.block[1] >= self.codes.shape[1] else f"fp8_b{self.block[1]}"
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """All weights as numbers, [out, in]: decoded in float32, a few rows at a time, then cast."""
-        return decode_in_pieces(self._decode, self.shape, dtype, self.codes.device)
 
     def _decode(self, start: int, stop: int) -> Tensor:
         of = torch.arange(self.shape[1], device=self.codes.device) // self.block[1]
@@ -75,10 +67,6 @@ class Fp8:
         """The scales of some rows, [n, blocks of columns]."""
         every = torch.arange(self.shape[0], device=self.codes.device)
         return self.scale[every[index] // self.block[0]]
-
-    def gather(self, index: Tensor, dtype: torch.dtype) -> Tensor:
-        """index [n] -> [n, in]; only those rows are read and decoded."""
-        return self._take(index).dequantize(dtype)
 
     def _take(self, index: Tensor | slice) -> Fp8:
         """Some rows, each with scales of its own."""
@@ -93,10 +81,6 @@ class Fp8:
             return self._take(slice(start, stop))
         scale = self.scale[start // size : -(-stop // size)]
         return Fp8(self.codes[start:stop], scale, self.block)
-
-    def pick(self, index: Tensor) -> Fp8:
-        """Some rows, copied, each with scales of its own. Raises ShapeMismatch for one that is not there."""
-        return self._take(check_rows(index, self))
 
     def cols(self, start: int, stop: int) -> Fp8:
         """Columns start..stop, views. Raises ShapeMismatch outside the matrix or within a block."""
@@ -128,6 +112,3 @@ class Fp8:
         by = factor.to(self.scale.device, torch.float32)
         whole = self if by.numel() == 1 or self.block[0] == 1 else self._take(slice(None))
         return replace(whole, scale=whole.scale * by.reshape(-1, 1))
-
-    def to(self, device: torch.device) -> Fp8:
-        return replace(self, codes=self.codes.to(device), scale=self.scale.to(device))

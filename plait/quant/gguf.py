@@ -17,11 +17,11 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.quant import gguf_iq, gguf_parts
-from plait.quant.fields import bits, half, nibbles
+from plait.quant.bits import bits, half, nibbles
 from plait.quant.fp4 import Fp4
 from plait.quant.gguf_k import iq4_nl, iq4_xs, q2_k, q3_k, q4_k, q5_k, q6_k
 from plait.quant.gguf_parts import BlockParts, nvfp4
-from plait.quant.weight import check_rows, decode_in_pieces
+from plait.quant.weight import BlockWeight, check_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class BlockType:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gguf:
+class Gguf(BlockWeight):
     """A weight matrix [out, in] in one of GGUF's block formats. `data`: uint8 [out, bytes of a row]."""
 
     data: Tensor
@@ -58,33 +58,19 @@ class Gguf:
         return rows, row_bytes // self.kind.nbytes * self.kind.elements
 
     @property
-    def nbytes(self) -> int:
-        return self.data.numel()
-
-    @property
     def format(self) -> str:
         return self.kind.name
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """All weights as numbers, [out, in]: decoded in float32, a few rows at a time, then cast."""
-        return decode_in_pieces(self._decode, self.shape, dtype, self.data.device)
 
     def _decode(self, start: int, stop: int) -> Tensor:
         blocks = self.data[start:stop].reshape(-1, self.kind.nbytes)
         return self.kind.decode(blocks).view(stop - start, self.shape[1])
 
-    def gather(self, index: Tensor, dtype: torch.dtype) -> Tensor:
-        """index [n] -> [n, in]; only those rows are read and decoded."""
-        return Gguf(self.data[index], self.kind).dequantize(dtype)
-
-    def rows(self, start: int, stop: int) -> Gguf:
-        """Rows start..stop, a view. Raises ShapeMismatch outside the matrix."""
-        self._check_range("rows", start, stop, self.shape[0])
-        return Gguf(self.data[start:stop], self.kind)
+    def _take(self, index: Tensor | slice) -> Gguf:
+        return Gguf(self.data[index], self.kind)
 
     def cols(self, start: int, stop: int) -> Gguf:
         """Columns start..stop, a view. Raises ShapeMismatch outside the matrix or inside a block."""
-        self._check_range("columns", start, stop, self.shape[1])
+        check_range("columns", start, stop, self.shape[1], self)
         size, nbytes = self.kind.elements, self.kind.nbytes
         if start % size or stop % size:
             raise ShapeMismatch(
@@ -93,10 +79,6 @@ class Gguf:
             )
         return Gguf(self.data[:, start // size * nbytes : stop // size * nbytes], self.kind)
 
-    def pick(self, index: Tensor) -> Gguf:
-        """Some rows, copied. Raises ShapeMismatch for a row that is not there."""
-        return Gguf(self.data[check_rows(index, self)], self.kind)
-
     @classmethod
     def cat(cls, parts: Sequence[Gguf]) -> Gguf:
         """Row-wise concatenation. Raises ShapeMismatch unless all parts have one format and width."""
@@ -104,13 +86,6 @@ class Gguf:
             shown = [f"{part.format} {list(part.shape)}" for part in parts]
             raise ShapeMismatch(f"cannot stack the rows of {shown}: one format and one width are needed")
         return cls(torch.cat([part.data for part in parts]), parts[0].kind)
-
-    def to(self, device: torch.device) -> Gguf:
-        return Gguf(self.data.to(device), self.kind)
-
-    def _check_range(self, what: str, start: int, stop: int, size: int) -> None:
-        if not 0 <= start <= stop <= size:
-            raise ShapeMismatch(f"{what} {start}..{stop} of a {self.format} weight of {list(self.shape)}")
 
 
 def _q4(blocks: Tensor, at: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import UnsupportedFormat
-from plait.quant.fields import bits, constants, fields, half, words
+from plait.quant.bits import bits, constants, fields, half, words
 from plait.quant.gguf_parts import BlockParts
 
 IQ1_VALUES = (-9, -7, -1, 1, 7, 9)  # eight times (-1, 0 or 1, less or plus an eighth)

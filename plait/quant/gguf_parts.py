@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.quant.fields import bits, constants, fields, half, nibbles
+from plait.quant.bits import bits, constants, fields, half, nibbles
 
 E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # four-bit floats, doubled
 TERNARY = (-1, 0, 1, 2)

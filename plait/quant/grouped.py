@@ -20,13 +20,13 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.quant.bits import unpack
-from plait.quant.weight import check_range, check_rows, decode_in_pieces
+from plait.quant.weight import BlockWeight, check_range
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Grouped:
+class Grouped(BlockWeight):
     """A weight matrix [out, in] of unsigned integers of 2 to 8 bits.
 
     codes: uint8 [out, in * bits / 8]; scales: [out, ceil(in / group)], a float as it was stored; zeros: uint8
@@ -68,11 +68,6 @@ class Grouped:
         return rows, row_bytes * 8 // self.bits
 
     @property
-    def nbytes(self) -> int:
-        parts = (self.codes, self.scales, self.zeros, self.order)
-        return sum(part.numel() * part.element_size() for part in parts if part is not None)
-
-    @property
     def format(self) -> str:
         """Like 'int4_g128'; 'int8' where a row is one group."""
         cols = self.codes.shape[1] * 8 // self.bits
@@ -82,10 +77,6 @@ class Grouped:
     def stack_key(self) -> Hashable:
         """Rows can only be stacked if their columns are in one order."""
         return self.format, None if self.order is None else hash(self.order.cpu().numpy().tobytes())
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """All weights as numbers, [out, in]: decoded in float32, a few rows at a time, then cast."""
-        return decode_in_pieces(self._decode, self.shape, dtype, self.codes.device)
 
     def _decode(self, start: int, stop: int) -> Tensor:
         cols = self.shape[1]
@@ -98,19 +89,6 @@ class Grouped:
         back = torch.empty_like(numbers)
         back[:, self.order.long()] = numbers
         return back
-
-    def gather(self, index: Tensor, dtype: torch.dtype) -> Tensor:
-        """index [n] -> [n, in]; only those rows are read and decoded."""
-        return self._take(index).dequantize(dtype)
-
-    def rows(self, start: int, stop: int) -> Grouped:
-        """Rows start..stop, a view. Raises ShapeMismatch outside the matrix."""
-        check_range("rows", start, stop, self.shape[0], self)
-        return self._take(slice(start, stop))
-
-    def pick(self, index: Tensor) -> Grouped:
-        """Some rows, copied. Raises ShapeMismatch for a row that is not there."""
-        return self._take(check_rows(index, self))
 
     def _take(self, index: Tensor | slice) -> Grouped:
         zeros = None if self.zeros is None else self.zeros[index]
@@ -162,10 +140,3 @@ class Grouped:
         """The matrix times a number, or one number for each row; the scales become float32."""
         by = factor.to(self.scales.device, torch.float32).reshape(-1, 1)
         return replace(self, scales=self.scales.float() * by)
-
-    def to(self, device: torch.device) -> Grouped:
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        order = None if self.order is None else self.order.to(device)
-        return replace(
-            self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros, order=order
-        )

@@ -1,4 +1,4 @@
-"""The protocol of a weight in some storage, and the plain one.
+"""The protocol of a weight in some storage, the plain one, and one from the packed-weight cache.
 
 Every format has `shape` (out, in), exact `nbytes`, `dequantize`, row and column slices, concatenation and a
 move between devices; `ops.linear` works on any of them through `dequantize`.
@@ -6,9 +6,10 @@ move between devices; `ops.linear` works on any of them through `dequantize`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, Self, runtime_checkable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ def pick_rows(value: Tensor | Weight, index: Tensor) -> Tensor | Weight:
     return value[index] if isinstance(value, Tensor) else value.pick(index)
 
 
-def check_rows(index: Tensor, weight: Weight) -> Tensor:
+def check_rows(index: Tensor, weight: Weight | BlockWeight) -> Tensor:
     """The index, if all rows it names are there: [n], of integers. Raises ShapeMismatch."""
     rows = weight.shape[0]
     if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
@@ -135,7 +136,7 @@ def check_rows(index: Tensor, weight: Weight) -> Tensor:
     return index
 
 
-def check_range(what: str, start: int, stop: int, size: int, weight: Weight) -> None:
+def check_range(what: str, start: int, stop: int, size: int, weight: Weight | BlockWeight) -> None:
     """Raises ShapeMismatch if start..stop is no part of 0..size. `what`: "rows" or "columns"."""
     if not 0 <= start <= stop <= size:
         raise ShapeMismatch(f"{what} {start}..{stop} of a {weight.format} weight of {list(weight.shape)}")
@@ -159,6 +160,54 @@ def decode_in_pieces(
     return out
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockWeight(ABC):
+    """What storages in blocks have in common; the tensors among a subclass's fields are all its bytes."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    @abstractmethod
+    def format(self) -> str: ...
+    @abstractmethod
+    def _decode(self, start: int, stop: int) -> Tensor:
+        """Rows start..stop as numbers, float32."""
+
+    @abstractmethod
+    def _take(self, index: Tensor | slice) -> Self:
+        """Some rows in the same storage; rows that are there."""
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in found if isinstance(value, Tensor)}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """All weights as numbers, [out, in]: decoded in float32, a few rows at a time, then cast."""
+        device = next(iter(self._tensors().values())).device
+        return decode_in_pieces(self._decode, self.shape, dtype, device)
+
+    def gather(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """index [n] -> [n, in]; only those rows are read and decoded."""
+        return self._take(index).dequantize(dtype)
+
+    def rows(self, start: int, stop: int) -> Self:
+        """Rows start..stop, a view. Raises ShapeMismatch outside the matrix."""
+        check_range("rows", start, stop, self.shape[0], self)
+        return self._take(slice(start, stop))
+
+    def pick(self, index: Tensor) -> Self:
+        """Some rows, copied. Raises ShapeMismatch for a row that is not there."""
+        return self._take(check_rows(index, self))
+
+    def to(self, device: torch.device) -> Self:
+        return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors().items()})
+
+
 def stack_key(weight: Weight) -> Hashable:
     """Weights with equal keys can be joined by `cat`: the format, and what else a storage adds."""
     return getattr(weight, "stack_key", weight.format)
@@ -171,3 +220,29 @@ class Scalable(Protocol):
     def times(self, factor: Tensor) -> Weight:
         """factor: float32, one number [] or one for each row [out]."""
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedWeight:
+    """What a variant of `linear` made of a weight (out, in) in an earlier run, and would make of it again.
+
+    `format`: of the weight; `rounding`: what its inputs are rounded to; `layout`: the fields of the
+    variant's own description of its tiles; `tiles`: uint8, at a multiple of 64 bytes; `order`: int32 [in] or
+    None, which input a column belongs to.
+    """
+
+    format: str
+    shape: tuple[int, int]
+    rounding: Any
+    layout: tuple[Any, ...]
+    tiles: Tensor
+    order: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.tiles.numel()
+
+    @property
+    def stack_key(self) -> Hashable:
+        """No two of them are stacked: what could be, was so when it was packed."""
+        return id(self)

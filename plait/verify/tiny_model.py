@@ -12,11 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from plait.checkpoint.synthetic import Synthetic
-from plait.checkpoint.weights import Target, Weights
+from plait.checkpoint.weights import Weights
 from plait.convert.plan.source import NeededTensor
 from plait.convert.plan.tensor_plan import plan_tensors
 from plait.errors import ConfigError
 from plait.families.common.registry import Family, build_spec
+from plait.loading.meta_model import meta_target
 from plait.model.decoder import Decoder
 from plait.quant.weight import Dense, Weight
 
@@ -82,9 +83,8 @@ def write_tiny_model(entry: Family, folder: Path, seed: int = 0) -> None:
     named = {"model_type": entry.model_types[0]} if entry.model_types else {}
     config: dict[str, Any] = {"architectures": [entry.architectures[0]], **named, **entry.tiny}
     spec, names = build_spec(config)
-    target = Target(torch.device("meta"), torch.float32, spec.max_len, spec.hidden_size, "reference")
     asked = NoFile()
-    Decoder(spec, AskedWeights(asked, names, target))
+    Decoder(spec, AskedWeights(asked, names, meta_target(spec)))
     wanted = {name: NeededTensor(shape, "", {}) for name, shape in asked.shapes.items()}
     shapes = {made.name: made.shape for made in plan_tensors(wanted, names, entry.name)}
     drawn = Synthetic(shapes, seed)

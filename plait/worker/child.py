@@ -215,8 +215,8 @@ def load_engine(
 ) -> BuiltEngine:
     """The builder of every real model. Raises what `plait.loading.build.build` does."""
     from plait.loading.build import build
-    from plait.loading.fingerprint import fingerprint
     from plait.loading.open_model import Opened
+    from plait.loading.packed_cache import fingerprint
     from plait.text.tokenizers.tokenizer import Tokenizer
 
     def on_open(opened: Opened) -> Tokenizer | None:

@@ -15,7 +15,7 @@ D, A = "linear_attention", "full_attention"
 
 def keys_of(arch: str, config: dict[str, Any]) -> dict[str, Any]:
     spec, _ = build_spec(config)
-    return {key.removeprefix(f"{arch}."): value for key, value in model_keys(arch, spec, config, []).items()}
+    return {key.removeprefix(f"{arch}."): value for key, value in model_keys(arch, spec, config).items()}
 
 
 def qwen(*kinds: str) -> dict[str, Any]:

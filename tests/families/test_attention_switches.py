@@ -33,7 +33,7 @@ SMALL = {
 def attention(architecture: str, **keys: Any) -> list[AttentionSpec]:
     """The attention of every layer of such a config."""
     spec, _ = build_spec({"architectures": [architecture], **SMALL, **keys})
-    return [mixer for _, mixer in spec.mixers() if isinstance(mixer, AttentionSpec)]
+    return list(spec.mixers_of(AttentionSpec))
 
 
 def test_a_command_model_says_in_old_words_where_its_windows_are() -> None:

@@ -234,7 +234,7 @@ def spec_of(config: dict[str, Any]) -> ModelSpec:
 
 
 def attention_of(spec: ModelSpec) -> list[Any]:
-    return [mixer for _, mixer in spec.mixers() if isinstance(mixer, AttentionSpec)]
+    return list(spec.mixers_of(AttentionSpec))
 
 
 def test_olmo_3_stretches_only_what_sees_everything() -> None:

@@ -161,7 +161,7 @@ def test_options_about_the_files_of_the_model_are_not_for_the_draft(tmp_path: Pa
 @pytest.mark.parametrize("word", ["ngram", "/nowhere"])
 def test_a_model_that_computes_whole_sequences_takes_no_guesses(hybrid: Loaded, word: str) -> None:
     config, spec = replace(hybrid.config, speculate=word), replace(hybrid.front.spec, causal=False)
-    text = f"^speculate: {word} was asked for, and this model computes a whole"
+    text = f"^speculate: {word} is set, but this model computes a whole"
     with pytest.raises(ConfigError, match=text):
         draft_headers(config, spec, None)
     assert draft_headers(replace(config, speculate="off"), spec, None) is None

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from plait import LLM
-from plait.loading import fingerprint as module
-from plait.loading.fingerprint import fingerprint
+from plait.loading import packed_cache as module
+from plait.loading.packed_cache import fingerprint
 
 
 @pytest.fixture

@@ -154,7 +154,7 @@ def test_without_a_tokenizer_there_is_no_text_to_try(nano_hybrid: Path, tmp_path
 
 @pytest.mark.parametrize("text", ["", ".", "A few words are no sample of a language."])
 def test_a_text_of_nearly_nothing_is_refused(text: str, nano_hybrid: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="wanted are at least 64"):
+    with pytest.raises(ConfigError, match="at least 64 are needed"):
         probe(opened(bare(nano_hybrid, tmp_path / "model")), silent, text)
 
 

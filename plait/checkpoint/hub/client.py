@@ -7,16 +7,19 @@ their class names.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import unquote, urlsplit
 
-from plait.checkpoint.hub.addresses import hub_text
-from plait.errors import CheckpointError, ConfigError, clip_text
+from plait.errors import CheckpointError, ConfigError, clip_text, list_some
 
+_HUB_HOSTS = frozenset({"hf.co", "www.hf.co", "huggingface.co", "www.huggingface.co"})
+_FILE_WORDS, _TREE_WORDS = ("resolve", "blob", "raw"), ("tree", "commit")
+_NO_MODELS = ("datasets", "spaces", "docs", "papers", "collections")
 _WORD, _REVISION = r"[\w][\w.-]*", r"[\w][\w./-]*?"
 _NAME = re.compile(
     rf"(?P<repo>{_WORD}/[\w][\w.-]*)(?:@(?P<first>{_WORD}))?"
@@ -88,17 +91,17 @@ def name_files(name: HubName, names: Collection[str]) -> list[str]:
     where = f"{name.repo} on the Hub"
     if name.file is not None:
         if name.file not in names:
-            raise ConfigError(f"{where} has no file {name.file!r}; it has: {_list_names(sorted(names))}")
+            raise ConfigError(f"{where} has no file {name.file!r}; it has: {list_some(sorted(names), 12)}")
         return with_parts(name.file, names)
     found = quantizations(names)
     wanted = (name.quant or "").lower()
     models = sorted({m for quant, files in found.items() if quant.lower() == wanted for m in files})
     if not models:
         raise ConfigError(
-            f"{where} has no {name.quant}; it has: {_list_names(list(found)) or 'no GGUF file'}"
+            f"{where} has no {name.quant}; it has: {list_some(list(found), 12) or 'no GGUF file'}"
         )
     if len(models) > 1:
-        raise ConfigError(f"{where} has several models in {name.quant}; name one: {_list_names(models)}")
+        raise ConfigError(f"{where} has several models in {name.quant}; name one: {list_some(models, 12)}")
     return with_parts(models[0], names)
 
 
@@ -178,7 +181,7 @@ def advice(error: BaseException, name: HubName) -> str:
     status = next((answer.status_code for answer in answers if answer is not None), None)
     login = "log in with `hf auth login`, or set HF_TOKEN"
     if "OfflineModeIsEnabled" in kinds:
-        return "HF_HUB_OFFLINE is set, so nobody is asked; unset it to fetch"
+        return "HF_HUB_OFFLINE is set, so the Hub is not asked; unset it to fetch"
     if "GatedRepoError" in kinds:
         return f"it is gated (HTTP {status}): accept its terms on its page on the Hub, then {login}"
     if "RevisionNotFoundError" in kinds:
@@ -212,6 +215,33 @@ def library(model: str) -> ModuleType:
     return module
 
 
-def _list_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
-    return ", ".join(names[:12]) + more
+def hub_text(text: str, endpoint: str | None = None) -> str:
+    """A Hub address as a Hub name (`org/name/file.gguf@main`); any other text as it is.
+
+    Known: `hf.co/org/name:Q4_K_M`, and addresses with https of repositories, branches and files as a browser
+    shows them. `endpoint`: the address of another Hub. Raises ConfigError for pages that are no model.
+    """
+    scheme, _, rest = text.rpartition("://")
+    host, _, path = rest.partition("/")
+    hosts = _HUB_HOSTS | ({urlsplit(endpoint).netloc} if endpoint and scheme else set())
+    if scheme not in ("", "http", "https") or host.lower() not in hosts:
+        return text
+    parts = [unquote(part) for part in path.split("#")[0].split("?")[0].rstrip("/").split("/")]
+    if len(parts) < 2 or parts[0] in _NO_MODELS:
+        raise ConfigError(
+            f"{text!r} is not a model; wanted is the address of a repository or of a file in it"
+        )
+    repo, words = "/".join(parts[:2]), parts[2:]
+    if not words:
+        return repo
+    if words[0] in _TREE_WORDS and len(words) == 2:
+        return f"{repo}@{words[1]}"
+    if words[0] in _FILE_WORDS and len(words) > 2:
+        return f"{repo}/{'/'.join(words[2:])}@{words[1]}"
+    return "/".join(parts)
+
+
+def is_file_address(text: str) -> bool:
+    """Whether it is the web address of a GGUF file, on any host."""
+    found = urlsplit(text) if text.startswith(("http://", "https://")) else None
+    return found is not None and bool(found.netloc) and found.path.lower().endswith(".gguf")

@@ -21,7 +21,7 @@ from plait.checkpoint.packed_cache.file_format import encode_header, read_header
 from plait.checkpoint.readers.mmap_json import map_file
 from plait.errors import BadFile
 from plait.ops.linear import Linear
-from plait.quant.packed import CachedWeight
+from plait.quant.weight import CachedWeight
 
 log = logging.getLogger("plait")
 

@@ -50,7 +50,7 @@ def codebook(parts: WeightParts) -> StoredWeight:
 def _state(parts: WeightParts) -> Mapping[str, Any]:
     found = [name for name in parts.names if name.startswith("quant_state")]
     if len(found) != 1:
-        raise BadFile(f"{parts.name}: its quant_state is missing, so nobody knows its shape")
+        raise BadFile(f"{parts.name}: its quant_state is missing, which has its shape")
     (size,) = parts.need(found[0], "uint8", dims=(1,))
     if size > _MAX_STATE:
         raise BadFile(

@@ -48,7 +48,9 @@ def _gptq_bits(parts: WeightParts, words: int) -> int:
     said = parts.options.bits
     if "g_idx" not in parts:
         if said is None:
-            raise UnsupportedFormat(f"{parts.name}: neither a g_idx nor a quantization config tells its bits")
+            raise UnsupportedFormat(
+                f"{parts.name}: neither a g_idx nor a quantization config has its number of bits"
+            )
         return said
     (cols,) = parts.need("g_idx", "int32", "int64", dims=(1,))
     if words * 32 % cols or not 2 <= words * 32 // cols <= 8:
@@ -73,7 +75,7 @@ def awq(parts: WeightParts) -> StoredWeight:
     groups, rows = parts.need("scales", *FLOATS)
     if rows != words * 8 or cols % 8:
         raise ShapeMismatch(
-            f"{parts.names['qweight']}: {[cols, words]} beside scales of {[groups, rows]} is no AWQ of 4 bits"
+            f"{parts.names['qweight']}: {[cols, words]} with scales {[groups, rows]} is not AWQ of 4 bits"
         )
     parts.agree("bits", 4, parts.options.bits)
     parts.expect("qzeros", (groups, words), "int32")

@@ -220,7 +220,7 @@ def _layout(parts: WeightParts) -> Callable[[WeightParts], StoredWeight]:
 def _qweight(parts: WeightParts) -> Callable[[WeightParts], StoredWeight]:
     """GPTQ packs inputs into words, AWQ outputs: the scales show which of the two got fewer columns."""
     if "scales" not in parts:
-        raise BadFile(f"{parts.name}: its scales are missing beside {parts.names['qweight']}")
+        raise BadFile(f"{parts.name}: has {parts.names['qweight']}, but its scales are missing")
     _, columns = parts.need("qweight", "int32")
     _, rows = parts.need("scales", "float16", "bfloat16", "float32")
     if rows == columns:

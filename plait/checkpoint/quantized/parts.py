@@ -66,7 +66,7 @@ class WeightParts:
         """The shape of a part that must be there. Raises BadFile, or ShapeMismatch for its dimensions."""
         if part not in self.names:
             raise BadFile(
-                f"{self.name}: its {part} is missing beside {', '.join(sorted(self.names.values()))}"
+                f"{self.name}: its {part} is missing; the file has {', '.join(sorted(self.names.values()))}"
             )
         if self.dtype(part) not in dtypes:
             raise BadFile(f"{self.names[part]}: is {self.dtype(part)}; wanted {' or '.join(dtypes)}")

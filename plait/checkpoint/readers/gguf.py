@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.readers.gguf_metadata import FileMetadata, MetadataCursor
-from plait.checkpoint.readers.gguf_plait import is_own, restore_names
+from plait.checkpoint.readers.gguf_metadata import FileMetadata, MetadataCursor, is_own, restore_names
 from plait.checkpoint.readers.mmap_json import map_file
-from plait.errors import BadFile, MissingTensor, UnsupportedFormat
+from plait.errors import BadFile, MissingTensor, UnsupportedFormat, list_some
 from plait.quant.fp4 import Fp4
 from plait.quant.gguf import BLOCK_TYPES, BlockType, Gguf, scale_nvfp4
 from plait.quant.weight import as_tensor
@@ -33,7 +32,7 @@ _MAX_NAME_BYTES = 64
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 20
 _DEFAULT_ALIGNMENT = 32
-_PLAIN: Mapping[int, tuple[str, torch.dtype]] = MappingProxyType(
+PLAIN_TYPES: Mapping[int, tuple[str, torch.dtype]] = MappingProxyType(
     {
         0: ("F32", torch.float32),
         1: ("F16", torch.float16),
@@ -241,9 +240,9 @@ def _read_header(
 
 
 def _type_of(type_id: int, name: str, path: Path) -> BlockType | tuple[str, torch.dtype]:
-    found = BLOCK_TYPES.get(type_id) or _PLAIN.get(type_id)
+    found = BLOCK_TYPES.get(type_id) or PLAIN_TYPES.get(type_id)
     if found is None:
-        known = [plain for plain, _ in _PLAIN.values()] + [kind.name for kind in BLOCK_TYPES.values()]
+        known = [plain for plain, _ in PLAIN_TYPES.values()] + [kind.name for kind in BLOCK_TYPES.values()]
         raise UnsupportedFormat(
             f"{path}: tensor {name!r} is stored as {_OTHER_NAMES.get(type_id, 'an unknown type')} "
             f"(type {type_id}); supported: {', '.join(known)}"
@@ -262,8 +261,7 @@ def _all_parts(opened: _Part) -> list[_Part]:
             "and its name must say so: NAME-00001-of-0000N.gguf"
         )
     if missing := [path.name for path in paths if not path.exists()]:
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        raise BadFile(f"{opened.path.parent}: parts are missing: {', '.join(missing[:8])}{more}")
+        raise BadFile(f"{opened.path.parent}: parts are missing: {list_some(missing, 8)}")
     parts = []
     for number, path in enumerate(paths):
         part = opened if path == opened.path else _Part(path)

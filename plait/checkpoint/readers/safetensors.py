@@ -20,7 +20,7 @@ from plait.errors import BadFile, MissingTensor, UnsupportedFormat, clip_text
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_SIZE = 1 << 48  # of one dimension
 _MAX_DIMS = 64  # torch's own limit
-_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
         "F64": torch.float64,
         "F32": torch.float32,
@@ -146,17 +146,17 @@ def _entry(name: str, fields: Any, path: Path) -> _Entry:
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise BadFile(f"{path}: tensor {name[:80]!r} must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         what = f"{name[:80]!r} has dtype {str(dtype)[:80]!r}"
-        raise UnsupportedFormat(f"{path}: tensor {what}; supported: {', '.join(_DTYPES)}")
+        raise UnsupportedFormat(f"{path}: tensor {what}; supported: {', '.join(DTYPES)}")
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
         what = f"shape {clip_text(repr(shape), 80)} and data_offsets {clip_text(repr(offsets), 80)}"
         raise BadFile(f"{path}: tensor {name[:80]!r} has {what}")
     start, stop = offsets
-    if prod(shape) * _DTYPES[dtype].itemsize != stop - start:
+    if prod(shape) * DTYPES[dtype].itemsize != stop - start:
         what = f"{name[:80]!r}, {dtype} {clip_text(shape, 80)}"
         raise BadFile(f"{path}: tensor {what}, does not have {stop - start} bytes")
-    return _Entry(path, _DTYPES[dtype], tuple(shape), start, stop)
+    return _Entry(path, DTYPES[dtype], tuple(shape), start, stop)
 
 
 def _is_sizes(value: Any) -> bool:

@@ -1,11 +1,14 @@
-"""Writing GGUF: the library lays out the header, tensors follow one after another as they are made."""
+"""Writing GGUF: the library lays out the header, tensors follow one after another as they are made.
+
+`general.file_type` is the number by which a file says what most of its weights are stored in.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -13,25 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plait.checkpoint.readers.gguf import PLAIN_TYPES
+from plait.convert.plan.choose_storage import is_map
 from plait.convert.plan.source import Numbers
 from plait.convert.plan.storage import StorageForm, TensorEntry
 from plait.quant.gguf import BlockType
 
 Advance = Callable[[int], None]  # so many bytes more are written
 _KIND = gguf.GGMLQuantizationType
-TYPES: Mapping[torch.dtype, gguf.GGMLQuantizationType] = MappingProxyType(
-    {
-        torch.float32: _KIND.F32,
-        torch.float16: _KIND.F16,
-        torch.bfloat16: _KIND.BF16,
-        torch.float64: _KIND.F64,
-        torch.int8: _KIND.I8,
-        torch.int16: _KIND.I16,
-        torch.int32: _KIND.I32,
-        torch.int64: _KIND.I64,
-    }
-)
+TYPES = {dtype: gguf.GGMLQuantizationType[name] for name, dtype in PLAIN_TYPES.values()}
 _UINT32_END = 1 << 32
+# Where llama.cpp's file types have another name; of those with sizes (S, M, L) the one without additions.
+_FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"} | {
+    **{name: f"MOSTLY_{name}_S" for name in ("Q3_K", "Q4_K", "Q5_K")},
+    "MXFP4": "MOSTLY_MXFP4_MOE",
+}
 
 
 def write_gguf(
@@ -141,3 +140,17 @@ def _encode_strings(value: Any) -> Any:
 def total_nbytes(stored: Iterable[StorageForm]) -> int:
     """Bytes of all their tensors."""
     return sum(entry.nbytes for one in stored for entry in one.entries)
+
+
+def file_type(stored: Iterable[StorageForm]) -> int:
+    """The number of the storage that most bytes of linear layers have."""
+    sizes: Counter[str] = Counter()
+    for one in stored:
+        if is_map(one.made):
+            for entry in one.entries:
+                kind = entry.kind
+                name = str(kind).removeprefix("torch.") if isinstance(kind, torch.dtype) else kind.name
+                sizes[name] += entry.nbytes
+    most = sizes.most_common(1)[0][0] if sizes else "float32"
+    known = gguf.LlamaFileType.__members__
+    return int(known.get(_FILE_TYPES.get(most, f"MOSTLY_{most}"), gguf.LlamaFileType.GUESSED))

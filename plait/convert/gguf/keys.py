@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from plait.convert.plan.tensor_plan import Made
 from plait.errors import UnsupportedFormat
 from plait.ops.rope import frequencies, yarn_mscale
 from plait.spec import (
@@ -33,9 +32,8 @@ SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
 LARGEST = 1 << 31  # what llama.cpp takes as a context
 
 
-def model_keys(arch: str, spec: ModelSpec, config: Mapping[str, Any], made: Iterable[Made]) -> Values:
+def model_keys(arch: str, spec: ModelSpec, config: Mapping[str, Any]) -> Values:
     """Every key behind the architecture's prefix. `config`: the source's, for what no spec says."""
-    names = {m.name: m.shape for m in made}
     values: Values = {
         "block_count": len(spec.layers),
         "context_length": min(spec.max_len, LARGEST),
@@ -50,7 +48,7 @@ def model_keys(arch: str, spec: ModelSpec, config: Mapping[str, Any], made: Iter
     }
     if spec.logit_softcap:
         values["final_logit_softcapping"] = float(spec.logit_softcap)
-    values |= _PARTICULARS.get(arch, _nothing)(spec, names)
+    values |= _PARTICULARS.get(arch, _nothing)(spec)
     return {f"{arch}.{key}": value for key, value in values.items()}
 
 
@@ -84,7 +82,7 @@ def _widths(spec: ModelSpec, config: Mapping[str, Any]) -> int | list[int]:
     widths = [m.size if m else 0 for m in _each(spec, MlpSpec)]
     if any(widths):
         return _per_layer(widths if _has_holes(spec) else [max(widths)] * len(widths))
-    moe = next((m for m in _each(spec, MoeSpec) if m), None)
+    moe = next(spec.mixers_of(MoeSpec), None)
     if moe is None:
         return 0
     one = int(config.get("intermediate_size") or moe.expert.size)
@@ -100,7 +98,7 @@ def _attention(spec: ModelSpec) -> Values:
     each: list[AttentionSpec | None] = _each(spec, AttentionSpec)
     found = [m for m in each if m]
     if not found:
-        return {} if any(_each(spec, MlaSpec)) else {"attention.head_count": 0}
+        return {} if any(spec.mixers_of(MlaSpec)) else {"attention.head_count": 0}
     dim = _same([m.head_dim for m in found], "head size")
     values: Values = {
         "attention.head_count": _same([m.num_heads for m in found], "number of heads"),
@@ -125,10 +123,8 @@ def _kv_heads(spec: ModelSpec, each: list[AttentionSpec | None]) -> Any:
 
 
 def _has_interval(spec: ModelSpec) -> bool:
-    found = (m for layer in spec.layers for m in _parts(layer))
-    return any(
-        isinstance(m, LightningSpec) or (isinstance(m, DeltaNetSpec) and m.decay == "head") for m in found
-    )
+    deltas = spec.mixers_of(DeltaNetSpec)
+    return any(spec.mixers_of(LightningSpec)) or any(m.decay == "head" for m in deltas)
 
 
 def rope_keys(rope: RopeSpec, max_len: int, *, latent: bool = False) -> Values:
@@ -182,7 +178,7 @@ def _yarn(p: Mapping[str, Any]) -> Values:
 
 
 def _latent(spec: ModelSpec) -> Values:
-    mla: MlaSpec | None = next((m for m in _each(spec, MlaSpec) if m), None)
+    mla = next(spec.mixers_of(MlaSpec), None)
     if mla is None:
         return {}
     values: Values = {
@@ -223,16 +219,14 @@ def _experts(spec: ModelSpec, config: Mapping[str, Any]) -> Values:
         shared = config.get("num_shared_experts") or config.get("n_shared_experts")
         values["expert_shared_count"] = int(shared or max(1, moe.shared.size // moe.expert.size))
     dense = next((i for i, m in enumerate(each) if m), 0)
-    if dense and not any(
-        isinstance(m, (Mamba1Spec, Mamba2Spec)) for layer in spec.layers for m in _parts(layer)
-    ):
+    if dense and not any(isinstance(m, (Mamba1Spec, Mamba2Spec)) for _, m in spec.mixers()):
         values["leading_dense_block_count"] = dense
     return values
 
 
 def _recurrent(spec: ModelSpec) -> Values:
     kinds = (Mamba1Spec, Mamba2Spec, DeltaNetSpec, LightningSpec, ShortConvSpec)
-    found = next((m for layer in spec.layers for m in _parts(layer) if isinstance(m, kinds)), None)
+    found = next((m for _, m in spec.mixers() if isinstance(m, kinds)), None)
     match found:
         case ShortConvSpec():
             return {"shortconv.l_cache": found.kernel}
@@ -279,13 +273,13 @@ def _interval(spec: ModelSpec) -> Values:
     return values
 
 
-def _nothing(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+def _nothing(spec: ModelSpec) -> Values:
     return {}
 
 
-def _granite(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
-    attention: AttentionSpec | None = next((m for m in _each(spec, AttentionSpec) if m), None)
-    scale = next((b.scale for layer in spec.layers for b in layer), 1.0)
+def _granite(spec: ModelSpec) -> Values:
+    attention = next(spec.mixers_of(AttentionSpec), None)
+    scale = next((b.scale for _, b in spec.branches()), 1.0)
     values: Values = {
         "embedding_scale": spec.embed_scale,
         "residual_scale": scale,
@@ -295,46 +289,46 @@ def _granite(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
     return values | ({"attention.scale": attention.scale} if attention else {})
 
 
-def _gemma3(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
-    local = next((m.rope for m in _each(spec, AttentionSpec) if m and m.window and m.rope), None)
+def _gemma3(spec: ModelSpec) -> Values:
+    local = next((m.rope for m in spec.mixers_of(AttentionSpec) if m.window and m.rope), None)
     return {"rope.freq_base_swa": local.theta} if local else {}
 
 
-def _olmo(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+def _olmo(spec: ModelSpec) -> Values:
     """OLMo 3 has its windows in most layers, OLMo 2 has none."""
     windows = [bool(m and m.window) for m in _each(spec, AttentionSpec)]
     return {"attention.sliding_window_pattern": windows} if any(windows) else {}
 
 
-def _nemotron(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+def _nemotron(spec: ModelSpec) -> Values:
     return {"attention.layer_norm_epsilon": spec.norm.eps}
 
 
-def _sections(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+def _sections(spec: ModelSpec) -> Values:
     """Frequencies of time, height and width, in turns; llama.cpp rotates no others, of text either."""
-    rope = next((m.rope for m in _each(spec, AttentionSpec) if m and m.rope), None)
+    rope = next((m.rope for m in spec.mixers_of(AttentionSpec) if m.rope), None)
     if rope is None:
         return {}
     return {"rope.dimension_sections": [len(range(first, rope.dim // 2, 3)) for first in range(3)] + [0]}
 
 
-def _cohere(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+def _cohere(spec: ModelSpec) -> Values:
     return {"logit_scale": spec.logit_scale}
 
 
-def _minimax(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
-    return {"residual_scale": next((b.keep for layer in spec.layers for b in layer if b.keep), 1.0)}
+def _minimax(spec: ModelSpec) -> Values:
+    return {"residual_scale": next((b.keep for _, b in spec.branches() if b.keep), 1.0)}
 
 
-def _plamo2(spec: ModelSpec, names: Mapping[str, tuple[int, ...]]) -> Values:
+def _plamo2(spec: ModelSpec) -> Values:
     """PLaMo 2's number of heads is a rank elsewhere; layers without attention have 0 heads of both kinds."""
-    ssm = next((m for m in _each(spec, Mamba1Spec) if m), None)
+    ssm = next(spec.mixers_of(Mamba1Spec), None)
     heads = _per_layer([m.num_heads if m else 0 for m in _each(spec, AttentionSpec)])
     values: Values = {"attention.head_count": heads, "ssm.group_count": 0}
     return values | ({"ssm.time_step_rank": ssm.num_heads} if ssm else {})
 
 
-_PARTICULARS: Mapping[str, Callable[[ModelSpec, Mapping[str, tuple[int, ...]]], Values]] = MappingProxyType(
+_PARTICULARS: Mapping[str, Callable[[ModelSpec], Values]] = MappingProxyType(
     {
         **dict.fromkeys(("granitehybrid", "granite", "granitemoe"), _granite),
         **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _nemotron),

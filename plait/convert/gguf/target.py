@@ -1,7 +1,12 @@
-"""A model as GGUF: the architecture that can say it, its tensors' names and shapes, its metadata."""
+"""A model as GGUF: the architecture that can say it, its tensors' names and shapes, its metadata.
+
+What llama.cpp has no architecture for is written under the checkpoint's own names, with its own config.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -10,14 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.checkpoint.readers.gguf_metadata import ARCHITECTURE, CONFIG, MAX_NAME_BYTES, NAMES, stand_in
+from plait.convert.gguf.file import TYPES
 from plait.convert.gguf.keys import model_keys
+from plait.convert.plan.passthrough import PassthroughTarget
 from plait.convert.plan.reconcile_specs import reconcile
 from plait.convert.plan.source import Model, check_complete
 from plait.convert.plan.tensor_plan import Made, plan_tensors
 from plait.errors import UnsupportedFormat, UnsupportedModel
 from plait.families.common.registry import families_by_name, names_in
 from plait.families.common.resolved import Resolved
-from plait.families.config.normalize import Config
+from plait.families.config.normalize import NESTS, Config
 from plait.families.gguf.arch import ARCHITECTURES
 from plait.families.gguf.names import gguf_names
 from plait.families.resolve import resolve
@@ -25,7 +33,6 @@ from plait.ops.rope import frequencies
 from plait.spec import (
     AttentionSpec,
     DeltaNetSpec,
-    Mamba1Spec,
     Mamba2Spec,
     MlaSpec,
     ModelSpec,
@@ -33,6 +40,8 @@ from plait.spec import (
     RopeSpec,
 )
 
+log = logging.getLogger("plait")
+_MAX_DIMS = 4  # of GGUF's tensors
 FORM = "GGUF"
 # Families that are written as another's architecture; those of all others are registered for them.
 ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -87,7 +96,7 @@ def gguf_target(model: Model) -> GgufTarget:
 
 
 def _notes(spec: ModelSpec, arch: str) -> Iterator[str]:
-    attention = [m for _, m in spec.mixers() if isinstance(m, AttentionSpec)]
+    attention = list(spec.mixers_of(AttentionSpec))
     if arch in NO_WINDOWS and any(m.window for m in attention):
         yield f"llama.cpp has no windows for {arch}: there, attention sees all keys"
     if any(m.rope and m.rope.scaling.get("rope_type") == "dynamic" for m in attention):
@@ -103,7 +112,7 @@ def arches_of(model: Model) -> list[str]:
     own = next((families[n] for n in names_in(model.resolved.config) if n in families), None)
     found = [a.name for a in ARCHITECTURES.values() if own and families.get(a.architecture) is own]
     found += [name for name in ALSO.get(model.resolved.family, ()) if name not in found]
-    has_experts = any(isinstance(m, MoeSpec) for _, m in model.spec.mixers())
+    has_experts = any(model.spec.mixers_of(MoeSpec))
     return sorted(found, key=lambda name: ("moe" in name) != has_experts)
 
 
@@ -112,7 +121,7 @@ def _as_arch(model: Model, arch: str) -> GgufTarget:
     config = Config({**model.resolved.config, **_counts(spec), "gguf_architecture": arch})
     made = plan_tensors(model.wanted, gguf_names(config), FORM)
     made = [replace(m, shape=_shape(m, spec, arch)) for m in made]
-    keys = {"general.architecture": arch, **model_keys(arch, spec, config, made)}
+    keys = {"general.architecture": arch, **model_keys(arch, spec, config)}
     extra = _extra(spec)
     theirs = read_back(keys, made, extra)
     check_complete(
@@ -131,7 +140,7 @@ def read_back(keys: Mapping[str, Any], made: list[Made], extra: Mapping[str, Ten
 def _counts(spec: ModelSpec) -> dict[str, Any]:
     """What `gguf_names` asks a config for, of any model."""
     found: dict[str, Any] = {"num_hidden_layers": len(spec.layers)}
-    mla = next((m for _, m in spec.mixers() if isinstance(m, MlaSpec)), None)
+    mla = next(spec.mixers_of(MlaSpec), None)
     if mla:
         found |= {"num_attention_heads": mla.num_heads, "kv_lora_rank": mla.kv_rank}
         found["qk_nope_head_dim"] = mla.nope_dim
@@ -141,18 +150,17 @@ def _counts(spec: ModelSpec) -> dict[str, Any]:
 def _shape(made: Made, spec: ModelSpec, arch: str) -> tuple[int, ...]:
     """Shapes that the format has otherwise than a plain tensor of ours."""
     kind = made.name.removeprefix("blk.").partition(".")[2]
-    scans = [m for _, m in spec.mixers() if isinstance(m, (Mamba1Spec, Mamba2Spec))]
-    grouped = next((m for m in scans if isinstance(m, Mamba2Spec)), None)
+    grouped = next(spec.mixers_of(Mamba2Spec), None)
     if kind in ("ssm_a", "ssm_d") and grouped:
         return (*made.shape, 1)
     if kind == "ssm_norm.weight" and grouped:
         return (grouped.norm_groups, made.shape[0] // grouped.norm_groups)
     if arch == "plamo2" and kind in ("attn_q_norm.weight", "attn_k_norm.weight"):
-        dim = next(m.head_dim for _, m in spec.mixers() if isinstance(m, AttentionSpec))
+        dim = next(spec.mixers_of(AttentionSpec)).head_dim
         return (made.shape[0] // dim, dim)
     if kind == "ffn_gate_inp_shexp.weight":
         return (made.shape[-1],)
-    delta = next((m for _, m in spec.mixers() if isinstance(m, DeltaNetSpec)), None)
+    delta = next(spec.mixers_of(DeltaNetSpec), None)
     if delta and delta.decay == "channel":
         if kind == "ssm_a":
             return (1, 1, delta.num_heads, 1)
@@ -163,7 +171,7 @@ def _shape(made: Made, spec: ModelSpec, arch: str) -> tuple[int, ...]:
 
 def _extra(spec: ModelSpec) -> dict[str, Tensor]:
     """Divisors of rotary frequencies, where the scaling is none that the metadata can name."""
-    ropes = [m.rope for _, m in spec.mixers() if isinstance(m, AttentionSpec) and m.rope]
+    ropes = [m.rope for m in spec.mixers_of(AttentionSpec) if m.rope]
     for rope in ropes:
         kind = rope.scaling.get("rope_type")
         if kind in ("llama3", "divisors"):
@@ -181,3 +189,70 @@ def divisors(rope: RopeSpec, max_len: int) -> Tensor:
     plain, _ = frequencies(RopeSpec(rope.dim, rope.theta), max_len)
     found, _ = frequencies(rope, max_len)
     return (plain / found).to(torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTarget:
+    """What is to be written: `keys` of the model (not of its tokenizer), and its tensors."""
+
+    keys: Mapping[str, Any]
+    made: tuple[Made, ...]
+
+
+def own_target(made: Sequence[Made], config: Mapping[str, Any] | None) -> OwnTarget:
+    """The checkpoint as it is. `config`: what its config.json should say, None if it has none."""
+    given, names = [], list[str]()
+    for one in made:
+        if len(one.name.encode()) > MAX_NAME_BYTES:
+            given.append(_rename_made(one, stand_in(len(names))))
+            names.append(one.name)
+        else:
+            given.append(one)
+    keys: dict[str, Any] = {"general.architecture": ARCHITECTURE}
+    if config is not None:
+        keys[CONFIG] = json.dumps(config, ensure_ascii=False)
+    return OwnTarget(keys | ({NAMES: names} if names else {}), tuple(given))
+
+
+def writable(kept: PassthroughTarget) -> list[Made]:
+    """All tensors, except unread ones that GGUF has no type or shape for; the log names those."""
+    found = {made.name: (made, _is_writable(kept, made)) for made in kept.made()}
+    if left_out := [name for name, (_, is_writable) in found.items() if not is_writable]:
+        log.warning(
+            "%d tensors that the model does not read are left out, GGUF has no type for them: %s",
+            len(left_out),
+            ", ".join(left_out[:4]),
+        )
+    return [made for made, is_writable in found.values() if is_writable]
+
+
+def _is_writable(kept: PassthroughTarget, made: Made) -> bool:
+    if made.roles:
+        return True
+    value = kept.read(made.name)
+    is_known = not isinstance(value, Tensor) or value.dtype in TYPES
+    return is_known and 0 < len(made.shape) <= _MAX_DIMS and 0 not in made.shape
+
+
+def _rename_made(made: Made, name: str) -> Made:
+    return replace(made, name=name, turned=None if made.turned is None else replace(made.turned, name=name))
+
+
+def with_overrides(config: Mapping[str, Any] | None, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config with the values of --set, at the top and wherever a text model's keys may be."""
+    if not given:
+        return None if config is None else dict(config)
+    found = {**(config or {}), **given}
+    for nest in (*NESTS, "model"):
+        if isinstance(found.get(nest), Mapping):
+            found[nest] = {**found[nest], **given}
+    return found
+
+
+def drop_packing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without what it says of how tensors are packed, which they no longer are."""
+    return {
+        k: drop_packing(v) if isinstance(v, Mapping) else v
+        for k, v in config.items()
+        if k not in ("quantization_config", "compression_config")
+    }

@@ -13,29 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from plait.checkpoint.readers.safetensors import DTYPES
 from plait.convert.gguf.file import Advance, raw_bytes
 from plait.convert.plan.source import Numbers
 from plait.convert.plan.storage import StorageForm
 from plait.errors import UnsupportedFormat
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.bool: "BOOL",
-}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGN = 8
 
 

@@ -159,7 +159,7 @@ def _shortest(value: Any) -> Any:
 def _find_names(config: Mapping[str, Any], spec: ModelSpec) -> tuple[str, str]:
     """(model_type, architecture), as transformers names them."""
     entry = find(config)
-    if entry.name == "llama" and any(isinstance(m, AttentionSpec) and m.window for _, m in spec.mixers()):
+    if entry.name == "llama" and any(m.window for m in spec.mixers_of(AttentionSpec)):
         return "mistral", "MistralForCausalLM"
     return entry.name, entry.architectures[0]
 
@@ -255,12 +255,12 @@ def _nothing(config: Mapping[str, Any], spec: ModelSpec) -> Values:
 
 
 def _gemma(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(m for _, m in spec.mixers() if isinstance(m, AttentionSpec))
+    mixer = next(spec.mixers_of(AttentionSpec))
     return {"query_pre_attn_scalar": round(mixer.scale**-2)}
 
 
 def _mamba2(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba2Spec))
+    mixer = next(spec.mixers_of(Mamba2Spec))
     return {"head_dim": mixer.head_dim, "num_heads": mixer.num_heads, "expand": _expand(mixer, spec)}
 
 
@@ -271,24 +271,24 @@ def _expand(mixer: Mamba2Spec, spec: ModelSpec) -> int | float:
 
 
 def _mamba1(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba1Spec))
+    mixer = next(spec.mixers_of(Mamba1Spec))
     if mixer.inner_size % spec.hidden_size == 0:
         return {"expand": mixer.inner_size // spec.hidden_size, "intermediate_size": mixer.inner_size}
     return {"intermediate_size": mixer.inner_size}
 
 
 def _latent(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(m for _, m in spec.mixers() if isinstance(m, MlaSpec))
+    mixer = next(spec.mixers_of(MlaSpec))
     return {**_first_dense(config, spec), "q_lora_rank": mixer.q_rank}
 
 
 def _mamba_expand(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba2Spec))
+    mixer = next(spec.mixers_of(Mamba2Spec))
     return {"mamba_expand": _expand(mixer, spec), "mamba_d_head": mixer.head_dim}
 
 
 def _granite(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    has_experts = any(isinstance(m, MoeSpec) for _, m in spec.mixers())
+    has_experts = any(spec.mixers_of(MoeSpec))
     return {
         **_mamba_expand(config, spec),
         "num_local_experts": config["num_experts"] if has_experts else 0,
@@ -297,7 +297,7 @@ def _granite(config: Mapping[str, Any], spec: ModelSpec) -> Values:
 
 
 def _nemotron(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(m for _, m in spec.mixers() if isinstance(m, Mamba2Spec))
+    mixer = next(spec.mixers_of(Mamba2Spec))
     words = {LINEAR: "linear_attention", FULL: "full_attention"}
     return {
         "mamba_head_dim": mixer.head_dim,

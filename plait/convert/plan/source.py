@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from plait.checkpoint.names import Derived, NameMap, Source
-from plait.checkpoint.weights import Checkpoint, Target, Weights
+from plait.checkpoint.names import NameMap, Source, sources_of
+from plait.checkpoint.synthetic import Synthetic
+from plait.checkpoint.weights import Checkpoint, Weights
 from plait.errors import CheckpointError, UnsupportedFormat
 from plait.families.common.resolved import Resolved
-from plait.loading.meta_model import Outline
+from plait.loading.meta_model import Outline, meta_target
 from plait.model.decoder import Decoder
 from plait.quant.weight import Weight
 from plait.spec import ModelSpec
@@ -29,7 +29,7 @@ class NeededTensor:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return self.source.sources if isinstance(self.source, Derived) else (self.source,)
+        return sources_of(self.source)
 
 
 class Numbers(Protocol):
@@ -67,16 +67,13 @@ class Model:
         self.resolved, self.checkpoint = resolved, checkpoint
         self.spec: ModelSpec = resolved.spec
         outline, asked = Outline(checkpoint), RecordingNameMap(resolved.names)
-        target = Target(
-            torch.device("meta"), torch.float32, self.spec.max_len, self.spec.hidden_size, "reference"
-        )
-        weights = Weights(outline, asked, target)
+        weights = Weights(outline, asked, meta_target(self.spec))
         Decoder(self.spec, weights)
         weights.check_all_used()
         self.wanted: Mapping[str, NeededTensor] = {
             name: NeededTensor(_shape(source, fields, outline), source, fields)
             for name, (source, fields) in asked.found.items()
-            if all(s in checkpoint for s in _sources(source))
+            if all(s in checkpoint for s in sources_of(source))
         }
 
     def read(self, name: str) -> Tensor | Weight:
@@ -90,38 +87,15 @@ class Model:
         return value
 
 
-class Shapes:
-    """A checkpoint that is yet to be written: its tensors' shapes."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._shapes = shapes
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._shapes
-
-    def names(self) -> Iterable[str]:
-        return self._shapes
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def read(self, name: str) -> Tensor:
-        return torch.empty(self._shapes[name], device="meta")
-
-
 def check_complete(resolved: Resolved, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Whether the model can be built from tensors of these shapes, every one used.
 
     Raises UnsupportedFormat: what would be written could not be read.
     """
     try:
-        Model(resolved, Shapes(shapes))
+        Model(resolved, Synthetic(shapes))
     except CheckpointError as error:
         raise UnsupportedFormat(f"what would be written could not be read again: {error}") from error
-
-
-def _sources(source: Source) -> tuple[str, ...]:
-    return source.sources if isinstance(source, Derived) else (source,)
 
 
 def _shape(source: Source, fields: Mapping[str, str], outline: Outline) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ LLAMA = {
 
 
 def attentions(config: dict[str, Any]) -> list[AttentionSpec]:
-    return [m for _, m in build_spec(config)[0].mixers() if isinstance(m, AttentionSpec)]
+    return list(build_spec(config)[0].mixers_of(AttentionSpec))
 
 
 def test_every_rope_kind_of_the_ops_is_known_to_configs() -> None:
@@ -130,7 +130,7 @@ def test_deepseek_words_are_honoured_or_refused() -> None:
         "first_k_dense_replace": 1,
     }
     spec = build_spec(config)[0]
-    moes = [m for _, m in spec.mixers() if isinstance(m, MoeSpec)]
+    moes = list(spec.mixers_of(MoeSpec))
     assert [m.shared.size for m in moes if m.shared] == [16, 16, 16]
     assert all(m.rope.interleaved for _, m in spec.mixers() if isinstance(m, MlaSpec))
     for change in ({"topk_method": "random"}, {"norm_topk_prob": True}):

@@ -31,8 +31,7 @@ from plait.kernels.cpu.linear.packed import PackedWeight
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.ops.linear import linear
 from plait.ops.registry import OpFacts
-from plait.quant.packed import CachedWeight
-from plait.quant.weight import Weight
+from plait.quant.weight import CachedWeight, Weight
 
 When = Callable[[OpFacts], str | None]
 TILES: Kind = "amx"

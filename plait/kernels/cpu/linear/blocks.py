@@ -33,8 +33,7 @@ from plait.quant.fp4 import Fp4
 from plait.quant.gguf import Gguf, block_type
 from plait.quant.gguf_parts import half_power
 from plait.quant.grouped import Grouped
-from plait.quant.packed import CachedWeight
-from plait.quant.weight import Weight
+from plait.quant.weight import CachedWeight, Weight
 
 KNOWN = (*LAYOUTS, "mxfp4", "nvfp4")
 PIECE = 1 << 22  # numbers at a time

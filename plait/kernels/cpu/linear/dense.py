@@ -35,8 +35,7 @@ from plait.kernels.cpu.runtime.row_checks import float32_rows
 from plait.kernels.cpu.runtime.tile_memory import room
 from plait.ops.linear import Packing, linear
 from plait.ops.registry import OpFacts
-from plait.quant.packed import CachedWeight
-from plait.quant.weight import Dense, Weight
+from plait.quant.weight import CachedWeight, Dense, Weight
 
 PAIR_BYTES = {"float32": 128, "bfloat16": 64, "float16": 64}  # two inputs of a tile
 CHUNK = 512  # inputs of which products are summed before they join the rest: a pair of tiles stays in L2

@@ -38,8 +38,7 @@ from plait.ops.linear import Packing, linear
 from plait.ops.registry import OpFacts
 from plait.quant.codebook import Codebook
 from plait.quant.fp8 import Fp8
-from plait.quant.packed import CachedWeight
-from plait.quant.weight import Weight
+from plait.quant.weight import CachedWeight, Weight
 
 _FILES = ("linear/float_codes.py", "linear/codebooks.py", "linear/dense.py", "codegen/plain_x86.py")
 AHEAD = 3072  # bytes that weights are fetched before they are needed

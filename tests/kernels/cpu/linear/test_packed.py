@@ -12,8 +12,7 @@ import torch
 from plait.ops.blocks import random_weight
 from plait.ops.linear import FLOATS, KINDS, STORED, linear
 from plait.ops.registry import OpFacts
-from plait.quant.packed import CachedWeight
-from plait.quant.weight import Dense
+from plait.quant.weight import CachedWeight, Dense
 
 PLAIN = ("float32", "bfloat16", "float16")
 

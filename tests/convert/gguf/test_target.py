@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from plait.checkpoint.readers.gguf import GgufFile
-from plait.checkpoint.readers.gguf_plait import CONFIG, MAX_NAME_BYTES, NAMES, own_config, restore_names
+from plait.checkpoint.readers.gguf_metadata import CONFIG, MAX_NAME_BYTES, NAMES, own_config, restore_names
 from plait.config import EngineConfig
 from plait.convert import convert as conversion
 from plait.convert.convert import ConversionResult, Order, convert_model

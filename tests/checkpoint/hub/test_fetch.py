@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.checkpoint.hub.addresses import is_file_address
-from plait.checkpoint.hub.web import fetch_file
+from plait.checkpoint.hub.client import is_file_address
+from plait.checkpoint.hub.fetch import fetch_file
 from plait.errors import CheckpointError
 
 DATA = b"GGUF" + bytes(range(256)) * 40
