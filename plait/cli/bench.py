@@ -11,7 +11,14 @@ import click
 
 from plait.cli.bench_serve import serve
 from plait.cli.common.compared_options import find_changes, parse_options
-from plait.cli.common.options import TokenIds, common_options, engine_options, engine_settings, model_option
+from plait.cli.common.options import (
+    TokenIds,
+    common_options,
+    engine_option,
+    engine_options,
+    engine_settings,
+    model_option,
+)
 from plait.cli.common.progress import Status, console
 from plait.config import DType
 
@@ -115,6 +122,7 @@ def _job(model: str, given: dict[str, Any]) -> Job:
 @click.option(
     "--large/--small", default=True, help="with sizes of real models, or only the tests' small cases"
 )
+@engine_option("plugins")
 @click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
 @common_options()
 def op(name: str | None, as_json: bool, **given: Any) -> None:

@@ -13,10 +13,17 @@ from plait.cli.common.vocabulary import find_tokenizer, read_stdin
 @click.command()
 @model_option(required=False)
 @engine_option("vocab")
+@engine_option("plugins")
 @click.option("--ids", type=TokenIds(), help="token ids: 1,2,3; default: from stdin")
 @click.option("--skip-special", is_flag=True, help="leave control tokens out")
 @common_options()
-def decode(model: str | None, vocab: str | None, ids: tuple[int, ...] | None, skip_special: bool) -> None:
+def decode(
+    model: str | None,
+    vocab: str | None,
+    plugins: tuple[str, ...],
+    ids: tuple[int, ...] | None,
+    skip_special: bool,
+) -> None:
     """Token ids to text.
 
     \b
@@ -25,7 +32,7 @@ def decode(model: str | None, vocab: str | None, ids: tuple[int, ...] | None, sk
     """
     if ids is None:
         ids = TokenIds().convert(read_stdin("--ids"), None, None)
-    tokenizer = find_tokenizer(model, vocab)
+    tokenizer = find_tokenizer(model, vocab, plugins)
     if unknown := [i for i in ids if tokenizer.is_hole(i)]:
         largest = tokenizer.vocab_size - 1
         raise click.UsageError(

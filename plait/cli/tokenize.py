@@ -13,13 +13,20 @@ from plait.cli.common.vocabulary import find_tokenizer, read_stdin
 @click.command()
 @model_option(required=False)
 @engine_option("vocab")
+@engine_option("plugins")
 @click.option("--text", "-t", help="the text; default: stdin")
 @click.option("--ids", "only_ids", is_flag=True, help="only the ids, as one line: 1,2,3")
 @click.option("--no-special", is_flag=True, help="without the tokens that start or end a text")
 @click.option("--control", is_flag=True, help="the text of a control token becomes that token")
 @common_options()
 def tokenize(
-    model: str | None, vocab: str | None, text: str | None, only_ids: bool, no_special: bool, control: bool
+    model: str | None,
+    vocab: str | None,
+    plugins: tuple[str, ...],
+    text: str | None,
+    only_ids: bool,
+    no_special: bool,
+    control: bool,
 ) -> None:
     """Text to token ids: one line for each token with its id and its text.
 
@@ -28,7 +35,7 @@ def tokenize(
     plait tokenize -m ./model --ids < notes.txt
     """
     text = read_stdin("--text") if text is None else text
-    tokenizer = find_tokenizer(model, vocab)
+    tokenizer = find_tokenizer(model, vocab, plugins)
     ids = tokenizer.encode(text, add_special=not no_special, allow_special=control)
     if only_ids:
         lines = [",".join(map(str, ids))]

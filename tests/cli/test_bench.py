@@ -258,6 +258,21 @@ def test_ops_are_checked_and_timed(plait: Run, monkeypatch: pytest.MonkeyPatch) 
     assert found["roofs"]["gb_s"] > 0
 
 
+def test_an_op_of_a_plug_in_is_timed(plait: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench_ops, "IN_MEMORY", 16 << 20)
+    plugin = tmp_path / "triple.py"
+    plugin.write_text(
+        "from plait.ops.elementwise import elementwise_op\n"
+        "@elementwise_op()\ndef triple(x):\n    return 3 * x\n"
+    )
+    try:
+        result = plait("bench", "op", "triple", "--small", "--json", "--plugin", str(plugin))
+    finally:
+        REGISTRY.pop("triple", None)
+    assert result.code == 0, result.err
+    assert {row["op"] for row in json.loads(result.out)["rows"]} == {"triple"}
+
+
 def test_the_work_of_realistic_cases_is_known() -> None:
     from plait.model.mixers.registry import list_mixers
 
