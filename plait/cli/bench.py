@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from plait.cli.bench_serve import serve
-from plait.cli.common.compared_options import find_changes, parse_options
 from plait.cli.common.options import (
     TokenIds,
     common_options,
     engine_option,
     engine_options,
     engine_settings,
+    find_changes,
     model_option,
+    parse_options,
 )
 from plait.cli.common.progress import Status, console
 from plait.config import DType
@@ -86,8 +87,7 @@ def model(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     Each side runs in a process of its own, loads once, and is measured in turns with the others. A decode's
     share of the roof is what it reads of the stored weights, over the bandwidth measured with it.
     """
-    from plait.bench.model.plot import write_plot
-    from plait.bench.model.report import model_report
+    from plait.bench.model.report import model_report, write_plot
     from plait.bench.model.run import bench_model
 
     with Status("measuring") as status:

@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plait.cli.common.compared_options import find_changes, parse_options
-from plait.cli.common.options import common_options, engine_options, engine_settings, options
+from plait.cli.common.options import (
+    common_options,
+    engine_options,
+    engine_settings,
+    find_changes,
+    options,
+    parse_options,
+)
 from plait.cli.common.progress import Status, console
 from plait.errors import ConfigError
 

@@ -16,7 +16,7 @@ from plait.cache_folder import NO_HOME, cache_base
 from plait.checkpoint.packed_cache.file_format import drop_unfinished, list_packed
 from plait.cli.common.format_model import bytes_text
 from plait.cli.common.options import common_options
-from plait.cli.list import ago
+from plait.cli.hub import ago
 from plait.errors import ConfigError
 from plait.kernels.load import cached_kernels, remove_cached
 

@@ -20,8 +20,16 @@ from plait.loading.build import Loaded, describe_for_sizing, engine_over, loose_
 from plait.memory import PagedState, has_slots
 from plait.request import Event, TokenLogprobs
 from plait.schedule.speculate import NgramProposer, Proposer, Speculation
-from plait.verify.fakes import CheapMoves, CheapRows, CheapSteps, FailingRunner, KnownReplies
-from plait.verify.matrix import PLAIN, Cell, cells
+from plait.verify.matrix import (
+    PLAIN,
+    Cell,
+    CheapMoves,
+    CheapRows,
+    CheapSteps,
+    FailingRunner,
+    KnownReplies,
+    cells,
+)
 from plait.verify.prompts import Prompt, VerifyRequest, default_prompts, first_turns, second_turns
 from plait.verify.trace import (
     Digests,
@@ -149,8 +157,7 @@ class Verification:
         self.loaded, self.batch, self._is_quick = loaded, batch, is_quick
         self._num_traced = {True: 0, False: 0}
         front = loaded.front
-        texts = prompts or default_prompts(front, max_tokens)
-        first = first_turns(front, texts, max_tokens, batch)
+        first = first_turns(front, prompts or default_prompts(front, max_tokens), max_tokens, batch)
         self.asked = {asked.name: asked for asked in first}
         plain = self._ran(PLAIN, [first])
         replies = {name: reply for (_, name), reply in plain.replies.items()}
@@ -390,6 +397,4 @@ def _off_by(want: TokenLogprobs, got: TokenLogprobs) -> float:
 
 
 def _gap(chosen: TokenLogprobs | None) -> float | None:
-    if chosen is None or len(chosen.top) < 2:
-        return None
-    return chosen.top[0][1] - chosen.top[1][1]
+    return chosen.top[0][1] - chosen.top[1][1] if chosen and len(chosen.top) > 1 else None

@@ -16,10 +16,8 @@ from rich.console import Console
 import plait.bench.ops.run as bench_ops
 from plait.bench import machine
 from plait.bench.model.bandwidth import Probe
-from plait.bench.model.compare import SOURCE, contestant
-from plait.bench.model.engine_pipe import Cannot, Side
-from plait.bench.model.measure import Measure, MeasureSizes, Row, cap_sizes, one, take_turns
-from plait.bench.model.prompts import Prompts
+from plait.bench.model.compare import SOURCE, Cannot, Side, contestant
+from plait.bench.model.measure import Measure, MeasureSizes, Prompts, Row, cap_sizes, one, take_turns
 from plait.bench.model.report import model_report
 from plait.bench.model.run import agreement, name_apart, shortest_agreement
 from plait.bench.ops.roofline import REALISTIC, work_of

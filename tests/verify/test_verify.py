@@ -25,8 +25,7 @@ from plait.ops.ssm import mamba2_scan
 from plait.request import SamplingParams, TokenLogprobs
 from plait.schedule.plan import Chunk, DraftRequest, Sampled, SamplingBatch, StepPlan
 from plait.state.store import StateStore
-from plait.verify.fakes import FAILS_EVERY, FailingRunner, KnownReplies
-from plait.verify.matrix import PLAIN, Cell, cells
+from plait.verify.matrix import FAILS_EVERY, PLAIN, Cell, FailingRunner, KnownReplies, cells
 from plait.verify.prompts import default_prompts, first_turns, second_turns
 from plait.verify.trace import Trace, digest, op_names, op_of, watch_ops
 from plait.verify.verify import Arithmetic, CellResult, Difference, Verification, VerifyReply

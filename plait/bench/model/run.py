@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from plait.bench import machine
 from plait.bench.model.bandwidth import Probe
-from plait.bench.model.compare import SIDES, Contestant, source_of
-from plait.bench.model.engine_pipe import Side
-from plait.bench.model.measure import Measure, MeasureSizes, Row, round_number, take_turns
+from plait.bench.model.compare import SIDES, Contestant, Side, source_of
+from plait.bench.model.measure import Measure, MeasureSizes, Prompts, Row, round_number, take_turns
 from plait.bench.model.memory import Footprint, footprint
-from plait.bench.model.prompts import Prompts
 from plait.errors import EngineError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from plait.cli.list import ago
+from plait.cli.hub import ago
 from tests.checkpoint.hub.fake_hub import FakeHub, Repo, running
 from tests.checkpoint.hub.test_client import SMALL, aim, tensors
 from tests.checkpoint.readers.damage import write_plain
