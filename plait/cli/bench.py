@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -17,8 +15,10 @@ from plait.cli.common.options import (
     engine_options,
     engine_settings,
     find_changes,
+    json_option,
     model_option,
     parse_options,
+    write_json,
 )
 from plait.cli.common.progress import Status, console
 from plait.config import DType
@@ -72,7 +72,7 @@ def _sizes(command: Any) -> Any:
     show_default=True,
     help="so many first greedy tokens must be the reference ops' choice, or a near tie of it",
 )
-@click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
+@json_option()
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="also an HTML page with charts")
 @engine_options()
 @common_options()
@@ -95,7 +95,7 @@ def model(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     if plot is not None:
         write_plot(result, plot)
     if as_json:
-        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+        write_json(result)
     else:
         model_report(result, console())
 
@@ -123,7 +123,7 @@ def _job(model: str, given: dict[str, Any]) -> Job:
     "--large/--small", default=True, help="with sizes of real models, or only the tests' small cases"
 )
 @engine_option("plugins")
-@click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
+@json_option()
 @common_options()
 def op(name: str | None, as_json: bool, **given: Any) -> None:
     """Every variant of every op, or of the op NAME: checked against its reference, then timed.
@@ -139,7 +139,7 @@ def op(name: str | None, as_json: bool, **given: Any) -> None:
     with Status("measuring") as status:
         result = bench_ops(name, say=status.say, **given)
     if as_json:
-        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+        write_json(result)
     else:
         ops_report(result, console())
     if wrong := [row for row in result["rows"] if row["wrong"]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
@@ -11,7 +10,7 @@ import click
 
 from plait.cli.common.doctor_checks import DoctorRequest, Facts, Finding, examine
 from plait.cli.common.format_model import bytes_text
-from plait.cli.common.options import common_options
+from plait.cli.common.options import common_options, json_option, to_json
 from plait.cli.info import columns, make_heading
 from plait.config import Isa
 
@@ -26,7 +25,7 @@ SIGNS = {"broken": "✗", "warning": "!", "note": "·"}
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
+@json_option()
 @click.option(
     "--formats", "show_formats", is_flag=True, help="every storage format and which kernel reads it"
 )
@@ -44,7 +43,7 @@ def doctor(
     facts, findings = examine(DoctorRequest(threads, cache_dir, isa))
     if show_formats:
         facts["formats"] = format_rows()
-    lines = [json.dumps(facts, indent=2)] if as_json else text_lines(facts, findings)
+    lines = [to_json(facts)] if as_json else text_lines(facts, findings)
     sys.stdout.write("\n".join(lines) + "\n")
     return 1 if any(f.level == "broken" for f in findings) else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import click
 
 from plait.checkpoint.packed_cache.file_format import default_folder, list_packed
 from plait.cli.common.format_model import bytes_text
-from plait.cli.common.options import common_options
+from plait.cli.common.options import common_options, json_option, to_json
 from plait.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ UNITS = ((86_400 * 365, "year"), (86_400 * 30, "month"), (86_400, "day"), (3600,
 @click.option("--revision", help="a branch, tag or commit, as in MODEL@REVISION")
 @click.option("--offline", is_flag=True, help="ask nobody: say whether this disk has the whole model")
 @click.option("--dry-run", is_flag=True, help="show what would be fetched, and fetch nothing")
-@click.option("--json", "as_json", is_flag=True, help="what was found, as one JSON object")
+@json_option("what was found, as one JSON object")
 @common_options()
 def pull(model: str, revision: str | None, offline: bool, dry_run: bool, as_json: bool) -> None:
     """Fetch a model from the Hub: its weights, tokenizer and config, and nothing else.
@@ -56,7 +55,7 @@ def pull(model: str, revision: str | None, offline: bool, dry_run: bool, as_json
             )
         path = find_model(model, offline=offline).weights[0]
         facts = {"model": model, "files": [str(path)]}
-        sys.stdout.write((json.dumps(facts, indent=2) if as_json else f"{model}: {path}") + "\n")
+        sys.stdout.write((to_json(facts) if as_json else f"{model}: {path}") + "\n")
         return
     name = parse_hub_name(f"{model}@{revision}" if revision else model)
     if offline:
@@ -79,7 +78,7 @@ def pull(model: str, revision: str | None, offline: bool, dry_run: bool, as_json
             files = fetch_model(plan)
             verb = f"fetched {bytes_text(nbytes)}" if missing else "everything was there"
             lines = [f"{name} at {plan.commit[:12]}: {verb}", f"  {files.directory}"]
-    sys.stdout.write("\n".join([json.dumps(facts, indent=2)] if as_json else lines) + "\n")
+    sys.stdout.write("\n".join([to_json(facts)] if as_json else lines) + "\n")
 
 
 def plan_lines(plan: Fetch, missing: list[str]) -> list[str]:
@@ -93,7 +92,7 @@ def plan_lines(plan: Fetch, missing: list[str]) -> list[str]:
 
 
 @click.command("list")
-@click.option("--json", "as_json", is_flag=True, help="everything as one JSON array")
+@json_option("everything as one JSON array")
 @click.option("--cache-dir", help="where packed weights are, if not under ~/.cache/plait")
 @common_options()
 def list_models(as_json: bool, cache_dir: str | None) -> None:
@@ -106,7 +105,7 @@ def list_models(as_json: bool, cache_dir: str | None) -> None:
 
     models = cached_models()
     if as_json:
-        text = json.dumps([as_facts(m) for m in models], indent=2)
+        text = to_json([as_facts(m) for m in models])
     else:
         text = f"no models in {cache_folder()}; `plait pull org/name` fetches one"
         if models:

@@ -14,7 +14,14 @@ import click
 
 from plait.cli.common.format_model import bytes_text, index_ranges, layer_groups, layer_text, plain
 from plait.cli.common.help import GroupedCommand
-from plait.cli.common.options import common_options, engine_options, engine_settings, model_option
+from plait.cli.common.options import (
+    common_options,
+    engine_options,
+    engine_settings,
+    json_option,
+    model_option,
+    to_json,
+)
 from plait.cli.common.probe_table import probe_model, probe_rows
 from plait.cli.common.progress import LoadingBar
 from plait.config import EngineConfig
@@ -33,7 +40,7 @@ USERS = (1, 4, 16, 64)
 
 @click.command(cls=GroupedCommand)
 @model_option()
-@click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
+@json_option()
 @click.option("--ops", "show_ops", is_flag=True, help="load it, and show which variant runs each op, and why")
 @click.option("--probe-text", metavar="FILE", help="--probe on this text, in a language that the model knows")
 @engine_options(without=("ops",))
@@ -48,7 +55,7 @@ def info(model: str, as_json: bool, show_ops: bool, probe_text: str | None, **gi
     if show_ops:
         facts["ops"] = load_bindings(model, replace(config, probe=False))
         facts["kernels"] = kernel_verdict(config)
-    lines = [json.dumps(facts, indent=2)] if as_json else text_lines(facts)
+    lines = [to_json(facts)] if as_json else text_lines(facts)
     sys.stdout.write("\n".join(lines) + "\n")
 
 

@@ -187,6 +187,6 @@ def test_a_driver_answers_with_its_devices(tmp_path: Path, monkeypatch: pytest.M
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert gpu_facts() == [{"name": "NVIDIA H200", "driver": "570.1", "memory_mib": "143771"}]
-    assert torch_facts()["finds_gpu"] in (None, False)
+    assert torch_facts(gpu_facts())["finds_gpu"] in (None, False)
     smi.write_text("#!/bin/sh\nexit 9\n")
     assert gpu_facts() == []

@@ -5,6 +5,7 @@ The flags of the engine and the server are generated from the dataclasses that h
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shlex
@@ -168,6 +169,21 @@ def common_options() -> Decorator[Any]:
             click.option("--debug", callback=debug, help="show the traceback of an error", **shared),
         ]
     )
+
+
+def json_option(text: str = "everything as one JSON object") -> Decorator[Any]:
+    """`--json`, which commands get as `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+def to_json(result: object) -> str:
+    """What `--json` shows."""
+    return json.dumps(result, indent=2)
+
+
+def write_json(result: object) -> None:
+    """Print it, as `--json` does."""
+    sys.stdout.write(to_json(result) + "\n")
 
 
 def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
