@@ -53,7 +53,7 @@ def _sizes(command: Any) -> Any:
     "compare",
     multiple=True,
     metavar="WHAT",
-    help="measure beside it, in turns: another model's path, options in quotes, a git revision, or an "
+    help="compare it, in turns, with this: another model's path, options in quotes, a git revision, or an "
     "engine: llama.cpp, transformers, openvino, onnxruntime-genai, ctranslate2 (each with @PYTHON and "
     "=MODEL, if it has an interpreter or files of its own); may be repeated",
 )

@@ -160,9 +160,7 @@ def _job(given: dict[str, Any]) -> ServeJob:
     if bool(given["model_path"]) == bool(given["base_urls"]):
         raise ConfigError("name either a MODEL to serve, or servers that run with --base-url")
     if given["compare"] and not given["model_path"]:
-        raise ConfigError(
-            "--compare starts another server of MODEL; with --base-url give another --base-url"
-        )
+        raise ConfigError("--compare starts another server of MODEL; with --base-url give another --base-url")
     number = given["num_prompts"]
     return ServeJob(
         sides=_started_servers(given) if given["model_path"] else _running(given["base_urls"], target),

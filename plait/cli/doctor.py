@@ -89,7 +89,7 @@ def text_lines(facts: Facts, findings: Iterable[Finding]) -> list[str]:
     found = [
         line for f in findings for line in (f"  {SIGNS[f.level]} {f.level}: {f.what}", f"    → {f.advice}")
     ]
-    return [*lines, "", make_heading("findings"), *(found or ["  nothing stands in the way"])]
+    return [*lines, "", make_heading("findings"), *(found or ["  nothing is wrong"])]
 
 
 def machine_rows(facts: Facts) -> list[tuple[str, str]]:
@@ -138,7 +138,7 @@ def cache_text(cache: Mapping[str, Any] | None) -> str:
         return "nowhere: there is no home folder"
     current, old = cache["current"], cache["old"]
     kept = f"{bytes_text(current['nbytes'])} compiled" if current["nbytes"] else "nothing compiled yet"
-    more = f", {len(old)} older rooms of {bytes_text(sum(old.values()))}" if old else ""
+    more = f", {len(old)} older folders of {bytes_text(sum(old.values()))}" if old else ""
     return f"{cache['folder']}: {kept}{more}"
 
 

@@ -25,7 +25,7 @@ UNITS = ((86_400 * 365, "year"), (86_400 * 30, "month"), (86_400, "day"), (3600,
 @click.command()
 @click.argument("model")
 @click.option("--revision", help="a branch, tag or commit, as in MODEL@REVISION")
-@click.option("--offline", is_flag=True, help="ask nobody: say whether this disk has the whole model")
+@click.option("--offline", is_flag=True, help="do not ask the Hub: say whether this disk has the whole model")
 @click.option("--dry-run", is_flag=True, help="show what would be fetched, and fetch nothing")
 @json_option("what was found, as one JSON object")
 @common_options()
@@ -181,7 +181,7 @@ def rm(models: tuple[str, ...], yes: bool) -> None:
     what = ", ".join(text for plan in plans for text in plan.what)
     if not yes:
         if not sys.stdin.isatty():
-            raise ConfigError(f"would remove {what} ({nbytes}); nobody is there to ask: pass --yes")
+            raise ConfigError(f"would remove {what} ({nbytes}); stdin is no terminal to ask on: pass --yes")
         click.confirm(f"remove {what} ({nbytes})?", abort=True, err=True)
     for plan in plans:
         plan.execute()

@@ -49,8 +49,8 @@ NOTHING = {
     "preemptions": "nothing was preempted",
     "swaps": "nothing was swapped",
     "hit_tokens": "nothing came from the cache",
-    "drafted": "nothing was guessed",
-    "accepted": "no guess was right",
+    "drafted": "nothing was drafted",
+    "accepted": "no draft token was accepted",
 }
 
 
@@ -231,7 +231,7 @@ def arithmetic_lines(found: Arithmetic) -> list[str]:
     """What computes, and what may be expected of it."""
     kv = found.dtype if found.kv_dtype == "model" else found.kv_dtype
     lines = [
-        "  compared with a sequence alone, its prompt in one piece, nothing kept, nothing guessed",
+        "  compared with a sequence alone, its prompt in one chunk, nothing kept, no drafts",
         f"  arithmetic: {found.device}, {found.dtype}, keys and values {kv}; step: {found.step}",
     ]
     if found.is_promised:
@@ -251,7 +251,7 @@ def row(result: CellResult, width: int) -> str:
     counts = result.counts
     happened = [f"{counts[key]} {text}" for key, text in HAPPENED.items() if counts.get(key)]
     if counts.get("drafted"):
-        happened.append(f"{counts.get('accepted', 0)} of {counts['drafted']} guessed tokens right")
+        happened.append(f"{counts.get('accepted', 0)} of {counts['drafted']} draft tokens accepted")
     if not result.happened:
         happened = [f"{NOTHING.get(result.proof or '', 'it did not come about')}: this shows nothing"]
     numbers = f"{result.num_replies:7}  {result.num_tokens:6}"

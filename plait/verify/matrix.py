@@ -29,7 +29,7 @@ class Cell:
     in one chunk, no cache and no drafts. `waves`: requests that arrive together; 1 is the first turn of every
     conversation, 2 its second. `only`: that many shortest prompts. `spared`: memory for the longest sequence
     and for no more than so many blocks in addition. `swaps`: moving memory counts as cheap, so that preempted
-    sequences are swapped and not computed again. `fails`: some steps fail after they ran. `guesses`: the
+    sequences are swapped and not computed again. `fails`: some steps fail after they ran. `drafts`: the
     proposer of drafts: prompt lookup, or one with the plain replies, which is often right and often wrong.
     `unseen`: replies are not streamed, so that steps may share a plan.
     `is_quick`: `plait verify --quick` runs it.
@@ -43,7 +43,7 @@ class Cell:
     spared: int | None = None
     swaps: bool = False
     fails: bool = False
-    guesses: Literal["ngram", "known"] | None = None
+    drafts: Literal["ngram", "known"] | None = None
     unseen: bool = False
     is_quick: bool = False
     proof: str | None = None
@@ -54,7 +54,7 @@ class Cell:
         return int(self.options.get("max_num_seqs", 1))
 
 
-PLAIN = Cell("alone, each prompt in one piece", waves=(1, 2))
+PLAIN = Cell("alone, each prompt in one chunk", waves=(1, 2))
 
 
 def cells(batch: int, block_size: int, *, causal: bool = True, follows: bool = True) -> Iterator[Cell]:
@@ -77,10 +77,10 @@ def cells(batch: int, block_size: int, *, causal: bool = True, follows: bool = T
         name = "several steps at once, together"
         yield Cell(name, together, (1, 2), unseen=True, is_quick=True, proof="steps_ahead")
     keeps = {"prefix_cache": True, "snapshot_interval": block_size, "swap_memory": GIB}
-    pieces = {"max_num_seqs": batch, "max_num_batched_tokens": max(block_size + 1, batch)}
+    chunks = {"max_num_seqs": batch, "max_num_batched_tokens": max(block_size + 1, batch)}
     waves = (1, 1, 2)
     yield Cell(
-        "all of it at once", keeps | pieces, waves, spared=1, swaps=True, guesses="known", is_quick=True
+        "all of it at once", keeps | chunks, waves, spared=1, swaps=True, drafts="known", is_quick=True
     )
 
 
@@ -88,7 +88,7 @@ def _cut(batch: int, block_size: int) -> Iterator[Cell]:
     """Cells with prompts in chunks."""
     for size in sorted({1, FEW, block_size - 1, block_size, block_size + 1} - {0}):
         only = SHORT if size == 1 else None
-        yield Cell(f"pieces of {size}", {"max_num_batched_tokens": size}, only=only)
+        yield Cell(f"chunks of {size}", {"max_num_batched_tokens": size}, only=only)
     size = max(FEW, batch)
     together = {"max_num_seqs": batch, "max_num_batched_tokens": size}
     yield Cell(f"batch of {batch}, steps of {size} tokens", together, is_quick=True)
@@ -103,7 +103,7 @@ def _prefix_cache_cells(batch: int, block_size: int) -> Iterator[Cell]:
     together = keeps | {"max_num_seqs": batch}
     yield Cell("prefix cache, together", together, (1, 1, 2), proof="hit_tokens")
     cut = together | {"max_num_batched_tokens": max(FEW, batch)}
-    yield Cell("prefix cache, together, in pieces", cut, (1, 2), proof="hit_tokens")
+    yield Cell("prefix cache, together, in chunks", cut, (1, 2), proof="hit_tokens")
 
 
 def _eviction_cells(batch: int, block_size: int) -> Iterator[Cell]:
@@ -121,13 +121,13 @@ def _eviction_cells(batch: int, block_size: int) -> Iterator[Cell]:
 
 def _draft_cells(batch: int, block_size: int) -> Iterator[Cell]:
     """Cells with draft tokens that the model checks."""
-    yield Cell("prompt lookup, alone", guesses="ngram", proof="drafted")
-    yield Cell("right and wrong guesses, alone", guesses="known", proof="accepted")
+    yield Cell("prompt lookup, alone", drafts="ngram", proof="drafted")
+    yield Cell("right and wrong drafts, alone", drafts="known", proof="accepted")
     together = {"max_num_seqs": batch}
-    name = "right and wrong guesses, together"
-    yield Cell(name, together, guesses="known", is_quick=True, proof="accepted")
+    name = "right and wrong drafts, together"
+    yield Cell(name, together, drafts="known", is_quick=True, proof="accepted")
     keeps = together | {"prefix_cache": True, "snapshot_interval": block_size}
-    yield Cell("prompt lookup, with a prefix cache", keeps, (1, 2), guesses="ngram", proof="drafted")
+    yield Cell("prompt lookup, with a prefix cache", keeps, (1, 2), drafts="ngram", proof="drafted")
 
 
 class FailingRunner:
@@ -173,12 +173,12 @@ class KnownReplies:
         self._sequences, self._vocab_size = [list(ids) for ids in sequences], vocab_size
 
     def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
-        return {one.seq_id: self._guess(list(one.token_ids), one.limit) for one in wanted}
+        return {one.seq_id: self._draft(list(one.token_ids), one.limit) for one in wanted}
 
     def forget(self, seq_id: int) -> None:
         """Nothing to forget: it has no state of a sequence."""
 
-    def _guess(self, token_ids: list[int], limit: int) -> tuple[int, ...]:
+    def _draft(self, token_ids: list[int], limit: int) -> tuple[int, ...]:
         start = len(token_ids)
         known = next((ids for ids in self._sequences if ids[:start] == token_ids), [])
         ahead = range(start, min(start + limit, len(known)))

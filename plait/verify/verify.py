@@ -238,7 +238,7 @@ class Verification:
             engine.scheduler.costs = CheapMoves()
         if cell.unseen:
             engine.scheduler.costs, waves = CheapSteps(), [list(map(_unseen, wave)) for wave in waves]
-        engine.speculation = guesses = self._speculation(cell) if cell.guesses else None
+        engine.speculation = drafts = self._speculation(cell) if cell.drafts else None
         failing = FailingRunner(engine) if cell.fails else None
         engine.runner = failing or engine.runner
         if trace is None:
@@ -248,15 +248,15 @@ class Verification:
             with watch_ops(decoder, trace.trace.watch):
                 replies = _drive(engine, waves, trace)
         counts = _counts(engine) | {"failed_steps": failing.num_failed if failing else 0}
-        if guesses:
-            counts |= {"drafted": guesses.num_drafted, "accepted": guesses.num_accepted}
+        if drafts:
+            counts |= {"drafted": drafts.num_drafted, "accepted": drafts.num_accepted}
         return Ran(replies, counts)
 
     def _speculation(self, cell: Cell) -> Speculation:
         """A cell's speculation, which drafts wherever it can, whether it pays or not."""
         decoder = self.loaded.runner.decoder
         proposer: Proposer = NgramProposer()
-        if cell.guesses == "known":
+        if cell.drafts == "known":
             plain = self.plain.items()
             known = [(*self.asked[name].request.prompt_token_ids, *r.token_ids) for name, r in plain]
             proposer = KnownReplies(known, decoder.spec.vocab_size)
@@ -276,7 +276,7 @@ class Verification:
             "max_step_ms": 0,
             "prefix_cache": False,
             "swap_memory": 0,
-            "speculate": "ngram" if cell.guesses else "off",  # memory for rows of logits
+            "speculate": "ngram" if cell.drafts else "off",  # memory for rows of logits
         }
         config = replace(self.loaded.config, **plain | dict(cell.options))
         facts = describe_for_sizing(self.loaded.runner.decoder, self.loaded.target)

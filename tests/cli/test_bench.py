@@ -143,7 +143,7 @@ def test_a_ratio_above_one_means_that_ours_is_better() -> None:
     assert (rate.best("plait"), time.best("plait")) == (30, 5)
 
 
-def test_the_share_of_the_roof_is_of_the_bandwidth_beside_it() -> None:
+def test_the_share_of_the_roof_is_of_the_bandwidth_measured_with_it() -> None:
     row = Row(Measure("decode", "runner", 1, 1), {"plait": [100.0], "x": [50.0]}, probe_gb_s=[20.0, 20.0])
     plain = row.plain("plait", {"plait": 1e8})
     assert plain["sides"]["plait"]["roof_share"] == 0.5
@@ -202,7 +202,7 @@ def test_what_to_compare_with_is_found_by_its_form(fake: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_model_beside_another_engine_as_json_and_plot(
+def test_a_model_is_compared_with_another_engine_as_json_and_plot(
     plait: Run, nano_hybrid: Path, fake: Path, tmp_path: Path
 ) -> None:
     page = tmp_path / "bench.html"

@@ -56,7 +56,7 @@ def test_a_model_is_pulled_listed_and_removed(plait: Run, hub: FakeHub, tmp_path
 
     refused = plait("rm", "org/m")
     assert (refused.code, refused.err.count("\n")) == (2, 1)
-    assert "nobody is there to ask: pass --yes" in refused.err
+    assert "stdin is no terminal to ask on: pass --yes" in refused.err
     removed = plait("rm", "org/m", "--yes")
     assert (removed.code, removed.out.startswith("removed org/m: ")) == (0, True)
     assert [found["name"] for found in json.loads(plait("list", "--json").out)] == ["org/q"]

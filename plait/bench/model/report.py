@@ -92,7 +92,7 @@ def rows_table(result: Facts) -> Table:
     table.add_column("of roof", justify="right")
     for name in names[1:]:
         table.add_column(f"× {name}", justify="right")
-    table.add_column("GB/s beside", justify="right")
+    table.add_column("GB/s meanwhile", justify="right")
     table.add_column("others' CPU", justify="right")
     for row in result["rows"]:
         table.add_row(*row_cells(row, names))
@@ -107,8 +107,8 @@ def row_cells(row: Facts, names: Sequence[str]) -> list[str]:
     ]
     share = percent(sides.get(OURS, {}).get("roof_share"))
     ratios = [number(row["ratios"].get(name)) for name in names[1:]]
-    beside = [number(row["probe_gb_s"]), percent(row["foreign_cpu"])]
-    return [row["title"], row["level"], *values, share, *ratios, *beside]
+    meanwhile = [number(row["probe_gb_s"]), percent(row["foreign_cpu"])]
+    return [row["title"], row["level"], *values, share, *ratios, *meanwhile]
 
 
 def sides_table(result: Facts) -> Table:

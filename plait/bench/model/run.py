@@ -177,7 +177,7 @@ def check(
             f"{together} tokens only, and {wanted} are wanted; --check-tokens lowers the bar"
         )
     few, say = many[:CHECKED_PROMPTS], alone[:CHECKED_PROMPTS]
-    agreed, gaps = _beside_reference(job, few, say, wanted)
+    agreed, gaps = _compare_reference(job, few, say, wanted)
     for gap, limit, how in zip(gaps, (TIE, ROUNDING), (" with precise", ""), strict=True):
         if gap > limit:
             raise WrongOutput(
@@ -198,7 +198,7 @@ def check(
     return checks, {name: show_text(out, alone, about.tokenizer) for name, out in texts.items()}
 
 
-def _beside_reference(
+def _compare_reference(
     job: Job, prompts: Sequence[list[int]], ours: Sequence[list[int]], wanted: int
 ) -> tuple[list[int], tuple[float, float]]:
     """(for how many tokens each precise text is the reference ops', the largest gaps of the first `wanted`

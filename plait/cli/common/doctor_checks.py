@@ -286,7 +286,7 @@ def check_gpu(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Findin
     elif gpus and torch["finds_gpu"] is False:
         yield Finding(
             "warning",
-            f"torch, built for CUDA {torch['cuda']}, finds no device beside driver {gpus[0]['driver']}",
+            f"torch, built for CUDA {torch['cuda']}, finds no device with driver {gpus[0]['driver']}",
             "a newer driver, or a torch built for an older CUDA",
         )
     elif not gpus and torch["cuda"] is not None:
@@ -310,8 +310,8 @@ def check_disks(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Find
             FOLDER,
         )
     if cache is not None and sum(cache["old"].values()) > GIB:
-        rooms = f"{len(cache['old'])} old rooms of kernels take {sum(cache['old'].values()) / GIB:.1f} GiB"
-        yield Finding("note", rooms, "a start removes what was unused for 30 days; `plait cache clean` all")
+        old = f"{len(cache['old'])} old folders of kernels take {sum(cache['old'].values()) / GIB:.1f} GiB"
+        yield Finding("note", old, "a start removes what was unused for 30 days; `plait cache clean` all")
     for name, free in (("kernels", cache and cache["free"]), ("models of the Hub", hub["free"])):
         if free is not None and free < GIB:
             advice = "free some, or --cache-dir" if name == "kernels" else "`plait rm`, or set HF_HUB_CACHE"
