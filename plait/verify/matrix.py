@@ -85,7 +85,6 @@ def cells(batch: int, block_size: int, *, causal: bool = True, follows: bool = T
 
 
 def _cut(batch: int, block_size: int) -> Iterator[Cell]:
-    """Cells with prompts in chunks."""
     for size in sorted({1, FEW, block_size - 1, block_size, block_size + 1} - {0}):
         only = SHORT if size == 1 else None
         yield Cell(f"chunks of {size}", {"max_num_batched_tokens": size}, only=only)
@@ -120,7 +119,6 @@ def _eviction_cells(batch: int, block_size: int) -> Iterator[Cell]:
 
 
 def _draft_cells(batch: int, block_size: int) -> Iterator[Cell]:
-    """Cells with draft tokens that the model checks."""
     yield Cell("prompt lookup, alone", drafts="ngram", proof="drafted")
     yield Cell("right and wrong drafts, alone", drafts="known", proof="accepted")
     together = {"max_num_seqs": batch}

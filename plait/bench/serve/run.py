@@ -181,7 +181,6 @@ def _warm_up(job: ServeJob, side: ServeSide, workload: Workload, say: Say) -> No
 def _one(
     job: ServeJob, side: ServeSide, workload: Workload, on_done: Callable[[RequestOutcome], None]
 ) -> Facts:
-    """One turn of one side."""
     pids = [side.process.pid] if side.process else []
     everyone = [one for pid in pids for one in family(pid)]
     foreign, before = machine.Foreign([os.getpid(), *everyone]), _census(side)
