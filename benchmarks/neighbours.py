@@ -28,8 +28,12 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from plait.bench import machine  # noqa: E402
-from plait.bench.model.compare import SIDES, Contestant, contestant  # noqa: E402
-from plait.bench.model.engine_pipe import Side  # noqa: E402
+from plait.bench.model.compare import (  # noqa: E402
+    SIDES,
+    Contestant,
+    Side,
+    contestant,
+)
 from plait.bench.model.measure import round_number  # noqa: E402
 from plait.bench.model.run import name_apart, start  # noqa: E402
 

@@ -16,7 +16,8 @@ INTERESTING = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16"),
     *("asimddp", "i8mm", "sve", "sve2"),
 )
-CPUINFO, MEMINFO, STAT = Path("/proc/cpuinfo"), Path("/proc/meminfo"), Path("/proc/stat")
+PROC = Path("/proc")
+CPUINFO, MEMINFO, STAT = PROC / "cpuinfo", PROC / "meminfo", PROC / "stat"
 
 
 def cores() -> int:
@@ -69,27 +70,33 @@ class Foreign:
 
 def _machine_ticks() -> tuple[int, int]:
     """(busy, all) clock ticks of all CPUs since boot."""
-    try:
-        numbers = [int(n) for n in STAT.read_text().splitlines()[0].split()[1:9]]
-    except (OSError, ValueError, IndexError):
+    numbers = [int(n) for n in read_text(STAT).partition("\n")[0].split()[1:9]]
+    if len(numbers) < 5:
         return 0, 0
     return sum(numbers) - numbers[3] - numbers[4], sum(numbers)
 
 
 def _process_ticks(pid: int) -> int:
     """Clock ticks a process has used, 0 when it cannot be read."""
+    fields = process_fields(pid)
+    return int(fields[11]) + int(fields[12]) if fields else 0
+
+
+def process_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name, from the state on; none where it cannot be read."""
+    return read_text(PROC / str(pid) / "stat").rpartition(")")[2].split()
+
+
+def read_text(path: Path) -> str:
+    """A small file of the system; empty if it is not there."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
-    except (OSError, ValueError, IndexError):
-        return 0
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def _field(path: Path, pattern: str) -> str:
-    try:
-        match = re.search(pattern, path.read_text(), re.MULTILINE)
-    except OSError:
-        return ""
+    match = re.search(pattern, read_text(path), re.MULTILINE)
     return match[1].strip() if match else ""
 
 

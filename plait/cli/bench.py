@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from plait.cli.bench_serve import serve
-from plait.cli.common.compared_options import find_changes, parse_options
-from plait.cli.common.options import TokenIds, common_options, engine_options, engine_settings, model_option
+from plait.cli.common.options import (
+    TokenIds,
+    common_options,
+    engine_option,
+    engine_options,
+    engine_settings,
+    find_changes,
+    json_option,
+    model_option,
+    parse_options,
+    write_json,
+)
 from plait.cli.common.progress import Status, console
 from plait.config import DType
 
@@ -45,7 +53,7 @@ def _sizes(command: Any) -> Any:
     "compare",
     multiple=True,
     metavar="WHAT",
-    help="measure beside it, in turns: another model's path, options in quotes, a git revision, or an "
+    help="compare it, in turns, with this: another model's path, options in quotes, a git revision, or an "
     "engine: llama.cpp, transformers, openvino, onnxruntime-genai, ctranslate2 (each with @PYTHON and "
     "=MODEL, if it has an interpreter or files of its own); may be repeated",
 )
@@ -64,7 +72,7 @@ def _sizes(command: Any) -> Any:
     show_default=True,
     help="so many first greedy tokens must be the reference ops' choice, or a near tie of it",
 )
-@click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
+@json_option()
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="also an HTML page with charts")
 @engine_options()
 @common_options()
@@ -79,8 +87,7 @@ def model(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     Each side runs in a process of its own, loads once, and is measured in turns with the others. A decode's
     share of the roof is what it reads of the stored weights, over the bandwidth measured with it.
     """
-    from plait.bench.model.plot import write_plot
-    from plait.bench.model.report import model_report
+    from plait.bench.model.report import model_report, write_plot
     from plait.bench.model.run import bench_model
 
     with Status("measuring") as status:
@@ -88,7 +95,7 @@ def model(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     if plot is not None:
         write_plot(result, plot)
     if as_json:
-        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+        write_json(result)
     else:
         model_report(result, console())
 
@@ -115,7 +122,8 @@ def _job(model: str, given: dict[str, Any]) -> Job:
 @click.option(
     "--large/--small", default=True, help="with sizes of real models, or only the tests' small cases"
 )
-@click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
+@engine_option("plugins")
+@json_option()
 @common_options()
 def op(name: str | None, as_json: bool, **given: Any) -> None:
     """Every variant of every op, or of the op NAME: checked against its reference, then timed.
@@ -131,7 +139,7 @@ def op(name: str | None, as_json: bool, **given: Any) -> None:
     with Status("measuring") as status:
         result = bench_ops(name, say=status.say, **given)
     if as_json:
-        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+        write_json(result)
     else:
         ops_report(result, console())
     if wrong := [row for row in result["rows"] if row["wrong"]]:

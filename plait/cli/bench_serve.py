@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plait.cli.common.compared_options import find_changes, parse_options
-from plait.cli.common.options import common_options, engine_options, engine_settings, options
+from plait.cli.common.options import (
+    common_options,
+    engine_options,
+    engine_settings,
+    find_changes,
+    json_option,
+    options,
+    parse_options,
+    write_json,
+)
 from plait.cli.common.progress import Status, console
 from plait.errors import ConfigError
 
@@ -22,7 +29,16 @@ if TYPE_CHECKING:
     from plait.bench.serve.run import ServeJob, Started
     from plait.bench.serve.workload import Workload
 
-PLAIN: dict[str, Any] = {"show_default": True}
+SIZE, COUNT = click.IntRange(1), click.IntRange(0)
+CHATS = click.Path(path_type=Path, dir_okay=False)
+
+
+def _option(names: str, kind: Any, text: str, default: Any = None, **more: Any) -> Any:
+    """An option; its default is shown where it has one."""
+    shown = {"default": default, "show_default": default not in (None, math.inf), **more}
+    return click.option(*names.split(), type=kind, help=text, **shown)
+
+
 WHO = options(
     [
         click.option(
@@ -36,7 +52,7 @@ WHO = options(
             "--compare",
             multiple=True,
             metavar="OPTIONS",
-            help='beside MODEL, in turns: another server of it with these options, like "--threads 1"',
+            help='compare MODEL, in turns, with another server of it with these options, like "--threads 1"',
         ),
         click.option("--model", metavar="NAME", help="the model's name there [default: the first it lists]"),
         click.option("--api-key", help="sent as a bearer token"),
@@ -44,82 +60,50 @@ WHO = options(
 )
 LOAD = options(
     [
-        click.option(
-            "--num-prompts", type=click.IntRange(1), help="requests [default: 100, or till --duration-s]"
+        _option("--num-prompts", SIZE, "requests [default: 100, or till --duration-s]"),
+        _option("--duration-s", float, "begin no request after so many seconds"),
+        _option("--request-rate", float, "a second, Poisson [default: all at once]", math.inf),
+        _option("--burstiness", float, "below 1: heaps; above 1: more even", 1.0),
+        _option("--burst", SIZE, "so many come at the same moment", 1),
+        _option(
+            "--concurrency --max-concurrency",
+            SIZE,
+            "the most at once; without a rate, one begins when another ends",
         ),
-        click.option("--duration-s", type=float, help="begin no request after so many seconds"),
-        click.option(
-            "--request-rate", type=float, default=math.inf, help="a second, Poisson [default: all at once]"
-        ),
-        click.option(
-            "--burstiness", type=float, default=1.0, **PLAIN, help="below 1: heaps; above 1: more even"
-        ),
-        click.option(
-            "--burst", type=click.IntRange(1), default=1, **PLAIN, help="so many come at the same moment"
-        ),
-        click.option(
-            "--concurrency",
-            "--max-concurrency",
-            type=click.IntRange(1),
-            help="the most at once; without a rate, one begins when another ends",
-        ),
-        click.option(
-            "--repeats", type=click.IntRange(1), default=1, **PLAIN, help="turns; numbers are medians"
-        ),
-        click.option(
-            "--warm-up", type=click.IntRange(0), default=2, **PLAIN, help="requests that do not count"
-        ),
+        _option("--repeats", SIZE, "turns; numbers are medians", 1),
+        _option("--warm-up", COUNT, "requests that do not count", 2),
     ]
 )
 TEXTS = options(
     [
-        click.option(
-            "--input-len", default="128", **PLAIN, metavar="LEN", help="tokens: 128, 16-512 or sharegpt"
-        ),
-        click.option(
+        _option("--input-len", str, "tokens: 128, 16-512 or sharegpt", "128", metavar="LEN"),
+        _option(
             "--output-len",
+            str,
+            "tokens: 64, 16-512 or sharegpt [default: 64, or the dataset's]",
             metavar="LEN",
-            help="tokens: 64, 16-512 or sharegpt [default: 64, or the dataset's]",
         ),
-        click.option(
+        _option(
             "--dataset",
-            type=click.Path(path_type=Path, dir_okay=False),
-            help="chats as JSON lines or a list, in ShareGPT's or OpenAI's form, instead of made texts",
+            CHATS,
+            "chats as JSON lines or a list, in ShareGPT's or OpenAI's form, instead of made texts",
         ),
-        click.option(
-            "--prefix-share", type=float, default=0.0, **PLAIN, help="part of a text its group shares"
-        ),
-        click.option("--prefix-groups", type=int, default=1, **PLAIN, help="groups of shared prefixes"),
-        click.option(
-            "--turns", type=int, default=1, **PLAIN, help="requests of one chat, each with all before it"
-        ),
-        click.option(
-            "--cancel-rate", type=float, default=0.0, **PLAIN, help="part of the clients that leave early"
-        ),
-        click.option(
-            "--max-len", type=int, help="the context to stay within [default: what the server says]"
-        ),
-        click.option("--seed", type=int, default=0, **PLAIN, help="of texts, lengths, moments and cancels"),
+        _option("--prefix-share", float, "part of a text its group shares", 0.0),
+        _option("--prefix-groups", int, "groups of shared prefixes", 1),
+        _option("--turns", int, "requests of one chat, each with all before it", 1),
+        _option("--cancel-rate", float, "part of the clients that leave early", 0.0),
+        _option("--max-len", int, "the context to stay within [default: what the server says]"),
+        _option("--seed", int, "of texts, lengths, moments and cancels", 0),
     ]
 )
 ASKED = options(
     [
-        click.option(
-            "--endpoint",
-            type=click.Choice(("chat", "completions")),
-            default="chat",
-            **PLAIN,
-            help="what is asked",
-        ),
-        click.option(
-            "--stream/--no-stream", default=True, **PLAIN, help="whole replies have only an end to time"
-        ),
-        click.option(
-            "--ignore-eos/--stop-at-eos", default=True, **PLAIN, help="write all tokens that are asked for"
-        ),
-        click.option("--temperature", type=float, default=0.0, **PLAIN),
-        click.option("--extra-body", metavar="JSON", help="fields to add to every request"),
-        click.option("--timeout-s", type=float, default=600.0, **PLAIN, help="of one request"),
+        _option("--endpoint", click.Choice(("chat", "completions")), "where requests go", "chat"),
+        _option("--stream/--no-stream", bool, "whole replies have only an end to time", True),
+        _option("--ignore-eos/--stop-at-eos", bool, "write all tokens that are requested", True),
+        _option("--temperature", float, "of every request", 0.0),
+        _option("--extra-body", str, "fields to add to every request", metavar="JSON"),
+        _option("--timeout-s", float, "of one request", 600.0),
         click.option(
             "--goodput",
             multiple=True,
@@ -136,7 +120,7 @@ ASKED = options(
 @LOAD
 @TEXTS
 @ASKED
-@click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
+@json_option()
 @click.option("--detailed", is_flag=True, help="in the JSON: also every request")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="also a page (.html) or a .png")
 @engine_options()
@@ -162,7 +146,7 @@ def serve(as_json: bool, plot: Path | None, **given: Any) -> None:
     if plot is not None:
         write_serve_plot(result, plot)
     if as_json:
-        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+        write_json(result)
     else:
         serve_report(result, console())
 
@@ -176,9 +160,7 @@ def _job(given: dict[str, Any]) -> ServeJob:
     if bool(given["model_path"]) == bool(given["base_urls"]):
         raise ConfigError("name either a MODEL to serve, or servers that run with --base-url")
     if given["compare"] and not given["model_path"]:
-        raise ConfigError(
-            "--compare starts another server of MODEL; beside --base-url give another --base-url"
-        )
+        raise ConfigError("--compare starts another server of MODEL; with --base-url give another --base-url")
     number = given["num_prompts"]
     return ServeJob(
         sides=_started_servers(given) if given["model_path"] else _running(given["base_urls"], target),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -15,8 +14,8 @@ import click
 from plait.cache_folder import NO_HOME, cache_base
 from plait.checkpoint.packed_cache.file_format import drop_unfinished, list_packed
 from plait.cli.common.format_model import bytes_text
-from plait.cli.common.options import common_options
-from plait.cli.list import ago
+from plait.cli.common.options import common_options, json_option, to_json
+from plait.cli.hub import ago
 from plait.errors import ConfigError
 from plait.kernels.load import cached_kernels, remove_cached
 
@@ -42,7 +41,7 @@ def folder_option(function: Any) -> Any:
 
 @click.group(invoke_without_command=True)
 @folder_option
-@click.option("--json", "as_json", is_flag=True, help="everything as one JSON array")
+@json_option("everything as one JSON array")
 @common_options()
 @click.pass_context
 def cache(ctx: click.Context, cache_dir: str | None, as_json: bool) -> None:
@@ -58,7 +57,7 @@ def cache(ctx: click.Context, cache_dir: str | None, as_json: bool) -> None:
     base = base_of(cache_dir)
     found, now = list_cached(base), time.time()
     if as_json:
-        text = json.dumps([{**as_facts(one), "age_s": round(now - one.used)} for one in found], indent=2)
+        text = to_json([{**as_facts(one), "age_s": round(now - one.used)} for one in found])
     else:
         rows = [(one.kind, one.name, bytes_text(one.nbytes), ago(now - one.used)) for one in found]
         widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
@@ -11,7 +10,7 @@ import click
 
 from plait.cli.common.doctor_checks import DoctorRequest, Facts, Finding, examine
 from plait.cli.common.format_model import bytes_text
-from plait.cli.common.options import common_options
+from plait.cli.common.options import common_options, json_option, to_json
 from plait.cli.info import columns, make_heading
 from plait.config import Isa
 
@@ -26,7 +25,7 @@ SIGNS = {"broken": "✗", "warning": "!", "note": "·"}
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
+@json_option()
 @click.option(
     "--formats", "show_formats", is_flag=True, help="every storage format and which kernel reads it"
 )
@@ -44,7 +43,7 @@ def doctor(
     facts, findings = examine(DoctorRequest(threads, cache_dir, isa))
     if show_formats:
         facts["formats"] = format_rows()
-    lines = [json.dumps(facts, indent=2)] if as_json else text_lines(facts, findings)
+    lines = [to_json(facts)] if as_json else text_lines(facts, findings)
     sys.stdout.write("\n".join(lines) + "\n")
     return 1 if any(f.level == "broken" for f in findings) else None
 
@@ -90,7 +89,7 @@ def text_lines(facts: Facts, findings: Iterable[Finding]) -> list[str]:
     found = [
         line for f in findings for line in (f"  {SIGNS[f.level]} {f.level}: {f.what}", f"    → {f.advice}")
     ]
-    return [*lines, "", make_heading("findings"), *(found or ["  nothing stands in the way"])]
+    return [*lines, "", make_heading("findings"), *(found or ["  nothing is wrong"])]
 
 
 def machine_rows(facts: Facts) -> list[tuple[str, str]]:
@@ -139,7 +138,7 @@ def cache_text(cache: Mapping[str, Any] | None) -> str:
         return "nowhere: there is no home folder"
     current, old = cache["current"], cache["old"]
     kept = f"{bytes_text(current['nbytes'])} compiled" if current["nbytes"] else "nothing compiled yet"
-    more = f", {len(old)} older rooms of {bytes_text(sum(old.values()))}" if old else ""
+    more = f", {len(old)} older folders of {bytes_text(sum(old.values()))}" if old else ""
     return f"{cache['folder']}: {kept}{more}"
 
 

@@ -16,11 +16,11 @@ from plait.cli.common.options import (
     engine_options,
     engine_settings,
     model_option,
+    read_stdin,
     sampling_options,
     sampling_params,
 )
 from plait.cli.common.progress import Clock, LoadingBar
-from plait.cli.common.vocabulary import read_stdin
 from plait.worker.torch_preload import TorchStart
 
 if TYPE_CHECKING:

@@ -14,24 +14,33 @@ import click
 
 from plait.cli.common.format_model import bytes_text, index_ranges, layer_groups, layer_text, plain
 from plait.cli.common.help import GroupedCommand
-from plait.cli.common.machine_fit import fit_facts, fit_lines
-from plait.cli.common.options import common_options, engine_options, engine_settings, model_option
+from plait.cli.common.options import (
+    common_options,
+    engine_options,
+    engine_settings,
+    json_option,
+    model_option,
+    to_json,
+)
 from plait.cli.common.probe_table import probe_model, probe_rows
 from plait.cli.common.progress import LoadingBar
 from plait.config import EngineConfig
+from plait.errors import ConfigError, OutOfMemory
 
 if TYPE_CHECKING:
     from plait.loading.open_model import Opened
     from plait.memory import State
     from plait.ops.registry import Binding
 
+
 Facts = dict[str, Any]
-LENGTHS = (1024, 8192, 32768, 131072)
+LENGTHS = (1024, 8192, 32768, 131072)  # tokens
+USERS = (1, 4, 16, 64)
 
 
 @click.command(cls=GroupedCommand)
 @model_option()
-@click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
+@json_option()
 @click.option("--ops", "show_ops", is_flag=True, help="load it, and show which variant runs each op, and why")
 @click.option("--probe-text", metavar="FILE", help="--probe on this text, in a language that the model knows")
 @engine_options(without=("ops",))
@@ -46,7 +55,7 @@ def info(model: str, as_json: bool, show_ops: bool, probe_text: str | None, **gi
     if show_ops:
         facts["ops"] = load_bindings(model, replace(config, probe=False))
         facts["kernels"] = kernel_verdict(config)
-    lines = [json.dumps(facts, indent=2)] if as_json else text_lines(facts)
+    lines = [to_json(facts)] if as_json else text_lines(facts)
     sys.stdout.write("\n".join(lines) + "\n")
 
 
@@ -246,3 +255,56 @@ def op_lines(rows: Iterable[Facts]) -> list[str]:
         why = "; ".join(notes) or "nothing faster is there"
         table.append((row["op"], row["variant"], f"× {row['users']}", why))
     return columns(table)
+
+
+def fit_facts(opened: Opened, states: Mapping[str, State], dtype: str, config: EngineConfig) -> Facts:
+    """Memory of the model here, in bytes, and what computes it. Nothing is loaded.
+
+    `users`: weights and the state of so many sequences of `context` tokens. `why_not`: None if it fits.
+    """
+    from plait.engine.device import choose_device, free_memory, total_memory
+    from plait.engine.memory_plan import ModelFacts, sequence_nbytes, size_state
+
+    spec, weights = opened.resolved.spec, opened.nbytes
+    device, _ = choose_device(config.device)
+    free = free_memory(device)
+    facts: Facts = {"device": device.type, "free": free, "weights": weights, "why_not": None}
+    model = ModelFacts(states=states, max_len=spec.max_len, dtype=dtype, causal=spec.causal)
+    context = min(config.max_model_len or spec.max_len, spec.max_len)
+    if weights > free:
+        facts["why_not"] = f"the weights take {bytes_text(weights)}"
+    else:
+        try:
+            sizing = size_state(model, config, free_memory=free - weights, total_memory=total_memory(device))
+            context = sizing.max_model_len
+            facts["reserved"] = sizing.nbytes
+        except (ConfigError, OutOfMemory) as error:
+            facts["why_not"] = str(error)
+    each = sequence_nbytes(states, dtype, context, config.block_size)
+    counts = sorted({*(n for n in USERS if n < config.max_num_seqs), config.max_num_seqs})
+    users = [{"users": n, "nbytes": weights + n * each} for n in counts]
+    return {**facts, "context": context, "users": users, "kernels": kernels(device.type, config)}
+
+
+def kernels(device: str, config: EngineConfig) -> str:
+    """What computes the model on this device, from static facts."""
+    from plait.kernels.load import describe_target
+
+    if device != "cpu":
+        return "torch, and Triton for packed weights where it is installed"
+    target = describe_target(isa=config.isa)
+    if target is None:
+        return "torch alone, many times slower: Numba is not installed"
+    return f"native, compiled for {target.name}"
+
+
+def fit_lines(facts: Facts) -> list[str]:
+    """The first lines of `plait info`: whether it fits, memory by users, kernels."""
+    free, device = bytes_text(facts["free"]), facts["device"]
+    verdict = f"no: {facts['why_not']}" if facts["why_not"] else "yes"
+    rows = ", ".join(f"{row['users']}: {bytes_text(row['nbytes'])}" for row in facts["users"])
+    return [
+        f"  fits: {verdict}; {free} are free on the {device}",
+        f"  memory with so many users of {facts['context']:,} tokens each: {rows}",
+        f"  kernels: {facts['kernels']}; --ops loads the model and shows each",
+    ]

@@ -26,7 +26,7 @@ from plait.errors import PlaitError
 from plait.resource_limits import is_memory_error, out_of_memory_text
 from plait.version import __version__
 
-# name -> what `plait --help` says; the module is plait.cli.<name> (- is _), its command has the same name
+# name -> what `plait --help` says; the module is plait.cli.<name> (- is _), unless PLACES has another
 COMMANDS = {
     "generate": "Continue a text, streamed as it is written.",
     "chat": "Talk with a model in the terminal.",
@@ -46,6 +46,7 @@ COMMANDS = {
     "completion": "Print the script that has a shell complete commands and options.",
     "bench": "How fast a model and its ops are here; checked, then timed.",
 }
+PLACES = {"decode": "tokenize", "list": "hub", "pull": "hub", "rm": "hub"}  # several commands in one module
 # What other programs call them.
 ALSO = {"run": "chat", "start": "serve", "server": "serve", "complete": "generate", "quantize": "convert"}
 ALSO |= {"download": "pull", "fetch": "pull", "ls": "list", "models": "list", "remove": "rm", "delete": "rm"}
@@ -62,9 +63,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        word = name.replace("-", "_")
-        command: click.Command = getattr(import_module(f"plait.cli.{word}"), word)
-        return command
+        module = import_module(f"plait.cli.{PLACES.get(name, name).replace('-', '_')}")
+        return next(c for c in vars(module).values() if isinstance(c, click.Command) and c.name == name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -77,7 +77,6 @@ def _load(model: str, config: EngineConfig) -> Front:
 def _answer(
     load: Callable[[], Front], server: ServerConfig, files: tuple[BinaryIO, BinaryIO], at_once: int
 ) -> Counts:
-    """Answer every line of the first file into the second."""
     from plait.server.app import create_app
     from plait.server.openai.batch import lines, run
 

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from plait.cli.common.help import GroupedCommand
-from plait.cli.common.options import common_options, engine_options, engine_settings, model_option
+from plait.cli.common.options import (
+    common_options,
+    engine_options,
+    engine_settings,
+    json_option,
+    model_option,
+    write_json,
+)
 from plait.cli.common.progress import LoadingBar, Status
 from plait.cli.info import make_heading
 from plait.config import EngineConfig
@@ -42,8 +49,8 @@ NOTHING = {
     "preemptions": "nothing was preempted",
     "swaps": "nothing was swapped",
     "hit_tokens": "nothing came from the cache",
-    "drafted": "nothing was guessed",
-    "accepted": "no guess was right",
+    "drafted": "nothing was drafted",
+    "accepted": "no draft token was accepted",
 }
 
 
@@ -73,7 +80,7 @@ NOTHING = {
     help="one prompt per line, as text or as [token, ids]; default: a few of Plait's own",
 )
 @click.option("--quick", is_flag=True, help="one way of each kind: a minute for a small model")
-@click.option("--json", "as_json", is_flag=True, help="everything as one JSON object")
+@json_option()
 @engine_options(without=OWN)
 @common_options()
 def verify(
@@ -138,7 +145,7 @@ def run_family(name: str, config: EngineConfig, keep: Path | None, as_json: bool
     wrong = sum(not finding.is_right for finding in found)
     if as_json:
         facts = {"family": name, "same": not wrong, "checks": [asdict(finding) for finding in found]}
-        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+        write_json(facts)
     else:
         say(f"{wrong} of {len(found)} checks failed" if wrong else f"all {len(found)} checks passed")
     return int(wrong > 0)
@@ -176,7 +183,7 @@ def run_as_json(model: str, made: Verification, status: Status) -> Sequence[Cell
             for result in results
         ],
     }
-    sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+    write_json(facts)
     return results
 
 
@@ -224,7 +231,7 @@ def arithmetic_lines(found: Arithmetic) -> list[str]:
     """What computes, and what may be expected of it."""
     kv = found.dtype if found.kv_dtype == "model" else found.kv_dtype
     lines = [
-        "  compared with a sequence alone, its prompt in one piece, nothing kept, nothing guessed",
+        "  compared with a sequence alone, its prompt in one chunk, nothing kept, no drafts",
         f"  arithmetic: {found.device}, {found.dtype}, keys and values {kv}; step: {found.step}",
     ]
     if found.is_promised:
@@ -244,7 +251,7 @@ def row(result: CellResult, width: int) -> str:
     counts = result.counts
     happened = [f"{counts[key]} {text}" for key, text in HAPPENED.items() if counts.get(key)]
     if counts.get("drafted"):
-        happened.append(f"{counts.get('accepted', 0)} of {counts['drafted']} guessed tokens right")
+        happened.append(f"{counts.get('accepted', 0)} of {counts['drafted']} draft tokens accepted")
     if not result.happened:
         happened = [f"{NOTHING.get(result.proof or '', 'it did not come about')}: this shows nothing"]
     numbers = f"{result.num_replies:7}  {result.num_tokens:6}"

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.ops.activation import PAIRS, activate
+from plait.ops.activation import PAIRS, activate, multiply
 from plait.ops.linear import Linear, linear
-from plait.ops.product import multiply
 from plait.ops.registry import Arguments, Bound, op
 from plait.quant.weight import Dense
 

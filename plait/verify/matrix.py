@@ -1,15 +1,24 @@
-"""The matrix of `plait verify`: ways to run the same requests that must not change a reply. Plain data."""
+"""The matrix of `plait verify`: ways to run the same requests that must not change a reply.
+
+And the substitutes for parts of an engine that some of them need: steps that fail, costs, draft tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from plait.config import GIB
+from plait.engine.core import Engine
+from plait.errors import EngineError
+from plait.schedule.costs import StepCosts
+from plait.schedule.plan import DraftRequest, Sampled, SamplingBatch, StepPlan
 
 FEW = 7  # tokens: a prompt's chunk that is no multiple of anything
 SHORT = 2  # how many prompts are computed one token at a time
+FAILS_EVERY = 5  # steps, where steps fail on purpose
+WRONG_EVERY = 4  # tokens, of drafts that are often right
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +29,7 @@ class Cell:
     in one chunk, no cache and no drafts. `waves`: requests that arrive together; 1 is the first turn of every
     conversation, 2 its second. `only`: that many shortest prompts. `spared`: memory for the longest sequence
     and for no more than so many blocks in addition. `swaps`: moving memory counts as cheap, so that preempted
-    sequences are swapped and not computed again. `fails`: some steps fail after they ran. `guesses`: the
+    sequences are swapped and not computed again. `fails`: some steps fail after they ran. `drafts`: the
     proposer of drafts: prompt lookup, or one with the plain replies, which is often right and often wrong.
     `unseen`: replies are not streamed, so that steps may share a plan.
     `is_quick`: `plait verify --quick` runs it.
@@ -34,7 +43,7 @@ class Cell:
     spared: int | None = None
     swaps: bool = False
     fails: bool = False
-    guesses: Literal["ngram", "known"] | None = None
+    drafts: Literal["ngram", "known"] | None = None
     unseen: bool = False
     is_quick: bool = False
     proof: str | None = None
@@ -45,7 +54,7 @@ class Cell:
         return int(self.options.get("max_num_seqs", 1))
 
 
-PLAIN = Cell("alone, each prompt in one piece", waves=(1, 2))
+PLAIN = Cell("alone, each prompt in one chunk", waves=(1, 2))
 
 
 def cells(batch: int, block_size: int, *, causal: bool = True, follows: bool = True) -> Iterator[Cell]:
@@ -68,18 +77,17 @@ def cells(batch: int, block_size: int, *, causal: bool = True, follows: bool = T
         name = "several steps at once, together"
         yield Cell(name, together, (1, 2), unseen=True, is_quick=True, proof="steps_ahead")
     keeps = {"prefix_cache": True, "snapshot_interval": block_size, "swap_memory": GIB}
-    pieces = {"max_num_seqs": batch, "max_num_batched_tokens": max(block_size + 1, batch)}
+    chunks = {"max_num_seqs": batch, "max_num_batched_tokens": max(block_size + 1, batch)}
     waves = (1, 1, 2)
     yield Cell(
-        "all of it at once", keeps | pieces, waves, spared=1, swaps=True, guesses="known", is_quick=True
+        "all of it at once", keeps | chunks, waves, spared=1, swaps=True, drafts="known", is_quick=True
     )
 
 
 def _cut(batch: int, block_size: int) -> Iterator[Cell]:
-    """Cells with prompts in chunks."""
     for size in sorted({1, FEW, block_size - 1, block_size, block_size + 1} - {0}):
         only = SHORT if size == 1 else None
-        yield Cell(f"pieces of {size}", {"max_num_batched_tokens": size}, only=only)
+        yield Cell(f"chunks of {size}", {"max_num_batched_tokens": size}, only=only)
     size = max(FEW, batch)
     together = {"max_num_seqs": batch, "max_num_batched_tokens": size}
     yield Cell(f"batch of {batch}, steps of {size} tokens", together, is_quick=True)
@@ -94,7 +102,7 @@ def _prefix_cache_cells(batch: int, block_size: int) -> Iterator[Cell]:
     together = keeps | {"max_num_seqs": batch}
     yield Cell("prefix cache, together", together, (1, 1, 2), proof="hit_tokens")
     cut = together | {"max_num_batched_tokens": max(FEW, batch)}
-    yield Cell("prefix cache, together, in pieces", cut, (1, 2), proof="hit_tokens")
+    yield Cell("prefix cache, together, in chunks", cut, (1, 2), proof="hit_tokens")
 
 
 def _eviction_cells(batch: int, block_size: int) -> Iterator[Cell]:
@@ -111,11 +119,65 @@ def _eviction_cells(batch: int, block_size: int) -> Iterator[Cell]:
 
 
 def _draft_cells(batch: int, block_size: int) -> Iterator[Cell]:
-    """Cells with draft tokens that the model checks."""
-    yield Cell("prompt lookup, alone", guesses="ngram", proof="drafted")
-    yield Cell("right and wrong guesses, alone", guesses="known", proof="accepted")
+    yield Cell("prompt lookup, alone", drafts="ngram", proof="drafted")
+    yield Cell("right and wrong drafts, alone", drafts="known", proof="accepted")
     together = {"max_num_seqs": batch}
-    name = "right and wrong guesses, together"
-    yield Cell(name, together, guesses="known", is_quick=True, proof="accepted")
+    name = "right and wrong drafts, together"
+    yield Cell(name, together, drafts="known", is_quick=True, proof="accepted")
     keeps = together | {"prefix_cache": True, "snapshot_interval": block_size}
-    yield Cell("prompt lookup, with a prefix cache", keeps, (1, 2), guesses="ngram", proof="drafted")
+    yield Cell("prompt lookup, with a prefix cache", keeps, (1, 2), drafts="ngram", proof="drafted")
+
+
+class FailingRunner:
+    """A runner with failures: of the steps that several sequences share, one in a few fails after it ran."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._runner, self._num_shared, self.num_failed = engine.runner, 0, 0
+
+    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+        answers = self._runner.execute(plan, sampling)
+        self._num_shared += len(plan.chunks) > 1
+        if len(plan.chunks) > 1 and self._num_shared % FAILS_EVERY == 0:
+            self.num_failed += 1
+            raise EngineError("this step fails on purpose")
+        return answers
+
+
+class CheapMoves(StepCosts):
+    """Moving memory costs nothing, so it always pays."""
+
+    def moved_s(self, nbytes: int) -> float | None:
+        return 0.0
+
+
+class CheapRows(StepCosts):
+    """Every step takes as long as any other, so speculation always pays."""
+
+    def step_s(self, num_tokens: float) -> float | None:
+        return 1.0
+
+
+class CheapSteps(StepCosts):
+    """A step takes no time, so that there is time for several at once."""
+
+    def step_s(self, num_tokens: float) -> float | None:
+        return 1e-6
+
+
+class KnownReplies:
+    """Proposes the tokens of the plain replies, now and then with a wrong one (a `Proposer`)."""
+
+    def __init__(self, sequences: Sequence[Sequence[int]], vocab_size: int) -> None:
+        self._sequences, self._vocab_size = [list(ids) for ids in sequences], vocab_size
+
+    def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
+        return {one.seq_id: self._draft(list(one.token_ids), one.limit) for one in wanted}
+
+    def forget(self, seq_id: int) -> None:
+        """Nothing to forget: it has no state of a sequence."""
+
+    def _draft(self, token_ids: list[int], limit: int) -> tuple[int, ...]:
+        start = len(token_ids)
+        known = next((ids for ids in self._sequences if ids[:start] == token_ids), [])
+        ahead = range(start, min(start + limit, len(known)))
+        return tuple((known[i] + (i % WRONG_EVERY == 0)) % self._vocab_size for i in ahead)

@@ -20,8 +20,16 @@ from plait.loading.build import Loaded, describe_for_sizing, engine_over, loose_
 from plait.memory import PagedState, has_slots
 from plait.request import Event, TokenLogprobs
 from plait.schedule.speculate import NgramProposer, Proposer, Speculation
-from plait.verify.fakes import CheapMoves, CheapRows, CheapSteps, FailingRunner, KnownReplies
-from plait.verify.matrix import PLAIN, Cell, cells
+from plait.verify.matrix import (
+    PLAIN,
+    Cell,
+    CheapMoves,
+    CheapRows,
+    CheapSteps,
+    FailingRunner,
+    KnownReplies,
+    cells,
+)
 from plait.verify.prompts import Prompt, VerifyRequest, default_prompts, first_turns, second_turns
 from plait.verify.trace import (
     Digests,
@@ -149,8 +157,7 @@ class Verification:
         self.loaded, self.batch, self._is_quick = loaded, batch, is_quick
         self._num_traced = {True: 0, False: 0}
         front = loaded.front
-        texts = prompts or default_prompts(front, max_tokens)
-        first = first_turns(front, texts, max_tokens, batch)
+        first = first_turns(front, prompts or default_prompts(front, max_tokens), max_tokens, batch)
         self.asked = {asked.name: asked for asked in first}
         plain = self._ran(PLAIN, [first])
         replies = {name: reply for (_, name), reply in plain.replies.items()}
@@ -231,7 +238,7 @@ class Verification:
             engine.scheduler.costs = CheapMoves()
         if cell.unseen:
             engine.scheduler.costs, waves = CheapSteps(), [list(map(_unseen, wave)) for wave in waves]
-        engine.speculation = guesses = self._speculation(cell) if cell.guesses else None
+        engine.speculation = drafts = self._speculation(cell) if cell.drafts else None
         failing = FailingRunner(engine) if cell.fails else None
         engine.runner = failing or engine.runner
         if trace is None:
@@ -241,15 +248,15 @@ class Verification:
             with watch_ops(decoder, trace.trace.watch):
                 replies = _drive(engine, waves, trace)
         counts = _counts(engine) | {"failed_steps": failing.num_failed if failing else 0}
-        if guesses:
-            counts |= {"drafted": guesses.num_drafted, "accepted": guesses.num_accepted}
+        if drafts:
+            counts |= {"drafted": drafts.num_drafted, "accepted": drafts.num_accepted}
         return Ran(replies, counts)
 
     def _speculation(self, cell: Cell) -> Speculation:
         """A cell's speculation, which drafts wherever it can, whether it pays or not."""
         decoder = self.loaded.runner.decoder
         proposer: Proposer = NgramProposer()
-        if cell.guesses == "known":
+        if cell.drafts == "known":
             plain = self.plain.items()
             known = [(*self.asked[name].request.prompt_token_ids, *r.token_ids) for name, r in plain]
             proposer = KnownReplies(known, decoder.spec.vocab_size)
@@ -269,7 +276,7 @@ class Verification:
             "max_step_ms": 0,
             "prefix_cache": False,
             "swap_memory": 0,
-            "speculate": "ngram" if cell.guesses else "off",  # memory for rows of logits
+            "speculate": "ngram" if cell.drafts else "off",  # memory for rows of logits
         }
         config = replace(self.loaded.config, **plain | dict(cell.options))
         facts = describe_for_sizing(self.loaded.runner.decoder, self.loaded.target)
@@ -390,6 +397,4 @@ def _off_by(want: TokenLogprobs, got: TokenLogprobs) -> float:
 
 
 def _gap(chosen: TokenLogprobs | None) -> float | None:
-    if chosen is None or len(chosen.top) < 2:
-        return None
-    return chosen.top[0][1] - chosen.top[1][1]
+    return chosen.top[0][1] - chosen.top[1][1] if chosen and len(chosen.top) > 1 else None

@@ -16,10 +16,8 @@ from rich.console import Console
 import plait.bench.ops.run as bench_ops
 from plait.bench import machine
 from plait.bench.model.bandwidth import Probe
-from plait.bench.model.compare import SOURCE, contestant
-from plait.bench.model.engine_pipe import Cannot, Side
-from plait.bench.model.measure import Measure, MeasureSizes, Row, cap_sizes, one, take_turns
-from plait.bench.model.prompts import Prompts
+from plait.bench.model.compare import SOURCE, Cannot, Side, contestant
+from plait.bench.model.measure import Measure, MeasureSizes, Prompts, Row, cap_sizes, one, take_turns
 from plait.bench.model.report import model_report
 from plait.bench.model.run import agreement, name_apart, shortest_agreement
 from plait.bench.ops.roofline import REALISTIC, work_of
@@ -145,7 +143,7 @@ def test_a_ratio_above_one_means_that_ours_is_better() -> None:
     assert (rate.best("plait"), time.best("plait")) == (30, 5)
 
 
-def test_the_share_of_the_roof_is_of_the_bandwidth_beside_it() -> None:
+def test_the_share_of_the_roof_is_of_the_bandwidth_measured_with_it() -> None:
     row = Row(Measure("decode", "runner", 1, 1), {"plait": [100.0], "x": [50.0]}, probe_gb_s=[20.0, 20.0])
     plain = row.plain("plait", {"plait": 1e8})
     assert plain["sides"]["plait"]["roof_share"] == 0.5
@@ -204,7 +202,7 @@ def test_what_to_compare_with_is_found_by_its_form(fake: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_model_beside_another_engine_as_json_and_plot(
+def test_a_model_is_compared_with_another_engine_as_json_and_plot(
     plait: Run, nano_hybrid: Path, fake: Path, tmp_path: Path
 ) -> None:
     page = tmp_path / "bench.html"
@@ -256,6 +254,21 @@ def test_ops_are_checked_and_timed(plait: Run, monkeypatch: pytest.MonkeyPatch) 
     assert "reference" in variants
     assert all(row["wrong"] is None for row in found["rows"])
     assert found["roofs"]["gb_s"] > 0
+
+
+def test_an_op_of_a_plug_in_is_timed(plait: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench_ops, "IN_MEMORY", 16 << 20)
+    plugin = tmp_path / "triple.py"
+    plugin.write_text(
+        "from plait.ops.elementwise import elementwise_op\n"
+        "@elementwise_op()\ndef triple(x):\n    return 3 * x\n"
+    )
+    try:
+        result = plait("bench", "op", "triple", "--small", "--json", "--plugin", str(plugin))
+    finally:
+        REGISTRY.pop("triple", None)
+    assert result.code == 0, result.err
+    assert {row["op"] for row in json.loads(result.out)["rows"]} == {"triple"}
 
 
 def test_the_work_of_realistic_cases_is_known() -> None:

@@ -26,7 +26,7 @@ def test_a_long_value_says_what_is_cut() -> None:
     assert shorten(1e-5) == "1e-05"
 
 
-def test_sources_are_beside_their_values() -> None:
+def test_sources_are_next_to_their_values() -> None:
     sources = {"hidden_size": {"value": 64, "source": "tensor embed.weight"}}
     assert source_lines(sources) == ["  hidden_size  64  tensor embed.weight"]
 

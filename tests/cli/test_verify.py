@@ -37,7 +37,7 @@ def test_a_sound_model_is_a_table_and_exit_code_0(plait: Run, llama: str) -> Non
     result = plait("verify", llama, *QUICK)
     assert result.code == 0, result.err
     assert "the same bits are promised" in result.out
-    for cell in ("batch of 2", "pieces of 17", "prefix cache, together", "preempted, swapped out and in"):
+    for cell in ("batch of 2", "chunks of 17", "prefix cache, together", "preempted, swapped out and in"):
         assert f"  {cell} " in result.out
     assert "tokens from the cache" in result.out
     assert "differences" not in result.out
@@ -52,7 +52,7 @@ def test_quick_runs_one_way_of_each_kind(plait: Run, llama: str) -> None:
         "batch of 4, steps of 7 tokens",
         "prefix cache, longer conversation",
         "preempted, with a prefix cache",
-        "right and wrong guesses, together",
+        "right and wrong drafts, together",
         "several steps at once, together",
         "all of it at once",
     ]
@@ -70,7 +70,7 @@ def test_json_has_every_cell(plait: Run, llama: str, tmp_path: Path) -> None:
     cells = {cell["cell"]: cell for cell in facts["cells"]}
     assert cells["batch of 2"]["num_replies"] == 4
     assert cells["batch of 2"]["num_tokens"] == 8
-    assert cells["right and wrong guesses, together"]["differences"] == []
+    assert cells["right and wrong drafts, together"]["differences"] == []
 
 
 def test_a_broken_kernel_is_named_and_exit_code_1(
@@ -132,8 +132,8 @@ def test_a_row_says_what_happened_or_that_nothing_did() -> None:
     assert " ".join(row(swapped, 10).split()) == "swapped 8 96 - - 3 preemptions, 2 swaps"
     idle = CellResult("swapped", 8, 96, (), {"preemptions": 3, "swaps": 0}, proof="swaps")
     assert row(idle, 10).endswith("nothing was swapped: this shows nothing")
-    guessed = CellResult("guessed", 8, 96, (), {"drafted": 9, "accepted": 4}, proof="drafted")
-    assert row(guessed, 10).endswith("4 of 9 guessed tokens right")
+    drafted = CellResult("drafted", 8, 96, (), {"drafted": 9, "accepted": 4}, proof="drafted")
+    assert row(drafted, 10).endswith("4 of 9 draft tokens accepted")
 
 
 def test_a_difference_says_both_tokens_and_the_place() -> None:
@@ -147,7 +147,7 @@ def test_a_difference_says_both_tokens_and_the_place() -> None:
     ]
     tie = replace(other, gap=1e-6, place=None)
     assert difference_lines(tie, None)[0].endswith("a near tie, the best two logits were 1e-06 apart")
-    rounded = Difference("pieces", "prompt 1", 0, 0, 3, 5, 5, off_by=1e-7, note="look elsewhere")
+    rounded = Difference("chunks", "prompt 1", 0, 0, 3, 5, 5, off_by=1e-7, note="look elsewhere")
     first, note = difference_lines(rounded, None)
     assert first.endswith("the same token, its log-probability off by 1e-07")
     assert note == "    look elsewhere"

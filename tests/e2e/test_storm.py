@@ -30,7 +30,7 @@ from plait.request import Request, SamplingParams
 from plait.runner.runner import ModelRunner
 from plait.schedule.plan import DraftRequest
 from plait.schedule.speculate import NgramProposer, Speculation
-from plait.verify.fakes import CheapRows
+from plait.verify.matrix import CheapRows
 from tests.families import tiny
 from tests.server.fake import ByteTokenizer
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.ops.conv import causal_conv
-from plait.ops.gated_norm import gated_rms_norm
+from plait.ops.norm import gated_rms_norm
 
 
 def whole(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -17,11 +17,10 @@ from torch import Tensor
 from plait.errors import ConfigError
 from plait.families.common.registry import families_by_name
 from plait.kernels.load import executor
-from plait.ops.product import multiply
+from plait.ops.activation import multiply
 from plait.ops.registry import Variant
 from plait.request import TokenLogprobs
-from plait.verify.family import _check_variant, _compare_replies
-from plait.verify.tiny_model import write_tiny_model
+from plait.verify.family import _check_variant, _compare_replies, write_tiny_model
 from plait.verify.verify import VerifyReply
 from tests.families.parity import Memory, decoder, resolved, whole
 

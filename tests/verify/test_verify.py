@@ -25,8 +25,7 @@ from plait.ops.ssm import mamba2_scan
 from plait.request import SamplingParams, TokenLogprobs
 from plait.schedule.plan import Chunk, DraftRequest, Sampled, SamplingBatch, StepPlan
 from plait.state.store import StateStore
-from plait.verify.fakes import FAILS_EVERY, FailingRunner, KnownReplies
-from plait.verify.matrix import PLAIN, Cell, cells
+from plait.verify.matrix import FAILS_EVERY, PLAIN, Cell, FailingRunner, KnownReplies, cells
 from plait.verify.prompts import default_prompts, first_turns, second_turns
 from plait.verify.trace import Trace, digest, op_names, op_of, watch_ops
 from plait.verify.verify import Arithmetic, CellResult, Difference, Verification, VerifyReply
@@ -104,7 +103,7 @@ def test_a_broken_scan_is_found_where_a_prompt_is_cut(
     bamba: Path, opened: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_op(monkeypatch, mamba2_scan, lambda out: out + 1e-3 if out.shape[0] == 7 else out)
-    result = verified(opened(bamba), "pieces of 7")
+    result = verified(opened(bamba), "chunks of 7")
     (place, *_) = [d.place for d in result.differences if d.place]
     assert (place.where, place.op, place.position) == ("layer 0, ssm", "mamba2_scan", 0)
 
@@ -260,7 +259,7 @@ def test_a_prompt_without_room_for_its_reply_is_refused(llama: Path, opened: Cal
 
 def test_the_matrix_has_every_kind_of_cut_and_each_cell_differs_from_the_plain_run() -> None:
     found = [*cells(4, 16)]
-    assert {f"pieces of {n}" for n in (1, 7, 15, 16, 17)} <= {cell.name for cell in found}
+    assert {f"chunks of {n}" for n in (1, 7, 15, 16, 17)} <= {cell.name for cell in found}
     assert {f"batch of {n}" for n in (2, 3, 4)} <= {cell.name for cell in found}
     assert PLAIN not in [replace(cell, name=PLAIN.name) for cell in found]
     same = Cell("", waves=(1,))
@@ -304,11 +303,11 @@ def test_other_bits_are_no_other_token() -> None:
     assert (result.num_different, result.num_rounded) == (1, 1)
 
 
-def test_known_replies_are_guessed_with_a_wrong_token_now_and_then() -> None:
-    guesser = KnownReplies([[1, 2, 3, 4, 5, 6, 7]], vocab_size=10)
+def test_known_replies_are_drafted_with_a_wrong_token_now_and_then() -> None:
+    proposer = KnownReplies([[1, 2, 3, 4, 5, 6, 7]], vocab_size=10)
     wanted = DraftRequest(3, [1, 2], 9, SamplingParams(), 0)
-    assert guesser.propose([wanted]) == {3: (3, 4, 6, 6, 7)}
-    assert guesser.propose([replace(wanted, token_ids=[2, 2])]) == {3: ()}
+    assert proposer.propose([wanted]) == {3: (3, 4, 6, 6, 7)}
+    assert proposer.propose([replace(wanted, token_ids=[2, 2])]) == {3: ()}
 
 
 def test_only_steps_that_several_share_fail() -> None:

@@ -1,24 +1,30 @@
-"""What is measured, in which unit, and how numbers of several sides become medians and ratios."""
+"""What is measured, on which prompts, in which unit, and how the numbers of several sides are compared."""
 
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from zlib import crc32
 
 from plait.bench.machine import Foreign
 from plait.bench.model.bandwidth import Probe
-from plait.bench.model.engine_pipe import Cannot, Side
-from plait.bench.model.prompts import Prompts
+from plait.bench.model.compare import Cannot, Side
 
 Kind = Literal["decode", "prefill", "ttft", "batch", "requests"]
 KINDS: tuple[Kind, ...] = ("decode", "prefill", "ttft", "batch", "requests")
 SETTLE_S = 0.02  # threads of the side before stop spinning
 PROMPT_OF_BATCH = 128
+TEXT = (
+    "The tide went out in the night and left the harbour dry. Boats lay on their sides in the mud, and the "
+    "fishermen walked among them with lanterns, looking for what the sea had given back. A child found a "
+    "bell that nobody had heard for forty years, and by noon the "
+    "whole town knew which ship it had belonged to. "
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,3 +192,29 @@ def one(measure: Measure, side: Side, prompts: Prompts, turn: int) -> float:
     if not done.get("decode_tokens"):
         raise Cannot(f"{side.name}: it never decodes {m.size} sequences at once; raise --max-num-seqs")
     return float(done["decode_tokens"] / done["decode_seconds"])
+
+
+class Encodes(Protocol):
+    def encode(self, text: str) -> list[int]: ...
+
+
+class Prompts:
+    """prompts(length, which): token ids; another `which` is another text. Random ids without a tokenizer."""
+
+    def __init__(self, tokenizer: Encodes | None, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+
+    def __call__(self, length: int, which: int = 0) -> list[int]:
+        if self._tokenizer is None:
+            draw = random.Random(f"{length}/{which}")
+            return [draw.randrange(self._vocab_size) for _ in range(length)]
+        start = 7 * which % len(TEXT)
+        text, ids = TEXT[start:], list[int]()
+        while len(ids) < length:
+            text += TEXT * (length // 48 + 1)
+            ids = self._tokenizer.encode(f"{which}. {text}")
+        return ids[:length]
+
+    def several(self, count: int, longest: int) -> Sequence[list[int]]:
+        """Prompts of different lengths up to `longest`, for checks."""
+        return [self(max(1, min(longest, 8 + 3 * i)), i) for i in range(count)]

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from plait.bench import machine
 from plait.bench.model.bandwidth import Probe
-from plait.bench.model.compare import SIDES, Contestant, source_of
-from plait.bench.model.engine_pipe import Side
-from plait.bench.model.measure import Measure, MeasureSizes, Row, round_number, take_turns
+from plait.bench.model.compare import SIDES, Contestant, Side, source_of
+from plait.bench.model.measure import Measure, MeasureSizes, Prompts, Row, round_number, take_turns
 from plait.bench.model.memory import Footprint, footprint
-from plait.bench.model.prompts import Prompts
 from plait.errors import EngineError
 
 if TYPE_CHECKING:
@@ -179,7 +177,7 @@ def check(
             f"{together} tokens only, and {wanted} are wanted; --check-tokens lowers the bar"
         )
     few, say = many[:CHECKED_PROMPTS], alone[:CHECKED_PROMPTS]
-    agreed, gaps = _beside_reference(job, few, say, wanted)
+    agreed, gaps = _compare_reference(job, few, say, wanted)
     for gap, limit, how in zip(gaps, (TIE, ROUNDING), (" with precise", ""), strict=True):
         if gap > limit:
             raise WrongOutput(
@@ -200,7 +198,7 @@ def check(
     return checks, {name: show_text(out, alone, about.tokenizer) for name, out in texts.items()}
 
 
-def _beside_reference(
+def _compare_reference(
     job: Job, prompts: Sequence[list[int]], ours: Sequence[list[int]], wanted: int
 ) -> tuple[list[int], tuple[float, float]]:
     """(for how many tokens each precise text is the reference ops', the largest gaps of the first `wanted`

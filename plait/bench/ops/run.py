@@ -15,8 +15,10 @@ from plait.bench import machine
 from plait.bench.model.bandwidth import arithmetic, bandwidth
 from plait.bench.model.measure import round_number
 from plait.bench.ops.roofline import REALISTIC, Work, decode_step, work_of
+from plait.config import EngineConfig
 from plait.errors import ConfigError
 from plait.kernels.load import executor, load_kernels
+from plait.loading.plugins import load_plugins
 from plait.ops.attention import BLOCK
 from plait.ops.linear import Packing
 from plait.ops.registry import REGISTRY, Op, OpFacts, Variant
@@ -60,13 +62,15 @@ def bench_ops(
     dtype: str = "float32",
     device: str = "cpu",
     large: bool = True,
+    plugins: tuple[str, ...] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Everything `plait bench op` says, as plain values. Raises ConfigError for an op that is not there."""
+    """Everything `plait bench op` says, as plain values. Raises PluginError; ConfigError: no such op."""
     from plait.model.mixers.registry import list_mixers
 
     list_mixers()  # registers every op that a model can use
     load_kernels()
+    load_plugins(EngineConfig(plugins=plugins))
     if name is not None and name not in REGISTRY:
         raise ConfigError(f"bench op: there is no op {name!r}; there are {', '.join(sorted(REGISTRY))}")
     if device == "cuda" and not torch.cuda.is_available():

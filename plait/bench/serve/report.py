@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from plait.bench.model.plot import STYLE, chart, colour, legend
-from plait.bench.model.report import number, percent
+from plait.bench.model.report import STYLE, chart, colour, legend, number, percent
 from plait.errors import ConfigError
 
 Facts = Mapping[str, Any]

@@ -7,8 +7,6 @@ import json
 import math
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -21,7 +19,7 @@ from plait.bench.model.measure import round_number
 from plait.bench.serve.client import RequestOutcome, ServerTarget
 from plait.bench.serve.load_generator import Arrivals, Run, drive
 from plait.bench.serve.score import details, score
-from plait.bench.serve.server_process import ServerProcess, census, family
+from plait.bench.serve.server_process import ServerProcess, census, family, read
 from plait.bench.serve.workload import WORDS, Workload
 from plait.errors import ConfigError, EngineError
 
@@ -124,20 +122,17 @@ def reach(target: ServerTarget) -> tuple[ServerTarget, int | None]:
 def ask_json(target: ServerTarget, path: str, body: Mapping[str, Any] | None = None) -> Facts:
     """GET, or POST of `body`, and its JSON object. Raises ConfigError with the server's reply."""
     url = target.base_url + path
-    headers = {**target.headers, "Content-Type": "application/json"}
-    raw = None if body is None else json.dumps(body).encode()
     if urlsplit(url).scheme not in ("http", "https"):
         raise ConfigError(f"--base-url {target.base_url}: it must begin with http:// or https://")
+    raw = None if body is None else json.dumps(body).encode()
     try:
-        request = urllib.request.Request(url, raw, headers)
-        with urllib.request.urlopen(request, timeout=ASK_S) as response:
-            found = json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            said = error.read(500).decode(errors="replace")
-        raise ConfigError(f"{url} answers {error.code}: {said}") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{url}: {error}; is it the address of an OpenAI server?") from error
+        status, said = read(url, raw, {**target.headers, "Content-Type": "application/json"}, ASK_S)
+        if status >= 300:
+            raise ConfigError(f"{url} answers {status}: {said[:500]}")
+        found = json.loads(said)
+    except ValueError as error:
+        why = said if status == 0 else error
+        raise ConfigError(f"{url}: {why}; is it the address of an OpenAI server?") from error
     return found if isinstance(found, dict) else {}
 
 
@@ -186,7 +181,6 @@ def _warm_up(job: ServeJob, side: ServeSide, workload: Workload, say: Say) -> No
 def _one(
     job: ServeJob, side: ServeSide, workload: Workload, on_done: Callable[[RequestOutcome], None]
 ) -> Facts:
-    """One turn of one side."""
     pids = [side.process.pid] if side.process else []
     everyone = [one for pid in pids for one in family(pid)]
     foreign, before = machine.Foreign([os.getpid(), *everyone]), _census(side)

@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from plait.bench import machine
+from plait.bench.machine import PROC
 from plait.errors import EngineError
 
-PROC = Path("/proc")
 READY_S, POLL_S, ENDS_S = 1800.0, 0.1, 40.0
 LAST_LINES = 15  # of what a server wrote before it died
 Say = Callable[[str], None]
@@ -114,16 +115,19 @@ def read_health(base_url: str) -> tuple[int, dict[str, Any]]:
     return status, found if isinstance(found, dict) else {}
 
 
-def read(url: str, timeout_s: float = 30.0) -> tuple[int, str]:
-    """(status, text) of a GET; (0, '') where no server answers."""
+def read(
+    url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None, timeout_s: float = 30.0
+) -> tuple[int, str]:
+    """(status, text) of a GET, or of a POST of `body`; (0, the reason) where no server answers."""
+    request = urllib.request.Request(url, body, dict(headers or {}))
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
             return response.status, response.read().decode(errors="replace")
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode(errors="replace")
-    except OSError:
-        return 0, ""
+    except OSError as error:
+        return 0, str(error)
 
 
 def read_metrics(base_url: str) -> dict[str, float]:
@@ -176,11 +180,8 @@ def _page() -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name, from the state on; none of a process that has gone."""
-    try:
-        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    """The fields of a process from its state on; none of one that has ended."""
+    fields = machine.process_fields(pid)
     return fields if fields[:1] != ["Z"] else []
 
 

@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.bench import machine
+from plait.bench.machine import read_text
 from plait.checkpoint.packed_cache.file_format import default_folder, list_packed
 from plait.errors import CapacityError
 from plait.kernels.load import KernelTarget, cached_kernels, describe_target, why_refused
@@ -59,6 +60,7 @@ class DoctorRequest:
 def examine(asked: DoctorRequest) -> tuple[Facts, list[Finding]]:
     """(facts as plain values, what is wrong or could be better, worst first)."""
     target = describe_target(cache_dir=Path(asked.cache_dir) if asked.cache_dir else None, isa=asked.isa)
+    gpus = gpu_facts()
     facts: Facts = {
         "system": {
             "os": platform.platform(),
@@ -68,9 +70,9 @@ def examine(asked: DoctorRequest) -> tuple[Facts, list[Finding]]:
         },
         "cpu": cpu_facts(),
         "memory": memory_facts(),
-        "gpus": gpu_facts(),
+        "gpus": gpus,
         "versions": {"plait": __version__, **{name: find_version(name) for name in (*NEEDED, *WANTED)}},
-        "torch": torch_facts(),
+        "torch": torch_facts(gpus),
         "kernels": kernel_facts(target),
         "walls": wall_facts(),
         "packed": packed_facts(asked.cache_dir),
@@ -105,12 +107,12 @@ def cpu_facts() -> Facts:
 
 def memory_facts() -> Facts:
     """Bytes of memory: all, what can still be had here, and the tightest limit of a control group."""
-    kib = dict(re.findall(r"^(\w+):\s*(\d+) kB$", text(machine.MEMINFO), re.MULTILINE))
+    kib = dict(re.findall(r"^(\w+):\s*(\d+) kB$", read_text(machine.MEMINFO), re.MULTILINE))
     return {
         "total": int(kib["MemTotal"]) * 1024 if "MemTotal" in kib else None,
         "available": free_memory(),
         "limit": memory_limit(),
-        "huge_pages": (re.search(r"\[(\w+)\]", text(HUGE_PAGES)) or [None, None])[1],
+        "huge_pages": (re.search(r"\[(\w+)\]", read_text(HUGE_PAGES)) or [None, None])[1],
     }
 
 
@@ -118,7 +120,8 @@ def gpu_facts() -> list[Facts]:
     """NVIDIA devices, as their driver reports them."""
     command = shutil.which("nvidia-smi")
     if command is None:
-        return [{"name": "an NVIDIA device", "driver": text(NVIDIA).splitlines()[0]}] if text(NVIDIA) else []
+        drivers = read_text(NVIDIA).splitlines()[:1]
+        return [{"name": "an NVIDIA device", "driver": driver} for driver in drivers]
     query = "--query-gpu=name,driver_version,memory.total"
     try:
         asked = [command, query, "--format=csv,noheader,nounits"]
@@ -140,15 +143,15 @@ def wall_facts() -> list[str]:
         sandbox.close()
 
 
-def torch_facts() -> Facts:
+def torch_facts(gpus: Sequence[Facts]) -> Facts:
     """torch's build, read from its files; whether it finds a GPU is checked only if there seems to be one."""
     spec = find_spec("torch")
     root = Path(spec.origin).parent if spec is not None and spec.origin else None
     if root is None:
         return {"version": None, "cuda": None, "finds_gpu": None}
-    built = re.search(r"^cuda[^=]*= *'([\d.]+)'", text(root / "version.py"), re.MULTILINE)
+    built = re.search(r"^cuda[^=]*= *'([\d.]+)'", read_text(root / "version.py"), re.MULTILINE)
     cuda, finds_gpu = built[1] if built else None, None
-    if cuda and gpu_facts():
+    if cuda and gpus:
         import torch
 
         finds_gpu = torch.cuda.is_available()
@@ -283,7 +286,7 @@ def check_gpu(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Findin
     elif gpus and torch["finds_gpu"] is False:
         yield Finding(
             "warning",
-            f"torch, built for CUDA {torch['cuda']}, finds no device beside driver {gpus[0]['driver']}",
+            f"torch, built for CUDA {torch['cuda']}, finds no device with driver {gpus[0]['driver']}",
             "a newer driver, or a torch built for an older CUDA",
         )
     elif not gpus and torch["cuda"] is not None:
@@ -307,8 +310,8 @@ def check_disks(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Find
             FOLDER,
         )
     if cache is not None and sum(cache["old"].values()) > GIB:
-        rooms = f"{len(cache['old'])} old rooms of kernels take {sum(cache['old'].values()) / GIB:.1f} GiB"
-        yield Finding("note", rooms, "a start removes what was unused for 30 days; `plait cache clean` all")
+        old = f"{len(cache['old'])} old folders of kernels take {sum(cache['old'].values()) / GIB:.1f} GiB"
+        yield Finding("note", old, "a start removes what was unused for 30 days; `plait cache clean` all")
     for name, free in (("kernels", cache and cache["free"]), ("models of the Hub", hub["free"])):
         if free is not None and free < GIB:
             advice = "free some, or --cache-dir" if name == "kernels" else "`plait rm`, or set HF_HUB_CACHE"
@@ -331,14 +334,6 @@ def check_walls(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Find
 
 
 CHECKS = (check_packages, check_cpu, check_memory, check_gpu, check_disks, check_walls)
-
-
-def text(path: Path) -> str:
-    """A small file of the system; empty if it is not there."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def nearest(folder: Path) -> Path:

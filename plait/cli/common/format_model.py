@@ -50,7 +50,7 @@ def branch_text(branch: BranchSpec) -> str:
     parts += [] if branch.keep is None else [f"the normed input × {branch.keep:g} instead of the residual"]
     if (aside := branch.aside) is not None:
         heads = f"{aside.num_heads} heads × {aside.head_dim}, MLP {aside.size}, rank {aside.rank}"
-        parts.append(f"shared block {aside.block} beside it ({heads})")
+        parts.append(f"shared block {aside.block} next to it ({heads})")
     return " · ".join(parts)
 
 

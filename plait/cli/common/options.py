@@ -1,14 +1,21 @@
-"""Flags: those of the engine and the server are generated from the dataclasses that hold the defaults."""
+"""What commands read: flags, engine options in the text of one flag, and stdin.
+
+The flags of the engine and the server are generated from the dataclasses that hold the defaults.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
+from click.core import ParameterSource
 
 from plait.cli.common.help import path_completion
 from plait.cli.common.session import Session, log_to_stderr
@@ -164,6 +171,21 @@ def common_options() -> Decorator[Any]:
     )
 
 
+def json_option(text: str = "everything as one JSON object") -> Decorator[Any]:
+    """`--json`, which commands get as `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+def to_json(result: object) -> str:
+    """What `--json` shows."""
+    return json.dumps(result, indent=2)
+
+
+def write_json(result: object) -> None:
+    """Print it, as `--json` does."""
+    sys.stdout.write(to_json(result) + "\n")
+
+
 def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """The EngineConfig fields among a command's parameters, with `--cpu` applied. Raises ConfigError."""
     settings = {f.name: given[f.name] for f in fields(EngineConfig)}
@@ -182,3 +204,36 @@ def server_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
     """SamplingParams from a command's parameters. Raises InvalidField."""
     return SamplingParams(**{name: given[name] for name in SAMPLING_HELP})
+
+
+def find_changes(settings: dict[str, Any]) -> dict[str, Any]:
+    """What differs from the defaults: another revision of Plait has defaults, and options, of its own."""
+    plain = EngineConfig()
+    return {name: value for name, value in settings.items() if value != getattr(plain, name)}
+
+
+def parse_options(text: str) -> dict[str, Any]:
+    """The engine options that are written in `text`, as EngineConfig has them. Raises ConfigError."""
+    command = click.command("--compare")(engine_options()(lambda **given: given))
+    try:
+        context = command.make_context("--compare", shlex.split(text))
+    except (click.UsageError, ValueError) as error:
+        why = error.format_message() if isinstance(error, click.UsageError) else str(error)
+        raise ConfigError(f"--compare {text!r}: {why}") from error
+    settings = engine_settings(context.params)
+    written = {
+        name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    if "cpu" in written:
+        written.add("device")
+    return {name: value for name, value in settings.items() if name in written}
+
+
+def read_stdin(what: str) -> str:
+    """What is piped in. Raises UsageError on a terminal, where a read would wait without a word."""
+    if sys.stdin.isatty():
+        raise click.UsageError(f"there is nothing to do: give {what}, or pipe it in")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"stdin is not UTF-8: {error}") from error

@@ -13,7 +13,7 @@ from plait.model.mixers.mamba2 import DepthwiseConv
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, gate, step_sizes
 from plait.ops.delta import gated_delta_scan
-from plait.ops.gated_norm import gated_rms_norm
+from plait.ops.norm import gated_rms_norm
 from plait.state.store import StateStore
 
 

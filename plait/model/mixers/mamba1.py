@@ -16,7 +16,7 @@ from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.mamba2 import DepthwiseConv
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import step_sizes
-from plait.ops.gated_norm import gated_rms_norm
+from plait.ops.norm import gated_rms_norm
 from plait.ops.ssm import mamba1_scan, mamba2_scan
 from plait.state.store import StateStore
 

@@ -12,7 +12,7 @@ from plait.model.layers.layers import Batch
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import step_sizes
 from plait.ops.conv import causal_conv
-from plait.ops.gated_norm import gated_rms_norm
+from plait.ops.norm import gated_rms_norm
 from plait.ops.ssm import mamba2_scan
 from plait.ops.ssm_exact import mamba2_exact
 from plait.state.store import StateStore

@@ -11,9 +11,8 @@ from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch
 from plait.model.mixers.mamba2 import DepthwiseConv
 from plait.model.mixers.registry import mixer
-from plait.ops.activation import activate
+from plait.ops.activation import activate, multiply
 from plait.ops.heads import map_heads
-from plait.ops.product import multiply
 from plait.ops.rg_lru import rg_lru
 from plait.state.store import StateStore
 

@@ -10,7 +10,7 @@ from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch
 from plait.model.mixers.mamba2 import DepthwiseConv
 from plait.model.mixers.registry import mixer
-from plait.ops.product import multiply
+from plait.ops.activation import multiply
 from plait.state.store import StateStore
 
 

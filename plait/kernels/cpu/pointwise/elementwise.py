@@ -20,9 +20,8 @@ from plait.kernels.cpu.codegen.maths import sigmoid, tanh
 from plait.kernels.cpu.codegen.vec import add, div, mul, spread, where_less, zero_f32
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
-from plait.ops.activation import combine, gate, rescale
+from plait.ops.activation import combine, gate, multiply, rescale
 from plait.ops.elementwise import Numbers, elementwise_op
-from plait.ops.product import multiply
 from plait.ops.registry import TOLERANCE, Op
 
 PIECE = 256  # floats that a thread takes at a time, so that one long row is enough for all threads

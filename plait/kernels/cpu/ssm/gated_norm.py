@@ -30,7 +30,7 @@ from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.ops.activation import step_sizes
-from plait.ops.gated_norm import gated_rms_norm
+from plait.ops.norm import gated_rms_norm
 
 
 @inline

@@ -12,7 +12,7 @@ from plait.errors import ShapeMismatch
 from plait.kernels.cpu.ssm.gated_norm import _gated_rms_norm, _step_sizes
 from plait.kernels.load import executor
 from plait.ops.activation import step_sizes
-from plait.ops.gated_norm import gated_rms_norm
+from plait.ops.norm import gated_rms_norm
 
 EPS = 1e-5
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from plait.cli.list import ago
+from plait.cli.hub import ago
 from tests.checkpoint.hub.fake_hub import FakeHub, Repo, running
 from tests.checkpoint.hub.test_client import SMALL, aim, tensors
 from tests.checkpoint.readers.damage import write_plain
@@ -56,7 +56,7 @@ def test_a_model_is_pulled_listed_and_removed(plait: Run, hub: FakeHub, tmp_path
 
     refused = plait("rm", "org/m")
     assert (refused.code, refused.err.count("\n")) == (2, 1)
-    assert "nobody is there to ask: pass --yes" in refused.err
+    assert "stdin is no terminal to ask on: pass --yes" in refused.err
     removed = plait("rm", "org/m", "--yes")
     assert (removed.code, removed.out.startswith("removed org/m: ")) == (0, True)
     assert [found["name"] for found in json.loads(plait("list", "--json").out)] == ["org/q"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +58,15 @@ def test_both_read_stdin(plait: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plait("decode", "--vocab", "cl100k_base").out == "Hello, world\n"
 
 
+@pytest.mark.parametrize("command", [("tokenize", "--text", "x"), ("decode", "--ids", "1")])
+def test_a_plug_in_is_loaded_before_the_model(plait: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
+    plugin = tmp_path / "family.py"
+    plugin.write_text("raise ValueError('it ran')")
+    result = plait(*command, "--model", str(tmp_path), "--plugin", str(plugin))
+    assert result.code == 2
+    assert f"plug-in {plugin} cannot be loaded: ValueError: it ran" in result.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -64,6 +74,7 @@ def test_both_read_stdin(plait: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         (("decode", "--vocab", "klingon", "--ids", "1"), "'klingon'"),
         (("decode", "--vocab", "cl100k_base", "--ids", "100300000"), "no token has the id 100300000"),
         (("tokenize", "--vocab", "nowhere.tiktoken", "--text", "x"), "nowhere.tiktoken"),
+        (("decode", "--vocab", "cl100k_base", "--plugin", "a.py", "--ids", "1"), "--plugin helps to read"),
     ],
 )
 def test_what_cannot_be_done_is_said(plait: Run, arguments: tuple[str, ...], message: str) -> None:
