@@ -9,7 +9,7 @@ from typing import Any
 
 from plait.engine.core import Engine
 from plait.memory import BlockGroup
-from plait.request import Event, Request, SamplingParams, TokenLogprobs
+from plait.request import Event, Request, RequestTrace, SamplingParams, TokenLogprobs
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import StepCosts
 from plait.schedule.plan import Chunk, CopyBlock, CopySlot, Load, Move, Sampled, SamplingBatch, Save, StepPlan
@@ -141,6 +141,11 @@ class Reader:
 
     def last(self, request_id: str, index: int = 0) -> Event:
         return self.events[request_id, index][-1]
+
+    @property
+    def traces(self) -> list[RequestTrace]:
+        """Of every choice that has ended."""
+        return [events[-1].trace for events in self.events.values() if events[-1].trace]
 
 
 class Ticks:

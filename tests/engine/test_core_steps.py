@@ -48,7 +48,7 @@ def test_texts_are_the_same_when_sequences_are_swapped_out_and_in_and_costs_are_
     assert all(nbytes > 0 for nbytes in costs.moved)
     assert costs.steps == [plan.num_tokens for plan, moves in zip(plans, saves, strict=True) if not moves]
     assert e.metrics.num_steps == len(plans)
-    assert sum(trace.num_preemptions for trace in e.traces) == e.stats()["num_preemptions"]
+    assert sum(trace.num_preemptions for trace in reader.traces) == e.stats()["num_preemptions"]
 
 
 class Teacher:
@@ -95,8 +95,8 @@ def test_texts_are_the_same_with_draft_tokens(wrong_every: int) -> None:
     assert sorted(teacher.forgotten) == [1, 2, 3, 4, 5, 6]
     metrics = e.metrics
     assert metrics.num_output_tokens == 25 * 6
-    assert metrics.num_drafted_tokens == sum(trace.num_drafted_tokens for trace in e.traces) > 0
-    assert metrics.num_accepted_tokens == sum(trace.num_accepted_tokens for trace in e.traces)
+    assert metrics.num_drafted_tokens == sum(trace.num_drafted_tokens for trace in reader.traces) > 0
+    assert metrics.num_accepted_tokens == sum(trace.num_accepted_tokens for trace in reader.traces)
     assert metrics.num_accepted_tokens < metrics.num_drafted_tokens or wrong_every == 1000
     assert metrics.registry.get_sample_value("plait_inter_token_latency_seconds_count") == 24 * 6
     if wrong_every == 1000:
@@ -115,7 +115,7 @@ def test_end_inside_a_right_draft_cuts_the_rest(cut: int) -> None:
     finish(e)
     assert reader.tokens("r") == expected[:first]
     assert (reader.last("r").finish_reason, reader.last("r").stop_token_id) == ("stop", stop)
-    assert e.traces[-1].num_output_tokens == first
+    assert reader.traces[-1].num_output_tokens == first
 
 
 def test_speculation_that_fails_is_switched_off_and_costs_no_reply(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from plait import LLM, SamplingParams
 from plait.request import Pooling
 from plait.runner.runner import build_batch
 from plait.schedule.plan import Chunk, StepPlan
+from plait.state.store import StateStore
 
 NOTHING = SamplingParams(max_tokens=0)
 SHORT, LONG = "Fear not", "And the king said unto them, " * 9
@@ -44,7 +45,9 @@ def hidden(llm: LLM, prompt: str) -> Tensor:
     ids = llm.front.prepare(prompt, NOTHING).prompt_token_ids
     size = runner.store.block_size
     table = tuple(range(1, -(-len(ids) // size) + 1))
-    store = runner._private_store(len(table) + 1)
+    blocks = {group.name: len(table) + 1 for group in runner.groups}
+    states, dtype = runner.decoder.states, runner.decoder.embed.dtype
+    store = StateStore(states, blocks, 2, size, runner.device, dtype)
     plan = StepPlan(0, (Chunk(0, 0, ids, tuple(table for _ in runner.groups), 1, 0),), fresh=(1,))
     store.zero_slots((1,))
     with torch.inference_mode():

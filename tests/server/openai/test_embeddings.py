@@ -164,6 +164,7 @@ def test_a_list_longer_than_the_queue_is_computed_piece_by_piece() -> None:
         assert isinstance(front.loop, EngineLoop)
         scheduler = front.loop.engine.scheduler
         scheduler.limits = dataclasses.replace(scheduler.limits, max_waiting=3, max_num_seqs=2)
+        front.loop.max_open = 5
         with serving(front) as client:
             assert len(vectors(embed(client, input=[f"text {i}" for i in range(20)]))) == 20
             answer = client.complete(["a"] * 6, max_tokens=2)

@@ -33,6 +33,7 @@ SHARED = (
     "codegen/target.py",
     "codegen/maths.py",
     "pointwise/activation.py",
+    "pointwise/copy_rows.py",
 )  # all that kernels of other files may call
 # What LLVM may use under each name; "native": all that this machine has.
 TARGETS = {
