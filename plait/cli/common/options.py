@@ -19,7 +19,7 @@ from click.core import ParameterSource
 
 from plait.cli.common.help import path_completion
 from plait.cli.common.session import Session, log_to_stderr
-from plait.config import EngineConfig, ServerConfig, option_types
+from plait.config import DEVICE, EngineConfig, ServerConfig, option_types
 from plait.errors import ConfigError
 from plait.request import SAMPLING, SamplingParams
 
@@ -67,6 +67,17 @@ class TokenIds(click.ParamType[tuple[int, ...]]):
         return tuple(int(part) for part in parts)
 
 
+class Device(click.ParamType[str]):
+    """auto, cpu, cuda or cuda:N."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not DEVICE.fullmatch(value):
+            self.fail(f"{value!r} is not one of auto, cpu, cuda, cuda:N", param, ctx)
+        return str(value)
+
+
 def flag(cls: type, field: Field[Any], text: str) -> Decorator[Any]:
     """One click option for one field of a dataclass; its default stays the dataclass's own."""
     hint, _ = option_types(cls)[field.name]
@@ -82,6 +93,8 @@ def flag(cls: type, field: Field[Any], text: str) -> Decorator[Any]:
     names = (name, *field.metadata.get("also", ()), field.name)
     if field.name in BYTES_FIELDS:
         return click.option(*names, type=Bytes(), metavar="BYTES", **shown)
+    if field.name == "device":
+        return click.option(*names, type=Device(), **shown)
     if get_origin(hint) is Literal:
         return click.option(*names, type=click.Choice(get_args(hint)), **shown)
     if get_origin(hint) is tuple:
