@@ -6,13 +6,14 @@ The CLI's flags are generated from these dataclasses (`help` in the metadata); t
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from plait.errors import ConfigError
 
-Device = Literal["auto", "cpu", "cuda"]
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Ops = Literal["auto", "reference"]
 KvDType = Literal["auto", "float32", "bfloat16", "int8"]
@@ -67,8 +68,10 @@ def _check_fields(config: Any) -> None:
 class EngineConfig:
     """How a model is loaded and run. Raises ConfigError for values that cannot work together."""
 
-    device: Device = option("auto", "auto: the first CUDA device if there is one, else the CPU")
-    dtype: DType = option("auto", "what the model computes in; auto: float32 on CPU, the file's on a GPU")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N; auto: the first CUDA device, else the CPU")
+    dtype: DType = option(
+        "auto", "what the model computes in; auto: float32 on a CPU and for float32 weights, else 16 bits"
+    )
     ops: Ops = option("auto", "auto: the fastest variant of each op; reference: the plain one, to compare")
     no_fuse: tuple[str, ...] = option(
         (), "a fused op to leave out: the ops that it replaces run (`plait info --ops`); may be repeated"
@@ -161,6 +164,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        if not DEVICE.fullmatch(self.device):
+            raise ConfigError(f"device: {self.device!r} is not one of auto, cpu, cuda, cuda:N")
         if not self.packed_cache.strip():
             raise ConfigError("packed_cache: it is empty; name a folder, or auto or off")
         if self.prefill == "bf16" and (self.deterministic or self.precise):

@@ -19,6 +19,7 @@ from torch import Tensor
 from plait.checkpoint.names import NameMap, UnknownName, sources_of
 from plait.checkpoint.packed_cache.cache import Shelf
 from plait.errors import MissingTensor, ShapeMismatch, UnusedTensor, list_some
+from plait.ops.chip import Chip
 from plait.ops.linear import Activations, Linear
 from plait.ops.registry import Binding, Op, OpFacts
 from plait.quant.encode import find_encoder
@@ -54,6 +55,7 @@ class Target:
     bound: list[Binding] = field(default_factory=list)
     on_read: Callable[[str, int], None] | None = None  # progress: (their name, bytes)
     executor: Any = None  # of native kernels (`kernels.cpu`), if there is one
+    chip: Chip | None = None  # the GPU, if it is one
     activations: Activations = "float32"  # what inputs of layers in block formats are rounded to
     kv_dtype: str = "model"  # of keys, values and latents
     block_size: int = 16  # tokens in a block of paged state
@@ -225,7 +227,8 @@ class Weights:
     def bind(self, op: Op, **sizes: Any) -> Callable[..., Any]:
         """The variant of an op for this target; recorded for `plait info --ops`."""
         target = self.target
-        facts = OpFacts(target.device.type, target.dtype, self._shared_sizes() | sizes, target.executor)
+        sizes = self._shared_sizes() | sizes
+        facts = OpFacts(target.device.type, target.dtype, sizes, target.executor, target.chip)
         fn, rows = op.bind_parts(facts, self.prefix, target.ops, target.no_fuse)
         target.bound.extend(rows)
         return fn

@@ -3,43 +3,71 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from plait import resource_limits
-from plait.config import Device, DType
+from plait.config import DType
 from plait.errors import ConfigError, OutOfMemory
+from plait.ops.chip import BFLOAT16, OLDEST, Chip, read_chip
 
 
-def choose_device(requested: Device) -> tuple[torch.device, str]:
-    """(device, why). Raises ConfigError if CUDA was requested and there is none."""
+def choose_device(requested: str) -> tuple[torch.device, str]:
+    """(device, why). `requested`: auto, cpu, cuda (the first one) or cuda:N, as `config.DEVICE` says.
+
+    Raises ConfigError if a GPU was requested and torch finds none, has no such number, or it is too old.
+    """
     if requested == "cpu":
         return torch.device("cpu"), "requested"
-    if torch.cuda.is_available():
-        return torch.device("cuda", 0), f"the first CUDA device, {torch.cuda.get_device_name(0)}"
-    if requested == "cuda":
-        raise ConfigError("device: cuda was requested, but torch finds no CUDA device; use --cpu")
-    return torch.device("cpu"), "torch finds no CUDA device"
-
-
-def choose_dtype(requested: DType, device: torch.device, stored: Sequence[str]) -> torch.dtype:
-    """The dtype to compute in. auto: float32 on CPU; on a GPU the float that most tensors are stored in.
-
-    Raises ConfigError for a dtype the device cannot do.
-    """
+    refusal = _why_no_cuda()
+    if refusal is None:
+        device = torch.device("cuda", int(requested.partition(":")[2] or 0))
+        if (count := torch.cuda.device_count()) <= (device.index or 0):
+            raise ConfigError(
+                f"device: {requested} was requested, but there are {count} CUDA devices, from 0 on"
+            )
+        chip = read_chip(device)
+        assert chip is not None
+        if chip.capability >= OLDEST:
+            return device, f"CUDA device {device.index}, {chip.name}"
+        refusal = (
+            f"{chip.name} has compute capability {chip.capability / 10}, the least that kernels are made for "
+            f"is {OLDEST / 10}"
+        )
     if requested != "auto":
+        raise ConfigError(f"device: {requested} was requested, but {refusal}; use --cpu")
+    return torch.device("cpu"), refusal
+
+
+def _why_no_cuda() -> str | None:
+    """Why torch can use no GPU, in its own words where it has any (an old driver); None: it can."""
+    if torch.cuda.is_available():
+        return None
+    if not torch.backends.cuda.is_built():
+        return "this torch was built without CUDA"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"torch finds no CUDA device: {' '.join(str(error).split())}"
+    return "torch finds no CUDA device"
+
+
+def choose_dtype(requested: DType, chip: Chip | None, stored: Sequence[str]) -> torch.dtype:
+    """The dtype to compute in. `chip`: the GPU, None for a CPU; `stored`: formats of the linear weights.
+
+    auto: float32 on a CPU, and where most linear weights are stored as float32; else bfloat16 on a GPU that
+    has it, and float16 on an older one. Raises ConfigError for a dtype that the GPU cannot do.
+    """
+    has_bfloat16 = chip is None or chip.capability >= BFLOAT16
+    if requested != "auto":
+        if chip and requested == "bfloat16" and not has_bfloat16:
+            raise ConfigError(f"dtype: {chip.name} has no bfloat16; use float16 or float32")
         dtype: torch.dtype = getattr(torch, requested)
-        if device.type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
-            name = torch.cuda.get_device_name(0)
-            raise ConfigError(f"dtype: {name} has no bfloat16; use float16 or float32")
         return dtype
-    if device.type == "cpu":
+    if chip is None or 2 * sum(name == "float32" for name in stored) > len(stored):
         return torch.float32
-    common = Counter(name for name in stored if name in {"float32", "bfloat16", "float16"}).most_common(1)
-    found: torch.dtype = getattr(torch, common[0][0]) if common else torch.bfloat16
-    return found
+    return torch.bfloat16 if has_bfloat16 else torch.float16
 
 
 def free_memory(device: torch.device) -> int:

@@ -26,6 +26,7 @@ from plait.loading.open_model import (
     activations,
     banned_ids,
     kv_dtype,
+    linear_dtypes,
     load_decoder,
     stored_dtypes,
 )
@@ -33,6 +34,7 @@ from plait.loading.packed_cache import shelf_of
 from plait.loading.probe_scorer import open_settled
 from plait.memory import has_slots
 from plait.model.decoder import Decoder
+from plait.ops.chip import read_chip
 from plait.ops.registry import Binding, check_fused
 from plait.ops.rope import rope_notes
 from plait.request import JsonStyle
@@ -273,11 +275,12 @@ def _proposer(
 
 def _target(opened: Opened, device: torch.device) -> Target:
     spec, config = opened.resolved.spec, opened.config
-    dtype = choose_dtype(config.dtype, device, stored_dtypes(opened))
+    chip = read_chip(device)
+    dtype = choose_dtype(config.dtype, chip, linear_dtypes(opened))
     length = min(config.max_model_len or spec.max_len, spec.max_len)
     target = Target(device, dtype, length, spec.hidden_size, config.ops, block_size=config.block_size)
     check_fused(config.no_fuse)
-    target.quantize, target.no_fuse = config.quantize, config.no_fuse
+    target.quantize, target.no_fuse, target.chip = config.quantize, config.no_fuse, chip
     target.kv_dtype = kv_dtype(config, stored_dtypes(opened), dtype)
     if device.type != "cpu":
         load_for_gpu()
@@ -331,7 +334,8 @@ def _size(opened: Opened, decoder: Decoder, target: Target) -> Sizing:
     if limit is not None and target.device.type == "cpu":
         log.info("memory: this process's control groups allow %s; %s can still be had", gib(limit), gib(free))
     total = total_memory(target.device)
-    sizing = size_state(facts, opened.config, free_memory=free - mapped, total_memory=total)
+    host = None if target.device.type == "cpu" else free_memory(torch.device("cpu"))
+    sizing = size_state(facts, opened.config, free_memory=free - mapped, free_host=host, total_memory=total)
     for what, count, nbytes in sizing.rows(target.weights_nbytes, is_lazy=target.device.type == "cpu"):
         log.info("memory: %-31s %14s %10s", what, count, gib(nbytes))
     for note in sizing.notes:

@@ -16,6 +16,7 @@ from plait.loading.open_model import (
     Progress,
     banned_ids,
     kv_dtype,
+    linear_dtypes,
     load_decoder,
     open_model,
     stored_dtypes,
@@ -52,11 +53,11 @@ def load_draft(
     """
     spec = opened.resolved.spec
     stored = stored_dtypes(opened)
-    dtype = choose_dtype(config.dtype, target.device, stored)
+    dtype = choose_dtype(config.dtype, target.chip, linear_dtypes(opened))
     longest = min(max_model_len, spec.max_len)
     own = Target(target.device, dtype, longest, spec.hidden_size, config.ops, block_size=config.block_size)
     own.executor, own.activations, own.quantize = target.executor, target.activations, config.quantize
-    own.no_fuse = config.no_fuse
+    own.no_fuse, own.chip = config.no_fuse, target.chip
     own.kv_dtype = kv_dtype(config, stored, dtype)
     with out_of_memory(f"loading the weights of the draft model {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, own, report)

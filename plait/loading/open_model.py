@@ -173,6 +173,12 @@ def stored_dtypes(opened: Opened) -> list[str]:
     return [opened.checkpoint.format_of(name) for name in opened.checkpoint.names()]
 
 
+def linear_dtypes(opened: Opened) -> list[str]:
+    """The formats of its matrices: what a GPU computes with. Norms and biases say nothing about it."""
+    checkpoint = opened.checkpoint
+    return [checkpoint.format_of(n) for n in checkpoint.names() if len(checkpoint.shape(n)) > 1]
+
+
 def kv_dtype(config: EngineConfig, stored: Sequence[str], dtype: torch.dtype) -> str:
     """What keys and values are kept in: the name of a dtype, or "model"."""
     if config.kv_dtype != "auto":

@@ -24,9 +24,9 @@ from plait.loading.open_model import (
     Opened,
     Progress,
     activations,
+    linear_dtypes,
     open_model,
     release_pages,
-    stored_dtypes,
     with_findings,
     with_values,
 )
@@ -35,6 +35,7 @@ from plait.loading.probe_candidates import Quantity, quantities
 from plait.loading.probe_search import LEAST, LONG, TEXT, Probed, search
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
+from plait.ops.chip import read_chip
 from plait.ops.linear import Linear
 from plait.resource_limits import default_threads
 from plait.runner.runner import ModelRunner
@@ -155,8 +156,10 @@ def single_runner(decoder: Decoder, target: Target) -> ModelRunner:
 def _target(opened: Opened) -> Target:
     config, spec = opened.config, opened.resolved.spec
     device, _ = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device, stored_dtypes(opened))
+    chip = read_chip(device)
+    dtype = choose_dtype(config.dtype, chip, linear_dtypes(opened))
     target = Target(device, dtype, LONG, spec.hidden_size, config.ops, block_size=config.block_size)
+    target.chip = chip
     if device.type == "cpu":
         load_kernels(cache_dir=Path(config.cache_dir) if config.cache_dir else None, isa=config.isa)
         target.activations = activations(config)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from plait.errors import ConfigError
+from plait.ops.chip import Chip
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Bound = Callable[..., Any]  # what is bound for an op
@@ -24,13 +25,15 @@ MakeInputs = Callable[[Mapping[str, Any], torch.dtype, str], Arguments]
 class OpFacts:
     """What a choice may depend on: the device type, the dtype, and an op's own static sizes.
 
-    `executor`: what runs native kernels on this device (`kernels.cpu.runtime.executor`), if there is one.
+    `executor`: what runs native kernels on this device (`kernels.cpu.runtime.executor`), if there is one;
+    `chip`: the GPU, if it is one.
     """
 
     device: str
     dtype: torch.dtype
     sizes: Mapping[str, Any] = field(default_factory=dict)
     executor: Any = None
+    chip: Chip | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.sizes[name]
