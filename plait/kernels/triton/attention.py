@@ -13,6 +13,7 @@ Flash attention: Dao et al. 2022; split keys: Dao et al. 2023 (flash decoding).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.forms import KernelForm
 from plait.ops.attention import write_paged
 from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
 
@@ -54,8 +56,10 @@ def _load_entries(
     if GROUP:
         at = row[:, None] * (WIDTH // 2) + D // 2 + (d // GROUP)[None, :]
         bits = tl.load(words + at, mask=there, other=0).to(tl.int32) << 16  # bfloat16
-        return found.to(tl.float32) * bits.to(tl.float32, bitcast=True)
-    return found
+        numbers = found.to(tl.float32) * bits.to(tl.float32, bitcast=True)
+    else:
+        numbers = found
+    return numbers
 
 
 @triton.jit
@@ -67,14 +71,11 @@ def _load_rest(words, row, seen, d, AT: tl.constexpr, WIDTH: tl.constexpr, D: tl
 
 
 @triton.jit
-def _add_softmax(largest, sums, acc, top, total, more):
-    """Two softmaxes over disjoint keys as one: each is (largest score, sum, weighted values)."""
+def _join_softmaxes(largest, top):
+    """(largest score of both, factor of the first sum, factor of the second): softmaxes over other keys."""
     new = tl.maximum(largest, top)
     base = tl.where(new == -float("inf"), 0.0, new)
-    a, b = tl.exp2(largest - base), tl.exp2(top - base)
-    if len(acc.shape) == 2:
-        return new, sums * a + total * b, acc * a[:, None] + more * b[:, None]
-    return new, sums * a + total * b, acc * a + more * b
+    return new, tl.exp2(largest - base), tl.exp2(top - base)
 
 
 @triton.jit
@@ -212,7 +213,9 @@ def attend(
                     )
                 values = tl.dot(p.to(own_q.dtype), v, values * old[:, None], input_precision="ieee")
                 top = new
-            largest, sums, acc = _add_softmax(largest, sums, acc, top, mass, values)
+            largest, before, now = _join_softmaxes(largest, top)
+            sums = sums * before + mass * now
+            acc = acc * before[:, None] + values * now[:, None]
         if slot >= 0:
             at_part = ((slot + own).to(tl.int64) * KVH + kv) * BM + tl.arange(0, BM)
             tl.store(part + at_part[:, None] * DP + d[None, :], acc, mask=there[:, None])
@@ -246,7 +249,9 @@ def fold_spans(
             span = i + tl.zeros([], tl.int32)
             line = ((slot + span * tiles + which // BM).to(tl.int64) * KVH + head // G) * BM + which % BM
             top, total = tl.load(part_sums + line * 2), tl.load(part_sums + line * 2 + 1)
-            largest, sums, acc = _add_softmax(largest, sums, acc, top, total, tl.load(part + line * DP + d))
+            largest, before, now = _join_softmaxes(largest, top)
+            sums = sums * before + total * now
+            acc = acc * before + tl.load(part + line * DP + d) * now
         at = (place.to(tl.int64) * (KVH * G) + head) * D
         tl.store(out + at + d, (acc / sums).to(out.dtype.element_ty), mask=d < D)
 
@@ -388,3 +393,46 @@ def attend_latent(
     codes = form if cache.dtype is torch.int8 else None
     layout = Layout(q.shape[1], 1, kv_rank, latent.shape[-1] - kv_rank, codes, None, None)
     return _attend_over(q, (cache, cache), (block_table, query_start, seq_lens), layout, scale)
+
+
+POINTERS = {
+    "q": "bf16*", "k_cache": "bf16*", "v_cache": "bf16*", "k_words": "bf16*", "v_words": "bf16*",
+    "table": "i64*",
+    "query_start": "i64*", "seq_lens": "i64*", "items": "i32*", "slots": "i32*", "starts": "i32*",
+    "out": "bf16*", "part": "fp32*", "part_sums": "fp32*", "sinks": "fp32*", "q_row": "i32!",
+    "q_head": "i32!",
+    "table_row": "i32!", "scale": "fp32",
+}  # fmt: skip
+CODE_POINTERS = {"k_cache": "i8*", "v_cache": "i8*", "k_words": "i16*", "v_words": "i16*"}
+SHAPES = {  # heads, kv_heads, dim, rest, window, softcap, sinks, codes
+    "gqa 32/8 d128": (32, 8, 128, 0, None, None, False, False),
+    "gqa 9/3 d64": (9, 3, 64, 0, None, None, False, False),
+    "gqa 64/8 d64 window sinks": (64, 8, 64, 0, 128, None, True, False),
+    "gqa 8/4 d256 window softcap": (8, 4, 256, 0, 4096, 50.0, False, False),
+    "gqa 32/8 d128 int8": (32, 8, 128, 0, None, None, False, True),
+    "mla 16 heads": (16, 1, 512, 64, None, None, False, False),
+    "mla 128 heads": (128, 1, 512, 64, None, None, False, False),
+    "mla 16 heads int8": (16, 1, 512, 64, None, None, False, True),
+}
+
+
+def forms() -> Iterator[KernelForm]:
+    """What models of published sizes launch: each shape with the tiles of decodes and of prompts."""
+    for name, (heads, kv_heads, dim, rest, window, softcap, sinks, coded) in SHAPES.items():
+        form = latent_codes(dim, rest) if rest else key_codes(dim)
+        layout = Layout(heads, kv_heads, dim, rest, form if coded else None, window, softcap)
+        widths = (form.width, form.width if rest else value_codes(dim).width) if coded else (dim + rest,) * 2
+        caches = [torch.empty(1, 64, kv_heads, width, device="meta") for width in widths]
+        for step, rows in (("decodes", ROWS), ("prompts", PROMPT_ROWS)):
+            constants = layout.constants(64, rows) | layout.attention(*caches, sinks)
+            warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+            yield KernelForm(
+                f"attend, {name}, {step}", attend, POINTERS | (CODE_POINTERS if coded else {}), constants,
+                warps, stages, demands=(("HMMA", "HGMMA"), () if coded else ("LDG.128", "LDGSTS.128")),
+            )  # fmt: skip
+    constants = Layout(32, 8, 128, 0, None, None, None).constants(64, ROWS)
+    few = {key: constants[key] for key in ("S", "G", "BM")}
+    yield KernelForm(
+        "count_items", count_items, POINTERS, {**few, "WINDOW": 0, "SPAN": SPAN, "SPLIT": SPLIT_TILES}
+    )
+    yield KernelForm("fold_spans, gqa 32/8 d128", fold_spans, POINTERS, constants, num_warps=1)
