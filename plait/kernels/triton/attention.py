@@ -1,0 +1,438 @@
+"""Attention over paged memory, for every ragged batch: one kernel for GQA and for MLA's latents.
+
+A captured step has one grid for all batches, but sequences have any length. So the grid is as large as the
+device, and its programs take work items in turn. An item is a span of `SPAN` tokens of one sequence, for a
+tile of its query rows and one kv head. `count_items`, the first launch, says how many items each sequence
+has; a program finds the sequence of an item by binary search.
+
+Each span has a softmax of its own at fixed positions, and spans are added in the order of positions: by
+`fold_spans` where each is an item, or by the item itself where one item walks all spans of its rows. Both
+orders are the same, so the bits of a row depend on no other sequence, on no grid and on no chunk of a prompt.
+Flash attention: Dao et al. 2022; split keys: Dao et al. 2023 (flash decoding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from plait.kernels.triton.forms import KernelForm
+from plait.ops.attention import write_paged
+from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
+
+NAME = "triton"
+SPAN = 256  # tokens whose softmax is one
+ROWS = 16  # of a tile of queries: (token, query head) pairs that read the same keys
+PROMPT_ROWS = 32  # of a tile in a step with prompts; the same instructions, so the same bits
+SPLIT_TILES = 2  # tiles of a sequence up to which its spans are items; with more, tiles keep a device busy
+MOST_SLOTS = 4096  # partial results: spans of all sequences together; those that do not fit are walked
+PROGRAMS = 4  # for each processor of the device
+SEQS = (16, 64, 256, 1024)  # sequences that a form is compiled for
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _tanh(x):
+    """By exp2 alone: CUDA's library of functions is not there in the interpreter."""
+    e = tl.exp2(-2.885390081777927 * tl.abs(x))
+    y = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -y, y)
+
+
+@triton.jit
+def _load_entries(
+    cache, words, row, seen, d, AT: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """Columns AT + d of rows of a cache; of codes (GROUP > 0) what they stand for. [tokens, columns]."""
+    there = seen[:, None] & (d < D)[None, :]
+    found = tl.load(cache + row[:, None] * WIDTH + AT + d[None, :], mask=there, other=0)
+    if GROUP:
+        at = row[:, None] * (WIDTH // 2) + D // 2 + (d // GROUP)[None, :]
+        bits = tl.load(words + at, mask=there, other=0).to(tl.int32) << 16  # bfloat16
+        numbers = found.to(tl.float32) * bits.to(tl.float32, bitcast=True)
+    else:
+        numbers = found
+    return numbers
+
+
+@triton.jit
+def _load_rest(words, row, seen, d, AT: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    """The bfloat16 numbers behind the codes of an entry, as float32."""
+    there = seen[:, None] & (d < D)[None, :]
+    bits = tl.load(words + row[:, None] * (WIDTH // 2) + AT // 2 + d[None, :], mask=there, other=0)
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _join_softmaxes(largest, top):
+    """(largest score of both, factor of the first sum, factor of the second): softmaxes over other keys."""
+    new = tl.maximum(largest, top)
+    base = tl.where(new == -float("inf"), 0.0, new)
+    return new, tl.exp2(largest - base), tl.exp2(top - base)
+
+
+@triton.jit
+def count_items(
+    query_start, seq_lens, items, slots, starts, num_seqs, capacity,
+    S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """items [S + 1]: items in front of each sequence, for each kv head; slots [S]: partial results, or -1;
+    starts [S + 1]: the first row of each sequence, and of those that are not there the end of all.
+
+    A sequence with more than SPLIT tiles, or whose partial results do not fit into `capacity`, has none: its
+    items walk all their spans.
+    """
+    s = tl.arange(0, S)
+    start = tl.load(query_start + tl.minimum(s, num_seqs)).to(tl.int32)
+    after = tl.load(query_start + tl.minimum(s + 1, num_seqs)).to(tl.int32)
+    count = after - start
+    length = tl.load(seq_lens + s, mask=s < num_seqs, other=0).to(tl.int32)
+    tiles = (count * G + BM - 1) // BM
+    first = tl.maximum(length - count - WINDOW + 1, 0) // SPAN if WINDOW else 0
+    spans = (length + SPAN - 1) // SPAN - first
+    wanted = tl.where((spans > 1) & (tiles <= SPLIT), tiles * spans, 0)
+    before = tl.cumsum(wanted, 0) - wanted
+    apart = (wanted > 0) & (before + wanted <= capacity)
+    own = tl.where(apart, wanted, tiles)
+    tl.store(items + s, tl.cumsum(own, 0) - own)
+    tl.store(items + S + s * 0, tl.sum(own, 0), mask=s == 0)
+    tl.store(slots + s, tl.where(apart, before, -1))
+    tl.store(starts + s, start)
+    tl.store(starts + s + 1, after)
+
+
+@triton.jit
+def _find_sequence(items, item, S: tl.constexpr, STEPS: tl.constexpr):
+    """The sequence an item belongs to: the last one with at most so many items in front of it."""
+    low, high = item * 0, item * 0 + S
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        behind = tl.load(items + middle) > item
+        low, high = tl.where(behind, low, middle), tl.where(behind, middle, high)
+    return low
+
+
+@triton.jit
+def attend(
+    q, k_cache, v_cache, k_words, v_words, table, seq_lens, items, slots, starts,
+    out, part, part_sums, sinks, table_row, q_row, q_head, scale,
+    S: tl.constexpr, STEPS: tl.constexpr, G: tl.constexpr, KVH: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr, LATENT: tl.constexpr,
+    KW: tl.constexpr, VW: tl.constexpr, GROUP: tl.constexpr, REST_AT: tl.constexpr,
+    PAGE: tl.constexpr, SPAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """q: [T, KVH * G, D + REST] -> out [T, KVH * G, D], or partial results of spans: see the module.
+
+    part: [slots, KVH, BM, DP] float32, part_sums: [slots, KVH, BM, 2] (largest score, sum).
+    """
+    total = tl.load(items + S) * KVH
+    for i in range(tl.program_id(0), total, tl.num_programs(0)):
+        which = i + tl.zeros([], tl.int32)  # the interpreter counts in Python's numbers
+        kv, item = which % KVH, which // KVH
+        seq = _find_sequence(items, item, S, STEPS)
+        own, slot = item - tl.load(items + seq), tl.load(slots + seq)
+        first_row, length = tl.load(starts + seq), tl.load(seq_lens + seq).to(tl.int32)
+        count = tl.load(starts + seq + 1) - first_row
+        tiles = (count * G + BM - 1) // BM
+        tile, span = own % tiles, own // tiles
+        begins = tl.zeros([], tl.int32)
+        if WINDOW:
+            begins = tl.maximum(length - count - WINDOW + 1, 0) // SPAN
+        first, last = begins, (length + SPAN - 1) // SPAN
+        if slot >= 0:
+            first = begins + span
+            last = first + 1
+        rows = tile * BM + tl.arange(0, BM)
+        there, token, head = rows < count * G, rows // G, kv * G + rows % G
+        place = (first_row + token).to(tl.int64)
+        d = tl.arange(0, DP)
+        at = place * q_row + head * q_head
+        own_q = tl.load(q + at[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+        if REST:
+            r = tl.arange(0, RESTP)
+            rest_q = tl.load(
+                q + at[:, None] + D + r[None, :], mask=there[:, None] & (r < REST)[None, :], other=0.0
+            )
+        position = length - count + token
+        if SINKS and first == begins:
+            largest = tl.load(sinks + head, mask=there, other=0.0) * 1.4426950408889634
+            sums = tl.full([BM], 1.0, tl.float32)
+        else:
+            largest = tl.full([BM], -float("inf"), tl.float32)
+            sums = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, DP], tl.float32)
+        line = table + seq.to(tl.int64) * table_row
+        # The keys of a tile end with those its last row sees.
+        end = tl.minimum(length, length - count + (tl.minimum(tile * BM + BM, count * G) - 1) // G + 1)
+        for s in range(first, last):
+            start = (s + tl.zeros([], tl.int32)) * SPAN
+            stop = tl.minimum(start + SPAN, end)
+            top = tl.full([BM], -float("inf"), tl.float32)
+            mass = tl.zeros([BM], tl.float32)
+            values = tl.zeros([BM, DP], tl.float32)
+            for n in range(start, stop, BN):
+                t = n + tl.arange(0, BN)
+                seen = t < stop
+                block = tl.load(line + t // PAGE, mask=seen, other=0).to(tl.int64)
+                row = (block * PAGE + t % PAGE) * KVH + kv
+                k = _load_entries(k_cache, k_words, row, seen, d, 0, KW, D, GROUP).to(own_q.dtype)
+                scores = tl.dot(own_q, tl.trans(k), input_precision="ieee")
+                if REST:
+                    if GROUP:
+                        more = _load_rest(k_words, row, seen, r, REST_AT, KW, REST)
+                    else:
+                        more = _load_entries(k_cache, k_words, row, seen, r, D, KW, REST, 0)
+                    scores = tl.dot(rest_q, tl.trans(more.to(own_q.dtype)), scores, input_precision="ieee")
+                scores = scores * scale  # of base 2
+                if SOFTCAP > 0:
+                    cap: tl.constexpr = SOFTCAP * 1.4426950408889634
+                    scores = cap * _tanh(scores / cap)
+                ok = seen[None, :] & (t[None, :] <= position[:, None])
+                if WINDOW:
+                    ok &= t[None, :] > position[:, None] - WINDOW
+                scores = tl.where(ok, scores, -float("inf"))
+                new = tl.maximum(top, tl.max(scores, 1))
+                base = tl.where(new == -float("inf"), 0.0, new)
+                p = tl.exp2(scores - base[:, None])
+                old = tl.exp2(top - base)
+                mass = mass * old + tl.sum(p, 1)
+                if LATENT:
+                    v = k
+                else:
+                    v = _load_entries(v_cache, v_words, row, seen, d, 0, VW, D, D if GROUP else 0).to(
+                        own_q.dtype
+                    )
+                values = tl.dot(p.to(own_q.dtype), v, values * old[:, None], input_precision="ieee")
+                top = new
+            largest, before, now = _join_softmaxes(largest, top)
+            sums = sums * before + mass * now
+            acc = acc * before[:, None] + values * now[:, None]
+        if slot >= 0:
+            at_part = ((slot + own).to(tl.int64) * KVH + kv) * BM + tl.arange(0, BM)
+            tl.store(part + at_part[:, None] * DP + d[None, :], acc, mask=there[:, None])
+            tl.store(part_sums + at_part * 2, largest, mask=there)
+            tl.store(part_sums + at_part * 2 + 1, sums, mask=there)
+        else:
+            result = (acc / sums[:, None]).to(out.dtype.element_ty)
+            at_out = (place * (KVH * G) + head) * D
+            tl.store(out + at_out[:, None] + d[None, :], result, mask=there[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def fold_spans(
+    out, part, part_sums, items, slots, starts,
+    S: tl.constexpr, STEPS: tl.constexpr, G: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Add the spans of a query row in the order of positions. Grid: (T, KVH * G)."""
+    place, head = tl.program_id(0), tl.program_id(1)
+    seq = _find_sequence(starts, place, S, STEPS)
+    slot = tl.load(slots + seq)
+    if slot >= 0:
+        first_row = tl.load(starts + seq)
+        count = tl.load(starts + seq + 1) - first_row
+        tiles = (count * G + BM - 1) // BM
+        spans = (tl.load(items + seq + 1) - tl.load(items + seq)) // tiles
+        which, d = (place - first_row) * G + head % G, tl.arange(0, DP)
+        largest, sums = tl.full([], -float("inf"), tl.float32), tl.full([], 0.0, tl.float32)
+        acc = tl.zeros([DP], tl.float32)
+        for i in range(spans):
+            span = i + tl.zeros([], tl.int32)
+            line = ((slot + span * tiles + which // BM).to(tl.int64) * KVH + head // G) * BM + which % BM
+            top, total = tl.load(part_sums + line * 2), tl.load(part_sums + line * 2 + 1)
+            largest, before, now = _join_softmaxes(largest, top)
+            sums = sums * before + total * now
+            acc = acc * before + tl.load(part + line * DP + d) * now
+        at = (place.to(tl.int64) * (KVH * G) + head) * D
+        tl.store(out + at + d, (acc / sums).to(out.dtype.element_ty), mask=d < D)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What is static about an op's arguments: sizes that the kernels are compiled for."""
+
+    heads: int
+    kv_heads: int
+    dim: int  # columns of queries that values have too
+    rest: int  # and those behind them (MLA's rotated ones)
+    codes: Codes | None
+    window: int | None
+    softcap: float | None
+
+    def constants(self, num_seqs: int, rows: int) -> dict[str, Any]:
+        """The constants that both kernels of a step have."""
+        size = next((size for size in SEQS if num_seqs <= size), triton.next_power_of_2(num_seqs))
+        return {
+            "S": size,
+            "STEPS": size.bit_length() - 1,
+            "G": self.heads // self.kv_heads,
+            "KVH": self.kv_heads,
+            "D": self.dim,
+            "DP": max(16, triton.next_power_of_2(self.dim)),
+            "BM": rows,
+        }
+
+    def attention(self, k_cache: Tensor, v_cache: Tensor, sinks: bool) -> dict[str, Any]:
+        """Those of `attend` alone."""
+        wide = self.dim > 128
+        return {
+            "REST": self.rest,
+            "RESTP": max(16, triton.next_power_of_2(self.rest)),
+            "LATENT": self.rest > 0,
+            "KW": k_cache.shape[-1],
+            "VW": v_cache.shape[-1],
+            "GROUP": self.codes.group if self.codes else 0,
+            "REST_AT": self.codes.rest_at if self.codes else 0,
+            "PAGE": k_cache.shape[1],
+            "SPAN": SPAN,
+            "BN": 32 if wide else 64,
+            "WINDOW": self.window or 0,
+            "SOFTCAP": self.softcap or 0.0,
+            "SINKS": sinks,
+            "num_warps": 8 if wide else 4,
+            "num_stages": 2,
+        }
+
+
+def _attend_over(
+    q: Tensor,
+    caches: tuple[Tensor, Tensor],
+    where: tuple[Tensor, Tensor, Tensor],
+    layout: Layout,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """q: [T, heads, dim + rest], caches of keys and values, where: (block_table, query_start, seq_lens)
+    -> [T, heads, dim]."""
+    table, query_start, seq_lens = where
+    k_cache, v_cache = caches
+    out = q.new_empty(*q.shape[:2], layout.dim)
+    if not len(q):
+        return out
+    num_seqs, ints = len(seq_lens), {"dtype": torch.int32, "device": q.device}
+    shared = layout.constants(num_seqs, ROWS if len(q) == num_seqs else PROMPT_ROWS)
+    capacity = min(MOST_SLOTS, k_cache.shape[0] * k_cache.shape[1] // SPAN + num_seqs)
+    items, starts = (torch.empty(shared["S"] + 1, **ints) for _ in range(2))
+    slots = torch.empty(shared["S"], **ints)
+    part = q.new_empty(capacity, layout.kv_heads, shared["BM"], shared["DP"], dtype=torch.float32)
+    sums = q.new_empty(*part.shape[:3], 2, dtype=torch.float32)
+    few = {name: shared[name] for name in ("S", "G", "BM")}
+    count_items[(1,)](
+        query_start, seq_lens, items, slots, starts, num_seqs, capacity,
+        WINDOW=layout.window or 0, SPAN=SPAN, SPLIT=SPLIT_TILES, **few,
+    )  # fmt: skip
+    attend[(_num_programs(q.device),)](
+        q, k_cache, v_cache, *map(_as_words, caches), table, seq_lens, items, slots, starts,
+        out, part, sums, sums if sinks is None else sinks, table.stride(0), q.stride(0), q.stride(1),
+        scale * LOG2E, **shared, **layout.attention(k_cache, v_cache, sinks is not None),
+    )  # fmt: skip
+    fold_spans[(len(q), layout.heads)](out, part, sums, items, slots, starts, **shared, num_warps=1)
+    return out
+
+
+@cache
+def _num_programs(device: torch.device) -> int:
+    """The size of the grid; the interpreter has one processor."""
+    if device.type != "cuda":
+        return PROGRAMS
+    return PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _as_words(cache: Tensor) -> Tensor:
+    """The same memory as int16, where scales of codes are read."""
+    return cache.view(torch.int16) if cache.dtype is torch.int8 else cache
+
+
+def attend_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`paged_attention`: the same arguments and result."""
+    dim = k.shape[-1]
+    write_paged(k_cache, k, slot_mapping, key_codes(dim))
+    write_paged(v_cache, v, slot_mapping, value_codes(dim))
+    codes = key_codes(dim) if k_cache.dtype is torch.int8 else None
+    layout = Layout(q.shape[1], k.shape[1], dim, 0, codes, window, softcap)
+    return _attend_over(q, (k_cache, v_cache), (block_table, query_start, seq_lens), layout, scale, sinks)
+
+
+def attend_latent(
+    q: Tensor,
+    latent: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_rank: int,
+) -> Tensor:
+    """`paged_latent_attention`: the same arguments and result."""
+    form = latent_codes(kv_rank, latent.shape[-1] - kv_rank)
+    write_paged(cache, latent, slot_mapping, form)
+    codes = form if cache.dtype is torch.int8 else None
+    layout = Layout(q.shape[1], 1, kv_rank, latent.shape[-1] - kv_rank, codes, None, None)
+    return _attend_over(q, (cache, cache), (block_table, query_start, seq_lens), layout, scale)
+
+
+POINTERS = {
+    "q": "bf16*", "k_cache": "bf16*", "v_cache": "bf16*", "k_words": "bf16*", "v_words": "bf16*",
+    "table": "i64*",
+    "query_start": "i64*", "seq_lens": "i64*", "items": "i32*", "slots": "i32*", "starts": "i32*",
+    "out": "bf16*", "part": "fp32*", "part_sums": "fp32*", "sinks": "fp32*", "q_row": "i32!",
+    "q_head": "i32!",
+    "table_row": "i32!", "scale": "fp32",
+}  # fmt: skip
+CODE_POINTERS = {"k_cache": "i8*", "v_cache": "i8*", "k_words": "i16*", "v_words": "i16*"}
+SHAPES = {  # heads, kv_heads, dim, rest, window, softcap, sinks, codes
+    "gqa 32/8 d128": (32, 8, 128, 0, None, None, False, False),
+    "gqa 9/3 d64": (9, 3, 64, 0, None, None, False, False),
+    "gqa 64/8 d64 window sinks": (64, 8, 64, 0, 128, None, True, False),
+    "gqa 8/4 d256 window softcap": (8, 4, 256, 0, 4096, 50.0, False, False),
+    "gqa 32/8 d128 int8": (32, 8, 128, 0, None, None, False, True),
+    "mla 16 heads": (16, 1, 512, 64, None, None, False, False),
+    "mla 128 heads": (128, 1, 512, 64, None, None, False, False),
+    "mla 16 heads int8": (16, 1, 512, 64, None, None, False, True),
+}
+
+
+def forms() -> Iterator[KernelForm]:
+    """What models of published sizes launch: each shape with the tiles of decodes and of prompts."""
+    for name, (heads, kv_heads, dim, rest, window, softcap, sinks, coded) in SHAPES.items():
+        form = latent_codes(dim, rest) if rest else key_codes(dim)
+        layout = Layout(heads, kv_heads, dim, rest, form if coded else None, window, softcap)
+        widths = (form.width, form.width if rest else value_codes(dim).width) if coded else (dim + rest,) * 2
+        caches = [torch.empty(1, 64, kv_heads, width, device="meta") for width in widths]
+        for step, rows in (("decodes", ROWS), ("prompts", PROMPT_ROWS)):
+            constants = layout.constants(64, rows) | layout.attention(*caches, sinks)
+            warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+            yield KernelForm(
+                f"attend, {name}, {step}", attend, POINTERS | (CODE_POINTERS if coded else {}), constants,
+                warps, stages, demands=(("HMMA", "HGMMA"), () if coded else ("LDG.128", "LDGSTS.128")),
+            )  # fmt: skip
+    constants = Layout(32, 8, 128, 0, None, None, None).constants(64, ROWS)
+    few = {key: constants[key] for key in ("S", "G", "BM")}
+    yield KernelForm(
+        "count_items", count_items, POINTERS, {**few, "WINDOW": 0, "SPAN": SPAN, "SPLIT": SPLIT_TILES}
+    )
+    yield KernelForm("fold_spans, gqa 32/8 d128", fold_spans, POINTERS, constants, num_warps=1)

@@ -1,0 +1,194 @@
+"""Compile every form of the Triton kernels for GPUs that are not here, and read what became of it.
+
+    python tools/compile_kernels.py [--match TEXT] [--targets 80,90,120] [--report docs/gpu-kernels.md]
+
+A form passes if it compiles, spills nothing, fits into the shared memory that a block of that GPU may have,
+and has the instructions that it demands (wide loads, products of matrices). Needs `triton`, but no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SHARED_KIB = {
+    80: 163,
+    86: 99,
+    89: 99,
+    90: 227,
+    100: 227,
+    120: 99,
+}  # that a block may have: CUDA's guide, table 30
+SEEN = re.compile(r"\b((?:LDG|LDGSTS|STG|HGMMA|HMMA|QGMMA|IMMA|LDL|STL|BAR|MUFU|LDSM|SHFL)[.\w]*)")
+WIDE = ("LDG", "LDGSTS", "STG")
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What one form became on one target."""
+
+    form: str
+    target: int
+    registers: int = 0
+    spills: int = 0  # bytes of the stack, and loads and stores of local memory
+    shared: int = 0  # bytes
+    seconds: float = 0.0
+    instructions: dict[str, int] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()
+
+
+def list_forms() -> list[tuple[str, str]]:
+    """(module, name) of every form."""
+    from plait.kernels import triton
+
+    names = [f"{triton.__name__}.{module.name}" for module in pkgutil.iter_modules(triton.__path__)]
+    modules = [(name, importlib.import_module(name)) for name in names]
+    return [
+        (name, form.name) for name, module in modules if hasattr(module, "forms") for form in module.forms()
+    ]
+
+
+def compile_form(module: str, name: str, target: int) -> Compiled:
+    """Compile it in this process. Never raises: what went wrong is a fault of the result."""
+    form = next(form for form in importlib.import_module(module).forms() if form.name == name)
+    started = time.monotonic()
+    try:
+        made = _compile(form, target)
+        usage, code = _disassemble(made.asm["cubin"])
+    except Exception as error:  # compilers fail in ways of their own
+        return Compiled(
+            name, target, faults=(f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}",)
+        )
+    seconds, shared = time.monotonic() - started, int(made.metadata.shared)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    registers, stack = (int(found[1]), int(found[2])) if found else (0, 0)
+    seen = count_instructions(code)
+    spills = stack + seen.pop("LDL", 0) + seen.pop("STL", 0)
+    faults = tuple(judge(form, target, registers, spills, shared, seen))
+    return Compiled(name, target, registers, spills, shared, seconds, dict(sorted(seen.items())), faults)
+
+
+def judge(form: Any, target: int, registers: int, spills: int, shared: int, seen: Counter[str]) -> list[str]:
+    """What is wrong with the machine code of a form."""
+    faults = [f"spills: {spills}"] if spills else []
+    if shared > SHARED_KIB[target] << 10:
+        faults.append(f"shared memory: {shared} bytes, a block has {SHARED_KIB[target]} KiB")
+    if registers > form.max_registers:
+        faults.append(f"registers: {registers}, at most {form.max_registers}")
+    for wanted in form.demands:
+        if wanted and not any(seen[name] for name in wanted):
+            faults.append(f"it has no {' or '.join(wanted)}")
+    return faults
+
+
+def count_instructions(code: str) -> Counter[str]:
+    """Instructions of the machine code, by name; loads and stores of memory with their width in bits."""
+    seen: Counter[str] = Counter()
+    for word in SEEN.findall(code):
+        head, *parts = word.split(".")
+        if head in WIDE:
+            narrow = next((part[1:] for part in parts if part in ("U8", "S8", "U16", "S16")), "32")
+            head = f"{head}.{next((part for part in parts if part in ('128', '64')), narrow)}"
+        seen[head] += 1
+    return seen
+
+
+def _compile(form: Any, target: int) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names, signature, attributes = form.kernel.arg_names, {}, {}
+    for i, name in enumerate(names):
+        kind = form.types.get(name, "i32")
+        if name in form.constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = "*" + kind[:-1] if kind.endswith("*") else kind.rstrip("!")
+        if kind[-1] in "*!":
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    constants = {(names.index(name),): value for name, value in form.constants.items()}
+    source = ASTSource(form.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": form.num_warps, "num_stages": form.num_stages, **form.options}
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+
+
+def _disassemble(cubin: bytes) -> tuple[str, str]:
+    """(resources, machine code) by the tools that come with Triton."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        commands = (["cuobjdump", "-res-usage"], ["nvdisasm", "-c"])
+        usage, code = (
+            subprocess.run([str(tools / tool), *more, file.name], capture_output=True, text=True, check=True)
+            for tool, *more in commands
+        )
+    return usage.stdout, code.stdout
+
+
+def write_report(results: list[Compiled], path: Path) -> None:
+    """A table of all results, as Markdown."""
+    rows = [
+        "# GPU kernels",
+        "",
+        "What `tools/compile_kernels.py` found: every form of the Triton kernels, compiled for",
+    ]
+    rows += ["GPUs of three generations. Nothing here has run on a GPU.", ""]
+    rows += [
+        "| form | target | registers | spills | shared memory | instructions |",
+        "|---|---|---:|---:|---:|---|",
+    ]
+    for r in results:
+        seen = " ".join(f"{name}:{count}" for name, count in r.instructions.items())
+        rows.append(
+            f"| {r.form} | sm_{r.target} | {r.registers} | {r.spills} | {r.shared >> 10} KiB | {seen} |"
+        )
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--match", default="", help="only forms with this text in their names")
+    parser.add_argument("--targets", default="80,90,120", help="compute capabilities, times ten")
+    parser.add_argument("--report", type=Path, help="write the table of results there")
+    parser.add_argument("--json", action="store_true", help="print JSON, one line for a form and target")
+    options = parser.parse_args()
+    os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
+    targets = [int(target) for target in options.targets.split(",")]
+    wanted = [(*form, target) for form in list_forms() if options.match in form[1] for target in targets]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        results = []
+        for made in pool.map(compile_form, *zip(*wanted, strict=True)):
+            results.append(made)
+            if options.json:
+                print(json.dumps({name: getattr(made, name) for name in made.__slots__}), flush=True)
+            else:
+                said = "; ".join(made.faults) or "ok"
+                print(f"sm_{made.target:3} {made.form:44} {made.registers:4} registers, {said}", flush=True)
+    if options.report:
+        write_report(results, options.report)
+    faulty = sum(bool(made.faults) for made in results)
+    print(f"{len(results)} compiled, {faulty} with faults", file=sys.stderr)
+    return 1 if faulty else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
