@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 /usr/bin/pyt
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( n > 3 ? 4 : n + 1 )))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup demo test test-all screenshots check format docs bench clean
+.PHONY: help setup demo test test-all screenshots check gates format docs bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -51,7 +51,10 @@ screenshots: $(READY) ## take the pictures of the docs anew (needs Chromium)
 		tests/e2e/test_page_screenshots.py
 
 check: $(READY) ## formatting, lint, types, imports, sizes, names, words
-	@$(BIN)/ruff format --check --quiet . || { echo "ruff format: run make format" >&2; exit 1; }
+	@$(BIN)/ruff format --check --quiet . || { echo "ruff gates: $(READY) ## compile every GPU kernel for three GPUs, and write what came of it to docs/gpu-kernels.md
+	@$(BIN)/python tools/compile_kernels.py --report docs/gpu-kernels.md
+
+format: run make format" >&2; exit 1; }
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/python tools/check_imports.py

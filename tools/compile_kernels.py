@@ -12,7 +12,6 @@ import argparse
 import importlib
 import json
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -23,6 +22,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from plait.kernels.load import triton_kernels
 
 SHARED_KIB = {
     80: 163,
@@ -52,10 +53,7 @@ class Compiled:
 
 def list_forms() -> list[tuple[str, str]]:
     """(module, name) of every form."""
-    from plait.kernels import triton
-
-    names = [f"{triton.__name__}.{module.name}" for module in pkgutil.iter_modules(triton.__path__)]
-    modules = [(name, importlib.import_module(name)) for name in names]
+    modules = [(name, importlib.import_module(name)) for name in triton_kernels()]
     return [
         (name, form.name) for name, module in modules if hasattr(module, "forms") for form in module.forms()
     ]

@@ -65,6 +65,11 @@ class Target:
     shelf: Shelf | None = None  # what was packed at an earlier startup
     no_fuse: tuple[str, ...] = ()  # fused ops that are left out: their compositions run
 
+    @property
+    def platform(self) -> str:
+        """What variants are chosen for: of an example of a GPU, which has its tensors on the CPU, a GPU."""
+        return "cuda" if self.chip else self.device.type
+
 
 class Weights:
     """A view of a checkpoint under one prefix of our names."""
@@ -228,7 +233,7 @@ class Weights:
         """The variant of an op for this target; recorded for `plait info --ops`."""
         target = self.target
         sizes = self._shared_sizes() | sizes
-        facts = OpFacts(target.device.type, target.dtype, sizes, target.executor, target.chip)
+        facts = OpFacts(target.platform, target.dtype, sizes, target.executor, target.chip)
         fn, rows = op.bind_parts(facts, self.prefix, target.ops, target.no_fuse)
         target.bound.extend(rows)
         return fn

@@ -94,7 +94,15 @@ def load_for_gpu() -> None:
 
     attention.register()
     if importlib.util.find_spec("triton") is not None:
-        importlib.import_module("plait.kernels.triton.packed")
+        for name in triton_kernels():
+            importlib.import_module(name)
+
+
+def triton_kernels() -> list[str]:
+    """Every module of `plait.kernels.triton`, sorted: importing them registers their variants."""
+    from plait.kernels import triton
+
+    return sorted(module.name for module in pkgutil.iter_modules(triton.__path__, f"{triton.__name__}."))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 """Attention over paged memory, for every ragged batch: one kernel for GQA and for MLA's latents.
 
 A captured step has one grid for all batches, but sequences have any length. So the grid is as large as the
-device, and its programs take work items in turn. An item is a span of `SPAN` tokens of one sequence, for a
+device, and its programs take work items in turn. An item is a split of `SPLIT` tokens of one sequence, for a
 tile of its query rows and one kv head. `count_items`, the first launch, says how many items each sequence
 has; a program finds the sequence of an item by binary search.
 
-Each span has a softmax of its own at fixed positions, and spans are added in the order of positions: by
-`fold_spans` where each is an item, or by the item itself where one item walks all spans of its rows. Both
+Each split has a softmax of its own at fixed positions, and splits are added in the order of positions: by
+`fold_splits` where each is an item, or by the item itself where one item walks all splits of its rows. Both
 orders are the same, so the bits of a row depend on no other sequence, on no grid and on no chunk of a prompt.
 Flash attention: Dao et al. 2022; split keys: Dao et al. 2023 (flash decoding).
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,15 +24,16 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
-from plait.ops.attention import write_paged
+from plait.kernels.triton.launch import launch
+from plait.ops.attention import paged_attention, paged_latent_attention, write_paged
 from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
 
 NAME = "triton"
-SPAN = 256  # tokens whose softmax is one
+SPLIT = 256  # tokens that share a softmax
 ROWS = 16  # of a tile of queries: (token, query head) pairs that read the same keys
 PROMPT_ROWS = 32  # of a tile in a step with prompts; the same instructions, so the same bits
-SPLIT_TILES = 2  # tiles of a sequence up to which its spans are items; with more, tiles keep a device busy
-MOST_SLOTS = 4096  # partial results: spans of all sequences together; those that do not fit are walked
+MOST_TILES = 2  # tiles of a sequence up to which its splits are items; with more, tiles keep a device busy
+MOST_SLOTS = 4096  # partial results: splits of all sequences together; those that do not fit are walked
 PROGRAMS = 4  # for each processor of the device
 SEQS = (16, 64, 256, 1024)  # sequences that a form is compiled for
 LOG2E = 1.4426950408889634
@@ -81,14 +82,14 @@ def _join_softmaxes(largest, top):
 @triton.jit
 def count_items(
     query_start, seq_lens, items, slots, starts, num_seqs, capacity,
-    S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr,
-    SPLIT: tl.constexpr,
+    S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     """items [S + 1]: items in front of each sequence, for each kv head; slots [S]: partial results, or -1;
     starts [S + 1]: the first row of each sequence, and of those that are not there the end of all.
 
-    A sequence with more than SPLIT tiles, or whose partial results do not fit into `capacity`, has none: its
-    items walk all their spans.
+    A sequence with more than TILES tiles, or with partial results that do not fit into `capacity`, has none:
+    its items walk all their splits.
     """
     s = tl.arange(0, S)
     start = tl.load(query_start + tl.minimum(s, num_seqs)).to(tl.int32)
@@ -96,9 +97,9 @@ def count_items(
     count = after - start
     length = tl.load(seq_lens + s, mask=s < num_seqs, other=0).to(tl.int32)
     tiles = (count * G + BM - 1) // BM
-    first = tl.maximum(length - count - WINDOW + 1, 0) // SPAN if WINDOW else 0
-    spans = (length + SPAN - 1) // SPAN - first
-    wanted = tl.where((spans > 1) & (tiles <= SPLIT), tiles * spans, 0)
+    first = tl.maximum(length - count - WINDOW + 1, 0) // SPLIT if WINDOW else 0
+    splits = (length + SPLIT - 1) // SPLIT - first
+    wanted = tl.where((splits > 1) & (tiles <= TILES), tiles * splits, 0)
     before = tl.cumsum(wanted, 0) - wanted
     apart = (wanted > 0) & (before + wanted <= capacity)
     own = tl.where(apart, wanted, tiles)
@@ -127,10 +128,10 @@ def attend(
     S: tl.constexpr, STEPS: tl.constexpr, G: tl.constexpr, KVH: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr, LATENT: tl.constexpr,
     KW: tl.constexpr, VW: tl.constexpr, GROUP: tl.constexpr, REST_AT: tl.constexpr,
-    PAGE: tl.constexpr, SPAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """q: [T, KVH * G, D + REST] -> out [T, KVH * G, D], or partial results of spans: see the module.
+    """q: [T, KVH * G, D + REST] -> out [T, KVH * G, D], or partial results of splits: see the module.
 
     part: [slots, KVH, BM, DP] float32, part_sums: [slots, KVH, BM, 2] (largest score, sum).
     """
@@ -143,13 +144,13 @@ def attend(
         first_row, length = tl.load(starts + seq), tl.load(seq_lens + seq).to(tl.int32)
         count = tl.load(starts + seq + 1) - first_row
         tiles = (count * G + BM - 1) // BM
-        tile, span = own % tiles, own // tiles
+        tile, split = own % tiles, own // tiles
         begins = tl.zeros([], tl.int32)
         if WINDOW:
-            begins = tl.maximum(length - count - WINDOW + 1, 0) // SPAN
-        first, last = begins, (length + SPAN - 1) // SPAN
+            begins = tl.maximum(length - count - WINDOW + 1, 0) // SPLIT
+        first, last = begins, (length + SPLIT - 1) // SPLIT
         if slot >= 0:
-            first = begins + span
+            first = begins + split
             last = first + 1
         rows = tile * BM + tl.arange(0, BM)
         there, token, head = rows < count * G, rows // G, kv * G + rows % G
@@ -174,8 +175,8 @@ def attend(
         # The keys of a tile end with those its last row sees.
         end = tl.minimum(length, length - count + (tl.minimum(tile * BM + BM, count * G) - 1) // G + 1)
         for s in range(first, last):
-            start = (s + tl.zeros([], tl.int32)) * SPAN
-            stop = tl.minimum(start + SPAN, end)
+            start = (s + tl.zeros([], tl.int32)) * SPLIT
+            stop = tl.minimum(start + SPLIT, end)
             top = tl.full([BM], -float("inf"), tl.float32)
             mass = tl.zeros([BM], tl.float32)
             values = tl.zeros([BM, DP], tl.float32)
@@ -228,12 +229,12 @@ def attend(
 
 
 @triton.jit
-def fold_spans(
+def fold_splits(
     out, part, part_sums, items, slots, starts,
     S: tl.constexpr, STEPS: tl.constexpr, G: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Add the spans of a query row in the order of positions. Grid: (T, KVH * G)."""
+    """Add the splits of a query row in the order of positions. Grid: (T, KVH * G)."""
     place, head = tl.program_id(0), tl.program_id(1)
     seq = _find_sequence(starts, place, S, STEPS)
     slot = tl.load(slots + seq)
@@ -241,13 +242,13 @@ def fold_spans(
         first_row = tl.load(starts + seq)
         count = tl.load(starts + seq + 1) - first_row
         tiles = (count * G + BM - 1) // BM
-        spans = (tl.load(items + seq + 1) - tl.load(items + seq)) // tiles
+        splits = (tl.load(items + seq + 1) - tl.load(items + seq)) // tiles
         which, d = (place - first_row) * G + head % G, tl.arange(0, DP)
         largest, sums = tl.full([], -float("inf"), tl.float32), tl.full([], 0.0, tl.float32)
         acc = tl.zeros([DP], tl.float32)
-        for i in range(spans):
-            span = i + tl.zeros([], tl.int32)
-            line = ((slot + span * tiles + which // BM).to(tl.int64) * KVH + head // G) * BM + which % BM
+        for i in range(splits):
+            split = i + tl.zeros([], tl.int32)
+            line = ((slot + split * tiles + which // BM).to(tl.int64) * KVH + head // G) * BM + which % BM
             top, total = tl.load(part_sums + line * 2), tl.load(part_sums + line * 2 + 1)
             largest, before, now = _join_softmaxes(largest, top)
             sums = sums * before + total * now
@@ -257,7 +258,7 @@ def fold_spans(
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PagedLayout:
     """What is static about an op's arguments: sizes that the kernels are compiled for."""
 
     heads: int
@@ -293,7 +294,7 @@ class Layout:
             "GROUP": self.codes.group if self.codes else 0,
             "REST_AT": self.codes.rest_at if self.codes else 0,
             "PAGE": k_cache.shape[1],
-            "SPAN": SPAN,
+            "SPLIT": SPLIT,
             "BN": 32 if wide else 64,
             "WINDOW": self.window or 0,
             "SOFTCAP": self.softcap or 0.0,
@@ -307,7 +308,7 @@ def _attend_over(
     q: Tensor,
     caches: tuple[Tensor, Tensor],
     where: tuple[Tensor, Tensor, Tensor],
-    layout: Layout,
+    layout: PagedLayout,
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -318,24 +319,25 @@ def _attend_over(
     out = q.new_empty(*q.shape[:2], layout.dim)
     if not len(q):
         return out
-    num_seqs, ints = len(seq_lens), {"dtype": torch.int32, "device": q.device}
+    num_seqs, ints = len(seq_lens), partial(q.new_empty, dtype=torch.int32)
     shared = layout.constants(num_seqs, ROWS if len(q) == num_seqs else PROMPT_ROWS)
-    capacity = min(MOST_SLOTS, k_cache.shape[0] * k_cache.shape[1] // SPAN + num_seqs)
-    items, starts = (torch.empty(shared["S"] + 1, **ints) for _ in range(2))
-    slots = torch.empty(shared["S"], **ints)
+    capacity = min(MOST_SLOTS, k_cache.shape[0] * k_cache.shape[1] // SPLIT + num_seqs)
+    items, starts = (ints(shared["S"] + 1) for _ in range(2))
+    slots = ints(shared["S"])
     part = q.new_empty(capacity, layout.kv_heads, shared["BM"], shared["DP"], dtype=torch.float32)
     sums = q.new_empty(*part.shape[:3], 2, dtype=torch.float32)
     few = {name: shared[name] for name in ("S", "G", "BM")}
-    count_items[(1,)](
-        query_start, seq_lens, items, slots, starts, num_seqs, capacity,
-        WINDOW=layout.window or 0, SPAN=SPAN, SPLIT=SPLIT_TILES, **few,
+    launch(
+        count_items, (1,), query_start, seq_lens, items, slots, starts, num_seqs, capacity,
+        WINDOW=layout.window or 0, SPLIT=SPLIT, TILES=MOST_TILES, **few,
     )  # fmt: skip
-    attend[(_num_programs(q.device),)](
-        q, k_cache, v_cache, *map(_as_words, caches), table, seq_lens, items, slots, starts,
-        out, part, sums, sums if sinks is None else sinks, table.stride(0), q.stride(0), q.stride(1),
+    launch(
+        attend, (_num_programs(q.device),),
+        q, k_cache, v_cache, *map(_as_words, caches), table, seq_lens, items, slots, starts, out,
+        part, sums, sums if sinks is None else sinks, table.stride(0), q.stride(0), q.stride(1),
         scale * LOG2E, **shared, **layout.attention(k_cache, v_cache, sinks is not None),
     )  # fmt: skip
-    fold_spans[(len(q), layout.heads)](out, part, sums, items, slots, starts, **shared, num_warps=1)
+    launch(fold_splits, (len(q), layout.heads), out, part, sums, items, slots, starts, **shared, num_warps=1)
     return out
 
 
@@ -352,6 +354,7 @@ def _as_words(cache: Tensor) -> Tensor:
     return cache.view(torch.int16) if cache.dtype is torch.int8 else cache
 
 
+@paged_attention.variant(NAME, on="cuda")
 def attend_paged(
     q: Tensor,
     k: Tensor,
@@ -372,10 +375,11 @@ def attend_paged(
     write_paged(k_cache, k, slot_mapping, key_codes(dim))
     write_paged(v_cache, v, slot_mapping, value_codes(dim))
     codes = key_codes(dim) if k_cache.dtype is torch.int8 else None
-    layout = Layout(q.shape[1], k.shape[1], dim, 0, codes, window, softcap)
+    layout = PagedLayout(q.shape[1], k.shape[1], dim, 0, codes, window, softcap)
     return _attend_over(q, (k_cache, v_cache), (block_table, query_start, seq_lens), layout, scale, sinks)
 
 
+@paged_latent_attention.variant(NAME, on="cuda")
 def attend_latent(
     q: Tensor,
     latent: Tensor,
@@ -391,7 +395,7 @@ def attend_latent(
     form = latent_codes(kv_rank, latent.shape[-1] - kv_rank)
     write_paged(cache, latent, slot_mapping, form)
     codes = form if cache.dtype is torch.int8 else None
-    layout = Layout(q.shape[1], 1, kv_rank, latent.shape[-1] - kv_rank, codes, None, None)
+    layout = PagedLayout(q.shape[1], 1, kv_rank, latent.shape[-1] - kv_rank, codes, None, None)
     return _attend_over(q, (cache, cache), (block_table, query_start, seq_lens), layout, scale)
 
 
@@ -420,19 +424,19 @@ def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch: each shape with the tiles of decodes and of prompts."""
     for name, (heads, kv_heads, dim, rest, window, softcap, sinks, coded) in SHAPES.items():
         form = latent_codes(dim, rest) if rest else key_codes(dim)
-        layout = Layout(heads, kv_heads, dim, rest, form if coded else None, window, softcap)
+        layout = PagedLayout(heads, kv_heads, dim, rest, form if coded else None, window, softcap)
         widths = (form.width, form.width if rest else value_codes(dim).width) if coded else (dim + rest,) * 2
         caches = [torch.empty(1, 64, kv_heads, width, device="meta") for width in widths]
         for step, rows in (("decodes", ROWS), ("prompts", PROMPT_ROWS)):
-            constants = layout.constants(64, rows) | layout.attention(*caches, sinks)
+            constants = layout.constants(64, rows) | layout.attention(caches[0], caches[1], sinks)
             warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
             yield KernelForm(
                 f"attend, {name}, {step}", attend, POINTERS | (CODE_POINTERS if coded else {}), constants,
                 warps, stages, demands=(("HMMA", "HGMMA"), () if coded else ("LDG.128", "LDGSTS.128")),
             )  # fmt: skip
-    constants = Layout(32, 8, 128, 0, None, None, None).constants(64, ROWS)
+    constants = PagedLayout(32, 8, 128, 0, None, None, None).constants(64, ROWS)
     few = {key: constants[key] for key in ("S", "G", "BM")}
     yield KernelForm(
-        "count_items", count_items, POINTERS, {**few, "WINDOW": 0, "SPAN": SPAN, "SPLIT": SPLIT_TILES}
+        "count_items", count_items, POINTERS, {**few, "WINDOW": 0, "SPLIT": SPLIT, "TILES": MOST_TILES}
     )
-    yield KernelForm("fold_spans, gqa 32/8 d128", fold_spans, POINTERS, constants, num_warps=1)
+    yield KernelForm("fold_splits, gqa 32/8 d128", fold_splits, POINTERS, constants, num_warps=1)

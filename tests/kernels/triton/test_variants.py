@@ -1,0 +1,54 @@
+"""Every Triton variant on the cases of its op, in Triton's interpreter, against the op's reference.
+
+A kernel is tested by being registered. In float32 and float16: the interpreter's bfloat16 is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+from plait.kernels.load import load_for_gpu
+from plait.model.mixers.registry import list_mixers
+from plait.ops.chip import EXAMPLES
+from plait.ops.registry import REGISTRY, Op, OpFacts, Variant
+from tests.ops.test_variants import STANDARD, copied, shared_state, tensors
+
+load_for_gpu()
+list_mixers()
+FEW = 2  # cases of an op that are no slow ones: the interpreter takes a second for each
+
+
+def runnable() -> Iterator[Any]:
+    for op in REGISTRY.values():
+        for variant in op.variants:
+            if variant.on != "cuda" or ".triton." not in variant.fn.__module__:
+                continue
+            served = 0
+            for i, case in enumerate(op.cases):
+                for dtype in (torch.float32, torch.float16):
+                    facts = OpFacts("cuda", dtype, {**STANDARD, **case}, chip=EXAMPLES[90])
+                    if variant.refusal(facts) is not None or dtype not in op.tolerance:
+                        continue
+                    served += dtype is torch.float32
+                    marks = () if served <= FEW and dtype is torch.float32 else pytest.mark.slow
+                    name = f"{op.name}-{variant.name}-{i}-{str(dtype).removeprefix('torch.')}"
+                    yield pytest.param(op, variant, case, dtype, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("op", "variant", "case", "dtype"), list(runnable()))
+def test_variant_agrees_with_reference(op: Op, variant: Variant, case: Any, dtype: torch.dtype) -> None:
+    assert op.make, f"{op.name} has cases but no @{op.name}.inputs"
+    args, kwargs = op.make(case, dtype, "cpu")
+    wanted, given = copied(args), copied(args)
+    want = [*tensors(op.reference(*wanted, **kwargs)), *tensors(shared_state(op, wanted))]
+    got = [*tensors(variant.fn(*given, **kwargs)), *tensors(shared_state(op, given))]
+    near = op.allowed(variant, dtype)
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=near, atol=near)
