@@ -51,16 +51,16 @@ screenshots: $(READY) ## take the pictures of the docs anew (needs Chromium)
 		tests/e2e/test_page_screenshots.py
 
 check: $(READY) ## formatting, lint, types, imports, sizes, names, words
-	@$(BIN)/ruff format --check --quiet . || { echo "ruff gates: $(READY) ## compile every GPU kernel for three GPUs, and write what came of it to docs/gpu-kernels.md
-	@$(BIN)/python tools/compile_kernels.py --report docs/gpu-kernels.md
-
-format: run make format" >&2; exit 1; }
+	@$(BIN)/ruff format --check --quiet . || { echo "ruff format: run make format" >&2; exit 1; }
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/python tools/check_imports.py
 	@$(BIN)/python tools/check_sizes.py
 	@$(BIN)/python tools/check_names.py
 	@$(BIN)/python tools/check_words.py
+
+gates: $(READY) ## compile every GPU kernel for three GPUs, and write what came of it to docs/gpu-kernels.md
+	@$(BIN)/python tools/compile_kernels.py --report docs/gpu-kernels.md
 
 format: $(READY) ## let ruff format and fix what it can
 	@$(BIN)/ruff check --fix .
