@@ -62,6 +62,11 @@ class StateStore:
     def __getitem__(self, name: str) -> dict[str, Tensor]:
         return self._tensors[name]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that kernels see."""
+        return [t for tensors in self._tensors.values() for t in tensors.values()]
+
     def zero_slots(self, slots: Iterable[int]) -> None:
         """Zero the slots of new sequences, because a one-token prompt must never read the last owner's."""
         self._rows[-1].zero(slots)
@@ -103,7 +108,7 @@ class StateStore:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that kernels see."""
-        return sum(t.nbytes for tensors in self._tensors.values() for t in tensors.values())
+        return sum(t.nbytes for t in self.tensors)
 
     @property
     def nbytes_saved(self) -> int:

@@ -13,6 +13,7 @@ from plait.families.common.resolved import Resolved
 from plait.families.resolve import resolve
 from plait.memory import block_groups
 from plait.model.decoder import Decoder
+from plait.ops.chip import Chip
 from plait.quant.weight import as_tensor
 from plait.runner.runner import build_batch
 from plait.schedule.plan import Chunk, StepPlan
@@ -50,9 +51,10 @@ def resolved(
     return resolve(config, shapes, read=numbers, overrides=overrides, gguf=gguf)
 
 
-def decoder(found: Resolved, checkpoint: Checkpoint) -> Decoder:
-    """The model, every tensor of the checkpoint used."""
-    weights = Weights(checkpoint, found.names, Target(CPU, torch.float32, LONGEST, found.spec.hidden_size))
+def decoder(found: Resolved, checkpoint: Checkpoint, chip: Chip | None = None) -> Decoder:
+    """The model, every tensor of the checkpoint used. `chip`: with the ops that this GPU would bind."""
+    target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size, chip=chip)
+    weights = Weights(checkpoint, found.names, target)
     built = Decoder(found.spec, weights)
     weights.check_all_used()
     return built

@@ -24,9 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
-from plait.kernels.triton.launch import launch
 from plait.ops.attention import paged_attention, paged_latent_attention, write_paged
 from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
+from plait.ops.launch import launch
 
 NAME = "triton"
 SPLIT = 256  # tokens that share a softmax

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.launch import launch
+from plait.ops.launch import launch
 from plait.ops.linear import Activations, linear, round_activations
 from plait.ops.registry import OpFacts
 from plait.quant.fp8 import Fp8

@@ -1,0 +1,108 @@
+"""What a GPU's graph refuses is refused on a CPU, and every family's decode step keeps to these rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+from plait.errors import CannotRecord
+from plait.kernels.load import load_for_gpu
+from plait.memory import block_groups
+from plait.model.decoder import Decoder
+from plait.ops.chip import EXAMPLES
+from plait.runner.capture import StepCapture, capture_step, decode_batch
+from plait.state.store import StateStore
+from tests.families import tiny
+from tests.families.parity import Memory, decoder, resolved
+
+ELSEWHERE = torch.randn(3)
+BLOCKS = 4  # of a sequence
+
+
+def test_a_replay_computes_what_the_buffers_hold_now() -> None:
+    x, w, cache, row = torch.randn(4, 8), torch.randn(8, 8), torch.zeros(6, 8), torch.tensor([1, 2, 3, 0])
+
+    def step() -> Tensor:
+        y = torch.relu(x @ w)
+        cache[row] = y
+        return (y + cache.sum(0)).softmax(-1)
+
+    with torch.inference_mode(), StepCapture([x, w, cache, row]) as capture:
+        out = step()
+    x.copy_(torch.randn(4, 8))
+    row.copy_(torch.tensor([5, 4, 0, 0]))
+    cache.zero_()
+    capture.replay()
+    found, held = out.clone(), cache.clone()
+    cache.zero_()
+    assert torch.equal(found, step())
+    assert torch.equal(held, cache)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (lambda x: x.sum().item(), "asks for a value"),
+        (lambda x: x.tolist(), "asks for a value"),
+        (lambda x: bool(x.any()), "asks for a value"),
+        (lambda x: x.nonzero(), "depends on data"),
+        (lambda x: x[x > 0], "by a mask"),
+        (lambda x: x.unique(), "depends on data"),
+        (lambda x: x.repeat_interleave(torch.ones_like(x, dtype=torch.int64)), "depends on data"),
+        (lambda x: x + torch.tensor([1.0]), "a copy from the host"),
+        (lambda x: x.cpu(), "asks for a value"),
+        (lambda x: x @ ELSEWHERE, "neither static nor of the step"),
+    ],
+)
+def test_what_a_device_cannot_capture_is_refused(wrong: Callable[[Tensor], object], why: str) -> None:
+    x = torch.randn(3)
+    with pytest.raises(CannotRecord, match=why), torch.inference_mode(), StepCapture([x]):
+        wrong(x)
+
+
+def test_a_length_that_was_baked_in_shows() -> None:
+    lens = torch.tensor([3, 5])
+
+    def stream(most: int) -> object:
+        with torch.inference_mode(), StepCapture([lens]) as capture:
+            _ = torch.arange(most) < lens[:, None]
+        return capture.stream
+
+    assert stream(8) == stream(8)
+    assert stream(8) != stream(6)
+
+
+def on_gpu(name: str, folder: Path) -> tuple[Decoder, StateStore]:
+    """A family's tiny model with what a GPU binds, its tensors being on the CPU."""
+    load_for_gpu()
+    tiny.write(name, folder)
+    config, tensors, _ = tiny.read(folder)
+    checkpoint = Memory(tensors)
+    model = decoder(resolved(checkpoint, config), checkpoint, chip=EXAMPLES[90])
+    blocks = {group.name: 8 for group in block_groups(model.states)}
+    store = StateStore(model.states, blocks, 4, 16, torch.device("cpu"), torch.float32)
+    for tensor in store.tensors:
+        tensor.zero_()
+    return model, store
+
+
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+def test_a_decode_step_of_every_family_can_be_captured(name: str, tmp_path: Path) -> None:
+    model, store = on_gpu(name, tmp_path)
+    batch = decode_batch(block_groups(model.states), 2, BLOCKS, store)
+    capture, logits = capture_step(model, store, batch, strict=False, is_dry=True)
+    assert logits.shape[0] == 2
+    if all("ops/moe.py" in fault for fault in capture.faults) and capture.faults:
+        pytest.xfail("experts are chosen on the host: they get kernels of their own")
+    assert not capture.faults
+    other = replace(batch, token_ids=batch.token_ids + 3, positions=batch.positions + 40)
+    again, _ = capture_step(model, store, other, strict=False, is_dry=True)
+    assert len(again.stream) == len(capture.stream)
+    assert again.launches == capture.launches
