@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--overload", type=float, default=0.0, help="seconds of overload.py as well")
     given = parser.parse_args()
-    own = Contestant(DEFAULT, SIDES / "plait_side.py", given.model)
+    own = Contestant(DEFAULT, SIDES / "plait_engine.py", given.model)
     others = [contestant(what, given.model, {}, threads_of) for what in given.compare]
     room, rows = {"max_model_len": given.prompt + given.tokens + 40, "max_num_seqs": 4}, []
     with ExitStack() as stack:
